@@ -1,0 +1,46 @@
+"""The errors of shardweave: one root, so that a user can catch them all.
+
+Every message names the thing (parameter, op, axis, rank), what was expected, what came, and the way out.
+"""
+
+from __future__ import annotations
+
+
+class ParallelError(Exception):
+    """The root of every error that shardweave raises."""
+
+
+class CaptureError(ParallelError):
+    """The model, or its call, cannot be captured as one graph."""
+
+
+class RuleError(ParallelError):
+    """An op has no sharding rule, or a rule does not fit the op it was bound to."""
+
+
+class LayoutError(ParallelError):
+    """A value cannot lie as it was asked to."""
+
+
+class ClusterError(ParallelError):
+    """A cluster description is incomplete, contradictory, or does not fit the running world."""
+
+
+class PlanError(ParallelError):
+    """A plan cannot be made, or does not fit the model, the inputs or the cluster."""
+
+
+class InfeasibleError(PlanError):
+    """No plan fits into the memory limit; the message says how much memory would do."""
+
+
+class InputError(ParallelError):
+    """A call's inputs differ from those that the step was compiled for."""
+
+
+class VerifyError(ParallelError):
+    """A pass left the graph in a state that it must not be in: a bug in shardweave."""
+
+
+class LaunchError(ParallelError):
+    """A local rank failed; the message carries the rank and its traceback."""
