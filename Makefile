@@ -1,0 +1,66 @@
+# `make demo` and `make test` are all that a fresh Linux machine with python3 and make needs.
+# Everything is re-runnable; the virtual environment is made once and renewed when the requirements change.
+
+VENV   ?= .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install -q
+
+# Where to look for torch's CPU build, as an address of wheels that pip takes as an extra index; empty: wherever pip looks.
+TORCH_INDEX ?=
+
+# Workers of pytest. Each may hold several gloo ranks, so more workers than cores gain nothing.
+PYTEST_WORKERS ?= 2
+# The ranks of one test share the cores: one thread each.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test lint types pytest notebook figures clean
+
+help:
+	@echo "make demo      train a small GPT on 4 local ranks with a planned, generated step; results in out/"
+	@echo "make test      ruff, mypy --strict and all tests"
+	@echo "make notebook  run notebooks/ and keep the outputs"
+	@echo "make figures   draw the figures of README.md and docs/ again"
+	@echo "make clean     remove the virtual environment and every generated file"
+
+demo: $(VENV)/.installed
+	$(BIN)/shardweave demo --out out
+
+test: lint types pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy --strict shardweave
+
+pytest: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
+
+notebook: $(VENV)/.installed-dev
+	$(BIN)/python docs/run_notebooks.py
+
+figures: $(VENV)/.installed
+	$(BIN)/python docs/make_figures.py
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "shardweave needs Python 3.11 or newer, but '$(PYTHON)' is missing or older: $$($(PYTHON) --version 2>&1)."; \
+	  echo "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' || { \
+	  echo "'$(PYTHON)' cannot make virtual environments; on Debian and Ubuntu, install python3-venv."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(VENV)/bin/python requirements-torch.txt requirements.txt pyproject.toml
+	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements-torch.txt
+	$(PIP) -r requirements.txt
+	$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
+	$(PIP) -r requirements-dev.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
