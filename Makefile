@@ -45,7 +45,7 @@ figures: $(VENV)/.installed
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "shardweave needs Python 3.11 or newer, but '$(PYTHON)' is missing or older: $$($(PYTHON) --version 2>&1)."; \
+	  echo "shardweave needs Python 3.11 or newer, but '$(PYTHON)' is missing or older: $$($(PYTHON) --version 2>&1 | head -n 1)."; \
 	  echo "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' || { \
 	  echo "'$(PYTHON)' cannot make virtual environments; on Debian and Ubuntu, install python3-venv."; exit 1; }
