@@ -1,0 +1,1 @@
+"""The main job: a small GPT trains on local ranks with a planned, generated step."""

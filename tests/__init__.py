@@ -1,0 +1,1 @@
+"""Tests of shardweave; the folders mirror the package."""
