@@ -1,0 +1,316 @@
+"""The machine: a device, and the levels of links that join devices, innermost first.
+
+The one idea: a level says what *one device* can send through it. What a group of ranks gets out of a level is then
+the number of its members that stand behind one entrance of the level, times that device's share of the entrance.
+Groups that cross a level at the same time share its links, which is equation 10 of AxoNN (arXiv 2305.13525): of the
+links of a node each group gets the part of its members among the node's devices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from shardweave.cost_model.description import build, check_number, describe
+from shardweave.errors import ClusterError
+from shardweave.ir import Mesh
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank computes with.
+
+    Parameters
+    ----------
+    name : str
+        For the reader.
+    flops : mapping of str to float
+        Peak FLOP/s of a dense matmul by dtype (``"float32"`` is required: it stands in for dtypes not listed).
+    memory : int
+        Bytes.
+    memory_bandwidth : float
+        Bytes/s, line rate.
+    launch_latency : float
+        Seconds that every kernel takes on top of its work.
+    collective_latency : float
+        Seconds that every collective takes on top of its ring's.
+    matmul_efficiency : float
+        Part of the peak that a large matmul reaches; 0.4 to 0.8 is what is seen in training.
+    memory_efficiency : float
+        Part of `memory_bandwidth` that a pointwise kernel reaches; 0.7 to 0.9 on GPUs.
+
+    Raises
+    ------
+    ClusterError
+        Where a figure is missing, negative or no number.
+
+    Examples
+    --------
+    >>> Device("toy", {"float32": 1e12}, memory=2**30, memory_bandwidth=1e11).peak("bfloat16")
+    1000000000000.0
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    memory: int
+    memory_bandwidth: float
+    launch_latency: float = 0.0
+    collective_latency: float = 0.0
+    matmul_efficiency: float = 0.7
+    memory_efficiency: float = 0.8
+
+    def __post_init__(self) -> None:
+        if "float32" not in self.flops:
+            raise ClusterError(
+                f"device.flops: expected a mapping of dtype to FLOP/s with at least 'float32', got {dict(self.flops)}"
+            )
+        for dtype, peak in self.flops.items():
+            check_number(f"device.flops.{dtype}", peak)
+        check_number("device.memory", self.memory, whole=True)
+        check_number("device.memory_bandwidth", self.memory_bandwidth)
+        check_number("device.launch_latency", self.launch_latency, zero=True)
+        check_number("device.collective_latency", self.collective_latency, zero=True)
+        check_number("device.matmul_efficiency", self.matmul_efficiency, high=1)
+        check_number("device.memory_efficiency", self.memory_efficiency, high=1)
+
+    def peak(self, dtype: str) -> float:
+        """Peak FLOP/s for `dtype`; that of float32 where it is not listed."""
+        return self.flops.get(dtype, self.flops["float32"])
+
+
+@dataclass(frozen=True)
+class Level:
+    """A level of the machine: `size` units of the level below, and the links that join them.
+
+    Parameters
+    ----------
+    name : str
+        What is counted (``"gpu"``, ``"node"``); the axes of the mesh are called ``gpu0``, ``gpu1``, ...
+    size : int
+        How many units of the level below one unit of this level has; devices for the innermost.
+    bandwidth : float
+        Bytes/s in one direction, line rate, that one device can send through this level.
+    latency : float
+        Seconds that one step of a ring takes between two units.
+    shared_bandwidth : float, optional
+        Bytes/s, one direction, of all links by which one unit of the level below enters this level (the NICs of a
+        node). Its devices share them. Left out, each device has `bandwidth` for itself.
+    efficiency : float
+        Part of the line rate that collectives reach.
+    links : {"switch", "mesh"}
+        Through a switch a device has its full `bandwidth` to any peer. In a mesh it has ``1 / (size - 1)`` of it to
+        each of its peers, so that a group of fewer gets less (the NVLinks of a Perlmutter node).
+
+    Examples
+    --------
+    >>> Level("node", 4, bandwidth=25e9, latency=1e-5, shared_bandwidth=100e9).share(devices=8)
+    12500000000.0
+    """
+
+    name: str
+    size: int
+    bandwidth: float
+    latency: float
+    shared_bandwidth: float | None = None
+    efficiency: float = 1.0
+    links: Literal["switch", "mesh"] = "switch"
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z]+(_[A-Za-z]+)*", self.name):
+            raise ClusterError(f"levels.name: expected letters (digits number a level's axes), got {self.name!r}")
+        key = f"levels.{self.name}"
+        check_number(f"{key}.size", self.size, whole=True)
+        check_number(f"{key}.bandwidth", self.bandwidth)
+        check_number(f"{key}.latency", self.latency, zero=True)
+        if self.shared_bandwidth is not None:
+            check_number(f"{key}.shared_bandwidth", self.shared_bandwidth)
+        check_number(f"{key}.efficiency", self.efficiency, high=1)
+        if self.links not in ("switch", "mesh"):
+            raise ClusterError(f"{key}.links: expected 'switch' or 'mesh', got {self.links!r}")
+
+    def share(self, devices: int) -> float:
+        """Bytes/s that each of the `devices` of one unit below gets when all of them send through this level."""
+        shared = math.inf if self.shared_bandwidth is None else self.shared_bandwidth / devices
+        return self.efficiency * min(self.bandwidth, shared)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A machine to plan for.
+
+    Parameters
+    ----------
+    name : str
+        For the reader.
+    levels : tuple of Level
+        Innermost first. Ranks are numbered along the innermost level first, as torchrun does.
+    device : Device
+        All devices are equal.
+    sources : mapping of str to str
+        Where each figure is from, by its key in the file (``"device.memory"``); no part of a comparison.
+
+    Raises
+    ------
+    ClusterError
+        Where there is no level, or two have one name.
+
+    Examples
+    --------
+    >>> cluster = Cluster.preset("dgx-a100", nodes=16)
+    >>> cluster.world_size, [str(axis) for axis in cluster.mesh().axes][-2:]
+    (128, ['node2:2', 'node3:2'])
+    >>> Cluster.local(3).mesh().axes
+    (Axis(name='rank0', size=3, stride=1, kind='space'),)
+    """
+
+    name: str
+    levels: tuple[Level, ...]
+    device: Device
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        names = [level.name for level in self.levels]
+        if not names or len(set(names)) != len(names):
+            raise ClusterError(f"levels: expected at least one level, each with a name of its own, got {names}")
+        # Computed once, as it keys the caches of costs; from the fingerprint, to be the same in every process.
+        object.__setattr__(self, "_hash", int(self.fingerprint, 16))
+
+    def __hash__(self) -> int:
+        return int(vars(self)["_hash"])
+
+    @property
+    def world_size(self) -> int:
+        """Number of devices."""
+        return math.prod(level.size for level in self.levels)
+
+    @property
+    def fingerprint(self) -> str:
+        """Twelve hex digits that differ where any figure does (names and sources do not count)."""
+        figures = self.to_dict()
+        del figures["name"], figures["device"]["name"]
+        figures.pop("sources", None)
+        return hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()[:12]
+
+    def mesh(self) -> Mesh:
+        """The axes of this machine: one for each prime factor of each level's size."""
+        return Mesh.of_levels([(level.name, level.size) for level in self.levels])
+
+    def resized(self, **sizes: int) -> Cluster:
+        """This cluster with other level sizes, as in ``cluster.resized(node=4)``.
+
+        Raises
+        ------
+        ClusterError
+            Where there is no level of that name, or the size is no whole number above 0.
+        """
+        unknown = set(sizes) - {level.name for level in self.levels}
+        if unknown:
+            raise ClusterError(f"{self.name} has no level {sorted(unknown)}; it has {[v.name for v in self.levels]}")
+        levels = tuple(replace(level, size=sizes.get(level.name, level.size)) for level in self.levels)
+        return replace(self, levels=levels)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as plain types; `from_dict` is its inverse."""
+        return describe(self)
+
+    @classmethod
+    def from_dict(cls, data: object) -> Cluster:
+        """A cluster of plain types, as a YAML or JSON file gives them.
+
+        Raises
+        ------
+        ClusterError
+            Names the key, what was expected and what came.
+        """
+        raw = build(cls, data, "", keep=("levels", "device", "sources"))
+        if not isinstance(raw["levels"], list | tuple):
+            raise ClusterError(f"levels: expected a list of levels, innermost first, got {raw['levels']!r}")
+        levels = tuple(Level(**build(Level, level, f"levels[{i}]")) for i, level in enumerate(raw["levels"]))
+        device = Device(**build(Device, raw["device"], "device", keep=("flops",)))
+        return cls(raw["name"], levels, device, dict(raw.get("sources") or {}))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Cluster:
+        """The cluster described in a YAML (or JSON) file; `ClusterError` names the file and the key that is wrong."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+            return cls.from_dict(yaml.safe_load(text))
+        except OSError as error:
+            raise ClusterError(f"{path}: expected a readable cluster file, got: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
+            raise ClusterError(f"{path}: expected a text file in UTF-8, got: {error}") from error
+        except yaml.YAMLError as error:
+            raise ClusterError(f"{path}: expected YAML, got: {error}") from error
+        except ClusterError as error:
+            raise ClusterError(f"{path}: {error} (docs/cluster.md lists every key)") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write this cluster as YAML that `load` reads."""
+        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, width=110), encoding="utf-8")
+
+    @classmethod
+    def presets(cls) -> tuple[str, ...]:
+        """The names that `preset` knows.
+
+        >>> "dgx-h100" in Cluster.presets()
+        True
+        """
+        files = resources.files("shardweave.cost_model").joinpath("presets").iterdir()
+        return tuple(sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml")))
+
+    @classmethod
+    def preset(cls, name: str, nodes: int | None = None) -> Cluster:
+        """A machine that ships with shardweave, with `nodes` nodes (1 if not given).
+
+        Raises
+        ------
+        ClusterError
+            Where no preset has that name, or `nodes` is no whole number above 0.
+        """
+        if name not in cls.presets():
+            raise ClusterError(f"no preset is called {name!r}; there are {', '.join(cls.presets())}")
+        with resources.as_file(resources.files("shardweave.cost_model") / "presets" / f"{name}.yaml") as path:
+            cluster = cls.load(path)
+        return cluster if nodes is None else cluster.resized(**{cluster.levels[-1].name: nodes})
+
+    @classmethod
+    def local(cls, n: int) -> Cluster:
+        """`n` ranks on this machine's CPU."""
+        return cls.preset("local-cpu").resized(rank=n)
+
+    @classmethod
+    def detect(cls) -> Cluster:
+        """The running torch.distributed world: its size, ``LOCAL_WORLD_SIZE`` ranks a node, the kind of its GPUs.
+
+        Raises
+        ------
+        ClusterError
+            Where several ranks were started but torch.distributed is not initialised, where the ranks do not divide
+            over the nodes, or where no preset knows this kind of GPU.
+        """
+        from shardweave.cost_model.detection import detect
+
+        return detect()
+
+    def fitted(self, devices: int, nodes: int) -> Cluster:
+        """This machine with `devices` devices on each of `nodes` nodes, filled from the innermost level.
+
+        >>> [level.size for level in Cluster.preset("frontier").fitted(devices=4, nodes=3).levels]
+        [2, 2, 3]
+        """
+        sizes: dict[str, int] = {}
+        for level in self.levels[:-1]:
+            last = level is self.levels[-2]
+            sizes[level.name] = devices if last else math.gcd(devices, level.size)
+            devices //= sizes[level.name]
+        return self.resized(**sizes, **{self.levels[-1].name: nodes})

@@ -1,0 +1,105 @@
+"""Plain types to frozen dataclasses and back, with errors that name the key: what cluster files are read with."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardweave.errors import ClusterError
+
+
+def check_number(key: str, value: object, *, whole: bool = False, zero: bool = False, high: float = math.inf) -> None:
+    """Refuse what is no number in ``(0, high]`` (``[0, high]`` with `zero`).
+
+    Raises
+    ------
+    ClusterError
+        Names `key`, what was expected and what came.
+
+    Examples
+    --------
+    >>> check_number("levels.gpu.latency", 0.0, zero=True)
+    """
+    expected = f"a {'whole ' if whole else ''}number {'of at least' if zero else 'above'} 0"
+    if high < math.inf:
+        expected += f" and at most {high:g}"
+    number = isinstance(value, int) or (isinstance(value, float) and not whole)
+    if isinstance(value, bool) or not number:
+        raise ClusterError(f"{key}: expected {expected}, got {value!r}")
+    assert isinstance(value, int | float)
+    if not math.isfinite(value) or value > high or value < 0 or (value == 0 and not zero):
+        raise ClusterError(f"{key}: expected {expected}, got {value!r}")
+
+
+def build(kind: type, data: object, key: str, keep: Sequence[str] = ()) -> dict[str, Any]:
+    """The arguments for the dataclass `kind` out of the mapping `data`; fields in `keep` are passed as they are.
+
+    Raises
+    ------
+    ClusterError
+        Where `data` is no mapping, has a key that `kind` does not know, or lacks one that it needs.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    at = f"{key}." if key else ""
+    if not isinstance(data, Mapping):
+        raise ClusterError(f"{key or 'the file'}: expected a mapping with {', '.join(fields)}, got {data!r}")
+    for name in data:
+        if name not in fields:
+            raise ClusterError(f"{at}{name}: expected one of {', '.join(fields)}, got an unknown key")
+    for name, field in fields.items():
+        optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        if name not in data and not optional:
+            raise ClusterError(f"{at}{name}: expected a value, got nothing: the key is missing")
+    types = typing.get_type_hints(kind)
+    built = {name: value if name in keep else _plain(f"{at}{name}", value, types[name]) for name, value in data.items()}
+    if "flops" in built:
+        if not isinstance(built["flops"], Mapping):
+            raise ClusterError(f"{at}flops: expected a mapping of dtype to FLOP/s, got {built['flops']!r}")
+        built["flops"] = {str(k): _plain(f"{at}flops.{k}", v, float) for k, v in built["flops"].items()}
+    return built
+
+
+def _plain(key: str, value: object, kind: object) -> object:
+    """`value` as `kind`; YAML 1.1 reads ``312e12`` as text, and ``80e9`` bytes are a whole number."""
+    if kind not in (int, float, float | None):
+        if kind is str and not isinstance(value, str):
+            raise ClusterError(f"{key}: expected text, got {value!r}")
+        return value
+    if value is None and kind == (float | None):
+        return None
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise ClusterError(f"{key}: expected a number, got {value!r}") from None
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if kind is not int and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return value
+
+
+def describe(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass as plain types, without those that stand at their defaults.
+
+    >>> from shardweave.ir import Axis
+    >>> describe(Axis("gpu0", 2))
+    {'name': 'gpu0', 'size': 2}
+    """
+
+    def plain(item: Any) -> Any:
+        if dataclasses.is_dataclass(item):
+            return describe(item)
+        if isinstance(item, Mapping):
+            return dict(item)
+        return [plain(entry) for entry in item] if isinstance(item, tuple) else item
+
+    return {
+        field.name: plain(getattr(value, field.name))
+        for field in dataclasses.fields(value)
+        if getattr(value, field.name) != field.default
+        and not (field.default_factory is not dataclasses.MISSING and not getattr(value, field.name))
+    }
