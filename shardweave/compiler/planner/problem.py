@@ -1,0 +1,256 @@
+"""What the planner decides, as a plain table: ops, their candidates, what a change of layout costs, the memory limit.
+
+The one idea: whoever prices candidates knows graphs, layouts and clusters; whoever chooses among them knows none of
+these. Between the two lies a `Problem`: pick one candidate for each op so that
+
+    time   = fixed_seconds + sum of the candidates' seconds + sum of the edges' seconds[out port, in port]
+
+is smallest while
+
+    memory = fixed_bytes + sum of (state_bytes + saved_bytes) + largest transient_bytes  <=  memory_limit.
+
+Times are counted in ticks of ``2**-40`` s (0.9 ps), each term rounded to the nearest tick. Sums of ticks are exact,
+whatever their order, so the laws of the optimum (more memory never makes it slower) hold to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardweave.errors import PlanError
+
+TICKS_PER_SECOND = 2**40
+"""Sums up to ``2**13`` s (more than two hours a step) of such ticks are exact in a float, too."""
+
+FORBIDDEN = -1
+"""Stands in `Edge.ticks` for a pair of ports that cannot be chosen together."""
+
+_MAX_TICKS = 2**61
+"""What any sum of times must stay below for the solver's 64-bit integers."""
+
+
+def to_ticks(seconds: float) -> int:
+    """`seconds` in ticks, rounded to the nearest.
+
+    >>> to_ticks(1.0) == TICKS_PER_SECOND, to_ticks(1e-14)
+    (True, 0)
+    """
+    return round(seconds * TICKS_PER_SECOND)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to spread an op over the devices, with all that it costs on one device.
+
+    Parameters
+    ----------
+    label : str
+        For people to read.
+    seconds : float
+        Time that the op takes in one step, forward and backward, its own communication included.
+    state_bytes : int
+        What its parameters, gradients and optimizer states occupy all the time.
+    saved_bytes : int
+        What it keeps from the forward for the backward.
+    transient_bytes : int
+        What it needs beside that only while it runs, such as gathered copies.
+    in_port, out_port : int
+        The layout it wants its inputs in and the one that it leaves its output in: indices into `Edge.seconds`.
+    data : object
+        The caller's own (a strategy, say); the planner does not look at it.
+    """
+
+    label: str
+    seconds: float
+    state_bytes: int = 0
+    saved_bytes: int = 0
+    transient_bytes: int = 0
+    in_port: int = 0
+    out_port: int = 0
+    data: object = None
+
+    @property
+    def kept_bytes(self) -> int:
+        """State and saved bytes: what adds up over the ops."""
+        return self.state_bytes + self.saved_bytes
+
+    @cached_property
+    def ticks(self) -> int:
+        return to_ticks(self.seconds)
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op to decide on. Ops of one `group` with equal tables are equal layers."""
+
+    name: str
+    candidates: tuple[Candidate, ...]
+    group: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Edge:
+    """What it costs to bring the output of op `producer` to op `consumer` (indices into `Problem.ops`).
+
+    ``seconds[i, j]`` is for a producer's candidate with `out_port` i and a consumer's with `in_port` j; ``inf``
+    where the two cannot go together.
+    """
+
+    producer: int
+    consumer: int
+    seconds: NDArray[np.float64]
+
+    @cached_property
+    def ticks(self) -> NDArray[np.int64]:
+        """`seconds` in ticks, `FORBIDDEN` where infinite."""
+        finite = np.isfinite(self.seconds)
+        ticks = np.rint(np.where(finite, self.seconds, 0.0) * TICKS_PER_SECOND).astype(np.int64)
+        return np.where(finite, ticks, FORBIDDEN)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One candidate is to be chosen for each op; the module's docstring has time and memory.
+
+    Parameters
+    ----------
+    ops : tuple of Op
+    edges : tuple of Edge
+        Any graph over the ops; several edges between two ops add up.
+    memory_limit : int
+        Bytes a device.
+    fixed_bytes, fixed_seconds : int, float
+        What every choice costs.
+
+    Raises
+    ------
+    PlanError
+        An op without candidates, an edge to no op, a port without a row or column, a negative or undefined figure.
+
+    Examples
+    --------
+    >>> fast, small = Candidate("fast", 1.0, state_bytes=8), Candidate("small", 1.5, state_bytes=4, in_port=1)
+    >>> change = Edge(0, 1, np.array([[0.0, 0.25]]))
+    >>> problem = Problem((Op("up", (fast,)), Op("down", (fast, small))), (change,), memory_limit=12)
+    >>> problem.objective((0, 1)), problem.memory((0, 1)), problem.feasible((0, 0))
+    (2.75, 12, False)
+    """
+
+    ops: tuple[Op, ...]
+    edges: tuple[Edge, ...] = ()
+    memory_limit: int = 2**62
+    fixed_bytes: int = 0
+    fixed_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for op in self.ops:
+            _check_op(op)
+        largest = sum(max(candidate.ticks for candidate in op.candidates) for op in self.ops)
+        for edge in self.edges:
+            self._check_edge(edge)
+            largest += int(edge.ticks.max(initial=0))
+        if largest + abs(to_ticks(self.fixed_seconds)) >= _MAX_TICKS:
+            raise PlanError(
+                f"the ops' times add up to {largest / TICKS_PER_SECOND:.3g} s, expected less than "
+                f"{_MAX_TICKS / TICKS_PER_SECOND:.3g} s a step: check the cluster's figures (SI units)"
+            )
+
+    def _check_edge(self, edge: Edge) -> None:
+        if not (0 <= edge.producer < len(self.ops) and 0 <= edge.consumer < len(self.ops)) or (
+            edge.producer == edge.consumer
+        ):
+            raise PlanError(
+                f"an edge goes from op {edge.producer} to op {edge.consumer}, expected two different ones "
+                f"of the {len(self.ops)} ops"
+            )
+        producer, consumer = self.ops[edge.producer], self.ops[edge.consumer]
+        needed = (
+            1 + max(candidate.out_port for candidate in producer.candidates),
+            1 + max(candidate.in_port for candidate in consumer.candidates),
+        )
+        shape = edge.seconds.shape
+        if len(shape) != 2 or shape[0] < needed[0] or shape[1] < needed[1]:
+            raise PlanError(
+                f"the edge {producer.name} -> {consumer.name} has a table of shape {shape}, expected at least "
+                f"{needed}: one row an out port, one column an in port"
+            )
+        if np.isnan(edge.seconds).any() or (edge.seconds < 0).any():
+            raise PlanError(f"the edge {producer.name} -> {consumer.name} has a negative or undefined time")
+
+    def ticks(self, choice: Sequence[int]) -> int | None:
+        """The time of `choice` in ticks; None where it puts two ports together that cannot be."""
+        chosen = self.chosen(choice)
+        total = to_ticks(self.fixed_seconds) + sum(candidate.ticks for candidate in chosen)
+        for edge in self.edges:
+            cost = int(edge.ticks[chosen[edge.producer].out_port, chosen[edge.consumer].in_port])
+            if cost == FORBIDDEN:
+                return None
+            total += cost
+        return total
+
+    def objective(self, choice: Sequence[int]) -> float:
+        """The time of `choice` in seconds; ``inf`` where it puts two ports together that cannot be."""
+        ticks = self.ticks(choice)
+        return math.inf if ticks is None else ticks / TICKS_PER_SECOND
+
+    def memory(self, choice: Sequence[int]) -> int:
+        """The memory of `choice` in bytes a device."""
+        chosen = self.chosen(choice)
+        transient = max((candidate.transient_bytes for candidate in chosen), default=0)
+        return self.fixed_bytes + sum(candidate.kept_bytes for candidate in chosen) + transient
+
+    def feasible(self, choice: Sequence[int]) -> bool:
+        """Whether `choice` fits into the memory limit and all its ports go together."""
+        return self.memory(choice) <= self.memory_limit and self.ticks(choice) is not None
+
+    def chosen(self, choice: Sequence[int]) -> list[Candidate]:
+        """The candidates that the indices `choice` name, one an op."""
+        return [op.candidates[index] for op, index in zip(self.ops, choice, strict=True)]
+
+    @cached_property
+    def edges_of(self) -> tuple[tuple[Edge, ...], ...]:
+        """For each op the edges that begin or end at it."""
+        edges: list[list[Edge]] = [[] for _ in self.ops]
+        for edge in self.edges:
+            edges[edge.producer].append(edge)
+            edges[edge.consumer].append(edge)
+        return tuple(map(tuple, edges))
+
+
+def largest_terms(terms: Iterable[tuple[str, int]], count: int = 5) -> list[tuple[str, int, int]]:
+    """The `count` names with the largest sums, as (name, how many terms, sum), largest first.
+
+    >>> largest_terms([("mlp", 3), ("head", 4), ("mlp", 3)], count=1)
+    [('mlp', 2, 6)]
+    """
+    sums: Counter[str] = Counter()
+    times: Counter[str] = Counter()
+    for name, value in terms:
+        sums[name] += value
+        times[name] += 1
+    return [(name, times[name], value) for name, value in sorted(sums.items(), key=lambda item: -item[1])[:count]]
+
+
+def _check_op(op: Op) -> None:
+    if not op.candidates:
+        raise PlanError(f"op {op.name} has no candidates: no grid divides its sizes, or `force` leaves none")
+    for candidate in op.candidates:
+        figures = (
+            candidate.seconds,
+            candidate.state_bytes,
+            candidate.saved_bytes,
+            candidate.transient_bytes,
+            candidate.in_port,
+            candidate.out_port,
+        )
+        if not all(0 <= figure < math.inf for figure in figures):
+            raise PlanError(
+                f"candidate {candidate.label!r} of op {op.name} has a negative or undefined figure: {candidate}"
+            )

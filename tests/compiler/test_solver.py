@@ -1,0 +1,122 @@
+"""The solver against brute force, and the laws of the optimum."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardweave.compiler.planner.problem import Candidate, Edge, Op, Problem
+from shardweave.compiler.planner.solver import Progress, Solution, solve
+from shardweave.errors import InfeasibleError, PlanError
+from tests.compiler.problems import brute_force, problems
+
+
+def optimum(problem: Problem) -> float | None:
+    try:
+        solution = solve(problem)
+    except PlanError:
+        return None
+    assert problem.feasible(solution.choice)
+    assert solution.objective == problem.objective(solution.choice)
+    assert (solution.status, solution.gap, solution.bound) == ("optimal", 0.0, solution.objective)
+    return solution.objective
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems())
+def test_the_optimum_is_that_of_brute_force(problem: Problem) -> None:
+    assert optimum(problem) == brute_force(problem)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.lists(st.integers(0, 2**37), min_size=1, max_size=4))
+def test_more_memory_never_makes_the_optimum_slower(problem: Problem, more: list[int]) -> None:
+    limits = sorted(problem.memory_limit + extra for extra in [0, *more])
+    optima = [optimum(replace(problem, memory_limit=limit)) for limit in limits]
+    times = [math.inf if time is None else time for time in optima]
+    assert times == sorted(times, reverse=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.data())
+def test_more_candidates_never_make_the_optimum_slower(problem: Problem, data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, len(problem.ops) - 1))
+    op = problem.ops[index]
+    fewer = replace(op, candidates=op.candidates[: data.draw(st.integers(1, len(op.candidates)))])
+    smaller = replace(problem, ops=(*problem.ops[:index], fewer, *problem.ops[index + 1 :]))
+    assert (optimum(problem) or 0.0) <= (optimum(smaller) or math.inf)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems())
+def test_the_same_problem_gives_the_same_choice(problem: Problem) -> None:
+    def choice() -> tuple[int, ...] | None:
+        try:
+            return solve(problem).choice
+        except PlanError:
+            return None
+
+    assert choice() == choice()
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(forbidden=False))
+def test_the_smallest_memory_that_an_error_names_does(problem: Problem) -> None:
+    needed = min(problem.memory(choice) for choice in np.ndindex(*(len(op.candidates) for op in problem.ops)))
+    with pytest.raises(InfeasibleError, match=f" is {needed} bytes"):
+        solve(replace(problem, memory_limit=needed - 1))
+    assert optimum(replace(problem, memory_limit=needed)) is not None
+
+
+def test_an_infeasible_problem_says_what_takes_the_memory() -> None:
+    layers = [Op(f"blocks.{i}.mlp", (Candidate("only", 1.0, state_bytes=2**20),), "mlp") for i in range(3)]
+    head = Op("head", (Candidate("only", 1.0, state_bytes=2**21, transient_bytes=512),))
+    with pytest.raises(InfeasibleError) as error:
+        solve(Problem((*layers, head), memory_limit=2**20))
+    assert "5.0 MiB" in str(error.value) and "mlp x3 3.0 MiB, head 2.0 MiB, head while it runs 512 B" in str(
+        error.value
+    )
+
+
+def test_layouts_that_never_go_together_are_another_error() -> None:
+    op = Op("op", (Candidate("only", 1.0),))
+    with pytest.raises(PlanError, match="go together") as error:
+        solve(Problem((op, op), (Edge(0, 1, np.array([[np.inf]])),)))
+    assert not isinstance(error.value, InfeasibleError)
+
+
+def layers(count: int) -> Problem:
+    """Equal layers of 7 ops with many near ties, under a limit in the middle."""
+    random = np.random.default_rng(0)
+    tables = [
+        tuple(
+            Candidate(
+                str(i), s * 1e-3, int(2**24 / s), 0, int(2**20 * s), int(random.integers(6)), int(random.integers(6))
+            )
+            for i, s in enumerate(random.uniform(1, 4, 30))
+        )
+        for _ in range(7)
+    ]
+    ops = tuple(Op(f"{layer}.{i}", table, f"{i}") for layer in range(count) for i, table in enumerate(tables))
+    changes = [random.uniform(0, 1e-3, (6, 6)) for _ in tables]
+    edges = tuple(Edge(i, i + 1, changes[i % 7]) for i in range(len(ops) - 1))
+    return Problem(ops, edges, memory_limit=count * 7 * 2**23)
+
+
+def test_a_search_cut_short_is_never_called_optimal() -> None:
+    problem = layers(32)
+    reports: list[Progress] = []
+    try:
+        solution: Solution = solve(problem, time_limit=0.5, progress=reports.append)
+    except PlanError as error:
+        assert "time_limit" in str(error)
+        return
+    assert problem.feasible(solution.choice) and solution.objective == problem.objective(solution.choice)
+    assert solution.bound <= solution.objective
+    assert (solution.status == "optimal") == (solution.gap == 0)
+    assert all(report.bound <= report.objective for report in reports)
