@@ -1,0 +1,116 @@
+"""The command line: ``shardweave demo``, ``shardweave plan``, ``shardweave explain``, ``shardweave diff``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from shardweave.errors import InputError, ParallelError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def _console() -> Console:
+    # A log file has no width of its own, and tables cut at 80 columns lose their figures.
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
+
+
+@app.callback()
+def _about() -> None:
+    """Plan and compile the training of one PyTorch model on many devices."""
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 30,
+    ranks: Annotated[int, typer.Option(min=2, help="Local processes, each standing for a device.")] = 4,
+    out: Annotated[Path, typer.Option(help="Folder for plan, graphs, timeline and figures.")] = Path("out"),
+) -> None:
+    """Train a small GPT on local ranks under a memory limit that data parallelism does not meet."""
+    # Imported late so that help and errors of the other commands do not wait for torch.
+    from shardweave.demo.run import run
+    from shardweave.demo.training import Recipe
+
+    run(Recipe(steps=steps), ranks, out, _console())
+
+
+@app.command()
+def plan(
+    factory: Annotated[str, typer.Argument(help="module:function that returns (model, example inputs).")],
+    cluster: Annotated[str, typer.Option(help="A preset's name, or the path of a YAML file.")],
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes, for a preset.")] = None,
+    memory_limit: Annotated[float | None, typer.Option(min=0, help="Memory limit a device, in GiB.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to save the plan (JSON).")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Where to save the simulated step (Chrome trace).")] = None,
+) -> None:
+    """Plan a model for a cluster, without the cluster, and show the plan op by op."""
+    import torch
+
+    import shardweave as sw
+
+    build = _load(factory)
+    with torch.device("meta"):
+        model, inputs = build()
+    is_file = cluster.endswith((".yaml", ".yml"))
+    if is_file and nodes is not None:
+        raise InputError(f"--nodes {nodes} goes with a preset, but {cluster!r} is a file, which has its own levels")
+    machine = sw.Cluster.load(cluster) if is_file else sw.Cluster.preset(cluster, nodes=nodes)
+    options = sw.Options() if memory_limit is None else sw.Options(memory_limit=int(memory_limit * 2**30))
+    made = sw.plan(model, machine, inputs, options=options)
+    _console().print(made.explain())
+    if out is not None:
+        made.save(out)
+    if trace is not None:
+        made.timeline().save_trace(trace)
+
+
+@app.command()
+def explain(path: Annotated[Path, typer.Argument(help="A saved plan.")]) -> None:
+    """Show a saved plan, op by op."""
+    from shardweave.compiler.plan import Plan
+
+    _console().print(Plan.load(path).explain())
+
+
+@app.command()
+def diff(
+    path: Annotated[Path, typer.Argument(help="A saved plan.")],
+    other: Annotated[Path, typer.Argument(help="Another saved plan of the same model.")],
+) -> None:
+    """Show what differs between two saved plans, and what it costs."""
+    from shardweave.compiler.plan import Plan
+
+    _console().print(Plan.load(path).diff(Plan.load(other)))
+
+
+def _load(factory: str) -> Any:
+    """The function that ``module:function`` names; modules of the current folder are found too."""
+    module_name, _, name = factory.partition(":")
+    if not module_name or not name:
+        raise InputError(f"expected module:function, got {factory!r}, for example examples.train:build")
+    sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"cannot find {factory!r}: {error}; write it as module:function") from error
+
+
+def main() -> None:
+    """Run the command line; an error of shardweave is one line and exit code 1, not a traceback."""
+    try:
+        app()
+    except ParallelError as error:
+        # Messages hold layouts such as [gpu0 4, 16], which must not be read as markup.
+        Console(stderr=True).print(Text(f"{type(error).__name__}: ", "bold red") + Text(str(error)), soft_wrap=True)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()
