@@ -1,0 +1,6 @@
+"""What runs a generated step: it knows graphs and their calling convention, and nothing of the compiler."""
+
+from shardweave.runtime.launch import WorkerPool, launch
+from shardweave.runtime.mesh import RuntimeMesh
+
+__all__ = ["RuntimeMesh", "WorkerPool", "launch"]

@@ -1,0 +1,317 @@
+"""Local ranks on one machine, over gloo: for notebooks, tests and the demo. Real jobs use ``torchrun``.
+
+Ranks are forked from a process that has imported torch already, so starting them takes a fraction of a second. Each
+run gets fresh processes: nothing that a run leaves behind (process groups, caches, a crashed rank) reaches the next.
+
+`launch` forks from a clean helper process where it can, that is where the function can be imported there by name. A
+function that lives in ``__main__`` (a notebook's cell, a script) or in another function is forked from the calling
+process itself, which works everywhere but after the caller has used CUDA, or has run a backward on a machine with CUDA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from typing import Any, TypeVar
+
+from shardweave.errors import LaunchError
+
+Result = TypeVar("Result")
+
+_GRACE_SECONDS = 0.3
+"""How long a first report of failure waits for one that tells more: peers of a killed rank report it first."""
+
+
+def launch(
+    fn: Callable[..., Result], nprocs: int = 4, args: Sequence[Any] = (), timeout: float = 600.0
+) -> list[Result]:
+    """Run ``fn(*args)`` on `nprocs` local ranks and return what each of them returned, in the order of ranks.
+
+    In every rank ``torch.distributed`` is initialised with gloo over the loopback interface, and torch computes with
+    one thread.
+
+    Parameters
+    ----------
+    fn : callable
+        What every rank runs. A function of a notebook's cell will do.
+    nprocs : int
+        Number of ranks.
+    args : sequence
+        Its arguments, the same on every rank.
+    timeout : float
+        Seconds after which the ranks are ended.
+
+    Returns
+    -------
+    list
+        The result of each rank. Results travel by pickle: return plain tensors, not DTensors.
+
+    Raises
+    ------
+    LaunchError
+        If a rank raises (with its traceback), is killed, returns what cannot be pickled, or is not done in time.
+
+    Examples
+    --------
+    >>> import torch.distributed as dist
+    >>> launch(dist.get_rank, nprocs=2)
+    [0, 1]
+    """
+    try:
+        importable = b"__main__" not in pickle.dumps((fn, args))
+    except Exception:  # whatever an object's __reduce__ raises: it cannot travel, so it has to be inherited
+        importable = False
+    if importable:
+        with WorkerPool() as pool:
+            return pool.run(fn, *args, nprocs=nprocs, timeout=timeout)
+    return _fork(fn, args, nprocs, timeout)
+
+
+class WorkerPool:
+    """A clean process that imports once what runs need, and forks the ranks of each run.
+
+    The process starts at the first run and ends with `close`, or with its owner.
+
+    Examples
+    --------
+    >>> import torch.distributed as dist
+    >>> with WorkerPool() as pool:
+    ...     pool.run(dist.get_world_size, nprocs=2), pool.run(dist.get_rank, nprocs=3)
+    ([2, 2], [0, 1, 2])
+    """
+
+    def __init__(self) -> None:
+        self._server: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def run(self, fn: Callable[..., Result], *args: Any, nprocs: int = 4, timeout: float = 120.0) -> list[Result]:
+        """As `launch`; `fn` and `args` must pickle, and `fn` must be importable by its module's name.
+
+        A run that fails leaves the pool usable.
+        """
+        try:
+            job = pickle.dumps((sys.path, os.getcwd(), pickle.dumps((fn, args)), nprocs, timeout))
+        except Exception as error:
+            raise LaunchError(f"{fn!r} or its arguments cannot be sent to the ranks: {error}. {_PICKLE}") from error
+        connection = self._connect()
+        try:
+            connection.send_bytes(job)
+            succeeded, payload = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            self.close()
+            raise LaunchError(f"the process that starts the ranks of {fn!r} ended early") from error
+        except BaseException:  # an interrupt: the answer is still to come, and must not be taken for the next run's
+            self.close()
+            raise
+        if not succeeded:
+            raise LaunchError(payload)
+        return [pickle.loads(result) for result in payload]
+
+    def close(self) -> None:
+        """End the process and its ranks."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._server is not None:
+            self._server.terminate()
+            self._server.wait()
+            self._server = None
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _connect(self) -> Connection:
+        if self._connection is None:
+            ours, theirs = socket.socketpair()
+            code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import _serve; _serve({theirs.fileno()})"
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            self._server = subprocess.Popen(
+                [sys.executable, "-c", code], pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
+            )
+            theirs.close()
+            self._connection = Connection(ours.detach())
+        return self._connection
+
+
+_PICKLE = (
+    "Functions must be importable by name, so not lambdas or nested ones, and results plain values and tensors, "
+    "so not DTensors"
+)
+
+
+def _serve(descriptor: int) -> None:
+    """The life of a pool's process: a run for each job received, until its owner goes away."""
+    import torch.distributed.tensor  # noqa: F401  (so that forked ranks have it)
+
+    _die_with_parent()
+    connection = Connection(descriptor)
+    while True:
+        try:
+            path, directory, call, nprocs, timeout = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        sys.path[:] = path
+        os.chdir(directory)
+        answer: tuple[bool, list[bytes] | str]
+        try:
+            fn, args = pickle.loads(call)
+            answer = True, _fork_pickled(fn, args, nprocs, timeout)
+        except LaunchError as error:
+            answer = False, str(error)
+        except BaseException:
+            answer = False, f"the ranks' function cannot be imported in a fresh process:\n{traceback.format_exc()}"
+        connection.send_bytes(pickle.dumps(answer))
+
+
+def _fork(fn: Callable[..., Result], args: Sequence[Any], nprocs: int, timeout: float) -> list[Result]:
+    return [pickle.loads(result) for result in _fork_pickled(fn, args, nprocs, timeout)]
+
+
+def _fork_pickled(fn: Callable[..., Any], args: Sequence[Any], nprocs: int, timeout: float) -> list[bytes]:
+    """Fork `nprocs` ranks of this process, and return their pickled results."""
+    if nprocs < 1:
+        raise LaunchError(f"nprocs must be at least 1, got {nprocs}")
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # or every rank would print what is still buffered here
+    context = multiprocessing.get_context("fork")
+    readers: list[Connection] = []
+    ranks: list[ForkProcess] = []
+    with socket.create_server(("127.0.0.1", 0), backlog=max(128, nprocs)) as listener:
+        for rank in range(nprocs):
+            reader, writer = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main, args=(fn, args, rank, nprocs, listener, timeout, writer), daemon=True
+            )
+            process.start()
+            writer.close()
+            readers.append(reader)
+            ranks.append(process)
+    try:
+        return _collect(readers, ranks, timeout)
+    finally:
+        for process in ranks:
+            process.kill()
+        for process, reader in zip(ranks, readers, strict=True):
+            process.join()
+            reader.close()
+
+
+def _collect(readers: list[Connection], ranks: list[ForkProcess], timeout: float) -> list[bytes]:
+    """The results of all ranks, or the LaunchError that tells most about the first failure."""
+    deadline = time.monotonic() + timeout
+    results: dict[int, bytes] = {}
+    failure = ""
+    pending = dict(enumerate(readers))
+    while pending:
+        ready = wait(list(pending.values()), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            if failure:
+                break
+            late = ", ".join(map(str, pending))
+            raise LaunchError(
+                f"after {timeout:g} s rank {late} of {len(ranks)} is not done. Either the ranks wait for each other, "
+                "or the work takes longer: pass a larger timeout"
+            )
+        for rank in [rank for rank, reader in pending.items() if reader in ready]:
+            try:
+                succeeded, payload = pickle.loads(pending.pop(rank).recv_bytes())
+            except EOFError:  # no report: the process itself was ended, which tells more than its peers' complaints
+                ranks[rank].join()
+                raise LaunchError(f"rank {rank} of {len(ranks)} ended {_how(ranks[rank].exitcode)}") from None
+            if succeeded:
+                results[rank] = payload
+            elif not failure:
+                failure = f"rank {rank} of {len(ranks)} failed: {payload}"
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+    if failure:
+        raise LaunchError(failure)
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _how(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"by signal {signal.Signals(-code).name}: it was killed (perhaps for want of memory) or crashed"
+    return f"with exit status {code} before it returned"
+
+
+def _rank_main(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    rank: int,
+    nprocs: int,
+    listener: socket.socket,
+    timeout: float,
+    writer: Connection,
+) -> None:
+    """The whole life of a rank. It leaves by `os._exit`: the parent's exit handlers are not its own."""
+    _die_with_parent()
+    answer: tuple[bool, bytes | str]
+    try:
+        result = _run_rank(fn, args, rank, nprocs, listener, timeout)
+        try:
+            answer = True, pickle.dumps(result)
+        except Exception as error:
+            answer = False, f"its result, a {type(result).__name__}, cannot be pickled: {error}. {_PICKLE}"
+    except BaseException as error:
+        hint = ""
+        if "fork" in str(error):  # torch's words for CUDA, or autograd's CUDA threads, in a forked process
+            hint = "\nMove the function into a module that can be imported: it then runs in a clean process."
+        answer = False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}{hint}"
+    writer.send_bytes(pickle.dumps(answer))
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)
+
+
+def _run_rank(
+    fn: Callable[..., Any], args: Sequence[Any], rank: int, nprocs: int, listener: socket.socket, timeout: float
+) -> Any:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but missing from its __all__
+
+    torch.set_num_threads(1)  # also because OpenMP's threads do not survive a fork
+    port = listener.getsockname()[1]
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(nprocs),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(nprocs),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    patience = timedelta(seconds=timeout)
+    descriptor = listener.detach() if rank == 0 else None
+    store = TCPStore("127.0.0.1", port, nprocs, rank == 0, patience, master_listen_fd=descriptor)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=nprocs, timeout=patience)
+    result = fn(*args)
+    if dist.is_initialized():
+        dist.barrier()  # or a rank that leaves early would break the connections of those still at work
+    return result
+
+
+def _die_with_parent() -> None:
+    """Where the system can do it: no rank outlives the process that waits for it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -1,0 +1,168 @@
+"""Parameters as DTensors: from a layout to placements, and from whole tensors to shards and back.
+
+This is the only module that touches DTensor's private interfaces: `_StridedShard`, the constructor from a spec, and
+the local tensor without autograd around it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from shardweave.errors import LayoutError
+from shardweave.ir import Axis, Layout, Mesh
+from shardweave.runtime.mesh import RuntimeMesh
+
+_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
+    """The DTensor placement of `layout` on each axis of `mesh`, in the mesh's order.
+
+    DTensor cuts a dimension axis by axis in the order of its mesh. An axis that finds more digits of the dimension
+    outside of it than were cut before is a strided shard; their product is its split factor.
+
+    Raises
+    ------
+    LayoutError
+        If the layout is a partial result.
+
+    Examples
+    --------
+    >>> x, z = Axis("gpu0", 2), Axis("gpu1", 2, 2)
+    >>> placements(Layout(((x, z, 4), (8,))), Mesh((x, z)))
+    (Shard(dim=0), Shard(dim=0))
+    >>> placements(Layout(((3, x, 4), (8,))), Mesh((x, z)))
+    (_StridedShard(dim=0, sf=3), Replicate())
+    """
+    if layout.partial:
+        raise LayoutError(f"parameters rest whole or sharded, but {layout} is a partial result: reduce it first")
+    where = {digit: dim for dim, digits in enumerate(layout.dims) for digit in digits if isinstance(digit, Axis)}
+    result: list[Placement] = []
+    cut: set[Axis] = set()
+    for axis in mesh.axes:
+        if axis not in where:
+            result.append(Replicate())
+            continue
+        digits = layout.dims[where[axis]]
+        outside = [digit for digit in digits[: digits.index(axis)] if digit not in cut]
+        split = math.prod(digit if isinstance(digit, int) else digit.size for digit in outside)
+        result.append(Shard(where[axis]) if split == 1 else _StridedShard(where[axis], split_factor=split))
+        cut.add(axis)
+    return tuple(result)
+
+
+def local_part(full: torch.Tensor, layout: Layout, coordinates: Mapping[str, int]) -> torch.Tensor:
+    """A view (a copy where the part is no view) of what lies at `coordinates` of a whole tensor; see `local_shard`."""
+    if tuple(full.shape) != layout.global_shape:
+        raise LayoutError(f"a tensor of shape {tuple(full.shape)} cannot lie as {layout}, {layout.global_shape}")
+    digits, index = _places(layout, coordinates)
+    if layout.is_replicated:
+        return full
+    return full.reshape(digits)[index].reshape(layout.local_shape)
+
+
+def local_shard(full: torch.Tensor, layout: Layout, coordinates: Mapping[str, int]) -> torch.Tensor:
+    """A contiguous copy of the part of `full` that `layout` puts on the device at `coordinates` (by axis name).
+
+    Raises
+    ------
+    LayoutError
+        If the tensor's shape is not the layout's.
+
+    Examples
+    --------
+    >>> x = Axis("gpu0", 2)
+    >>> local_shard(torch.arange(8), Layout(((2, x, 2),)), {"gpu0": 1})
+    tensor([2, 3, 6, 7])
+    """
+    return local_part(full, layout, coordinates).clone(memory_format=torch.contiguous_format)
+
+
+def assemble(shards: Mapping[int, torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tensor:
+    """The whole tensor from its parts on ranks: the inverse of `local_shard`; partial results are combined.
+
+    Parameters
+    ----------
+    shards : mapping of int to Tensor
+        The local part on each global rank. Ranks whose parts are copies of another's may be left out.
+
+    Raises
+    ------
+    LayoutError
+        If a part has another shape than the layout gives it, or a part is missing.
+
+    Examples
+    --------
+    >>> x = Axis("gpu0", 2)
+    >>> assemble({0: torch.tensor([0, 1, 4, 5]), 1: torch.tensor([2, 3, 6, 7])}, Layout(((2, x, 2),)), Mesh((x,)))
+    tensor([0, 1, 2, 3, 4, 5, 6, 7])
+    """
+    first = next(iter(shards.values()))
+    digits, _ = _places(layout, dict.fromkeys((axis.name for axis in layout.shard_axes), 0))
+    full = first.new_empty(digits)
+    filled: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+    for rank, shard in shards.items():
+        if tuple(shard.shape) != layout.local_shape:
+            raise LayoutError(f"rank {rank} has a part of {tuple(shard.shape)}, but {layout} has {layout.local_shape}")
+        _, index = _places(layout, mesh.coordinates(rank))
+        place = tuple(axis.coordinate(rank) for axis in layout.shard_axes)
+        term = tuple(axis.coordinate(rank) for axis in layout.partial_axes)
+        terms = filled.setdefault(place, set())
+        if term in terms:
+            continue
+        part = shard.reshape(full[index].shape)
+        full[index] = _COMBINE[layout.partial[0][1]](full[index], part) if terms else part
+        terms.add(term)
+    expected = math.prod(axis.size for axis in (*layout.shard_axes, *layout.partial_axes))
+    if sum(map(len, filled.values())) != expected:
+        raise LayoutError(f"ranks {sorted(shards)} do not hold all {expected} parts of a tensor that lies as {layout}")
+    return full.reshape(layout.global_shape)
+
+
+def distribute(local: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.Tensor:
+    """`local` as this rank's part of a DTensor that lies as `layout`; without communication, sharing its memory.
+
+    On a mesh without axes it is `local` itself.
+
+    Raises
+    ------
+    LayoutError
+        If `local` has another shape than the layout gives it.
+    """
+    if tuple(local.shape) != layout.local_shape:
+        raise LayoutError(f"this rank's part has shape {tuple(local.shape)}, but {layout} has {layout.local_shape}")
+    if mesh.device_mesh is None:
+        return local
+    shape = torch.Size(layout.global_shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, mesh.device_mesh, placements(layout, mesh.mesh), run_check=False, shape=shape, stride=stride
+    )
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor itself, without autograd around it; a plain tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """`local` as a DTensor that lies as `parameter` does: a gradient for it. Plain if the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor(local, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _places(layout: Layout, coordinates: Mapping[str, int]) -> tuple[list[int], tuple[slice | int, ...]]:
+    """The sizes of all digits, and the index into them that selects the part at `coordinates`."""
+    digits = [digit for dim in layout.dims for digit in dim]
+    sizes = [digit if isinstance(digit, int) else digit.size for digit in digits]
+    return sizes, tuple(slice(None) if isinstance(digit, int) else coordinates[digit.name] for digit in digits)
