@@ -170,7 +170,7 @@ class Cluster:
     >>> cluster.world_size, [str(axis) for axis in cluster.mesh().axes][-2:]
     (128, ['node2:2', 'node3:2'])
     >>> Cluster.local(3).mesh().axes
-    (Axis(name='rank0', size=3, stride=1, kind='space'),)
+    (Axis(name='cpu0', size=3, stride=1, kind='space'),)
     """
 
     name: str
@@ -286,7 +286,7 @@ class Cluster:
     @classmethod
     def local(cls, n: int) -> Cluster:
         """`n` ranks on this machine's CPU."""
-        return cls.preset("local-cpu").resized(rank=n)
+        return cls.preset("local-cpu").resized(cpu=n)
 
     @classmethod
     def detect(cls) -> Cluster:

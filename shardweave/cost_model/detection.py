@@ -38,7 +38,7 @@ def detect() -> Cluster:
             "start the same number of ranks on every node, or describe the machine in a YAML file"
         )
     if not torch.cuda.is_available() or (running and dist.get_backend() == "gloo"):
-        return Cluster.preset("local-cpu").resized(rank=local, node=world // local)
+        return Cluster.preset("local-cpu").resized(cpu=local, node=world // local)
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     cluster = Cluster.preset(preset_of_gpu(gpu.name)).fitted(local, world // local)
     return replace(cluster, device=replace(cluster.device, name=gpu.name, memory=int(gpu.total_memory)))
