@@ -2,5 +2,18 @@
 
 from shardweave.cost_model.cluster import Cluster, Device, Level
 from shardweave.cost_model.collectives import collective_seconds
+from shardweave.cost_model.compute import matmul_seconds, node_seconds, node_work
+from shardweave.cost_model.simulator import simulate
+from shardweave.cost_model.timeline import Timeline
 
-__all__ = ["Cluster", "Device", "Level", "collective_seconds"]
+__all__ = [
+    "Cluster",
+    "Device",
+    "Level",
+    "Timeline",
+    "collective_seconds",
+    "matmul_seconds",
+    "node_seconds",
+    "node_work",
+    "simulate",
+]

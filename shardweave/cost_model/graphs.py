@@ -1,0 +1,117 @@
+"""What a node of a generated graph means to the cost model: its tensors, what it aliases, what it communicates."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardweave.errors import VerifyError
+from shardweave.ir import META, Collective, NodeInfo
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_COPIES_STRIDED = ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten")  # views where they can be
+
+
+def tensors(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in `value`, a tensor or nested lists of them.
+
+    >>> sum(t.numel() for t in tensors([torch.ones(2), None, (torch.ones(3),)]))
+    5
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors(item)
+
+
+def tensor_bytes(value: object) -> int:
+    """Bytes of the tensors in `value`; of an expanded dimension one step counts.
+
+    >>> tensor_bytes(torch.ones(4, 1).expand(4, 8))
+    16
+    """
+    total = 0
+    for tensor in tensors(value):
+        size = tensor.element_size()
+        for steps, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            size *= int(steps) if stride != 0 or steps == 0 else 1
+        total += size
+    return total
+
+
+def node_nodes(value: object) -> Iterator[fx.Node]:
+    """The nodes in `value`, an argument of a node or of the graph's output."""
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from node_nodes(item)
+
+
+def info(node: fx.Node) -> NodeInfo:
+    """What shardweave noted on `node`; an empty note where there is none."""
+    found = node.meta.get(META)
+    return found if isinstance(found, NodeInfo) else NodeInfo()
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether `node` waits for a collective."""
+    return node.target is _WAIT
+
+
+def is_start(node: fx.Node) -> bool:
+    """Whether `node` starts a collective."""
+    return getattr(node.target, "namespace", "") == "_c10d_functional" and not is_wait(node)
+
+
+def collective(node: fx.Node) -> Collective:
+    """What the starting `node` communicates; `VerifyError` where no pass noted it."""
+    found = info(node).collective
+    if found is None:
+        raise VerifyError(
+            f"{node.name}: expected node.meta[{META!r}].collective on a node that starts a collective, got nothing; "
+            "the pass that inserts it has to note it"
+        )
+    return found
+
+
+def alias_of(node: fx.Node) -> fx.Node | None:
+    """The input in whose memory the output of `node` lies, or None where it has memory of its own.
+
+    An element of a tuple lies in the tuple's memory: the caller tells the elements of a fresh tuple apart.
+    """
+    if node.op != "call_function" or not node.args:
+        return None
+    if node.target is operator.getitem:
+        return next(node_nodes(node.args[0]), None)
+    position = _alias_position(node.target)
+    if position is None or position >= len(node.args):
+        return None
+    base = next(node_nodes(node.args[position]), None)
+    if base is not None and _schema_name(node.target) in _COPIES_STRIDED:
+        value = base.meta.get("val")
+        return base if isinstance(value, torch.Tensor) and value.is_contiguous() else None
+    return base
+
+
+@cache
+def _alias_position(target: Any) -> int | None:
+    """The position of the argument that the outputs of an op alias, from its schema."""
+    if target in (_WAIT, torch.ops.aten._unsafe_view.default):  # their schemas do not say so
+        return 0
+    schema = getattr(target, "_schema", None)
+    if schema is None or not any(result.alias_info for result in schema.returns):
+        return None
+    return next((i for i, argument in enumerate(schema.arguments) if argument.alias_info), None)
+
+
+@cache
+def _schema_name(target: Any) -> str:
+    schema = getattr(target, "_schema", None)
+    return str(schema.name) if schema is not None else ""

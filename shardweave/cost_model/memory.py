@@ -1,0 +1,113 @@
+"""Where the values of a generated graph lie, and from when to when: memory by liveness over the order of the nodes.
+
+A value that aliases another (a view, a waited collective) shares the *storage* of its base. A storage is born at the
+node that computes it and may be freed after the last node that uses it or one of its views. A collective reads
+its input until it has been waited for, so that a wait counts as a use of what was sent.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from shardweave.cost_model.graphs import alias_of, is_start, is_wait, node_nodes, tensor_bytes, tensors
+
+KINDS = ("parameters", "optimizer", "buffers", "inputs", "saved", "gathered", "working", "gradients", "outputs")
+"""What memory is used for, in the order in which plots stack it. *Saved* is what the backward needs of the forward,
+*gathered* a parameter that is whole (or less sharded) for a while, *working* every other value on its way."""
+
+Storage = tuple[fx.Node, int]
+"""A piece of memory: the node that computes it, and which of the node's outputs it is."""
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """The storages of one graph.
+
+    Parameters
+    ----------
+    where : mapping of Node to tuple of Storage
+        In which storages each node's value lies.
+    born : mapping of Node to tuple of Storage
+        What each node allocates.
+    dead : mapping of Node to tuple of Storage
+        What no node after this one uses. Whoever holds a storage from outside keeps it all the same.
+    """
+
+    where: Mapping[fx.Node, tuple[Storage, ...]]
+    born: Mapping[fx.Node, tuple[Storage, ...]]
+    dead: Mapping[fx.Node, tuple[Storage, ...]]
+
+
+def storage_bytes(storage: Storage) -> int:
+    """Bytes of one storage."""
+    node, index = storage
+    return tensor_bytes(list(tensors(node.meta.get("val")))[index])
+
+
+def liveness(graph: fx.Graph, given: Mapping[fx.Node, tuple[Storage, ...]] | None = None) -> Liveness:
+    """The storages of `graph`, in one pass over its nodes.
+
+    Parameters
+    ----------
+    graph : fx.Graph
+        Its nodes carry ``meta["val"]`` with local shapes.
+    given : mapping of Node to tuple of Storage, optional
+        Placeholders that lie in storages of another graph: what the forward saved for the backward.
+
+    Examples
+    --------
+    >>> import torch
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> y = graph.call_function(torch.ops.aten.view.default, (x, [4]))
+    >>> z = graph.call_function(torch.ops.aten.neg.default, (y,))
+    >>> for node in (x, y, z):
+    ...     node.meta["val"] = torch.empty(4, device="meta")
+    >>> found = liveness(graph)
+    >>> found.where[y], found.dead[z]
+    (((x, 0),), ((neg_default, 0), (x, 0)))
+    """
+    where: dict[fx.Node, tuple[Storage, ...]] = dict(given or {})
+    born: dict[fx.Node, tuple[Storage, ...]] = {}
+    last: dict[Storage, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        if node not in where:
+            where[node] = _storages(node, where)
+            own = tuple(storage for storage in where[node] if storage[0] is node)
+            if own:
+                born[node] = own
+        used = [node, *node.all_input_nodes]
+        if is_wait(node):  # until now the collective may have been reading its input
+            used += [source for start in node.all_input_nodes if is_start(start) for source in start.all_input_nodes]
+        for value in used:
+            for storage in where[value]:
+                last.pop(storage, None)  # so that the order of `last` is that of the last uses
+                last[storage] = node
+    dead: dict[fx.Node, tuple[Storage, ...]] = {}
+    for storage, node in last.items():
+        dead[node] = (*dead.get(node, ()), storage)
+    return Liveness(where, born, dead)
+
+
+def output_storages(value: object, found: Liveness) -> tuple[Storage, ...]:
+    """The storages of the nodes in `value`, a part of a graph's output."""
+    return tuple(storage for node in node_nodes(value) for storage in found.where[node])
+
+
+def _storages(node: fx.Node, where: Mapping[fx.Node, tuple[Storage, ...]]) -> tuple[Storage, ...]:
+    base = alias_of(node)
+    if base is None:
+        return tuple((node, index) for index, _ in enumerate(tensors(node.meta.get("val"))))
+    if node.target is operator.getitem and alias_of(base) is None:  # one of the outputs of a kernel that has several
+        index = node.args[1]
+        value = base.meta.get("val")
+        if isinstance(index, int) and isinstance(value, list | tuple):
+            before = sum(1 for _ in tensors(value[:index]))
+            return where[base][before : before + sum(1 for _ in tensors(value[index]))]
+    return where[base]
