@@ -1,0 +1,338 @@
+"""Capture: an `nn.Module` and example inputs become one joint graph of forward and backward.
+
+The only module that touches torch's private capture interfaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from shardweave.errors import CaptureError, InputError
+
+
+@dataclass(frozen=True)
+class CallTree:
+    """The structure of a call: how its arguments become the graph's inputs, and its outputs the model's return value.
+
+    `names` are the leaves of a call in order (``"tokens"``, ``"batch.labels"``), `constants` what the leaves that
+    are not tensors were at capture.
+    """
+
+    signature: inspect.Signature
+    spec: pytree.TreeSpec
+    names: tuple[str, ...]
+    tensor_positions: tuple[int, ...]
+    constants: tuple[Any, ...]
+    output_spec: pytree.TreeSpec
+    output_constants: tuple[Any, ...]
+
+    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors of a call in the order of the graph's inputs; `InputError` where the call is another one."""
+        leaves, spec = pytree.tree_flatten(_canonical(self.signature, args, kwargs))
+        if spec != self.spec:
+            given = ", ".join(_leaf_names(self.signature, args, kwargs)) or "nothing"
+            raise InputError(
+                f"the step was compiled for the arguments {', '.join(self.names)}; this call has {given}: "
+                "call it as it was captured, or compile again with these inputs"
+            )
+        for position, (leaf, constant) in enumerate(zip(leaves, self.constants)):
+            name = self.names[position]
+            if position in self.tensor_positions:
+                if not isinstance(leaf, Tensor):
+                    raise InputError(f"the argument {name} must be a tensor, got {type(leaf).__name__}")
+            elif isinstance(leaf, Tensor) or leaf != constant:
+                got = "a tensor" if isinstance(leaf, Tensor) else repr(leaf)
+                raise InputError(
+                    f"the argument {name} was {constant!r} at capture and is part of the compiled step; it is now "
+                    f"{got}: compile again with it"
+                )
+        return [leaves[position] for position in self.tensor_positions]
+
+    def unflatten(self, outputs: Sequence[Any]) -> Any:
+        """The model's return value, from the graph's tensor outputs."""
+        tensors = iter(outputs)
+        values = [next(tensors) if constant is _TENSOR else constant for constant in self.output_constants]
+        return pytree.tree_unflatten(values, self.output_spec)
+
+
+_TENSOR = "<a tensor output>"
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A training step as one aten graph, with the names of what goes in and comes out.
+
+    Parameters
+    ----------
+    graph : GraphModule
+        Placeholders: parameters, buffers, inputs, tangents. Outputs: new values of `mutated_buffers`, then of
+        `outputs`, then the gradients of `gradients`.
+    parameters, buffers, inputs : dict from placeholder name to the model's name
+    tangents : dict from placeholder name to the index of its output
+    outputs : tuple of str
+        Names of the model's tensor outputs.
+    gradients : tuple of str
+        Names of the trainable parameters, in the order of `parameters`.
+    aliases : dict from a parameter's name to its other names
+        Tied parameters are one placeholder.
+    call : CallTree
+    training : bool
+        The mode of the model at capture.
+    """
+
+    graph: fx.GraphModule
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+    inputs: dict[str, str]
+    tangents: dict[str, int]
+    outputs: tuple[str, ...]
+    gradients: tuple[str, ...]
+    mutated_buffers: tuple[str, ...]
+    aliases: dict[str, tuple[str, ...]]
+    call: CallTree
+    training: bool
+
+
+def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs as positional and keyword arguments.
+
+    >>> as_call({"tokens": 1}), as_call((1, 2)), as_call(((1,), {"y": 2}))
+    (((), {'tokens': 1}), ((1, 2), {}), ((1,), {'y': 2}))
+    """
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        values = tuple(example_inputs)
+        if len(values) == 2 and isinstance(values[0], (tuple, list)) and isinstance(values[1], Mapping):
+            return tuple(values[0]), dict(values[1])
+        return values, {}
+    return (example_inputs,), {}
+
+
+def capture(model: nn.Module, example_inputs: Any) -> Captured:
+    """Capture the forward and backward of `model` on inputs like `example_inputs` as one aten graph.
+
+    Parameters
+    ----------
+    model : nn.Module
+        May lie on the meta device: nothing is computed. Tied parameters, buffers and the tags of activation
+        checkpoints are kept.
+    example_inputs : tensor, tuple, dict or (tuple, dict)
+        The *global* batch of one call.
+
+    Raises
+    ------
+    CaptureError
+        With the user's source line, where the model branches on data or has nothing to train.
+    """
+    args, kwargs = as_call(example_inputs)
+    signature = inspect.signature(model.forward)
+    args, kwargs = _canonical(signature, args, kwargs)
+    names = _leaf_names(signature, args, kwargs)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    for name, leaf in zip(names, leaves):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise CaptureError(
+                f"the input {name} requires a gradient, but gradients are returned for parameters only: "
+                "make it a parameter of the model, or detach it"
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise CaptureError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to train")
+    graph, out_spec = _joint_graph(model, args, kwargs)
+    return _describe(graph, out_spec, model, signature, spec, names, leaves)
+
+
+def _joint_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModule, pytree.TreeSpec]:
+    from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with _readable_errors(model), contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            model = _off_meta(model, fake)
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: _fake_like(t, fake) if t.is_meta else t, (args, kwargs))
+        with fake:
+            module = dynamo_graph_capture_for_export(model)(*args, **kwargs)
+        stack.enter_context(torch._guards.tracing(module.meta["tracing_context"]))
+        joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)
+    return joint.graph_module, joint.out_spec
+
+
+def _fake_like(tensor: Tensor, fake: Any) -> Tensor:
+    with fake:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def _off_meta(model: nn.Module, fake: Any) -> nn.Module:
+    """A copy of a meta model whose tensors are fake ones on the CPU: the ops of a device that exists are captured."""
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.is_meta:
+            value = _fake_like(tensor, fake)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+    return copy.deepcopy(model, memo)
+
+
+def _describe(
+    graph: fx.GraphModule,
+    out_spec: pytree.TreeSpec,
+    model: nn.Module,
+    signature: inspect.Signature,
+    spec: pytree.TreeSpec,
+    names: tuple[str, ...],
+    leaves: Sequence[Any],
+) -> Captured:
+    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+    tied = {name: canonical[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    aliases: dict[str, tuple[str, ...]] = {}
+    for name, first in tied.items():
+        if name != first:
+            aliases[first] = (*aliases.get(first, ()), name)
+    parameters: dict[str, str] = {}
+    buffers: dict[str, str] = {}
+    inputs: dict[str, str] = {}
+    tangents: dict[str, int] = {}
+    by_name: dict[str, fx.Node] = {}
+    duplicates: dict[str, fx.Node] = {}
+    for node in list(graph.graph.nodes):
+        if node.op != "placeholder":
+            continue
+        described = node.meta["desc"]
+        kind = type(described).__name__
+        if kind == "ParamAOTInput":
+            name = tied.get(described.target, described.target)
+            if name in by_name:
+                duplicates[name] = node
+            else:
+                by_name[name] = node
+                parameters[node.name] = name
+        elif kind == "BufferAOTInput":
+            buffers[node.name] = described.target
+        elif kind == "PlainAOTInput":
+            if isinstance(leaves[described.idx], Tensor):
+                inputs[node.name] = names[described.idx]
+            else:  # a number is a constant of the captured graph
+                graph.graph.erase_node(node)
+        elif kind == "TangentAOTInput":
+            tangents[node.name] = described.output.idx
+        else:
+            raise CaptureError(f"the captured graph has an input of the kind {kind} ({described}), which is not supported")
+    output = graph.graph.output_node()
+    values: dict[str, Any] = {}
+    mutated: dict[str, Any] = {}
+    returned: list[Any] = []
+    for value, described in zip(output.args[0], output.meta["desc"]):  # type: ignore[arg-type]
+        kind = type(described).__name__
+        if kind == "InputMutationAOTOutput":
+            target = getattr(described.mutated_input, "target", None)
+            if target is None:
+                raise CaptureError(f"the model changes its input {described.mutated_input} in place: copy it first")
+            mutated[target] = value
+        elif kind == "PlainAOTOutput":
+            returned.append(value)
+        elif kind == "GradAOTOutput":
+            name = described.grad_of.target
+            first = tied.get(name, name)
+            if values.get(first) is not None and value is not None:
+                with graph.graph.inserting_before(output):
+                    both = graph.graph.call_function(torch.ops.aten.add.Tensor, (values[first], value))
+                both.meta.update(val=value.meta["val"], partitioner_tag="is_backward")
+                value = both
+            values[first] = value if value is not None else values.get(first)
+    for name, node in duplicates.items():
+        node.replace_all_uses_with(by_name[name])
+        graph.graph.erase_node(node)
+    gradients = tuple(name for name in parameters.values() if model.get_parameter(name).requires_grad)
+    tensors = [value for value in returned if isinstance(value, fx.Node)]
+    output.args = ([*mutated.values(), *tensors, *(values.get(name) for name in gradients)],)
+    output.meta.pop("desc")
+    # A tangent's output counts constants too; ours counts tensors.
+    order = {index: position for position, index in enumerate(i for i, v in enumerate(returned) if isinstance(v, fx.Node))}
+    tree = CallTree(
+        signature,
+        spec,
+        names,
+        tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)),
+        tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+        out_spec,
+        tuple(_TENSOR if isinstance(value, fx.Node) else value for value in returned),
+    )
+    graph.graph.lint()
+    graph.recompile()
+    return Captured(
+        graph,
+        parameters,
+        buffers,
+        inputs,
+        {name: order[index] for name, index in tangents.items()},
+        tuple(f"output{index}" for index in range(len(tensors))),
+        gradients,
+        tuple(mutated),
+        aliases,
+        tree,
+        model.training,
+    )
+
+
+def _canonical(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call whichever way its arguments were given: positional where possible, defaults left out."""
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(f"the call does not fit the model's forward{signature}: {error}") from None
+    for name, value in list(bound.arguments.items()):
+        parameter = signature.parameters[name]
+        if parameter.kind is not parameter.VAR_POSITIONAL and value is parameter.default:
+            del bound.arguments[name]
+    return bound.args, bound.kwargs
+
+
+def _leaf_names(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """A name for each leaf of the canonical call, such as ``"tokens"`` or ``"batch.labels"``."""
+    args, kwargs = _canonical(signature, args, kwargs)
+    bound = signature.bind(*args, **kwargs)
+    positional = [name for name in bound.arguments if name not in bound.kwargs]
+    names = []
+    for path, _ in pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]:
+        keys = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]
+        if keys[0] == "0":
+            index = int(keys[1])
+            keys[1] = positional[index] if index < len(positional) else f"{positional[-1]}.{index - len(positional) + 1}"
+        names.append(".".join(keys[1:]))
+    return tuple(names)
+
+
+@contextlib.contextmanager
+def _readable_errors(model: nn.Module) -> Iterator[None]:
+    """Turn whatever a capture raises into a `CaptureError` with the user's line and the way out."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        text = str(error)
+        lines = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.+)', text)
+        where = "".join(f"\n  {file}:{line} in {function}: {code.strip()}" for file, line, function, code in lines[-1:])
+        reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+        raise CaptureError(
+            f"{type(model).__name__} cannot be captured as one graph: {reason}{where}\n"
+            "Write that line without branching on the values of tensors and without leaving the graph "
+            "(torch.where, torch.cond, no .item(), no printing), then compile again."
+        ) from error

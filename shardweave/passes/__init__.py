@@ -1,0 +1,1 @@
+"""The passes: GraphModule in, GraphModule out, one file each."""

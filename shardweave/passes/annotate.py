@@ -1,0 +1,208 @@
+"""Annotate: every op of the joint graph gets its rule, in atoms, and the name by which plans call it."""
+
+from __future__ import annotations
+
+import operator
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardweave.errors import RuleError
+from shardweave.ir import META, BoundRule, Dims, Factor, NodeInfo
+from shardweave.passes.atoms import Value, refine
+from shardweave.passes.rules import find_rule
+from shardweave.passes.rules.decompositions import DECOMPOSITIONS
+from shardweave.passes.rules.registry import output_shapes, tensor_args
+
+
+@dataclass(frozen=True)
+class Annotate:
+    """Give each node its `BoundRule` in ``node.meta["shardweave"]``.
+
+    Requires a captured joint graph with global fake values; ensures that every op that depends on an input has a
+    rule, or is blocked whole. Ops that depend on no input (ranges, masks, rotary tables) have none: they are
+    computed whole everywhere and sliced.
+    """
+
+    name = "annotate"
+    allow_unruled: bool = False
+    """Take ops without a rule as blocked in all their factors, instead of refusing the model."""
+
+    def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        for node in list(graph_module.graph.nodes):
+            if node.target in DECOMPOSITIONS:
+                decompose(node, DECOMPOSITIONS[node.target])
+        graph_module.graph.eliminate_dead_code()
+        graph_module.recompile()
+        bind_rules(graph_module.graph, self.allow_unruled)
+        return graph_module
+
+
+def info(node: fx.Node) -> NodeInfo:
+    """What shardweave knows of `node`."""
+    found = node.meta.get(META)
+    return found if isinstance(found, NodeInfo) else NodeInfo()
+
+
+def source_of(value: fx.Node) -> Value:
+    """The node that computes a value, and the index of its output: `getitem` is looked through."""
+    if value.target is operator.getitem:
+        parent, index = value.args
+        assert isinstance(parent, fx.Node) and isinstance(index, int)
+        outputs = [isinstance(item, torch.Tensor) for item in parent.meta["val"]]
+        return parent, sum(outputs[:index])
+    return value, 0
+
+
+def depends_on_inputs(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that depend on a placeholder; the rest are constants of the step."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" or any(arg in found for arg in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def bind_rules(graph: fx.Graph, allow_unruled: bool = False) -> None:
+    """Bind the rule of every node of `graph`, and cut the rules into atoms."""
+    dependent = depends_on_inputs(graph)
+    rules: dict[fx.Node, BoundRule] = {}
+    inputs: dict[fx.Node, tuple[Value, ...]] = {}
+    unruled: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op == "output" or node.target is operator.getitem:
+            continue
+        if node.op == "placeholder" or node not in dependent:
+            if any(isinstance(value, torch.Tensor) for value in _values(node)):
+                rules[node] = _source_rule(node)
+            continue
+        found = find_rule(node)
+        if found is None:
+            unruled.append(node)
+            rules[node] = _blocked_rule(node)
+        else:
+            try:
+                rules[node] = found.bind(node)
+            except RuleError as error:
+                raise RuleError(f"{describe(node)}: {error}") from None
+        inputs[node] = tuple(source_of(argument) for argument in tensor_args(node))
+    _report_unruled(unruled, allow_unruled)
+    refined = refine(rules, inputs)
+    for node in graph.nodes:
+        known = info(node)
+        node.meta[META] = replace(
+            known,
+            rule=refined.get(node),
+            op=known.op or op_name(node),
+            backward=node.meta.get("partitioner_tag") == "is_backward",
+        )
+
+
+def decompose(node: fx.Node, form: Callable[..., Any]) -> list[fx.Node]:
+    """Replace `node` by what `form` does on its arguments; the new nodes."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    leaves = list(node.all_input_nodes)
+    fake = next(leaf.meta["val"] for leaf in leaves).fake_mode
+
+    def call(*values: Any) -> Any:
+        lookup = dict(zip(leaves, values))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda leaf: lookup[leaf])
+        return form(*args, **kwargs)
+
+    with fake:
+        traced = make_fx(call)(*[leaf.meta["val"] for leaf in leaves])
+    traced.graph.eliminate_dead_code()
+    mapping: dict[fx.Node, Any] = {}
+    added: list[fx.Node] = []
+    arguments = iter(leaves)
+    with node.graph.inserting_before(node):
+        for inner in traced.graph.nodes:
+            if inner.op == "placeholder":
+                mapping[inner] = next(arguments)
+            elif inner.op == "output":
+                result = fx.node.map_arg(inner.args[0], lambda leaf: mapping[leaf])
+            else:
+                copy = node.graph.node_copy(inner, lambda leaf: mapping[leaf])
+                for key in ("partitioner_tag", "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "recompute"):
+                    if key in node.meta:
+                        copy.meta[key] = node.meta[key]
+                mapping[inner] = copy
+                added.append(copy)
+    if isinstance(result, (tuple, list)):
+        for user in list(node.users):
+            user.replace_all_uses_with(result[user.args[1]])  # type: ignore[index]
+            node.graph.erase_node(user)
+    else:
+        node.replace_all_uses_with(result)
+    node.graph.erase_node(node)
+    return added
+
+
+def op_name(node: fx.Node) -> str:
+    """The module that the node belongs to, by its name in the model (``"blocks.0.attention.qkv"``), else its own."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if stack:
+        path = str(list(stack.values())[-1][0])
+        path = re.sub(r"^L\['\w+'\]\.?", "", path)
+        return re.sub(r"\.?_modules\['([^']+)'\]", r".\1", path).lstrip(".") or node.name
+    return node.name
+
+
+def describe(node: fx.Node) -> str:
+    """A node for an error message: its op, its module, the user's line."""
+    trace = str(node.meta.get("stack_trace", ""))
+    lines = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s+(.+)', trace)
+    where = "".join(f" ({file}:{line}: {code.strip()})" for file, line, code in lines[-1:])
+    return f"{node.target} in {op_name(node)}{where}"
+
+
+def _values(node: fx.Node) -> Sequence[Any]:
+    value = node.meta.get("val")
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _source_rule(node: fx.Node) -> BoundRule:
+    """A value that comes from nowhere: each dimension is a factor of its own."""
+    factors: list[Factor] = []
+    outputs: list[Dims] = []
+    for size in output_shapes(node):
+        names = [(f"d{len(factors) + index}",) if length > 1 else () for index, length in enumerate(size)]
+        outputs.append(tuple(names))
+        factors += [Factor(name[0], length) for name, length in zip(names, size) if name]
+    return BoundRule(tuple(factors), (), tuple(outputs))
+
+
+def _blocked_rule(node: fx.Node) -> BoundRule:
+    factors: list[Factor] = []
+
+    def dims(size: tuple[int, ...]) -> Dims:
+        names = []
+        for length in size:
+            if length > 1:
+                factors.append(Factor(f"i{len(factors)}", length, blocked=True))
+            names.append((factors[-1].name,) if length > 1 else ())
+        return tuple(names)
+
+    given = tuple(dims(tuple(argument.meta["val"].shape)) for argument in tensor_args(node))
+    return BoundRule(tuple(factors), given, tuple(dims(size) for size in output_shapes(node)))
+
+
+def _report_unruled(unruled: Sequence[fx.Node], allow: bool) -> None:
+    floating = [node for node in unruled if any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in _values(node))]
+    if floating and not allow:
+        listed = "\n  ".join(sorted({describe(node) for node in floating}))
+        raise RuleError(
+            f"no sharding rule for {len(floating)} op(s) on the way of activations; everything after them would be "
+            f"computed whole on every device:\n  {listed}\n"
+            "Write these lines with other ops, add a rule with shardweave.rule(op, pattern), "
+            "or allow it with Options(allow_unruled=True)."
+        )
+    if unruled:
+        names = ", ".join(sorted({str(node.target) for node in unruled}))
+        warnings.warn(f"computed whole on every device, as they have no sharding rule: {names}", stacklevel=2)

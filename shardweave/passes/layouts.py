@@ -1,0 +1,228 @@
+"""The algebra of layouts: from assignments to layouts, through views, and from one layout to another.
+
+A change of layout is a short list of steps, each of one kind: reduce what is partial (scattering it where it is
+wanted in parts), slice what can be sliced at once, gather what lies in parts, slice the rest. All axes of a kind go
+together, so that a value is reduced once and gathered once, over joint groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from shardweave.errors import LayoutError
+from shardweave.ir import Axis, BoundRule, Digit, Dims, Layout, Mesh, axes_size, normalise
+
+Digits = tuple[Digit, ...]
+Units = list[tuple[Digit, Digit]]
+
+
+def digit_size(digit: Digit) -> int:
+    """Number of steps of a digit."""
+    return digit.size if isinstance(digit, Axis) else digit
+
+
+def dims_layout(
+    dims: Dims, sizes: Mapping[str, int], assignment: Mapping[Axis, str], mesh: Mesh
+) -> tuple[Digits, ...]:
+    """Where a value's dimensions lie when its factors have these axes: on each atom the axes, outermost, in mesh order.
+
+    Raises
+    ------
+    LayoutError
+        Where the axes of a factor do not divide it.
+    """
+    by_factor: dict[str, list[Axis]] = {}
+    for axis in mesh.ordered(assignment):
+        by_factor.setdefault(assignment[axis], []).append(axis)
+    result = []
+    for names in dims:
+        digits: list[Digit] = []
+        for name in names:
+            axes = by_factor.get(name, [])
+            if sizes[name] % axes_size(axes):
+                raise LayoutError(
+                    f"the factor {name} of size {sizes[name]} cannot be split over {', '.join(map(str, axes))}"
+                )
+            digits += [*axes, sizes[name] // axes_size(axes)]
+        result.append(normalise(digits))
+    return tuple(result)
+
+
+def output_layouts(rule: BoundRule, assignment: Mapping[Axis, str], mesh: Mesh) -> tuple[Layout, ...]:
+    """Where the outputs lie: sharded on the factors that they have, partial over the axes of those they do not."""
+    sizes = rule.sizes()
+    layouts = []
+    for dims in rule.outputs:
+        present = {name for names in dims for name in names}
+        partial = tuple(
+            (axis, rule.factor(assignment[axis]).reduce)
+            for axis in mesh.ordered(assignment)
+            if assignment[axis] not in present and _in_inputs(rule, assignment[axis])
+        )
+        layouts.append(Layout(dims_layout(dims, sizes, assignment, mesh), partial))
+    return tuple(layouts)
+
+
+def input_layouts(rule: BoundRule, assignment: Mapping[Axis, str], mesh: Mesh) -> tuple[Layout, ...]:
+    """Where the op needs its inputs."""
+    sizes = rule.sizes()
+    return tuple(Layout(dims_layout(dims, sizes, assignment, mesh)) for dims in rule.inputs)
+
+
+def _in_inputs(rule: BoundRule, factor: str) -> bool:
+    return any(factor in names for dims in rule.inputs for names in dims)
+
+
+def cut(digits: Sequence[Digit], sizes: Sequence[int]) -> list[Digits] | None:
+    """`digits` cut into consecutive runs with these products; None where a cut would fall inside an axis.
+
+    >>> cut((32,), [4, 8]), cut((6,), [4])
+    ([(4,), (8,)], None)
+    """
+    queue = list(digits)
+    runs: list[Digits] = []
+    for size in sizes:
+        run: list[Digit] = []
+        while size > 1:
+            if not queue:
+                return None
+            digit = queue.pop(0)
+            steps = digit_size(digit)
+            if size % steps == 0:
+                run.append(digit)
+                size //= steps
+            elif isinstance(digit, int) and steps % size == 0:
+                run.append(size)
+                queue.insert(0, steps // size)
+                size = 1
+            else:
+                return None
+        runs.append(normalise(run))
+    return runs if all(digit == 1 for digit in queue) else None
+
+
+def factors_of(dims: Sequence[Digits], names: Dims, sizes: Mapping[str, int]) -> dict[Axis, str]:
+    """The factor that each axis of a value lies on; axes of a dimension that cannot be cut into its atoms are left out."""
+    found: dict[Axis, str] = {}
+    for digits, factors in zip(dims, names):
+        runs = cut(digits, [sizes[name] for name in factors])
+        for name, run in zip(factors, runs or ()):
+            found.update({digit: name for digit in run if isinstance(digit, Axis)})
+    return found
+
+
+def through(layout: Layout, source: Dims, target: Dims, sizes: Mapping[str, int]) -> Layout | None:
+    """The layout on the other side of a view; None where the view cuts an axis."""
+    by_factor: dict[str, Digits] = {}
+    for digits, names in zip(layout.dims, source):
+        runs = cut(digits, [sizes[name] for name in names])
+        if runs is None:
+            return None
+        by_factor.update(zip(names, runs))
+    dims = tuple(normalise(digit for name in names for digit in by_factor[name]) for names in target)
+    return Layout(dims, layout.partial)
+
+
+def drop(layout: Layout, axes: Iterable[Axis]) -> Layout:
+    """`layout` with these axes gathered."""
+    gone = set(axes)
+    dims = tuple(normalise(d.size if isinstance(d, Axis) and d in gone else d for d in dim) for dim in layout.dims)
+    return Layout(dims, layout.partial)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a change of layout, of one kind, over the joint group of `axes`.
+
+    `units` are, for each dimension, the digits before and after, cut so that they correspond one to one.
+    """
+
+    kind: Literal["all_reduce", "reduce_scatter", "slice", "all_gather"]
+    axes: tuple[Axis, ...]
+    before: Layout
+    after: Layout
+    reduce: str = "sum"
+
+    @property
+    def units(self) -> list[Units]:
+        """The digits before and after, cut so that they correspond one to one, for each dimension."""
+        return [_align(b, a) or [] for b, a in zip(self.before.dims, self.after.dims)]
+
+
+def _align(before: Digits, after: Digits) -> Units | None:
+    """Pairs of digits that cover the same steps of a dimension; None where an axis is opposed to a cut of its steps."""
+    left, right = list(before), list(after)
+    units: Units = []
+    while left and right:
+        a, b = left.pop(0), right.pop(0)
+        size_a, size_b = digit_size(a), digit_size(b)
+        if size_a == size_b:
+            units.append((a, b))
+        elif size_a % size_b == 0 and isinstance(a, int):
+            units.append((size_b, b))
+            left.insert(0, size_a // size_b)
+        elif size_b % size_a == 0 and isinstance(b, int):
+            units.append((a, size_a))
+            right.insert(0, size_b // size_a)
+        else:
+            return None
+    return units if not left and not right else None
+
+
+def steps_between(have: Layout, want: Layout) -> list[Step]:
+    """The steps from one layout of a value to another, cheapest first (see the module's docstring).
+
+    Raises
+    ------
+    LayoutError
+        Where the layouts are of values of different shapes, or `want` is partial where `have` is not.
+    """
+    if have.global_shape != want.global_shape:
+        raise LayoutError(f"{have} and {want} are layouts of different shapes")
+    if not set(want.partial) <= set(have.partial):
+        raise LayoutError(f"a value at {have} cannot become the partial result {want}")
+    steps: list[Step] = []
+    current = have
+
+    def move(kind: Literal["all_reduce", "reduce_scatter", "slice", "all_gather"], after: Layout, reduce: str = "sum") -> None:
+        nonlocal current
+        changed = set(current.shard_axes) ^ set(after.shard_axes) | set(current.partial_axes) - set(after.partial_axes)
+        if after != current:
+            axes = tuple(sorted(changed, key=lambda axis: -axis.stride))
+            steps.append(Step(kind, axes, current, after, reduce))
+            current = after
+
+    pending = [item for item in have.partial if item not in want.partial]
+    for op in sorted({op for _, op in pending}):
+        mine = {axis for axis, other in pending if other == op}
+        scattered = _replace(current, want, lambda h, w: w if isinstance(h, int) and w in mine else h)
+        gone = set(scattered.shard_axes) - set(current.shard_axes)
+        move("reduce_scatter", Layout(scattered.dims, tuple(p for p in current.partial if p[0] not in gone)), op)
+        rest = mine - gone
+        move("all_reduce", Layout(current.dims, tuple(p for p in current.partial if p[0] not in rest)), op)
+
+    def free(h: Digit, w: Digit) -> Digit:
+        taken = current.shard_axes
+        return w if isinstance(h, int) and isinstance(w, Axis) and w not in taken else h
+
+    move("slice", _replace(current, want, free))
+    # A dimension whose digits do not correspond is gathered whole.
+    whole = [digits if _align(digits, after) is not None else (size,)
+             for digits, after, size in zip(current.dims, want.dims, current.global_shape)]  # fmt: skip
+    gathered = Layout(tuple(normalise(digits) for digits in whole), current.partial)
+    move("all_gather", _replace(gathered, want, lambda h, w: h.size if isinstance(h, Axis) and h != w else h))
+    move("slice", _replace(current, want, free))
+    if current != want:
+        raise LayoutError(f"no way from {have} to {want}")
+    return steps
+
+
+def _replace(current: Layout, want: Layout, choose: Callable[[Digit, Digit], Digit]) -> Layout:
+    """`current` with each digit replaced by what `choose` makes of it and of the digit wanted in its place."""
+    dims = []
+    for digits, after in zip(current.dims, want.dims):
+        units = _align(digits, after)
+        dims.append(digits if units is None else normalise(choose(h, w) for h, w in units))
+    return Layout(tuple(dims), current.partial)

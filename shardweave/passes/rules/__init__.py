@@ -1,0 +1,21 @@
+"""Sharding rules: a grammar, a registry, and one file a family of ops."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from shardweave.passes.rules import attention, embedding, loss, matmul, norm, reduction, view  # noqa: F401
+from shardweave.passes.rules.grammar import bind, parse
+from shardweave.passes.rules.pointwise import POINTWISE
+from shardweave.passes.rules.registry import RULES, Emitter, Rule, rule
+
+__all__ = ["RULES", "Emitter", "Rule", "bind", "find_rule", "parse", "rule"]
+
+
+def find_rule(node: fx.Node) -> Rule | None:
+    """The rule of a node's op: a registered one, or the pointwise one for ops that torch tags so."""
+    found = RULES.get(node.target)
+    if found is None and isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
+        return POINTWISE
+    return found

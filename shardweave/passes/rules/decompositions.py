@@ -1,0 +1,59 @@
+"""Ops that `annotate` writes in simpler ones, because their parts along a factor do not add up as they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardweave.passes.rules.loss import nll_loss_backward, nll_loss_forward
+
+aten = torch.ops.aten
+
+
+def addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """The product, then the bias: each part of a split ``k`` would add the bias again."""
+    product = aten.mm.default(left, right)
+    product = product if alpha == 1 else product * alpha
+    return product + (bias if beta == 1 else bias * beta)
+
+
+def mean_dim(x: Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The sum over the global number of elements: a part's own mean would weigh its own number."""
+    dims = list(range(x.dim())) if not dim else [d % x.dim() for d in dim]
+    total = aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype)
+    return aten.div.Scalar(total, math.prod(x.shape[d] for d in dims))
+
+
+def mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    """As `mean_dim`, over all dimensions."""
+    return aten.div.Scalar(aten.sum.default(x, dtype=dtype), x.numel())
+
+
+def mse_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    """Squared differences and their sum (reduction: 0 none, 1 mean, 2 sum)."""
+    squared = (x - target) * (x - target)
+    if reduction == 0:
+        return squared
+    total = aten.sum.default(squared)
+    return aten.div.Scalar(total, x.numel()) if reduction == 1 else total
+
+
+def mse_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int) -> Tensor:
+    """The gradient of `mse_loss`."""
+    scale = 2.0 / x.numel() if reduction == 1 else 2.0
+    return (x - target) * aten.mul.Scalar(grad, scale)
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.addmm.default: addmm,
+    aten.mean.dim: mean_dim,
+    aten.mean.default: mean,
+    aten.mse_loss.default: mse_loss,
+    aten.mse_loss_backward.default: mse_loss_backward,
+    aten.nll_loss_forward.default: nll_loss_forward,
+    aten.nll_loss_backward.default: nll_loss_backward,
+}

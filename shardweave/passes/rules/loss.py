@@ -1,0 +1,143 @@
+"""Softmax and cross entropy. Over a sharded vocabulary they fall apart into a max, a sum and a masked pick."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from shardweave.errors import RuleError
+from shardweave.ir import BoundRule, Dims, Factor
+from shardweave.passes.rules.embedding import local_index
+from shardweave.passes.rules.registry import RULES, Emitter, Rule, argument, shape, tensor_args
+
+aten = torch.ops.aten
+
+
+def bind_softmax(node: fx.Node) -> BoundRule:
+    """All values of one shape; the dimension of the softmax is blocked."""
+    size = shape(tensor_args(node)[0])
+    dim = argument(node, "dim") % len(size)
+    factors = tuple(Factor(f"i{index}", length, index == dim) for index, length in enumerate(size) if length > 1)
+    dims: Dims = tuple((f"i{index}",) if length > 1 else () for index, length in enumerate(size))
+    return BoundRule(factors, (dims,) * len(tensor_args(node)), (dims,))
+
+
+def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    """Log-softmax in ops that can be split along `dim`."""
+    x = x.float() if half_to_float else x
+    shifted = x - aten.amax.default(x, [dim], True)
+    return shifted - aten.log.default(aten.sum.dim_IntList(aten.exp.default(shifted), [dim], True))
+
+
+def log_softmax_backward(grad: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """The gradient of log-softmax in ops that can be split along `dim`."""
+    result = grad - aten.exp.default(output) * aten.sum.dim_IntList(grad, [dim], True)
+    return result.to(dtype)
+
+
+def softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    """Softmax in ops that can be split along `dim`."""
+    x = x.float() if half_to_float else x
+    weights = aten.exp.default(x - aten.amax.default(x, [dim], True))
+    return weights / aten.sum.dim_IntList(weights, [dim], True)
+
+
+def softmax_backward(grad: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """The gradient of softmax in ops that can be split along `dim`."""
+    product = grad * output
+    return (product - output * aten.sum.dim_IntList(product, [dim], True)).to(dtype)
+
+
+for _target, _form in {
+    aten._log_softmax.default: log_softmax,
+    aten._log_softmax_backward_data.default: log_softmax_backward,
+    aten._softmax.default: softmax,
+    aten._softmax_backward_data.default: softmax_backward,
+}.items():
+    RULES[_target] = Rule(bind_softmax, decompose=_form, source="... [v] -> ... [v]; over a sharded v decomposed")
+
+
+def nll_loss_forward(
+    log_probabilities: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """Negative log likelihood as a pick along the classes and a sum over the rows (reduction: 0 none, 1 mean, 2 sum)."""
+    valid = aten.ne.Scalar(target, ignore_index)
+    row = aten.unsqueeze.default(aten.masked_fill.Scalar(target, aten.logical_not.default(valid), 0), -1)
+    picked = aten.squeeze.dim(aten.gather.default(log_probabilities, -1, row), -1)
+    losses = aten.neg.default(aten.masked_fill.Scalar(picked, aten.logical_not.default(valid), 0))
+    count = aten.sum.default(valid.to(log_probabilities.dtype))
+    if reduction == 0:
+        return losses, aten.zeros_like.default(count)
+    total = aten.sum.default(losses)
+    return (total / count if reduction == 1 else total), count
+
+
+def nll_loss_backward(
+    grad: Tensor,
+    log_probabilities: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+) -> Tensor:
+    """The gradient of `nll_loss_forward`: one number a row, put at its class."""
+    valid = aten.ne.Scalar(target, ignore_index)
+    row = aten.unsqueeze.default(aten.masked_fill.Scalar(target, aten.logical_not.default(valid), 0), -1)
+    scale = aten.neg.default(grad / total_weight if reduction == 1 else grad)
+    values = aten.where.self(valid, scale, aten.zeros_like.default(scale))
+    return aten.scatter.src(aten.zeros_like.default(log_probabilities), -1, row, aten.unsqueeze.default(values, -1))
+
+
+def _last_dim(node: fx.Node) -> None:
+    size = shape(tensor_args(node)[0])
+    if argument(node, "dim") % len(size) != len(size) - 1:
+        raise RuleError(f"{node.target} along dimension {argument(node, 'dim')}: only the last one has a rule so far")
+
+
+def bind_pick(node: fx.Node) -> BoundRule:
+    """``... v, ... 1 -> ... 1`` (gather) and ``... v, ... 1, ... 1 -> ... v`` (scatter) along the last dimension."""
+    _last_dim(node)
+    sizes = [shape(arg) for arg in tensor_args(node)]
+    single = all(size[-1] == 1 for size in sizes[1:])
+    whole = sizes[0]
+    last = len(whole) - 1
+    factors = tuple(
+        Factor(f"i{index}" if index < last else "v", length)
+        for index, length in enumerate(whole)
+        if length > 1
+    )
+
+    def dims(size: tuple[int, ...], is_whole: bool) -> Dims:
+        names: list[tuple[str, ...]] = [(f"i{index}",) if length > 1 else () for index, length in enumerate(size[:-1])]
+        return (*names, ("v",) if is_whole and whole[-1] > 1 else ())
+
+    inputs = tuple(dims(size, index == 0) for index, size in enumerate(sizes))
+    if not single:
+        raise RuleError(f"{node.target} with more than one index a row has no rule so far")
+    return BoundRule(factors, inputs, (dims(whole, node.target is aten.scatter.src),))
+
+
+def lower_gather(emit: Emitter) -> fx.Node:
+    """Pick what this rank's classes hold, zeros elsewhere."""
+    value, dim, index = emit.args[:3]
+    found = local_index(emit, index, "v", emit.input_layouts[0].local_shape[-1])
+    if found is None:
+        return emit.call(aten.gather.default, value, dim, index)
+    picked = emit.call(aten.gather.default, value, dim, found[0])
+    return emit.call(aten.masked_fill.Scalar, picked, found[1], 0)
+
+
+def lower_scatter(emit: Emitter) -> fx.Node:
+    """Put the rows' numbers whose class this rank holds; the others keep what was there."""
+    value, dim, index, source = emit.args
+    found = local_index(emit, index, "v", emit.input_layouts[0].local_shape[-1])
+    if found is None:
+        return emit.call(aten.scatter.src, value, dim, index, source)
+    kept = emit.call(aten.gather.default, value, dim, found[0])
+    merged = emit.call(aten.where.self, found[1], kept, source)
+    return emit.call(aten.scatter.src, value, dim, found[0], merged)
+
+
+RULES[aten.gather.default] = Rule(bind_pick, lower_gather, source="... v, ... 1 -> ... 1")
+RULES[aten.scatter.src] = Rule(bind_pick, lower_scatter, source="... v, ... 1, ... 1 -> ... v")

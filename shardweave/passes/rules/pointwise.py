@@ -1,0 +1,53 @@
+"""Pointwise ops: every factor of the output is free, and broadcast dimensions have no factor."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from shardweave.ir import BoundRule, Dims, Factor
+from shardweave.passes.rules.registry import RULES, Rule, output_shapes, shape, tensor_args
+
+aten = torch.ops.aten
+
+# Ops that are pointwise but do not carry torch's tag.
+UNTAGGED = [
+    aten.gelu_backward.default,
+    aten.silu_backward.default,
+    aten._to_copy.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.native_dropout_backward.default,
+    aten.hardtanh_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.elu_backward.default,
+    aten.softplus_backward.default,
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.where.self,
+]
+# Linear in all tensor arguments together: a sum of partial sums is a partial sum.
+SUMS = [aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.mul.Scalar, aten.div.Scalar]
+
+
+def bind_pointwise(node: fx.Node) -> BoundRule:
+    """One factor a dimension of the output; an input's dimension of size 1 has none."""
+    (out,) = output_shapes(node)
+    names = [f"i{index}" for index in range(len(out))]
+
+    def dims(size: tuple[int, ...]) -> Dims:
+        aligned = names[len(out) - len(size) :]
+        return tuple((name,) if length > 1 else () for name, length in zip(aligned, size))
+
+    factors = tuple(Factor(name, size) for name, size in zip(names, out) if size > 1)
+    return BoundRule(factors, tuple(dims(shape(arg)) for arg in tensor_args(node)), (dims(out),))
+
+
+POINTWISE = Rule(bind_pointwise, source="pointwise")
+POINTWISE_SUM = Rule(bind_pointwise, kind="sum", source="pointwise, passes partial sums")
+
+for _target in UNTAGGED:
+    RULES[_target] = POINTWISE
+for _target in SUMS:
+    RULES[_target] = POINTWISE_SUM

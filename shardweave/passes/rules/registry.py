@@ -1,0 +1,163 @@
+"""The table of rules: which ops have one, and how an op's local form differs from the op itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from shardweave.errors import RuleError
+from shardweave.ir import Axis, BoundRule, Layout
+from shardweave.passes.rules.grammar import Shape, bind, parse
+
+Binder = Callable[[fx.Node], BoundRule]
+
+
+class Emitter(Protocol):
+    """What a lowering may use to write the local form of an op."""
+
+    node: fx.Node
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    input_layouts: tuple[Layout, ...]
+    output_layouts: tuple[Layout, ...]
+    assignment: Mapping[Axis, str]
+    rule: BoundRule
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a call to the local graph."""
+        ...
+
+    def offset(self, axes: Sequence[Axis], step: int) -> Any:
+        """`step` times this rank's position along `axes` (outermost first): an int input of the graph, or 0."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How an op may be spread.
+
+    Parameters
+    ----------
+    bind : callable
+        From an fx node, with global shapes in ``meta["val"]``, to its `BoundRule`.
+    lower : callable, optional
+        Writes the local form where it is not simply the op on local tensors (shapes in arguments, offsets).
+    kind : str
+        ``"op"``; ``"view"`` for an op that moves no data and loses none, through which layouts pass;
+        ``"sum"`` for an op that is linear in all its tensor arguments together, through which partial sums pass.
+    decompose : callable, optional
+        The same op in simpler ones, used where an axis arrives on a factor that the op itself cannot split.
+    source : str
+        The pattern, or the name of the family that generated it, for `docs/rules.md`.
+    """
+
+    bind: Binder
+    lower: Callable[[Emitter], fx.Node] | None = None
+    kind: str = "op"
+    decompose: Callable[..., Any] | None = None
+    source: str = ""
+
+
+RULES: dict[Any, Rule] = {}
+
+
+def tensor_args(node: fx.Node) -> list[fx.Node]:
+    """The tensor arguments of `node` in the order of its schema, lists flattened, absent ones left out."""
+    found = []
+    for value in ordered_args(node):
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, fx.Node) and isinstance(item.meta.get("val"), torch.Tensor):
+                found.append(item)
+    return found
+
+
+def ordered_args(node: fx.Node) -> list[Any]:
+    """The arguments of `node`, positional or by keyword, in the order of its schema."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        names = [argument.name for argument in node.target._schema.arguments]
+        values: list[Any] = list(node.args)
+        values += [node.kwargs.get(name) for name in names[len(values) :]]
+        return values
+    return [*node.args, *node.kwargs.values()]
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The argument `name` of `node` by its schema's name, its default where it is not given."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for index, declared in enumerate(node.target._schema.arguments):
+        if declared.name == name:
+            if index < len(node.args):
+                return node.args[index]
+            return node.kwargs.get(name, declared.default_value)
+    raise RuleError(f"{node.target} has no argument {name!r}")
+
+
+def shape(node: fx.Node) -> Shape:
+    """The global shape of a node's value."""
+    return tuple(int(size) for size in node.meta["val"].shape)
+
+
+def output_shapes(node: fx.Node) -> list[Shape]:
+    """The global shapes of a node's tensor outputs; other outputs (seeds, sizes) are left out."""
+    value = node.meta["val"]
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [tuple(int(size) for size in item.shape) for item in values if isinstance(item, torch.Tensor)]
+
+
+def rule(
+    target: Any,
+    pattern: str,
+    *,
+    reduce: Mapping[str, str] | None = None,
+    lower: Callable[[Emitter], fx.Node] | None = None,
+    decompose: Callable[..., Any] | None = None,
+    kind: str = "op",
+) -> None:
+    """Register the rule of `target` as one pattern.
+
+    The pattern's inputs are the tensor arguments of the op's schema in order, optional ones included; those that a
+    call leaves out are dropped.
+
+    >>> rule(torch.ops.aten.mm.default, "m k, k n -> m n")
+    """
+    parsed = parse(pattern)
+    tensors = [index for index, arg in enumerate(target._schema.arguments) if "Tensor" in str(arg.type)]
+    if len(parsed.inputs) > len(tensors):
+        raise RuleError(f"{target}: the pattern {pattern!r} has more inputs than the op has tensor arguments")
+
+    def binder(node: fx.Node) -> BoundRule:
+        values = ordered_args(node)
+        present = [
+            (dims, shape(values[index]))
+            for dims, index in zip(parsed.inputs, tensors)
+            if index < len(values) and isinstance(values[index], fx.Node)
+        ]
+        if len(present) != len(tensor_args(node)):
+            raise RuleError(f"{node.target}: the pattern {pattern!r} does not name every tensor argument of {node}")
+        used = parse_subset(pattern, tuple(dims for dims, _ in present))
+        return bind(used, [size for _, size in present], output_shapes(node), reduce or {})
+
+    RULES[target] = Rule(binder, lower, kind, decompose, pattern)
+
+
+def parse_subset(pattern: str, inputs: tuple[Any, ...]) -> Any:
+    """The parsed `pattern` with only these inputs."""
+    parsed = parse(pattern)
+    return parsed if parsed.inputs == inputs else type(parsed)(parsed.text, inputs, parsed.outputs, parsed.blocked)
+
+
+def family(
+    targets: Sequence[Any],
+    binder: Binder,
+    source: str,
+    *,
+    lower: Callable[[Emitter], fx.Node] | None = None,
+    kind: str = "op",
+) -> None:
+    """Register one generated rule for several ops."""
+    for target in targets:
+        RULES[target] = Rule(binder, lower, kind, None, source)
