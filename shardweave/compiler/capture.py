@@ -272,6 +272,7 @@ def _describe(
         out_spec,
         tuple(_TENSOR if isinstance(value, fx.Node) else value for value in returned),
     )
+    graph.graph.set_codegen(fx.graph.CodeGen())  # flat arguments, in the placeholders' order
     graph.graph.lint()
     graph.recompile()
     return Captured(

@@ -103,6 +103,21 @@ def bind_rules(graph: fx.Graph, allow_unruled: bool = False) -> None:
         )
 
 
+def bind_new(nodes: Sequence[fx.Node], parents: Sequence[fx.Node]) -> list[fx.Node]:
+    """Bind the rules of nodes that a decomposition added, in the atoms of the values that they look at."""
+    rules = {parent: BoundRule(rule.factors, (), rule.outputs) for parent in parents if (rule := info(parent).rule)}
+    inputs: dict[fx.Node, tuple[Value, ...]] = {}
+    for node in nodes:
+        found = find_rule(node)
+        rules[node] = found.bind(node) if found is not None else _blocked_rule(node)
+        inputs[node] = tuple(source_of(argument) for argument in tensor_args(node))
+    refined = refine(rules, inputs)
+    for node in nodes:
+        backward = node.meta.get("partitioner_tag") == "is_backward"
+        node.meta[META] = NodeInfo(rule=refined[node], op=op_name(node), backward=backward)
+    return list(nodes)
+
+
 def decompose(node: fx.Node, form: Callable[..., Any]) -> list[fx.Node]:
     """Replace `node` by what `form` does on its arguments; the new nodes."""
     from torch.fx.experimental.proxy_tensor import make_fx

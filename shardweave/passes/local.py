@@ -1,0 +1,174 @@
+"""The local graph while it is being written: calls with their fake values, coordinates, and changes of layout."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from shardweave.ir import META, Axis, Collective, Layout, Mesh, NodeInfo, axes_size, group_name
+from shardweave.passes.layouts import Step, steps_between
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+Cause = Literal["parameter", "gradient", "activation"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Whose value a piece of the local graph computes, and why: what comments and traces say."""
+
+    op: str
+    reason: str = ""
+    cause: Cause = "activation"
+    backward: bool = False
+
+
+@dataclass
+class LocalGraph:
+    """Writes local nodes; every node gets its local fake value and its `NodeInfo`."""
+
+    mesh: Mesh
+    fake: Any
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    coordinates: dict[str, fx.Node] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for axis in self.mesh.axes:
+            node = self.graph.placeholder(f"coord_{axis.name}")
+            node.meta["val"] = 0
+            node.meta[META] = NodeInfo(op=f"coordinate on {axis.name}")
+            self.coordinates[axis.name] = node
+
+    def placeholder(self, name: str, value: torch.Tensor, layout: Layout, origin: Origin) -> fx.Node:
+        """An input of the graph that lies at `layout`."""
+        node = self.graph.placeholder(name)
+        with self.fake:
+            node.meta["val"] = torch.empty(layout.local_shape, dtype=value.dtype, device=value.device)
+        node.meta[META] = NodeInfo(layouts=(layout,), op=origin.op, backward=origin.backward)
+        return node
+
+    def call(
+        self, origin: Origin, target: Callable[..., Any], *args: Any, collective: Collective | None = None, **kwargs: Any
+    ) -> fx.Node:
+        """A call of `target`."""
+        node = self.graph.call_function(target, args, kwargs)
+        values = fx.node.map_arg((args, kwargs), lambda leaf: leaf.meta["val"])
+        with self.fake:
+            node.meta["val"] = target(*values[0], **values[1])
+        node.meta[META] = NodeInfo(op=origin.op, backward=origin.backward, collective=collective)
+        if origin.backward:
+            node.meta["partitioner_tag"] = "is_backward"
+        return node
+
+    def offset(self, origin: Origin, axes: Sequence[Axis], step: int) -> Any:
+        """`step` times this rank's position along `axes`, outermost first."""
+        total: Any = 0
+        for axis in reversed(axes):
+            term = self._integer(origin, operator.mul, self.coordinates[axis.name], step)
+            total = term if isinstance(total, int) else self._integer(origin, operator.add, total, term)
+            step *= axis.size
+        return total
+
+    def _integer(self, origin: Origin, target: Callable[..., Any], *args: Any) -> fx.Node:
+        """Integer arithmetic on coordinates."""
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = 0
+        node.meta[META] = NodeInfo(op=origin.op, backward=origin.backward)
+        if origin.backward:
+            node.meta["partitioner_tag"] = "is_backward"
+        return node
+
+    def reshape(self, origin: Origin, node: fx.Node, size: Sequence[int]) -> fx.Node:
+        """`node` with another local shape, itself where it has it already."""
+        if tuple(node.meta["val"].shape) == tuple(size):
+            return node
+        return self.call(origin, aten.reshape.default, node, list(size))
+
+    def contiguous(self, origin: Origin, node: fx.Node) -> fx.Node:
+        """`node` in row-major memory, as collectives need it."""
+        if node.meta["val"].is_contiguous():
+            return node
+        return self.call(origin, aten.clone.default, node, memory_format=torch.contiguous_format)
+
+    def redistribute(
+        self, node: fx.Node, have: Layout, want: Layout, origin: Origin, on_reduced: Callable[[fx.Node, Layout], None]
+    ) -> fx.Node:
+        """The value of `node` at another layout; `on_reduced` hears of the value once it is no longer partial."""
+        for step in steps_between(have, want):
+            node = getattr(self, step.kind)(node, step, origin)
+            if step.kind in ("all_reduce", "reduce_scatter"):
+                on_reduced(node, step.after)
+        return node
+
+    def _collect(self, kind: Any, target: Any, node: fx.Node, step: Step, origin: Origin, *args: Any) -> fx.Node:
+        """Start a collective and wait for it; `schedule` moves the two apart."""
+        value = node.meta["val"]
+        whole = value.numel() * value.element_size() * (axes_size(step.axes) if kind == "all_gather" else 1)
+        what = Collective(kind, step.axes, whole, origin.op, origin.reason, origin.cause)
+        start = self.call(origin, target, node, *args, group_name(step.axes), collective=what)
+        return self.call(origin, c10d.wait_tensor.default, start)
+
+    def all_reduce(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+        """Combine a partial value over `step.axes`."""
+        node = self.contiguous(origin, node)
+        return self._collect("all_reduce", c10d.all_reduce.default, node, step, origin, step.reduce)
+
+    def reduce_scatter(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+        """Combine a partial value, each rank keeping its part: the parts are brought to the front, in rank order."""
+        units = [unit for dim in step.units for unit in dim]
+        node = self.reshape(origin, node, [h for h, _ in units if isinstance(h, int)])
+        local = [unit for unit in units if isinstance(unit[0], int)]
+        positions = {w: index for index, (_, w) in enumerate(local) if isinstance(w, Axis)}
+        front = [positions[axis] for axis in step.axes]
+        order = [*front, *(index for index in range(len(local)) if index not in front)]
+        node = self._permute(origin, node, order)
+        size, shape = axes_size(step.axes), list(step.after.local_shape)
+        shape = [size * shape[0], *shape[1:]] if shape else [size]
+        node = self.contiguous(origin, self.reshape(origin, node, shape))
+        node = self._collect(
+            "reduce_scatter", c10d.reduce_scatter_tensor.default, node, step, origin, step.reduce, size
+        )
+        return self.reshape(origin, node, step.after.local_shape)
+
+    def all_gather(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+        """Put the parts of a value together: they arrive in rank order, in front, and are moved to their places."""
+        size = axes_size(step.axes)
+        node = self.contiguous(origin, node)
+        node = self.reshape(origin, node, node.meta["val"].shape or [1])
+        node = self._collect("all_gather", c10d.all_gather_into_tensor.default, node, step, origin, size)
+        units = [unit for dim in step.units for unit in dim]
+        gathered = set(step.axes)
+        kept = [h for h, _ in units if isinstance(h, int)]
+        node = self.reshape(origin, node, [*(axis.size for axis in step.axes), *kept])
+        order, next_local = [], len(step.axes)
+        for h, _ in units:
+            if isinstance(h, int):
+                order.append(next_local)
+                next_local += 1
+            elif h in gathered:
+                order.append(step.axes.index(h))
+        node = self._permute(origin, node, order)
+        return self.reshape(origin, node, step.after.local_shape)
+
+    def slice(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+        """Keep this rank's part of a value that is whole here."""
+        units = [unit for dim in step.units for unit in dim]
+        local = [(h, w) for h, w in units if isinstance(h, int)]
+        node = self.reshape(origin, node, [h for h, _ in local])
+        index = 0
+        for _, w in local:
+            if isinstance(w, Axis):
+                node = self.call(origin, aten.select.int, node, index, self.coordinates[w.name])
+            else:
+                index += 1
+        node = self.reshape(origin, node, step.after.local_shape)
+        return self.contiguous(origin, node)
+
+    def _permute(self, origin: Origin, node: fx.Node, order: list[int]) -> fx.Node:
+        return node if order == sorted(order) else self.call(origin, aten.permute.default, node, order)

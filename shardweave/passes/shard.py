@@ -1,0 +1,333 @@
+"""Shard: the global joint graph becomes the local one that every rank runs, with its collectives.
+
+Every op is written once, at its strategy's layout; ops without one *follow* their inputs. Views are transparent: a
+layout change is made at the value that they look at, once for each target layout, and the views are written again
+on the result. A partial sum passes views and sums with one user, and is reduced where it is first used otherwise.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardweave.errors import LayoutError, VerifyError
+from shardweave.ir import META, Assignment, Axis, BoundRule, Layout, Mesh, NodeInfo
+from shardweave.passes.annotate import bind_new, decompose, depends_on_inputs, info, source_of
+from shardweave.passes.follow import Arrival, follow
+from shardweave.passes.layouts import drop, factors_of, input_layouts, output_layouts, through
+from shardweave.passes.local import LocalGraph, Origin
+from shardweave.passes.rules import find_rule
+from shardweave.passes.rules.registry import Rule, tensor_args
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Write the local graph.
+
+    Requires an annotated joint graph; ensures that every node has its local fake value and its layouts, and that
+    every started collective is waited for.
+    """
+
+    name = "shard"
+    mesh: Mesh
+    """The axes, in layout order."""
+    assignments: Mapping[str, Assignment]
+    """The ops that do not follow their inputs, by node name."""
+    sources: Mapping[str, Layout]
+    """Where placeholders lie; a parameter that is not named lies as it is first asked for."""
+    outputs: Sequence[Layout | None]
+    """Where the graph's outputs are wanted; None: as they lie."""
+    owners: Mapping[str, str] = field(default_factory=dict)
+    """The parameter or output that a placeholder or an output position (``"output:3"``) belongs to."""
+
+    def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        return Sharder(self, graph_module).run()
+
+
+class Sharder:
+    """One run of the pass: the local graph so far, and which layout each global value has."""
+
+    def __init__(self, options: Shard, graph_module: fx.GraphModule) -> None:
+        self.options = options
+        self.module = graph_module
+        self.mesh = options.mesh
+        fake = next(
+            node.meta["val"].fake_mode for node in graph_module.graph.nodes if hasattr(node.meta.get("val"), "fake_mode")
+        )
+        self.local = LocalGraph(options.mesh, fake)
+        self.canonical: dict[fx.Node, tuple[fx.Node, Layout]] = {}
+        self.memo: dict[tuple[fx.Node, Layout, bool], fx.Node] = {}
+        self.parameters: set[fx.Node] = set()
+        self.floating: set[fx.Node] = set()
+        self.demands: dict[str, Layout] = {}
+        self.backward = False
+
+    def run(self) -> fx.GraphModule:
+        """The local graph; `demands` then holds where unplaced parameters were first asked for."""
+        graph = self.module.graph
+        self.dependent = depends_on_inputs(graph)
+        for node in list(graph.nodes):
+            self.backward = info(node).backward
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "output":
+                self._output(node)
+            else:
+                self._node(node)
+        self.local.graph.lint()
+        module = fx.GraphModule(torch.nn.Module(), self.local.graph)
+        module.meta.update(self.module.meta)
+        return module
+
+    # -- sources and sinks
+
+    def _placeholder(self, node: fx.Node) -> None:
+        value = node.meta["val"]
+        layout = self.options.sources.get(node.name)
+        if layout is None:
+            self.floating.add(node)
+            layout = Layout.replicated(value.shape)
+        owner = self.options.owners.get(node.name)
+        if owner is not None:
+            self.parameters.add(node)
+        origin = Origin(owner or node.name, backward=self.backward)
+        self.canonical[node] = self.local.placeholder(node.name, value, layout, origin), layout
+
+    def _output(self, node: fx.Node) -> None:
+        results: list[Any] = []
+        values = node.args[0]
+        assert isinstance(values, (list, tuple))
+        for index, (value, want) in enumerate(zip(values, self.options.outputs)):
+            if not isinstance(value, fx.Node):
+                results.append(value)
+                continue
+            owner = self.options.owners.get(f"output:{index}")
+            self.backward = owner is not None or info(value).backward
+            if want is None:
+                want = self.layout(value).without_partial()
+            origin = Origin(owner, "gradient", "gradient", True) if owner else None
+            results.append(self.value(value, want, origin))
+        out = self.local.graph.output(tuple(results))
+        out.meta[META] = NodeInfo(layouts=tuple(want or Layout(()) for want in self.options.outputs))
+
+    # -- ops
+
+    def _node(self, node: fx.Node) -> None:
+        if node not in self.dependent:
+            return self._constant(node)
+        if node.target is operator.getitem:
+            return None  # written with its parent
+        rule = find_rule(node)
+        if rule is not None and rule.kind == "view":
+            return None  # written when it is asked for
+        bound = info(node).rule
+        assert bound is not None
+        arguments = tensor_args(node)
+        explicit = self.options.assignments.get(node.name)
+        if explicit is not None:
+            assignment = explicit.as_dict()
+            wanted = input_layouts(bound, assignment, self.mesh)
+            results = output_layouts(bound, assignment, self.mesh)
+        else:
+            choice = follow(bound, rule, [self._arrival(argument) for argument in arguments], self.mesh)
+            if choice.blocked and rule is not None and rule.decompose is not None:
+                parents = [source_of(argument)[0] for argument in arguments]
+                for part in bind_new(decompose(node, rule.decompose), parents):
+                    self.dependent.add(part)
+                    self._node(part)
+                return None
+            assignment, wanted, results = choice.assignment, choice.inputs, choice.outputs
+        origin = Origin(info(node).op, backward=self.backward)
+        values = iter([self.value(argument, want) for argument, want in zip(arguments, wanted)])
+        emitter = _Emitter(self, node, values, wanted, results, assignment, bound, origin)
+        self._record(node, emitter.emit(rule), results)
+        return None
+
+    def _constant(self, node: fx.Node) -> None:
+        origin = Origin(info(node).op, backward=self.backward)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda leaf: self.canonical[leaf][0])
+        written = self.local.call(origin, node.target, *args, **kwargs)  # type: ignore[arg-type]
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor):
+            self.canonical[node] = written, Layout.replicated(value.shape)
+        else:
+            self.canonical[node] = written, Layout(())
+
+    def _record(self, node: fx.Node, written: fx.Node, layouts: Sequence[Layout]) -> None:
+        """Remember where the outputs lie; a node with several outputs is read through its `getitem` nodes."""
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor):
+            _check_shape(node, written.meta["val"], layouts[0])
+            _annotate(written, layouts)
+            self.canonical[node] = written, layouts[0]
+            return
+        _annotate(written, layouts)
+        for user in node.users:
+            if user.target is operator.getitem and isinstance(user.meta.get("val"), torch.Tensor):
+                _, index = source_of(user)
+                origin = Origin(info(node).op, backward=info(written).backward)
+                item = self.local.call(origin, operator.getitem, written, user.args[1])
+                _check_shape(user, item.meta["val"], layouts[index])
+                _annotate(item, (layouts[index],))
+                self.canonical[user] = item, layouts[index]
+
+    # -- values at layouts
+
+    def _arrival(self, value: fx.Node) -> Arrival:
+        root = self._root(value)
+        return Arrival(
+            self.layout(value), value.meta["val"].numel(), root in self.parameters, self._single_user(value)
+        )
+
+    def _root(self, value: fx.Node) -> fx.Node:
+        while value not in self.canonical:
+            value = tensor_args(value)[0]
+        return value
+
+    def _single_user(self, value: fx.Node) -> bool:
+        """Whether the value that `value` looks at has one user, views looked through."""
+        while True:
+            if len(value.users) != 1:
+                return False
+            if value in self.canonical:
+                return True
+            value = tensor_args(value)[0]
+
+    def layout(self, value: fx.Node) -> Layout:
+        """Where a global value lies now."""
+        if value in self.canonical:
+            return self.canonical[value][1]
+        return self._view(value)[1]
+
+    def _view(self, view: fx.Node) -> tuple[Layout, Layout]:
+        """Where a view wants what it looks at, and where it then lies itself: axes that it would cut are gathered."""
+        bound = _bound(view)
+        have = self.layout(tensor_args(view)[0])
+        result = through(have, bound.inputs[0], bound.outputs[0], bound.sizes())
+        if result is None:
+            kept = factors_of(have.dims, bound.inputs[0], bound.sizes())
+            have = drop(have, set(have.shard_axes) - set(kept))
+            result = through(have, bound.inputs[0], bound.outputs[0], bound.sizes())
+        if result is None:
+            have = drop(have, have.shard_axes)
+            result = through(have, bound.inputs[0], bound.outputs[0], bound.sizes())
+        if result is None:
+            raise LayoutError(f"{view} cannot be computed at {have}")
+        return have, result
+
+    def value(self, node: fx.Node, want: Layout, origin: Origin | None = None) -> fx.Node:
+        """The local node that holds a global value at `want`."""
+        root = self._root(node)
+        # A gathered parameter is freed after its forward use: the backward gathers it again.
+        key = node, want, self.backward and root in self.parameters
+        found = self.memo.get(key)
+        if found is None:
+            found = self.memo[key] = self._materialise(node, want, origin)
+        return found
+
+    def _materialise(self, node: fx.Node, want: Layout, origin: Origin | None) -> fx.Node:
+        if node in self.canonical:
+            written, have = self.canonical[node]
+            if node in self.floating:
+                self.floating.discard(node)
+                return self._place(node, written, want)
+            if have == want:
+                return written
+            origin = origin or self._origin(node, have)
+
+            def reduced(result: fx.Node, layout: Layout) -> None:
+                self.canonical[node] = result, layout
+
+            return self.local.redistribute(written, have, want, origin, reduced)
+        bound, rule = _bound(node), find_rule(node)
+        source = tensor_args(node)[0]
+        back = through(want, bound.outputs[0], bound.inputs[0], bound.sizes())
+        if back is None:
+            first, lies = self._view(node)
+            return self.local.redistribute(self.value(node, lies), lies, want, self._origin(node, lies), lambda *_: None)
+        inner = self.value(source, back, origin)
+        assert rule is not None
+        where = Origin(info(node).op, backward=self.backward)
+        emitter = _Emitter(self, node, iter([inner]), (back,), (want,), {}, bound, where)
+        written = emitter.emit(rule)
+        _check_shape(node, written.meta["val"], want)
+        _annotate(written, (want,))
+        return written
+
+    def _place(self, node: fx.Node, written: fx.Node, want: Layout) -> fx.Node:
+        """Let a parameter without a place lie where it is first asked for."""
+        self.demands[node.name] = want
+        with self.local.fake:
+            written.meta["val"] = torch.empty(want.local_shape, dtype=node.meta["val"].dtype, device=node.meta["val"].device)
+        _annotate(written, (want,))
+        self.canonical[node] = written, want
+        return written
+
+    def _origin(self, node: fx.Node, have: Layout) -> Origin:
+        if node in self.parameters:
+            return Origin(self.options.owners[node.name], "gather from rest", "parameter", self.backward)
+        reason = f"sum of {info(node).op}" if have.partial else f"layout of {info(node).op}"
+        return Origin(info(node).op or node.name, reason, "activation", self.backward)
+
+
+class _Emitter:
+    """What a rule's lowering sees of one op (see `registry.Emitter`)."""
+
+    def __init__(
+        self,
+        sharder: Sharder,
+        node: fx.Node,
+        values: Any,
+        inputs: Sequence[Layout],
+        outputs: Sequence[Layout],
+        assignment: Mapping[Axis, str],
+        rule: BoundRule,
+        origin: Origin,
+    ) -> None:
+        self._local, self._origin = sharder.local, origin
+        self.node, self.rule = node, rule
+        self.input_layouts, self.output_layouts = tuple(inputs), tuple(outputs)
+        self.assignment = {axis: assignment[axis] for axis in sharder.mesh.ordered(assignment)}
+
+        def local(leaf: fx.Node) -> Any:
+            return next(values) if isinstance(leaf.meta.get("val"), torch.Tensor) else sharder.canonical[leaf][0]
+
+        self.args: tuple[Any, ...] = fx.node.map_arg(node.args, local)
+        names = [argument.name for argument in getattr(getattr(node.target, "_schema", None), "arguments", [])]
+        ordered = sorted(node.kwargs, key=lambda name: names.index(name) if name in names else len(names))
+        self.kwargs: dict[str, Any] = {name: fx.node.map_arg(node.kwargs[name], local) for name in ordered}
+
+    def emit(self, rule: Rule | None) -> fx.Node:
+        """Write the op in its local form."""
+        if rule is not None and rule.lower is not None:
+            return rule.lower(self)
+        return self.call(self.node.target, *self.args, **self.kwargs)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self._local.call(self._origin, target, *args, **kwargs)
+
+    def offset(self, axes: Sequence[Axis], step: int) -> Any:
+        return self._local.offset(self._origin, axes, step)
+
+
+def _bound(node: fx.Node) -> BoundRule:
+    rule = info(node).rule
+    assert rule is not None
+    return rule
+
+
+def _annotate(node: fx.Node, layouts: Sequence[Layout]) -> None:
+    node.meta[META] = replace(info(node), layouts=tuple(layouts))
+
+
+def _check_shape(node: fx.Node, value: torch.Tensor, layout: Layout) -> None:
+    if tuple(value.shape) != layout.local_shape:
+        raise VerifyError(
+            f"the local form of {node.target} ({node.name}, {info(node).op}) has the shape {tuple(value.shape)}, its layout "
+            f"{layout} says {layout.local_shape}: its rule or its lowering is wrong"
+        )
