@@ -13,6 +13,7 @@ their collective at the same time (AxoNN equation 10).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 
@@ -70,20 +71,17 @@ def crossed_level(axes: Sequence[Axis], cluster: Cluster) -> str:
 @cache
 def _extents(axes: tuple[Axis, ...], cluster: Cluster) -> tuple[int, ...]:
     """How many units of each level a group over `axes` spans, innermost first."""
-    extents, low = [], 1
+    extents, low, fits = [], 1, True
     for level in cluster.levels:
         high, extent = low * level.size, 1
         for axis in axes:
-            steps = max(low, min(high, axis.stride * axis.size)) / min(high, max(low, axis.stride))
-            extent *= int(steps)
-            if steps != int(steps):
-                break
+            inside = max(low, min(high, axis.stride * axis.size)) / min(high, max(low, axis.stride))
+            extent *= int(inside)
+            fits &= inside.is_integer()
+        fits &= level.size % extent == 0
         extents.append(extent)
         low = high
-    product = 1
-    for extent in extents:
-        product *= extent
-    if product != axes_size(axes):
+    if not fits or math.prod(extents) != axes_size(axes):
         raise ClusterError(
             f"the axes {', '.join(f'{axis} of stride {axis.stride}' for axis in axes)} do not fit {cluster.name} "
             f"with its levels {', '.join(f'{level.name}:{level.size}' for level in cluster.levels)}: use cluster.mesh()"
@@ -140,7 +138,5 @@ def _ring_bandwidth(extents: Sequence[int], cluster: Cluster) -> float:
 
 def _all_to_all_beta(extents: Sequence[int], cluster: Cluster) -> float:
     """Of a rank's bytes the part that leaves the unit goes through the rank's own share of each level."""
-    group = 1
-    for extent in extents:
-        group *= extent
+    group = math.prod(extents)
     return max((group - members) / group / share for members, share in _shares(extents, cluster))

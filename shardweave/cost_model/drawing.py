@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardweave.cost_model.timeline import COMPUTE, Event, Timeline
+from shardweave.cost_model.timeline import COMPUTE, Event, MemoryCurve, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -112,14 +113,12 @@ def _draw_memory(axes: Axes, timeline: Timeline, limit: int | None, scale: float
     peak = curve.peak
     size, unit = _unit(max(peak, limit or 0), (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)))
     used = [k for k in range(len(curve.kinds)) if curve.bytes[:, k].max() > 2e-3 * peak]  # others would not be seen
-    shown = _outline(curve.total)
-    axes.stackplot(
-        curve.seconds[shown] / scale,
-        [curve.bytes[shown, k] / size for k in used],
-        colors=[_MEMORY[curve.kinds[k]] for k in used],
-        step="post",
-        linewidth=0,
-    )
+    shown = _outline(curve)
+    times, floor = curve.seconds[shown] / scale, np.zeros(len(shown))
+    for k in used:
+        roof = floor + curve.bytes[shown][:, k] / size
+        axes.fill_between(times, floor, roof, color=_MEMORY[curve.kinds[k]], step="post", linewidth=0)
+        floor = roof
     at = int(curve.total.argmax())
     when, high = curve.seconds[at] / scale, peak / size
     axes.plot([when], [high], marker="o", markersize=4, color=_INK, clip_on=False, zorder=4)
@@ -132,6 +131,8 @@ def _draw_memory(axes: Axes, timeline: Timeline, limit: int | None, scale: float
         ha="right" if right else "left",
         fontsize=9,
         color=_INK,
+        bbox={"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1.5},
+        zorder=5,
     )
     if limit is not None:
         axes.axhline(limit / size, color="#B03A48", linewidth=1.2, linestyle=(0, (5, 3)))
@@ -149,14 +150,15 @@ def _draw_memory(axes: Axes, timeline: Timeline, limit: int | None, scale: float
     _legend(axes, [(curve.kinds[k], _MEMORY[curve.kinds[k]]) for k in reversed(used)])
 
 
-def _outline(
-    total: np.ndarray[tuple[int, ...], np.dtype[np.int64]], most: int = 4000
-) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Rows to draw of a long curve: of each run of rows the largest, so that no peak is lost."""
-    if len(total) <= most:
-        return np.arange(len(total))
-    runs = np.array_split(np.arange(len(total)), most)
-    return np.array([0, *(int(run[total[run].argmax()]) for run in runs), len(total) - 1])
+def _outline(curve: MemoryCurve, pixels: int = 2000) -> list[int]:
+    """The rows to draw: of those that fall into one pixel the largest, so that no peak is lost, and the last."""
+    total, end = curve.total, curve.seconds[-1] or 1.0
+    pixel = np.floor(curve.seconds / end * pixels)
+    edges = [0, *(np.flatnonzero(np.diff(pixel)) + 1).tolist(), len(total)]
+    rows: list[int] = []
+    for first, last in pairwise(edges):
+        rows += sorted({first + int(total[first:last].argmax()), last - 1})
+    return rows
 
 
 def _legend(axes: Axes, entries: Sequence[tuple[str, str]]) -> None:

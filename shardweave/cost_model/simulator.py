@@ -8,7 +8,7 @@ step, which is memory bound, follows. Every rank does the same, so that one rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from torch import fx
@@ -117,10 +117,11 @@ class _Step:
             )
         found = liveness(graph, dict(zip(holders, saved)))
         self._name(found, _results(graph), "gradients")
-        tangents = output_storages(holders[len(saved) :], found)
-        self._play(graph, found, "backward", (*_TRANSIENT, "saved"), keep=set(tangents))
-        self._free(tangents, _TRANSIENT)
-        return {storage for result in _results(graph) for storage in output_storages(result, found)}
+        tangents = set(output_storages(holders[len(saved) :], found))  # the caller's until the backward returns
+        gradients = set(output_storages(_results(graph), found))
+        self._play(graph, found, "backward", (*_TRANSIENT, "saved"), keep=tangents | gradients)
+        self._free(tangents - gradients, _TRANSIENT)
+        return gradients
 
     def optimize(self, gradients: set[Storage], optimizer_ratio: float) -> None:
         """Read and write parameters and states, read gradients; then the gradients are freed.
@@ -131,7 +132,7 @@ class _Step:
         self._change("working", size)
         self._run("optimizer", "optimizer", bytes_seconds((3 + 2 * optimizer_ratio) * size, self.cluster))
         self._change("working", -size)
-        self._free(tuple(gradients), ("gradients",))
+        self._free(gradients, ("gradients", "saved", *_TRANSIENT))
 
     def timeline(self) -> Timeline:
         """What has been played, once all links have come to rest too."""
@@ -188,7 +189,7 @@ class _Step:
         if num_bytes:
             self.changes.append((self.now, kind, num_bytes))
 
-    def _free(self, storages: Sequence[Storage], freeable: tuple[str, ...]) -> None:
+    def _free(self, storages: Iterable[Storage], freeable: tuple[str, ...]) -> None:
         for storage in storages:
             if self.kinds[storage] in freeable:
                 self._change(self.kinds[storage], -storage_bytes(storage))
