@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardweave.errors import LayoutError
 from shardweave.ir import Axis, Layout, Mesh
+from shardweave.runtime import dispatch
 from shardweave.runtime.mesh import RuntimeMesh
+
+_FLAG = "use_strided_shard_as_shard_order"
+_STRIDES_ARE_PLACES: dict[str, Any] = {_FLAG: False} if _FLAG in DTensorSpec.__dataclass_fields__ else {}
+"""By default DTensor takes strided shards for plain ones cut in another order. That is not what a fused projection's
+are: ``full_tensor()`` was wrong or failed for ``(3, x, y, 2)`` on two axes (torch 2.13)."""
 
 _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
@@ -142,11 +150,11 @@ def distribute(local: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.
         raise LayoutError(f"this rank's part has shape {tuple(local.shape)}, but {layout} has {layout.local_shape}")
     if mesh.device_mesh is None:
         return local
+    dispatch.install()
     shape = torch.Size(layout.global_shape)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, mesh.device_mesh, placements(layout, mesh.mesh), run_check=False, shape=shape, stride=stride
-    )
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    spec = DTensorSpec(mesh.device_mesh, placements(layout, mesh.mesh), meta, **_STRIDES_ARE_PLACES)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
