@@ -203,3 +203,21 @@ def test_the_page_on_clusters_holds() -> None:
     assert all(f"| `{name}` |" in page for name in PRESETS)
     for kind, prefix in ((Level, "levels[]"), (Device, "device")):
         assert all(f"| `{prefix}.{key}` |" in page for key in kind.__dataclass_fields__)
+
+
+def test_detection_reads_the_running_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    try:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        assert [level.size for level in Cluster.detect().levels] == [8, 1]
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        assert [level.size for level in Cluster.detect().levels] == [4, 2]
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+        with pytest.raises(ClusterError, match="8 ranks do not divide over nodes of LOCAL_WORLD_SIZE=3"):
+            Cluster.detect()
+    finally:
+        dist.destroy_process_group()
