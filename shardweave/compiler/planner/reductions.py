@@ -98,7 +98,7 @@ class TooLarge:
         )
         if not all(kept):  # the problem is infeasible: leave it for the solver to say by how much
             return problem, _all(problem)
-        return _restricted(problem, kept), kept
+        return restricted(problem, kept), kept
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Dominance:
             smaller = tuple(self._undominated(problem, index) for index in range(len(problem.ops)))
             if smaller == _all(problem):
                 return problem, kept
-            problem = _restricted(problem, smaller)
+            problem = restricted(problem, smaller)
             kept = _composed(kept, smaller)
 
     def _undominated(self, problem: Problem, index: int) -> tuple[int, ...]:
@@ -175,7 +175,8 @@ def _composed(kept: Kept, smaller: Kept) -> Kept:
     return tuple(tuple(before[index] for index in indices) for before, indices in zip(kept, smaller, strict=True))
 
 
-def _restricted(problem: Problem, kept: Kept) -> Problem:
+def restricted(problem: Problem, kept: Kept) -> Problem:
+    """`problem` with only the candidates `kept` of each op."""
     ops = tuple(
         replace(op, candidates=tuple(op.candidates[index] for index in indices))
         for op, indices in zip(problem.ops, kept, strict=True)

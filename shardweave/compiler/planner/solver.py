@@ -1,34 +1,52 @@
-"""The integer program: which candidate each op takes, chosen by OR-Tools and proven.
+"""Which candidate each op takes: the fastest choice within the memory limit, found and proven with OR-Tools.
 
 With ``x[o, c]`` = 1 where op o takes candidate c, ``f[e, i, j]`` = 1 where edge e goes from out port i to in port j,
 and ``T`` the largest transient memory:
 
-=====  =============================================================  ==========================
-(1)    sum over c of x[o, c] = 1                         for every o  `_Program.choose_one`
-(2)    sum over j of f[e, i, j] = sum of x[producer, c with port i]   `_Program.connect`
-       sum over i of f[e, i, j] = sum of x[consumer, c with port j]
-(3)    T >= sum over c of transient[c] x[o, c]           for every o  `_Program.hold`
-(4)    sum of kept[c] x[o, c] + T <= limit - fixed                    `_Program.limit_memory`
-(5)    minimise sum of ticks[c] x[o, c] + sum of ticks[i, j] f[e, i, j]   `_Program.minimise_time`
-(6)    minimise sum of kept[c] x[o, c] + T   (only after "infeasible")    `_Program.minimise_memory`
-=====  =============================================================  ==========================
+===  ========================================================================  =========================
+(1)  sum over c of x[o, c] = 1                                   for every op  `Program.choose_one`
+(2)  sum over j of f[e, i, j] = sum of x[producer, c] with out port i,         `Program.connect`
+     sum over i of f[e, i, j] = sum of x[consumer, c] with in port j
+(3)  T >= sum over c of transient[c] x[o, c]                     for every op  `Program.hold`
+(4)  sum of kept[c] x[o, c] + T <= limit - fixed                               `Program.limit_memory`
+(5)  minimise sum of ticks[c] x[o, c] + sum of ticks[i, j] f[e, i, j]          `Program.minimise_time`
+(6)  minimise sum of kept[c] x[o, c] + T     (in place of (4), (5): for the    `Program.minimise_memory`
+     smallest memory that would do)
+===  ========================================================================  =========================
 
-(2) is the flow form of the product of two choices: its relaxation is integral on a chain, so that only the memory limit
-makes the program hard. All coefficients are integers, exact ticks and exact bytes: nothing is lost to a scale.
+(2) is the flow form of a product of choices: on a chain its relaxation is integral, so that only memory makes the
+program hard. It is solved in three steps, each of which may end it:
+
+1. `relax`: GLOP solves the relaxation; duality prices how far above the bound everything lies.
+2. `sweep`: all choices within a slack of the bound are walked through. The slack grows until a choice lies within it,
+   which is then optimal: whatever was left out costs more.
+3. `prove`: where the graph is too wide for that, CP-SAT goes on, from the best choice, without what costs too much.
+
+On chains of 32 layers x 7 ops x 30 candidates with 6 ports the first two take under a second to the proven optimum;
+CP-SAT alone, or with HiGHS' relaxation, is left with a gap of 2e-5 after 30 s.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from ortools.sat.python import cp_model
+import numpy as np
 
-from shardweave.compiler.planner.problem import FORBIDDEN, TICKS_PER_SECOND, Edge, Problem, largest_terms, to_ticks
-from shardweave.compiler.planner.reductions import invert, reduce
+from shardweave.compiler.planner.problem import TICKS_PER_SECOND, Problem, largest_terms
+from shardweave.compiler.planner.program import Program, prove, relax
+from shardweave.compiler.planner.reductions import invert, reduce, restricted
+from shardweave.compiler.planner.sweep import sweep
 from shardweave.errors import InfeasibleError, PlanError
+
+_NARROW, _WIDE = 2**10, 2**16
+"""Labels that a sweep keeps: enough to find a choice, and more than the proof needs on chains by far."""
+
+_FIRST_SLACK, _GROWTH = 1e-5, 4
+"""The first slack, as a part of the bound, and the factor by which it grows."""
 
 
 @dataclass(frozen=True)
@@ -97,123 +115,109 @@ def solve(problem: Problem, time_limit: float = 60.0, progress: Callable[[Progre
     (2.5, 'optimal', 1)
     """
     start = time.monotonic()
-    smaller, kept = reduce(problem)
-    program = _Program(smaller)
-    program.limit_memory()
-    program.minimise_time()
-    status, solver = program.run(time_limit, _Reporter(start, progress) if progress else None)
-    if status == cp_model.INFEASIBLE:
-        raise _infeasible(problem, time_limit)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    search = _Search(problem, start + time_limit, progress)
+    search.sweep()
+    if not search.proven:
+        search.prove()
+    if search.choice is None:
+        if search.proven:
+            raise _infeasible(problem, time_limit)
         raise PlanError(
             f"no choice for {len(problem.ops)} ops was found within time_limit = {time_limit:g} s: raise time_limit, "
             f"or memory_limit (now {problem.memory_limit} bytes)"
         )
-    choice = invert(program.choice(solver), kept)
-    objective = problem.objective(choice)
-    if status == cp_model.OPTIMAL:
-        return Solution(choice, objective, objective, 0.0, "optimal", time.monotonic() - start)
-    bound = min(objective, max(0.0, solver.best_objective_bound / TICKS_PER_SECOND))
+    objective = problem.objective(search.choice)
+    bound = objective if search.proven else min(objective, max(0.0, search.bound / TICKS_PER_SECOND))
     gap = (objective - bound) / objective if objective else 0.0
-    return Solution(choice, objective, bound, gap, "feasible", time.monotonic() - start)
+    status: Literal["optimal", "feasible"] = "optimal" if search.proven else "feasible"
+    return Solution(search.choice, objective, bound, gap, status, time.monotonic() - start)
 
 
-class _Program:
-    """The program of the module's docstring, equation by equation."""
+class _Search:
+    """The best choice and the bound so far, which each step betters."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.model = cp_model.CpModel()
-        self.x = [[self.model.new_bool_var(f"{op.name}: {c.label}") for c in op.candidates] for op in problem.ops]
-        self.time: list[tuple[Any, int]] = []
-        """Variables with their ticks."""
-        self.memory: list[tuple[Any, int]] = []
-        """Variables with their bytes."""
-        self.choose_one()
-        for edge in problem.edges:
-            self.connect(edge)
-        self.hold()
+    def __init__(self, problem: Problem, deadline: float, progress: Callable[[Progress], None] | None) -> None:
+        self.start, self.deadline, self.progress = time.monotonic(), deadline, progress
+        self.problem, self.kept = reduce(problem)
+        self.program = Program(self.problem)
+        self.program.limit_memory()
+        self.program.minimise_time()
+        self.relaxation = relax(self.program, deadline - time.monotonic())
+        self.best: tuple[int, ...] | None = None
+        """The best choice for the reduced problem."""
+        self.ticks = math.inf
+        self.bound = self.relaxation.bound - self.relaxation.error if self.relaxation else 0.0
+        self.proven = False
 
-    def choose_one(self) -> None:
-        for op, choices in zip(self.problem.ops, self.x, strict=True):
-            self.model.add_exactly_one(choices)
-            for candidate, chosen in zip(op.candidates, choices, strict=True):
-                self.time.append((chosen, candidate.ticks))
-                self.memory.append((chosen, candidate.kept_bytes))
+    @property
+    def choice(self) -> tuple[int, ...] | None:
+        """The best choice for the problem itself."""
+        return None if self.best is None else invert(self.best, self.kept)
 
-    def connect(self, edge: Edge) -> None:
-        sources = self._by_port(edge.producer, [c.out_port for c in self.problem.ops[edge.producer].candidates])
-        targets = self._by_port(edge.consumer, [c.in_port for c in self.problem.ops[edge.consumer].candidates])
-        flow = {(i, j): self.model.new_bool_var("") for i in sources for j in targets if edge.ticks[i, j] != FORBIDDEN}
-        for i, chosen in sources.items():
-            self.model.add(sum(flow[i, j] for j in targets if (i, j) in flow) == sum(chosen))
-        for j, chosen in targets.items():
-            self.model.add(sum(flow[i, j] for i in sources if (i, j) in flow) == sum(chosen))
-        self.time += [(variable, int(edge.ticks[ports])) for ports, variable in flow.items()]
+    def offer(self, choice: tuple[int, ...] | None) -> None:
+        ticks = None if choice is None else self.problem.ticks(choice)
+        if ticks is not None and ticks < self.ticks:
+            self.best, self.ticks = choice, ticks
+            self.report(ticks, self.bound)
 
-    def _by_port(self, index: int, ports: Sequence[int]) -> dict[int, list[Any]]:
-        """The choices of op `index`, by the port that they have."""
-        groups: dict[int, list[Any]] = {}
-        for port, chosen in sorted(zip(ports, self.x[index], strict=True), key=lambda item: item[0]):
-            groups.setdefault(port, []).append(chosen)
-        return groups
+    def report(self, ticks: float, bound: float) -> None:
+        if self.progress:
+            objective = ticks / TICKS_PER_SECOND
+            least = min(objective, max(0.0, bound / TICKS_PER_SECOND))
+            self.progress(Progress(time.monotonic() - self.start, objective, least))
 
-    def hold(self) -> None:
-        transients = [[candidate.transient_bytes for candidate in op.candidates] for op in self.problem.ops]
-        peak = self.model.new_int_var(0, max(map(max, transients), default=0), "T")
-        for choices, figures in zip(self.x, transients, strict=True):
-            if any(figures):
-                self.model.add(peak >= cp_model.LinearExpr.weighted_sum(choices, figures))
-        self.memory.append((peak, 1))
+    def sweep(self) -> None:
+        """Walk through all choices near the bound, and farther and farther from it until one lies within the slack."""
+        if self.relaxation is None:
+            return
+        bound, error = self.relaxation.bound, self.relaxation.error
+        slack = first = error + _FIRST_SLACK * max(0.0, bound)
+        half = (self.deadline + time.monotonic()) / 2
+        farthest = error + sum(float(op.max()) for op in self.relaxation.candidates)
+        farthest += sum(float(edge[np.isfinite(edge)].max()) for edge in self.relaxation.edges)
+        while not self.proven:
+            width = _NARROW if self.best is None else _WIDE
+            found = sweep(self.problem, self.relaxation, slack, width, half)
+            self.offer(found.choice)
+            self.bound = max(self.bound, bound + found.complete - error)
+            self.proven = self.ticks <= self.bound or found.complete >= farthest
+            if found.complete < slack and (width == _WIDE or slack >= farthest):
+                return
+            # A first choice can be far from the best one: do not jump to where it would be proven.
+            grown = _GROWTH * (slack if self.best is None else max(first, found.complete))
+            slack = min(farthest, self.ticks - bound + 2 * error, grown)
 
-    def limit_memory(self) -> None:
-        self.model.add(_weighted(self.memory) <= self.problem.memory_limit - self.problem.fixed_bytes)
-
-    def minimise_time(self) -> None:
-        self.model.minimize(_weighted(self.time) + to_ticks(self.problem.fixed_seconds))
-
-    def minimise_memory(self) -> None:
-        self.model.minimize(_weighted(self.memory) + self.problem.fixed_bytes)
-
-    def run(self, time_limit: float, reporter: cp_model.CpSolverSolutionCallback | None = None) -> tuple[Any, Any]:
-        solver = cp_model.CpSolver()
-        solver.parameters.max_time_in_seconds = time_limit
-        solver.parameters.num_workers = 1
-        solver.parameters.random_seed = 0
-        return solver.solve(self.model, reporter), solver
-
-    def choice(self, solver: cp_model.CpSolver) -> tuple[int, ...]:
-        return tuple(next(i for i, chosen in enumerate(row) if solver.boolean_value(chosen)) for row in self.x)
-
-
-class _Reporter(cp_model.CpSolverSolutionCallback):
-    """Hands every better choice to the caller's `progress`."""
-
-    def __init__(self, start: float, progress: Callable[[Progress], None]) -> None:
-        super().__init__()
-        self._start, self._progress = start, progress
-
-    def on_solution_callback(self) -> None:
-        seconds = time.monotonic() - self._start
-        objective, bound = self.objective_value / TICKS_PER_SECOND, self.best_objective_bound / TICKS_PER_SECOND
-        self._progress(Progress(seconds, objective, min(objective, max(0.0, bound))))
-
-
-def _weighted(terms: Sequence[tuple[Any, int]]) -> Any:
-    return cp_model.LinearExpr.weighted_sum([variable for variable, _ in terms], [figure for _, figure in terms])
+    def prove(self) -> None:
+        """Let CP-SAT go on from the best choice, over the candidates that could still better it."""
+        problem, hint = self.problem, self.best
+        if self.relaxation and self.best:
+            slack = self.ticks - self.relaxation.bound + self.relaxation.error
+            near = tuple(tuple(int(i) for i in np.flatnonzero(op <= slack)) for op in self.relaxation.candidates)
+            hint = tuple(indices.index(index) for indices, index in zip(near, self.best, strict=True))
+            problem = restricted(problem, near)
+        else:
+            near = tuple(tuple(range(len(op.candidates))) for op in problem.ops)
+        program = Program(problem)
+        program.limit_memory()
+        program.minimise_time()
+        proof = prove(program, self.deadline - time.monotonic(), hint, self.report)
+        self.offer(None if proof.choice is None else invert(proof.choice, near))
+        self.proven = proof.status in ("OPTIMAL", "INFEASIBLE")
+        if not self.proven:
+            self.bound = max(self.bound, min(self.ticks, proof.bound))
 
 
 def _infeasible(problem: Problem, time_limit: float) -> PlanError:
     """The error for a problem without a choice: the smallest memory that would do, and what takes it."""
-    program = _Program(problem)
+    program = Program(problem)
     program.minimise_memory()
-    status, solver = program.run(time_limit)
-    if status == cp_model.INFEASIBLE:
+    proof = prove(program, time_limit)
+    limit = problem.memory_limit
+    if proof.status == "INFEASIBLE":
         return PlanError("no choice of candidates has layouts that go together on all edges: allow more candidates")
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return InfeasibleError(f"nothing fits into the memory limit of {readable_bytes(problem.memory_limit)} a device")
-    choice = program.choice(solver)
-    chosen = problem.chosen(choice)
+    if proof.choice is None:
+        return InfeasibleError(f"nothing fits into the memory limit of {readable_bytes(limit)} a device: raise it")
+    chosen = problem.chosen(proof.choice)
     terms = [(op.group or op.name, c.kept_bytes) for op, c in zip(problem.ops, chosen, strict=True)]
     parts = [
         f"{name}{f' x{times}' if times > 1 else ''} {readable_bytes(size)}"
@@ -223,12 +227,12 @@ def _infeasible(problem: Problem, time_limit: float) -> PlanError:
     parts.append(f"{problem.ops[peak].name} while it runs {readable_bytes(chosen[peak].transient_bytes)}")
     if problem.fixed_bytes:
         parts.append(f"fixed {readable_bytes(problem.fixed_bytes)}")
-    limit, needed = problem.memory_limit, problem.memory(choice)
-    least = "smallest memory that does" if status == cp_model.OPTIMAL else "smallest memory found to do"
+    needed = problem.memory(proof.choice)
+    least = "smallest memory that does" if proof.status == "OPTIMAL" else "smallest memory found to do"
     return InfeasibleError(
         f"no plan fits into the memory limit of {limit} bytes ({readable_bytes(limit)}) a device; the {least} is "
-        f"{needed} bytes ({readable_bytes(needed)}). Most of it: "
-        f"{', '.join(parts)}. Raise memory_limit, or use more devices or a smaller batch."
+        f"{needed} bytes ({readable_bytes(needed)}). Most of it: {', '.join(parts)}. Raise memory_limit, or use more "
+        "devices or a smaller batch."
     )
 
 
