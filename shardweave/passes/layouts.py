@@ -132,6 +132,36 @@ def drop(layout: Layout, axes: Iterable[Axis]) -> Layout:
     return Layout(dims, layout.partial)
 
 
+def rest_layout(compute: Layout, axes: Sequence[Axis], mesh: Mesh) -> Layout:
+    """Where states rest: `compute`, with `axes` innermost on a dimension that they divide.
+
+    Each axis takes the first dimension on which it is a plain shard, in mesh order; axes that divide none are left
+    out, so the states rest replicated over them.
+    """
+    dims = [list(dim) for dim in compute.dims]
+    order = {axis: index for index, axis in enumerate(mesh.axes)}
+    for axis in mesh.ordered(axes):
+        best: tuple[int, int] | None = None
+        for dim, digits in enumerate(dims):
+            at = max((index for index, digit in enumerate(digits) if isinstance(digit, Axis)), default=-1) + 1
+            local = digits[at] if at < len(digits) else 1
+            if not isinstance(local, int) or local % axis.size:
+                continue
+            before = digits[:at]
+            strided = any(isinstance(digit, int) for digit in before)
+            disordered = any(isinstance(digit, Axis) and order[digit] > order[axis] for digit in before)
+            score = 2 * strided + disordered
+            if best is None or score < best[0]:
+                best = score, dim
+        if best is not None:
+            digits = dims[best[1]]
+            at = max((index for index, digit in enumerate(digits) if isinstance(digit, Axis)), default=-1) + 1
+            local = digits[at]
+            assert isinstance(local, int)
+            digits[at : at + 1] = [axis, local // axis.size]
+    return Layout(tuple(normalise(dim) for dim in dims))
+
+
 @dataclass(frozen=True)
 class Step:
     """One step of a change of layout, of one kind, over the joint group of `axes`.

@@ -19,7 +19,7 @@ from shardweave.errors import LayoutError, VerifyError
 from shardweave.ir import META, Assignment, Axis, BoundRule, Layout, Mesh, NodeInfo
 from shardweave.passes.annotate import bind_new, decompose, depends_on_inputs, info, source_of
 from shardweave.passes.follow import Arrival, follow
-from shardweave.passes.layouts import drop, factors_of, input_layouts, output_layouts, through
+from shardweave.passes.layouts import drop, factors_of, input_layouts, output_layouts, rest_layout, through
 from shardweave.passes.local import LocalGraph, Origin
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.registry import Rule, tensor_args
@@ -39,11 +39,15 @@ class Shard:
     assignments: Mapping[str, Assignment]
     """The ops that do not follow their inputs, by node name."""
     sources: Mapping[str, Layout]
-    """Where placeholders lie; a parameter that is not named lies as it is first asked for."""
+    """Where inputs, buffers and tangents lie, by placeholder; tangents that are not named lie as their output."""
     outputs: Sequence[Layout | None]
-    """Where the graph's outputs are wanted; None: as they lie."""
-    owners: Mapping[str, str] = field(default_factory=dict)
-    """The parameter or output that a placeholder or an output position (``"output:3"``) belongs to."""
+    """Where the graph's outputs are wanted; None: as they lie, and for a gradient, where its parameter rests."""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """The parameters' names, by placeholder."""
+    gradients: Sequence[str] = ()
+    """The parameters whose gradients are the last outputs."""
+    rests: Mapping[str, tuple[Axis, ...]] = field(default_factory=dict)
+    """The axes that a parameter's states rest on, beside those of the layout that it is first needed in."""
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         return Sharder(self, graph_module).run()
@@ -62,13 +66,13 @@ class Sharder:
         self.local = LocalGraph(options.mesh, fake)
         self.canonical: dict[fx.Node, tuple[fx.Node, Layout]] = {}
         self.memo: dict[tuple[fx.Node, Layout, bool], fx.Node] = {}
-        self.parameters: set[fx.Node] = set()
-        self.floating: set[fx.Node] = set()
-        self.demands: dict[str, Layout] = {}
+        self.parameters: dict[fx.Node, str] = {}
+        self.rests: dict[str, Layout] = {}
         self.backward = False
+        self.results: dict[int, Any] = {}
 
     def run(self) -> fx.GraphModule:
-        """The local graph; `demands` then holds where unplaced parameters were first asked for."""
+        """The local graph; `rests` then holds where each parameter rests."""
         graph = self.module.graph
         self.dependent = depends_on_inputs(graph)
         for node in list(graph.nodes):
@@ -76,9 +80,15 @@ class Sharder:
             if node.op == "placeholder":
                 self._placeholder(node)
             elif node.op == "output":
-                self._output(node)
+                self._outputs(graph, backward=True)
             else:
+                if self.backward:
+                    self._outputs(graph, backward=False)
+                    self.backward = True
                 self._node(node)
+        out = self.local.graph.output(tuple(self.results[index] for index in sorted(self.results)))
+        out.meta[META] = NodeInfo(op="output")
+        _remove_dead(self.local.graph)
         self.local.graph.lint()
         module = fx.GraphModule(torch.nn.Module(), self.local.graph)
         module.meta.update(self.module.meta)
@@ -88,32 +98,36 @@ class Sharder:
 
     def _placeholder(self, node: fx.Node) -> None:
         value = node.meta["val"]
-        layout = self.options.sources.get(node.name)
-        if layout is None:
-            self.floating.add(node)
-            layout = Layout.replicated(value.shape)
-        owner = self.options.owners.get(node.name)
-        if owner is not None:
-            self.parameters.add(node)
-        origin = Origin(owner or node.name, backward=self.backward)
+        name = self.options.parameters.get(node.name)
+        layout = self.options.sources.get(node.name, Layout.replicated(value.shape))
+        origin = Origin(name or node.name, backward=self.backward)
         self.canonical[node] = self.local.placeholder(node.name, value, layout, origin), layout
+        if name is not None:
+            self.parameters[node] = name
 
-    def _output(self, node: fx.Node) -> None:
-        results: list[Any] = []
-        values = node.args[0]
+    def _outputs(self, graph: fx.Graph, backward: bool) -> None:
+        """Write the outputs of the forward, before its first backward node, or those of the backward."""
+        values = graph.output_node().args[0]
         assert isinstance(values, (list, tuple))
-        for index, (value, want) in enumerate(zip(values, self.options.outputs)):
-            if not isinstance(value, fx.Node):
-                results.append(value)
+        first_gradient = len(values) - len(self.options.gradients)
+        for index, value in enumerate(values):
+            if index in self.results:
                 continue
-            owner = self.options.owners.get(f"output:{index}")
-            self.backward = owner is not None or info(value).backward
-            if want is None:
-                want = self.layout(value).without_partial()
-            origin = Origin(owner, "gradient", "gradient", True) if owner else None
-            results.append(self.value(value, want, origin))
-        out = self.local.graph.output(tuple(results))
-        out.meta[META] = NodeInfo(layouts=tuple(want or Layout(()) for want in self.options.outputs))
+            name = self.options.gradients[index - first_gradient] if index >= first_gradient else None
+            if not isinstance(value, fx.Node):
+                self.results[index] = value
+            elif name is None and not info(value).backward:
+                self.backward = False
+                self.results[index] = self.value(value, self.options.outputs[index] or self._whole(value))
+            elif backward and name is not None:
+                self.backward = True
+                want = self.rests.get(name) or Layout.replicated(value.meta["val"].shape)
+                self.results[index] = self.value(value, want, Origin(name, "gradient", "gradient", True))
+            elif backward:
+                raise LayoutError(f"the output {index} of the model is computed in its backward: return it elsewhere")
+
+    def _whole(self, value: fx.Node) -> Layout:
+        return self.layout(value).without_partial()
 
     # -- ops
 
@@ -233,9 +247,8 @@ class Sharder:
     def _materialise(self, node: fx.Node, want: Layout, origin: Origin | None) -> fx.Node:
         if node in self.canonical:
             written, have = self.canonical[node]
-            if node in self.floating:
-                self.floating.discard(node)
-                return self._place(node, written, want)
+            if node in self.parameters and self.parameters[node] not in self.rests:
+                have = self._rest(node, written, want)
             if have == want:
                 return written
             origin = origin or self._origin(node, have)
@@ -259,18 +272,23 @@ class Sharder:
         _annotate(written, (want,))
         return written
 
-    def _place(self, node: fx.Node, written: fx.Node, want: Layout) -> fx.Node:
-        """Let a parameter without a place lie where it is first asked for."""
-        self.demands[node.name] = want
+    def _rest(self, node: fx.Node, written: fx.Node, want: Layout) -> Layout:
+        """Let a parameter rest as it is first needed, with its states spread further over its axes of rest."""
+        name = self.parameters[node]
+        taken = want.shard_axes
+        axes = [axis for axis in self.options.rests.get(name, ()) if axis not in taken]
+        layout = rest_layout(want, axes, self.mesh)
+        value = node.meta["val"]
         with self.local.fake:
-            written.meta["val"] = torch.empty(want.local_shape, dtype=node.meta["val"].dtype, device=node.meta["val"].device)
-        _annotate(written, (want,))
-        self.canonical[node] = written, want
-        return written
+            written.meta["val"] = torch.empty(layout.local_shape, dtype=value.dtype, device=value.device)
+        _annotate(written, (layout,))
+        self.canonical[node] = written, layout
+        self.rests[name] = layout
+        return layout
 
     def _origin(self, node: fx.Node, have: Layout) -> Origin:
         if node in self.parameters:
-            return Origin(self.options.owners[node.name], "gather from rest", "parameter", self.backward)
+            return Origin(self.parameters[node], "gather from rest", "parameter", self.backward)
         reason = f"sum of {info(node).op}" if have.partial else f"layout of {info(node).op}"
         return Origin(info(node).op or node.name, reason, "activation", self.backward)
 
@@ -331,3 +349,10 @@ def _check_shape(node: fx.Node, value: torch.Tensor, layout: Layout) -> None:
             f"the local form of {node.target} ({node.name}, {info(node).op}) has the shape {tuple(value.shape)}, its layout "
             f"{layout} says {layout.local_shape}: its rule or its lowering is wrong"
         )
+
+
+def _remove_dead(graph: fx.Graph) -> None:
+    """Drop what nothing uses, collectives included: torch takes these for side effects."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)

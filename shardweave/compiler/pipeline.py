@@ -1,0 +1,237 @@
+"""The pipeline: runs the passes on a captured step, checks the graph after each, and keeps every stage."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from shardweave.compiler.capture import Captured
+from shardweave.compiler.codegen import Step, graph_hash, split
+from shardweave.compiler.planner.ops import Op, batch_classes, find_ops
+from shardweave.errors import PlanError
+from shardweave.ir import Axis, Layout, Mesh, ParameterSpec, StepSpec, Strategy, ValueSpec
+from shardweave.options import Options
+from shardweave.passes.annotate import Annotate, info
+from shardweave.passes.classes import Classes, find_classes
+from shardweave.passes.schedule import Schedule
+from shardweave.passes.shard import Shard, Sharder
+from shardweave.passes.tangents import drop_tangents
+from shardweave.passes.verify import verify
+
+
+@dataclass
+class Annotated:
+    """A captured step whose ops have rules: what the planner and every lowering start from."""
+
+    captured: Captured
+    classes: Classes
+    ops: list[Op]
+    batch: int
+    tangents: tuple[str, ...]
+    """The placeholders of the outputs that a backward may start from."""
+    loss_inside: bool
+
+
+@dataclass
+class Compiled:
+    """A lowered step, with the graph after each pass: ``graphs["shard"]``, ..., ``graphs["backward"]``."""
+
+    step: Step
+    graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
+
+
+def annotate(captured: Captured, options: Options) -> Annotated:
+    """Give every op its rule, and find the ops that a plan decides on.
+
+    Where the model returns a scalar loss, the backward starts there; its other outputs carry no gradient.
+    """
+    values = captured.graph.graph.output_node().args[0]
+    assert isinstance(values, (list, tuple))
+    first = len(captured.mutated_buffers)
+    returned = values[first : first + len(captured.outputs)]
+    scalars = {index for index, value in enumerate(returned) if value.meta["val"].dim() == 0}
+    loss_inside = any(index in scalars for index in captured.tangents.values())
+    if loss_inside:
+        unused = [name for name, index in captured.tangents.items() if index not in scalars]
+        drop_tangents(captured.graph, unused)
+    Annotate(options.allow_unruled)(captured.graph)
+    classes = find_classes(captured.graph.graph)
+    _, batch = batch_classes(captured, classes)
+    kept = {node.name for node in captured.graph.graph.nodes if node.op == "placeholder"}
+    tangents = tuple(name for name in captured.tangents if name in kept)
+    return Annotated(captured, classes, find_ops(captured, classes), batch, tangents, loss_inside)
+
+
+def mesh_for(mesh: Mesh, strategies: Mapping[str, Strategy]) -> Mesh:
+    """The mesh in layout order: the axes of tensor parallelism first, each kind from the outermost in.
+
+    At-rest and batch axes then lie inside them on every dimension, which keeps layouts plain DTensor placements.
+    """
+    tensor: set[Axis] = set()
+    for strategy in strategies.values():
+        axes = strategy.axes(mesh)
+        tensor.update((*axes.x, *axes.y))
+    return Mesh(tuple(sorted(mesh.axes, key=lambda axis: (axis not in tensor, -axis.stride))))
+
+
+def data_axes(ops: list[Op], strategies: Mapping[str, Strategy], mesh: Mesh) -> tuple[Axis, ...]:
+    """The axes that every op puts on the batch: the ones that a user's batch is spread over."""
+    common = set(mesh.axes)
+    for op in ops:
+        if op.batch > 1:
+            axes = strategies[op.name].axes(mesh)
+            common &= {*axes.z, *axes.data}
+    return mesh.ordered(common) if any(op.batch > 1 for op in ops) else ()
+
+
+def lower(
+    annotated: Annotated,
+    strategies: Mapping[str, Strategy],
+    mesh: Mesh,
+    options: Options,
+    on_stage: Callable[[str, fx.GraphModule], None] | None = None,
+) -> Compiled:
+    """The local forward and backward graphs of a step under these strategies, one an op.
+
+    Raises
+    ------
+    LayoutError
+        Where a strategy does not fit its op.
+    """
+    captured = annotated.captured
+    mesh = mesh_for(mesh, strategies)
+    graph = copy.deepcopy(captured.graph)
+    graphs = {"capture": captured.graph}
+
+    def stage(name: str, module: fx.GraphModule) -> None:
+        graphs[name] = module
+        if on_stage is not None:
+            on_stage(name, module)
+
+    assignments = {}
+    rests: dict[str, tuple[Axis, ...]] = {}
+    for op in annotated.ops:
+        assignments.update(op.assignments(strategies[op.name], mesh))
+        rests.update({name: strategies[op.name].axes(mesh).rest for name in (op.parameter, *op.companions)})
+    data = data_axes(annotated.ops, strategies, mesh)
+    specs = _Boundary(annotated, mesh, data, options)
+    sharder = Sharder(
+        Shard(
+            mesh,
+            assignments,
+            specs.sources,
+            specs.wanted,
+            captured.parameters,
+            captured.gradients,
+            {name: rests.get(name, ()) for name in captured.parameters.values()},
+        ),
+        graph,
+    )
+    local = sharder.run()
+    verify(local, "shard")
+    stage("shard", copy.deepcopy(local))
+    local = Schedule(options.lookahead)(local)
+    verify(local, "schedule")
+    stage("schedule", local)
+    num_results = len(captured.mutated_buffers) + len(captured.outputs)
+    forward, backward = split(local, num_results, annotated.tangents)
+    stage("forward", forward)
+    stage("backward", backward)
+    spec = specs.finish(local, sharder.rests, forward, backward)
+    return Compiled(Step(forward, backward, spec), graphs)
+
+
+class _Boundary:
+    """Where what crosses the border of the step lies: inputs, outputs, tangents, parameters."""
+
+    def __init__(self, annotated: Annotated, mesh: Mesh, data: tuple[Axis, ...], options: Options) -> None:
+        self.annotated, self.mesh, self.data = annotated, mesh, data
+        captured = annotated.captured
+        nodes = {node.name: node for node in captured.graph.graph.nodes if node.op == "placeholder"}
+        self.values = {name: node.meta["val"] for name, node in nodes.items()}
+        self.sources = {name: self._batch(self.values[name]) for name in captured.inputs}
+        results = captured.graph.graph.output_node().args[0]
+        assert isinstance(results, (list, tuple))
+        first = len(captured.mutated_buffers)
+        self.returned = [node.meta["val"] for node in results[first : first + len(captured.outputs)]]
+        mode = options.outputs
+        if mode == "auto":
+            mode = "sharded" if annotated.loss_inside else "part"
+        outputs: list[Layout | None] = []
+        for value in self.returned:
+            if value.dim() == 0 or mode == "whole":
+                outputs.append(Layout.replicated(value.shape))
+            else:
+                outputs.append(None if mode == "sharded" else self._batch(value))
+        for name in annotated.tangents:
+            want = outputs[captured.tangents[name]]
+            self.sources[name] = want or Layout.replicated(self.values[name].shape)
+        mutated = [Layout.replicated(node.meta["val"].shape) for node in results[:first]]
+        self.wanted = [*mutated, *outputs, *(None for _ in captured.gradients)]
+
+    def _batch(self, value: torch.Tensor) -> Layout:
+        """The first dimension spread over the data axes where it is the batch."""
+        shape = value.shape
+        layout = Layout.replicated(shape)
+        size = 1
+        for axis in self.data:
+            size *= axis.size
+        if not shape or shape[0] != self.annotated.batch or shape[0] % size:
+            return layout
+        local = shape[0] // size
+        return Layout(((*self.data, *((local,) if local > 1 else ())), *layout.dims[1:]))
+
+    def finish(
+        self, local: fx.GraphModule, rests: Mapping[str, Layout], forward: fx.GraphModule, backward: fx.GraphModule
+    ) -> StepSpec:
+        captured = self.annotated.captured
+        dtype = {name: str(value.dtype).removeprefix("torch.") for name, value in self.values.items()}
+        trainable = set(captured.gradients)
+        parameters = tuple(
+            ParameterSpec(
+                name,
+                rests.get(name, Layout.replicated(self.values[node].shape)),
+                dtype[node],
+                name in trainable,
+                captured.aliases.get(name, ()),
+            )
+            for node, name in captured.parameters.items()
+        )
+        buffers = tuple(
+            ParameterSpec(name, Layout.replicated(self.values[node].shape), dtype[node], False)
+            for node, name in captured.buffers.items()
+        )
+        inputs = tuple(ValueSpec(name, self.sources[node], dtype[node]) for node, name in captured.inputs.items())
+        written = local.graph.output_node().args[0]
+        assert isinstance(written, (list, tuple))
+        first = len(captured.mutated_buffers)
+        outputs = []
+        active = {captured.tangents[name] for name in self.annotated.tangents}
+        for index, (name, value) in enumerate(zip(captured.outputs, self.returned)):
+            node = written[first + index]
+            layout = self.wanted[first + index] or info(node).layouts[0]
+            outputs.append(ValueSpec(name, layout, str(value.dtype).removeprefix("torch."), index in active))
+        return StepSpec(
+            self.mesh,
+            parameters,
+            buffers,
+            inputs,
+            tuple(outputs),
+            captured.mutated_buffers,
+            self.data,
+            graph_hash(forward, backward),
+        )
+
+
+def check_strategies(ops: list[Op], strategies: Mapping[str, Strategy]) -> None:
+    """`PlanError` where the strategies are not one for each op."""
+    missing = [op.name for op in ops if op.name not in strategies]
+    unknown = sorted(set(strategies) - {op.name for op in ops})
+    if missing or unknown:
+        raise PlanError(f"the plan has no strategy for {missing or 'nothing'} and has some for unknown ops: {unknown or 'none'}")
+
+

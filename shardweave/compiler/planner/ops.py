@@ -1,0 +1,305 @@
+"""The ops that a plan decides on: those that contract a parameter, each with all its nodes, forward and backward.
+
+A linear layer is three products over the same three loops: ``m k, k n -> m n`` and the two of its backward. An
+`Op` finds these nodes by its parameter, so that one strategy, given in the parameter's dimensions and the batch,
+becomes an assignment for each of them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from shardweave.compiler.capture import Captured
+from shardweave.errors import LayoutError
+from shardweave.ir import Assignment, Axis, Layout, Mesh, Strategy
+from shardweave.passes.annotate import info
+from shardweave.passes.classes import Classes
+from shardweave.passes.layouts import dims_layout
+from shardweave.passes.rules import find_rule
+from shardweave.passes.rules.registry import tensor_args
+
+Atom = tuple[int, int]  # a dimension of the parameter, and the number of the atom in it
+
+
+@dataclass(frozen=True)
+class Role:
+    """One node of an op: which of its factors are atoms of the parameter, and which are batch."""
+
+    node: fx.Node
+    atoms: tuple[tuple[Atom, str], ...]
+    batch: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op with a parameter.
+
+    Parameters
+    ----------
+    name : str
+        The module's name; the parameter's own where its module has several.
+    parameter : str
+        The parameter that it contracts.
+    companions : tuple of str
+        Parameters that rest as it does: its bias, and those of norms before it.
+    sizes : dict from atom to int
+        The parameter's atoms.
+    outputs, contracted : tuple of atoms
+        The loops ``n`` that its forward output has, and the loops ``k`` that it sums over, the ones that no other
+        op blocks first.
+    roles : tuple of Role
+        Its nodes; the forward ones first.
+    batch : int
+        Steps of its batch loop (1 where it has none).
+    """
+
+    name: str
+    parameter: str
+    companions: tuple[str, ...]
+    sizes: dict[Atom, int]
+    outputs: tuple[Atom, ...]
+    contracted: tuple[Atom, ...]
+    roles: tuple[Role, ...]
+    batch: int
+
+    def atoms_of(self, strategy: Strategy, mesh: Mesh) -> dict[Axis, Atom]:
+        """The atom of the parameter that each x and y axis is on.
+
+        A run of axes fills the loop's atoms in order; what remains when they are used up stays unassigned (8 ranks
+        on 4 key-value heads). `LayoutError` where the axes do not divide the atoms.
+        """
+        axes = strategy.axes(mesh)
+        found: dict[Axis, Atom] = {}
+        for letter, run, atoms in (("x", axes.x, self.outputs), ("y", axes.y, self.contracted)):
+            left = {atom: self.sizes[atom] for atom in atoms}
+            for axis in run:
+                fits = [atom for atom in atoms if left[atom] % axis.size == 0]
+                if fits:
+                    found[axis] = fits[0]
+                    left[fits[0]] //= axis.size
+                elif not atoms or any(size > 1 for size in left.values()):
+                    raise LayoutError(
+                        f"{self.name}: {letter} = {getattr(strategy.grid, letter)} does not divide its loops of sizes "
+                        f"{[self.sizes[atom] for atom in atoms]}"
+                    )
+        return found
+
+    def assignments(self, strategy: Strategy, mesh: Mesh) -> dict[str, Assignment]:
+        """The assignment of each node of the op, by node name; `LayoutError` where the grid does not fit."""
+        axes = strategy.axes(mesh)
+        atoms = self.atoms_of(strategy, mesh)
+        rows = [*axes.z, *axes.data]
+        if self.batch > 1:
+            left = self.batch
+            for axis in rows:
+                if left % axis.size:
+                    raise LayoutError(
+                        f"{self.name}: z * data = {strategy.grid.z * strategy.grid.data} does not divide "
+                        f"the batch of {self.batch}"
+                    )
+                left //= axis.size
+        result = {}
+        for role in self.roles:
+            names = dict(role.atoms)
+            assignment = {axis: names[atom] for axis, atom in atoms.items() if atom in names}
+            assignment |= self._rows(role, rows)
+            result[role.node.name] = Assignment.of(assignment)
+        return result
+
+    def _rows(self, role: Role, rows: Sequence[Axis]) -> dict[Axis, str]:
+        bound = info(role.node).rule
+        assert bound is not None
+        left = {name: bound.factor(name).size for name in role.batch}
+        found: dict[Axis, str] = {}
+        for axis in rows:
+            for name in role.batch:
+                if left[name] % axis.size == 0:
+                    found[axis] = name
+                    left[name] //= axis.size
+                    break
+        return found
+
+    def compute_layout(self, strategy: Strategy, mesh: Mesh) -> Layout:
+        """Where the op needs its parameter."""
+        sizes = {f"{dim}.{index}": size for (dim, index), size in self.sizes.items()}
+        assignment = {axis: f"{dim}.{index}" for axis, (dim, index) in self.atoms_of(strategy, mesh).items()}
+        rank = 1 + max((dim for dim, _ in self.sizes), default=-1)
+        dims = tuple(
+            tuple(f"{dim}.{index}" for index in range(len(self.sizes)) if (dim, index) in self.sizes) for dim in range(rank)
+        )
+        return Layout(dims_layout(dims, sizes, assignment, mesh))
+
+
+def batch_classes(captured: Captured, classes: Classes) -> tuple[frozenset[int], int]:
+    """The classes of the inputs' first dimensions that are the batch, and the batch's size."""
+    size = 0
+    found = set()
+    for node in captured.graph.graph.nodes:
+        if node.op == "placeholder" and node.name in captured.inputs and node.meta["val"].dim():
+            bound = info(node).rule
+            assert bound is not None
+            length = node.meta["val"].shape[0]
+            size = size or length
+            if length == size and bound.outputs[0][0]:
+                found.add(classes.of[node, bound.outputs[0][0][0]])
+    return frozenset(found), size
+
+
+def find_ops(captured: Captured, classes: Classes) -> list[Op]:
+    """The ops of a captured and annotated step, in the order of their first forward node."""
+    graph = captured.graph.graph
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    batches, _ = batch_classes(captured, classes)
+    gradients = _gradient_nodes(captured)
+    placeholders = {name: graph_node for graph_node in graph.nodes if (name := captured.parameters.get(graph_node.name))}
+    found: list[tuple[int, Op]] = []
+    first_use: dict[str, int] = {}
+    taken: set[str] = set()
+    for name, node in placeholders.items():
+        roles = _roles(node, gradients.get(name), classes, batches)
+        uses = [position[user] for user in _users_through_views(node)]
+        first_use[name] = min(uses, default=len(position))
+        contracting = [role for role in roles if not info(role.node).backward]
+        if not contracting:
+            continue
+        main = max(contracting, key=lambda role: _numel(role.node))
+        bound = info(main.node).rule
+        labels = info(node).rule
+        assert bound is not None and labels is not None
+        sizes = {(dim, index): labels.factor(factor).size
+                 for dim, names in enumerate(labels.outputs[0]) for index, factor in enumerate(names)}  # fmt: skip
+        present = {factor for dims in bound.outputs for names in dims for factor in names}
+        lookup = dict(main.atoms)
+        free = [atom for atom in sizes if classes.of[main.node, lookup[atom]] not in classes.blocked]
+        outputs = [atom for atom in sizes if lookup[atom] in present]
+        contracted = [atom for atom in sizes if lookup[atom] not in present]
+        module = name.rpartition(".")[0] or name
+        op_name = module if module not in taken else name
+        taken.add(op_name)
+        batch = 1
+        for factor in main.batch:
+            batch *= bound.factor(factor).size
+        ordered = sorted(roles, key=lambda role: (info(role.node).backward, position[role.node]))
+        op = Op(op_name, name, (), sizes, _preferred(outputs, free), _preferred(contracted, free), tuple(ordered), batch)
+        found.append((first_use[name], op))
+    found.sort(key=lambda item: item[0])
+    return _with_companions([op for _, op in found], [at for at, _ in found], placeholders, first_use)
+
+
+def _preferred(atoms: Sequence[Atom], free: Sequence[Atom]) -> tuple[Atom, ...]:
+    """The atoms that nothing blocks, or all of them where everything is blocked."""
+    unblocked = tuple(atom for atom in atoms if atom in free)
+    return unblocked or tuple(atoms)
+
+
+def _with_companions(
+    ops: Sequence[Op], first_node: Sequence[int], placeholders: dict[str, fx.Node], first_use: dict[str, int]
+) -> list[Op]:
+    """Give every other parameter to the op of its own module, else to the next op in the forward."""
+    companions: dict[str, list[str]] = {op.name: [] for op in ops}
+    own = {op.parameter for op in ops}
+    modules = {op.parameter.rpartition(".")[0]: op.name for op in ops}
+    for name in placeholders:
+        if name in own or not ops:
+            continue
+        module = name.rpartition(".")[0]
+        later = [op.name for op, at in zip(ops, first_node) if at > first_use[name]]
+        companions[modules.get(module) or (later[0] if later else ops[-1].name)].append(name)
+    return [
+        Op(op.name, op.parameter, tuple(companions[op.name]), op.sizes, op.outputs, op.contracted, op.roles, op.batch)
+        for op in ops
+    ]
+
+
+def _numel(node: fx.Node) -> int:
+    return int(node.meta["val"].numel()) if hasattr(node.meta["val"], "numel") else 0
+
+
+def _is_view(node: fx.Node) -> bool:
+    rule = find_rule(node) if node.op == "call_function" else None
+    return rule is not None and rule.kind == "view"
+
+
+def _users_through_views(node: fx.Node) -> list[fx.Node]:
+    found = []
+    for user in node.users:
+        found += _users_through_views(user) if _is_view(user) else [user] if user.op != "output" else []
+    return found
+
+
+def _gradient_nodes(captured: Captured) -> dict[str, fx.Node]:
+    values = captured.graph.graph.output_node().args[0]
+    assert isinstance(values, (list, tuple))
+    tail = values[len(values) - len(captured.gradients) :]
+    return {name: value for name, value in zip(captured.gradients, tail) if isinstance(value, fx.Node)}
+
+
+Labels = list[list[Atom]]
+
+
+def _roles(parameter: fx.Node, gradient: fx.Node | None, classes: Classes, batches: frozenset[int]) -> list[Role]:
+    """The nodes that contract the parameter or compute its gradient, with the meaning of their factors."""
+    bound = info(parameter).rule
+    assert bound is not None
+    labels: Labels = [[(dim, index) for index in range(len(names))] for dim, names in enumerate(bound.outputs[0])]
+    roles: dict[fx.Node, Role] = {}
+
+    def add(node: fx.Node, dims: Sequence[Sequence[str]], meaning: Labels) -> None:
+        rule = info(node).rule
+        assert rule is not None
+        atoms = {atom: factor for names, atoms in zip(dims, meaning) for factor, atom in zip(names, atoms)}
+        rows = tuple(
+            factor.name
+            for factor in rule.factors
+            if factor.name not in atoms.values() and classes.of[node, factor.name] in batches
+        )
+        roles.setdefault(node, Role(node, tuple(atoms.items()), rows))
+
+    def forward(value: fx.Node, meaning: Labels) -> None:
+        for user in value.users:
+            rule = info(user).rule
+            if user.op == "output" or rule is None:
+                continue
+            if _is_view(user):
+                forward(user, _through(rule.inputs[0], rule.outputs[0], meaning))
+                continue
+            for argument, dims in zip(tensor_args(user), rule.inputs):
+                inside = {name for names in dims for name in names}
+                outside = {name for output in rule.outputs for names in output for name in names}
+                contracts = any(name not in outside for name in inside)
+                if argument is value and [len(names) for names in dims] == [len(atoms) for atoms in meaning] and contracts:
+                    add(user, dims, meaning)
+
+    def back(value: fx.Node, meaning: Labels) -> None:
+        rule = info(value).rule
+        if value.op == "placeholder" or value.target is operator.getitem or rule is None:
+            return
+        if _is_view(value):
+            back(tensor_args(value)[0], _through(rule.outputs[0], rule.inputs[0], meaning))
+        elif _sums(value):
+            for argument in tensor_args(value):
+                back(argument, meaning)
+        elif [len(names) for names in rule.outputs[0]] == [len(atoms) for atoms in meaning]:
+            inside = {name for names in rule.outputs[0] for name in names}
+            given = [{name for names in dims for name in names} for dims in rule.inputs]
+            if not all(inside <= names for names in given) and roles:
+                add(value, rule.outputs[0], meaning)
+
+    forward(parameter, labels)
+    if gradient is not None:
+        back(gradient, labels)
+    return list(roles.values())
+
+
+def _sums(node: fx.Node) -> bool:
+    rule = find_rule(node)
+    return rule is not None and rule.kind == "sum" and len(tensor_args(node)) > 1
+
+
+def _through(source: Sequence[Sequence[str]], target: Sequence[Sequence[str]], meaning: Labels) -> Labels:
+    lookup = {name: atom for names, atoms in zip(source, meaning) for name, atom in zip(names, atoms)}
+    return [[lookup[name] for name in names if name in lookup] for names in target]

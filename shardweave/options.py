@@ -1,0 +1,69 @@
+"""What a user may ask of the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardweave.errors import PlanError
+from shardweave.ir import Strategy
+
+OPTIMIZER_STATE_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "adamw": 8}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `plan` and `compile_parallel`.
+
+    Parameters
+    ----------
+    memory_limit : int, optional
+        Bytes that one device may use; by default the device's memory less a tenth for what no plan sees.
+    optimizer : str or int
+        ``"adamw"``, ``"adam"``, ``"momentum"``, ``"sgd"``, or the bytes of optimizer state for each parameter.
+    force : mapping from a name pattern to a strategy
+        Patterns as in a shell (``"blocks.*.mlp.up"``), matched against the names of modules and parameters. A strategy
+        is ``"dp"``, ``"zdp"``, ``"column"``, ``"row"``, ``"3d"`` with a grid, or a `Strategy`; a grid alone is a tuple
+        ``(x, y, z, data)``. Where several patterns match, the last one holds.
+    outputs : {"auto", "sharded", "part", "whole"}
+        Where the outputs other than a loss lie: as they were computed (a DTensor), this rank's part of the batch, or
+        whole on every rank. ``"auto"`` is ``"sharded"`` where the model returns a scalar loss, else ``"part"``.
+    time_limit : float
+        Seconds that the solver may take.
+    lookahead : int
+        How many parameters are gathered ahead of their use.
+    allow_unruled : bool
+        Compute ops without a sharding rule whole on every device, instead of refusing the model.
+
+    Examples
+    --------
+    >>> Options(memory_limit=16 * 10**9, force={"blocks.*.up": "column", "blocks.*.down": "row"}).optimizer_bytes
+    8
+    """
+
+    memory_limit: int | None = None
+    optimizer: str | int = "adamw"
+    force: Mapping[str, str | tuple[int, ...] | Strategy] = field(default_factory=dict)
+    outputs: Literal["auto", "sharded", "part", "whole"] = "auto"
+    time_limit: float = 30.0
+    lookahead: int = 1
+    allow_unruled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.memory_limit is not None and self.memory_limit <= 0:
+            raise PlanError(f"memory_limit is in bytes a device and must be positive, got {self.memory_limit}")
+        if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZER_STATE_BYTES:
+            known = ", ".join(OPTIMIZER_STATE_BYTES)
+            raise PlanError(
+                f"optimizer {self.optimizer!r} is unknown; expected one of {known}, or its bytes of state per parameter"
+            )
+        if self.outputs not in ("auto", "sharded", "part", "whole"):
+            raise PlanError(f"outputs must be 'auto', 'sharded', 'part' or 'whole', got {self.outputs!r}")
+        if self.lookahead < 0:
+            raise PlanError(f"lookahead counts gathers and cannot be negative, got {self.lookahead}")
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of optimizer state for each parameter, in float32."""
+        return self.optimizer if isinstance(self.optimizer, int) else OPTIMIZER_STATE_BYTES[self.optimizer]
