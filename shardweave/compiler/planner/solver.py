@@ -41,6 +41,7 @@ from shardweave.compiler.planner.program import Program, prove, relax
 from shardweave.compiler.planner.reductions import invert, reduce, restricted
 from shardweave.compiler.planner.sweep import sweep
 from shardweave.errors import InfeasibleError, PlanError
+from shardweave.units import readable_bytes
 
 _NARROW, _WIDE = 2**10, 2**16
 """Labels that a sweep keeps: enough to find a choice, and more than the proof needs on chains by far."""
@@ -234,19 +235,3 @@ def _infeasible(problem: Problem, time_limit: float) -> PlanError:
         f"{needed} bytes ({readable_bytes(needed)}). Most of it: {', '.join(parts)}. Raise memory_limit, or use more "
         "devices or a smaller batch."
     )
-
-
-def readable_bytes(size: int) -> str:
-    """`size` for people, in powers of 1024.
-
-    >>> readable_bytes(1536), readable_bytes(80 * 2**30)
-    ('1.5 KiB', '80.0 GiB')
-    """
-    value, units = float(size), ["KiB", "MiB", "GiB", "TiB"]
-    if abs(value) < 1024:
-        return f"{size} B"
-    for unit in units:
-        value /= 1024
-        if abs(value) < 1024 or unit == units[-1]:
-            break
-    return f"{value:.1f} {unit}"
