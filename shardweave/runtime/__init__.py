@@ -2,5 +2,6 @@
 
 from shardweave.runtime.launch import WorkerPool, launch
 from shardweave.runtime.mesh import RuntimeMesh
+from shardweave.runtime.module import ParallelModule, Step
 
-__all__ = ["RuntimeMesh", "WorkerPool", "launch"]
+__all__ = ["ParallelModule", "RuntimeMesh", "Step", "WorkerPool", "launch"]

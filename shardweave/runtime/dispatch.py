@@ -26,7 +26,7 @@ _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 def install() -> None:
     """Put the short cut before DTensor's sharding propagation; once, however often it is called."""
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator  # type: ignore[attr-defined]
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
     names = ("propagate_op_sharding", "propagate_op_sharding_non_cached", "_propagate_tensor_meta_non_cached")
     if hasattr(propagator, "shardweave_installed") or not all(hasattr(propagator, name) for name in names):
         return
@@ -62,8 +62,8 @@ def elementwise(op: torch._ops.OpOverload) -> bool:
     """Whether each element of what `op` returns or changes depends on that element of its tensors, and on scalars.
 
     >>> aten = torch.ops.aten
-    >>> elementwise(aten.addcdiv_.default), elementwise(aten._foreach_lerp_.Scalar), elementwise(aten._fused_adamw_.default)
-    (True, True, True)
+    >>> elementwise(aten.addcdiv_.default), elementwise(aten._foreach_lerp_.Scalar)
+    (True, True)
     >>> elementwise(aten.mm.default), elementwise(aten._foreach_norm.Scalar), elementwise(aten.bernoulli_.float)
     (False, False, False)
     """
@@ -82,7 +82,7 @@ def elementwise(op: torch._ops.OpOverload) -> bool:
 
 def _aligned(schema: OpSchema) -> list[DTensorSpec]:
     """For each tensor of the op's lists (one for an op on tensors) how it lies, if all that meet it lie alike."""
-    result = []
+    result: list[DTensorSpec] = []
     for column in _columns((*schema.args_schema, *schema.kwargs_schema.values())):
         arrays = [spec for spec in column if not _is_scalar(spec)] or column[:1]
         if not arrays or any(_place(spec) != _place(arrays[0]) or _is_partial(spec) for spec in arrays):
@@ -94,20 +94,21 @@ def _aligned(schema: OpSchema) -> list[DTensorSpec]:
 def _columns(arguments: tuple[object, ...]) -> Iterator[list[DTensorSpec]]:
     """The tensors that meet each other in the op: all of them, or the ones at one index of its lists."""
     singles = [argument for argument in arguments if isinstance(argument, DTensorSpec)]
-    lists = [[x for x in argument if isinstance(x, DTensorSpec)] for argument in arguments if _is_list(argument)]
+    lists = [
+        [item for item in argument if isinstance(item, DTensorSpec)]
+        for argument in arguments
+        if isinstance(argument, (list, tuple))
+    ]
+    lists = [items for items in lists if items]  # without lists of numbers, or of nothing: the maxima without amsgrad
     if not lists:
         yield singles
         return
     length = max(map(len, lists))
-    if all(len(items) in (0, length) for items in lists):  # a list may be empty: the maxima without amsgrad
-        for index in range(length):
-            yield [*(items[index] for items in lists if items), *singles]
-    else:
+    if any(len(items) != length for items in lists):
         yield []
-
-
-def _is_list(argument: object) -> bool:
-    return isinstance(argument, (list, tuple)) and any(isinstance(x, DTensorSpec) for x in argument)
+        return
+    for index in range(length):
+        yield [*(items[index] for items in lists), *singles]
 
 
 def _is_scalar(spec: DTensorSpec) -> bool:

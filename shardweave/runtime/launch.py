@@ -141,7 +141,8 @@ class WorkerPool:
     def _connect(self) -> Connection:
         if self._connection is None:
             ours, theirs = socket.socketpair()
-            code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import _serve; _serve({theirs.fileno()})"
+            serve = f"from shardweave.runtime.launch import _serve; _serve({theirs.fileno()})"
+            code = f"import sys; sys.path[:] = {sys.path!r}; {serve}"
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             self._server = subprocess.Popen(
                 [sys.executable, "-c", code], pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
@@ -159,7 +160,8 @@ _PICKLE = (
 
 def _serve(descriptor: int) -> None:
     """The life of a pool's process: a run for each job received, until its owner goes away."""
-    import torch.distributed.tensor  # noqa: F401  (so that forked ranks have it)
+    import torch._dynamo  # a DTensor's first op needs it: imported here once, and not by every rank
+    import torch.distributed.tensor  # noqa: F401
 
     _die_with_parent()
     connection = Connection(descriptor)

@@ -1,0 +1,232 @@
+"""The parallel model: an nn.Module with the model's own parameter names, whose call runs a generated step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence, Sized
+from hashlib import sha256
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.utils.data import DistributedSampler
+
+from shardweave.errors import InputError, ParallelError
+from shardweave.ir import Layout, StepSpec, axes_size
+from shardweave.runtime.execute import Executor, boxed
+from shardweave.runtime.inputs import localize
+from shardweave.runtime.mesh import RuntimeMesh
+from shardweave.runtime.parameters import local_tensor
+from shardweave.runtime.state import adopt, finder, gather, shard_whole
+
+
+class Step(Protocol):
+    """What a compiler hands over: two graphs and their calling convention (see `ir.StepSpec`)."""
+
+    @property
+    def forward(self) -> fx.GraphModule: ...
+
+    @property
+    def backward(self) -> fx.GraphModule | None: ...
+
+    @property
+    def spec(self) -> StepSpec: ...
+
+
+Flatten = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[object]]
+Unflatten = Callable[[list[torch.Tensor]], Any]
+
+
+class ParallelModule(nn.Module):
+    """`model` trained by a generated step: each call runs this rank's part of it.
+
+    Every rank of the running ``torch.distributed`` world makes one, and all call it together. Parameters are DTensors
+    at rest where the plan has them, under the model's own names, with rank 0's values; a model on the meta device
+    gives parameters without values, which `load_state_dict` fills. Any ``torch.optim`` optimizer takes them. A call
+    takes the global batch or this rank's part of it. The gradient of a loss that the model computes is that of the
+    global batch; losses computed outside, from this rank's part of the outputs, are averaged over the data ranks.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Gives the names and the values; it is not kept.
+    step : Step
+        The generated graphs and their calling convention.
+    flatten : callable, optional
+        From a call's ``(args, kwargs)`` to the tensors of ``spec.inputs``; by default `args` are these tensors.
+    unflatten : callable, optional
+        From the outputs to what a call returns; by default the one output, or the tuple of them.
+    graphs : mapping, optional
+        The graph after each stage, for the user to look at.
+    plan : object, optional
+        The plan, for the user to look at.
+
+    Raises
+    ------
+    ParallelError
+        If the world has another size than the step's mesh, if ranks have compiled different graphs, or if the model
+        lacks a parameter of the step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: Step,
+        *,
+        flatten: Flatten | None = None,
+        unflatten: Unflatten | None = None,
+        graphs: Mapping[str, fx.GraphModule] | None = None,
+        plan: Any = None,
+    ) -> None:
+        super().__init__()
+        self.training = model.training
+        self.spec = step.spec
+        _compare_graphs(step)
+        self.graphs = dict(graphs or {"forward": step.forward})
+        self.plan = plan
+        devices = {tensor.device.type for tensor in model.parameters()} - {"meta"}
+        self.mesh = RuntimeMesh(self.spec.mesh, devices.pop() if len(devices) == 1 else None)
+        self._coordinates = self.spec.mesh.coordinates(self.mesh.rank)
+        self._flatten = flatten or _positional
+        self._unflatten = unflatten or _one_or_all
+        self._layouts = adopt(self, model, (*self.spec.parameters, *self.spec.buffers), self.mesh)
+        self._execute = Executor(
+            self.spec,
+            self.mesh.coordinates,
+            boxed(self.mesh.bind(step.forward)),
+            None if step.backward is None else boxed(self.mesh.bind(step.backward)),
+            finder(self, self.spec.parameters, "_parameters"),
+            finder(self, self.spec.buffers, "_buffers"),
+        )
+        self.register_load_state_dict_pre_hook(_shard_whole)  # type: ignore[no-untyped-call]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step on the global batch or on this rank's part of it.
+
+        Raises
+        ------
+        InputError
+            If a tensor has another shape or dtype than the step was compiled for.
+        """
+        inputs = localize(self._flatten(args, kwargs), self.spec.inputs, self._coordinates, self.mesh.device_type)
+        return self._unflatten(self._execute(inputs))
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        """Stay in the mode of the capture; ParallelError for the other one, whose graph is not this one."""
+        if mode != self.training:
+            now, wanted = ("training", "evaluation") if self.training else ("evaluation", "training")
+            raise ParallelError(
+                f"the step was captured in {now} mode, and the {wanted} mode of a model may compute something else. "
+                f"Compile the model in {wanted} mode too, and share the parameters by load_state_dict; to compute "
+                "without gradients in the captured mode, torch.no_grad() is enough"
+            )
+        return self
+
+    @property
+    def data_world_size(self) -> int:
+        """Over how many parts the batch is spread."""
+        return axes_size(self.spec.data_axes)
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the batch is this rank's, in ``[0, data_world_size)``."""
+        index = 0
+        for axis in self.spec.data_axes:
+            index = index * axis.size + self._coordinates[axis.name]
+        return index
+
+    def sampler(self, dataset: Sized, **options: Any) -> DistributedSampler[Any]:
+        """A sampler for this rank's part of `dataset`; `options` as for DistributedSampler (`shuffle`, `seed`, ...).
+
+        A loader with it and a batch size of the global one over `data_world_size` gives this rank's part of a batch.
+        """
+        return DistributedSampler(dataset, self.data_world_size, self.data_rank, **options)  # type: ignore[arg-type]
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a global batch: of the targets of a loss that is computed outside, for example.
+
+        Raises
+        ------
+        InputError
+            If the tensor's first dimension does not divide by `data_world_size`.
+        """
+        parts = self.data_world_size
+        if parts > 1 and (tensor.ndim == 0 or tensor.shape[0] % parts):
+            raise InputError(
+                f"a tensor of shape {tuple(tensor.shape)} does not divide into the {parts} parts of a batch"
+            )
+        return tensor if parts == 1 else tensor.chunk(parts)[self.data_rank]
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm, taken over all ranks, is at most `max_norm`; as torch's function.
+
+        Returns
+        -------
+        Tensor
+            The norm before; a plain tensor, the same on all ranks. It costs one all-reduce, whatever the layouts are.
+        """
+        found = [parameter for parameter in self.parameters() if parameter.grad is not None]
+        parts = [local_tensor(parameter.grad) for parameter in found if parameter.grad is not None]
+        if not parts:
+            return torch.zeros((), device=self.mesh.device_type)
+        norms = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(parts, norm_type)])
+        if math.isinf(norm_type):
+            total = self._all_reduced(norms.max(), dist.ReduceOp.MAX)
+        else:
+            world = self.spec.mesh.world_size
+            copies = [world * part.numel() / max(1, whole.numel()) for whole, part in zip(found, parts, strict=True)]
+            sums = norms.pow(norm_type) / norms.new_tensor(copies)
+            total = self._all_reduced(sums.sum(), dist.ReduceOp.SUM).pow(1.0 / norm_type)
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for part in parts:
+            part.mul_(factor.to(part.dtype))
+        return total.to(parts[0].dtype)
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The state dict of the unsharded model: whole, plain tensors on every rank. Collective."""
+        whole: dict[torch.Tensor, torch.Tensor] = {}
+        state = self.state_dict(keep_vars=True)
+        for name, tensor in state.items():
+            if tensor not in whole:
+                layout = self._layouts.get(name) or Layout.replicated(tensor.shape)
+                whole[tensor] = gather(tensor, layout, self.mesh)
+        return {name: whole[tensor] for name, tensor in state.items()}
+
+    def _all_reduced(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
+        if self.mesh.device_mesh is not None:
+            dist.all_reduce(tensor, op)
+        return tensor
+
+
+def _shard_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    assert isinstance(module, ParallelModule)
+    shard_whole(state, prefix, module._layouts, module.mesh)
+
+
+def _compare_graphs(step: Step) -> None:
+    """ParallelError on all ranks if they have generated different graphs: their collectives would not meet."""
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return
+    mine = step.spec.graph_hash or sha256(step.forward.code.encode()).hexdigest()
+    hashes: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hashes, mine)
+    if len(set(hashes)) > 1:
+        ranks = {value: [rank for rank, other in enumerate(hashes) if other == value] for value in hashes}
+        listed = "; ".join(f"ranks {ranks[value]}: {value[:12]}" for value in ranks)
+        raise ParallelError(
+            f"the ranks have generated different graphs ({listed}). Compile the same model, with the same inputs' "
+            "shapes, options and version of shardweave, on all ranks, or make the plan once and load it everywhere"
+        )
+
+
+def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[object]:
+    if kwargs:
+        raise InputError(f"this step takes its tensors by position, but the call names {', '.join(kwargs)}")
+    return args
+
+
+def _one_or_all(outputs: list[torch.Tensor]) -> Any:
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)

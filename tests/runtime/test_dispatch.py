@@ -1,0 +1,89 @@
+"""The short cut of elementwise ops: what DTensor itself would answer, on meshes where it would not come to answer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardweave.ir import Axis, Layout, Mesh
+from shardweave.runtime.dispatch import elementwise
+from shardweave.runtime.launch import WorkerPool
+from shardweave.runtime.mesh import RuntimeMesh
+from shardweave.runtime.parameters import distribute, local_shard, local_tensor
+
+MESH = Mesh.of_levels([("gpu", 4)])
+A, B = MESH.axes
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (aten.add.Tensor, True),
+        (aten.mul_.Scalar, True),
+        (aten.lerp_.Scalar, True),
+        (aten._foreach_addcdiv_.ScalarList, True),
+        (aten._foreach_sqrt.default, True),
+        (aten._fused_adamw_.default, True),
+        (aten.sum.dim_IntList, False),
+        (aten.add.out, False),
+        (aten.normal_.default, False),
+        (aten._foreach_norm.Scalar, False),
+        (aten.stack.default, False),
+    ],
+)
+def test_elementwise_ops_are_told_by_their_tags(op: torch._ops.OpOverload, expected: bool) -> None:
+    assert elementwise(op) is expected
+
+
+def mixed_layouts() -> None:
+    """Ops on tensors that lie differently, are broadcast, or are partial results are still DTensor's affair."""
+    mesh = RuntimeMesh(MESH)
+    whole = [torch.arange(24.0).reshape(12, 2) + shift for shift in (0, 1)]
+    plain, strided, rows = Layout(((A, 6), (2,))), Layout(((3, B, 2), (2,))), Layout(((12,), (A,)))
+
+    def make(full: torch.Tensor, layout: Layout) -> torch.Tensor:
+        return distribute(local_shard(full, layout, MESH.coordinates(mesh.rank)), layout, mesh)
+
+    for first in (plain, strided, rows):
+        one = make(whole[0], first)
+        for second in (plain, strided, rows):
+            total = one + make(whole[1], second)
+            assert isinstance(total, DTensor) and torch.equal(total.full_tensor(), whole[0] + whole[1])
+        row = make(whole[0].mean(0), Layout(((2,),)))
+        assert torch.equal((one * row).full_tensor(), whole[0] * whole[0].mean(0))  # type: ignore[attr-defined]
+        assert torch.equal((one * 2.0).full_tensor(), whole[0] * 2)  # type: ignore[attr-defined]
+        mean = (one * one).sum() / 2  # of a partial result
+        assert mean.full_tensor() == whole[0].square().sum() / 2  # type: ignore[attr-defined]
+
+
+def test_other_ops_are_left_to_dtensor(pool: WorkerPool) -> None:
+    pool.run(mixed_layouts, nprocs=4, timeout=60.0)
+
+
+def step_in_a_large_world(world: int) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=world - 1, world_size=world)
+    mesh = Mesh.of_levels([("gpu", 8), ("node", world // 8)])
+    running = RuntimeMesh(mesh)
+    axes: tuple[Axis, ...] = mesh.axes
+    layouts = [Layout(((3, axes[0], axes[5], 2), (axes[1], 4))), Layout(((axes[2], 4),)), Layout(())]
+    full = [torch.ones(layout.global_shape) for layout in layouts]
+    for foreach in (False, True):
+        parameters = []
+        for value, layout in zip(full, layouts, strict=True):
+            local = local_shard(value, layout, mesh.coordinates(running.rank))
+            parameters.append(torch.nn.Parameter(distribute(local, layout, running)))
+            parameters[-1].grad = distribute(local.clone(), layout, running)
+        torch.optim.AdamW(parameters, lr=0.5, weight_decay=0.0, foreach=foreach).step()
+        for parameter in parameters:
+            part = local_tensor(parameter)
+            torch.testing.assert_close(part, torch.full_like(part, 0.5))
+    dist.destroy_process_group()
+
+
+def test_an_optimizer_steps_on_a_mesh_of_ten_axes(pool: WorkerPool) -> None:
+    pool.run(step_in_a_large_world, 1024, nprocs=1, timeout=60.0)
