@@ -1,0 +1,79 @@
+"""A graph as text: each op with the shape that it has on one device, each collective with whose it is and why."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import torch
+from torch import fx
+
+from shardweave.ir import META, Collective, NodeInfo, axes_size
+from shardweave.units import readable_bytes
+
+_WIDTH = 96
+"""Lines longer than this do not push the shapes of all others to the right."""
+
+
+def listing(graph_module: fx.GraphModule, op: str = "*", backward: bool | None = None) -> str:
+    """The nodes of a graph that belong to an op, one a line.
+
+    Parameters
+    ----------
+    graph_module : GraphModule
+        A stage of a compiled step, such as ``graphs["shard"]``.
+    op : str
+        Name of a module or a parameter, or a pattern as in a shell: ``"blocks.0.*"``.
+    backward : bool, optional
+        Only the nodes of the backward, or only those of the forward.
+
+    Examples
+    --------
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> y = graph.call_function(torch.ops.aten.relu.default, (x,))
+    >>> y.meta["val"], y.meta[META] = torch.zeros(4, 2), NodeInfo(op="blocks.0.act")
+    >>> print(listing(fx.GraphModule({}, graph), "blocks.0.*"))
+    relu_default = relu(x)  # [4, 2]
+    """
+    lines: list[tuple[str, str]] = []
+    for node in graph_module.graph.nodes:
+        info = node.meta.get(META)
+        if not isinstance(info, NodeInfo) or node.op == "output" or backward not in (None, info.backward):
+            continue
+        if not any(fnmatchcase(info.op, pattern) for pattern in (op, f"{op}.weight", f"{op}.bias")):
+            continue
+        if info.collective is not None:
+            lines.append((f"# {_reason(info.collective)}", ""))
+        lines.append((_code(node), _shapes(node)))
+    width = max((len(code) for code, shape in lines if shape and len(code) <= _WIDTH), default=0)
+    return "\n".join(f"{code:<{width}}  # {shape}" if shape else code for code, shape in lines)
+
+
+def _code(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return f"{node.name} = {node.meta[META].op or node.target}"
+    arguments = [_value(argument) for argument in node.args]
+    arguments += [f"{name}={_value(value)}" for name, value in node.kwargs.items()]
+    if getattr(node.target, "__name__", "") == "getitem":
+        return f"{node.name} = {arguments[0]}[{arguments[1]}]"
+    name = node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
+    return f"{node.name} = {name}({', '.join(arguments)})"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_value(item) for item in value)}]"
+    return repr(value)
+
+
+def _shapes(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else [value]
+    shapes = [str(list(value.shape)) for value in values if isinstance(value, torch.Tensor)]
+    return ", ".join(shapes)
+
+
+def _reason(what: Collective) -> str:
+    over = " ".join(axis.name for axis in what.axes)
+    size = f"{readable_bytes(what.bytes)} over {over} ({axes_size(what.axes)} devices)"
+    return f"{what.owner}: {what.kind} of {size}{what.reason and ', '}{what.reason}"
