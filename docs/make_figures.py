@@ -138,7 +138,7 @@ def timeline(path: Path) -> None:
     from shardweave.demo.training import Recipe
 
     _, plan = make_plans(Recipe(), ranks=4)
-    plan.timeline().plot(path)
+    plan.timeline().plot(path, memory_limit=plan.memory_limit)
 
 
 def main() -> None:

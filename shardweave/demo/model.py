@@ -48,7 +48,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape
         qkv = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = (qkv[:, :, part].transpose(1, 2) for part in range(3))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         output: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, time, width))
         return output

@@ -14,7 +14,7 @@ from shardweave.demo.figure import plot_losses
 from shardweave.demo.model import GPT
 from shardweave.demo.training import Recipe, Run, train_on_rank, train_single
 from shardweave.errors import ParallelError
-from shardweave.ir import Grid, Strategy
+from shardweave.units import readable_bytes
 
 TOLERANCE = 1e-5
 """The largest relative difference of a loss (float32) between one device and many."""
@@ -52,8 +52,7 @@ def make_plans(recipe: Recipe, ranks: int, memory_share: float = 0.6) -> tuple[s
         model = GPT(recipe.model)
     cluster = sw.Cluster.local(ranks)
     batch = recipe.text().draw(0)
-    everywhere = {"*": Strategy(Grid(data=ranks))}
-    data_parallel = sw.plan(model, cluster, batch, options=sw.Options(force=everywhere))
+    data_parallel = sw.plan(model, cluster, batch, options=sw.Options(force={"*": "dp"}))
     limit = int(memory_share * data_parallel.peak_memory)
     return data_parallel, sw.plan(model, cluster, batch, options=sw.Options(memory_limit=limit))
 
@@ -77,15 +76,15 @@ def run(recipe: Recipe, ranks: int, out: Path, console: Console) -> Result:
     with console.status("planning ..."):
         data_parallel, plan = make_plans(recipe, ranks)
     console.print(
-        f"Plain data parallelism would take {_mib(data_parallel.peak_memory)} a device; "
-        f"the limit is {_mib(plan.memory_limit)}, the plan takes {_mib(plan.peak_memory)}."
+        f"Plain data parallelism would take {readable_bytes(data_parallel.peak_memory)} a device; "
+        f"the limit is {readable_bytes(plan.memory_limit)}, the plan takes {readable_bytes(plan.peak_memory)}."
     )
     console.print(plan.explain())
     console.print(plan.diff(data_parallel))
     plan.save(out / "plan.json")
     timeline = plan.timeline()
     timeline.save_trace(out / "trace.json")
-    timeline.plot(out / "timeline.png")
+    timeline.plot(out / "timeline.png", memory_limit=plan.memory_limit)
 
     console.rule("Train")
     arguments = (recipe, str(out / "plan.json"), str(graphs))
@@ -105,7 +104,3 @@ def run(recipe: Recipe, ranks: int, out: Path, console: Console) -> Result:
             f"expected at most {TOLERANCE:.0e}: this is a bug in shardweave, please report it with {out}/graphs"
         )
     return result
-
-
-def _mib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:.0f} MiB"
