@@ -124,8 +124,9 @@ class _Step(torch.autograd.Function):
         outputs, saved = executor.run(parameters, inputs)
         # an output that held itself through its own autograd node would never be freed
         ctx.saved = [x.detach() if any(x is output for output in outputs) else x for x in saved]
-        ctx.versions = [parameter._version for parameter in parameters]
         ctx.executor = executor
+        ctx.inputs = [x for x in inputs if any(x is other for other in saved)]
+        ctx.versions = _versions([*parameters, *ctx.inputs])
         specs = executor.spec.outputs
         fixed = [output for output, spec in zip(outputs, specs, strict=True) if not spec.differentiable]
         ctx.mark_non_differentiable(*fixed)
@@ -138,10 +139,14 @@ class _Step(torch.autograd.Function):
                 "this step has been run backward already, and what it saved is freed: call the module again, or add "
                 "the losses up before one backward"
             )
-        if ctx.versions != [parameter._version for parameter in ctx.executor.parameters()]:
+        if ctx.versions != _versions([*ctx.executor.parameters(), *ctx.inputs]):
             raise ParallelError(
-                "a parameter was changed in place between forward and backward, so that its gradient would belong to "
-                "neither value: call backward before optimizer.step()"
+                "a parameter or an input was changed in place between forward and backward, so the gradients would "
+                "belong to neither value: call backward before optimizer.step(), and before inputs are written to"
             )
-        saved, ctx.saved = ctx.saved, None
+        saved, ctx.saved, ctx.inputs = ctx.saved, None, None
         return (None, None, *ctx.executor.gradients(saved, tangents))
+
+
+def _versions(tensors: list[torch.Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]

@@ -217,6 +217,11 @@ def misuse() -> None:
         parallel.get_parameter("scale").mul_(2)
     with pytest.raises(ParallelError, match="changed in place"):
         loss.backward()
+    x, target = batch()
+    loss, _ = parallel(x, target)
+    x.add_(1)
+    with pytest.raises(ParallelError, match="changed in place"):
+        loss.backward()
 
 
 def nothing_is_kept() -> None:
