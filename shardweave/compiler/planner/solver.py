@@ -22,8 +22,9 @@ program hard. It is solved in three steps, each of which may end it:
    which is then optimal: whatever was left out costs more.
 3. `prove`: where the graph is too wide for that, CP-SAT goes on, from the best choice, without what costs too much.
 
-On chains of 32 layers x 7 ops x 30 candidates with 6 ports the first two take under a second to the proven optimum;
-CP-SAT alone, or with HiGHS' relaxation, is left with a gap of 2e-5 after 30 s.
+Measured on ten random problems of 32 layers x 7 ops x 30 candidates with 6 ports (chains, and with residual edges;
+equal layers and unequal ones): the first two steps prove the optimum in 0.5 to 1.4 s, HiGHS takes 0.3 s to more than
+30 s and proves to its tolerances only, CP-SAT alone is left with a gap of 2e-5 after 30 s on a plain chain.
 """
 
 from __future__ import annotations
@@ -224,8 +225,10 @@ def _infeasible(problem: Problem, time_limit: float) -> PlanError:
         f"{name}{f' x{times}' if times > 1 else ''} {readable_bytes(size)}"
         for name, times, size in largest_terms(terms)
     ]
-    peak = max(range(len(chosen)), key=lambda index: chosen[index].transient_bytes)
-    parts.append(f"{problem.ops[peak].name} while it runs {readable_bytes(chosen[peak].transient_bytes)}")
+    transients = [(candidate.transient_bytes, op.name) for op, candidate in zip(problem.ops, chosen, strict=True)]
+    peak, name = max(transients, key=lambda transient: transient[0], default=(0, ""))
+    if peak:
+        parts.append(f"{name} while it runs {readable_bytes(peak)}")
     if problem.fixed_bytes:
         parts.append(f"fixed {readable_bytes(problem.fixed_bytes)}")
     needed = problem.memory(proof.choice)

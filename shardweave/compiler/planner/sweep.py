@@ -24,7 +24,7 @@ from shardweave.compiler.planner.program import Relaxation
 
 Ints = NDArray[np.int64]
 
-_LARGE_KEY = 2**40
+_LARGE = 2**56
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,11 @@ def sweep(problem: Problem, relaxation: Relaxation, slack: float, width: int, de
         for op, own in zip(problem.ops, columns, strict=True)
     ]
     # Whatever is chosen, the peak is at least this: labels below it are alike.
-    floor = max(int(table[2].min()) for table in tables)
+    floor = max((int(table[2].min()) for table in tables), default=0)
     least = np.array([table[1].min() for table in tables], dtype=np.int64)
     still = np.append(np.cumsum(least[::-1])[::-1], 0)
+    if floor + still[0] > room:
+        return Sweep(None, slack)
     last = [max((max(e.producer, e.consumer) for e in edges), default=0) for edges in problem.edges_of]
     arriving: list[list[tuple[Edge, NDArray[np.float64]]]] = [[] for _ in problem.ops]
     for edge, excess in zip(problem.edges, relaxation.edges, strict=True):
@@ -128,9 +130,9 @@ def _open_ports(problem: Problem, labels: Labels, op: int) -> Ints:
             (outs, any(e.producer == open_op for e in beyond)),
         ):
             if asked:
-                key = key * (int(ports.max()) + 1) + ports
-                if key.max() > _LARGE_KEY:
+                if (int(key.max()) + 1) * (int(ports.max()) + 1) > _LARGE:
                     key = np.unique(key, return_inverse=True)[1]
+                key = key * (int(ports.max()) + 1) + ports
     return key
 
 
@@ -139,8 +141,11 @@ def _undominated(labels: Labels, key: Ints) -> Ints:
     order = np.lexsort((labels.peak, labels.kept, labels.ticks, key))
     key, peak = key[order], labels.peak[order]
     rank = np.cumsum(np.append(False, key[1:] != key[:-1]))
+    kept = labels.kept[order]
+    if (int(rank[-1]) + 1) * (int(kept.max()) + 1) > _LARGE:
+        kept = np.unique(kept, return_inverse=True)[1]  # only their order matters, and no sum must overflow
     # One running minimum serves all keys: the later keys' figures lie below all those of the earlier ones.
-    kept = labels.kept[order] + (rank[-1] - rank) * (int(labels.kept.max()) + 1)
+    kept = kept + (rank[-1] - rank) * (int(kept.max()) + 1)
     stays = np.zeros(len(order), dtype=bool)
     for level in np.unique(peak):
         below = np.flatnonzero(peak <= level)

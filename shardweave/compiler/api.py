@@ -1,0 +1,310 @@
+"""The front door: `plan` and `compile_parallel`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from shardweave.compiler.capture import Captured, capture
+from shardweave.compiler.pipeline import Annotated, Compiled, annotate, lower
+from shardweave.compiler.plan import ModelKey, OpChoice, Plan, RunnerUp
+from shardweave.compiler.planner.alternatives import alternatives
+from shardweave.compiler.planner.costing import Costed, Costing
+from shardweave.compiler.planner.force import forced_strategies
+from shardweave.compiler.planner.solver import Solution, solve
+from shardweave.cost_model import Cluster, Timeline, simulate
+from shardweave.cost_model.compute import node_work
+from shardweave.errors import ParallelError, PlanError
+from shardweave.options import Options
+from shardweave.runtime import ParallelModule
+
+RESERVE = 0.1
+"""The part of a device's memory that a plan leaves alone by default: context, fragments, the user's own tensors."""
+
+Progress = Callable[[str], None]
+
+
+def plan(
+    model: nn.Module,
+    cluster: Cluster,
+    example_inputs: Any,
+    *,
+    options: Options | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """The best plan to train `model` on `cluster`: no GPU, no process group and no memory for the model are needed.
+
+    Parameters
+    ----------
+    model : nn.Module
+        May lie on the meta device.
+    cluster : Cluster
+    example_inputs : tensor, tuple, dict or (tuple, dict)
+        The global batch of one step; only shapes and dtypes matter.
+    options : Options, optional
+    progress : callable, optional
+        Told the name of each stage as it begins.
+
+    Returns
+    -------
+    Plan
+        Never silently worse than proven: see its `status`, `bound` and `gap`.
+
+    Raises
+    ------
+    CaptureError, RuleError
+        The model cannot be captured, or has an op without a rule.
+    InfeasibleError
+        Nothing fits into the memory limit: with the smallest one that would do.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    >>> found = plan(model, Cluster.local(4), torch.randn(32, 64))
+    >>> found.status, sorted(found.choices)
+    ('optimal', ['0', '2'])
+    """
+    return _Compiler(model, cluster, example_inputs, options, progress).plan()
+
+
+def compile_parallel(
+    model: nn.Module,
+    cluster: Cluster | None = None,
+    example_inputs: Any = None,
+    *,
+    plan: Plan | None = None,
+    options: Options | None = None,
+    progress: Progress | None = None,
+) -> nn.Module:
+    """`model` as a module that trains on all ranks of the running world.
+
+    Call it on every rank. Without a plan, rank 0 makes one and the others take it.
+
+    Parameters
+    ----------
+    cluster : Cluster, optional
+        By default the running world, `Cluster.detect()`.
+    example_inputs : optional
+        As for `plan`. Without them the first call is captured, and its inputs are the global batch.
+    plan : Plan, optional
+        Must be for this model, these inputs and as many devices.
+
+    Returns
+    -------
+    ParallelModule
+        An nn.Module with the model's own parameter names. ``.graphs`` has the graph after each stage, ``.plan`` the plan.
+
+    Raises
+    ------
+    ParallelError
+        Besides what `plan` raises: the world has another size than the cluster, or the plan is for another model.
+    """
+    cluster = cluster or (Cluster.detect() if dist.is_initialized() else Cluster.local(1))
+    if example_inputs is None:
+        return LazyParallelModule(model, cluster, plan, options, progress)
+    return _Compiler(model, cluster, example_inputs, options, progress).compile(plan)
+
+
+class LazyParallelModule(nn.Module):
+    """A parallel model that is captured at its first call, whose inputs are the global batch."""
+
+    def __init__(
+        self, model: nn.Module, cluster: Cluster, plan: Plan | None, options: Options | None, progress: Progress | None
+    ) -> None:
+        super().__init__()
+        self._arguments = model, cluster, plan, options, progress
+        self.compiled: nn.Module | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compile for these inputs at the first call, then run."""
+        if self.compiled is None:
+            model, cluster, plan, options, progress = self._arguments
+            self.compiled = _Compiler(model, cluster, (args, kwargs), options, progress).compile(plan)
+        return self.compiled(*args, **kwargs)
+
+    def _first(self, what: str) -> nn.Module:
+        if self.compiled is None:
+            raise ParallelError(
+                f"{what} of a model that is not captured yet: pass example_inputs to compile_parallel, or call it once first"
+            )
+        return self.compiled
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self._first("named_parameters").named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._first("state_dict").state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._first("load_state_dict").load_state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("graphs", "plan", "data_rank", "data_world_size", "sampler", "local", "clip_grad_norm_", "spec",
+                    "full_state_dict", "mesh"):  # fmt: skip
+            return getattr(self._first(name), name)
+        return super().__getattr__(name)
+
+
+@dataclass(frozen=True)
+class _Solved:
+    costed: Costed
+    solution: Solution
+
+
+class _Compiler:
+    """One model on one cluster: captured and annotated once, then planned and lowered."""
+
+    def __init__(
+        self, model: nn.Module, cluster: Cluster, example_inputs: Any, options: Options | None, progress: Progress | None
+    ) -> None:
+        self.model, self.cluster = model, cluster
+        self.options = options or Options()
+        self.progress = progress or (lambda _: None)
+        self.progress("capture")
+        self.captured: Captured = capture(model, example_inputs)
+        self.progress("annotate")
+        self.annotated: Annotated = annotate(self.captured, self.options)
+        if not self.annotated.ops:
+            raise PlanError(f"{type(model).__name__} has no matrix product with a parameter: there is nothing to spread")
+
+    @property
+    def model_key(self) -> ModelKey:
+        nodes = {node.name: node.meta["val"] for node in self.captured.graph.graph.nodes if node.op == "placeholder"}
+        return ModelKey(
+            {name: tuple(nodes[node].shape) for node, name in self.captured.parameters.items()},
+            {name: tuple(nodes[node].shape) for node, name in self.captured.inputs.items()},
+        )
+
+    # -- planning
+
+    def plan(self) -> Plan:
+        begun = time.monotonic()
+        options = self.options
+        if options.memory_limit is None:
+            options = replace(options, memory_limit=int(self.cluster.device.memory * (1 - RESERVE)))
+        self.progress("price")
+        mesh = self.cluster.mesh()
+        forced = forced_strategies(options.force, self.annotated.ops, mesh, self.annotated.batch)
+        costed = Costing(self.annotated, self.cluster, options, forced).build()
+        self.progress("solve")
+        solution = solve(costed.problem, options.time_limit)
+        return self._describe(_Solved(costed, solution), options, time.monotonic() - begun)
+
+    def _describe(self, solved: _Solved, options: Options, seconds: float) -> Plan:
+        problem, solution = solved.costed.problem, solved.solution
+        others = alternatives(problem, solution.choice)
+        choices: dict[str, OpChoice] = {}
+        communication = 0.0
+        for variable, row, index, other in zip(solved.costed.variables, problem.ops, solution.choice, others):
+            if variable.op is None:
+                continue
+            candidate, price = row.candidates[index], variable.prices[index]
+            runner_up = None
+            if other is not None:
+                runner_up = RunnerUp(variable.strategies[other.candidate], other.seconds, other.missing_bytes)
+            choices[variable.name] = OpChoice(
+                variable.strategies[index],
+                candidate.seconds,
+                price.communication,
+                candidate.state_bytes,
+                candidate.saved_bytes,
+                candidate.transient_bytes,
+                runner_up,
+                (variable.op.parameter, *variable.op.companions),
+            )
+            communication += price.communication
+        inputs = list(self.model_key.inputs.values())
+        tokens = int(torch.Size(inputs[0][:2] if self._is_sequence() else inputs[0][:1]).numel()) if inputs else 1
+        flops = sum(work.flops for node in self.captured.graph.graph.nodes if (work := node_work(node)) is not None)
+        found = Plan(
+            self.model_key,
+            self.cluster,
+            choices,
+            step_time=solution.objective,
+            peak_memory=problem.memory(solution.choice),
+            exposed_communication=communication,
+            compute_time=max(0.0, solution.objective - communication),
+            tokens=tokens,
+            model_flops=float(flops),
+            dtype=self._dtype(),
+            status=solution.status,
+            bound=solution.bound,
+            gap=solution.gap,
+            planning_seconds=seconds,
+            memory_limit=options.memory_limit or 0,
+            forced=tuple(options.force),
+        )
+        return found.with_timeline(lambda: self.timeline(self.lower(found)))
+
+    def _is_sequence(self) -> bool:
+        first = next((n for n in self.captured.graph.graph.nodes if n.name in self.captured.inputs), None)
+        return first is not None and first.meta["val"].dim() > 1 and not first.meta["val"].is_floating_point()
+
+    def _dtype(self) -> str:
+        first = next(n for n in self.captured.graph.graph.nodes if n.name in self.captured.parameters)
+        return str(first.meta["val"].dtype).removeprefix("torch.")
+
+    def timeline(self, compiled: Compiled) -> Timeline:
+        """The simulated schedule of a lowered step."""
+        step = compiled.step
+        itemsize = max(getattr(torch, parameter.dtype).itemsize for parameter in step.spec.parameters)
+        per_byte = self.options.optimizer_bytes / itemsize
+        return simulate(step.forward, step.backward, step.spec, self.cluster, optimizer_bytes_per_parameter_byte=per_byte)
+
+    # -- compiling
+
+    def lower(self, plan: Plan) -> Compiled:
+        """The generated step of a plan."""
+        strategies = {name: choice.strategy for name, choice in plan.choices.items()}
+        missing = [op.name for op in self.annotated.ops if op.name not in strategies]
+        if missing:
+            raise PlanError(f"the plan has no strategy for {', '.join(missing)}: make a plan for this model")
+        return lower(self.annotated, strategies, self.cluster.mesh(), self.options, self._stage)
+
+    def _stage(self, name: str, _: fx.GraphModule) -> None:
+        self.progress(name)
+
+    def compile(self, plan: Plan | None) -> ParallelModule:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world != self.cluster.world_size:
+            raise ParallelError(
+                f"the cluster {self.cluster.name} has {self.cluster.world_size} devices, the running world {world} rank(s): "
+                "start as many ranks as the cluster has devices, or compile for Cluster.detect()"
+            )
+        if plan is None:
+            plan = self._agreed_plan()
+        else:
+            plan.check(self.model_key, self.cluster)
+        compiled = self.lower(plan)
+        made = plan.with_timeline(lambda: self.timeline(compiled))
+        return ParallelModule(
+            self.model,
+            compiled.step,
+            flatten=self.captured.call.flatten,
+            unflatten=self.captured.call.unflatten,
+            graphs=compiled.graphs,
+            plan=made,
+        )
+
+    def _agreed_plan(self) -> Plan:
+        """Rank 0's plan on all ranks, or its error: a time limit could end elsewhere on each."""
+        if self.cluster.world_size == 1:
+            return self.plan()
+        answer: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                answer = [self.plan().to_dict()]
+            except ParallelError as error:
+                answer = [error]
+        dist.broadcast_object_list(answer, src=0)
+        if isinstance(answer[0], ParallelError):
+            raise answer[0]
+        return Plan.from_dict(answer[0])
+
+

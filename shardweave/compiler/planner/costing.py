@@ -1,0 +1,361 @@
+"""Costing: a captured step and a cluster become the planner's `Problem`.
+
+The problem's variables are the ops with a parameter, with their strategies, and the *joins*: ops that bring values
+of several of them together (a residual sum, attention, a gate), with the layouts that can arrive there. All other
+ops follow, so what they cost belongs to the variable that they follow. Layers that are equal are found by their
+signatures before anything is priced: each is priced once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from torch import fx
+
+from shardweave.compiler.pipeline import Annotated
+from shardweave.compiler.planner import problem as program
+from shardweave.compiler.planner.candidates import legal
+from shardweave.compiler.planner.ops import Op
+from shardweave.compiler.planner.pricing import OpPrice, Prices, local_numel, price_op, tensor_outputs
+from shardweave.cost_model import Cluster
+from shardweave.cost_model.compute import node_work
+from shardweave.errors import PlanError
+from shardweave.ir import Assignment, BoundRule, Layout, Mesh, Strategy
+from shardweave.options import Options
+from shardweave.passes.annotate import depends_on_inputs, info, source_of
+from shardweave.passes.follow import Arrival, Choice, follow
+from shardweave.passes.layouts import drop, factors_of, input_layouts, output_layouts, through
+from shardweave.passes.rules import find_rule
+from shardweave.passes.rules.registry import tensor_args
+
+Arrivals = list[tuple[Layout, ...]]  # for each port of the variable that a value follows, where its outputs lie
+
+
+@dataclass
+class Variable:
+    """A row of the problem: an op with its strategies, or a join with its layouts; ports are where its output lies."""
+
+    name: str
+    signature: object
+    op: Op | None = None
+    node: fx.Node | None = None
+    strategies: list[Strategy] = field(default_factory=list)
+    prices: list[OpPrice] = field(default_factory=list)
+    ports: list[dict[str, Assignment]] = field(default_factory=list)
+    port_of: list[int] = field(default_factory=list)
+    seconds: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    saved: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    working: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+
+@dataclass
+class Costed:
+    """The problem, and what its variables stand for."""
+
+    problem: program.Problem
+    variables: list[Variable]
+    backward_ratio: float
+
+
+class Costing:
+    """Builds the problem of one captured step on one cluster."""
+
+    def __init__(self, annotated: Annotated, cluster: Cluster, options: Options, forced: dict[str, list[Strategy]]) -> None:
+        self.annotated, self.options, self.forced = annotated, options, forced
+        mesh = cluster.mesh()
+        self.mesh = Mesh(tuple(sorted(mesh.axes, key=lambda axis: -axis.stride)))
+        self.prices = Prices(self.mesh, cluster, options.optimizer_bytes)
+        self.graph = annotated.captured.graph.graph
+        self.dependent = depends_on_inputs(self.graph)
+        self.variables: list[Variable] = []
+        self.edges: dict[tuple[int, int], np.ndarray] = {}
+        self.follows: dict[fx.Node, int] = {}
+        self.lies: dict[fx.Node, Arrivals] = {}
+        self.signatures: dict[fx.Node, object] = {}
+        self.remembered: dict[object, tuple[Arrivals, np.ndarray]] = {}
+        self.matrices: dict[object, np.ndarray] = {}
+        self.priced: dict[object, Variable] = {}
+        self.roles = {role.node: op for op in annotated.ops for role in op.roles}
+        self.numbers: dict[str, int] = {}
+        self.shapes = {name: node.meta["val"] for node in self.graph.nodes
+                       if (name := annotated.captured.parameters.get(node.name))}  # fmt: skip
+        self.fixed_bytes = 0
+
+    def build(self) -> Costed:
+        """Price every variable and every edge."""
+        ratio = self._backward_ratio()
+        readers = self._readers()
+        for node in self.graph.nodes:
+            if node.op != "call_function" or info(node).backward or node not in self.dependent:
+                continue
+            if node in self.roles:
+                self._op_node(node, readers)
+            elif node.target is operator.getitem:
+                self._getitem(node)
+            elif (rule := find_rule(node)) is not None and rule.kind == "view":
+                self._view(node)
+            else:
+                self._follower(node, ratio)
+            self._saved(node)
+        self.fixed_bytes += self._input_bytes()
+        rows = [self._row(variable) for variable in self.variables]
+        edges = tuple(program.Edge(u, v, matrix) for (u, v), matrix in sorted(self.edges.items()) if matrix.any())
+        limit = self.options.memory_limit
+        assert limit is not None
+        return Costed(program.Problem(tuple(rows), edges, limit, self.fixed_bytes, 0.0), self.variables, ratio)
+
+    # -- variables
+
+    def _op_node(self, node: fx.Node, readers: dict[fx.Node, int]) -> None:
+        op = self.roles[node]
+        if op.name not in self.numbers:
+            self.numbers[op.name] = len(self.variables)
+            self.variables.append(self._op_variable(op, readers))
+        number = self.numbers[op.name]
+        variable = self.variables[number]
+        bound = _bound(node)
+        names = [role.node.name for role in op.roles]
+        at = names.index(node.name)
+        assignments = [list(port.values())[at].as_dict() for port in variable.ports]
+        wants = [input_layouts(bound, assignment, self.mesh) for assignment in assignments]
+        self._edges_into(number, node, wants, (variable.signature, at))
+        self._settle(node, number, [output_layouts(bound, a, self.mesh) for a in assignments], (variable.signature, at))
+
+    def _op_variable(self, op: Op, readers: dict[fx.Node, int]) -> Variable:
+        shared = max((readers.get(_root(argument), 1) for role in op.roles if not info(role.node).backward
+                      for argument in tensor_args(role.node)), default=1)  # fmt: skip
+        values = [self.shapes[name] for name in (op.parameter, *op.companions)]
+        signature = (
+            tuple(op.sizes.items()), op.outputs, op.contracted, op.batch, shared, tuple(v.shape for v in values),
+            tuple((str(role.node.target), role.atoms, role.batch, str(_bound(role.node))) for role in op.roles),
+            tuple(self.forced.get(op.name, ())),
+        )  # fmt: skip
+        known = self.priced.get(signature)
+        if known is None:
+            options = self.forced.get(op.name) or legal(op, self.mesh)
+            if not options:
+                raise PlanError(f"no strategy fits {op.name}: its loops have the sizes {list(op.sizes.values())}")
+            itemsize = values[0].element_size()
+            shapes = [tuple(value.shape) for value in values]
+            prices = [price_op(op, strategy, shapes, itemsize, self.prices, shared) for strategy in options]
+            ports: dict[tuple[Assignment, ...], int] = {}
+            port_of, listed = [], []
+            for strategy in options:
+                assignments = op.assignments(strategy, self.mesh)
+                key = tuple(assignments.values())
+                if key not in ports:
+                    ports[key] = len(ports)
+                    listed.append(assignments)
+                port_of.append(ports[key])
+            known = Variable(op.name, signature, op, None, options, prices, listed, port_of)
+            self.priced[signature] = known
+        size = len(known.ports)
+        return replace(known, name=op.name, op=op, seconds=np.zeros(size), saved=np.zeros(size), working=np.zeros(size))
+
+    def _follower(self, node: fx.Node, ratio: float) -> None:
+        arguments = [argument for argument in tensor_args(node) if argument in self.follows]
+        origins = {self.follows[argument] for argument in arguments}
+        bound = _bound(node)
+        if not origins:  # it depends on inputs alone: as they lie, which costs next to nothing
+            return
+        if len(origins) > 1:
+            self._join(node, bound, arguments, ratio)
+            return
+        (number,) = origins
+        variable = self.variables[number]
+        key = self._key(node)
+        if key not in self.remembered:
+            arrivals: Arrivals = []
+            seconds = np.zeros(len(variable.ports))
+            for port in range(len(variable.ports)):
+                choice = self._choose(node, bound, {argument: port for argument in arguments})
+                for argument, want in zip(tensor_args(node), choice.inputs):
+                    if argument in self.follows:
+                        have, itemsize = self.lies[argument][port][0], argument.meta["val"].element_size()
+                        seconds[port] += self.prices.change(have, want, itemsize, True)
+                seconds[port] += self.prices.compute(node, Assignment.of(choice.assignment)) * (1 + ratio)
+                arrivals.append(choice.outputs)
+            self.remembered[key] = arrivals, seconds
+        arrivals, seconds = self.remembered[key]
+        variable.seconds += seconds
+        self._settle(node, number, arrivals, key)
+
+    def _join(self, node: fx.Node, bound: BoundRule, arguments: Sequence[fx.Node], ratio: float) -> None:
+        key = self._key(node)
+        choices: dict[Assignment, Choice] = {}
+        for argument in arguments:
+            for port in range(len(self.lies[argument])):
+                choice = self._choose(node, bound, {argument: port})
+                choices.setdefault(Assignment.of(choice.assignment), choice)
+        number = len(self.variables)
+        options = list(choices)
+        seconds = np.array([self.prices.compute(node, option) * (1 + ratio) for option in options])
+        ports = [{node.name: option} for option in options]
+        zeros = np.zeros(len(options))
+        self.variables.append(
+            Variable(node.name, key, None, node, [], [], ports, list(range(len(options))), seconds, zeros, zeros.copy())
+        )
+        self._edges_into(number, node, [choices[option].inputs for option in options], key)
+        self._settle(node, number, [choices[option].outputs for option in options], ("join", key))
+
+    def _choose(self, node: fx.Node, bound: BoundRule, ports: dict[fx.Node, int]) -> Choice:
+        """How `node` is spread when these of its inputs decide; a softmax that can be decomposed blocks nothing."""
+        rule = find_rule(node)
+        if rule is not None and rule.decompose is not None:
+            bound = BoundRule(tuple(replace(f, blocked=False) for f in bound.factors), bound.inputs, bound.outputs)
+        arrivals = []
+        for argument in tensor_args(node):
+            shape = argument.meta["val"].shape
+            port = ports.get(argument)
+            layout = Layout.replicated(shape) if port is None else self.lies[argument][port][0]
+            users = len(argument.users) == 1
+            arrivals.append(Arrival(layout, argument.meta["val"].numel(), argument not in self.follows, users))
+        return follow(bound, rule, arrivals, self.mesh)
+
+    # -- what passes through
+
+    def _view(self, node: fx.Node) -> None:
+        source = tensor_args(node)[0]
+        if source not in self.follows:
+            return
+        number, bound, key = self.follows[source], _bound(node), self._key(node)
+        if key not in self.remembered:
+            arrivals: Arrivals = []
+            seconds = np.zeros(len(self.lies[source]))
+            for port, (have, *_) in enumerate(self.lies[source]):
+                result = through(have, bound.inputs[0], bound.outputs[0], bound.sizes())
+                if result is None:
+                    kept = factors_of(have.dims, bound.inputs[0], bound.sizes())
+                    lies = drop(have, set(have.shard_axes) - set(kept))
+                    result = through(lies, bound.inputs[0], bound.outputs[0], bound.sizes())
+                    if result is None:
+                        lies = drop(have, have.shard_axes)
+                        result = through(lies, bound.inputs[0], bound.outputs[0], bound.sizes())
+                    assert result is not None
+                    seconds[port] += self.prices.change(have, lies, source.meta["val"].element_size(), True)
+                arrivals.append((result,))
+            self.remembered[key] = arrivals, seconds
+        arrivals, seconds = self.remembered[key]
+        self.variables[number].seconds += seconds
+        self._settle(node, number, arrivals, key)
+
+    def _getitem(self, node: fx.Node) -> None:
+        parent, index = source_of(node)
+        if parent in self.follows and hasattr(node.meta["val"], "numel"):
+            key = ("item", index, self.signatures[parent])
+            self._settle(node, self.follows[parent], [(port[index],) for port in self.lies[parent]], key)
+
+    def _settle(self, node: fx.Node, number: int, arrivals: Arrivals, signature: object) -> None:
+        self.follows[node], self.lies[node], self.signatures[node] = number, arrivals, signature
+
+    def _key(self, node: fx.Node) -> object:
+        """Equal for the same op at the same place in equal layers."""
+        given = tuple(hash(self.signatures.get(argument)) for argument in tensor_args(node))
+        users = tuple(len(argument.users) == 1 for argument in tensor_args(node))
+        bound = _bound(node)
+        return str(node.target), hash(bound), given, users
+
+    # -- edges, memory, rows
+
+    def _edges_into(self, number: int, node: fx.Node, wants: Sequence[Sequence[Layout]], signature: object) -> None:
+        for position, argument in enumerate(tensor_args(node)):
+            if argument not in self.follows:
+                continue
+            source = self.follows[argument]
+            key = self.signatures[argument], signature, position
+            if key not in self.matrices:
+                itemsize = argument.meta["val"].element_size()
+                matrix = np.zeros((len(self.lies[argument]), len(wants)))
+                for row, (have, *_) in enumerate(self.lies[argument]):
+                    for column, want in enumerate(wants):
+                        matrix[row, column] = self.prices.change(have, want[position], itemsize, True)
+                self.matrices[key] = matrix
+            if source == number:
+                self.variables[number].seconds += np.diag(self.matrices[key])
+            elif (source, number) in self.edges:
+                self.edges[source, number] = self.edges[source, number] + self.matrices[key]
+            else:
+                self.edges[source, number] = self.matrices[key]
+
+    def _saved(self, node: fx.Node) -> None:
+        """What the backward needs of a value, in each port of the variable that it follows."""
+        rule = find_rule(node)
+        if node not in self.follows or (rule is not None and rule.kind == "view"):
+            return
+        if not hasattr(node.meta["val"], "numel"):
+            return
+        itemsize = node.meta["val"].element_size()
+        sizes = np.array([local_numel(port[0]) * itemsize for port in self.lies[node]], dtype=float)
+        variable = self.variables[self.follows[node]]
+        variable.working = np.maximum(variable.working, sizes)
+        if _needed_by_backward(node):
+            variable.saved += sizes
+
+    def _input_bytes(self) -> int:
+        nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
+        kept = [node for node in nodes if node.name not in self.annotated.captured.parameters]
+        return sum(value.numel() * value.element_size() for node in kept for value in tensor_outputs(node))
+
+    def _row(self, variable: Variable) -> program.Op:
+        rows = []
+        for index, port in enumerate(variable.port_of):
+            price = variable.prices[index] if variable.prices else OpPrice(0.0, 0.0, 0, 0)
+            strategy = variable.strategies[index] if variable.strategies else None
+            rows.append(
+                program.Candidate(
+                    str(strategy or next(iter(variable.ports[port].values()))),
+                    price.seconds + float(variable.seconds[port]),
+                    price.state_bytes,
+                    int(variable.saved[port]),
+                    price.transient_bytes + 3 * int(variable.working[port]),
+                    port,
+                    port,
+                    strategy,
+                )
+            )
+        return program.Op(variable.name, tuple(rows), str(hash(variable.signature)))
+
+    # -- facts about the graph
+
+    def _backward_ratio(self) -> float:
+        """Bytes that following ops move in the backward, for each byte in the forward."""
+        moved = [0, 0]
+        for node in self.graph.nodes:
+            if node not in self.roles and node.op == "call_function" and (work := node_work(node)) is not None:
+                moved[info(node).backward] += work.num_bytes
+        return moved[1] / moved[0] if moved[0] else 0.0
+
+    def _readers(self) -> dict[fx.Node, int]:
+        """How many ops read each activation."""
+        found: dict[fx.Node, int] = {}
+        for node in self.roles:
+            if not info(node).backward:
+                for argument in tensor_args(node):
+                    root = _root(argument)
+                    found[root] = found.get(root, 0) + 1
+        return found
+
+
+def _bound(node: fx.Node) -> BoundRule:
+    bound = info(node).rule
+    assert bound is not None
+    return bound
+
+
+def _root(value: fx.Node) -> fx.Node:
+    while value.op == "call_function" and (rule := find_rule(value)) is not None and rule.kind == "view":
+        value = tensor_args(value)[0]
+    return value
+
+
+def _needed_by_backward(node: fx.Node) -> bool:
+    for user in node.users:
+        if info(user).backward:
+            return True
+        rule = find_rule(user) if user.op == "call_function" else None
+        if rule is not None and rule.kind == "view" and _needed_by_backward(user):
+            return True
+    return False

@@ -1,0 +1,111 @@
+"""Forced strategies: what a user says of named modules, as the strategies that remain for each op."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from shardweave.compiler.planner.candidates import strategies
+from shardweave.compiler.planner.ops import Op
+from shardweave.errors import LayoutError, PlanError
+from shardweave.ir import Grid, Mesh, Strategy
+
+Forced = str | tuple[int, ...] | Grid | Strategy
+WORDS = ("dp", "zdp", "column", "row", "3d")
+
+
+def matches(pattern: str, op: Op) -> bool:
+    """Whether a pattern names an op: by its module, a module around it, or its parameter."""
+    return any(fnmatchcase(name, pattern) for name in (op.parameter, *_modules(op.name)))
+
+
+def _modules(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[: length + 1]) for length in range(len(parts))]
+
+
+def forced_strategies(force: Mapping[str, Forced], ops: Sequence[Op], mesh: Mesh, batch: int) -> dict[str, list[Strategy]]:
+    """For each op that a pattern names, the strategies that the user leaves it; the planner chooses among them.
+
+    Raises
+    ------
+    PlanError
+        Where a pattern names nothing, a value is no strategy, or none of its strategies fits the op.
+    """
+    found: dict[str, list[Strategy]] = {}
+    for pattern, wanted in force.items():
+        meant = [op for op in ops if matches(pattern, op)]
+        if not meant:
+            raise _nothing(pattern, ops)
+        options = _options(pattern, wanted, mesh)
+        for op in meant:
+            fits, reasons = [], []
+            for strategy in options:
+                try:
+                    op.assignments(strategy, mesh)
+                    fits.append(strategy)
+                except LayoutError as error:
+                    reasons.append(str(error))
+            if not fits:
+                raise PlanError(
+                    f"{op.name} cannot be {wanted!r} as {pattern!r} forces it to be: {reasons[0]} (batch {batch}, "
+                    f"{mesh.world_size} devices). Force another grid there, or change the size that does not divide."
+                )
+            found[op.name] = fits
+    return found
+
+
+def _options(pattern: str, wanted: Forced, mesh: Mesh) -> list[Strategy]:
+    if isinstance(wanted, Strategy):
+        return [wanted]
+    if isinstance(wanted, Grid) or (isinstance(wanted, tuple) and len(wanted) == 4 and all(isinstance(n, int) for n in wanted)):
+        grid = wanted if isinstance(wanted, Grid) else Grid(*wanted)
+        if grid.size != mesh.world_size:
+            raise PlanError(f"force[{pattern!r}]: the grid {grid} has {grid.size} devices, the cluster {mesh.world_size}")
+        rests = (grid.z,) if grid.z > 1 else (1, grid.data)
+        orders = (False, True) if grid.x > 1 and grid.y > 1 else (False,)
+        options = [Strategy(grid, rest, order) for order in orders for rest in dict.fromkeys(rests)]
+        return [option for option in options if _fits_mesh(pattern, option, mesh)]
+    if isinstance(wanted, str):
+        word, _, degree = wanted.partition(":")
+        if word in WORDS and (not degree or degree.isdigit()):
+            options = [option for option in strategies(mesh) if _is(word, int(degree or 0), option, mesh)]
+            if options:
+                return options
+            raise PlanError(f"force[{pattern!r}]: no grid of {mesh.world_size} devices is {wanted!r}")
+    raise PlanError(
+        f"force[{pattern!r}] must be one of {', '.join(map(repr, WORDS))} (with a degree: 'column:4'), a grid "
+        f"(x, y, z, data) or a shardweave.Strategy, got {wanted!r}"
+    )
+
+
+def _fits_mesh(pattern: str, option: Strategy, mesh: Mesh) -> bool:
+    try:
+        option.axes(mesh)
+    except LayoutError as error:
+        raise PlanError(f"force[{pattern!r}]: {error}") from None
+    return True
+
+
+def _is(word: str, degree: int, option: Strategy, mesh: Mesh) -> bool:
+    grid, free = option.grid, option.grid.z * option.grid.data
+    flat = grid.x == 1 and grid.y == 1
+    if word == "dp":
+        return flat and grid.z == 1 and option.rest == 1 and grid.data == mesh.world_size
+    if word == "zdp":
+        return flat and grid.z == 1 and option.rest == free and grid.data == mesh.world_size
+    if word == "3d":
+        return grid.x > 1 and grid.y > 1 and (grid.z > 1 or free == 1) and option.rest == grid.z
+    tensor, other = (grid.x, grid.y) if word == "column" else (grid.y, grid.x)
+    return tensor == degree if degree and other == 1 and grid.z == 1 else not degree and tensor > 1 and other == 1 and grid.z == 1
+
+
+def _nothing(pattern: str, ops: Sequence[Op]) -> PlanError:
+    companions = {companion: op.name for op in ops for companion in op.companions}
+    for companion, owner in companions.items():
+        if any(fnmatchcase(name, pattern) for name in (companion, companion.rpartition(".")[0])):
+            return PlanError(f"force[{pattern!r}] names {companion}, which has no op of its own: it rests as {owner} does; force that")
+    names = [op.name for op in ops]
+    near = difflib.get_close_matches(pattern, names, 3, 0.3) or names[:5]
+    return PlanError(f"force[{pattern!r}] matches no op of the model; its ops are called {', '.join(near)}, ...")

@@ -1,0 +1,145 @@
+"""Prices: seconds and bytes of ops and of changes of layout on one device of a cluster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from shardweave.compiler.planner.ops import Op, Role
+from shardweave.cost_model import Cluster, collective_seconds
+from shardweave.cost_model.compute import Work, node_work, work_seconds
+from shardweave.errors import LayoutError
+from shardweave.ir import Assignment, Axis, Layout, Mesh, Strategy, axes_size
+from shardweave.passes.annotate import info
+from shardweave.passes.layouts import input_layouts, output_layouts, rest_layout, steps_between
+from shardweave.passes.rules.registry import tensor_args
+
+# What carries the gradient back where the forward moved the value this way.
+TRANSPOSED = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "slice": "all_gather", "all_reduce": None}
+
+
+def local_numel(layout: Layout) -> int:
+    """Elements on one device."""
+    return math.prod(layout.local_shape)
+
+
+def tensor_outputs(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node computes."""
+    value = node.meta["val"]
+    return [item for item in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(item, torch.Tensor)]
+
+
+@dataclass
+class Prices:
+    """Prices on one cluster; changes of layout are remembered."""
+
+    mesh: Mesh
+    cluster: Cluster
+    optimizer_bytes: int
+    _changes: dict[tuple[Layout, Layout, int, bool], float] = field(default_factory=dict)
+
+    def change(self, have: Layout, want: Layout, itemsize: int, with_backward: bool = False) -> float:
+        """Seconds to bring a value from one layout to another, and its gradient back."""
+        if have == want:
+            return 0.0
+        key = have, want, itemsize, with_backward
+        if key not in self._changes:
+            self._changes[key] = self._change(have, want, itemsize, with_backward)
+        return self._changes[key]
+
+    def _change(self, have: Layout, want: Layout, itemsize: int, with_backward: bool) -> float:
+        total = 0.0
+        for step in steps_between(have, want):
+            whole = max(local_numel(step.before), local_numel(step.after)) * itemsize
+            kinds = [step.kind] if step.kind != "slice" else []
+            back = TRANSPOSED[step.kind] if with_backward else None
+            total += sum(
+                collective_seconds(kind, whole, step.axes, self.cluster) for kind in (*kinds, *([back] if back else []))
+            )
+        return total
+
+    def compute(self, node: fx.Node, assignment: Assignment) -> float:
+        """Seconds of an op at an assignment: its FLOPs are shared by the assigned axes, its bytes follow the layouts."""
+        work, bound = node_work(node), info(node).rule
+        if work is None or bound is None:
+            return 0.0
+        mapping = assignment.as_dict()
+        arguments = zip(tensor_args(node), input_layouts(bound, mapping, self.mesh))
+        moved = sum(local_numel(layout) * argument.meta["val"].element_size() for argument, layout in arguments)
+        results = zip(tensor_outputs(node), output_layouts(bound, mapping, self.mesh))
+        moved += sum(local_numel(layout) * value.element_size() for value, layout in results)
+        return work_seconds(Work(work.flops // axes_size(mapping), min(moved, work.num_bytes), work.dtype), self.cluster)
+
+
+@dataclass(frozen=True)
+class OpPrice:
+    """What one op costs at one strategy, on one device.
+
+    `seconds` is compute and communication together; `communication` the part that moves parameters, gradients and
+    the partial sums of its own backward.
+    """
+
+    seconds: float
+    communication: float
+    state_bytes: int
+    transient_bytes: int
+
+
+def price_op(
+    op: Op, strategy: Strategy, shapes: Sequence[tuple[int, ...]], itemsize: int, prices: Prices, consumers: int
+) -> OpPrice:
+    """The price of an op: its products, what its parameter moves, what it holds.
+
+    Parameters
+    ----------
+    shapes : sequence of shapes
+        Of its parameter and its companions.
+    itemsize : int
+        Bytes of one of their elements.
+    consumers : int
+        How many ops read the same activation: their input gradients are summed before they are reduced.
+    """
+    mesh = prices.mesh
+    assignments = op.assignments(strategy, mesh)
+    compute = sum(prices.compute(role.node, assignments[role.node.name]) for role in op.roles)
+    communication = sum(_backward_sum(role, assignments[role.node.name], prices) for role in op.roles) / consumers
+    rest_axes = strategy.axes(mesh).rest
+    states = transient = 0
+    for index, shape in enumerate(shapes):
+        lies = op.compute_layout(strategy, mesh) if index == 0 else Layout.replicated(shape)
+        rest = rest_layout(lies, [axis for axis in rest_axes if axis not in lies.shard_axes], mesh)
+        states += local_numel(rest) * (2 * itemsize + prices.optimizer_bytes)
+        batch = _batch_axes(op, assignments)
+        partial = Layout(lies.dims, tuple((axis, "sum") for axis in mesh.ordered(batch) if axis not in lies.shard_axes))
+        communication += 2 * prices.change(rest, lies, itemsize)  # gathered for the forward and for the backward
+        communication += prices.change(partial, rest, itemsize)
+        if rest != lies:  # its own copy, the next one's, and gradients on their way
+            transient = max(transient, 4 * local_numel(lies) * itemsize)
+    return OpPrice(compute + communication, communication, states, transient)
+
+
+def _batch_axes(op: Op, assignments: dict[str, Assignment]) -> set[Axis]:
+    found: set[Axis] = set()
+    for role in op.roles:
+        found |= {axis for axis, name in assignments[role.node.name].items if name in role.batch}
+    return found
+
+
+def _backward_sum(role: Role, assignment: Assignment, prices: Prices) -> float:
+    """Reducing what a backward node leaves partial over the parameter's own loops (``x`` of a column-parallel one)."""
+    bound = info(role.node).rule
+    assert bound is not None
+    if not info(role.node).backward or len(bound.outputs) != 1:
+        return 0.0
+    own = {name for _, name in role.atoms}
+    mapping = {axis: name for axis, name in assignment.items if name in own or name in role.batch}
+    (layout,) = output_layouts(bound, mapping, prices.mesh)
+    partial = tuple(item for item in layout.partial if mapping[item[0]] in own)
+    try:
+        return prices.change(Layout(layout.dims, partial), Layout(layout.dims), tensor_outputs(role.node)[0].element_size())
+    except LayoutError:
+        return 0.0
