@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardweave.compiler.planner.problem import Candidate, Edge, Op, Problem
+from shardweave.compiler.planner.problem import TICKS_PER_SECOND, Candidate, Edge, Op, Problem
+from shardweave.compiler.planner.program import Program, prove, relax
 from shardweave.compiler.planner.solver import Progress, Solution, solve
+from shardweave.compiler.planner.sweep import sweep
 from shardweave.errors import InfeasibleError, PlanError
 from tests.compiler.problems import brute_force, problems
 
@@ -31,6 +33,41 @@ def optimum(problem: Problem) -> float | None:
 @given(problems())
 def test_the_optimum_is_that_of_brute_force(problem: Problem) -> None:
     assert optimum(problem) == brute_force(problem)
+
+
+def program_of(problem: Problem) -> Program:
+    program = Program(problem)
+    program.limit_memory()
+    program.minimise_time()
+    return program
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_cp_sat_alone_agrees(problem: Problem) -> None:
+    proof, best = prove(program_of(problem), 60.0), brute_force(problem)
+    assert proof.status == ("INFEASIBLE" if best is None else "OPTIMAL")
+    assert best is None or (proof.choice and problem.feasible(proof.choice) and problem.objective(proof.choice) == best)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.integers(1, 4), st.floats(0, 4))
+def test_a_sweep_keeps_its_word_however_narrow(problem: Problem, width: int, slack: float) -> None:
+    relaxation, best = relax(program_of(problem), 60.0), brute_force(problem)
+    if relaxation is None:
+        return
+    ticks = math.inf if best is None else best * TICKS_PER_SECOND
+    assert relaxation.bound <= ticks + relaxation.error
+    found = sweep(problem, relaxation, slack * TICKS_PER_SECOND, width, math.inf)
+    assert found.choice is None or problem.feasible(found.choice)
+    if ticks < relaxation.bound + found.complete - relaxation.error:
+        assert found.choice is not None and problem.ticks(found.choice) == ticks
+
+
+def test_a_problem_without_ops() -> None:
+    assert optimum(Problem((), fixed_seconds=1.5)) == 1.5
+    with pytest.raises(InfeasibleError):
+        solve(Problem((), fixed_bytes=2, memory_limit=1))
 
 
 @settings(max_examples=60, deadline=None)
