@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -78,7 +79,8 @@ def test_every_missing_or_mistyped_part_of_a_file_is_a_plan_error(tmp_path: Path
     path = tmp_path / "plan.json"
     whole = make_plan().to_dict()
     for key in set(whole) - {"format"}:
-        for value in (None, "missing", 7, []):
+        wrong: list[Any] = [None, "missing", 7, []]
+        for value in wrong:
             broken = json.loads(json.dumps({**whole, key: value}))
             if value == "missing":
                 del broken[key]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ ONLY = Candidate("only", 1.0)
 
 @pytest.mark.parametrize("field", ["seconds", "state_bytes", "saved_bytes", "transient_bytes", "in_port"])
 def test_a_negative_figure_is_refused_with_its_op_and_candidate(field: str) -> None:
-    broken = replace(ONLY, **{field: -1})
+    figures: dict[str, Any] = {field: -1}
+    broken = replace(ONLY, **figures)
     with pytest.raises(PlanError, match="candidate 'only' of op up"):
         Problem((Op("up", (broken,)),))
 
