@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -104,7 +103,7 @@ def lower(
     """
     captured = annotated.captured
     mesh = mesh_for(mesh, strategies)
-    graph = copy.deepcopy(captured.graph)
+    graph = copied(captured.graph)
     graphs = {"capture": captured.graph}
 
     def stage(name: str, module: fx.GraphModule) -> None:
@@ -126,6 +125,7 @@ def lower(
             specs.sources,
             specs.wanted,
             captured.parameters,
+            {**captured.buffers, **captured.inputs},
             captured.gradients,
             {name: rests.get(name, ()) for name in captured.parameters.values()},
         ),
@@ -133,7 +133,7 @@ def lower(
     )
     local = sharder.run()
     verify(local, "shard")
-    stage("shard", copy.deepcopy(local))
+    stage("shard", copied(local))
     local = Schedule(options.lookahead)(local)
     verify(local, "schedule")
     stage("schedule", local)
@@ -143,6 +143,15 @@ def lower(
     stage("backward", backward)
     spec = specs.finish(local, sharder.rests, forward, backward)
     return Compiled(Step(forward, backward, spec), graphs)
+
+
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """`module` with a graph of its own; tensors and the nodes' values are shared."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    copy = fx.GraphModule(module, graph)
+    copy.meta.update(module.meta)
+    return copy
 
 
 class _Boundary:

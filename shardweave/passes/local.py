@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import keyword
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -46,8 +48,9 @@ class LocalGraph:
             self.coordinates[axis.name] = node
 
     def placeholder(self, name: str, value: torch.Tensor, layout: Layout, origin: Origin) -> fx.Node:
-        """An input of the graph that lies at `layout`."""
-        node = self.graph.placeholder(name)
+        """An input of the graph that lies at `layout`; dots in its name become underscores."""
+        identifier = re.sub(r"\W", "_", name)
+        node = self.graph.placeholder(f"{identifier}_" if keyword.iskeyword(identifier) else identifier)
         with self.fake:
             node.meta["val"] = torch.empty(layout.local_shape, dtype=value.dtype, device=value.device)
         node.meta[META] = NodeInfo(layouts=(layout,), op=origin.op, backward=origin.backward)
@@ -56,8 +59,14 @@ class LocalGraph:
     def call(
         self, origin: Origin, target: Callable[..., Any], *args: Any, collective: Collective | None = None, **kwargs: Any
     ) -> fx.Node:
-        """A call of `target`."""
-        node = self.graph.call_function(target, args, kwargs)
+        """A call of `target`; a reshape of a reshape is one reshape, and twice transposed is not at all."""
+        if target is aten.reshape.default:
+            args = (_unreshaped(args[0]), *args[1:])
+            if list(args[0].meta["val"].shape) == list(args[1]):
+                return args[0]
+        if target is aten.t.default and args[0].target is aten.t.default:
+            return args[0].args[0]  # type: ignore[no-any-return]
+        node = self.graph.create_node("call_function", target, args, kwargs, name=_short_name(target))
         values = fx.node.map_arg((args, kwargs), lambda leaf: leaf.meta["val"])
         with self.fake:
             node.meta["val"] = target(*values[0], **values[1])
@@ -77,7 +86,7 @@ class LocalGraph:
 
     def _integer(self, origin: Origin, target: Callable[..., Any], *args: Any) -> fx.Node:
         """Integer arithmetic on coordinates."""
-        node = self.graph.call_function(target, args)
+        node = self.graph.create_node("call_function", target, args, {}, name="offset")
         node.meta["val"] = 0
         node.meta[META] = NodeInfo(op=origin.op, backward=origin.backward)
         if origin.backward:
@@ -172,3 +181,17 @@ class LocalGraph:
 
     def _permute(self, origin: Origin, node: fx.Node, order: list[int]) -> fx.Node:
         return node if order == sorted(order) else self.call(origin, aten.permute.default, node, order)
+
+
+def _unreshaped(node: fx.Node) -> fx.Node:
+    """What a reshape that copies nothing was made from."""
+    while node.target is aten.reshape.default and node.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _short_name(target: Callable[..., Any]) -> str:
+    """The op's plain name, for a reader of the generated code: ``mm`` for ``aten.mm.default``."""
+    schema = getattr(target, "_schema", None)
+    name = schema.name.split("::")[-1] if schema is not None else getattr(target, "__name__", "call")
+    return str(name).lstrip("_").replace("scaled_dot_product", "sdpa")

@@ -44,6 +44,8 @@ class Shard:
     """Where the graph's outputs are wanted; None: as they lie, and for a gradient, where its parameter rests."""
     parameters: Mapping[str, str] = field(default_factory=dict)
     """The parameters' names, by placeholder."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The names of buffers and inputs, by placeholder."""
     gradients: Sequence[str] = ()
     """The parameters whose gradients are the last outputs."""
     rests: Mapping[str, tuple[Axis, ...]] = field(default_factory=dict)
@@ -100,8 +102,9 @@ class Sharder:
         value = node.meta["val"]
         name = self.options.parameters.get(node.name)
         layout = self.options.sources.get(node.name, Layout.replicated(value.shape))
-        origin = Origin(name or node.name, backward=self.backward)
-        self.canonical[node] = self.local.placeholder(node.name, value, layout, origin), layout
+        shown = name or self.options.names.get(node.name, node.name)
+        origin = Origin(shown, backward=self.backward)
+        self.canonical[node] = self.local.placeholder(shown, value, layout, origin), layout
         if name is not None:
             self.parameters[node] = name
 
@@ -262,7 +265,8 @@ class Sharder:
         back = through(want, bound.outputs[0], bound.inputs[0], bound.sizes())
         if back is None:
             first, lies = self._view(node)
-            return self.local.redistribute(self.value(node, lies), lies, want, self._origin(node, lies), lambda *_: None)
+            where = origin or self._origin(node, lies)
+            return self.local.redistribute(self.value(node, lies), lies, want, where, lambda *_: None)
         inner = self.value(source, back, origin)
         assert rule is not None
         where = Origin(info(node).op, backward=self.backward)
@@ -281,7 +285,7 @@ class Sharder:
         value = node.meta["val"]
         with self.local.fake:
             written.meta["val"] = torch.empty(layout.local_shape, dtype=value.dtype, device=value.device)
-        _annotate(written, (layout,))
+        written.meta[META] = replace(info(written), layouts=(layout,))
         self.canonical[node] = written, layout
         self.rests[name] = layout
         return layout
@@ -340,7 +344,9 @@ def _bound(node: fx.Node) -> BoundRule:
 
 
 def _annotate(node: fx.Node, layouts: Sequence[Layout]) -> None:
-    node.meta[META] = replace(info(node), layouts=tuple(layouts))
+    """Note where a node's outputs lie; a view that turned out to be its base keeps what the base has."""
+    if not info(node).layouts:
+        node.meta[META] = replace(info(node), layouts=tuple(layouts))
 
 
 def _check_shape(node: fx.Node, value: torch.Tensor, layout: Layout) -> None:
