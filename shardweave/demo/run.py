@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,15 +47,18 @@ class Result:
         return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
-def make_plans(recipe: Recipe, ranks: int, memory_share: float = 0.6) -> tuple[sw.Plan, sw.Plan]:
+def make_plans(
+    recipe: Recipe, ranks: int, memory_share: float = 0.6, progress: Callable[[str], None] | None = None
+) -> tuple[sw.Plan, sw.Plan]:
     """The plan of plain data parallelism, and the best one under `memory_share` of its peak memory."""
     with torch.device("meta"):  # planning needs shapes alone
         model = GPT(recipe.model)
     cluster = sw.Cluster.local(ranks)
     batch = recipe.text().draw(0)
-    data_parallel = sw.plan(model, cluster, batch, options=sw.Options(force={"*": "dp"}))
-    limit = int(memory_share * data_parallel.peak_memory)
-    return data_parallel, sw.plan(model, cluster, batch, options=sw.Options(memory_limit=limit))
+    everywhere = sw.Options(force={"*": "dp"})
+    data_parallel = sw.plan(model, cluster, batch, options=everywhere, progress=progress)
+    limited = sw.Options(memory_limit=int(memory_share * data_parallel.peak_memory))
+    return data_parallel, sw.plan(model, cluster, batch, options=limited, progress=progress)
 
 
 def run(recipe: Recipe, ranks: int, out: Path, console: Console) -> Result:
@@ -73,14 +77,13 @@ def run(recipe: Recipe, ranks: int, out: Path, console: Console) -> Result:
     console.rule("Plan")
     sizes = f"{recipe.batch} sequences of {recipe.model.context} bytes a step"
     console.print(f"A byte-level GPT of {count / 1e6:.1f} M parameters on {ranks} ranks, {sizes}.")
-    with console.status("planning ..."):
-        data_parallel, plan = make_plans(recipe, ranks)
+    with console.status("planning") as status:
+        data_parallel, plan = make_plans(recipe, ranks, progress=lambda stage: status.update(f"planning: {stage}"))
     console.print(
         f"Plain data parallelism would take {readable_bytes(data_parallel.peak_memory)} a device; "
         f"the limit is {readable_bytes(plan.memory_limit)}, the plan takes {readable_bytes(plan.peak_memory)}."
     )
     console.print(plan.explain())
-    console.print(plan.diff(data_parallel))
     plan.save(out / "plan.json")
     timeline = plan.timeline()
     timeline.save_trace(out / "trace.json")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import shardweave as sw
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.demo.text import Text
+from shardweave.report.listing import source
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Recipe:
 
     model: GPTConfig = field(default_factory=GPTConfig)
     steps: int = 30
-    batch: int = 8
+    batch: int = 16
     learning_rate: float = 1e-3
     warm_up: int = 10
     seed: int = 0
@@ -105,6 +106,7 @@ def train_on_rank(recipe: Recipe, plan_path: str, graphs_path: str) -> Run:
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     plan = sw.Plan.load(plan_path)
     parallel = sw.compile_parallel(recipe.build(), plan.cluster, recipe.text().draw(0), plan=plan)
+    assert isinstance(parallel, sw.ParallelModule)  # for the type checker: inputs were given, so it is compiled
     if rank == 0:
         write_graphs(parallel.graphs, Path(graphs_path))
     return train(recipe, parallel, parallel, f"{ranks} ranks", show=rank == 0)
@@ -114,4 +116,4 @@ def write_graphs(graphs: dict[str, torch.fx.GraphModule], folder: Path) -> None:
     """Write the graph after each stage as Python text, numbered in the order of the stages."""
     folder.mkdir(parents=True, exist_ok=True)
     for index, (stage, graph) in enumerate(graphs.items()):
-        (folder / f"{index:02}_{stage}.py").write_text(graph.print_readable(print_output=False))
+        (folder / f"{index:02}_{stage}.py").write_text(source(graph))

@@ -1,7 +1,8 @@
-"""A graph as text: each op with the shape that it has on one device, each collective with whose it is and why."""
+"""Graphs as text: each op with the shape that it has on one device, each collective with whose it is and why."""
 
 from __future__ import annotations
 
+import re
 from fnmatch import fnmatchcase
 
 import torch
@@ -47,6 +48,35 @@ def listing(graph_module: fx.GraphModule, op: str = "*", backward: bool | None =
         lines.append((_code(node), _shapes(node)))
     width = max((len(code) for code, shape in lines if shape and len(code) <= _WIDTH), default=0)
     return "\n".join(f"{code:<{width}}  # {shape}" if shape else code for code, shape in lines)
+
+
+def source(graph_module: fx.GraphModule) -> str:
+    """A whole graph as Python that can be read, with every shape, and an input a line.
+
+    Examples
+    --------
+    >>> graph = fx.Graph()
+    >>> _ = graph.output((graph.placeholder("head_weight"), graph.placeholder("tokens")))
+    >>> print(source(fx.GraphModule({}, graph, "Forward")).strip())
+    class Forward(torch.nn.Module):
+        def forward(
+            self,
+            head_weight,
+            tokens,
+        ):
+            return (head_weight, tokens)
+    """
+    lines = []
+    for line in graph_module.print_readable(print_output=False).splitlines():
+        if line.strip() == "# No stacktrace found for following nodes":
+            continue
+        indent, defined, signature = line.partition("def forward(")
+        if defined and signature.endswith("):"):
+            # Annotations hold commas too ("f32[8, 128]"): arguments end where a name begins.
+            arguments = re.split(r", (?=[A-Za-z_])", signature.removesuffix("):"))
+            line = "\n".join([f"{indent}def forward(", *(f"{indent}    {name}," for name in arguments), f"{indent}):"])
+        lines.append(line)
+    return "\n".join(lines) + "\n"
 
 
 def _code(node: fx.Node) -> str:
