@@ -81,7 +81,9 @@ def source(graph_module: fx.GraphModule) -> str:
 
 def _code(node: fx.Node) -> str:
     if node.op == "placeholder":
-        return f"{node.name} = {node.meta[META].op or node.target}"
+        # A parameter is called after itself; the backward's other inputs after the node that the forward saved.
+        at_rest = node.name == re.sub(r"\W", "_", node.meta[META].op)
+        return f"{node.name} = {'at rest' if at_rest else 'saved'}"
     arguments = [_value(argument) for argument in node.args]
     arguments += [f"{name}={_value(value)}" for name, value in node.kwargs.items()]
     if getattr(node.target, "__name__", "") == "getitem":

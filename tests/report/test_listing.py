@@ -15,7 +15,7 @@ wait = torch.ops._c10d_functional.wait_tensor.default
 def graph() -> fx.GraphModule:
     """A weight gathered over two devices and used by a matmul, and an op of another layer."""
     written = fx.Graph()
-    weight, x = written.placeholder("weight"), written.placeholder("x")
+    weight, x = written.placeholder("blocks_0_up_weight"), written.placeholder("x")
     weight.meta.update({"val": torch.zeros(2, 4), META: NodeInfo(op="blocks.0.up.weight")})
     axes = (Axis("gpu0", 2),)
     collective = Collective("all_gather", axes, 2048, "blocks.0.up.weight", "gather from rest", "parameter")
@@ -33,7 +33,7 @@ def graph() -> fx.GraphModule:
 
 def test_an_op_with_its_parameter() -> None:
     lines = listing(graph(), "blocks.0.up").splitlines()
-    assert lines[0].startswith("weight = blocks.0.up.weight") and lines[0].endswith("# [2, 4]")
+    assert lines[0].startswith("blocks_0_up_weight = at rest") and lines[0].endswith("# [2, 4]")
     assert lines[1] == "# blocks.0.up.weight: all_gather of 2.0 KiB over gpu0 (2 devices), gather from rest"
     assert lines[-1].startswith("mm_default = mm(x, wait_tensor_default)") and lines[-1].endswith("# [8, 4]")
     assert len({line.index("# [") for line in lines if "# [" in line}) == 1
