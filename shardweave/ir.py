@@ -269,7 +269,9 @@ class BoundRule:
 
     def __str__(self) -> str:
         def dims(value: Dims) -> str:
-            return " ".join(names[0] if len(names) == 1 else f"({' '.join(names)})" if names else "1" for names in value)
+            return " ".join(
+                names[0] if len(names) == 1 else f"({' '.join(names)})" if names else "1" for names in value
+            )
 
         def blocked(text: str) -> str:
             for factor in self.factors:

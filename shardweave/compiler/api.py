@@ -20,7 +20,8 @@ from shardweave.compiler.planner.force import forced_strategies
 from shardweave.compiler.planner.solver import Solution, solve
 from shardweave.cost_model import Cluster, Timeline, simulate
 from shardweave.cost_model.compute import node_work
-from shardweave.errors import ParallelError, PlanError
+from shardweave.errors import InfeasibleError, ParallelError, PlanError
+from shardweave.ir import Assignment, Strategy
 from shardweave.options import Options
 from shardweave.runtime import ParallelModule
 
@@ -28,6 +29,7 @@ RESERVE = 0.1
 """The part of a device's memory that a plan leaves alone by default: context, fragments, the user's own tensors."""
 
 Progress = Callable[[str], None]
+Stage = Callable[[str, fx.GraphModule], None]
 
 
 def plan(
@@ -98,7 +100,8 @@ def compile_parallel(
     Returns
     -------
     ParallelModule
-        An nn.Module with the model's own parameter names. ``.graphs`` has the graph after each stage, ``.plan`` the plan.
+        An nn.Module with the model's own parameter names. ``.graphs`` has the graph after each stage,
+        ``.plan`` the plan.
 
     Raises
     ------
@@ -131,7 +134,8 @@ class LazyParallelModule(nn.Module):
     def _first(self, what: str) -> nn.Module:
         if self.compiled is None:
             raise ParallelError(
-                f"{what} of a model that is not captured yet: pass example_inputs to compile_parallel, or call it once first"
+                f"{what} of a model that is not captured yet: pass example_inputs to compile_parallel, "
+                "or call it once first"
             )
         return self.compiled
 
@@ -161,7 +165,12 @@ class _Compiler:
     """One model on one cluster: captured and annotated once, then planned and lowered."""
 
     def __init__(
-        self, model: nn.Module, cluster: Cluster, example_inputs: Any, options: Options | None, progress: Progress | None
+        self,
+        model: nn.Module,
+        cluster: Cluster,
+        example_inputs: Any,
+        options: Options | None,
+        progress: Progress | None,
     ) -> None:
         self.model, self.cluster = model, cluster
         self.options = options or Options()
@@ -171,7 +180,9 @@ class _Compiler:
         self.progress("annotate")
         self.annotated: Annotated = annotate(self.captured, self.options)
         if not self.annotated.ops:
-            raise PlanError(f"{type(model).__name__} has no matrix product with a parameter: there is nothing to spread")
+            raise PlanError(
+                f"{type(model).__name__} has no matrix product with a parameter: there is nothing to spread"
+            )
 
     @property
     def model_key(self) -> ModelKey:
@@ -193,10 +204,35 @@ class _Compiler:
         forced = forced_strategies(options.force, self.annotated.ops, mesh, self.annotated.batch)
         costed = Costing(self.annotated, self.cluster, options, forced).build()
         self.progress("solve")
-        solution = solve(costed.problem, options.time_limit)
-        return self._describe(_Solved(costed, solution), options, time.monotonic() - begun)
+        solved, peak = self._solve(costed, options)
+        return self._describe(solved, options, peak, time.monotonic() - begun)
 
-    def _describe(self, solved: _Solved, options: Options, seconds: float) -> Plan:
+    def _solve(self, costed: Costed, options: Options) -> tuple[_Solved, int]:
+        """The best choice whose generated step, simulated, fits too, and the memory that it needs.
+
+        The program adds up what its ops hold; the simulator follows every value of the generated step. Where that
+        needs more than the program thought, the program is asked for a plan that is smaller by as much.
+        """
+        problem, limit, peak = costed.problem, costed.problem.memory_limit, 0
+        while True:
+            try:
+                solution = solve(problem, options.time_limit)
+            except InfeasibleError as error:
+                if problem.memory_limit == limit:
+                    raise
+                raise InfeasibleError(
+                    f"no plan fits into the memory limit of {limit} bytes a device once its step is simulated: the "
+                    f"smallest found needs {peak} bytes. Raise memory_limit, or use more devices or a smaller batch"
+                ) from error
+            strategies, joins = _chosen(costed, solution)
+            counted = problem.memory(solution.choice)
+            simulated = self.timeline(self._lowered(strategies, joins)).peak_memory
+            peak = max(counted, simulated)
+            if peak <= limit:
+                return _Solved(replace(costed, problem=replace(problem, memory_limit=limit)), solution), peak
+            problem = replace(problem, memory_limit=min(counted - 1, limit - (simulated - counted)))
+
+    def _describe(self, solved: _Solved, options: Options, peak: int, seconds: float) -> Plan:
         problem, solution = solved.costed.problem, solved.solution
         others = alternatives(problem, solution.choice)
         choices: dict[str, OpChoice] = {}
@@ -227,7 +263,7 @@ class _Compiler:
             self.cluster,
             choices,
             step_time=solution.objective,
-            peak_memory=problem.memory(solution.choice),
+            peak_memory=peak,
             exposed_communication=communication,
             compute_time=max(0.0, solution.objective - communication),
             tokens=tokens,
@@ -239,6 +275,10 @@ class _Compiler:
             planning_seconds=seconds,
             memory_limit=options.memory_limit or 0,
             forced=tuple(options.force),
+            joins={
+                name: {axis.name: factor for axis, factor in a.items}
+                for name, a in _chosen(solved.costed, solution)[1].items()
+            },
         )
         return found.with_timeline(lambda: self.timeline(self.lower(found)))
 
@@ -255,7 +295,9 @@ class _Compiler:
         step = compiled.step
         itemsize = max(getattr(torch, parameter.dtype).itemsize for parameter in step.spec.parameters)
         per_byte = self.options.optimizer_bytes / itemsize
-        return simulate(step.forward, step.backward, step.spec, self.cluster, optimizer_bytes_per_parameter_byte=per_byte)
+        return simulate(
+            step.forward, step.backward, step.spec, self.cluster, optimizer_bytes_per_parameter_byte=per_byte
+        )
 
     # -- compiling
 
@@ -265,7 +307,17 @@ class _Compiler:
         missing = [op.name for op in self.annotated.ops if op.name not in strategies]
         if missing:
             raise PlanError(f"the plan has no strategy for {', '.join(missing)}: make a plan for this model")
-        return lower(self.annotated, strategies, self.cluster.mesh(), self.options, self._stage)
+        mesh = self.cluster.mesh()
+        joins = {
+            name: Assignment.of({mesh.axis(axis): factor for axis, factor in assignment.items()})
+            for name, assignment in plan.joins.items()
+        }
+        return self._lowered(strategies, joins, self._stage)
+
+    def _lowered(
+        self, strategies: dict[str, Strategy], joins: dict[str, Assignment], on_stage: Stage | None = None
+    ) -> Compiled:
+        return lower(self.annotated, strategies, self.cluster.mesh(), self.options, on_stage, joins)
 
     def _stage(self, name: str, _: fx.GraphModule) -> None:
         self.progress(name)
@@ -274,7 +326,8 @@ class _Compiler:
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world != self.cluster.world_size:
             raise ParallelError(
-                f"the cluster {self.cluster.name} has {self.cluster.world_size} devices, the running world {world} rank(s): "
+                f"the cluster {self.cluster.name} has {self.cluster.world_size} devices, the running world {world} "
+                "rank(s): "
                 "start as many ranks as the cluster has devices, or compile for Cluster.detect()"
             )
         if plan is None:
@@ -308,3 +361,13 @@ class _Compiler:
         return Plan.from_dict(answer[0])
 
 
+def _chosen(costed: Costed, solution: Solution) -> tuple[dict[str, Strategy], dict[str, Assignment]]:
+    """The strategies of the ops and the assignments of the joins that a solution chose."""
+    strategies: dict[str, Strategy] = {}
+    joins: dict[str, Assignment] = {}
+    for variable, index in zip(costed.variables, solution.choice):
+        if variable.op is not None:
+            strategies[variable.name] = variable.strategies[index]
+        else:
+            joins[variable.name] = next(iter(variable.ports[index].values()))
+    return strategies, joins

@@ -161,6 +161,8 @@ def _joint_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
     with _readable_errors(model), contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
+        # Dynamo takes a size that differs from an earlier capture's for dynamic; a step has the sizes of its inputs.
+        stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True))
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         if any(parameter.is_meta for parameter in model.parameters()):
             model = _off_meta(model, fake)
@@ -231,7 +233,9 @@ def _describe(
         elif kind == "TangentAOTInput":
             tangents[node.name] = described.output.idx
         else:
-            raise CaptureError(f"the captured graph has an input of the kind {kind} ({described}), which is not supported")
+            raise CaptureError(
+                f"the captured graph has an input of the kind {kind} ({described}), which is not supported"
+            )
     output = graph.graph.output_node()
     values: dict[str, Any] = {}
     mutated: dict[str, Any] = {}
@@ -262,7 +266,9 @@ def _describe(
     output.args = ([*mutated.values(), *tensors, *(values.get(name) for name in gradients)],)
     output.meta.pop("desc")
     # A tangent's output counts constants too; ours counts tensors.
-    order = {index: position for position, index in enumerate(i for i, v in enumerate(returned) if isinstance(v, fx.Node))}
+    order = {
+        index: position for position, index in enumerate(i for i, v in enumerate(returned) if isinstance(v, fx.Node))
+    }
     tree = CallTree(
         signature,
         spec,
@@ -315,7 +321,9 @@ def _leaf_names(signature: inspect.Signature, args: Sequence[Any], kwargs: Mappi
         keys = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]
         if keys[0] == "0":
             index = int(keys[1])
-            keys[1] = positional[index] if index < len(positional) else f"{positional[-1]}.{index - len(positional) + 1}"
+            keys[1] = (
+                positional[index] if index < len(positional) else f"{positional[-1]}.{index - len(positional) + 1}"
+            )
         names.append(".".join(keys[1:]))
     return tuple(names)
 

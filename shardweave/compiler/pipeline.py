@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -12,9 +13,9 @@ from shardweave.compiler.capture import Captured
 from shardweave.compiler.codegen import Step, graph_hash, split
 from shardweave.compiler.planner.ops import Op, batch_classes, find_ops
 from shardweave.errors import PlanError
-from shardweave.ir import Axis, Layout, Mesh, ParameterSpec, StepSpec, Strategy, ValueSpec
+from shardweave.ir import Assignment, Axis, Layout, Mesh, ParameterSpec, StepSpec, Strategy, ValueSpec
 from shardweave.options import Options
-from shardweave.passes.annotate import Annotate, info
+from shardweave.passes.annotate import Annotate, graph_outputs, info, op_name
 from shardweave.passes.classes import Classes, find_classes
 from shardweave.passes.schedule import Schedule
 from shardweave.passes.shard import Shard, Sharder
@@ -48,8 +49,7 @@ def annotate(captured: Captured, options: Options) -> Annotated:
 
     Where the model returns a scalar loss, the backward starts there; its other outputs carry no gradient.
     """
-    values = captured.graph.graph.output_node().args[0]
-    assert isinstance(values, (list, tuple))
+    values = graph_outputs(captured.graph.graph)
     first = len(captured.mutated_buffers)
     returned = values[first : first + len(captured.outputs)]
     scalars = {index for index, value in enumerate(returned) if value.meta["val"].dim() == 0}
@@ -63,6 +63,24 @@ def annotate(captured: Captured, options: Options) -> Annotated:
     kept = {node.name for node in captured.graph.graph.nodes if node.op == "placeholder"}
     tangents = tuple(name for name in captured.tangents if name in kept)
     return Annotated(captured, classes, find_ops(captured, classes), batch, tangents, loss_inside)
+
+
+def join_names(graph: fx.Graph) -> dict[fx.Node, str]:
+    """A name for every forward op that reads several values: its module, its op, and its number there.
+
+    Names of nodes would not do: a plan outlives the graph that it was made on.
+    """
+    counts: Counter[str] = Counter()
+    found: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and not info(node).backward and len(node.all_input_nodes) > 1:
+            module = op_name(node) if info(node).op != node.name else ""
+            kind = f"{module}:{getattr(getattr(node.target, '_schema', None), 'name', node.target)}".replace(
+                "aten::", ""
+            )
+            found[node] = f"{kind}:{counts[kind]}"
+            counts[kind] += 1
+    return found
 
 
 def mesh_for(mesh: Mesh, strategies: Mapping[str, Strategy]) -> Mesh:
@@ -93,8 +111,11 @@ def lower(
     mesh: Mesh,
     options: Options,
     on_stage: Callable[[str, fx.GraphModule], None] | None = None,
+    joins: Mapping[str, Assignment] | None = None,
 ) -> Compiled:
     """The local forward and backward graphs of a step under these strategies, one an op.
+
+    `joins` say how ops that bring several of them together are spread, by `join_names`; the others follow.
 
     Raises
     ------
@@ -116,6 +137,9 @@ def lower(
     for op in annotated.ops:
         assignments.update(op.assignments(strategies[op.name], mesh))
         rests.update({name: strategies[op.name].axes(mesh).rest for name in (op.parameter, *op.companions)})
+    for node, name in join_names(captured.graph.graph).items():
+        if joins and name in joins:
+            assignments[node.name] = joins[name]
     data = data_axes(annotated.ops, strategies, mesh)
     specs = _Boundary(annotated, mesh, data, options)
     sharder = Sharder(
@@ -163,8 +187,7 @@ class _Boundary:
         nodes = {node.name: node for node in captured.graph.graph.nodes if node.op == "placeholder"}
         self.values = {name: node.meta["val"] for name, node in nodes.items()}
         self.sources = {name: self._batch(self.values[name]) for name in captured.inputs}
-        results = captured.graph.graph.output_node().args[0]
-        assert isinstance(results, (list, tuple))
+        results = graph_outputs(captured.graph.graph)
         first = len(captured.mutated_buffers)
         self.returned = [node.meta["val"] for node in results[first : first + len(captured.outputs)]]
         mode = options.outputs
@@ -215,8 +238,7 @@ class _Boundary:
             for node, name in captured.buffers.items()
         )
         inputs = tuple(ValueSpec(name, self.sources[node], dtype[node]) for node, name in captured.inputs.items())
-        written = local.graph.output_node().args[0]
-        assert isinstance(written, (list, tuple))
+        written = graph_outputs(local.graph)
         first = len(captured.mutated_buffers)
         outputs = []
         active = {captured.tangents[name] for name in self.annotated.tangents}
@@ -241,6 +263,6 @@ def check_strategies(ops: list[Op], strategies: Mapping[str, Strategy]) -> None:
     missing = [op.name for op in ops if op.name not in strategies]
     unknown = sorted(set(strategies) - {op.name for op in ops})
     if missing or unknown:
-        raise PlanError(f"the plan has no strategy for {missing or 'nothing'} and has some for unknown ops: {unknown or 'none'}")
-
-
+        raise PlanError(
+            f"the plan has no strategy for {missing or 'nothing'} and has some for unknown ops: {unknown or 'none'}"
+        )

@@ -116,6 +116,8 @@ class Plan:
         What making it took.
     forced : tuple of str
         The patterns of `Options.force` that had a say.
+    joins : mapping of str to mapping of str to str
+        How ops that bring several values together (a residual sum, attention) are spread: each axis' factor.
     """
 
     model_key: ModelKey
@@ -134,6 +136,7 @@ class Plan:
     planning_seconds: float = 0.0
     memory_limit: int = 0
     forced: tuple[str, ...] = ()
+    joins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     _timeline: Callable[[], Timeline] | None = field(default=None, repr=False, compare=False)
 
     @property

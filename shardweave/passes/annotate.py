@@ -59,6 +59,12 @@ def source_of(value: fx.Node) -> Value:
     return value, 0
 
 
+def graph_outputs(graph: fx.Graph) -> list[Any]:
+    """What a graph returns, one by one: nodes, or constants."""
+    values = graph.output_node().args[0]
+    return list(values) if isinstance(values, (list, tuple)) else [values]
+
+
 def depends_on_inputs(graph: fx.Graph) -> set[fx.Node]:
     """The nodes that depend on a placeholder; the rest are constants of the step."""
     found: set[fx.Node] = set()
@@ -209,7 +215,9 @@ def _blocked_rule(node: fx.Node) -> BoundRule:
 
 
 def _report_unruled(unruled: Sequence[fx.Node], allow: bool) -> None:
-    floating = [node for node in unruled if any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in _values(node))]
+    floating = [
+        node for node in unruled if any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in _values(node))
+    ]
     if floating and not allow:
         listed = "\n  ".join(sorted({describe(node) for node in floating}))
         raise RuleError(

@@ -17,9 +17,7 @@ from shardweave.ir import BoundRule, Dims, Factor
 Value = tuple[fx.Node, int]  # a node and the index of its output
 
 
-def refine(
-    rules: Mapping[fx.Node, BoundRule], inputs: Mapping[fx.Node, tuple[Value, ...]]
-) -> dict[fx.Node, BoundRule]:
+def refine(rules: Mapping[fx.Node, BoundRule], inputs: Mapping[fx.Node, tuple[Value, ...]]) -> dict[fx.Node, BoundRule]:
     """The rules in atoms.
 
     Parameters

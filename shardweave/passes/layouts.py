@@ -23,9 +23,7 @@ def digit_size(digit: Digit) -> int:
     return digit.size if isinstance(digit, Axis) else digit
 
 
-def dims_layout(
-    dims: Dims, sizes: Mapping[str, int], assignment: Mapping[Axis, str], mesh: Mesh
-) -> tuple[Digits, ...]:
+def dims_layout(dims: Dims, sizes: Mapping[str, int], assignment: Mapping[Axis, str], mesh: Mesh) -> tuple[Digits, ...]:
     """Where a value's dimensions lie when its factors have these axes: on each atom the axes, outermost, in mesh order.
 
     Raises
@@ -104,7 +102,7 @@ def cut(digits: Sequence[Digit], sizes: Sequence[int]) -> list[Digits] | None:
 
 
 def factors_of(dims: Sequence[Digits], names: Dims, sizes: Mapping[str, int]) -> dict[Axis, str]:
-    """The factor that each axis of a value lies on; axes of a dimension that cannot be cut into its atoms are left out."""
+    """The factor that each axis of a value lies on; axes of a dimension that has no such atoms are left out."""
     found: dict[Axis, str] = {}
     for digits, factors in zip(dims, names):
         runs = cut(digits, [sizes[name] for name in factors])
@@ -121,7 +119,12 @@ def through(layout: Layout, source: Dims, target: Dims, sizes: Mapping[str, int]
         if runs is None:
             return None
         by_factor.update(zip(names, runs))
-    dims = tuple(normalise(digit for name in names for digit in by_factor[name]) for names in target)
+    kept = {name for names in target for name in names}
+    if any(isinstance(digit, Axis) for name, run in by_factor.items() if name not in kept for digit in run):
+        return None  # the other side does not have this loop: it must lie whole
+    dims = tuple(
+        normalise(digit for name in names for digit in by_factor.get(name, (sizes[name],))) for names in target
+    )
     return Layout(dims, layout.partial)
 
 
@@ -216,7 +219,9 @@ def steps_between(have: Layout, want: Layout) -> list[Step]:
     steps: list[Step] = []
     current = have
 
-    def move(kind: Literal["all_reduce", "reduce_scatter", "slice", "all_gather"], after: Layout, reduce: str = "sum") -> None:
+    def move(
+        kind: Literal["all_reduce", "reduce_scatter", "slice", "all_gather"], after: Layout, reduce: str = "sum"
+    ) -> None:
         nonlocal current
         changed = set(current.shard_axes) ^ set(after.shard_axes) | set(current.partial_axes) - set(after.partial_axes)
         if after != current:
@@ -227,7 +232,7 @@ def steps_between(have: Layout, want: Layout) -> list[Step]:
     pending = [item for item in have.partial if item not in want.partial]
     for op in sorted({op for _, op in pending}):
         mine = {axis for axis, other in pending if other == op}
-        scattered = _replace(current, want, lambda h, w: w if isinstance(h, int) and w in mine else h)
+        scattered = _replace(current, want, _taking(mine))
         gone = set(scattered.shard_axes) - set(current.shard_axes)
         move("reduce_scatter", Layout(scattered.dims, tuple(p for p in current.partial if p[0] not in gone)), op)
         rest = mine - gone
@@ -247,6 +252,11 @@ def steps_between(have: Layout, want: Layout) -> list[Step]:
     if current != want:
         raise LayoutError(f"no way from {have} to {want}")
     return steps
+
+
+def _taking(axes: set[Axis]) -> Callable[[Digit, Digit], Digit]:
+    """Choose the wanted digit where it is one of `axes` and the value is whole there."""
+    return lambda have, want: want if isinstance(have, int) and want in axes else have
 
 
 def _replace(current: Layout, want: Layout, choose: Callable[[Digit, Digit], Digit]) -> Layout:

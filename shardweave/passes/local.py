@@ -50,22 +50,31 @@ class LocalGraph:
     def placeholder(self, name: str, value: torch.Tensor, layout: Layout, origin: Origin) -> fx.Node:
         """An input of the graph that lies at `layout`; dots in its name become underscores."""
         identifier = re.sub(r"\W", "_", name)
-        node = self.graph.placeholder(f"{identifier}_" if keyword.iskeyword(identifier) else identifier)
+        if not identifier.isidentifier() or keyword.iskeyword(identifier):
+            identifier = f"p_{identifier}"
+        node = self.graph.placeholder(identifier)
         with self.fake:
             node.meta["val"] = torch.empty(layout.local_shape, dtype=value.dtype, device=value.device)
         node.meta[META] = NodeInfo(layouts=(layout,), op=origin.op, backward=origin.backward)
         return node
 
     def call(
-        self, origin: Origin, target: Callable[..., Any], *args: Any, collective: Collective | None = None, **kwargs: Any
+        self,
+        origin: Origin,
+        target: Callable[..., Any],
+        *args: Any,
+        collective: Collective | None = None,
+        **kwargs: Any,
     ) -> fx.Node:
         """A call of `target`; a reshape of a reshape is one reshape, and twice transposed is not at all."""
         if target is aten.reshape.default:
             args = (_unreshaped(args[0]), *args[1:])
-            if list(args[0].meta["val"].shape) == list(args[1]):
-                return args[0]
+            base: fx.Node = args[0]
+            if list(base.meta["val"].shape) == list(args[1]):
+                return base
         if target is aten.t.default and args[0].target is aten.t.default:
-            return args[0].args[0]  # type: ignore[no-any-return]
+            inner: fx.Node = args[0].args[0]
+            return inner
         node = self.graph.create_node("call_function", target, args, kwargs, name=_short_name(target))
         values = fx.node.map_arg((args, kwargs), lambda leaf: leaf.meta["val"])
         with self.fake:
@@ -163,7 +172,8 @@ class LocalGraph:
             elif h in gathered:
                 order.append(step.axes.index(h))
         node = self._permute(origin, node, order)
-        return self.reshape(origin, node, step.after.local_shape)
+        # Some CPU kernels (attention, layer norm's backward) are silently wrong on what is not row-major.
+        return self.contiguous(origin, self.reshape(origin, node, step.after.local_shape))
 
     def slice(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
         """Keep this rank's part of a value that is whole here."""

@@ -74,8 +74,8 @@ class Schedule:
         for backward in (False, True):
             gathers = [node for node in nodes if _moves(node, "parameter") and info(node).backward == backward]
             uses = sorted((_first_use(node, keys), index, node) for index, node in enumerate(gathers))
-            first = min((keys[node] for node in nodes if info(node).backward == backward and node.op == "call_function"),
-                        default=0.0)  # fmt: skip
+            mine = [node for node in nodes if info(node).backward == backward and node.op == "call_function"]
+            first = min((keys[node] for node in mine), default=0.0)
             for position, (_, _, node) in enumerate(uses):
                 earlier = position - self.lookahead
                 floor = uses[earlier][0] - 1e-3 if earlier >= 0 else first - 1e-3

@@ -17,7 +17,7 @@ from torch import fx
 
 from shardweave.errors import LayoutError, VerifyError
 from shardweave.ir import META, Assignment, Axis, BoundRule, Layout, Mesh, NodeInfo
-from shardweave.passes.annotate import bind_new, decompose, depends_on_inputs, info, source_of
+from shardweave.passes.annotate import bind_new, decompose, depends_on_inputs, graph_outputs, info, source_of
 from shardweave.passes.follow import Arrival, follow
 from shardweave.passes.layouts import drop, factors_of, input_layouts, output_layouts, rest_layout, through
 from shardweave.passes.local import LocalGraph, Origin
@@ -63,7 +63,9 @@ class Sharder:
         self.module = graph_module
         self.mesh = options.mesh
         fake = next(
-            node.meta["val"].fake_mode for node in graph_module.graph.nodes if hasattr(node.meta.get("val"), "fake_mode")
+            node.meta["val"].fake_mode
+            for node in graph_module.graph.nodes
+            if hasattr(node.meta.get("val"), "fake_mode")
         )
         self.local = LocalGraph(options.mesh, fake)
         self.canonical: dict[fx.Node, tuple[fx.Node, Layout]] = {}
@@ -110,8 +112,7 @@ class Sharder:
 
     def _outputs(self, graph: fx.Graph, backward: bool) -> None:
         """Write the outputs of the forward, before its first backward node, or those of the backward."""
-        values = graph.output_node().args[0]
-        assert isinstance(values, (list, tuple))
+        values = graph_outputs(graph)
         first_gradient = len(values) - len(self.options.gradients)
         for index, value in enumerate(values):
             if index in self.results:
@@ -146,12 +147,12 @@ class Sharder:
         assert bound is not None
         arguments = tensor_args(node)
         explicit = self.options.assignments.get(node.name)
-        if explicit is not None:
+        choice = follow(bound, rule, [self._arrival(argument) for argument in arguments], self.mesh)
+        if explicit is not None and explicit != Assignment.of(choice.assignment):
             assignment = explicit.as_dict()
             wanted = input_layouts(bound, assignment, self.mesh)
             results = output_layouts(bound, assignment, self.mesh)
         else:
-            choice = follow(bound, rule, [self._arrival(argument) for argument in arguments], self.mesh)
             if choice.blocked and rule is not None and rule.decompose is not None:
                 parents = [source_of(argument)[0] for argument in arguments]
                 for part in bind_new(decompose(node, rule.decompose), parents):
@@ -197,9 +198,7 @@ class Sharder:
 
     def _arrival(self, value: fx.Node) -> Arrival:
         root = self._root(value)
-        return Arrival(
-            self.layout(value), value.meta["val"].numel(), root in self.parameters, self._single_user(value)
-        )
+        return Arrival(self.layout(value), value.meta["val"].numel(), root in self.parameters, self._single_user(value))
 
     def _root(self, value: fx.Node) -> fx.Node:
         while value not in self.canonical:
@@ -314,7 +313,7 @@ class _Emitter:
         self._local, self._origin = sharder.local, origin
         self.node, self.rule = node, rule
         self.input_layouts, self.output_layouts = tuple(inputs), tuple(outputs)
-        self.assignment = {axis: assignment[axis] for axis in sharder.mesh.ordered(assignment)}
+        self.assignment: Mapping[Axis, str] = {axis: assignment[axis] for axis in sharder.mesh.ordered(assignment)}
 
         def local(leaf: fx.Node) -> Any:
             return next(values) if isinstance(leaf.meta.get("val"), torch.Tensor) else sharder.canonical[leaf][0]
@@ -352,8 +351,8 @@ def _annotate(node: fx.Node, layouts: Sequence[Layout]) -> None:
 def _check_shape(node: fx.Node, value: torch.Tensor, layout: Layout) -> None:
     if tuple(value.shape) != layout.local_shape:
         raise VerifyError(
-            f"the local form of {node.target} ({node.name}, {info(node).op}) has the shape {tuple(value.shape)}, its layout "
-            f"{layout} says {layout.local_shape}: its rule or its lowering is wrong"
+            f"the local form of {node.target} ({node.name}, {info(node).op}) has the shape {tuple(value.shape)}, "
+            f"its layout {layout} says {layout.local_shape}: its rule or its lowering is wrong"
         )
 
 

@@ -52,6 +52,8 @@ def drop_tangents(graph_module: fx.GraphModule, names: Iterable[str]) -> None:
 def _written_out(graph: fx.Graph, before: fx.Node, zero: fx.Node) -> fx.Node:
     value = zero.meta["val"]
     with graph.inserting_before(before):
-        node = graph.call_function(aten.zeros.default, (list(value.shape),), {"dtype": value.dtype, "device": value.device})
+        node = graph.call_function(
+            aten.zeros.default, (list(value.shape),), {"dtype": value.dtype, "device": value.device}
+        )
     node.meta.update(val=value, partitioner_tag="is_backward")
     return node

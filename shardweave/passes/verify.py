@@ -29,8 +29,8 @@ def verify(graph_module: fx.GraphModule, after: str) -> None:
             waits = [user for user in node.users if user.target is WAIT]
             if len(waits) != 1 or len(node.users) != 1:
                 raise VerifyError(
-                    f"after {after}: the {known.collective.kind} {node.name} of {known.collective.owner} must be waited for "
-                    f"once and read by nothing else, it has the users {[user.name for user in node.users]}"
+                    f"after {after}: the {known.collective.kind} {node.name} of {known.collective.owner} must be "
+                    f"waited for once and read by nothing else, it has the users {[user.name for user in node.users]}"
                 )
         if node.op == "call_function" and not known.backward:
             late = [argument.name for argument in node.all_input_nodes if info(argument).backward]

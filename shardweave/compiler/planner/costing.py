@@ -8,28 +8,37 @@ signatures before anything is priced: each is priced once.
 
 from __future__ import annotations
 
+import math
 import operator
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import fx
 
-from shardweave.compiler.pipeline import Annotated
+from shardweave.compiler.pipeline import Annotated, join_names
 from shardweave.compiler.planner import problem as program
 from shardweave.compiler.planner.candidates import legal
 from shardweave.compiler.planner.ops import Op
 from shardweave.compiler.planner.pricing import OpPrice, Prices, local_numel, price_op, tensor_outputs
-from shardweave.cost_model import Cluster
+from shardweave.cost_model import Cluster, collective_seconds
 from shardweave.cost_model.compute import node_work
 from shardweave.errors import PlanError
 from shardweave.ir import Assignment, BoundRule, Layout, Mesh, Strategy
 from shardweave.options import Options
-from shardweave.passes.annotate import depends_on_inputs, info, source_of
+from shardweave.passes.annotate import depends_on_inputs, graph_outputs, info, source_of
 from shardweave.passes.follow import Arrival, Choice, follow
 from shardweave.passes.layouts import drop, factors_of, input_layouts, output_layouts, through
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.registry import tensor_args
+
+WORKING = 2.5
+"""Values of an op's largest size that its backward holds at once, beside what is saved: in, out, part of the next."""
+
+PARTS = 3
+"""Passes over its value, and small sums, that a softmax takes in parts beside what it takes fused: max, sum, and once
+more in its backward."""
 
 Arrivals = list[tuple[Layout, ...]]  # for each port of the variable that a value follows, where its outputs lie
 
@@ -63,7 +72,9 @@ class Costed:
 class Costing:
     """Builds the problem of one captured step on one cluster."""
 
-    def __init__(self, annotated: Annotated, cluster: Cluster, options: Options, forced: dict[str, list[Strategy]]) -> None:
+    def __init__(
+        self, annotated: Annotated, cluster: Cluster, options: Options, forced: dict[str, list[Strategy]]
+    ) -> None:
         self.annotated, self.options, self.forced = annotated, options, forced
         mesh = cluster.mesh()
         self.mesh = Mesh(tuple(sorted(mesh.axes, key=lambda axis: -axis.stride)))
@@ -82,6 +93,8 @@ class Costing:
         self.numbers: dict[str, int] = {}
         self.shapes = {name: node.meta["val"] for node in self.graph.nodes
                        if (name := annotated.captured.parameters.get(node.name))}  # fmt: skip
+        self.names = join_names(self.graph)
+        self.returned = {_root(value) for value in graph_outputs(self.graph) if isinstance(value, fx.Node)}
         self.fixed_bytes = 0
 
     def build(self) -> Costed:
@@ -122,6 +135,10 @@ class Costing:
         assignments = [list(port.values())[at].as_dict() for port in variable.ports]
         wants = [input_layouts(bound, assignment, self.mesh) for assignment in assignments]
         self._edges_into(number, node, wants, (variable.signature, at))
+        for position, argument in enumerate(tensor_args(node)):
+            if argument in self.follows:  # its weight's gradient needs its input as the product reads it
+                copies = np.array([local_numel(want[position]) for want in wants], dtype=float)
+                variable.saved += copies * argument.meta["val"].element_size() / readers.get(_root(argument), 1)
         self._settle(node, number, [output_layouts(bound, a, self.mesh) for a in assignments], (variable.signature, at))
 
     def _op_variable(self, op: Op, readers: dict[fx.Node, int]) -> Variable:
@@ -171,17 +188,31 @@ class Costing:
             arrivals: Arrivals = []
             seconds = np.zeros(len(variable.ports))
             for port in range(len(variable.ports)):
-                choice = self._choose(node, bound, {argument: port for argument in arguments})
+                choice = self._choose(node, bound, dict.fromkeys(arguments, port))
                 for argument, want in zip(tensor_args(node), choice.inputs):
                     if argument in self.follows:
                         have, itemsize = self.lies[argument][port][0], argument.meta["val"].element_size()
                         seconds[port] += self.prices.change(have, want, itemsize, True)
                 seconds[port] += self.prices.compute(node, Assignment.of(choice.assignment)) * (1 + ratio)
+                seconds[port] += self._in_parts(node, choice, ratio)
                 arrivals.append(choice.outputs)
             self.remembered[key] = arrivals, seconds
         arrivals, seconds = self.remembered[key]
         variable.seconds += seconds
         self._settle(node, number, arrivals, key)
+
+    def _in_parts(self, node: fx.Node, choice: Choice, ratio: float) -> float:
+        """What a fused op costs more in parts: it reads and writes its value again for each, and sums small results."""
+        bound, rule = _bound(node), find_rule(node)
+        axes = [axis for axis, name in choice.assignment.items() if bound.factor(name).blocked]
+        if rule is None or rule.decompose is None or not axes:
+            return 0.0
+        work = self.prices.compute(node, Assignment.of(choice.assignment))
+        whole = {f.name for f in bound.factors if f.blocked}
+        rows = local_numel(choice.outputs[0]) // max(1, math.prod(bound.factor(name).size for name in whole))
+        itemsize = node.meta["val"].element_size()
+        sums = collective_seconds("all_reduce", max(1, rows) * itemsize, tuple(axes), self.prices.cluster)
+        return PARTS * work * (1 + ratio) + PARTS * sums
 
     def _join(self, node: fx.Node, bound: BoundRule, arguments: Sequence[fx.Node], ratio: float) -> None:
         key = self._key(node)
@@ -196,7 +227,19 @@ class Costing:
         ports = [{node.name: option} for option in options]
         zeros = np.zeros(len(options))
         self.variables.append(
-            Variable(node.name, key, None, node, [], [], ports, list(range(len(options))), seconds, zeros, zeros.copy())
+            Variable(
+                self.names[node],
+                key,
+                None,
+                node,
+                [],
+                [],
+                ports,
+                list(range(len(options))),
+                seconds,
+                zeros,
+                zeros.copy(),
+            )
         )
         self._edges_into(number, node, [choices[option].inputs for option in options], key)
         self._settle(node, number, [choices[option].outputs for option in options], ("join", key))
@@ -291,8 +334,24 @@ class Costing:
         sizes = np.array([local_numel(port[0]) * itemsize for port in self.lies[node]], dtype=float)
         variable = self.variables[self.follows[node]]
         variable.working = np.maximum(variable.working, sizes)
-        if _needed_by_backward(node):
+        if node in self.returned or self._needed_by_backward(node):
             variable.saved += sizes
+            if rule is not None and rule.decompose is not None:  # in parts, it leaves its shifted input, too
+                blocked = {factor.name for factor in _bound(node).factors if factor.blocked}
+                variable.saved += sizes * [self._on(node, port[0], blocked) for port in self.lies[node]]
+
+    def _on(self, node: fx.Node, layout: Layout, factors: set[str]) -> bool:
+        bound = _bound(node)
+        return any(name in factors for name in factors_of(layout.dims, bound.outputs[0], bound.sizes()).values())
+
+    def _needed_by_backward(self, node: fx.Node) -> bool:
+        """Whether a backward op other than an op's own product reads a forward value."""
+        for user in node.users:
+            if info(user).backward and user not in self.roles and not _is_view(user):
+                return True
+            if _is_view(user) and self._needed_by_backward(user):
+                return True
+        return False
 
     def _input_bytes(self) -> int:
         nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
@@ -309,14 +368,15 @@ class Costing:
                     str(strategy or next(iter(variable.ports[port].values()))),
                     price.seconds + float(variable.seconds[port]),
                     price.state_bytes,
-                    int(variable.saved[port]),
-                    price.transient_bytes + 3 * int(variable.working[port]),
+                    # What is saved is gone when the optimizer needs its scratch, so the larger of the two would do.
+                    max(int(variable.saved[port]), price.scratch_bytes),
+                    price.transient_bytes + int(WORKING * variable.working[port]),
                     port,
                     port,
                     strategy,
                 )
             )
-        return program.Op(variable.name, tuple(rows), str(hash(variable.signature)))
+        return program.Op(variable.name, tuple(rows), re.sub(r"\d+", "*", variable.name))
 
     # -- facts about the graph
 
@@ -346,16 +406,11 @@ def _bound(node: fx.Node) -> BoundRule:
 
 
 def _root(value: fx.Node) -> fx.Node:
-    while value.op == "call_function" and (rule := find_rule(value)) is not None and rule.kind == "view":
+    while _is_view(value):
         value = tensor_args(value)[0]
     return value
 
 
-def _needed_by_backward(node: fx.Node) -> bool:
-    for user in node.users:
-        if info(user).backward:
-            return True
-        rule = find_rule(user) if user.op == "call_function" else None
-        if rule is not None and rule.kind == "view" and _needed_by_backward(user):
-            return True
-    return False
+def _is_view(node: fx.Node) -> bool:
+    rule = find_rule(node) if node.op == "call_function" else None
+    return rule is not None and rule.kind == "view"

@@ -25,7 +25,9 @@ def _modules(name: str) -> list[str]:
     return [".".join(parts[: length + 1]) for length in range(len(parts))]
 
 
-def forced_strategies(force: Mapping[str, Forced], ops: Sequence[Op], mesh: Mesh, batch: int) -> dict[str, list[Strategy]]:
+def forced_strategies(
+    force: Mapping[str, Forced], ops: Sequence[Op], mesh: Mesh, batch: int
+) -> dict[str, list[Strategy]]:
     """For each op that a pattern names, the strategies that the user leaves it; the planner chooses among them.
 
     Raises
@@ -59,10 +61,14 @@ def forced_strategies(force: Mapping[str, Forced], ops: Sequence[Op], mesh: Mesh
 def _options(pattern: str, wanted: Forced, mesh: Mesh) -> list[Strategy]:
     if isinstance(wanted, Strategy):
         return [wanted]
-    if isinstance(wanted, Grid) or (isinstance(wanted, tuple) and len(wanted) == 4 and all(isinstance(n, int) for n in wanted)):
+    if isinstance(wanted, Grid) or (
+        isinstance(wanted, tuple) and len(wanted) == 4 and all(isinstance(n, int) for n in wanted)
+    ):
         grid = wanted if isinstance(wanted, Grid) else Grid(*wanted)
         if grid.size != mesh.world_size:
-            raise PlanError(f"force[{pattern!r}]: the grid {grid} has {grid.size} devices, the cluster {mesh.world_size}")
+            raise PlanError(
+                f"force[{pattern!r}]: the grid {grid} has {grid.size} devices, the cluster {mesh.world_size}"
+            )
         rests = (grid.z,) if grid.z > 1 else (1, grid.data)
         orders = (False, True) if grid.x > 1 and grid.y > 1 else (False,)
         options = [Strategy(grid, rest, order) for order in orders for rest in dict.fromkeys(rests)]
@@ -98,14 +104,21 @@ def _is(word: str, degree: int, option: Strategy, mesh: Mesh) -> bool:
     if word == "3d":
         return grid.x > 1 and grid.y > 1 and (grid.z > 1 or free == 1) and option.rest == grid.z
     tensor, other = (grid.x, grid.y) if word == "column" else (grid.y, grid.x)
-    return tensor == degree if degree and other == 1 and grid.z == 1 else not degree and tensor > 1 and other == 1 and grid.z == 1
+    return (
+        tensor == degree
+        if degree and other == 1 and grid.z == 1
+        else not degree and tensor > 1 and other == 1 and grid.z == 1
+    )
 
 
 def _nothing(pattern: str, ops: Sequence[Op]) -> PlanError:
     companions = {companion: op.name for op in ops for companion in op.companions}
     for companion, owner in companions.items():
         if any(fnmatchcase(name, pattern) for name in (companion, companion.rpartition(".")[0])):
-            return PlanError(f"force[{pattern!r}] names {companion}, which has no op of its own: it rests as {owner} does; force that")
+            return PlanError(
+                f"force[{pattern!r}] names {companion}, which has no op of its own: it rests as {owner} does; "
+                "force that"
+            )
     names = [op.name for op in ops]
     near = difflib.get_close_matches(pattern, names, 3, 0.3) or names[:5]
     return PlanError(f"force[{pattern!r}] matches no op of the model; its ops are called {', '.join(near)}, ...")

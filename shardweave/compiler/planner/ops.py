@@ -16,7 +16,7 @@ from torch import fx
 from shardweave.compiler.capture import Captured
 from shardweave.errors import LayoutError
 from shardweave.ir import Assignment, Axis, Layout, Mesh, Strategy
-from shardweave.passes.annotate import info
+from shardweave.passes.annotate import graph_outputs, info
 from shardweave.passes.classes import Classes
 from shardweave.passes.layouts import dims_layout
 from shardweave.passes.rules import find_rule
@@ -129,7 +129,8 @@ class Op:
         assignment = {axis: f"{dim}.{index}" for axis, (dim, index) in self.atoms_of(strategy, mesh).items()}
         rank = 1 + max((dim for dim, _ in self.sizes), default=-1)
         dims = tuple(
-            tuple(f"{dim}.{index}" for index in range(len(self.sizes)) if (dim, index) in self.sizes) for dim in range(rank)
+            tuple(f"{dim}.{index}" for index in range(len(self.sizes)) if (dim, index) in self.sizes)
+            for dim in range(rank)
         )
         return Layout(dims_layout(dims, sizes, assignment, mesh))
 
@@ -155,7 +156,9 @@ def find_ops(captured: Captured, classes: Classes) -> list[Op]:
     position = {node: index for index, node in enumerate(graph.nodes)}
     batches, _ = batch_classes(captured, classes)
     gradients = _gradient_nodes(captured)
-    placeholders = {name: graph_node for graph_node in graph.nodes if (name := captured.parameters.get(graph_node.name))}
+    placeholders = {
+        name: graph_node for graph_node in graph.nodes if (name := captured.parameters.get(graph_node.name))
+    }
     found: list[tuple[int, Op]] = []
     first_use: dict[str, int] = {}
     taken: set[str] = set()
@@ -184,7 +187,9 @@ def find_ops(captured: Captured, classes: Classes) -> list[Op]:
         for factor in main.batch:
             batch *= bound.factor(factor).size
         ordered = sorted(roles, key=lambda role: (info(role.node).backward, position[role.node]))
-        op = Op(op_name, name, (), sizes, _preferred(outputs, free), _preferred(contracted, free), tuple(ordered), batch)
+        op = Op(
+            op_name, name, (), sizes, _preferred(outputs, free), _preferred(contracted, free), tuple(ordered), batch
+        )
         found.append((first_use[name], op))
     found.sort(key=lambda item: item[0])
     return _with_companions([op for _, op in found], [at for at, _ in found], placeholders, first_use)
@@ -232,8 +237,7 @@ def _users_through_views(node: fx.Node) -> list[fx.Node]:
 
 
 def _gradient_nodes(captured: Captured) -> dict[str, fx.Node]:
-    values = captured.graph.graph.output_node().args[0]
-    assert isinstance(values, (list, tuple))
+    values = graph_outputs(captured.graph.graph)
     tail = values[len(values) - len(captured.gradients) :]
     return {name: value for name, value in zip(captured.gradients, tail) if isinstance(value, fx.Node)}
 
@@ -271,7 +275,11 @@ def _roles(parameter: fx.Node, gradient: fx.Node | None, classes: Classes, batch
                 inside = {name for names in dims for name in names}
                 outside = {name for output in rule.outputs for names in output for name in names}
                 contracts = any(name not in outside for name in inside)
-                if argument is value and [len(names) for names in dims] == [len(atoms) for atoms in meaning] and contracts:
+                if (
+                    argument is value
+                    and [len(names) for names in dims] == [len(atoms) for atoms in meaning]
+                    and contracts
+                ):
                     add(user, dims, meaning)
 
     def back(value: fx.Node, meaning: Labels) -> None:

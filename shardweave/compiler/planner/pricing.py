@@ -63,7 +63,7 @@ class Prices:
         return total
 
     def compute(self, node: fx.Node, assignment: Assignment) -> float:
-        """Seconds of an op at an assignment: its FLOPs are shared by the assigned axes, its bytes follow the layouts."""
+        """Seconds of an op at an assignment: the axes share its FLOPs, its bytes follow the layouts."""
         work, bound = node_work(node), info(node).rule
         if work is None or bound is None:
             return 0.0
@@ -72,7 +72,9 @@ class Prices:
         moved = sum(local_numel(layout) * argument.meta["val"].element_size() for argument, layout in arguments)
         results = zip(tensor_outputs(node), output_layouts(bound, mapping, self.mesh))
         moved += sum(local_numel(layout) * value.element_size() for value, layout in results)
-        return work_seconds(Work(work.flops // axes_size(mapping), min(moved, work.num_bytes), work.dtype), self.cluster)
+        return work_seconds(
+            Work(work.flops // axes_size(mapping), min(moved, work.num_bytes), work.dtype), self.cluster
+        )
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,15 @@ class OpPrice:
     """What one op costs at one strategy, on one device.
 
     `seconds` is compute and communication together; `communication` the part that moves parameters, gradients and
-    the partial sums of its own backward.
+    the partial sums of its own backward. `scratch_bytes` is what the optimizer's step needs beside the states: as much
+    as the parameters, for foreach optimizers.
     """
 
     seconds: float
     communication: float
     state_bytes: int
     transient_bytes: int
+    scratch_bytes: int = 0
 
 
 def price_op(
@@ -108,18 +112,19 @@ def price_op(
     compute = sum(prices.compute(role.node, assignments[role.node.name]) for role in op.roles)
     communication = sum(_backward_sum(role, assignments[role.node.name], prices) for role in op.roles) / consumers
     rest_axes = strategy.axes(mesh).rest
-    states = transient = 0
+    states = transient = scratch = 0
     for index, shape in enumerate(shapes):
         lies = op.compute_layout(strategy, mesh) if index == 0 else Layout.replicated(shape)
         rest = rest_layout(lies, [axis for axis in rest_axes if axis not in lies.shard_axes], mesh)
         states += local_numel(rest) * (2 * itemsize + prices.optimizer_bytes)
+        scratch += local_numel(rest) * itemsize
         batch = _batch_axes(op, assignments)
         partial = Layout(lies.dims, tuple((axis, "sum") for axis in mesh.ordered(batch) if axis not in lies.shard_axes))
         communication += 2 * prices.change(rest, lies, itemsize)  # gathered for the forward and for the backward
         communication += prices.change(partial, rest, itemsize)
         if rest != lies:  # its own copy, the next one's, and gradients on their way
             transient = max(transient, 4 * local_numel(lies) * itemsize)
-    return OpPrice(compute + communication, communication, states, transient)
+    return OpPrice(compute + communication, communication, states, transient, scratch)
 
 
 def _batch_axes(op: Op, assignments: dict[str, Assignment]) -> set[Axis]:
@@ -140,6 +145,8 @@ def _backward_sum(role: Role, assignment: Assignment, prices: Prices) -> float:
     (layout,) = output_layouts(bound, mapping, prices.mesh)
     partial = tuple(item for item in layout.partial if mapping[item[0]] in own)
     try:
-        return prices.change(Layout(layout.dims, partial), Layout(layout.dims), tensor_outputs(role.node)[0].element_size())
+        return prices.change(
+            Layout(layout.dims, partial), Layout(layout.dims), tensor_outputs(role.node)[0].element_size()
+        )
     except LayoutError:
         return 0.0

@@ -7,8 +7,8 @@ from torch import fx
 
 from shardweave.passes.rules import attention, embedding, loss, matmul, norm, reduction, view  # noqa: F401
 from shardweave.passes.rules.grammar import bind, parse
-from shardweave.passes.rules.pointwise import POINTWISE
-from shardweave.passes.rules.registry import RULES, Emitter, Rule, rule
+from shardweave.passes.rules.pointwise import ADDITIONS, POINTWISE, POINTWISE_SUM
+from shardweave.passes.rules.registry import RULES, Emitter, Rule, rule, tensor_args
 
 __all__ = ["RULES", "Emitter", "Rule", "bind", "find_rule", "parse", "rule"]
 
@@ -16,6 +16,8 @@ __all__ = ["RULES", "Emitter", "Rule", "bind", "find_rule", "parse", "rule"]
 def find_rule(node: fx.Node) -> Rule | None:
     """The rule of a node's op: a registered one, or the pointwise one for ops that torch tags so."""
     found = RULES.get(node.target)
+    if found is POINTWISE_SUM and node.target in ADDITIONS and len(tensor_args(node)) < 2:
+        return POINTWISE  # a number would be added once on every rank of a partial sum
     if found is None and isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
         return POINTWISE
     return found

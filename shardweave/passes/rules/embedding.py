@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from shardweave.errors import RuleError
 from shardweave.ir import Axis
 from shardweave.passes.rules.registry import Emitter, rule
 
@@ -51,6 +52,11 @@ def lower_embedding_backward(emit: Emitter) -> fx.Node:
     grad, index, _, padding, scale = emit.args
     local = emit.output_layouts[0].local_shape[0]
     found = local_index(emit, index, "v", local)
+    if scale and emit.assignment:
+        raise RuleError(
+            f"{emit.node}: scale_grad_by_freq counts the tokens of the whole batch, which no rank has: use an "
+            "embedding without it, or force the op to be computed whole"
+        )
     if found is None:
         return emit.call(aten.embedding_dense_backward.default, grad, index, local, padding, scale)
     outside = emit.call(aten.unsqueeze.default, found[1], -1)

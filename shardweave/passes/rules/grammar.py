@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from shardweave.errors import RuleError
 from shardweave.ir import BoundRule, Dims, Factor
@@ -36,7 +36,7 @@ class Pattern:
     blocked: frozenset[str]
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> Pattern:
     """The `Pattern` of `text`.
 

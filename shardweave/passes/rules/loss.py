@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
@@ -48,24 +51,34 @@ def softmax_backward(grad: Tensor, output: Tensor, dim: int, dtype: torch.dtype)
     return (product - output * aten.sum.dim_IntList(product, [dim], True)).to(dtype)
 
 
-for _target, _form in {
+_FORMS: dict[Any, Callable[..., Any]] = {
     aten._log_softmax.default: log_softmax,
     aten._log_softmax_backward_data.default: log_softmax_backward,
     aten._softmax.default: softmax,
     aten._softmax_backward_data.default: softmax_backward,
-}.items():
+}
+for _target, _form in _FORMS.items():
     RULES[_target] = Rule(bind_softmax, decompose=_form, source="... [v] -> ... [v]; over a sharded v decomposed")
+
+
+def _rows(log_probabilities: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """For each row its class, 0 where the row is ignored, and its weight, 0 where it is ignored."""
+    ignored = aten.eq.Scalar(target, ignore_index)
+    row = aten.unsqueeze.default(aten.masked_fill.Scalar(target, ignored, 0), -1)
+    if weight is None:
+        return row, aten._to_copy.default(aten.logical_not.default(ignored), dtype=log_probabilities.dtype)
+    weights = aten.gather.default(aten.expand.default(weight, list(log_probabilities.shape)), -1, row)
+    return row, aten.masked_fill.Scalar(aten.squeeze.dim(weights, -1), ignored, 0)
 
 
 def nll_loss_forward(
     log_probabilities: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """Negative log likelihood as a pick along the classes and a sum over the rows (reduction: 0 none, 1 mean, 2 sum)."""
-    valid = aten.ne.Scalar(target, ignore_index)
-    row = aten.unsqueeze.default(aten.masked_fill.Scalar(target, aten.logical_not.default(valid), 0), -1)
+    """Negative log likelihood: a pick along the classes, a sum over the rows (reduction: 0 none, 1 mean, 2 sum)."""
+    row, weights = _rows(log_probabilities, target, weight, ignore_index)
     picked = aten.squeeze.dim(aten.gather.default(log_probabilities, -1, row), -1)
-    losses = aten.neg.default(aten.masked_fill.Scalar(picked, aten.logical_not.default(valid), 0))
-    count = aten.sum.default(valid.to(log_probabilities.dtype))
+    losses = aten.neg.default(picked * weights)
+    count = aten.sum.default(weights)
     if reduction == 0:
         return losses, aten.zeros_like.default(count)
     total = aten.sum.default(losses)
@@ -82,11 +95,10 @@ def nll_loss_backward(
     total_weight: Tensor,
 ) -> Tensor:
     """The gradient of `nll_loss_forward`: one number a row, put at its class."""
-    valid = aten.ne.Scalar(target, ignore_index)
-    row = aten.unsqueeze.default(aten.masked_fill.Scalar(target, aten.logical_not.default(valid), 0), -1)
+    row, weights = _rows(log_probabilities, target, weight, ignore_index)
     scale = aten.neg.default(grad / total_weight if reduction == 1 else grad)
-    values = aten.where.self(valid, scale, aten.zeros_like.default(scale))
-    return aten.scatter.src(aten.zeros_like.default(log_probabilities), -1, row, aten.unsqueeze.default(values, -1))
+    values = aten.unsqueeze.default(weights * scale, -1)
+    return aten.scatter.src(aten.zeros_like.default(log_probabilities), -1, row, values)
 
 
 def _last_dim(node: fx.Node) -> None:
@@ -103,9 +115,7 @@ def bind_pick(node: fx.Node) -> BoundRule:
     whole = sizes[0]
     last = len(whole) - 1
     factors = tuple(
-        Factor(f"i{index}" if index < last else "v", length)
-        for index, length in enumerate(whole)
-        if length > 1
+        Factor(f"i{index}" if index < last else "v", length) for index, length in enumerate(whole) if length > 1
     )
 
     def dims(size: tuple[int, ...], is_whole: bool) -> Dims:

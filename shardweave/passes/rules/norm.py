@@ -16,9 +16,7 @@ def bind_layer_norm(node: fx.Node) -> BoundRule:
     normalised = len(argument(node, "normalized_shape"))
     whole = shape(tensor_args(node)[0])
     free = len(whole) - normalised
-    factors = tuple(
-        Factor(f"i{index}", size, blocked=index >= free) for index, size in enumerate(whole) if size > 1
-    )
+    factors = tuple(Factor(f"i{index}", size, blocked=index >= free) for index, size in enumerate(whole) if size > 1)
     names = [(f"i{index}",) if size > 1 else () for index, size in enumerate(whole)]
 
     def dims(size: tuple[int, ...]) -> Dims:

@@ -28,7 +28,8 @@ UNTAGGED = [
     aten.where.self,
 ]
 # Linear in all tensor arguments together: a sum of partial sums is a partial sum.
-SUMS = [aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.mul.Scalar, aten.div.Scalar]
+ADDITIONS = [aten.add.Tensor, aten.sub.Tensor]
+SUMS = [*ADDITIONS, aten.neg.default, aten.mul.Scalar, aten.div.Scalar]
 
 
 def bind_pointwise(node: fx.Node) -> BoundRule:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -10,7 +12,7 @@ from shardweave.passes.rules.registry import RULES, Rule, argument, output_shape
 
 aten = torch.ops.aten
 
-REDUCTIONS = {
+REDUCTIONS: dict[Any, str] = {
     aten.sum.default: "sum",
     aten.sum.dim_IntList: "sum",
     aten.amax.default: "max",

@@ -14,9 +14,7 @@ from torch import fx
 
 from shardweave.ir import BoundRule, Dims, Factor
 from shardweave.passes.rules.registry import (
-    RULES,
     Emitter,
-    Rule,
     argument,
     family,
     output_shapes,
@@ -106,7 +104,9 @@ def bind_permute(node: fx.Node) -> BoundRule:
     else:
         order = list(range(len(size)))
         if len(size) > 1:
-            first, second = (0, 1) if node.target is aten.t.default else (argument(node, "dim0"), argument(node, "dim1"))
+            first, second = (
+                (0, 1) if node.target is aten.t.default else (argument(node, "dim0"), argument(node, "dim1"))
+            )
             order[first], order[second] = order[second], order[first]
     builder = _Builder()
     dims = [builder.new(length) for length in size]
@@ -290,4 +290,3 @@ family([aten.select_backward.default], bind_select, "select", lower=lower_select
 family([aten.cat.default], bind_cat, "cat of equal chunks")
 family([aten.split.Tensor, aten.split_with_sizes.default], bind_split, "split into equal chunks", lower=lower_split)
 family([aten.constant_pad_nd.default], bind_pad, "pad")
-
