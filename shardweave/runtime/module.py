@@ -13,11 +13,11 @@ from torch import fx, nn
 from torch.utils.data import DistributedSampler
 
 from shardweave.errors import InputError, ParallelError
-from shardweave.ir import Layout, StepSpec, axes_size
+from shardweave.ir import Layout, StepSpec, ValueSpec, axes_size
 from shardweave.runtime.execute import Executor, boxed
 from shardweave.runtime.inputs import localize
 from shardweave.runtime.mesh import RuntimeMesh
-from shardweave.runtime.parameters import local_tensor
+from shardweave.runtime.parameters import distribute, local_tensor
 from shardweave.runtime.state import adopt, finder, gather, shard_whole
 
 
@@ -110,7 +110,14 @@ class ParallelModule(nn.Module):
             If a tensor has another shape or dtype than the step was compiled for.
         """
         inputs = localize(self._flatten(args, kwargs), self.spec.inputs, self._coordinates, self.mesh.device_type)
-        return self._unflatten(self._execute(inputs))
+        outputs = self._execute(inputs)
+        return self._unflatten([self._shown(value, spec) for value, spec in zip(outputs, self.spec.outputs, strict=True)])
+
+    def _shown(self, value: torch.Tensor, spec: ValueSpec) -> torch.Tensor:
+        """An output as a user sees it: this rank's part of the batch; a DTensor where it is spread further."""
+        if spec.differentiable or set(spec.layout.shard_axes) <= set(self.spec.data_axes):
+            return value
+        return distribute(value, spec.layout, self.mesh)
 
     def train(self, mode: bool = True) -> ParallelModule:
         """Stay in the mode of the capture; ParallelError for the other one, whose graph is not this one."""
