@@ -92,7 +92,8 @@ def run(recipe: Recipe, ranks: int, out: Path, console: Console) -> Result:
     console.rule("Train")
     arguments = (recipe, str(out / "plan.json"), str(graphs))
     parallel = sw.launch(train_on_rank, nprocs=ranks, args=arguments)[0]
-    single = sw.launch(train_single, nprocs=1, args=(recipe,))[0]  # in a rank of its own: the same threads and libraries
+    # In a rank of its own, so that it has as many threads as each of those had.
+    single = sw.launch(train_single, nprocs=1, args=(recipe,))[0]
     result = Result(plan, data_parallel, parallel, single)
     plot_losses(parallel.losses, single.losses, f"{ranks} ranks", out / "losses.png")
 
