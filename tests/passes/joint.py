@@ -1,0 +1,91 @@
+"""Captured steps of the zoo, once a run, with the values of all their nodes on one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from shardweave.compiler.capture import Captured, capture
+from shardweave.compiler.pipeline import Annotated, annotate, copied
+from shardweave.demo.model import GPTConfig
+from shardweave.options import Options
+from tests.models import ZOO, Case, gpt, llama
+
+SMALL = GPTConfig(vocabulary=24, context=4, layers=1, heads=4, width=16, bias=True)
+SMALL_TIED = GPTConfig(vocabulary=24, context=4, layers=1, heads=4, width=16, bias=False, tied=True)
+_llama = partial(llama.build, layers=1, heads=4, key_value_heads=2, width=16)
+CASES = {
+    "mlp": ZOO["mlp"],
+    "gpt": Case("gpt", partial(gpt.build, SMALL), partial(gpt.batch, config=SMALL)),
+    "gpt-tied": Case("gpt-tied", partial(gpt.build, SMALL_TIED), partial(gpt.batch, config=SMALL_TIED)),
+    "llama": Case("llama", _llama, llama.batch, ZOO["llama"].loss),
+    "llama-tied": Case("llama-tied", partial(_llama, tied=True), llama.batch, ZOO["llama"].loss),
+}
+"""The zoo with one layer of each kind, so that many plans of it can be tried."""
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A step: the model, its batch, its annotated graph, and what every node of it computes on one device."""
+
+    name: str
+    model: nn.Module
+    batch: dict[str, Tensor]
+    captured: Captured
+    annotated: Annotated
+    values: dict[str, Any]
+
+    def copy(self) -> fx.GraphModule:
+        """The annotated graph, for a pass that changes it."""
+        return copied(self.captured.graph)
+
+    def inputs(self) -> list[Tensor]:
+        """The values of the placeholders, in order."""
+        return [self.values[node.name] for node in self.captured.graph.graph.nodes if node.op == "placeholder"]
+
+    def results(self) -> tuple[list[Any], list[Any]]:
+        """The outputs and the gradients (None where there is none) on one device."""
+        nodes = self.captured.graph.graph.output_node().args[0]
+        assert isinstance(nodes, (list, tuple))
+        results = [self.values[node.name] if isinstance(node, fx.Node) else None for node in nodes]
+        first = len(results) - len(self.captured.gradients)
+        return results[:first], results[first:]
+
+
+class _Record(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+
+    def values(self) -> dict[str, Any]:
+        return {node.name: value for node, value in self.env.items()}
+
+
+@cache
+def joint(name: str, size: int = 8, targets: bool = True) -> Joint:
+    """The step of a model on a batch of this size; without `targets` its loss is computed outside."""
+    case = CASES[name]
+    model, batch = case.model(torch.float64), case.batch(0, size, torch.float64)
+    if not targets:
+        del batch["targets"]
+    captured = capture(model, batch)
+    annotated = annotate(captured, Options())
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), **batch}
+    names = {**captured.parameters, **captured.buffers, **captured.inputs}
+    generator = torch.Generator().manual_seed(0)
+    values: list[Tensor] = []
+    for node in captured.graph.graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta["val"]
+            if node.name in names:
+                values.append(tensors[names[node.name]].detach())
+            elif value.dim() == 0:
+                values.append(torch.ones((), dtype=value.dtype))
+            else:
+                values.append(torch.randn(value.shape, generator=generator, dtype=value.dtype))
+    record = _Record(captured.graph)
+    record.run(*values)
+    return Joint(name, model, batch, captured, annotated, record.values())

@@ -1,0 +1,188 @@
+"""Whole training steps under random strategies are the step of one device: outputs, gradients, and every node."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from shardweave.compiler.pipeline import Compiled, lower
+from shardweave.compiler.planner.candidates import legal
+from shardweave.ir import Layout, Mesh, Strategy
+from shardweave.options import Options
+from shardweave.passes.annotate import info
+from shardweave.passes.shard import Shard, Sharder
+from shardweave.passes.verify import verify
+from tests import lockstep
+from tests.passes.harness import examples, mesh_of, placeholders, random_assignments, random_layout, together
+from tests.passes.joint import CASES, Joint, joint
+
+SEEDS = st.integers(0, 10**6)
+MESHES = {"mlp": [(6,), (2, 3), (4,)], "gpt": [(4, 2), (2, 3), (4,)], "llama": [(4, 2), (4,)]}
+
+
+def close(got: Tensor, expected: Tensor, what: str) -> None:
+    """Equal in float64's rounding; where the model itself turns to float32 (Llama's norms do), to that of float32."""
+    if not expected.is_floating_point():
+        assert torch.equal(got, expected), what
+        return
+    finite = expected.isfinite()
+    assert torch.equal(got[~finite], expected[~finite]), what
+    scale = float(expected[finite].abs().max()) if finite.any() else 0.0
+    error = float((got - expected)[finite].abs().max()) if finite.any() else 0.0
+    tolerance = 1e-5 if "llama" in what else 1e-10
+    assert error <= tolerance * max(scale, 1e-3), f"{what} differs by {error:.1e}, it is up to {scale:.1e}"
+
+
+# -- a strategy for every op
+
+
+@pytest.mark.parametrize("name", CASES)
+@examples(5, shrink=False)
+@given(seed=SEEDS)
+def test_random_assignments(name: str, seed: int) -> None:
+    """Each op, forward or backward, on factors of its own or following; inputs anywhere: every node has its value."""
+    rng = random.Random(seed)
+    step = joint(name, 4)
+    sizes = rng.choice([(2, 2), (2, 3), (3,), (2, 2, 2)])
+    mesh = Mesh(tuple(rng.sample(axes := mesh_of(*sizes).axes, len(axes))))
+    module = step.copy()
+    assignments = random_assignments(module, mesh, rng, share=rng.choice([0.0, 0.3, 1.0]))
+    resting = {name for name in step.captured.parameters if rng.random() < 0.7}
+    sources = {node.name: random_layout(node, mesh, rng) for node in placeholders(module) if node.name not in resting}
+    wanted = [None] * len(step_outputs(module))
+    captured = step.captured
+    rests = {
+        name: tuple(rng.sample(mesh.axes, rng.randint(0, len(mesh.axes)))) for name in captured.parameters.values()
+    }
+    options = Shard(mesh, assignments, sources, wanted, captured.parameters, gradients=captured.gradients, rests=rests)
+    sharder = Sharder(options, module)
+    local = sharder.run()
+    verify(local, "shard")
+    check_every_node(step, sharder, local, mesh)
+
+
+def step_outputs(module: fx.GraphModule) -> tuple[object, ...]:
+    values = module.graph.output_node().args[0]
+    assert isinstance(values, (list, tuple))
+    return tuple(values)
+
+
+def check_every_node(step: Joint, sharder: Sharder, local: fx.GraphModule, mesh: Mesh) -> None:
+    """Let the local graph return every value that it holds, and compare these with one device's."""
+    held = set(local.graph.nodes)
+    known = [
+        (node.name, written, layout)
+        for node, (written, layout) in sharder.canonical.items()
+        if written in held and isinstance(step.values.get(node.name), Tensor)
+    ]
+    results = step_outputs(sharder.module)
+    output = local.graph.output_node()
+    parts = output.args[0]
+    assert isinstance(parts, tuple)
+    output.args = ((*parts, *(written for _, written, _ in known)),)
+    local.recompile()
+    inputs = [
+        lockstep.shard(value, info(node).layouts[0], mesh)
+        for node, value in zip(placeholders(local)[len(mesh.axes) :], step.inputs(), strict=True)
+    ]
+    ranked = lockstep.run(local, mesh, inputs)
+    assert len(known) > 20
+    for index, (name, _, layout) in enumerate(known, len(parts)):
+        close(together([values[index] for values in ranked], layout, mesh), step.values[name], f"{name} of {step.name}")
+    gradients = sharder.options.gradients
+    for index, node in enumerate(results):
+        if isinstance(node, fx.Node):
+            layout = sharder.layout(node).without_partial()
+            if (position := index - len(results) + len(gradients)) >= 0:
+                layout = sharder.rests.get(gradients[position]) or Layout.replicated(node.meta["val"].shape)
+            close(
+                together([values[index] for values in ranked], layout, mesh),
+                step.values[node.name],
+                f"output {index} of {step.name}",
+            )
+
+
+# -- a strategy for every parameter, through the pipeline
+
+
+def run_step(step: Joint, compiled: Compiled) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and gradients of a lowered step on lockstep ranks, put together."""
+    spec, captured = compiled.step.spec, step.captured
+    mesh, ranks = spec.mesh, range(spec.mesh.world_size)
+    tensors = {**dict(step.model.named_parameters()), **dict(step.model.named_buffers()), **step.batch}
+    given = [(value.name, value.layout) for value in (*spec.parameters, *spec.buffers)]
+    given += [(value.name, value.layout) for value in spec.inputs]
+    inputs = [lockstep.shard(tensors[name].detach(), layout, mesh) for name, layout in given]
+    results = lockstep.run(compiled.step.forward, mesh, inputs)
+    first = len(spec.mutated_buffers)
+    count = first + len(spec.outputs)
+    outputs = [
+        together([results[rank][first + index] for rank in ranks], value.layout, mesh)
+        for index, value in enumerate(spec.outputs)
+    ]
+    saved = [[results[rank][index] for rank in ranks] for index in range(count, len(results[0]))]
+    tangents = [
+        lockstep.shard(step.values[name], spec.outputs[captured.tangents[name]].layout, mesh)
+        for name in step.annotated.tangents
+    ]
+    assert compiled.step.backward is not None
+    gradients = lockstep.run(compiled.step.backward, mesh, [*saved, *tangents])
+    trainable = [parameter for parameter in spec.parameters if parameter.trainable]
+    return outputs, [
+        together([gradients[rank][index] for rank in ranks], parameter.layout, mesh)
+        for index, parameter in enumerate(trainable)
+    ]
+
+
+def check_step(step: Joint, strategies: dict[str, Strategy], mesh: Mesh, options: Options) -> Compiled:
+    compiled = lower(step.annotated, strategies, mesh, options)
+    outputs, gradients = run_step(step, compiled)
+    expected, expected_gradients = step.results()
+    for value, output, whole in zip(compiled.step.spec.outputs, outputs, expected, strict=True):
+        close(output, whole, f"{value.name} of {step.name}")
+    for name, gradient, whole in zip(step.captured.gradients, gradients, expected_gradients, strict=True):
+        close(gradient, whole, f"the gradient of {name} of {step.name} under {strategies}")
+    return compiled
+
+
+@pytest.mark.parametrize("name", CASES)
+@examples(4, shrink=False)
+@given(seed=SEEDS)
+def test_random_strategies(name: str, seed: int) -> None:
+    """Any legal strategy for each op: the scheduled forward and backward are the step of one device."""
+    rng = random.Random(seed)
+    mesh = mesh_of(*rng.choice(MESHES[name.removesuffix("-tied")]))
+    step = joint(name, 12 if mesh.world_size % 3 == 0 else 8)
+    strategies = {op.name: rng.choice(legal(op, mesh)) for op in step.annotated.ops}
+    check_step(step, strategies, mesh, Options(lookahead=rng.choice([0, 1, 3])))
+
+
+@pytest.mark.parametrize("outputs", ["sharded", "part", "whole"])
+@examples(4, shrink=False)
+@given(seed=SEEDS)
+def test_loss_outside(outputs: str, seed: int) -> None:
+    """A model that returns its prediction: the backward starts from any tangent, at the prediction's layout."""
+    rng = random.Random(seed)
+    mesh = mesh_of(*rng.choice([(6,), (2, 3), (2,)]))
+    step = joint("mlp", 12, targets=False)
+    strategies = {op.name: rng.choice(legal(op, mesh)) for op in step.annotated.ops}
+    compiled = check_step(step, strategies, mesh, Options(outputs=outputs))  # type: ignore[arg-type]
+    (prediction,) = compiled.step.spec.outputs
+    assert prediction.differentiable
+    if outputs == "whole":
+        assert prediction.layout.is_replicated
+
+
+def test_every_candidate() -> None:
+    """Every strategy that is offered can be lowered, for all ops of the model that have it."""
+    mesh = mesh_of(4)
+    step = joint("gpt")
+    offered = {op.name: legal(op, mesh) for op in step.annotated.ops}
+    for index in range(max(map(len, offered.values()))):
+        strategies = {op: options[min(index, len(options) - 1)] for op, options in offered.items()}
+        lower(step.annotated, strategies, mesh, Options())

@@ -1,0 +1,96 @@
+"""Every rule is proven: parts of an op computed apart, put together, are the whole op."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardweave.errors import RuleError
+from shardweave.ir import Assignment, Layout
+from shardweave.passes.annotate import source_of
+from shardweave.passes.layouts import input_layouts, output_layouts
+from shardweave.passes.rules import RULES, find_rule
+from shardweave.passes.rules.decompositions import DECOMPOSITIONS
+from tests.passes.cases import CASES, Draw
+from tests.passes.harness import (
+    assert_equal,
+    bound,
+    examples,
+    graph_of,
+    mesh_of,
+    meshes,
+    output_nodes,
+    placeholders,
+    random_assignment,
+    random_assignments,
+    random_layout,
+    run_sharded,
+)
+
+aten = torch.ops.aten
+OPS = sorted(CASES, key=str)
+SINGLE = [target for target in OPS if target not in DECOMPOSITIONS]
+
+
+def test_every_rule_has_a_case() -> None:
+    """A new rule cannot be added untested."""
+    assert {*RULES, *DECOMPOSITIONS} <= set(CASES)
+
+
+@pytest.mark.parametrize("target", SINGLE, ids=str)
+@examples(12)
+@given(data=st.data())
+def test_parts_make_the_whole(target: object, data: st.DataObject) -> None:
+    """The rule alone: inputs cut as it says, no communication, outputs put together as it says."""
+    d = Draw(data)
+    module, values = graph_of(target, *CASES[target](d))
+    expected = module(*values)
+    mesh = data.draw(meshes())
+    (node,) = (node for node in module.graph.nodes if node.target is target)
+    rule = bound(node)
+    assignment = random_assignment(rule, mesh, d.rng, chance=0.9)
+    given_, results = input_layouts(rule, assignment, mesh), output_layouts(rule, assignment, mesh)
+    sources = dict(zip((p.name for p in placeholders(module)), given_, strict=True))
+    wanted = [results[source_of(value)[1]] for value in output_nodes(module)]
+    found = find_rule(node)
+    assignments = {} if found is not None and found.kind == "view" else {node.name: Assignment.of(assignment)}
+    run = run_sharded(module, values, mesh, assignments, sources, wanted)
+    assert not run.collectives
+    for index, value in enumerate(expected):
+        assert_equal(run.whole(index), value, f"{target} {rule} {assignment}")
+
+
+@pytest.mark.parametrize("target", OPS, ids=str)
+@examples(12)
+@given(data=st.data())
+def test_from_anywhere_to_anywhere(target: object, data: st.DataObject) -> None:
+    """The op in a graph: inputs lie anyhow, parts of it follow or have strategies, outputs are wanted anyhow."""
+    d = Draw(data)
+    module, values = graph_of(target, *CASES[target](d))
+    expected = module(*values)
+    mesh = data.draw(meshes())
+    sources = {
+        node.name: random_layout(node, mesh, d.rng, partial=value.is_floating_point(), chance=0.7)
+        for node, value in zip(placeholders(module), values)
+    }
+    assignments = random_assignments(module, mesh, d.rng, share=data.draw(st.sampled_from([0.0, 0.5])))
+    wanted: list[Layout | None] = [
+        random_layout(value, mesh, d.rng) if data.draw(st.booleans()) else None for value in output_nodes(module)
+    ]
+    run = run_sharded(module, values, mesh, assignments, sources, wanted)
+    for index, value in enumerate(expected):
+        assert_equal(run.whole(index), value, f"{target} from {list(map(str, sources.values()))} on {assignments}")
+
+
+def test_scale_by_frequency_is_refused() -> None:
+    """Counting tokens needs the whole batch: no rank has it, and a wrong gradient would be silent."""
+    tokens = torch.tensor([1, 0, 1, 2])
+    module, values = graph_of(aten.embedding_dense_backward.default, (torch.randn(4, 6), tokens, 5, -1, True), {})
+    mesh = mesh_of(2)
+    (axis,) = mesh.axes
+    with pytest.raises(RuleError, match="scale_grad_by_freq"):
+        run_sharded(module, values, mesh, {}, {"p1": Layout(((axis, 2),))})
+    run = run_sharded(module, values, mesh, {}, {})
+    assert_equal(run.whole(0), module(*values)[0])
