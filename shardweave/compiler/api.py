@@ -21,7 +21,7 @@ from shardweave.compiler.planner.solver import Solution, solve
 from shardweave.cost_model import Cluster, Timeline, simulate
 from shardweave.cost_model.compute import node_work
 from shardweave.errors import InfeasibleError, ParallelError, PlanError
-from shardweave.ir import Assignment, Strategy
+from shardweave.ir import Assignment, Mesh, Strategy
 from shardweave.options import Options
 from shardweave.runtime import ParallelModule
 
@@ -176,13 +176,12 @@ class _Compiler:
         self.options = options or Options()
         self.progress = progress or (lambda _: None)
         self.progress("capture")
-        self.captured: Captured = capture(model, example_inputs)
+        self.captured: Captured = self._capture(example_inputs)
         self.progress("annotate")
         self.annotated: Annotated = annotate(self.captured, self.options)
-        if not self.annotated.ops:
-            raise PlanError(
-                f"{type(model).__name__} has no matrix product with a parameter: there is nothing to spread"
-            )
+
+    def _capture(self, example_inputs: Any) -> Captured:
+        return capture(self.model, example_inputs)
 
     @property
     def model_key(self) -> ModelKey:
@@ -196,16 +195,23 @@ class _Compiler:
 
     def plan(self) -> Plan:
         begun = time.monotonic()
+        if not self.annotated.ops:
+            raise PlanError(
+                f"{type(self.model).__name__} has no matrix product with a parameter: there is nothing to spread"
+            )
         options = self.options
         if options.memory_limit is None:
             options = replace(options, memory_limit=int(self.cluster.device.memory * (1 - RESERVE)))
         self.progress("price")
         mesh = self.cluster.mesh()
-        forced = forced_strategies(options.force, self.annotated.ops, mesh, self.annotated.batch)
-        costed = Costing(self.annotated, self.cluster, options, forced).build()
+        costed = Costing(self.annotated, self.cluster, options, self._forced(mesh)).build()
         self.progress("solve")
         solved, peak = self._solve(costed, options)
         return self._describe(solved, options, peak, time.monotonic() - begun)
+
+    def _forced(self, mesh: Mesh) -> dict[str, list[Strategy]]:
+        """The strategies of the ops that may not have every one."""
+        return forced_strategies(self.options.force, self.annotated.ops, mesh, self.annotated.batch)
 
     def _solve(self, costed: Costed, options: Options) -> tuple[_Solved, int]:
         """The best choice whose generated step, simulated, fits too, and the memory that it needs.
@@ -323,24 +329,20 @@ class _Compiler:
         self.progress(name)
 
     def compile(self, plan: Plan | None) -> ParallelModule:
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        if world != self.cluster.world_size:
-            raise ParallelError(
-                f"the cluster {self.cluster.name} has {self.cluster.world_size} devices, the running world {world} "
-                "rank(s): "
-                "start as many ranks as the cluster has devices, or compile for Cluster.detect()"
-            )
+        check_world(self.cluster)
         if plan is None:
             plan = self._agreed_plan()
         else:
             plan.check(self.model_key, self.cluster)
         compiled = self.lower(plan)
         made = plan.with_timeline(lambda: self.timeline(compiled))
+        call = self.captured.call
+        assert call is not None
         return ParallelModule(
             self.model,
             compiled.step,
-            flatten=self.captured.call.flatten,
-            unflatten=self.captured.call.unflatten,
+            flatten=call.flatten,
+            unflatten=call.unflatten,
             graphs=compiled.graphs,
             plan=made,
         )
@@ -359,6 +361,16 @@ class _Compiler:
         if isinstance(answer[0], ParallelError):
             raise answer[0]
         return Plan.from_dict(answer[0])
+
+
+def check_world(cluster: Cluster) -> None:
+    """`ParallelError` where the running world has another size than `cluster`."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != cluster.world_size:
+        raise ParallelError(
+            f"the cluster {cluster.name} has {cluster.world_size} devices, the running world {world} rank(s): "
+            "start as many ranks as the cluster has devices, or compile for Cluster.detect()"
+        )
 
 
 def _chosen(costed: Costed, solution: Solution) -> tuple[dict[str, Strategy], dict[str, Assignment]]:

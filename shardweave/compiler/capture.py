@@ -86,9 +86,12 @@ class Captured:
         Names of the trainable parameters, in the order of `parameters`.
     aliases : dict from a parameter's name to its other names
         Tied parameters are one placeholder.
-    call : CallTree
+    call : CallTree, optional
+        None where the caller flattens its arguments itself.
     training : bool
         The mode of the model at capture.
+    whole : bool
+        Parameters belong to the user, whole on every rank; so are their gradients and the outputs.
     """
 
     graph: fx.GraphModule
@@ -100,8 +103,9 @@ class Captured:
     gradients: tuple[str, ...]
     mutated_buffers: tuple[str, ...]
     aliases: dict[str, tuple[str, ...]]
-    call: CallTree
+    call: CallTree | None
     training: bool
+    whole: bool = False
 
 
 def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from shardweave.errors import VerifyError
 from shardweave.ir import StepSpec, axes_size
 from shardweave.passes.annotate import graph_outputs, info
 
@@ -36,6 +37,9 @@ def split(module: fx.GraphModule, num_results: int, tangents: Sequence[str]) -> 
     outputs = graph_outputs(graph)
     coordinates = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("coord_")]
     late = {node for node in graph.nodes if node.name in tangents or info(node).backward}
+    for index, value in enumerate(outputs[:num_results]):
+        if isinstance(value, fx.Node) and value in late:
+            raise VerifyError(f"the output {index} of the model is computed in its backward, by {value.name}")
     early = [node for node in graph.nodes if node not in late and node.op != "output"]
     needed = {argument for node in late for argument in node.all_input_nodes}
     needed |= {value for value in outputs[num_results:] if isinstance(value, fx.Node)}

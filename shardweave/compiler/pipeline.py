@@ -17,6 +17,7 @@ from shardweave.ir import Assignment, Axis, Layout, Mesh, ParameterSpec, StepSpe
 from shardweave.options import Options
 from shardweave.passes.annotate import Annotate, graph_outputs, info, op_name
 from shardweave.passes.classes import Classes, find_classes
+from shardweave.passes.layouts import outermost_first
 from shardweave.passes.schedule import Schedule
 from shardweave.passes.shard import Shard, Sharder
 from shardweave.passes.tangents import drop_tangents
@@ -47,14 +48,15 @@ class Compiled:
 def annotate(captured: Captured, options: Options) -> Annotated:
     """Give every op its rule, and find the ops that a plan decides on.
 
-    Where the model returns a scalar loss, the backward starts there; its other outputs carry no gradient.
+    Where the model returns a scalar loss, the backward starts there; its other outputs carry no gradient, unless
+    autograd gives one for each.
     """
     values = graph_outputs(captured.graph.graph)
     first = len(captured.mutated_buffers)
     returned = values[first : first + len(captured.outputs)]
     scalars = {index for index, value in enumerate(returned) if value.meta["val"].dim() == 0}
     loss_inside = any(index in scalars for index in captured.tangents.values())
-    if loss_inside:
+    if loss_inside and not captured.whole:
         unused = [name for name, index in captured.tangents.items() if index not in scalars]
         drop_tangents(captured.graph, unused)
     Annotate(options.allow_unruled)(captured.graph)
@@ -102,7 +104,7 @@ def data_axes(ops: list[Op], strategies: Mapping[str, Strategy], mesh: Mesh) -> 
         if op.batch > 1:
             axes = strategies[op.name].axes(mesh)
             common &= {*axes.z, *axes.data}
-    return mesh.ordered(common) if any(op.batch > 1 for op in ops) else ()
+    return tuple(outermost_first(common)) if any(op.batch > 1 for op in ops) else ()
 
 
 def lower(
@@ -149,6 +151,7 @@ def lower(
             specs.sources,
             specs.wanted,
             captured.parameters,
+            specs.tangents,
             {**captured.buffers, **captured.inputs},
             captured.gradients,
             {name: rests.get(name, ()) for name in captured.parameters.values()},
@@ -190,7 +193,7 @@ class _Boundary:
         results = graph_outputs(captured.graph.graph)
         first = len(captured.mutated_buffers)
         self.returned = [node.meta["val"] for node in results[first : first + len(captured.outputs)]]
-        mode = options.outputs
+        mode = "whole" if captured.whole else options.outputs
         if mode == "auto":
             mode = "sharded" if annotated.loss_inside else "part"
         outputs: list[Layout | None] = []
@@ -199,9 +202,12 @@ class _Boundary:
                 outputs.append(Layout.replicated(value.shape))
             else:
                 outputs.append(None if mode == "sharded" else self._batch(value))
-        for name in annotated.tangents:
-            want = outputs[captured.tangents[name]]
-            self.sources[name] = want or Layout.replicated(self.values[name].shape)
+        if captured.whole:
+            self.sources |= {name: Layout.replicated(self.values[name].shape) for name in captured.parameters}
+        self.tangents = {name: first + captured.tangents[name] for name in annotated.tangents}
+        if captured.whole:  # a tangent comes whole, as its output went; each rank takes its part
+            self.sources |= {name: self._batch(self.values[name]) for name in self.tangents}
+            self.tangents = {}
         mutated = [Layout.replicated(node.meta["val"].shape) for node in results[:first]]
         self.wanted = [*mutated, *outputs, *(None for _ in captured.gradients)]
 

@@ -23,8 +23,16 @@ def digit_size(digit: Digit) -> int:
     return digit.size if isinstance(digit, Axis) else digit
 
 
+def outermost_first(axes: Iterable[Axis]) -> list[Axis]:
+    """The order of axes on one factor: the widest strides outermost."""
+    return sorted(axes, key=lambda axis: -axis.stride)
+
+
 def dims_layout(dims: Dims, sizes: Mapping[str, int], assignment: Mapping[Axis, str], mesh: Mesh) -> tuple[Digits, ...]:
-    """Where a value's dimensions lie when its factors have these axes: on each atom the axes, outermost, in mesh order.
+    """Where a value's dimensions lie when its factors have these axes: on each atom, the widest strides outermost.
+
+    That is the order of ranks, so that gathers need no copy; and as grids take their x and y axes innermost, the
+    batch of an op with fewer of them is a part of the batch of one with more: no gather is needed between the two.
 
     Raises
     ------
@@ -32,7 +40,7 @@ def dims_layout(dims: Dims, sizes: Mapping[str, int], assignment: Mapping[Axis, 
         Where the axes of a factor do not divide it.
     """
     by_factor: dict[str, list[Axis]] = {}
-    for axis in mesh.ordered(assignment):
+    for axis in outermost_first(assignment):
         by_factor.setdefault(assignment[axis], []).append(axis)
     result = []
     for names in dims:

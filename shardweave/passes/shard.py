@@ -19,7 +19,15 @@ from shardweave.errors import LayoutError, VerifyError
 from shardweave.ir import META, Assignment, Axis, BoundRule, Layout, Mesh, NodeInfo
 from shardweave.passes.annotate import bind_new, decompose, depends_on_inputs, graph_outputs, info, source_of
 from shardweave.passes.follow import Arrival, follow
-from shardweave.passes.layouts import drop, factors_of, input_layouts, output_layouts, rest_layout, through
+from shardweave.passes.layouts import (
+    drop,
+    factors_of,
+    input_layouts,
+    outermost_first,
+    output_layouts,
+    rest_layout,
+    through,
+)
 from shardweave.passes.local import LocalGraph, Origin
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.registry import Rule, tensor_args
@@ -39,11 +47,14 @@ class Shard:
     assignments: Mapping[str, Assignment]
     """The ops that do not follow their inputs, by node name."""
     sources: Mapping[str, Layout]
-    """Where inputs, buffers and tangents lie, by placeholder; tangents that are not named lie as their output."""
+    """Where inputs, buffers and tangents lie, by placeholder, and parameters that may not rest elsewhere; what is not
+    named is whole."""
     outputs: Sequence[Layout | None]
     """Where the graph's outputs are wanted; None: as they lie, and for a gradient, where its parameter rests."""
     parameters: Mapping[str, str] = field(default_factory=dict)
     """The parameters' names, by placeholder."""
+    tangents: Mapping[str, int] = field(default_factory=dict)
+    """The output, counted over all, that a tangent's placeholder belongs to: it lies as that output."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The names of buffers and inputs, by placeholder."""
     gradients: Sequence[str] = ()
@@ -101,6 +112,8 @@ class Sharder:
     # -- sources and sinks
 
     def _placeholder(self, node: fx.Node) -> None:
+        if node.name in self.options.tangents:
+            return  # written once its output is
         value = node.meta["val"]
         name = self.options.parameters.get(node.name)
         layout = self.options.sources.get(node.name, Layout.replicated(value.shape))
@@ -109,10 +122,14 @@ class Sharder:
         self.canonical[node] = self.local.placeholder(shown, value, layout, origin), layout
         if name is not None:
             self.parameters[node] = name
+            if node.name in self.options.sources:
+                self.rests[name] = layout
 
     def _outputs(self, graph: fx.Graph, backward: bool) -> None:
         """Write the outputs of the forward, before its first backward node, or those of the backward."""
         values = graph_outputs(graph)
+        written = bool(self.results)
+        lies: dict[int, Layout] = {}
         first_gradient = len(values) - len(self.options.gradients)
         for index, value in enumerate(values):
             if index in self.results:
@@ -122,13 +139,28 @@ class Sharder:
                 self.results[index] = value
             elif name is None and not info(value).backward:
                 self.backward = False
-                self.results[index] = self.value(value, self.options.outputs[index] or self._whole(value))
+                want = self.options.outputs[index] or self._whole(value)
+                self.results[index] = self.value(value, want)
+                lies[index] = want
             elif backward and name is not None:
                 self.backward = True
                 want = self.rests.get(name) or Layout.replicated(value.meta["val"].shape)
                 self.results[index] = self.value(value, want, Origin(name, "gradient", "gradient", True))
             elif backward:
-                raise LayoutError(f"the output {index} of the model is computed in its backward: return it elsewhere")
+                self.backward = True
+                self.results[index] = self.value(value, self.options.outputs[index] or self._whole(value))
+
+        if not written:
+            self._tangents(graph, lies)
+
+    def _tangents(self, graph: fx.Graph, lies: Mapping[int, Layout]) -> None:
+        last = [node for node in self.local.graph.nodes if node.op == "placeholder"][-1]
+        for node in graph.nodes:
+            if node.op == "placeholder" and node.name in self.options.tangents:
+                layout = lies[self.options.tangents[node.name]]
+                with self.local.graph.inserting_after(last):
+                    last = self.local.placeholder(node.name, node.meta["val"], layout, Origin(node.name, backward=True))
+                self.canonical[node] = last, layout
 
     def _whole(self, value: fx.Node) -> Layout:
         return self.layout(value).without_partial()
@@ -292,8 +324,9 @@ class Sharder:
     def _origin(self, node: fx.Node, have: Layout) -> Origin:
         if node in self.parameters:
             return Origin(self.parameters[node], "gather from rest", "parameter", self.backward)
-        reason = f"sum of {info(node).op}" if have.partial else f"layout of {info(node).op}"
-        return Origin(info(node).op or node.name, reason, "activation", self.backward)
+        name = self.options.names.get(node.name) or info(node).op or node.name
+        reason = f"sum of {name}" if have.partial else f"layout of {name}"
+        return Origin(name, reason, "activation", self.backward)
 
 
 class _Emitter:
@@ -313,7 +346,7 @@ class _Emitter:
         self._local, self._origin = sharder.local, origin
         self.node, self.rule = node, rule
         self.input_layouts, self.output_layouts = tuple(inputs), tuple(outputs)
-        self.assignment: Mapping[Axis, str] = {axis: assignment[axis] for axis in sharder.mesh.ordered(assignment)}
+        self.assignment: Mapping[Axis, str] = {axis: assignment[axis] for axis in outermost_first(assignment)}
 
         def local(leaf: fx.Node) -> Any:
             return next(values) if isinstance(leaf.meta.get("val"), torch.Tensor) else sharder.canonical[leaf][0]
