@@ -82,7 +82,7 @@ class ParallelModule(nn.Module):
         super().__init__()
         self.training = model.training
         self.spec = step.spec
-        _compare_graphs(step)
+        compare_graphs(step)
         self.graphs = dict(graphs or {"forward": step.forward})
         self.plan = plan
         devices = {tensor.device.type for tensor in model.parameters()} - {"meta"}
@@ -111,7 +111,9 @@ class ParallelModule(nn.Module):
         """
         inputs = localize(self._flatten(args, kwargs), self.spec.inputs, self._coordinates, self.mesh.device_type)
         outputs = self._execute(inputs)
-        return self._unflatten([self._shown(value, spec) for value, spec in zip(outputs, self.spec.outputs, strict=True)])
+        return self._unflatten(
+            [self._shown(value, spec) for value, spec in zip(outputs, self.spec.outputs, strict=True)]
+        )
 
     def _shown(self, value: torch.Tensor, spec: ValueSpec) -> torch.Tensor:
         """An output as a user sees it: this rank's part of the batch; a DTensor where it is spread further."""
@@ -213,7 +215,7 @@ def _shard_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: obje
     shard_whole(state, prefix, module._layouts, module.mesh)
 
 
-def _compare_graphs(step: Step) -> None:
+def compare_graphs(step: Step) -> None:
     """ParallelError on all ranks if they have generated different graphs: their collectives would not meet."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return

@@ -78,7 +78,7 @@ class Costing:
         self.annotated, self.options, self.forced = annotated, options, forced
         mesh = cluster.mesh()
         self.mesh = Mesh(tuple(sorted(mesh.axes, key=lambda axis: -axis.stride)))
-        self.prices = Prices(self.mesh, cluster, options.optimizer_bytes)
+        self.prices = Prices(self.mesh, cluster, options.optimizer_bytes, annotated.captured.whole)
         self.graph = annotated.captured.graph.graph
         self.dependent = depends_on_inputs(self.graph)
         self.variables: list[Variable] = []

@@ -40,6 +40,8 @@ class Prices:
     mesh: Mesh
     cluster: Cluster
     optimizer_bytes: int
+    whole: bool = False
+    """Parameters and their gradients are whole on every rank."""
     _changes: dict[tuple[Layout, Layout, int, bool], float] = field(default_factory=dict)
 
     def change(self, have: Layout, want: Layout, itemsize: int, with_backward: bool = False) -> float:
@@ -116,6 +118,8 @@ def price_op(
     for index, shape in enumerate(shapes):
         lies = op.compute_layout(strategy, mesh) if index == 0 else Layout.replicated(shape)
         rest = rest_layout(lies, [axis for axis in rest_axes if axis not in lies.shard_axes], mesh)
+        if prices.whole:
+            rest = Layout.replicated(shape)
         states += local_numel(rest) * (2 * itemsize + prices.optimizer_bytes)
         scratch += local_numel(rest) * itemsize
         batch = _batch_axes(op, assignments)
