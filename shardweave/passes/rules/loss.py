@@ -77,7 +77,9 @@ def nll_loss_forward(
     """Negative log likelihood: a pick along the classes, a sum over the rows (reduction: 0 none, 1 mean, 2 sum)."""
     row, weights = _rows(log_probabilities, target, weight, ignore_index)
     picked = aten.squeeze.dim(aten.gather.default(log_probabilities, -1, row), -1)
-    losses = aten.neg.default(picked * weights)
+    # An ignored row's first class may be impossible, and -inf * 0 is not 0.
+    kept = aten.masked_fill.Scalar(picked, aten.eq.Scalar(target, ignore_index), 0)
+    losses = aten.neg.default(kept * weights)
     count = aten.sum.default(weights)
     if reduction == 0:
         return losses, aten.zeros_like.default(count)
