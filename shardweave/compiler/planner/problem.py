@@ -94,6 +94,16 @@ class Op:
     candidates: tuple[Candidate, ...]
     group: str = ""
 
+    @cached_property
+    def in_ports(self) -> tuple[int, ...]:
+        """The ports that its candidates want their inputs in, ascending."""
+        return tuple(sorted({candidate.in_port for candidate in self.candidates}))
+
+    @cached_property
+    def out_ports(self) -> tuple[int, ...]:
+        """The ports that its candidates leave their outputs in, ascending."""
+        return tuple(sorted({candidate.out_port for candidate in self.candidates}))
+
 
 @dataclass(frozen=True, eq=False)
 class Edge:
@@ -113,6 +123,15 @@ class Edge:
         finite = np.isfinite(self.seconds)
         ticks = np.rint(np.where(finite, self.seconds, 0.0) * TICKS_PER_SECOND).astype(np.int64)
         return np.where(finite, ticks, FORBIDDEN)
+
+    @cached_property
+    def most_ticks(self) -> int:
+        return int(self.ticks.max(initial=0))
+
+    @cached_property
+    def is_defined(self) -> bool:
+        """Whether every entry is a time."""
+        return not (np.isnan(self.seconds).any() or (self.seconds < 0).any())
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,12 +169,16 @@ class Problem:
     fixed_seconds: float = 0.0
 
     def __post_init__(self) -> None:
+        largest = 0
+        checked: dict[int, int] = {}  # equal layers share one table
         for op in self.ops:
-            _check_op(op)
-        largest = sum(max(candidate.ticks for candidate in op.candidates) for op in self.ops)
+            if id(op.candidates) not in checked:
+                _check_op(op)
+                checked[id(op.candidates)] = max(candidate.ticks for candidate in op.candidates)
+            largest += checked[id(op.candidates)]
         for edge in self.edges:
             self._check_edge(edge)
-            largest += int(edge.ticks.max(initial=0))
+            largest += edge.most_ticks
         if largest + abs(to_ticks(self.fixed_seconds)) >= _MAX_TICKS:
             raise PlanError(
                 f"the ops' times add up to {largest / TICKS_PER_SECOND:.3g} s, expected less than "
@@ -171,17 +194,14 @@ class Problem:
                 f"of the {len(self.ops)} ops"
             )
         producer, consumer = self.ops[edge.producer], self.ops[edge.consumer]
-        needed = (
-            1 + max(candidate.out_port for candidate in producer.candidates),
-            1 + max(candidate.in_port for candidate in consumer.candidates),
-        )
+        needed = 1 + producer.out_ports[-1], 1 + consumer.in_ports[-1]
         shape = edge.seconds.shape
         if len(shape) != 2 or shape[0] < needed[0] or shape[1] < needed[1]:
             raise PlanError(
                 f"the edge {producer.name} -> {consumer.name} has a table of shape {shape}, expected at least "
                 f"{needed}: one row an out port, one column an in port"
             )
-        if np.isnan(edge.seconds).any() or (edge.seconds < 0).any():
+        if not edge.is_defined:
             raise PlanError(f"the edge {producer.name} -> {consumer.name} has a negative or undefined time")
 
     def ticks(self, choice: Sequence[int]) -> int | None:

@@ -67,7 +67,11 @@ class UnitScaling:
                 transient_bytes=candidate.transient_bytes // unit,
             )
 
-        ops = tuple(replace(op, candidates=tuple(map(scaled, op.candidates))) for op in problem.ops)
+        tables: dict[int, tuple[Candidate, ...]] = {}
+        for op in problem.ops:
+            if id(op.candidates) not in tables:
+                tables[id(op.candidates)] = tuple(map(scaled, op.candidates))
+        ops = tuple(replace(op, candidates=tables[id(op.candidates)]) for op in problem.ops)
         limit = (problem.memory_limit - problem.fixed_bytes) // unit
         return replace(problem, ops=ops, memory_limit=limit, fixed_bytes=0), _all(problem)
 
@@ -85,17 +89,20 @@ class TooLarge:
     name = "too large"
 
     def apply(self, problem: Problem) -> tuple[Problem, Kept]:
-        least = [min(candidate.kept_bytes for candidate in op.candidates) for op in problem.ops]
-        peak = max((min(candidate.transient_bytes for candidate in op.candidates) for op in problem.ops), default=0)
+        tables = {id(op.candidates): op.candidates for op in problem.ops}
+        kept_by = {key: min(candidate.kept_bytes for candidate in table) for key, table in tables.items()}
+        least = [kept_by[id(op.candidates)] for op in problem.ops]
+        peak = max((min(candidate.transient_bytes for candidate in table) for table in tables.values()), default=0)
         room = problem.memory_limit - problem.fixed_bytes - sum(least)
 
         def fits(candidate: Candidate, own: int) -> bool:
             return candidate.kept_bytes - own + max(candidate.transient_bytes, peak) <= room
 
-        kept = tuple(
-            tuple(index for index, candidate in enumerate(op.candidates) if fits(candidate, own))
-            for op, own in zip(problem.ops, least, strict=True)
-        )
+        fitting = {
+            key: tuple(index for index, candidate in enumerate(table) if fits(candidate, kept_by[key]))
+            for key, table in tables.items()
+        }
+        kept = tuple(fitting[id(op.candidates)] for op in problem.ops)
         if not all(kept):  # the problem is infeasible: leave it for the solver to say by how much
             return problem, _all(problem)
         return restricted(problem, kept), kept
@@ -120,7 +127,16 @@ class Dominance:
     def apply(self, problem: Problem) -> tuple[Problem, Kept]:
         kept = _all(problem)
         while True:
-            smaller = tuple(self._undominated(problem, index) for index in range(len(problem.ops)))
+            known: dict[object, tuple[int, ...]] = {}
+            found: list[tuple[int, ...]] = []
+            for index, op in enumerate(problem.ops):
+                edges = problem.edges_of[index]
+                sides = ((id(e.seconds), e.producer == index, _others(problem, e, index)) for e in edges)
+                key = id(op.candidates), *sides  # equal layers have the same answer
+                if key not in known:
+                    known[key] = self._undominated(problem, index)
+                found.append(known[key])
+            smaller = tuple(found)
             if smaller == _all(problem):
                 return problem, kept
             problem = restricted(problem, smaller)
@@ -148,13 +164,15 @@ class Dominance:
         return tuple(int(a) for a in np.flatnonzero(~strictly.any(axis=1)))
 
 
+def _others(problem: Problem, edge: Edge, index: int) -> tuple[int, ...]:
+    """The ports that the candidates of the edge's other op have."""
+    return problem.ops[edge.consumer].in_ports if edge.producer == index else problem.ops[edge.producer].out_ports
+
+
 def _rows(problem: Problem, edge: Edge, index: int) -> NDArray[np.int64]:
     """The edge's ticks as [port of op `index`, port that some candidate of its neighbour has]."""
-    if edge.producer == index:
-        used = sorted({candidate.in_port for candidate in problem.ops[edge.consumer].candidates})
-        return edge.ticks[:, used]
-    used = sorted({candidate.out_port for candidate in problem.ops[edge.producer].candidates})
-    return edge.ticks[used, :].T
+    ticks = edge.ticks if edge.producer == index else edge.ticks.T
+    return ticks[:, _others(problem, edge, index)]
 
 
 def _worst_excess(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -177,11 +195,15 @@ def _composed(kept: Kept, smaller: Kept) -> Kept:
 
 def restricted(problem: Problem, kept: Kept) -> Problem:
     """`problem` with only the candidates `kept` of each op."""
-    ops = tuple(
-        replace(op, candidates=tuple(op.candidates[index] for index in indices))
-        for op, indices in zip(problem.ops, kept, strict=True)
-    )
-    return replace(problem, ops=ops)
+    tables: dict[tuple[int, tuple[int, ...]], tuple[Candidate, ...]] = {}
+    ops = []
+    for op, indices in zip(problem.ops, kept, strict=True):
+        key = id(op.candidates), indices
+        if key not in tables:  # equal layers share one table before and after
+            whole = len(indices) == len(op.candidates)
+            tables[key] = op.candidates if whole else tuple(op.candidates[index] for index in indices)
+        ops.append(replace(op, candidates=tables[key]))
+    return replace(problem, ops=tuple(ops))
 
 
 DEFAULT_REDUCTIONS: tuple[Reduction, ...] = (UnitScaling(), TooLarge(), Dominance())

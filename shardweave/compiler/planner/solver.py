@@ -29,35 +29,18 @@ equal layers and unequal ones): the first two steps prove the optimum in 0.5 to 
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
+from shardweave.compiler.planner.duality import least_memory
+from shardweave.compiler.planner.elimination import Elimination
 from shardweave.compiler.planner.problem import TICKS_PER_SECOND, Problem, largest_terms
-from shardweave.compiler.planner.program import Program, prove, relax
-from shardweave.compiler.planner.reductions import invert, reduce, restricted
-from shardweave.compiler.planner.sweep import sweep
+from shardweave.compiler.planner.program import Program, Proof, prove
+from shardweave.compiler.planner.search import Progress, Search
 from shardweave.errors import InfeasibleError, PlanError
 from shardweave.units import readable_bytes
-
-_NARROW, _WIDE = 2**10, 2**16
-"""Labels that a sweep keeps: enough to find a choice, and more than the proof needs on chains by far."""
-
-_FIRST_SLACK, _GROWTH = 1e-5, 4
-"""The first slack, as a part of the bound, and the factor by which it grows."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """After `seconds` the solver has found a step of `objective` seconds; none takes less than `bound` seconds."""
-
-    seconds: float
-    objective: float
-    bound: float
 
 
 @dataclass(frozen=True)
@@ -88,7 +71,12 @@ class Solution:
     seconds: float
 
 
-def solve(problem: Problem, time_limit: float = 60.0, progress: Callable[[Progress], None] | None = None) -> Solution:
+def solve(
+    problem: Problem,
+    time_limit: float = 60.0,
+    progress: Callable[[Progress], None] | None = None,
+    hint: Sequence[int] | None = None,
+) -> Solution:
     """The fastest choice within the memory limit, with a proof.
 
     The same problem gives the same choice, unless the time limit ends the search: one worker, a fixed seed.
@@ -100,6 +88,8 @@ def solve(problem: Problem, time_limit: float = 60.0, progress: Callable[[Progre
         Seconds after which the best choice so far is returned as ``"feasible"`` with its gap.
     progress : callable, optional
         Called at every better choice.
+    hint : sequence of int, optional
+        A choice to begin with, such as that of a similar problem; of use where it is feasible.
 
     Raises
     ------
@@ -117,10 +107,10 @@ def solve(problem: Problem, time_limit: float = 60.0, progress: Callable[[Progre
     (2.5, 'optimal', 1)
     """
     start = time.monotonic()
-    search = _Search(problem, start + time_limit, progress)
-    search.sweep()
-    if not search.proven:
-        search.prove()
+    search = Search(problem, start + time_limit, progress)
+    if hint is not None:
+        search.hint(hint)
+    search.run()
     if search.choice is None:
         if search.proven:
             raise _infeasible(problem, time_limit)
@@ -135,85 +125,9 @@ def solve(problem: Problem, time_limit: float = 60.0, progress: Callable[[Progre
     return Solution(search.choice, objective, bound, gap, status, time.monotonic() - start)
 
 
-class _Search:
-    """The best choice and the bound so far, which each step betters."""
-
-    def __init__(self, problem: Problem, deadline: float, progress: Callable[[Progress], None] | None) -> None:
-        self.start, self.deadline, self.progress = time.monotonic(), deadline, progress
-        self.problem, self.kept = reduce(problem)
-        self.program = Program(self.problem)
-        self.program.limit_memory()
-        self.program.minimise_time()
-        self.relaxation = relax(self.program, deadline - time.monotonic())
-        self.best: tuple[int, ...] | None = None
-        """The best choice for the reduced problem."""
-        self.ticks = math.inf
-        self.bound = self.relaxation.bound - self.relaxation.error if self.relaxation else 0.0
-        self.proven = False
-
-    @property
-    def choice(self) -> tuple[int, ...] | None:
-        """The best choice for the problem itself."""
-        return None if self.best is None else invert(self.best, self.kept)
-
-    def offer(self, choice: tuple[int, ...] | None) -> None:
-        ticks = None if choice is None else self.problem.ticks(choice)
-        if ticks is not None and ticks < self.ticks:
-            self.best, self.ticks = choice, ticks
-            self.report(ticks, self.bound)
-
-    def report(self, ticks: float, bound: float) -> None:
-        if self.progress:
-            objective = ticks / TICKS_PER_SECOND
-            least = min(objective, max(0.0, bound / TICKS_PER_SECOND))
-            self.progress(Progress(time.monotonic() - self.start, objective, least))
-
-    def sweep(self) -> None:
-        """Walk through all choices near the bound, and farther and farther from it until one lies within the slack."""
-        if self.relaxation is None:
-            return
-        bound, error = self.relaxation.bound, self.relaxation.error
-        slack = first = error + _FIRST_SLACK * max(0.0, bound)
-        half = (self.deadline + time.monotonic()) / 2
-        farthest = error + sum(float(op.max()) for op in self.relaxation.candidates)
-        farthest += sum(float(edge[np.isfinite(edge)].max()) for edge in self.relaxation.edges)
-        while not self.proven:
-            width = _NARROW if self.best is None else _WIDE
-            found = sweep(self.problem, self.relaxation, slack, width, half)
-            self.offer(found.choice)
-            self.bound = max(self.bound, bound + found.complete - error)
-            self.proven = self.ticks <= self.bound or found.complete >= farthest
-            if found.complete < slack and (width == _WIDE or slack >= farthest):
-                return
-            # A first choice can be far from the best one: do not jump to where it would be proven.
-            grown = _GROWTH * (slack if self.best is None else max(first, found.complete))
-            slack = min(farthest, self.ticks - bound + 2 * error, grown)
-
-    def prove(self) -> None:
-        """Let CP-SAT go on from the best choice, over the candidates that could still better it."""
-        problem, hint = self.problem, self.best
-        if self.relaxation and self.best:
-            slack = self.ticks - self.relaxation.bound + self.relaxation.error
-            near = tuple(tuple(int(i) for i in np.flatnonzero(op <= slack)) for op in self.relaxation.candidates)
-            hint = tuple(indices.index(index) for indices, index in zip(near, self.best, strict=True))
-            problem = restricted(problem, near)
-        else:
-            near = tuple(tuple(range(len(op.candidates))) for op in problem.ops)
-        program = Program(problem)
-        program.limit_memory()
-        program.minimise_time()
-        proof = prove(program, self.deadline - time.monotonic(), hint, self.report)
-        self.offer(None if proof.choice is None else invert(proof.choice, near))
-        self.proven = proof.status in ("OPTIMAL", "INFEASIBLE")
-        if not self.proven:
-            self.bound = max(self.bound, min(self.ticks, proof.bound))
-
-
 def _infeasible(problem: Problem, time_limit: float) -> PlanError:
     """The error for a problem without a choice: the smallest memory that would do, and what takes it."""
-    program = Program(problem)
-    program.minimise_memory()
-    proof = prove(program, time_limit)
+    proof = _least_memory(problem, time_limit)
     limit = problem.memory_limit
     if proof.status == "INFEASIBLE":
         return PlanError("no choice of candidates has layouts that go together on all edges: allow more candidates")
@@ -238,3 +152,13 @@ def _infeasible(problem: Problem, time_limit: float) -> PlanError:
         f"{needed} bytes ({readable_bytes(needed)}). Most of it: {', '.join(parts)}. Raise memory_limit, or use more "
         "devices or a smaller batch."
     )
+
+
+def _least_memory(problem: Problem, time_limit: float) -> Proof:
+    elimination = Elimination.of(problem)
+    if elimination is not None:
+        choice = least_memory(elimination)
+        return Proof(choice, 0.0, "INFEASIBLE" if choice is None else "OPTIMAL")
+    program = Program(problem)
+    program.minimise_memory()
+    return prove(program, time_limit)

@@ -106,7 +106,7 @@ def sweep(problem: Problem, relaxation: Relaxation, slack: float, width: int, de
         if last[op] > op:
             ports[op] = (ins[own], outs[own])
         labels = Labels(time_then[pairs], kept_then[pairs], peak_then[pairs], excess_then[pairs], ports)
-        stay = _undominated(labels, _open_ports(problem, labels, op))
+        stay = undominated(labels.ticks, labels.kept, labels.peak, _open_ports(problem, labels, op))
         if len(stay) > width:
             order = np.argsort(labels.excess[stay], kind="stable")
             complete = min(complete, float(labels.excess[stay[order[width]]]))
@@ -136,12 +136,12 @@ def _open_ports(problem: Problem, labels: Labels, op: int) -> Ints:
     return key
 
 
-def _undominated(labels: Labels, key: Ints) -> Ints:
+def undominated(ticks: Ints, kept: Ints, peak: Ints, key: Ints) -> Ints:
     """The indices of the labels that no other one with the same key is as good as in all three figures."""
-    order = np.lexsort((labels.peak, labels.kept, labels.ticks, key))
-    key, peak = key[order], labels.peak[order]
+    order = np.lexsort((peak, kept, ticks, key))
+    key, peak = key[order], peak[order]
     rank = np.cumsum(np.append(False, key[1:] != key[:-1]))
-    kept = labels.kept[order]
+    kept = kept[order]
     if (int(rank[-1]) + 1) * (int(kept.max()) + 1) > _LARGE:
         kept = np.unique(kept, return_inverse=True)[1]  # only their order matters, and no sum must overflow
     # One running minimum serves all keys: the later keys' figures lie below all those of the earlier ones.

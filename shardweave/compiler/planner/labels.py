@@ -1,0 +1,193 @@
+"""All choices within a slack of the bound, kept as a few labels while one op after the other is eliminated.
+
+A label of a step is a choice for the ops eliminated so far in its branch, given the states of its scope: its time,
+its kept memory and its largest transient. `Elimination.minimum` says what the rest costs at least, exactly, at the
+price of memory that gave the bound (`Dual`): a label stays only where both together are within the slack. Of two
+labels for the same states, one that is no better in all three figures goes.
+
+These are labels for shortest paths with a resource (Desrochers and Soumis, 1988), on graphs of small width. Equal
+layers share their labels: a step of a kind is walked through once, for the best of the places where it stands.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardweave.compiler.planner.duality import Dual, costs_of
+from shardweave.compiler.planner.elimination import Elimination, Floats, Ints
+from shardweave.compiler.planner.sweep import undominated
+
+_MOST_PAIRS = 2**21
+"""Labels of a step before the dominated ones go."""
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """One entry each a label, ordered by `entry`, the states of the scope as one number.
+
+    `above` is how far it lies above the least cost for these states; `candidate` the op's own (a row of its
+    `OpTable`), `parents` one column for each earlier result taken up.
+    """
+
+    entry: Ints
+    ticks: Ints
+    kept: Ints
+    peak: Ints
+    above: Floats
+    candidate: Ints
+    parents: tuple[Ints, ...]
+
+    def take(self, indices: NDArray[np.intp] | NDArray[np.bool_]) -> Labels:
+        return Labels(
+            self.entry[indices],
+            self.ticks[indices],
+            self.kept[indices],
+            self.peak[indices],
+            self.above[indices],
+            self.candidate[indices],
+            tuple(parent[indices] for parent in self.parents),
+        )
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The fastest choice found within the limit (None if none), and up to which excess nothing was overlooked.
+
+    A choice whose excess above the dual's minimum is at most `complete` is optimal in its part.
+    """
+
+    choice: tuple[int, ...] | None
+    complete: float
+
+
+class Walker:
+    """Walks through the choices near one dual's bound, in any slack."""
+
+    def __init__(self, elimination: Elimination, found: Dual) -> None:
+        self.elimination, self.dual = elimination, found
+        self.outside = elimination.outside(found.minimum)
+        self.costs = costs_of(elimination, found.part, found.price)
+        problem = elimination.problem
+        self.limit = problem.memory_limit - problem.fixed_bytes
+        tables = [elimination.tables[number] for number in elimination.edge_tables]
+        most = sum(_most(self.costs[op]) for op in elimination.op_of) + sum(map(_most, tables))
+        self.farthest = most - found.minimum.value
+        """No choice lies farther above the minimum."""
+
+    def walk(self, slack: float, width: int, deadline: float) -> Walk:
+        """The fastest choice among those within `slack` ticks of the minimum, at most `width` labels a step.
+
+        After `deadline` (of ``time.monotonic``) it gives up.
+        """
+        self.complete, self.slack, self.width = slack, slack, width
+        known: list[Labels] = []
+        for kind in range(len(self.elimination.kinds)):
+            if time.monotonic() > deadline:
+                return Walk(None, -1.0)
+            known.append(self._labels(kind, known))
+        last = known[self.elimination.steps[-1].kind]
+        fits = np.flatnonzero(last.kept + last.peak <= self.limit)
+        if not len(fits):
+            return Walk(None, self.complete - self.dual.error)
+        return Walk(self._choice(known, int(fits[np.argmin(last.ticks[fits])])), self.complete - self.dual.error)
+
+    def _labels(self, number: int, known: list[Labels]) -> Labels:
+        elimination, minimum = self.elimination, self.dual.minimum
+        kind = elimination.kinds[number]
+        joint = elimination.joint(kind, minimum.states, minimum.least)
+        excess = joint + self.outside[number][None] - minimum.value
+        where = np.flatnonzero(excess.ravel() <= self.slack)
+        at = np.unravel_index(where, kind.shape)
+        edges = np.zeros(len(where))
+        for term in kind.edges:
+            edges += elimination.tables[term.table][tuple(at[axis] for axis in term.axes)]
+        sources = [(self._own(kind.op), at[0])]
+        for term in kind.earlier:
+            shape = minimum.least[term.table].shape
+            mine = tuple(at[axis] for axis in term.axes)
+            flat = np.ravel_multi_index(mine, shape) if mine else np.zeros(len(where), dtype=np.int64)
+            sources.append((known[term.table], flat))
+        row = np.arange(len(where))
+        above, ticks = excess.ravel()[where], edges.astype(np.int64)
+        kept = np.zeros(len(where), dtype=np.int64)
+        peak = np.full(len(where), self.dual.part.low, dtype=np.int64)
+        picked: list[Ints] = []
+        for source, entry in sources:
+            first = np.searchsorted(source.entry, entry, side="left")
+            count = np.searchsorted(source.entry, entry, side="right") - first
+            many = count[row]
+            if many.sum() > _MOST_PAIRS:
+                order = np.argsort(above, kind="stable")
+                fit = int(np.searchsorted(np.cumsum(many[order]), _MOST_PAIRS))
+                self.complete = min(self.complete, float(above[order[fit]]) - 1.0)
+                order = np.sort(order[:fit])
+                row, above, ticks, kept, peak = row[order], above[order], ticks[order], kept[order], peak[order]
+                picked, many = [column[order] for column in picked], many[order]
+            index = np.repeat(np.arange(len(row)), many)
+            begins = np.cumsum(many) - many
+            other = np.arange(len(index)) - begins[index] + first[row[index]]
+            total = above[index] + source.above[other]
+            held = kept[index] + source.kept[other]
+            high = np.maximum(peak[index], source.peak[other])
+            stay = np.flatnonzero((total <= self.slack) & (held + high <= self.limit))
+            index, other = index[stay], other[stay]
+            row, above, kept, peak = row[index], total[stay], held[stay], high[stay]
+            ticks = ticks[index] + source.ticks[other]
+            picked = [*(column[index] for column in picked), other]
+        scope = tuple(axis[row] for axis in at[1:])
+        flat = np.ravel_multi_index(scope, kind.shape[1:]) if scope else np.zeros(len(row), dtype=np.int64)
+        outside = self.outside[number].ravel()[flat]
+        least = minimum.least[number].ravel()[flat]
+        labels = Labels(
+            np.asarray(flat, dtype=np.int64),
+            ticks,
+            kept,
+            peak,
+            above - (outside + least - minimum.value),
+            picked[0],
+            tuple(picked[1:]),
+        )
+        if not len(row):
+            return labels
+        stay = undominated(labels.ticks, labels.kept, labels.peak, labels.entry)
+        if len(stay) > self.width:
+            total = above[stay]
+            order = np.argsort(total, kind="stable")
+            self.complete = min(self.complete, float(total[order[self.width]]) - 1.0)
+            stay = stay[order[: self.width]]
+        return labels.take(stay[np.argsort(labels.entry[stay], kind="stable")])
+
+    def _own(self, op: int) -> Labels:
+        """The candidates of an op as labels, each with its state as entry."""
+        table, cost = self.elimination.ops[op], self.costs[op]
+        state = np.repeat(np.arange(table.states), table.ends() - table.starts)
+        rows = np.arange(len(state))
+        return Labels(
+            state,
+            table.ticks.astype(np.int64),
+            table.kept.astype(np.int64),
+            table.transient.astype(np.int64),
+            cost - np.minimum(self.dual.minimum.states[op][state], cost.max(initial=0.0, where=cost < np.inf)),
+            rows,
+            (),
+        )
+
+    def _choice(self, known: list[Labels], index: int) -> tuple[int, ...]:
+        elimination = self.elimination
+        choice = [0] * (len(elimination.problem.ops) + 1)
+        open_steps = [(len(elimination.steps) - 1, index)]
+        while open_steps:
+            number, label = open_steps.pop()
+            step = elimination.steps[number]
+            labels = known[step.kind]
+            choice[step.op] = int(elimination.ops[elimination.op_of[step.op]].order[labels.candidate[label]])
+            open_steps += [(n, int(p[label])) for n, p in zip(step.earlier, labels.parents, strict=True)]
+        return tuple(choice[:-1])
+
+
+def _most(costs: Floats) -> float:
+    return float(costs[costs < np.inf].max(initial=0.0))
