@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from shardweave.errors import VerifyError
@@ -60,13 +59,13 @@ def split(module: fx.GraphModule, num_results: int, tangents: Sequence[str]) -> 
         if node in late and node.name not in tangents:
             inner[node] = backward.node_copy(node, lambda leaf: inner[leaf])
     backward.output(fx.node.map_arg(tuple(outputs[num_results:]), lambda leaf: inner[leaf]))
-    return _module(forward, "Forward"), _module(backward, "Backward")
+    return _module(module, forward, "Forward"), _module(module, backward, "Backward")
 
 
-def _module(graph: fx.Graph, name: str) -> fx.GraphModule:
+def _module(constants: fx.GraphModule, graph: fx.Graph, name: str) -> fx.GraphModule:
     graph.on_generate_code(lambda _: commented(graph))
     graph.lint()
-    return fx.GraphModule(torch.nn.Module(), graph, name)
+    return fx.GraphModule(constants, graph, name)
 
 
 def commented(graph: fx.Graph) -> Callable[[list[str]], list[str]]:

@@ -84,6 +84,13 @@ class LocalGraph:
             node.meta["partitioner_tag"] = "is_backward"
         return node
 
+    def constant(self, origin: Origin, node: fx.Node) -> fx.Node:
+        """A tensor that the model holds as a constant."""
+        copy = self.graph.get_attr(str(node.target))
+        copy.meta["val"] = node.meta["val"]
+        copy.meta[META] = NodeInfo(op=origin.op, backward=origin.backward)
+        return copy
+
     def offset(self, origin: Origin, axes: Sequence[Axis], step: int) -> Any:
         """`step` times this rank's position along `axes`, outermost first."""
         total: Any = 0

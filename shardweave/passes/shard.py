@@ -9,28 +9,24 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardweave.errors import LayoutError, VerifyError
-from shardweave.ir import META, Assignment, Axis, BoundRule, Layout, Mesh, NodeInfo
+from shardweave.ir import META, Assignment, Axis, Layout, Mesh, NodeInfo
 from shardweave.passes.annotate import bind_new, decompose, depends_on_inputs, graph_outputs, info, source_of
-from shardweave.passes.follow import Arrival, follow
+from shardweave.passes.emitter import OpEmitter
+from shardweave.passes.follow import follow
 from shardweave.passes.layouts import (
-    drop,
-    factors_of,
     input_layouts,
-    outermost_first,
     output_layouts,
-    rest_layout,
-    through,
 )
 from shardweave.passes.local import LocalGraph, Origin
 from shardweave.passes.rules import find_rule
-from shardweave.passes.rules.registry import Rule, tensor_args
+from shardweave.passes.rules.registry import tensor_args
+from shardweave.passes.values import Values, annotate_layouts, bound_rule, check_shape
 
 
 @dataclass(frozen=True)
@@ -66,24 +62,17 @@ class Shard:
         return Sharder(self, graph_module).run()
 
 
-class Sharder:
+class Sharder(Values):
     """One run of the pass: the local graph so far, and which layout each global value has."""
 
     def __init__(self, options: Shard, graph_module: fx.GraphModule) -> None:
-        self.options = options
-        self.module = graph_module
-        self.mesh = options.mesh
         fake = next(
             node.meta["val"].fake_mode
             for node in graph_module.graph.nodes
             if hasattr(node.meta.get("val"), "fake_mode")
         )
-        self.local = LocalGraph(options.mesh, fake)
-        self.canonical: dict[fx.Node, tuple[fx.Node, Layout]] = {}
-        self.memo: dict[tuple[fx.Node, Layout, bool], fx.Node] = {}
-        self.parameters: dict[fx.Node, str] = {}
-        self.rests: dict[str, Layout] = {}
-        self.backward = False
+        super().__init__(LocalGraph(options.mesh, fake), options.mesh, options.names, options.rests)
+        self.options, self.module = options, graph_module
         self.results: dict[int, Any] = {}
 
     def run(self) -> fx.GraphModule:
@@ -105,7 +94,7 @@ class Sharder:
         out.meta[META] = NodeInfo(op="output")
         _remove_dead(self.local.graph)
         self.local.graph.lint()
-        module = fx.GraphModule(torch.nn.Module(), self.local.graph)
+        module = fx.GraphModule(self.module, self.local.graph)
         module.meta.update(self.module.meta)
         return module
 
@@ -175,11 +164,10 @@ class Sharder:
         rule = find_rule(node)
         if rule is not None and rule.kind == "view":
             return None  # written when it is asked for
-        bound = info(node).rule
-        assert bound is not None
+        bound = bound_rule(node)
         arguments = tensor_args(node)
         explicit = self.options.assignments.get(node.name)
-        choice = follow(bound, rule, [self._arrival(argument) for argument in arguments], self.mesh)
+        choice = follow(bound, rule, [self.arrival(argument) for argument in arguments], self.mesh)
         if explicit is not None and explicit != Assignment.of(choice.assignment):
             assignment = explicit.as_dict()
             wanted = input_layouts(bound, assignment, self.mesh)
@@ -194,14 +182,17 @@ class Sharder:
             assignment, wanted, results = choice.assignment, choice.inputs, choice.outputs
         origin = Origin(info(node).op, backward=self.backward)
         values = iter([self.value(argument, want) for argument, want in zip(arguments, wanted)])
-        emitter = _Emitter(self, node, values, wanted, results, assignment, bound, origin)
+        emitter = OpEmitter(self.local, self.canonical, node, values, wanted, results, assignment, bound, origin)
         self._record(node, emitter.emit(rule), results)
         return None
 
     def _constant(self, node: fx.Node) -> None:
         origin = Origin(info(node).op, backward=self.backward)
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda leaf: self.canonical[leaf][0])
-        written = self.local.call(origin, node.target, *args, **kwargs)  # type: ignore[arg-type]
+        if node.op == "get_attr":
+            written = self.local.constant(origin, node)
+        else:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda leaf: self.canonical[leaf][0])
+            written = self.local.call(origin, node.target, *args, **kwargs)  # type: ignore[arg-type]
         value = node.meta["val"]
         if isinstance(value, torch.Tensor):
             self.canonical[node] = written, Layout.replicated(value.shape)
@@ -212,181 +203,19 @@ class Sharder:
         """Remember where the outputs lie; a node with several outputs is read through its `getitem` nodes."""
         value = node.meta["val"]
         if isinstance(value, torch.Tensor):
-            _check_shape(node, written.meta["val"], layouts[0])
-            _annotate(written, layouts)
+            check_shape(node, written.meta["val"], layouts[0])
+            annotate_layouts(written, layouts)
             self.canonical[node] = written, layouts[0]
             return
-        _annotate(written, layouts)
+        annotate_layouts(written, layouts)
         for user in node.users:
             if user.target is operator.getitem and isinstance(user.meta.get("val"), torch.Tensor):
                 _, index = source_of(user)
                 origin = Origin(info(node).op, backward=info(written).backward)
                 item = self.local.call(origin, operator.getitem, written, user.args[1])
-                _check_shape(user, item.meta["val"], layouts[index])
-                _annotate(item, (layouts[index],))
+                check_shape(user, item.meta["val"], layouts[index])
+                annotate_layouts(item, (layouts[index],))
                 self.canonical[user] = item, layouts[index]
-
-    # -- values at layouts
-
-    def _arrival(self, value: fx.Node) -> Arrival:
-        root = self._root(value)
-        return Arrival(self.layout(value), value.meta["val"].numel(), root in self.parameters, self._single_user(value))
-
-    def _root(self, value: fx.Node) -> fx.Node:
-        while value not in self.canonical:
-            value = tensor_args(value)[0]
-        return value
-
-    def _single_user(self, value: fx.Node) -> bool:
-        """Whether the value that `value` looks at has one user, views looked through."""
-        while True:
-            if len(value.users) != 1:
-                return False
-            if value in self.canonical:
-                return True
-            value = tensor_args(value)[0]
-
-    def layout(self, value: fx.Node) -> Layout:
-        """Where a global value lies now."""
-        if value in self.canonical:
-            return self.canonical[value][1]
-        return self._view(value)[1]
-
-    def _view(self, view: fx.Node) -> tuple[Layout, Layout]:
-        """Where a view wants what it looks at, and where it then lies itself: axes that it would cut are gathered."""
-        bound = _bound(view)
-        have = self.layout(tensor_args(view)[0])
-        result = through(have, bound.inputs[0], bound.outputs[0], bound.sizes())
-        if result is None:
-            kept = factors_of(have.dims, bound.inputs[0], bound.sizes())
-            have = drop(have, set(have.shard_axes) - set(kept))
-            result = through(have, bound.inputs[0], bound.outputs[0], bound.sizes())
-        if result is None:
-            have = drop(have, have.shard_axes)
-            result = through(have, bound.inputs[0], bound.outputs[0], bound.sizes())
-        if result is None:
-            raise LayoutError(f"{view} cannot be computed at {have}")
-        return have, result
-
-    def value(self, node: fx.Node, want: Layout, origin: Origin | None = None) -> fx.Node:
-        """The local node that holds a global value at `want`."""
-        root = self._root(node)
-        # A gathered parameter is freed after its forward use: the backward gathers it again.
-        key = node, want, self.backward and root in self.parameters
-        found = self.memo.get(key)
-        if found is None:
-            found = self.memo[key] = self._materialise(node, want, origin)
-        return found
-
-    def _materialise(self, node: fx.Node, want: Layout, origin: Origin | None) -> fx.Node:
-        if node in self.canonical:
-            written, have = self.canonical[node]
-            if node in self.parameters and self.parameters[node] not in self.rests:
-                have = self._rest(node, written, want)
-            if have == want:
-                return written
-            origin = origin or self._origin(node, have)
-
-            def reduced(result: fx.Node, layout: Layout) -> None:
-                self.canonical[node] = result, layout
-
-            return self.local.redistribute(written, have, want, origin, reduced)
-        bound, rule = _bound(node), find_rule(node)
-        source = tensor_args(node)[0]
-        back = through(want, bound.outputs[0], bound.inputs[0], bound.sizes())
-        if back is None:
-            first, lies = self._view(node)
-            where = origin or self._origin(node, lies)
-            return self.local.redistribute(self.value(node, lies), lies, want, where, lambda *_: None)
-        inner = self.value(source, back, origin)
-        assert rule is not None
-        where = Origin(info(node).op, backward=self.backward)
-        emitter = _Emitter(self, node, iter([inner]), (back,), (want,), {}, bound, where)
-        written = emitter.emit(rule)
-        _check_shape(node, written.meta["val"], want)
-        _annotate(written, (want,))
-        return written
-
-    def _rest(self, node: fx.Node, written: fx.Node, want: Layout) -> Layout:
-        """Let a parameter rest as it is first needed, with its states spread further over its axes of rest."""
-        name = self.parameters[node]
-        taken = want.shard_axes
-        axes = [axis for axis in self.options.rests.get(name, ()) if axis not in taken]
-        layout = rest_layout(want, axes, self.mesh)
-        value = node.meta["val"]
-        with self.local.fake:
-            written.meta["val"] = torch.empty(layout.local_shape, dtype=value.dtype, device=value.device)
-        written.meta[META] = replace(info(written), layouts=(layout,))
-        self.canonical[node] = written, layout
-        self.rests[name] = layout
-        return layout
-
-    def _origin(self, node: fx.Node, have: Layout) -> Origin:
-        if node in self.parameters:
-            return Origin(self.parameters[node], "gather from rest", "parameter", self.backward)
-        name = self.options.names.get(node.name) or info(node).op or node.name
-        reason = f"sum of {name}" if have.partial else f"layout of {name}"
-        return Origin(name, reason, "activation", self.backward)
-
-
-class _Emitter:
-    """What a rule's lowering sees of one op (see `registry.Emitter`)."""
-
-    def __init__(
-        self,
-        sharder: Sharder,
-        node: fx.Node,
-        values: Any,
-        inputs: Sequence[Layout],
-        outputs: Sequence[Layout],
-        assignment: Mapping[Axis, str],
-        rule: BoundRule,
-        origin: Origin,
-    ) -> None:
-        self._local, self._origin = sharder.local, origin
-        self.node, self.rule = node, rule
-        self.input_layouts, self.output_layouts = tuple(inputs), tuple(outputs)
-        self.assignment: Mapping[Axis, str] = {axis: assignment[axis] for axis in outermost_first(assignment)}
-
-        def local(leaf: fx.Node) -> Any:
-            return next(values) if isinstance(leaf.meta.get("val"), torch.Tensor) else sharder.canonical[leaf][0]
-
-        self.args: tuple[Any, ...] = fx.node.map_arg(node.args, local)
-        names = [argument.name for argument in getattr(getattr(node.target, "_schema", None), "arguments", [])]
-        ordered = sorted(node.kwargs, key=lambda name: names.index(name) if name in names else len(names))
-        self.kwargs: dict[str, Any] = {name: fx.node.map_arg(node.kwargs[name], local) for name in ordered}
-
-    def emit(self, rule: Rule | None) -> fx.Node:
-        """Write the op in its local form."""
-        if rule is not None and rule.lower is not None:
-            return rule.lower(self)
-        return self.call(self.node.target, *self.args, **self.kwargs)
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return self._local.call(self._origin, target, *args, **kwargs)
-
-    def offset(self, axes: Sequence[Axis], step: int) -> Any:
-        return self._local.offset(self._origin, axes, step)
-
-
-def _bound(node: fx.Node) -> BoundRule:
-    rule = info(node).rule
-    assert rule is not None
-    return rule
-
-
-def _annotate(node: fx.Node, layouts: Sequence[Layout]) -> None:
-    """Note where a node's outputs lie; a view that turned out to be its base keeps what the base has."""
-    if not info(node).layouts:
-        node.meta[META] = replace(info(node), layouts=tuple(layouts))
-
-
-def _check_shape(node: fx.Node, value: torch.Tensor, layout: Layout) -> None:
-    if tuple(value.shape) != layout.local_shape:
-        raise VerifyError(
-            f"the local form of {node.target} ({node.name}, {info(node).op}) has the shape {tuple(value.shape)}, "
-            f"its layout {layout} says {layout.local_shape}: its rule or its lowering is wrong"
-        )
 
 
 def _remove_dead(graph: fx.Graph) -> None:

@@ -1,0 +1,168 @@
+"""Values at layouts: where each value of the global graph lies in the local one, and how it gets where it is wanted.
+
+A value has one *canonical* place, where it was computed or reduced to. Wanted elsewhere, it is brought there once for
+each layout and remembered. Views have no place of their own: what they look at is brought to the layout that makes
+them lie as wanted, and they are written on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from shardweave.errors import LayoutError, VerifyError
+from shardweave.ir import META, Axis, BoundRule, Layout, Mesh
+from shardweave.passes.annotate import info
+from shardweave.passes.emitter import OpEmitter
+from shardweave.passes.follow import Arrival
+from shardweave.passes.layouts import drop, factors_of, rest_layout, through
+from shardweave.passes.local import LocalGraph, Origin
+from shardweave.passes.rules import find_rule
+from shardweave.passes.rules.registry import tensor_args
+
+
+class Values:
+    """The values of one global graph while its local graph is written.
+
+    Parameters
+    ----------
+    local : LocalGraph
+    names : mapping of str to str
+        What buffers and inputs are called, by placeholder.
+    rest_axes : mapping of str to axes
+        The axes that each parameter's states rest on, beside those of the layout that it is first needed in.
+    """
+
+    def __init__(
+        self, local: LocalGraph, mesh: Mesh, names: Mapping[str, str], rest_axes: Mapping[str, tuple[Axis, ...]]
+    ) -> None:
+        self.local, self.mesh = local, mesh
+        self.names, self.rest_axes = names, rest_axes
+        self.canonical: dict[fx.Node, tuple[fx.Node, Layout]] = {}
+        self.memo: dict[tuple[fx.Node, Layout, bool], fx.Node] = {}
+        self.parameters: dict[fx.Node, str] = {}
+        self.rests: dict[str, Layout] = {}
+        self.backward = False
+
+    def arrival(self, value: fx.Node) -> Arrival:
+        root = self._root(value)
+        return Arrival(self.layout(value), value.meta["val"].numel(), root in self.parameters, self._single_user(value))
+
+    def _root(self, value: fx.Node) -> fx.Node:
+        while value not in self.canonical:
+            value = tensor_args(value)[0]
+        return value
+
+    def _single_user(self, value: fx.Node) -> bool:
+        """Whether the value that `value` looks at has one user, views looked through."""
+        while True:
+            if len(value.users) != 1:
+                return False
+            if value in self.canonical:
+                return True
+            value = tensor_args(value)[0]
+
+    def layout(self, value: fx.Node) -> Layout:
+        """Where a global value lies now."""
+        if value in self.canonical:
+            return self.canonical[value][1]
+        return self._view(value)[1]
+
+    def _view(self, view: fx.Node) -> tuple[Layout, Layout]:
+        """Where a view wants what it looks at, and where it then lies itself: axes that it would cut are gathered."""
+        bound = bound_rule(view)
+        have = self.layout(tensor_args(view)[0])
+        result = through(have, bound.inputs[0], bound.outputs[0], bound.sizes())
+        if result is None:
+            kept = factors_of(have.dims, bound.inputs[0], bound.sizes())
+            have = drop(have, set(have.shard_axes) - set(kept))
+            result = through(have, bound.inputs[0], bound.outputs[0], bound.sizes())
+        if result is None:
+            have = drop(have, have.shard_axes)
+            result = through(have, bound.inputs[0], bound.outputs[0], bound.sizes())
+        if result is None:
+            raise LayoutError(f"{view} cannot be computed at {have}")
+        return have, result
+
+    def value(self, node: fx.Node, want: Layout, origin: Origin | None = None) -> fx.Node:
+        """The local node that holds a global value at `want`."""
+        root = self._root(node)
+        # A gathered parameter is freed after its forward use: the backward gathers it again.
+        key = node, want, self.backward and root in self.parameters
+        found = self.memo.get(key)
+        if found is None:
+            found = self.memo[key] = self._materialise(node, want, origin)
+        return found
+
+    def _materialise(self, node: fx.Node, want: Layout, origin: Origin | None) -> fx.Node:
+        if node in self.canonical:
+            written, have = self.canonical[node]
+            if node in self.parameters and self.parameters[node] not in self.rests:
+                have = self._rest(node, written, want)
+            if have == want:
+                return written
+            origin = origin or self._origin(node, have)
+
+            def reduced(result: fx.Node, layout: Layout) -> None:
+                self.canonical[node] = result, layout
+
+            return self.local.redistribute(written, have, want, origin, reduced)
+        bound, rule = bound_rule(node), find_rule(node)
+        source = tensor_args(node)[0]
+        back = through(want, bound.outputs[0], bound.inputs[0], bound.sizes())
+        if back is None:
+            first, lies = self._view(node)
+            where = origin or self._origin(node, lies)
+            return self.local.redistribute(self.value(node, lies), lies, want, where, lambda *_: None)
+        inner = self.value(source, back, origin)
+        assert rule is not None
+        where = Origin(info(node).op, backward=self.backward)
+        emitter = OpEmitter(self.local, self.canonical, node, iter([inner]), (back,), (want,), {}, bound, where)
+        written = emitter.emit(rule)
+        check_shape(node, written.meta["val"], want)
+        annotate_layouts(written, (want,))
+        return written
+
+    def _rest(self, node: fx.Node, written: fx.Node, want: Layout) -> Layout:
+        """Let a parameter rest as it is first needed, with its states spread further over its axes of rest."""
+        name = self.parameters[node]
+        taken = want.shard_axes
+        axes = [axis for axis in self.rest_axes.get(name, ()) if axis not in taken]
+        layout = rest_layout(want, axes, self.mesh)
+        value = node.meta["val"]
+        with self.local.fake:
+            written.meta["val"] = torch.empty(layout.local_shape, dtype=value.dtype, device=value.device)
+        written.meta[META] = replace(info(written), layouts=(layout,))
+        self.canonical[node] = written, layout
+        self.rests[name] = layout
+        return layout
+
+    def _origin(self, node: fx.Node, have: Layout) -> Origin:
+        if node in self.parameters:
+            return Origin(self.parameters[node], "gather from rest", "parameter", self.backward)
+        name = self.names.get(node.name) or info(node).op or node.name
+        reason = f"sum of {name}" if have.partial else f"layout of {name}"
+        return Origin(name, reason, "activation", self.backward)
+
+
+def bound_rule(node: fx.Node) -> BoundRule:
+    rule = info(node).rule
+    assert rule is not None
+    return rule
+
+
+def annotate_layouts(node: fx.Node, layouts: Sequence[Layout]) -> None:
+    """Note where a node's outputs lie; a view that turned out to be its base keeps what the base has."""
+    if not info(node).layouts:
+        node.meta[META] = replace(info(node), layouts=tuple(layouts))
+
+
+def check_shape(node: fx.Node, value: torch.Tensor, layout: Layout) -> None:
+    if tuple(value.shape) != layout.local_shape:
+        raise VerifyError(
+            f"the local form of {node.target} ({node.name}, {info(node).op}) has the shape {tuple(value.shape)}, "
+            f"its layout {layout} says {layout.local_shape}: its rule or its lowering is wrong"
+        )
