@@ -1,0 +1,82 @@
+"""A generated step as plain values, to be sent to the ranks: fx keeps neither its nodes nor their order in a pickle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+import shardweave as sw
+from shardweave.compiler.capture import _TENSOR, CallTree
+from shardweave.compiler.codegen import Step
+from shardweave.ir import StepSpec
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A node among the arguments of another, by name; or an op by its full name."""
+
+    name: str
+
+
+PackedGraph = list[tuple[str, str, Any, Any, Any]]
+
+
+def pack(graph: fx.Graph) -> PackedGraph:
+    """The nodes of a graph, without their meta."""
+
+    def packed(node: fx.Node) -> tuple[str, str, Any, Any, Any]:
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda leaf: Reference(leaf.name))
+        target = Reference(str(node.target)) if isinstance(node.target, torch._ops.OpOverload) else node.target
+        return node.op, node.name, target, args, kwargs
+
+    return [packed(node) for node in graph.nodes]
+
+
+def unpack(packed: PackedGraph) -> fx.GraphModule:
+    """The graph of these nodes."""
+    graph = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+    for op, name, target, args, kwargs in packed:
+        if isinstance(target, Reference):
+            namespace, operator, overload = target.name.split(".")
+            target = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+        args, kwargs = _resolved(args, nodes), _resolved(kwargs, nodes)
+        nodes[name] = graph.create_node(op, target, args, kwargs, name)
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def _resolved(value: Any, nodes: dict[str, fx.Node]) -> Any:
+    if isinstance(value, Reference):
+        return nodes[value.name]
+    if isinstance(value, dict):
+        return {key: _resolved(item, nodes) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_resolved(item, nodes) for item in value])
+    return value
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A step that can be pickled."""
+
+    forward: PackedGraph
+    backward: PackedGraph
+    spec: StepSpec
+    call: CallTree
+    plan: dict[str, Any]
+
+    @classmethod
+    def of(cls, step: Step, call: CallTree, plan: sw.Plan) -> Packed:
+        assert step.backward is not None
+        return cls(pack(step.forward.graph), pack(step.backward.graph), step.spec, call, plan.to_dict())
+
+    def module(self, model: nn.Module) -> sw.ParallelModule:
+        """`model` run by this step, as `compile_parallel` makes it."""
+        step = Step(unpack(self.forward), unpack(self.backward), self.spec)
+        # The mark of a tensor is told by identity, which a pickle does not keep.
+        marks = tuple(_TENSOR if constant == _TENSOR else constant for constant in self.call.output_constants)
+        call = replace(self.call, output_constants=marks)
+        return sw.ParallelModule(model, step, flatten=call.flatten, unflatten=call.unflatten)

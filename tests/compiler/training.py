@@ -1,0 +1,172 @@
+"""Training on many ranks and on one device, side by side: what the tests of equality run in the pool's ranks."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardweave as sw
+from shardweave.compiler.api import _Compiler
+from shardweave.options import Options
+from shardweave.runtime.state import gather
+from tests.compiler.packing import Packed
+from tests.models import ZOO, Case
+
+STEPS = 5
+BATCH = 8
+
+# Adam divides a gradient by its own size, so that one that is zero but for rounding (the bias of a key: a softmax does
+# not see it) would move its parameter as far as any other. An eps above float32's rounding, and far below true
+# gradients, keeps the optimizer from blowing rounding up. As Adam hardly sees the scale of a gradient either,
+# gradients are compared besides.
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4, weight_decay=0.1)
+
+
+class DoubleNorm(nn.Module):
+    """transformers' LlamaRMSNorm in the dtype of its input."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+def _double_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def model_of(case: Case, dtype: torch.dtype) -> nn.Module:
+    """The model of a case; a Llama in float64 truly so.
+
+    transformers' Llama computes its norms and its loss in float32 whatever its dtype, and sums of float32 in another
+    order differ by 1e-7: of the float64 that the comparison is about, these two parts are made here. Its rotary
+    embedding stays in float32, as it sums nothing that is spread.
+    """
+    model = case.model(dtype)
+    if case.name.startswith("llama") and dtype == torch.float64:
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if type(child).__name__ == "LlamaRMSNorm":
+                    setattr(module, name, DoubleNorm(child))
+        model.loss_function = _double_loss
+    return model
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is to be spread: what is forced, and under which memory limit the planner completes the rest.
+
+    `tight` stands for the smallest limit that a plan meets.
+    """
+
+    name: str
+    force: Mapping[str, Any] = field(default_factory=dict)
+    memory_limit: int | None = None
+    tight: bool = False
+
+
+@dataclass
+class Run:
+    """What training gave: a loss for each step, the first step's gradients, and all parameters in the end."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+def train(
+    model: nn.Module,
+    case: Case,
+    dtype: torch.dtype,
+    optimizer: Callable[..., torch.optim.Optimizer] = ADAMW,
+    clip: float | None = None,
+    batches: Callable[[int], dict[str, Tensor]] | None = None,
+) -> Run:
+    """Train with another batch at each step, in either world; the loss is the model's own."""
+    steps = optimizer(model.parameters())
+    losses, gradients = [], {}
+    for step in range(STEPS):
+        loss = case.loss(model(**(batches or partial(case.batch, size=BATCH, dtype=dtype))(step)))
+        loss.backward()
+        if step == 0:
+            gradients = gradients_of(model)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        steps.step()
+        steps.zero_grad()
+        losses.append(loss.item())
+    full = model.full_state_dict() if isinstance(model, sw.ParallelModule) else model.state_dict()
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return Run(losses, gradients, {name: value.detach().clone() for name, value in full.items() if name in names})
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """The whole gradients of all parameters that have one."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if isinstance(model, sw.ParallelModule):
+        layouts = {parameter.name: parameter.layout for parameter in model.spec.parameters}
+        return {name: gather(grad, layouts[name], model.mesh) for name, grad in found.items()}
+    return {name: grad.clone() for name, grad in found.items()}
+
+
+def compile_ways(model: nn.Module, case: Case, dtype: torch.dtype, world: int, ways: Sequence[Way]) -> list[Packed]:
+    """The model's step in each of these ways, ready to be sent to ranks.
+
+    Done once and not in every rank, as eight ranks on two cores would be at it for minutes; that `compile_parallel`
+    does the same on every rank is for test_api.py to show. The capture is the same for all ways.
+    """
+    compiler = _Compiler(model, sw.Cluster.local(world), case.batch(0, BATCH, dtype), None, None)
+    packed = []
+    for way in ways:
+        compiler = copy.copy(compiler)
+        compiler.options = Options(force=way.force, memory_limit=way.memory_limit)
+        plan = tightest(compiler) if way.tight else compiler.plan()
+        packed.append(Packed.of(compiler.lower(plan).step, compiler.captured.call, plan))
+    return packed
+
+
+def tightest(compiler: _Compiler) -> sw.Plan:
+    """The plan under the smallest memory limit that the errors of planning with less lead to."""
+    limit = 1
+    while True:
+        compiler.options = replace(compiler.options, memory_limit=limit)
+        try:
+            return compiler.plan()
+        except sw.InfeasibleError as error:
+            limit = smallest_named(error)
+
+
+def smallest_named(error: sw.InfeasibleError) -> int:
+    """The bytes that an error says would do."""
+    found = re.search(r"smallest .*?(\d+) bytes", str(error))
+    assert found is not None, str(error)
+    return int(found[1])
+
+
+def train_packed(name: str, dtype: torch.dtype, steps: Sequence[Packed]) -> list[Run | list[float]]:
+    """Train a model of the zoo by each of these steps; what rank 0 saw, and of the other ranks the losses."""
+    case = ZOO[name]
+    model = model_of(case, dtype)
+    found: list[Run | list[float]] = []
+    for packed in steps:
+        run = train(packed.module(model), case, dtype)
+        found.append(run if dist.get_rank() == 0 else run.losses)
+    return found
+
+
+def distance(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest difference of two sets of tensors, each relative to the largest entry of its tensor, and where."""
+    assert got.keys() == expected.keys()
+    worst = [(float((got[n] - e).abs().max() / e.abs().max().clamp(min=1e-30)), n) for n, e in expected.items()]
+    return max(worst, default=(0.0, ""))
