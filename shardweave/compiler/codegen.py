@@ -11,6 +11,7 @@ from torch import fx
 from shardweave.errors import VerifyError
 from shardweave.ir import StepSpec, axes_size
 from shardweave.passes.annotate import graph_outputs, info
+from shardweave.units import readable_bytes
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def commented(graph: fx.Graph) -> Callable[[list[str]], list[str]]:
             over = " ".join(axis.name for axis in what.axes)
             why = f", {what.reason}" if what.reason else ""
             comments[node.name] = (
-                f"# {what.owner}: {what.kind} of {human_bytes(what.bytes)} over {over} "
+                f"# {what.owner}: {what.kind} of {readable_bytes(what.bytes)} over {over} "
                 f"({axes_size(what.axes)} ranks){why}"
             )
 
@@ -91,19 +92,6 @@ def commented(graph: fx.Graph) -> Callable[[list[str]], list[str]]:
         return result
 
     return transform
-
-
-def human_bytes(num_bytes: float) -> str:
-    """A number of bytes for a reader.
-
-    >>> human_bytes(1536)
-    '1.5 KB'
-    """
-    for unit in ("B", "KB", "MB", "GB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TB"
 
 
 def graph_hash(*modules: fx.GraphModule) -> str:

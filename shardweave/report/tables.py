@@ -62,7 +62,7 @@ class Report:
 
     def __str__(self) -> str:
         out = io.StringIO()
-        Console(file=out, width=_WIDTH, color_system=None, force_terminal=False).print(self)
+        Console(file=out, width=_WIDTH, color_system=None, force_terminal=False, force_jupyter=False).print(self)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     __repr__ = __str__

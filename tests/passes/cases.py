@@ -451,6 +451,18 @@ def cat(d: Draw) -> Call:
     return (values, dim), {}
 
 
+@case(aten.stack.default)
+def stack(d: Draw) -> Call:
+    size = d.sizes(1, 3)
+    return ([d.tensor(*size) for _ in range(d.choice([1, 2, 3]))], d.dim(len(size) + 1)), {}
+
+
+@case(aten.unbind.int)
+def unbind(d: Draw) -> Call:
+    size = d.sizes(1, 3)
+    return (d.tensor(*size), d.dim(len(size))), {}
+
+
 @case(aten.split.Tensor)
 def split(d: Draw) -> Call:
     size = d.sizes(1, 3)

@@ -17,7 +17,7 @@ def strategies(mesh: Mesh) -> Iterator[Strategy]:
     """Every strategy on `mesh`: each grid with its parameters resting replicated, over z, or over z and data.
 
     >>> len(list(strategies(Mesh.of_levels([("gpu", 4)]))))
-    11
+    14
     """
     axes = sorted(mesh.axes, key=lambda axis: axis.stride)
     for first in range(len(axes) + 1):

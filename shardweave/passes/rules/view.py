@@ -199,6 +199,17 @@ def lower_select_backward(emit: Emitter) -> fx.Node:
     return emit.call(aten.select_backward.default, emit.args[0], sizes, *emit.args[2:])
 
 
+def bind_stack(node: fx.Node) -> BoundRule:
+    """`stack` and `unbind`: the dimension that counts the parts is blocked, the others are free."""
+    unbind = node.target is aten.unbind.int
+    whole = shape(tensor_args(node)[0]) if unbind else output_shapes(node)[0]
+    dim = argument(node, "dim") % len(whole)
+    builder = _Builder()
+    whole_dims = tuple(builder.new(size, blocked=index == dim) for index, size in enumerate(whole))
+    parts = (whole_dims[:dim] + whole_dims[dim + 1 :],) * whole[dim]
+    return BoundRule(tuple(builder.factors), *(((whole_dims,), parts) if unbind else (parts, (whole_dims,))))
+
+
 def bind_cat(node: fx.Node) -> BoundRule:
     """`cat` of equal chunks is a product whose outer factor is blocked; of unequal ones its dimension is blocked."""
     (result,) = output_shapes(node)
@@ -287,6 +298,7 @@ family([aten.expand.default], bind_expand, "expand", lower=lower_to_local_shape)
 family([aten.slice.Tensor, aten.slice_backward.default], bind_slice, "slice on equal chunks", lower=lower_slice)
 family([aten.select.int], bind_select, "select")
 family([aten.select_backward.default], bind_select, "select", lower=lower_select_backward)
+family([aten.unbind.int, aten.stack.default], bind_stack, "stack and unbind")
 family([aten.cat.default], bind_cat, "cat of equal chunks")
 family([aten.split.Tensor, aten.split_with_sizes.default], bind_split, "split into equal chunks", lower=lower_split)
 family([aten.constant_pad_nd.default], bind_pad, "pad")
