@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,11 +58,9 @@ def run(module: fx.GraphModule, mesh: Mesh, inputs: Sequence[Sequence[Any]]) -> 
             else:
                 values[node] = list(next(given))
         elif node.op == "output":
-            return [fx.node.map_arg(node.args[0], lambda leaf: values[leaf][rank]) for rank in ranks]
+            return [fx.node.map_arg(node.args[0], _of_rank(values, rank)) for rank in ranks]
         else:
-            arguments = [
-                fx.node.map_arg((node.args, node.kwargs), lambda leaf: values[leaf][rank]) for rank in ranks
-            ]
+            arguments = [fx.node.map_arg((node.args, node.kwargs), _of_rank(values, rank)) for rank in ranks]
             info = node.meta.get(META)
             if node.target is c10d.wait_tensor.default:
                 values[node] = [args[0] for args, _ in arguments]
@@ -71,6 +69,10 @@ def run(module: fx.GraphModule, mesh: Mesh, inputs: Sequence[Sequence[Any]]) -> 
             else:
                 values[node] = [node.target(*args, **kwargs) for args, kwargs in arguments]
     raise AssertionError("the graph has no output")
+
+
+def _of_rank(values: dict[fx.Node, list[Any]], rank: int) -> Callable[[fx.Node], Any]:
+    return lambda leaf: values[leaf][rank]
 
 
 def _collective(what: Any, mesh: Mesh, parts: list[torch.Tensor], node: fx.Node) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import copy
 import inspect
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,55 +18,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from shardweave.errors import CaptureError, InputError
-
-
-@dataclass(frozen=True)
-class CallTree:
-    """The structure of a call: how its arguments become the graph's inputs, and its outputs the model's return value.
-
-    `names` are the leaves of a call in order (``"tokens"``, ``"batch.labels"``), `constants` what the leaves that
-    are not tensors were at capture.
-    """
-
-    signature: inspect.Signature
-    spec: pytree.TreeSpec
-    names: tuple[str, ...]
-    tensor_positions: tuple[int, ...]
-    constants: tuple[Any, ...]
-    output_spec: pytree.TreeSpec
-    output_constants: tuple[Any, ...]
-
-    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors of a call in the order of the graph's inputs; `InputError` where the call is another one."""
-        leaves, spec = pytree.tree_flatten(_canonical(self.signature, args, kwargs))
-        if spec != self.spec:
-            given = ", ".join(_leaf_names(self.signature, args, kwargs)) or "nothing"
-            raise InputError(
-                f"the step was compiled for the arguments {', '.join(self.names)}; this call has {given}: "
-                "call it as it was captured, or compile again with these inputs"
-            )
-        for position, (leaf, constant) in enumerate(zip(leaves, self.constants)):
-            name = self.names[position]
-            if position in self.tensor_positions:
-                if not isinstance(leaf, Tensor):
-                    raise InputError(f"the argument {name} must be a tensor, got {type(leaf).__name__}")
-            elif isinstance(leaf, Tensor) or leaf != constant:
-                got = "a tensor" if isinstance(leaf, Tensor) else repr(leaf)
-                raise InputError(
-                    f"the argument {name} was {constant!r} at capture and is part of the compiled step; it is now "
-                    f"{got}: compile again with it"
-                )
-        return [leaves[position] for position in self.tensor_positions]
-
-    def unflatten(self, outputs: Sequence[Any]) -> Any:
-        """The model's return value, from the graph's tensor outputs."""
-        tensors = iter(outputs)
-        values = [next(tensors) if constant is _TENSOR else constant for constant in self.output_constants]
-        return pytree.tree_unflatten(values, self.output_spec)
-
-
-_TENSOR = "<a tensor output>"
+from shardweave.compiler.call import TENSOR, CallTree, as_call, canonical, leaf_names
+from shardweave.errors import CaptureError
 
 
 @dataclass(frozen=True)
@@ -108,22 +61,6 @@ class Captured:
     whole: bool = False
 
 
-def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Example inputs as positional and keyword arguments.
-
-    >>> as_call({"tokens": 1}), as_call((1, 2)), as_call(((1,), {"y": 2}))
-    (((), {'tokens': 1}), ((1, 2), {}), ((1,), {'y': 2}))
-    """
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, (tuple, list)):
-        values = tuple(example_inputs)
-        if len(values) == 2 and isinstance(values[0], (tuple, list)) and isinstance(values[1], Mapping):
-            return tuple(values[0]), dict(values[1])
-        return values, {}
-    return (example_inputs,), {}
-
-
 def capture(model: nn.Module, example_inputs: Any) -> Captured:
     """Capture the forward and backward of `model` on inputs like `example_inputs` as one aten graph.
 
@@ -142,8 +79,8 @@ def capture(model: nn.Module, example_inputs: Any) -> Captured:
     """
     args, kwargs = as_call(example_inputs)
     signature = inspect.signature(model.forward)
-    args, kwargs = _canonical(signature, args, kwargs)
-    names = _leaf_names(signature, args, kwargs)
+    args, kwargs = canonical(signature, args, kwargs)
+    names = leaf_names(signature, args, kwargs)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     for name, leaf in zip(names, leaves):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -280,7 +217,7 @@ def _describe(
         tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)),
         tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves),
         out_spec,
-        tuple(_TENSOR if isinstance(value, fx.Node) else value for value in returned),
+        tuple(TENSOR if isinstance(value, fx.Node) else value for value in returned),
     )
     graph.graph.set_codegen(fx.graph.CodeGen())  # flat arguments, in the placeholders' order
     graph.graph.lint()
@@ -298,38 +235,6 @@ def _describe(
         tree,
         model.training,
     )
-
-
-def _canonical(
-    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call whichever way its arguments were given: positional where possible, defaults left out."""
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise InputError(f"the call does not fit the model's forward{signature}: {error}") from None
-    for name, value in list(bound.arguments.items()):
-        parameter = signature.parameters[name]
-        if parameter.kind is not parameter.VAR_POSITIONAL and value is parameter.default:
-            del bound.arguments[name]
-    return bound.args, bound.kwargs
-
-
-def _leaf_names(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """A name for each leaf of the canonical call, such as ``"tokens"`` or ``"batch.labels"``."""
-    args, kwargs = _canonical(signature, args, kwargs)
-    bound = signature.bind(*args, **kwargs)
-    positional = [name for name in bound.arguments if name not in bound.kwargs]
-    names = []
-    for path, _ in pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]:
-        keys = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]
-        if keys[0] == "0":
-            index = int(keys[1])
-            keys[1] = (
-                positional[index] if index < len(positional) else f"{positional[-1]}.{index - len(positional) + 1}"
-            )
-        names.append(".".join(keys[1:]))
-    return tuple(names)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from torch import fx
 from shardweave.compiler.capture import Captured
 from shardweave.compiler.codegen import Step, graph_hash, split
 from shardweave.compiler.planner.ops import Op, batch_classes, find_ops
-from shardweave.errors import PlanError
 from shardweave.ir import Assignment, Axis, Layout, Mesh, ParameterSpec, StepSpec, Strategy, ValueSpec
 from shardweave.options import Options
 from shardweave.passes.annotate import Annotate, graph_outputs, info, op_name
@@ -261,14 +260,4 @@ class _Boundary:
             captured.mutated_buffers,
             self.data,
             graph_hash(forward, backward),
-        )
-
-
-def check_strategies(ops: list[Op], strategies: Mapping[str, Strategy]) -> None:
-    """`PlanError` where the strategies are not one for each op."""
-    missing = [op.name for op in ops if op.name not in strategies]
-    unknown = sorted(set(strategies) - {op.name for op in ops})
-    if missing or unknown:
-        raise PlanError(
-            f"the plan has no strategy for {missing or 'nothing'} and has some for unknown ops: {unknown or 'none'}"
         )

@@ -1,0 +1,44 @@
+"""The few frozen types that every floor of shardweave speaks.
+
+The one idea: a machine offers *axes*, an op has *factors* (its loops), and parallelising an op is assigning
+each axis to one of its factors, or to none. Where a value lies is then derived:
+
+- a factor that is in the output and has an axis: the output is sharded over that axis,
+- a factor that is only in the inputs and has an axis: the output is a partial result over it,
+- an axis on none of the factors: the output is replicated over it.
+
+A dimension is a mixed-radix number whose digits, outermost first, are either an `Axis` (that digit differs from
+device to device) or an ``int`` (that many steps lie on the device itself). ``(x, 32)`` is a plain shard of a
+dimension of ``32 * x.size``; ``(3, x, 16)`` is the strided shard of a fused ``(3 h d)`` projection on its heads.
+Axes have prime sizes, so a view never has to cut one.
+"""
+
+from shardweave.ir.axes import Axis, Digit, Mesh, axes_size, group_name, prime_factors
+from shardweave.ir.layout import Layout, normalise
+from shardweave.ir.rule import Assignment, BoundRule, Dims, Factor
+from shardweave.ir.step import META, Collective, NodeInfo, ParameterSpec, StepSpec, ValueSpec
+from shardweave.ir.strategy import Grid, GridAxes, Strategy
+
+__all__ = [
+    "Assignment",
+    "Axis",
+    "BoundRule",
+    "Collective",
+    "Digit",
+    "Dims",
+    "Factor",
+    "Grid",
+    "GridAxes",
+    "Layout",
+    "META",
+    "Mesh",
+    "NodeInfo",
+    "ParameterSpec",
+    "StepSpec",
+    "Strategy",
+    "ValueSpec",
+    "axes_size",
+    "group_name",
+    "normalise",
+    "prime_factors",
+]

@@ -1,0 +1,113 @@
+"""Generated steps: what is known of each node, and how the two graphs are called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardweave.ir.axes import Axis, Mesh
+from shardweave.ir.layout import Layout
+from shardweave.ir.rule import BoundRule
+
+META = "shardweave"
+"""The one key that shardweave uses in ``node.meta``; its value is a `NodeInfo`."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What a collective in a generated graph does, whose it is and why.
+
+    Parameters
+    ----------
+    kind : str
+        ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
+    axes : tuple of Axis
+        The group: all ranks that differ only along these axes.
+    bytes : int
+        Size of the whole (gathered, or not yet scattered) buffer on one rank.
+    owner : str
+        The parameter or the op whose value it moves.
+    reason : str
+        For the reader of the generated code, such as ``"sum over k"``.
+    cause : {"parameter", "gradient", "activation"}
+        Which of the three kinds of traffic it is.
+    """
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
+    axes: tuple[Axis, ...]
+    bytes: int
+    owner: str
+    reason: str
+    cause: Literal["parameter", "gradient", "activation"]
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """What shardweave knows of one fx node; it lies under ``node.meta[META]``.
+
+    Parameters
+    ----------
+    rule : BoundRule or None
+        Set by `annotate` on every op that has one.
+    layouts : tuple of Layout
+        Where the node's outputs lie; set by `shard`. One entry for a plain tensor.
+    op : str
+        The name by which plans, tables and comments call the node: its parameter's or its module's.
+    backward : bool
+        The node runs in the backward graph.
+    collective : Collective or None
+        Set on the node that starts a collective.
+    """
+
+    rule: BoundRule | None = None
+    layouts: tuple[Layout, ...] = ()
+    op: str = ""
+    backward: bool = False
+    collective: Collective | None = None
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """A parameter or buffer of the model and where its states rest.
+
+    `layout` is what the forward graph takes and what its gradient is returned in; `aliases` are the other names
+    of a tied parameter.
+    """
+
+    name: str
+    layout: Layout
+    dtype: str
+    trainable: bool = True
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ValueSpec:
+    """A tensor that a user passes in or gets back: its name, global layout and dtype (``"float32"``)."""
+
+    name: str
+    layout: Layout
+    dtype: str
+    differentiable: bool = False
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """The calling convention of a generated step, all that the runtime has to know beside the two graphs.
+
+    The forward graph takes the coordinates (one int an axis of `mesh`, in its order), then the local tensors of
+    `parameters`, `buffers` and `inputs`; it returns the new values of `mutated_buffers`, then `outputs`, then
+    what is saved. The backward graph takes the coordinates, what was saved, and one tangent for each differentiable
+    output (for one that is not a scalar: of its local part); it returns one gradient for each trainable parameter,
+    in order, at the parameter's layout.
+    """
+
+    mesh: Mesh
+    parameters: tuple[ParameterSpec, ...]
+    buffers: tuple[ParameterSpec, ...]
+    inputs: tuple[ValueSpec, ...]
+    outputs: tuple[ValueSpec, ...]
+    mutated_buffers: tuple[str, ...] = ()
+    data_axes: tuple[Axis, ...] = ()
+    """The axes over which the inputs' batch is spread, outermost first."""
+    graph_hash: str = ""

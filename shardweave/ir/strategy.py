@@ -1,0 +1,100 @@
+"""Strategies: what a plan says of one op."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardweave.errors import LayoutError
+from shardweave.ir.axes import Axis, Mesh, axes_size
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The sizes ``(x, y, z, data)`` that one op uses, innermost first (AxoNN, section V-A).
+
+    For a matmul ``m k, k n -> m n``: x is on n, y on k, z and data on m; a weight rests sharded over z too.
+
+    >>> Grid(x=2, data=4).size
+    8
+    """
+
+    x: int = 1
+    y: int = 1
+    z: int = 1
+    data: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.x * self.y * self.z * self.data
+
+    def __str__(self) -> str:
+        return f"({self.x}, {self.y}, {self.z}, {self.data})"
+
+
+@dataclass(frozen=True)
+class GridAxes:
+    """The axes of a mesh that a strategy puts on each dimension of its grid, innermost first."""
+
+    x: tuple[Axis, ...]
+    y: tuple[Axis, ...]
+    z: tuple[Axis, ...]
+    data: tuple[Axis, ...]
+    rest: tuple[Axis, ...]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How one op with a parameter is spread: its grid, and over how many devices its states rest.
+
+    Parameters
+    ----------
+    grid : Grid
+        Its size is the number of devices.
+    rest : int
+        Over how many of the devices that hold the same part of the parameter (the z and data ones) its states rest
+        sharded, innermost first: 1 is DP, ``z * data`` is ZDP, ``z`` is AxoNN's.
+    y_inside : bool
+        The y axes are the innermost ones, then the x axes: what a layer needs whose input was spread over the x
+        axes of the layer before (AxoNN swaps x and y in every second layer; Megatron's row follows its column).
+
+    Examples
+    --------
+    >>> mesh = Mesh.of_levels([("gpu", 4), ("node", 2)])
+    >>> axes = Strategy(Grid(x=2, data=4), rest=4).axes(mesh)
+    >>> [axis.name for axis in axes.x], [axis.name for axis in axes.rest]
+    (['gpu0'], ['gpu1', 'node0'])
+    """
+
+    grid: Grid
+    rest: int = 1
+    y_inside: bool = False
+
+    def axes(self, mesh: Mesh) -> GridAxes:
+        """The axes of `mesh` for each dimension of the grid; `LayoutError` where the sizes do not fit its axes."""
+        remaining = sorted(mesh.axes, key=lambda axis: axis.stride)
+        if self.grid.size != mesh.world_size:
+            raise LayoutError(f"the grid {self.grid} has {self.grid.size} devices, the cluster {mesh.world_size}")
+
+        def take(size: int, source: list[Axis], what: str) -> tuple[Axis, ...]:
+            taken: list[Axis] = []
+            while axes_size(taken) < size and source:
+                taken.append(source.pop(0))
+            if axes_size(taken) != size:
+                raise LayoutError(
+                    f"{what} = {size} of the grid {self.grid} does not fit the axes {', '.join(map(str, mesh.axes))}: "
+                    "each dimension of a grid takes whole axes, innermost first"
+                )
+            return tuple(taken)
+
+        runs: dict[str, tuple[Axis, ...]] = {}
+        for name in ("y", "x") if self.y_inside else ("x", "y"):
+            runs[name] = take(getattr(self.grid, name), remaining, name)
+        z = take(self.grid.z, remaining, "z")
+        free = [*z, *remaining]
+        return GridAxes(runs["x"], runs["y"], z, tuple(remaining), take(self.rest, free, "rest"))
+
+    def __str__(self) -> str:
+        free = self.grid.z * self.grid.data
+        rest = "" if free == 1 else " DP" if self.rest == 1 else " ZDP" if self.rest == free else f" rest/{self.rest}"
+        order = " y inside" if self.y_inside and self.grid.x > 1 and self.grid.y > 1 else ""
+        return f"{self.grid}{order}{rest}"
