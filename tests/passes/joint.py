@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from shardweave.compiler.capture import Captured, capture
 from shardweave.compiler.pipeline import Annotated, annotate, copied
 from shardweave.demo.model import GPTConfig
 from shardweave.options import Options
-from tests.models import ZOO, Case, gpt, llama
+from tests.models import ZOO, Case, gpt, llama, mlp
+
+
+
+class Chain(nn.Module):
+    """Linear layers and nothing else: what papers count the collectives of."""
+
+    def __init__(self, sizes: Sequence[int] = (8, 16, 32, 8)) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairwise(sizes))
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(F.relu(x) if index else x)
+        return F.mse_loss(x, targets)
+
 
 SMALL = GPTConfig(vocabulary=24, context=4, layers=1, heads=4, width=16, bias=True)
 SMALL_TIED = GPTConfig(vocabulary=24, context=4, layers=1, heads=4, width=16, bias=False, tied=True)
+EVEN = (8, 16, 32, 8)
 _llama = partial(llama.build, layers=1, heads=4, key_value_heads=2, width=16)
 CASES = {
     "mlp": ZOO["mlp"],
+    "chain": Case("chain", Chain, partial(mlp.batch, sizes=EVEN)),
+    "mlp-even": Case("mlp-even", partial(mlp.build, EVEN), partial(mlp.batch, sizes=EVEN)),
     "gpt": Case("gpt", partial(gpt.build, SMALL), partial(gpt.batch, config=SMALL)),
     "gpt-tied": Case("gpt-tied", partial(gpt.build, SMALL_TIED), partial(gpt.batch, config=SMALL_TIED)),
     "llama": Case("llama", _llama, llama.batch, ZOO["llama"].loss),
     "llama-tied": Case("llama-tied", partial(_llama, tied=True), llama.batch, ZOO["llama"].loss),
 }
-"""The zoo with one layer of each kind, so that many plans of it can be tried."""
+"""The zoo with one layer of each kind, so that many plans of it can be tried, and MLPs that every grid of 8 divides."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,177 @@
+"""Annotate: the joint graph keeps its values, and every node gets its rule in atoms and its name."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from shardweave.compiler.capture import Captured, capture
+from shardweave.compiler.pipeline import annotate
+from shardweave.errors import RuleError
+from shardweave.ir import BoundRule
+from shardweave.options import Options
+from shardweave.passes.annotate import Annotate, depends_on_inputs, info
+from shardweave.passes.rules import find_rule
+from shardweave.passes.rules.decompositions import DECOMPOSITIONS
+from tests.passes.harness import assert_equal, bound, mesh_of, placeholders, run_sharded
+from tests.passes.joint import CASES, joint
+
+aten = torch.ops.aten
+
+
+def sizes_of(rule: BoundRule, names: tuple[tuple[str, ...], ...]) -> list[list[int]]:
+    return [[rule.factor(name).size for name in dim] for dim in names]
+
+
+def parameter(captured: Captured, name: str) -> fx.Node:
+    (node,) = (node for node in placeholders(captured.graph) if captured.parameters.get(node.name) == name)
+    return node
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_decompositions_keep_the_step(name: str) -> None:
+    """The annotated graph computes the model's own loss and gradients, and no decomposed op is left."""
+    step = joint(name)
+    model, case = step.model, CASES[name]
+    loss = case.loss(model(**step.batch))
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    outputs, found = step.results()
+    assert_equal(outputs[0], loss.detach(), "loss")
+    for parameter_name, got, expected in zip(step.captured.gradients, found, gradients, strict=True):
+        tolerance = 1e-5 if "llama" in name else 1e-11  # Llama's norms are in float32
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, msg=lambda m: f"{parameter_name}: {m}")  # noqa: B023
+    assert not {node.target for node in step.captured.graph.graph.nodes} & set(DECOMPOSITIONS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_node_has_its_rule(name: str) -> None:
+    """Whatever depends on an input has a rule of its shapes; constants have one without inputs; all have a name."""
+    graph = joint(name).captured.graph.graph
+    dependent = depends_on_inputs(graph)
+    for node in graph.nodes:
+        rule, value = info(node).rule, node.meta.get("val")
+        if node.op == "output" or not isinstance(value, Tensor) or "getitem" in node.name:
+            continue
+        assert rule is not None and info(node).op
+        assert [[*map(_product, sizes_of(rule, names))] for names in rule.outputs] == [list(value.shape)]
+        assert bool(rule.inputs) == (node in dependent and node.op == "call_function")
+        assert node not in dependent or node.op != "call_function" or find_rule(node) is not None
+
+
+def _product(sizes: list[int]) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+def test_atoms_of_a_fused_projection() -> None:
+    """The rows of a fused qkv weight are ``(3 h d)``, its bias' and its gradient's too; of ``out`` the columns ``(h d)``."""
+    captured = joint("gpt").captured
+    weight = bound(parameter(captured, "blocks.0.attention.qkv.weight"))
+    assert sizes_of(weight, weight.outputs[0]) == [[3, 4, 4], [16]]
+    bias = bound(parameter(captured, "blocks.0.attention.qkv.bias"))
+    assert sizes_of(bias, bias.outputs[0]) == [[3, 4, 4]]
+    out = bound(parameter(captured, "blocks.0.attention.out.weight"))
+    assert sizes_of(out, out.outputs[0]) == [[16], [4, 4]]
+    products = [node for node in captured.graph.graph.nodes if node.target is aten.mm.default]
+    (qkv,) = (n for n in products if info(n).op == "blocks.0.attention.qkv" and not info(n).backward)
+    rule = bound(qkv)
+    assert sizes_of(rule, rule.outputs[0]) == [[8, 4], [3, 4, 4]]  # (b s), (3 h d)
+    assert str(rule) == "(m.0 m.1) k, k (n.0 n.1 n.2) -> (m.0 m.1) (n.0 n.1 n.2)"
+
+
+def test_atoms_of_grouped_query_attention() -> None:
+    """Keys have 2 heads of which each serves 2 queries: the queries' heads are cut by the groups."""
+    captured = joint("llama").captured
+    key = bound(parameter(captured, "model.layers.0.self_attn.k_proj.weight"))
+    assert sizes_of(key, key.outputs[0])[0][0] == 2
+    query = bound(parameter(captured, "model.layers.0.self_attn.q_proj.weight"))
+    assert _product(sizes_of(query, query.outputs[0])[0]) == 16 and sizes_of(query, query.outputs[0])[0][0] in (2, 4)
+
+
+def test_names_are_module_paths() -> None:
+    """Forward and backward nodes are called as the model calls their module."""
+    for name, expected in (
+        ("gpt", {"blocks.0.attention.qkv", "blocks.0.attention.out", "blocks.0.up", "blocks.0.down", "head"}),
+        ("llama", {"model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head"}),
+    ):
+        products = [node for node in joint(name).captured.graph.graph.nodes if node.target is aten.mm.default]
+        assert expected <= {info(node).op for node in products if not info(node).backward}
+        assert {info(node).op for node in products if info(node).backward} == {
+            info(node).op for node in products if not info(node).backward
+        }
+
+
+class Unruled(nn.Module):
+    """Its cumulative sum over activations has no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.inner = nn.ModuleDict({"sums": Sums()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        sums: Tensor = self.inner["sums"](self.first(x))
+        return sums.sum()
+
+
+class Sums(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cumsum(x, dim=1)  # the line that the error shows
+
+
+def test_unruled_op_is_refused() -> None:
+    """The error names the op, the module, the user's line, and the ways out."""
+    with pytest.raises(RuleError) as error:
+        annotate(capture(Unruled(), torch.randn(4, 4)), Options())
+    message = str(error.value)
+    line = f"{__file__}:{Sums.forward.__code__.co_firstlineno + 1}: return torch.cumsum(x, dim=1)"
+    for part in ("aten.cumsum.default", "inner.sums", line, "allow_unruled=True", "shardweave.rule("):
+        assert part in message, f"{part!r} is not in: {message}"
+
+
+def test_unruled_op_may_be_allowed() -> None:
+    """Then it is computed whole on every device, with a warning, and the rest as it was."""
+    x = torch.randn(4, 4, dtype=torch.float64)
+    model = Unruled().double()
+    captured = capture(model, x)
+    with pytest.warns(UserWarning, match=r"computed whole on every device.*aten.cumsum.default"):
+        annotate(captured, Options(allow_unruled=True))
+    mesh = mesh_of(2)
+    values = [*(value.detach() for value in model.parameters()), x, torch.ones((), dtype=torch.float64)]
+    expected = captured.graph(*values)
+    run = run_sharded(captured.graph, values, mesh, {}, {})
+    for index, value in enumerate(expected):
+        assert_equal(run.whole(index), value)
+
+
+class Counted(nn.Module):
+    """An op without a rule that no activation passes: it counts tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self.table(tokens).sum(), torch.cumsum(tokens, dim=0)
+
+
+def test_unruled_op_off_the_way_warns() -> None:
+    captured = capture(Counted(), torch.randint(0, 8, (4,)))
+    with pytest.warns(UserWarning, match="aten.cumsum.default"):
+        annotate(captured, Options())
+
+
+def test_annotate_twice_is_annotate() -> None:
+    """Rules depend on the graph alone: binding them again changes nothing, and warns of nothing."""
+    step = joint("gpt")
+    before = [(node.name, info(node)) for node in step.captured.graph.graph.nodes]
+    module = step.copy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Annotate()(module)
+    assert [(node.name, info(node)) for node in module.graph.nodes] == before
