@@ -211,7 +211,8 @@ def _blocked_rule(node: fx.Node) -> BoundRule:
         return tuple(names)
 
     given = tuple(dims(tuple(argument.meta["val"].shape)) for argument in tensor_args(node))
-    return BoundRule(tuple(factors), given, tuple(dims(size) for size in output_shapes(node)))
+    results = tuple(dims(size) for size in output_shapes(node))
+    return BoundRule(tuple(factors), given, results)
 
 
 def _report_unruled(unruled: Sequence[fx.Node], allow: bool) -> None:
