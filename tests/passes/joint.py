@@ -19,7 +19,6 @@ from shardweave.options import Options
 from tests.models import ZOO, Case, gpt, llama, mlp
 
 
-
 class Chain(nn.Module):
     """Linear layers and nothing else: what papers count the collectives of."""
 

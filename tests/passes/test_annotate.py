@@ -42,7 +42,7 @@ def test_decompositions_keep_the_step(name: str) -> None:
     assert_equal(outputs[0], loss.detach(), "loss")
     for parameter_name, got, expected in zip(step.captured.gradients, found, gradients, strict=True):
         tolerance = 1e-5 if "llama" in name else 1e-11  # Llama's norms are in float32
-        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, msg=lambda m: f"{parameter_name}: {m}")  # noqa: B023
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, msg=parameter_name)
     assert not {node.target for node in step.captured.graph.graph.nodes} & set(DECOMPOSITIONS)
 
 
@@ -69,7 +69,7 @@ def _product(sizes: list[int]) -> int:
 
 
 def test_atoms_of_a_fused_projection() -> None:
-    """The rows of a fused qkv weight are ``(3 h d)``, its bias' and its gradient's too; of ``out`` the columns ``(h d)``."""
+    """The rows of a fused qkv weight are ``(3 h d)``, and those of its bias; the columns of ``out`` are ``(h d)``."""
     captured = joint("gpt").captured
     weight = bound(parameter(captured, "blocks.0.attention.qkv.weight"))
     assert sizes_of(weight, weight.outputs[0]) == [[3, 4, 4], [16]]

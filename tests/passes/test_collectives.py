@@ -70,7 +70,7 @@ def test_data_parallel_embeddings() -> None:
 
 @pytest.mark.parametrize("name", ["chain", "mlp-even", "gpt", "llama"])
 def test_zero_data_parallel(name: str) -> None:
-    """Each parameter is gathered once in the forward, at most once in the backward; its gradient is reduce-scattered."""
+    """Each parameter is gathered once in the forward, at most once in the backward, its gradient reduce-scattered."""
     compiled = lowered(joint(name), mesh_of(4), lambda _: Strategy(Grid(data=4), rest=4))
     parameters, sizes = compiled.step.spec.parameters, whole_bytes(compiled)
     assert all(parameter.layout.shard_axes for parameter in parameters)
@@ -110,7 +110,7 @@ def test_megatron_gpt() -> None:
 
 
 def test_megatron_llama() -> None:
-    """q, k and v (gate and up) share one all-reduce in the backward: partial sums are summed before they are reduced."""
+    """q, k and v (gate and up) share one all-reduce in the backward: partial sums are summed before their reduction."""
     step, mesh = joint("llama"), mesh_of(2)
     column, row = Strategy(Grid(x=2)), Strategy(Grid(y=2))
     compiled = lowered(step, mesh, lambda op: column if op.endswith(COLUMNS) else row)
@@ -159,9 +159,7 @@ def test_agarwal_3d() -> None:
     weights = {f"layers.{index}.weight": EVEN[index] * EVEN[index + 1] * WORD // 4 for index in range(3)}
     xs, ys = (inner, middle, inner), (middle, inner, middle)
     gathers = Counter({("all_gather", z, name, size): 1 for name, size in weights.items()})
-    outputs = Counter(
-        {("all_reduce", ys[i], f"layers.{i}", rows * EVEN[i + 1] // 2 * WORD): 1 for i in range(3)}
-    )
+    outputs = Counter({("all_reduce", ys[i], f"layers.{i}", rows * EVEN[i + 1] // 2 * WORD): 1 for i in range(3)})
     loss = Counter({("all_reduce", f"{z} {inner}", "div", WORD): 1})
     assert counted(forward(compiled)) == gathers + outputs + loss
     del gathers["all_gather", z, "layers.0.weight", weights["layers.0.weight"]]  # no gradient of the input is asked for
