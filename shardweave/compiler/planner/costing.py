@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -48,7 +48,7 @@ class Variable:
     """A row of the problem: an op with its strategies, or a join with its layouts; ports are where its output lies."""
 
     name: str
-    signature: object
+    signature: int
     op: Op | None = None
     node: fx.Node | None = None
     strategies: list[Strategy] = field(default_factory=list)
@@ -85,10 +85,17 @@ class Costing:
         self.edges: dict[tuple[int, int], np.ndarray] = {}
         self.follows: dict[fx.Node, int] = {}
         self.lies: dict[fx.Node, Arrivals] = {}
-        self.signatures: dict[fx.Node, object] = {}
-        self.remembered: dict[object, tuple[Arrivals, np.ndarray]] = {}
+        self.signatures: dict[fx.Node, int] = {}
+        """The same number for values that lie alike, port by port."""
+        self.known: dict[object, int] = {}
+        self.remembered: dict[object, tuple[Arrivals, int, np.ndarray]] = {}
+        self.placed: dict[object, tuple[Arrivals, Arrivals, int]] = {}
+        self.joins: dict[object, tuple[list[Assignment], np.ndarray, Arrivals, Arrivals, int]] = {}
         self.matrices: dict[object, np.ndarray] = {}
-        self.priced: dict[object, Variable] = {}
+        self.sums: dict[object, np.ndarray] = {}
+        self.numels: dict[int, np.ndarray] = {}
+        self.rows: dict[object, tuple[program.Candidate, ...]] = {}
+        self.priced: dict[int, Variable] = {}
         self.roles = {role.node: op for op in annotated.ops for role in op.roles}
         self.numbers: dict[str, int] = {}
         self.shapes = {name: node.meta["val"] for node in self.graph.nodes
@@ -129,27 +136,32 @@ class Costing:
             self.variables.append(self._op_variable(op, readers))
         number = self.numbers[op.name]
         variable = self.variables[number]
-        bound = _bound(node)
         names = [role.node.name for role in op.roles]
         at = names.index(node.name)
-        assignments = [list(port.values())[at].as_dict() for port in variable.ports]
-        wants = [input_layouts(bound, assignment, self.mesh) for assignment in assignments]
-        self._edges_into(number, node, wants, (variable.signature, at))
+        key = variable.signature, at
+        if key not in self.placed:
+            bound = _bound(node)
+            assignments = [list(port.values())[at].as_dict() for port in variable.ports]
+            outputs = [output_layouts(bound, assignment, self.mesh) for assignment in assignments]
+            wants = [input_layouts(bound, assignment, self.mesh) for assignment in assignments]
+            self.placed[key] = wants, outputs, self._number(tuple(outputs))
+        wants, outputs, signature = self.placed[key]
+        self._edges_into(number, node, wants, key)
         for position, argument in enumerate(tensor_args(node)):
             if argument in self.follows:  # its weight's gradient needs its input as the product reads it
                 copies = np.array([local_numel(want[position]) for want in wants], dtype=float)
                 variable.saved += copies * argument.meta["val"].element_size() / readers.get(_root(argument), 1)
-        self._settle(node, number, [output_layouts(bound, a, self.mesh) for a in assignments], (variable.signature, at))
+        self._settle(node, number, outputs, signature)
 
     def _op_variable(self, op: Op, readers: dict[fx.Node, int]) -> Variable:
         shared = max((readers.get(_root(argument), 1) for role in op.roles if not info(role.node).backward
                       for argument in tensor_args(role.node)), default=1)  # fmt: skip
         values = [self.shapes[name] for name in (op.parameter, *op.companions)]
-        signature = (
+        signature = self._number((
             tuple(op.sizes.items()), op.outputs, op.contracted, op.batch, shared, tuple(v.shape for v in values),
             tuple((str(role.node.target), role.atoms, role.batch, str(_bound(role.node))) for role in op.roles),
             tuple(self.forced.get(op.name, ())),
-        )  # fmt: skip
+        ))  # fmt: skip
         known = self.priced.get(signature)
         if known is None:
             options = self.forced.get(op.name) or legal(op, self.mesh)
@@ -196,10 +208,10 @@ class Costing:
                 seconds[port] += self.prices.compute(node, Assignment.of(choice.assignment)) * (1 + ratio)
                 seconds[port] += self._in_parts(node, choice, ratio)
                 arrivals.append(choice.outputs)
-            self.remembered[key] = arrivals, seconds
-        arrivals, seconds = self.remembered[key]
+            self.remembered[key] = arrivals, self._number(tuple(arrivals)), seconds
+        arrivals, signature, seconds = self.remembered[key]
         variable.seconds += seconds
-        self._settle(node, number, arrivals, key)
+        self._settle(node, number, arrivals, signature)
 
     def _in_parts(self, node: fx.Node, choice: Choice, ratio: float) -> float:
         """What a fused op costs more in parts: it reads and writes its value again for each, and sums small results."""
@@ -216,33 +228,34 @@ class Costing:
 
     def _join(self, node: fx.Node, bound: BoundRule, arguments: Sequence[fx.Node], ratio: float) -> None:
         key = self._key(node)
-        choices: dict[Assignment, Choice] = {}
-        for argument in arguments:
-            for port in range(len(self.lies[argument])):
-                choice = self._choose(node, bound, {argument: port})
-                choices.setdefault(Assignment.of(choice.assignment), choice)
+        if key not in self.joins:
+            choices: dict[Assignment, Choice] = {}
+            for argument in arguments:
+                for port in range(len(self.lies[argument])):
+                    choice = self._choose(node, bound, {argument: port})
+                    choices.setdefault(Assignment.of(choice.assignment), choice)
+            seconds = np.array([self.prices.compute(node, option) * (1 + ratio) for option in choices])
+            wants = [choice.inputs for choice in choices.values()]
+            outputs = [choice.outputs for choice in choices.values()]
+            self.joins[key] = list(choices), seconds, wants, outputs, self._number(tuple(outputs))
+        options, seconds, wants, outputs, signature = self.joins[key]
         number = len(self.variables)
-        options = list(choices)
-        seconds = np.array([self.prices.compute(node, option) * (1 + ratio) for option in options])
         ports = [{node.name: option} for option in options]
-        zeros = np.zeros(len(options))
+        size = len(options)
         self.variables.append(
             Variable(
                 self.names[node],
-                key,
-                None,
-                node,
-                [],
-                [],
-                ports,
-                list(range(len(options))),
-                seconds,
-                zeros,
-                zeros.copy(),
+                self._number(key),
+                node=node,
+                ports=ports,
+                port_of=list(range(size)),
+                seconds=seconds.copy(),
+                saved=np.zeros(size),
+                working=np.zeros(size),
             )
         )
-        self._edges_into(number, node, [choices[option].inputs for option in options], key)
-        self._settle(node, number, [choices[option].outputs for option in options], ("join", key))
+        self._edges_into(number, node, wants, key)
+        self._settle(node, number, outputs, signature)
 
     def _choose(self, node: fx.Node, bound: BoundRule, ports: dict[fx.Node, int]) -> Choice:
         """How `node` is spread when these of its inputs decide; a softmax that can be decomposed blocks nothing."""
@@ -280,26 +293,33 @@ class Costing:
                     assert result is not None
                     seconds[port] += self.prices.change(have, lies, source.meta["val"].element_size(), True)
                 arrivals.append((result,))
-            self.remembered[key] = arrivals, seconds
-        arrivals, seconds = self.remembered[key]
+            self.remembered[key] = arrivals, self._number(tuple(arrivals)), seconds
+        arrivals, signature, seconds = self.remembered[key]
         self.variables[number].seconds += seconds
-        self._settle(node, number, arrivals, key)
+        self._settle(node, number, arrivals, signature)
 
     def _getitem(self, node: fx.Node) -> None:
         parent, index = source_of(node)
         if parent in self.follows and hasattr(node.meta["val"], "numel"):
-            key = ("item", index, self.signatures[parent])
-            self._settle(node, self.follows[parent], [(port[index],) for port in self.lies[parent]], key)
+            key = "item", index, self.signatures[parent]
+            if key not in self.remembered:
+                arrivals: Arrivals = [(port[index],) for port in self.lies[parent]]
+                self.remembered[key] = arrivals, self._number(tuple(arrivals)), np.zeros(0)
+            arrivals, signature, _ = self.remembered[key]
+            self._settle(node, self.follows[parent], arrivals, signature)
 
-    def _settle(self, node: fx.Node, number: int, arrivals: Arrivals, signature: object) -> None:
+    def _settle(self, node: fx.Node, number: int, arrivals: Arrivals, signature: int) -> None:
         self.follows[node], self.lies[node], self.signatures[node] = number, arrivals, signature
 
+    def _number(self, thing: object) -> int:
+        """A number for what compares equal: cheap to hash where it is asked for again and again."""
+        return self.known.setdefault(thing, len(self.known))
+
     def _key(self, node: fx.Node) -> object:
-        """Equal for the same op at the same place in equal layers."""
-        given = tuple(hash(self.signatures.get(argument)) for argument in tensor_args(node))
-        users = tuple(len(argument.users) == 1 for argument in tensor_args(node))
-        bound = _bound(node)
-        return str(node.target), hash(bound), given, users
+        """Equal for ops that do the same with values that lie alike, as in equal layers."""
+        arguments = tensor_args(node)
+        given = tuple((self.signatures.get(a), len(a.users) == 1, str(a.meta["val"].dtype)) for a in arguments)
+        return str(node.target), self._number(_bound(node)), given, str(node.meta.get("val"))
 
     # -- edges, memory, rows
 
@@ -316,12 +336,15 @@ class Costing:
                     for column, want in enumerate(wants):
                         matrix[row, column] = self.prices.change(have, want[position], itemsize, True)
                 self.matrices[key] = matrix
+            matrix = self.matrices[key]
             if source == number:
-                self.variables[number].seconds += np.diag(self.matrices[key])
+                self.variables[number].seconds += np.diag(matrix)
             elif (source, number) in self.edges:
-                self.edges[source, number] = self.edges[source, number] + self.matrices[key]
+                before = self.edges[source, number]
+                pair = id(before), id(matrix)  # equal layers share their edges' tables
+                self.edges[source, number] = self.sums.setdefault(pair, before + matrix)
             else:
-                self.edges[source, number] = self.matrices[key]
+                self.edges[source, number] = matrix
 
     def _saved(self, node: fx.Node) -> None:
         """What the backward needs of a value, in each port of the variable that it follows."""
@@ -331,7 +354,10 @@ class Costing:
         if not hasattr(node.meta["val"], "numel"):
             return
         itemsize = node.meta["val"].element_size()
-        sizes = np.array([local_numel(port[0]) * itemsize for port in self.lies[node]], dtype=float)
+        signature = self.signatures[node]
+        if signature not in self.numels:
+            self.numels[signature] = np.array([local_numel(port[0]) for port in self.lies[node]], dtype=float)
+        sizes = self.numels[signature] * itemsize
         variable = self.variables[self.follows[node]]
         variable.working = np.maximum(variable.working, sizes)
         if node in self.returned or self._needed_by_backward(node):
@@ -359,24 +385,27 @@ class Costing:
         return sum(value.numel() * value.element_size() for node in kept for value in tensor_outputs(node))
 
     def _row(self, variable: Variable) -> program.Op:
-        rows = []
+        figures = variable.seconds, variable.saved, variable.working
+        key = variable.signature, *(column.tobytes() for column in figures)  # equal layers share their candidates
+        if key not in self.rows:
+            self.rows[key] = tuple(self._candidates(variable))
+        return program.Op(variable.name, self.rows[key], re.sub(r"\d+", "*", variable.name))
+
+    def _candidates(self, variable: Variable) -> Iterator[program.Candidate]:
         for index, port in enumerate(variable.port_of):
             price = variable.prices[index] if variable.prices else OpPrice(0.0, 0.0, 0, 0)
             strategy = variable.strategies[index] if variable.strategies else None
-            rows.append(
-                program.Candidate(
-                    str(strategy or next(iter(variable.ports[port].values()))),
-                    price.seconds + float(variable.seconds[port]),
-                    price.state_bytes,
-                    # What is saved is gone when the optimizer needs its scratch, so the larger of the two would do.
-                    max(int(variable.saved[port]), price.scratch_bytes),
-                    price.transient_bytes + int(WORKING * variable.working[port]),
-                    port,
-                    port,
-                    strategy,
-                )
+            yield program.Candidate(
+                str(strategy or next(iter(variable.ports[port].values()))),
+                price.seconds + float(variable.seconds[port]),
+                price.state_bytes,
+                # What is saved is gone when the optimizer needs its scratch, so the larger of the two would do.
+                max(int(variable.saved[port]), price.scratch_bytes),
+                price.transient_bytes + int(WORKING * variable.working[port]),
+                port,
+                port,
+                strategy,
             )
-        return program.Op(variable.name, tuple(rows), re.sub(r"\d+", "*", variable.name))
 
     # -- facts about the graph
 
