@@ -446,15 +446,14 @@ def cat(d: Draw) -> Call:
         part = list(size)
         part[dim] = part[dim] if equal else d.size()
         values.append(d.tensor(*part))
-    if d.flag():
-        values.append(values[0])
-    return (values, dim), {}
+    return (values + values[: d.flag()], dim), {}
 
 
 @case(aten.stack.default)
 def stack(d: Draw) -> Call:
-    size = d.sizes(1, 3)
-    return ([d.tensor(*size) for _ in range(d.choice([1, 2, 3]))], d.dim(len(size) + 1)), {}
+    size = d.sizes(0, 3)
+    values = [d.tensor(*size) for _ in range(d.choice([1, 2, 3]))]
+    return (values + values[: d.flag()], d.dim(len(size) + 1)), {}
 
 
 @case(aten.unbind.int)

@@ -60,11 +60,14 @@ def graph_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
     graph = fx.Graph()
     values: list[Tensor] = []
 
+    made: dict[int, fx.Node] = {}
+
     def placeholder(tensor: Tensor) -> fx.Node:
-        node = graph.placeholder(f"p{len(values)}")
-        node.meta["val"] = fake.from_tensor(tensor)
-        values.append(tensor)
-        return node
+        if id(tensor) not in made:
+            node = made[id(tensor)] = graph.placeholder(f"p{len(values)}")
+            node.meta["val"] = fake.from_tensor(tensor)
+            values.append(tensor)
+        return made[id(tensor)]
 
     node_args, node_kwargs = pytree.tree_map_only(Tensor, placeholder, (tuple(args), dict(kwargs)))
     call = graph.call_function(target, node_args, node_kwargs)

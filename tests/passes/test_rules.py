@@ -13,6 +13,7 @@ from shardweave.passes.annotate import source_of
 from shardweave.passes.layouts import input_layouts, output_layouts
 from shardweave.passes.rules import RULES, find_rule
 from shardweave.passes.rules.decompositions import DECOMPOSITIONS
+from shardweave.passes.rules.registry import tensor_args
 from tests.passes.cases import CASES, Draw
 from tests.passes.harness import (
     assert_equal,
@@ -52,7 +53,7 @@ def test_parts_make_the_whole(target: object, data: st.DataObject) -> None:
     rule = bound(node)
     assignment = random_assignment(rule, mesh, d.rng, chance=0.9)
     given_, results = input_layouts(rule, assignment, mesh), output_layouts(rule, assignment, mesh)
-    sources = dict(zip((p.name for p in placeholders(module)), given_, strict=True))
+    sources = {argument.name: layout for argument, layout in zip(tensor_args(node), given_, strict=True)}
     wanted = [results[source_of(value)[1]] for value in output_nodes(module)]
     found = find_rule(node)
     assignments = {} if found is not None and found.kind == "view" else {node.name: Assignment.of(assignment)}
