@@ -22,7 +22,7 @@ from tests.passes.harness import examples, mesh_of, placeholders, random_assignm
 from tests.passes.joint import CASES, Joint, joint
 
 SEEDS = st.integers(0, 10**6)
-MESHES = {
+MESHES: dict[str, list[tuple[int, ...]]] = {
     "mlp": [(6,), (2, 3), (4,)],
     "mlp-even": [(2, 2, 2), (4,)],
     "chain": [(4, 2), (2, 2)],
