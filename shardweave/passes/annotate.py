@@ -37,6 +37,7 @@ class Annotate:
         for node in list(graph_module.graph.nodes):
             if node.target in DECOMPOSITIONS:
                 decompose(node, DECOMPOSITIONS[node.target])
+        _merge_constants(graph_module.graph)
         graph_module.graph.eliminate_dead_code()
         graph_module.recompile()
         bind_rules(graph_module.graph, self.allow_unruled)
@@ -72,6 +73,23 @@ def depends_on_inputs(graph: fx.Graph) -> set[fx.Node]:
         if node.op == "placeholder" or any(arg in found for arg in node.all_input_nodes):
             found.add(node)
     return found
+
+
+def _merge_constants(graph: fx.Graph) -> None:
+    """Compute what depends on no input once: each layer of a model may make the same mask."""
+    dependent = depends_on_inputs(graph)
+    seen: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node in dependent:
+            continue
+        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+            continue
+        key = f"{node.target} {node.args} {node.kwargs}"
+        if key in seen:
+            node.replace_all_uses_with(seen[key])
+            graph.erase_node(node)
+        else:
+            seen[key] = node
 
 
 def bind_rules(graph: fx.Graph, allow_unruled: bool = False) -> None:

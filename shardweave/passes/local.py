@@ -193,8 +193,9 @@ class LocalGraph:
                 node = self.call(origin, aten.select.int, node, index, self.coordinates[w.name])
             else:
                 index += 1
-        node = self.reshape(origin, node, step.after.local_shape)
-        return self.contiguous(origin, node)
+        if node.meta["val"].is_contiguous():  # a view would keep the whole value alive
+            node = self.call(origin, aten.clone.default, node)
+        return self.contiguous(origin, self.reshape(origin, node, step.after.local_shape))
 
     def _permute(self, origin: Origin, node: fx.Node, order: list[int]) -> fx.Node:
         return node if order == sorted(order) else self.call(origin, aten.permute.default, node, order)
