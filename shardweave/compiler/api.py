@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from shardweave.compiler.capture import Captured, capture
+from shardweave.compiler.choose import Chosen, choose
 from shardweave.compiler.pipeline import Annotated, Compiled, annotate, lower
 from shardweave.compiler.plan import ModelKey, OpChoice, Plan, RunnerUp
 from shardweave.compiler.planner.alternatives import alternatives
-from shardweave.compiler.planner.costing import Costed, Costing
+from shardweave.compiler.planner.costing import Costing
 from shardweave.compiler.planner.force import forced_strategies
-from shardweave.compiler.planner.solver import Solution, solve
 from shardweave.cost_model import Cluster, Timeline, simulate
 from shardweave.cost_model.compute import node_work
-from shardweave.errors import InfeasibleError, ParallelError, PlanError
+from shardweave.errors import ParallelError, PlanError
 from shardweave.ir import Assignment, Mesh, Strategy
 from shardweave.options import Options
 from shardweave.runtime import ParallelModule
@@ -155,12 +155,6 @@ class LazyParallelModule(nn.Module):
         return super().__getattr__(name)
 
 
-@dataclass(frozen=True)
-class _Solved:
-    costed: Costed
-    solution: Solution
-
-
 class _Compiler:
     """One model on one cluster: captured and annotated once, then planned and lowered."""
 
@@ -206,44 +200,18 @@ class _Compiler:
         mesh = self.cluster.mesh()
         costed = Costing(self.annotated, self.cluster, options, self._forced(mesh)).build()
         self.progress("solve")
-        solved, peak = self._solve(costed, options)
-        return self._describe(solved, options, peak, time.monotonic() - begun)
+        chosen = choose(costed, options.time_limit, lambda *found: self.timeline(self._lowered(*found)))
+        return self._describe(chosen, options, time.monotonic() - begun)
 
     def _forced(self, mesh: Mesh) -> dict[str, list[Strategy]]:
         """The strategies of the ops that may not have every one."""
         return forced_strategies(self.options.force, self.annotated.ops, mesh, self.annotated.batch)
 
-    def _solve(self, costed: Costed, options: Options) -> tuple[_Solved, int]:
-        """The best choice whose generated step, simulated, fits too, and the memory that it needs.
-
-        The program adds up what its ops hold; the simulator follows every value of the generated step. Where that
-        needs more than the program thought, the program is asked for a plan that is smaller by as much.
-        """
-        problem, limit, peak = costed.problem, costed.problem.memory_limit, 0
-        while True:
-            try:
-                solution = solve(problem, options.time_limit)
-            except InfeasibleError as error:
-                if problem.memory_limit == limit:
-                    raise
-                raise InfeasibleError(
-                    f"no plan fits into the memory limit of {limit} bytes a device once its step is simulated: the "
-                    f"smallest found needs {peak} bytes. Raise memory_limit, or use more devices or a smaller batch"
-                ) from error
-            strategies, joins = _chosen(costed, solution)
-            counted = problem.memory(solution.choice)
-            simulated = self.timeline(self._lowered(strategies, joins)).peak_memory
-            peak = max(counted, simulated)
-            if peak <= limit:
-                return _Solved(replace(costed, problem=replace(problem, memory_limit=limit)), solution), peak
-            problem = replace(problem, memory_limit=min(counted - 1, limit - (simulated - counted)))
-
-    def _describe(self, solved: _Solved, options: Options, peak: int, seconds: float) -> Plan:
-        problem, solution = solved.costed.problem, solved.solution
+    def _describe(self, chosen: Chosen, options: Options, seconds: float) -> Plan:
+        problem, solution = chosen.costed.problem, chosen.solution
         others = alternatives(problem, solution.choice)
         choices: dict[str, OpChoice] = {}
-        communication = 0.0
-        for variable, row, index, other in zip(solved.costed.variables, problem.ops, solution.choice, others):
+        for variable, row, index, other in zip(chosen.costed.variables, problem.ops, solution.choice, others):
             if variable.op is None:
                 continue
             candidate, price = row.candidates[index], variable.prices[index]
@@ -260,7 +228,6 @@ class _Compiler:
                 runner_up,
                 (variable.op.parameter, *variable.op.companions),
             )
-            communication += price.communication
         inputs = list(self.model_key.inputs.values())
         tokens = int(torch.Size(inputs[0][:2] if self._is_sequence() else inputs[0][:1]).numel()) if inputs else 1
         flops = sum(work.flops for node in self.captured.graph.graph.nodes if (work := node_work(node)) is not None)
@@ -269,9 +236,9 @@ class _Compiler:
             self.cluster,
             choices,
             step_time=solution.objective,
-            peak_memory=peak,
-            exposed_communication=communication,
-            compute_time=max(0.0, solution.objective - communication),
+            peak_memory=chosen.peak_memory,
+            exposed_communication=chosen.timeline.exposed_communication,
+            compute_time=chosen.timeline.compute_time,
             tokens=tokens,
             model_flops=float(flops),
             dtype=self._dtype(),
@@ -281,10 +248,7 @@ class _Compiler:
             planning_seconds=seconds,
             memory_limit=options.memory_limit or 0,
             forced=tuple(options.force),
-            joins={
-                name: {axis.name: factor for axis, factor in a.items}
-                for name, a in _chosen(solved.costed, solution)[1].items()
-            },
+            joins={name: {axis.name: factor for axis, factor in a.items} for name, a in chosen.joins.items()},
         )
         return found.with_timeline(lambda: self.timeline(self.lower(found)))
 
@@ -371,15 +335,3 @@ def check_world(cluster: Cluster) -> None:
             f"the cluster {cluster.name} has {cluster.world_size} devices, the running world {world} rank(s): "
             "start as many ranks as the cluster has devices, or compile for Cluster.detect()"
         )
-
-
-def _chosen(costed: Costed, solution: Solution) -> tuple[dict[str, Strategy], dict[str, Assignment]]:
-    """The strategies of the ops and the assignments of the joins that a solution chose."""
-    strategies: dict[str, Strategy] = {}
-    joins: dict[str, Assignment] = {}
-    for variable, index in zip(costed.variables, solution.choice):
-        if variable.op is not None:
-            strategies[variable.name] = variable.strategies[index]
-        else:
-            joins[variable.name] = next(iter(variable.ports[index].values()))
-    return strategies, joins

@@ -309,10 +309,12 @@ def _fold(graph: fx.Graph, first: Sequence[Any]) -> None:
         else:
             continue
         for user in list(node.users):
-            user.args, user.kwargs = fx.node.map_arg(
-                (user.args, user.kwargs), lambda leaf, old=node, new=value: new if leaf is old else leaf
-            )
+            user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), _replacing(node, value))
         graph.erase_node(node)
+
+
+def _replacing(old: fx.Node, new: int) -> Callable[[fx.Node], Any]:
+    return lambda leaf: new if leaf is old else leaf
 
 
 def _take_parts(graph: fx.Graph, whole: Sequence[fx.Node], mesh: RuntimeMesh) -> None:

@@ -76,9 +76,10 @@ class Schedule:
             uses = sorted((_first_use(node, keys), index, node) for index, node in enumerate(gathers))
             mine = [node for node in nodes if info(node).backward == backward and node.op == "call_function"]
             first = min((keys[node] for node in mine), default=0.0)
-            for position, (_, _, node) in enumerate(uses):
-                earlier = position - self.lookahead
-                floor = uses[earlier][0] - 1e-3 if earlier >= 0 else first - 1e-3
+            moments = sorted({use for use, _, _ in uses})  # one op may use several at once
+            for use, _, node in uses:
+                earlier = moments.index(use) - self.lookahead
+                floor = moments[earlier] - 1e-3 if earlier >= 0 else first - 1e-3
                 _lift(node, keys, floor)
 
     def _bound_reductions(self, nodes: list[fx.Node], keys: dict[fx.Node, float]) -> None:

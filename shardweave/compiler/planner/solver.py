@@ -154,6 +154,11 @@ def _infeasible(problem: Problem, time_limit: float) -> PlanError:
     )
 
 
+def smallest(problem: Problem, time_limit: float = 60.0) -> tuple[int, ...] | None:
+    """The choice that needs the least memory, or the least that was found in time; None where there is no choice."""
+    return _least_memory(problem, time_limit).choice
+
+
 def _least_memory(problem: Problem, time_limit: float) -> Proof:
     elimination = Elimination.of(problem)
     if elimination is not None:

@@ -1,0 +1,127 @@
+"""Choosing: the program's answer, held to the simulator's memory before it becomes a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from shardweave.compiler.planner.costing import Costed
+from shardweave.compiler.planner.problem import Problem
+from shardweave.compiler.planner.solver import Solution, smallest, solve
+from shardweave.cost_model import Timeline
+from shardweave.errors import InfeasibleError
+from shardweave.ir import Assignment, Strategy
+from shardweave.units import readable_bytes
+
+UNLIMITED = 2**62
+"""Bytes that no device has."""
+
+Simulate = Callable[[dict[str, Strategy], dict[str, Assignment]], Timeline]
+"""From the strategies of the ops and the assignments of the joins to the timeline of the generated step."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A solution of the program, its generated step on the simulator, and the larger memory of the two."""
+
+    costed: Costed
+    solution: Solution
+    timeline: Timeline
+    peak_memory: int
+
+    @property
+    def strategies(self) -> dict[str, Strategy]:
+        """The strategy of each op."""
+        return _parts(self.costed, self.solution)[0]
+
+    @property
+    def joins(self) -> dict[str, Assignment]:
+        """How the ops that bring several values together are spread."""
+        return _parts(self.costed, self.solution)[1]
+
+
+def choose(costed: Costed, time_limit: float, simulate: Simulate) -> Chosen:
+    """The best choice whose generated step, simulated, fits too.
+
+    The program adds up what its ops hold; the simulator follows every value of the generated step. Where that needs
+    more than the program thought, the program is asked for a plan that is smaller by as much, and its first answer
+    remains the bound. The smallest plan is the last resort: it does if its simulated step fits.
+
+    Raises
+    ------
+    InfeasibleError
+        With the smallest memory that would do, and what takes it.
+    """
+    problem, limit = costed.problem, costed.problem.memory_limit
+    first: Solution | None = None
+    while True:
+        try:
+            solution = solve(problem, time_limit, hint=first.choice if first else None)
+        except InfeasibleError as error:
+            return _smallest(costed, first, error, time_limit, simulate)
+        first = first or solution
+        chosen = _simulated(costed, _bounded(costed.problem, solution, first), simulate)
+        if chosen.peak_memory <= limit:
+            return chosen
+        counted = problem.memory(solution.choice)
+        problem = replace(problem, memory_limit=min(counted - 1, limit - (chosen.peak_memory - counted)))
+
+
+def _smallest(
+    costed: Costed, first: Solution | None, error: InfeasibleError, time_limit: float, simulate: Simulate
+) -> Chosen:
+    """The smallest plan, if its simulated step fits; else an error that names what would."""
+    problem, limit = costed.problem, costed.problem.memory_limit
+    choice = smallest(problem, time_limit)
+    if choice is None:
+        raise error
+    objective = problem.objective(choice)
+    # What the program cannot bound under this limit, it can without one.
+    bound = (first or solve(replace(problem, memory_limit=UNLIMITED), time_limit)).bound
+    gap = (objective - bound) / objective if objective else 0.0
+    chosen = _simulated(costed, Solution(choice, objective, bound, gap, "feasible", 0.0), simulate)
+    needed = chosen.timeline.peak_memory
+    if needed <= limit:
+        return replace(chosen, peak_memory=needed)
+    parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(chosen.timeline.memory.at_peak())]
+    raise InfeasibleError(
+        f"no plan fits into the memory limit of {limit} bytes ({readable_bytes(limit)}) a device; the smallest memory "
+        f"that does is {needed} bytes ({readable_bytes(needed)}): {', '.join(parts)}. Raise memory_limit, or use more "
+        "devices or a smaller batch"
+    ) from error
+
+
+def _simulated(costed: Costed, solution: Solution, simulate: Simulate) -> Chosen:
+    timeline = simulate(*_parts(costed, solution))
+    return Chosen(costed, solution, timeline, max(costed.problem.memory(solution.choice), timeline.peak_memory))
+
+
+def _bounded(problem: Problem, solution: Solution, first: Solution) -> Solution:
+    """A solution of a tighter problem, held against the bound of the user's own, whose answer was `first`."""
+    if solution is first:
+        return solution
+    objective = problem.objective(solution.choice)
+    gap = max(0.0, (objective - first.bound) / objective) if objective else 0.0
+    status: Literal["optimal", "feasible"] = "feasible" if gap else "optimal"
+    return replace(solution, bound=first.bound, gap=gap, status=status)
+
+
+def largest(sizes: Mapping[str, int], count: int = 3) -> list[tuple[str, int]]:
+    """The largest entries, largest first.
+
+    >>> largest({"saved": 3, "optimizer": 7, "inputs": 1}, 2)
+    [('optimizer', 7), ('saved', 3)]
+    """
+    return sorted(sizes.items(), key=lambda item: -item[1])[:count]
+
+
+def _parts(costed: Costed, solution: Solution) -> tuple[dict[str, Strategy], dict[str, Assignment]]:
+    strategies: dict[str, Strategy] = {}
+    joins: dict[str, Assignment] = {}
+    for variable, index in zip(costed.variables, solution.choice):
+        if variable.op is not None:
+            strategies[variable.name] = variable.strategies[index]
+        else:
+            joins[variable.name] = next(iter(variable.ports[index].values()))
+    return strategies, joins
