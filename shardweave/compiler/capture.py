@@ -140,6 +140,8 @@ def _describe(
     names: tuple[str, ...],
     leaves: Sequence[Any],
 ) -> Captured:
+    for node in graph.graph.nodes:
+        _refuse_symbols(model, node)
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     tied = {name: canonical[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     aliases: dict[str, tuple[str, ...]] = {}
@@ -237,6 +239,30 @@ def _describe(
     )
 
 
+def _refuse_symbols(model: nn.Module, node: fx.Node) -> None:
+    """`CaptureError` where a number or a size of the graph depends on the values of tensors."""
+    for value in pytree.tree_leaves(node.meta.get("val")):
+        sizes = value.shape if isinstance(value, Tensor) else (value,)
+        if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
+            what = "a size" if isinstance(value, Tensor) else "a number"
+            raise CaptureError(
+                f"{type(model).__name__} cannot be captured as one graph: {what} depends on the values of tensors"
+                f"{_user_line(str(node.meta.get('stack_trace', '')))}\n{_WAY_OUT}"
+            )
+
+
+def _user_line(text: str) -> str:
+    """The last source line that a trace names, for a message; nothing where it names none."""
+    lines = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.+)', text)
+    return "".join(f"\n  {file}:{line} in {function}: {code.strip()}" for file, line, function, code in lines[-1:])
+
+
+_WAY_OUT = (
+    "Write that line without branching on the values of tensors and without leaving the graph (torch.where, "
+    "torch.cond, masks instead of selections, no .item(), no printing), then compile again."
+)
+
+
 @contextlib.contextmanager
 def _readable_errors(model: nn.Module) -> Iterator[None]:
     """Turn whatever a capture raises into a `CaptureError` with the user's line and the way out."""
@@ -246,11 +272,7 @@ def _readable_errors(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         text = str(error)
-        lines = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.+)', text)
-        where = "".join(f"\n  {file}:{line} in {function}: {code.strip()}" for file, line, function, code in lines[-1:])
         reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
         raise CaptureError(
-            f"{type(model).__name__} cannot be captured as one graph: {reason}{where}\n"
-            "Write that line without branching on the values of tensors and without leaving the graph "
-            "(torch.where, torch.cond, no .item(), no printing), then compile again."
+            f"{type(model).__name__} cannot be captured as one graph: {reason}{_user_line(text)}\n{_WAY_OUT}"
         ) from error

@@ -17,7 +17,7 @@ from shardweave.ir import META, BoundRule, Dims, Factor, NodeInfo
 from shardweave.passes.atoms import Value, refine
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.decompositions import DECOMPOSITIONS
-from shardweave.passes.rules.registry import output_shapes, tensor_args
+from shardweave.passes.rules.registry import argument, output_shapes, tensor_args
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,27 @@ def depends_on_inputs(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
+def _refuse_random(node: fx.Node) -> None:
+    """`RuleError` for an op that draws numbers: ranks would draw their own, where replicas have to agree."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return
+    names = {declared.name for declared in node.target._schema.arguments}
+    if "dropout_p" in names and argument(node, "dropout_p") == 0:
+        return
+    raise RuleError(
+        f"{describe(node)} draws random numbers, which has no rule yet: set dropout to 0, or draw them outside and "
+        "pass them in"
+    )
+
+
 def _merge_constants(graph: fx.Graph) -> None:
     """Compute what depends on no input once: each layer of a model may make the same mask."""
     dependent = depends_on_inputs(graph)
     seen: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or node in dependent:
-            continue
-        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
             continue
         key = f"{node.target} {node.args} {node.kwargs}"
         if key in seen:
@@ -101,6 +114,7 @@ def bind_rules(graph: fx.Graph, allow_unruled: bool = False) -> None:
     for node in graph.nodes:
         if node.op == "output" or node.target is operator.getitem:
             continue
+        _refuse_random(node)
         if node.op == "placeholder" or node not in dependent:
             if any(isinstance(value, torch.Tensor) for value in _values(node)):
                 rules[node] = _source_rule(node)

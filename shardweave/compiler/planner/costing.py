@@ -166,7 +166,12 @@ class Costing:
         if known is None:
             options = self.forced.get(op.name) or legal(op, self.mesh)
             if not options:
-                raise PlanError(f"no strategy fits {op.name}: its loops have the sizes {list(op.sizes.values())}")
+                devices, sizes = self.mesh.world_size, list(op.sizes.values())
+                raise PlanError(
+                    f"no strategy fits {op.name} on {devices} devices: neither the batch of {op.batch} nor its loops "
+                    f"of sizes {sizes} take up all of them. Use a batch that is a multiple of {devices}, other sizes, or "
+                    "another number of devices"
+                )
             itemsize = values[0].element_size()
             shapes = [tuple(value.shape) for value in values]
             prices = [price_op(op, strategy, shapes, itemsize, self.prices, shared) for strategy in options]
