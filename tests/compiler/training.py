@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +18,7 @@ from shardweave.compiler.api import _Compiler
 from shardweave.options import Options
 from shardweave.runtime.state import gather
 from tests.compiler.packing import Packed
+from tests.compiler.planners import smallest_named
 from tests.models import ZOO, Case
 
 STEPS = 5
@@ -145,13 +145,6 @@ def tightest(compiler: _Compiler) -> sw.Plan:
             return compiler.plan()
         except sw.InfeasibleError as error:
             limit = smallest_named(error)
-
-
-def smallest_named(error: sw.InfeasibleError) -> int:
-    """The bytes that an error says would do."""
-    found = re.search(r"smallest .*?(\d+) bytes", str(error))
-    assert found is not None, str(error)
-    return int(found[1])
 
 
 def train_packed(name: str, dtype: torch.dtype, steps: Sequence[Packed]) -> list[Run | list[float]]:

@@ -1,0 +1,178 @@
+"""Forced strategies: what a user says of named modules holds, and the planner completes the rest."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import shardweave as sw
+from shardweave.compiler.planner.candidates import strategies
+from tests.compiler.planners import Planner, kind
+from tests.models import ZOO
+
+OPS = (
+    "tokens", "positions",
+    *(f"blocks.{layer}.{op}" for layer in (0, 1) for op in ("attention.qkv", "attention.out", "up", "down")),
+    "head",
+)  # fmt: skip
+
+
+@cache
+def gpt(world: int = 8) -> Planner:
+    case = ZOO["gpt"]
+    return Planner(case.model(), sw.Cluster.local(world), case.batch(0))
+
+
+def chosen(force: dict[str, Any], world: int = 8) -> dict[str, sw.Strategy]:
+    return {name: choice.strategy for name, choice in gpt(world).plan(force=force).choices.items()}
+
+
+def test_without_force_the_ops_are_those_of_the_model() -> None:
+    assert tuple(chosen({})) == OPS
+
+
+@pytest.mark.parametrize(
+    ("word", "grid", "rest"),
+    [
+        ("dp", (1, 1, 1, 8), 1),
+        ("zdp", (1, 1, 1, 8), 8),
+        ("column:8", (8, 1, 1, 1), 1),
+        ("row:8", (1, 8, 1, 1), 1),
+        ((2, 2, 2, 1), (2, 2, 2, 1), 2),
+        (sw.Grid(2, 1, 1, 4), (2, 1, 1, 4), None),
+        (sw.Strategy(sw.Grid(2, 1, 2, 2), 2), (2, 1, 2, 2), 2),
+    ],
+)
+def test_each_way_to_force_means_its_grid(word: Any, grid: tuple[int, ...], rest: int | None) -> None:
+    strategy = chosen({"blocks.0.up": word})["blocks.0.up"]
+    assert strategy.grid == sw.Grid(*grid)
+    assert rest is None or strategy.rest == rest
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_column_and_row_take_a_degree(degree: int) -> None:
+    found = chosen({"*.up": f"column:{degree}", "*.down": f"row:{degree}"})
+    for layer in (0, 1):
+        assert found[f"blocks.{layer}.up"].grid == sw.Grid(degree, 1, 1, 8 // degree)
+        assert found[f"blocks.{layer}.down"].grid == sw.Grid(1, degree, 1, 8 // degree)
+
+
+def test_without_a_degree_the_planner_picks_it() -> None:
+    found = chosen({"*.up": "column", "*.down": "row", "*.qkv": "3d"})
+    assert found["blocks.0.up"].grid.x > 1 and found["blocks.0.up"].grid.y == 1
+    assert found["blocks.0.down"].grid.y > 1 and found["blocks.0.down"].grid.x == 1
+    qkv = found["blocks.1.attention.qkv"]
+    assert qkv.grid.x > 1 and qkv.grid.y > 1 and qkv.rest == qkv.grid.z
+
+
+@pytest.mark.parametrize(
+    ("pattern", "meant"),
+    [
+        ("*", OPS),
+        ("blocks", OPS[2:10]),
+        ("blocks.1", OPS[6:10]),
+        ("blocks.*.attention", (OPS[2], OPS[3], OPS[6], OPS[7])),
+        ("*.qkv", (OPS[2], OPS[6])),
+        ("blocks.[0].up", (OPS[4],)),
+        ("head.weight", (OPS[10],)),
+        ("*.weight", OPS),
+    ],
+)
+def test_patterns_name_modules_what_is_in_them_and_parameters(pattern: str, meant: tuple[str, ...]) -> None:
+    zdp, row = sw.Strategy(sw.Grid(data=8), 8), sw.Strategy(sw.Grid(1, 2, 1, 4))
+    found = chosen({"*": row, pattern: "zdp"})
+    assert {name for name, strategy in found.items() if strategy == zdp} == set(meant)
+
+
+def test_the_last_pattern_that_matches_holds() -> None:
+    found = chosen({"blocks.0": "zdp", "*.up": "dp"})
+    assert kind(found["blocks.0.up"]) == "data" and kind(found["blocks.0.down"]) == "sharded"
+    assert kind(chosen({"*.up": "dp", "blocks.0": "zdp"})["blocks.0.up"]) == "sharded"
+
+
+def test_forcing_never_makes_a_plan_faster_and_is_told_in_it() -> None:
+    free = gpt().plan()
+    forced = gpt().plan(force={"*.up": "zdp"})
+    assert forced.step_time >= free.step_time
+    assert (forced.forced, free.forced) == (("*.up",), ())
+    same = gpt().plan(force={name: choice.strategy for name, choice in free.choices.items()})
+    assert same.step_time == pytest.approx(free.step_time)
+
+
+def test_what_is_forced_counts_against_the_memory_limit() -> None:
+    dp = gpt(4).plan(force={"*": "dp"})
+    with pytest.raises(sw.InfeasibleError):
+        gpt(4).plan(force={"*": "dp"}, memory_limit=dp.peak_memory * 2 // 3)
+    assert gpt(4).plan(force={"head": "dp"}, memory_limit=dp.peak_memory - 1).choices["head"].strategy.rest == 1
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_any_strategy_that_fits_can_be_forced(data: st.DataObject) -> None:
+    world = data.draw(st.sampled_from([2, 4, 8]))
+    mesh = sw.Cluster.local(world).mesh()
+    planner = gpt(8).on(sw.Cluster.local(world))
+    wanted = {name: data.draw(st.sampled_from(list(strategies(mesh)))) for name in data.draw(st.sets(st.sampled_from(OPS)))}
+    try:
+        plan = planner.plan(force=wanted)
+    except sw.PlanError as error:
+        assert "does not divide" in str(error) or "does not fit" in str(error)
+        return
+    for name, strategy in wanted.items():
+        assert plan.choices[name].strategy == strategy
+
+
+def refused(force: dict[str, Any], world: int = 8) -> str:
+    with pytest.raises(sw.PlanError) as caught:
+        gpt(world).plan(force=force)
+    return str(caught.value)
+
+
+def test_a_pattern_that_names_nothing_is_told_with_near_names() -> None:
+    text = refused({"blocks.*.upp": "dp"})
+    assert "'blocks.*.upp' matches no op" in text or "matches no op" in text
+    assert "blocks.0.up" in text
+
+
+def test_a_norm_is_told_whose_companion_it_is() -> None:
+    text = refused({"blocks.0.norm2": "zdp"})
+    assert "blocks.0.norm2" in text and "blocks.0.up" in text and "force that" in text
+
+
+@pytest.mark.parametrize("value", ["fsdp", "column:x", "column:3", (2, 2), (2, 2, 2, 1, 1), 3, None])
+def test_a_value_that_is_no_strategy_is_told_with_what_is(value: Any) -> None:
+    text = refused({"head": value})
+    assert "force['head']" in text
+    assert "'dp', 'zdp', 'column', 'row', '3d'" in text or "no grid of 8 devices" in text
+
+
+def test_a_grid_of_another_size_is_told() -> None:
+    assert "has 4 devices, the cluster 8" in refused({"head": (2, 2, 1, 1)})
+    assert "has 4 devices, the cluster 8" in refused({"head": sw.Strategy(sw.Grid(2, 2))})
+
+
+def test_a_strategy_that_does_not_divide_is_told_with_the_op_and_its_sizes() -> None:
+    mlp = Planner(ZOO["mlp"].model(), sw.Cluster.local(4), ZOO["mlp"].batch(0))
+    for force in ({"second": "column:2"}, {"last": (4, 1, 1, 1)}):
+        with pytest.raises(sw.PlanError, match=r"(second|last) cannot be .* does not divide its loops of sizes \[(15|7)\]"):
+            mlp.plan(force=force)
+
+
+def test_a_batch_that_does_not_divide_is_told() -> None:
+    odd = Planner(nn.Linear(8, 8), sw.Cluster.local(4), torch.zeros(6, 8))
+    with pytest.raises(sw.PlanError, match=r"z \* data = 4 does not divide the batch of 6 .*4 devices"):
+        odd.plan(force={"*": "dp"})
+    assert odd.plan().choices  # it still has tensor parallel forms
+
+
+def test_a_grid_that_cuts_an_axis_is_told() -> None:
+    cluster = sw.Cluster.preset("dgx-a100", nodes=2).resized(gpu=3)  # axes of 3 and 2, the 3 innermost
+    planner = Planner(nn.Sequential(nn.Linear(18, 18)), cluster, torch.zeros(18, 18))
+    with pytest.raises(sw.PlanError, match=r"force\['0'\]: x = 2 of the grid \(2, 1, 1, 3\) does not fit the axes .*gpu0:3"):
+        planner.plan(force={"0": (2, 1, 1, 3)})

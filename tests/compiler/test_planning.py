@@ -1,0 +1,218 @@
+"""What plans promise: within the memory limit, never faster with less memory, proven, the same every time."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import shardweave as sw
+from shardweave.compiler.planner import costing
+from shardweave.cost_model import Device, Level
+from shardweave.demo.model import GPT, GPTConfig
+from shardweave.runtime.launch import WorkerPool
+from tests.compiler.planners import WIDE, Planner, kind, kinds, smallest_named
+from tests.models import ZOO
+
+
+def wide_mlp() -> tuple[nn.Module, torch.Tensor]:
+    with torch.device("meta"):
+        layers = (nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024), nn.ReLU(), nn.Linear(1024, 4096))
+        return nn.Sequential(*layers), torch.zeros(8192, 1024)
+
+
+SETTINGS = {
+    "gpt-local": lambda: (ZOO["gpt"].model(), ZOO["gpt"].batch(0), sw.Cluster.local(4)),
+    "mlp-local": lambda: (ZOO["mlp"].model(), ZOO["mlp"].batch(0), sw.Cluster.local(8)),
+    "llama-perlmutter": lambda: (ZOO["llama"].model(), ZOO["llama"].batch(0), sw.Cluster.preset("perlmutter", nodes=2)),
+    "wide-gpt-dgx": lambda: (*WIDE.build(), sw.Cluster.preset("dgx-a100", nodes=1)),
+    "wide-mlp-dgx": lambda: (*wide_mlp(), sw.Cluster.preset("dgx-a100", nodes=2)),
+    "wide-mlp-pcie": lambda: (*wide_mlp(), sw.Cluster.preset("rtx3090-pcie")),
+}
+
+
+@cache
+def planner(name: str) -> Planner:
+    model, inputs, cluster = SETTINGS[name]()
+    return Planner(model, cluster, inputs)
+
+
+def falling(planner: Planner, factor: float) -> tuple[list[sw.Plan], sw.InfeasibleError]:
+    """Plans under limits that fall by `factor` of the loosest plan's memory, until none fits."""
+    plans = [planner.plan()]
+    limit = plans[0].peak_memory
+    while True:
+        try:
+            plans.append(planner.plan(memory_limit=limit))
+        except sw.InfeasibleError as error:
+            return plans, error
+        limit = int(limit * factor)
+
+
+def assert_sound(plan: sw.Plan) -> None:
+    """Within the limit, covering the simulated memory, and proven."""
+    assert plan.peak_memory <= plan.memory_limit
+    assert plan.timeline().peak_memory <= plan.peak_memory
+    assert (plan.status, plan.gap) == ("optimal", 0.0)
+    assert plan.bound == pytest.approx(plan.step_time)
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_less_memory_never_makes_a_plan_faster(name: str) -> None:
+    plans, _ = falling(planner(name), 0.94)
+    for plan in plans:
+        assert_sound(plan)
+    times = [plan.step_time for plan in plans]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_the_smallest_memory_that_an_error_names_does_and_less_does_not(name: str) -> None:
+    smallest = planner(name).smallest()
+    assert_sound(planner(name).plan(memory_limit=smallest))
+    with pytest.raises(sw.InfeasibleError) as caught:
+        planner(name).plan(memory_limit=smallest - 1)
+    assert smallest_named(caught.value) == smallest
+
+
+def test_as_memory_falls_data_parallelism_gives_way_to_sharded_and_tensor_parallel_forms() -> None:
+    plans, error = falling(planner("wide-gpt-dgx"), 0.94)
+    seen = [kinds(plan) for plan in plans]
+    assert seen[0] == {"data"}
+    assert {"data", "sharded"} in seen, seen
+    assert "data" not in seen[-1], seen
+    assert "tensor" in seen[-1], seen
+    assert seen[-1] | {"data"} == {"data", "sharded", "tensor"} or seen[-1] == {"tensor"}
+    sharded = [sum(kind(choice.strategy) != "data" for choice in plan.choices.values()) for plan in plans]
+    assert sharded == sorted(sharded)
+    assert "Raise memory_limit" in str(error)
+
+
+def test_an_infeasible_limit_names_what_takes_the_memory() -> None:
+    with pytest.raises(sw.InfeasibleError, match=r"blocks\.\*\.\w+ x2 .*fixed"):
+        planner("wide-gpt-dgx").plan(memory_limit=1)
+
+
+figure = st.floats(0.1, 10.0)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> sw.Cluster:
+    """Machines of 4 to 12 devices, of all proportions of compute, memory and links."""
+    levels = [Level("gpu", draw(st.sampled_from([2, 4])), 1e9 * draw(figure), 1e-6 * draw(figure))]
+    if draw(st.booleans()):
+        levels.append(Level("node", draw(st.sampled_from([2, 3])), 1e8 * draw(figure), 1e-5 * draw(figure)))
+    device = Device(
+        "any",
+        {"float32": 10 ** draw(st.floats(6, 12))},
+        memory=2**30,
+        memory_bandwidth=10 ** draw(st.floats(7, 12)),
+        launch_latency=1e-6 * draw(st.floats(0, 10)),
+        collective_latency=1e-6 * draw(st.floats(0, 10)),
+    )
+    return sw.Cluster("any", tuple(levels), device)
+
+
+@settings(max_examples=15, deadline=None)
+@given(clusters(), st.floats(0.8, 0.97))
+def test_the_laws_of_memory_hold_on_any_machine(cluster: sw.Cluster, factor: float) -> None:
+    other = small_mlp().on(cluster)
+    plans, error = falling(other, factor)
+    for plan in plans:
+        assert_sound(plan)
+    times = [plan.step_time for plan in plans]
+    assert times == sorted(times)
+    assert_sound(other.plan(memory_limit=smallest_named(error)))
+
+
+@cache
+def small_mlp() -> Planner:
+    """Sizes that 2, 3 and 4 divide, in part."""
+    model = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 6), nn.Tanh(), nn.Linear(6, 10))
+    return Planner(model, sw.Cluster.local(4), torch.zeros(48, 12))
+
+
+def figures(plan: sw.Plan) -> dict[str, Any]:
+    """All of a plan but how long it took to make."""
+    data = plan.to_dict()
+    del data["planning_seconds"]
+    return data
+
+
+def plan_of_zoo(name: str, meta: bool = False) -> dict[str, Any]:
+    case = ZOO[name]
+    if meta:
+        with torch.device("meta"):
+            model = case.build()
+        inputs = {key: value.to("meta") for key, value in case.batch(0).items()}
+    else:
+        model, inputs = case.model(), case.batch(0)
+    return figures(sw.plan(model, sw.Cluster.local(4), inputs))
+
+
+@pytest.mark.parametrize("name", ["gpt-tied", "llama"])
+def test_the_same_plan_every_time_in_every_process_and_from_the_meta_device(name: str, pool: WorkerPool) -> None:
+    expected = plan_of_zoo(name)
+    assert plan_of_zoo(name) == expected
+    assert plan_of_zoo(name, meta=True) == expected
+    (elsewhere,) = pool.run(plan_of_zoo, name, nprocs=1)  # a process with other hashes
+    assert elsewhere == expected
+
+
+def test_equal_layers_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def counted(op: Any, *args: Any) -> Any:
+        calls.append(op.name)
+        return price(op, *args)
+
+    price = costing.price_op
+    monkeypatch.setattr(costing, "price_op", counted)
+
+    def priced(layers: int) -> list[str]:
+        calls.clear()
+        tokens = torch.zeros(8, 16, dtype=torch.long)
+        model = GPT(GPTConfig(vocabulary=64, context=16, layers=layers, heads=4, width=32))
+        sw.plan(model, sw.Cluster.local(4), (tokens, tokens))
+        return list(calls)
+
+    assert priced(2) == priced(5)
+
+
+def test_equal_layers_get_equal_plans() -> None:
+    choices = planner("wide-gpt-dgx").plan().choices
+    for op in ("attention.qkv", "attention.out", "up", "down"):
+        assert choices[f"blocks.0.{op}"].strategy == choices[f"blocks.1.{op}"].strategy
+
+
+def test_a_saved_plan_is_the_plan(tmp_path: Path) -> None:
+    plan = planner("mlp-local").plan()
+    plan.save(tmp_path / "plan.json")
+    loaded = sw.Plan.load(tmp_path / "plan.json")
+    assert figures(loaded) == figures(plan)
+    model, inputs, cluster = SETTINGS["mlp-local"]()
+    assert Planner(model, cluster, inputs).lowered(loaded).spec == planner("mlp-local").lowered(plan).spec
+
+
+def test_what_a_plan_says_adds_up() -> None:
+    plan = planner("wide-gpt-dgx").plan()
+    assert plan.tokens == WIDE.batch * WIDE.config.context
+    assert plan.tokens_per_second == pytest.approx(plan.tokens / plan.step_time)
+    parameters = 2 * (12 * 1024**2) + 512 * 1024  # of the matrices that tokens are multiplied with
+    attention = 2 * 2 * 2 * WIDE.config.context * 1024  # per token: two products, in two layers, over all positions
+    assert plan.model_flops == pytest.approx(3 * plan.tokens * (2 * parameters + attention), rel=0.25)
+    assert 0 < plan.mfu < 1
+    assert plan.compute_time + plan.exposed_communication == pytest.approx(plan.step_time)
+    assert sum(choice.seconds for choice in plan.choices.values()) <= plan.step_time * (1 + 1e-9)
+
+
+def test_progress_names_the_stages() -> None:
+    stages: list[str] = []
+    sw.plan(ZOO["mlp"].model(), sw.Cluster.local(2), ZOO["mlp"].batch(0), progress=stages.append)
+    assert stages[:4] == ["capture", "annotate", "price", "solve"]
