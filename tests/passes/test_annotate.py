@@ -175,3 +175,31 @@ def test_annotate_twice_is_annotate() -> None:
         warnings.simplefilter("error")
         Annotate()(module)
     assert [(node.name, info(node)) for node in module.graph.nodes] == before
+
+
+class Masks(nn.Module):
+    """Every layer makes the same mask, and draws no randomness."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            mask = torch.ones(4, 4, dtype=x.dtype).tril(index // 2)
+            x = layer(x) @ mask
+        return x.sum()
+
+
+def test_constants_are_computed_once() -> None:
+    """Equal constants are one node, and the step keeps its values."""
+    x = torch.randn(4, 4, dtype=torch.float64)
+    model = Masks().double()
+    captured = capture(model, x)
+    values = [*(value.detach() for value in model.parameters()), x, torch.ones((), dtype=torch.float64)]
+    expected = captured.graph(*values)
+    annotate(captured, Options())
+    nodes = captured.graph.graph.nodes
+    assert [node.target for node in nodes].count(aten.tril.default) == 2
+    for got, wanted in zip(captured.graph(*values), expected, strict=True):
+        assert_equal(got, wanted)
