@@ -169,8 +169,8 @@ class Costing:
                 devices, sizes = self.mesh.world_size, list(op.sizes.values())
                 raise PlanError(
                     f"no strategy fits {op.name} on {devices} devices: neither the batch of {op.batch} nor its loops "
-                    f"of sizes {sizes} take up all of them. Use a batch that is a multiple of {devices}, other sizes, or "
-                    "another number of devices"
+                    f"of sizes {sizes} take up all of them. Use a batch that is a multiple of {devices}, other "
+                    "sizes, or another number of devices"
                 )
             itemsize = values[0].element_size()
             shapes = [tuple(value.shape) for value in values]
