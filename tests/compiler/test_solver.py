@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from shardweave.compiler.planner.problem import TICKS_PER_SECOND, Candidate, Edge, Op, Problem
 from shardweave.compiler.planner.program import Program, prove, relax
-from shardweave.compiler.planner.solver import Progress, Solution, solve
+from shardweave.compiler.planner.search import Progress
+from shardweave.compiler.planner.solver import Solution, solve
 from shardweave.compiler.planner.sweep import sweep
 from shardweave.errors import InfeasibleError, PlanError
 from tests.compiler.problems import brute_force, problems

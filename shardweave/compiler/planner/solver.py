@@ -14,17 +14,28 @@ and ``T`` the largest transient memory:
      smallest memory that would do)
 ===  ========================================================================  =========================
 
-(2) is the flow form of a product of choices: on a chain its relaxation is integral, so that only memory makes the
-program hard. It is solved in three steps, each of which may end it:
+Most models are narrow graphs: chains with residual edges. There the program is never written down:
 
-1. `relax`: GLOP solves the relaxation; duality prices how far above the bound everything lies.
-2. `sweep`: all choices within a slack of the bound are walked through. The slack grows until a choice lies within it,
-   which is then optimal: whatever was left out costs more.
-3. `prove`: where the graph is too wide for that, CP-SAT goes on, from the best choice, without what costs too much.
+1. `elimination.Elimination` minimises (5) without (3) and (4) exactly, one op after the other, equal layers once.
+2. `duality.dual` pays for memory in ticks a byte, which turns (4) into a term of (5) and the minimum into a bound, the
+   best one that Lagrange multipliers give; (3) is a cap on candidates, and the search branches on it. `cross` makes
+   mixtures of the choices on either side of the limit: a first plan, mostly within 0.1 % of the bound.
+3. `labels.Walker` walks through all choices within a slack of that bound. The slack grows until the best choice lies
+   within it, which is then optimal: whatever was left out costs more.
 
-Measured on ten random problems of 32 layers x 7 ops x 30 candidates with 6 ports (chains, and with residual edges;
-equal layers and unequal ones): the first two steps prove the optimum in 0.5 to 1.4 s, HiGHS takes 0.3 s to more than
-30 s and proves to its tolerances only, CP-SAT alone is left with a gap of 2e-5 after 30 s on a plain chain.
+Where elimination's tables would grow too large, these steps take its place, each of which may end the search:
+
+1. `descent.descend`: feasible choices by local improvement, so that there always is one.
+2. `program.relax`: GLOP solves the relaxation; duality prices how far above the bound everything lies. (2) is the flow
+   form of a product of choices: on a chain its relaxation is integral.
+3. `sweep.sweep`: all choices within a growing slack of the bound are walked through in the order of the ops.
+4. `program.prove`: CP-SAT goes on, from the best choice, without what costs too much.
+
+Measured, captured and priced on one core: Llama-3-8B (32 layers, 354 ops of up to 100
+candidates and 40 ports) on 64 devices is proven optimal in 1 to 6 s, from limits that bind nothing to the smallest that
+does; GLOP and the sweep found no choice in 30 s there, each edge having 1,600 flows. On ten random problems of 32
+layers x 7 ops x 30 candidates with 6 ports the relaxation and the sweep prove the optimum in 0.5 to 1.4 s, HiGHS takes
+0.3 s to more than 30 s, CP-SAT alone is left with a gap of 2e-5 after 30 s on a plain chain.
 """
 
 from __future__ import annotations

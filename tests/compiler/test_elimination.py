@@ -1,0 +1,161 @@
+"""Elimination, the dual bound and the walk near it, each against brute force; and the way around it for wide graphs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardweave.compiler.planner import elimination as module
+from shardweave.compiler.planner.descent import descend
+from shardweave.compiler.planner.duality import Part, cross, dual, least_memory
+from shardweave.compiler.planner.elimination import Elimination
+from shardweave.compiler.planner.labels import Walker
+from shardweave.compiler.planner.problem import Candidate, Edge, Op, Problem
+from shardweave.compiler.planner.solver import solve
+from shardweave.errors import InfeasibleError, PlanError
+from tests.compiler.problems import brute_force, problems
+from tests.compiler.test_solver import layers
+
+Choice = tuple[int, ...]
+
+
+def choices(problem: Problem) -> Iterator[Choice]:
+    return itertools.product(*(range(len(op.candidates)) for op in problem.ops))
+
+
+def eliminated(problem: Problem) -> Elimination:
+    found = Elimination.of(problem)
+    assert found is not None
+    return found
+
+
+@contextmanager
+def every_graph_too_wide() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_LARGEST_TABLE", 0)
+        yield
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_elimination_finds_the_least_sum_and_a_choice_that_has_it(problem: Problem) -> None:
+    elimination = eliminated(problem)
+    found = elimination.minimum([table.ticks for table in elimination.ops])
+    free = replace(problem, memory_limit=2**62, fixed_seconds=0.0)
+    times = [ticks for choice in choices(free) if (ticks := free.ticks(choice)) is not None]
+    assert (found is None) == (not times)
+    assert found is None or (found.value, free.ticks(found.choice)) == (min(times), min(times))
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_what_the_rest_costs_completes_each_steps_table_to_the_minimum(problem: Problem) -> None:
+    elimination = eliminated(problem)
+    found = elimination.minimum([table.ticks for table in elimination.ops])
+    if found is None:
+        return
+    for kind, outside in zip(elimination.kinds, elimination.outside(found), strict=True):
+        whole = elimination.joint(kind, found.states, found.least) + outside[None]
+        assert whole.min() == found.value
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(), st.floats(0, 1))
+def test_no_choice_of_a_part_is_faster_than_its_bound(problem: Problem, at: float) -> None:
+    elimination = eliminated(problem)
+    levels = sorted({int(level) for table in elimination.ops for level in table.transient})
+    cut = int(at * (len(levels) - 1))
+    offered: list[Choice] = []
+    for part in (Part(0, levels[cut]), Part(levels[cut] + 1, levels[-1])):
+        found = dual(elimination, part, offered.append)
+        times = []
+        for choice in choices(problem):
+            peak = max(candidate.transient_bytes for candidate in problem.chosen(choice))
+            if part.low <= peak <= part.high and problem.feasible(choice):
+                times.append(problem.ticks(choice) or 0)
+        assert found is not None or not times
+        assert found is None or not times or found.bound <= min(times)
+        if found is not None:
+            cross(problem, found.over, found.under, offered.append)
+    assert all(len(choice) == len(problem.ops) for choice in offered)
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(), st.integers(1, 4), st.floats(0, 4))
+def test_a_walk_keeps_its_word_however_narrow(problem: Problem, width: int, slack: float) -> None:
+    elimination = eliminated(problem)
+    levels = sorted({int(level) for table in elimination.ops for level in table.transient})
+    found = dual(elimination, Part(0, levels[-1]), lambda _: None)
+    if found is None:
+        return
+    times = [problem.ticks(choice) or 0 for choice in choices(problem) if problem.feasible(choice)]
+    walk = Walker(elimination, found).walk(slack * 2**40, width, math.inf)
+    assert walk.choice is None or problem.feasible(walk.choice)
+    if times and min(times) <= found.bound + walk.complete:
+        assert walk.choice is not None and problem.ticks(walk.choice) == min(times)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_the_least_memory_is_that_of_brute_force(problem: Problem) -> None:
+    found = least_memory(eliminated(problem))
+    sizes = [problem.memory(choice) for choice in choices(problem) if problem.ticks(choice) is not None]
+    assert (found is None) == (not sizes)
+    assert found is None or problem.memory(found) == min(sizes)
+
+
+def test_equal_layers_are_computed_once() -> None:
+    few, many = (eliminated(layers(count)) for count in (8, 32))
+    assert len(many.steps) > 3 * len(few.steps)
+    assert len(many.ops) == len(few.ops) and len(many.tables) == len(few.tables)
+
+
+def test_equal_layers_mix_under_a_limit_in_the_middle() -> None:
+    problem = layers(32)
+    solution = solve(problem, time_limit=60.0)
+    assert solution.status == "optimal"
+    of_layers = [solution.choice[start : start + 7] for start in range(0, len(solution.choice), 7)]
+    assert len(set(of_layers)) > 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_wide_graphs_have_the_same_optimum(problem: Problem) -> None:
+    with every_graph_too_wide():
+        assert Elimination.of(problem) is None
+        try:
+            found = solve(problem).objective
+        except PlanError:
+            found = None
+    assert found == brute_force(problem)
+
+
+def test_wide_graphs_have_the_same_smallest_memory() -> None:
+    op = Op("up", (Candidate("", 1.0, state_bytes=8), Candidate("", 2.0, state_bytes=5, transient_bytes=1)))
+    with every_graph_too_wide(), pytest.raises(InfeasibleError, match=" is 6 bytes"):
+        solve(Problem((op,), memory_limit=5))
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(forbidden=False))
+def test_a_descent_finds_a_choice_where_no_layouts_are_forbidden(problem: Problem) -> None:
+    offered: list[Choice] = []
+    loose = replace(problem, memory_limit=2**62)
+    descend(loose, offered.append)
+    assert any(loose.feasible(choice) for choice in offered)
+
+
+def test_a_hint_is_where_the_search_begins() -> None:
+    change = Edge(0, 1, np.array([[0.0, 0.5], [0.5, 0.0]]))
+    op = Op("op", (Candidate("a", 1.0), Candidate("b", 1.25, in_port=1, out_port=1)))
+    first: list[float] = []
+    solution = solve(Problem((op, op), (change,)), progress=lambda p: first.append(p.objective), hint=(0, 0))
+    assert (first[0], solution.objective, solution.status) == (2.0, 2.0, "optimal")
