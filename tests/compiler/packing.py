@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 import shardweave as sw
-from shardweave.compiler.capture import _TENSOR, CallTree
+from shardweave.compiler.call import TENSOR, CallTree
 from shardweave.compiler.codegen import Step
 from shardweave.ir import StepSpec
 
@@ -77,6 +77,6 @@ class Packed:
         """`model` run by this step, as `compile_parallel` makes it."""
         step = Step(unpack(self.forward), unpack(self.backward), self.spec)
         # The mark of a tensor is told by identity, which a pickle does not keep.
-        marks = tuple(_TENSOR if constant == _TENSOR else constant for constant in self.call.output_constants)
+        marks = tuple(TENSOR if constant == TENSOR else constant for constant in self.call.output_constants)
         call = replace(self.call, output_constants=marks)
         return sw.ParallelModule(model, step, flatten=call.flatten, unflatten=call.unflatten)

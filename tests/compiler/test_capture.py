@@ -339,3 +339,13 @@ def test_an_input_changed_in_place_is_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"changes its input .*x.* in place: copy it first"):
         capture(InPlace(), torch.randn(2, 4))
+
+
+@pytest.mark.parametrize(
+    "x", [torch.randn(9, 4)[1:], torch.randn(4, 8).T, torch.randn(32).view(8, 4), torch.randn(8, 1).expand(8, 4)]
+)
+def test_inputs_may_be_views(x: Tensor) -> None:
+    model = nn.Linear(4, 3)
+    captured = capture(model, x)
+    assert_computes(captured, model, (x.contiguous(),), {})
+    assert str(captured.graph.graph) == str(capture(model, x.contiguous()).graph.graph)

@@ -1,0 +1,284 @@
+"""What a user can get wrong: each is a ParallelError that names the thing and the way out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor, nn
+
+import shardweave as sw
+from shardweave.demo.model import GPT, GPTConfig
+from shardweave.runtime.launch import WorkerPool
+from tests.models import ZOO
+
+MLP = ZOO["mlp"]
+
+
+def assert_told(error: BaseException, *parts: str) -> None:
+    """The error is the package's own, and says all of this."""
+    assert isinstance(error, sw.ParallelError), repr(error)
+    missing = [part for part in parts if part not in str(error)]
+    assert not missing, f"{missing} not in: {error}"
+
+
+def caught(call: Any, *args: Any, **kwargs: Any) -> sw.ParallelError:
+    """The error that a call raises; on a rank, too."""
+    try:
+        call(*args, **kwargs)
+    except sw.ParallelError as error:
+        return error
+    raise AssertionError("it was let through")
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.max() > 1:  # the culprit
+            y = y / y.max()
+        result: Tensor = y.sum()
+        return result
+
+
+def test_a_model_that_cannot_be_captured() -> None:
+    number = next(i for i, code in enumerate(Path(__file__).read_text().splitlines(), 1) if "# the culprit" in code)
+    for front in (sw.plan, sw.compile_parallel):
+        error = caught(front, Branching(), sw.Cluster.local(1), torch.zeros(2, 4))
+        assert_told(error, "Branching", f"test_bad_input.py:{number}", "if y.max() > 1", "torch.where")
+
+
+def test_an_op_without_a_rule() -> None:
+    class Unruled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.svd(self.linear(x))[1].sum()
+
+    error = caught(sw.plan, Unruled(), sw.Cluster.local(2), torch.zeros(4, 4))
+    assert isinstance(error, sw.RuleError)
+    assert_told(error, "svd", "test_bad_input.py", "shardweave.rule", "allow_unruled=True")
+
+
+def test_a_model_with_nothing_to_spread() -> None:
+    error = caught(sw.plan, nn.LayerNorm(8), sw.Cluster.local(2), torch.zeros(4, 8))
+    assert_told(error, "LayerNorm", "no matrix product")
+
+
+@pytest.mark.parametrize("force", [{}, {"*": "dp"}])
+def test_a_batch_that_does_not_divide(force: dict[str, str]) -> None:
+    error = caught(sw.plan, nn.Linear(7, 5), sw.Cluster.local(4), torch.zeros(6, 7), options=sw.Options(force=force))
+    assert isinstance(error, sw.PlanError)
+    assert_told(error, "batch of 6", "4 devices")
+    assert re.search("[Uu]se |[Ff]orce another|[Cc]hange", str(error)), error
+
+
+def compiled(model: nn.Module | None = None, inputs: Any = None, world: int | None = None, **options: Any) -> Any:
+    cluster = sw.Cluster.local(world or (dist.get_world_size() if dist.is_initialized() else 1))
+    return sw.compile_parallel(model or MLP.model(), cluster, inputs or MLP.batch(0), options=sw.Options(**options))
+
+
+@pytest.fixture(scope="module")
+def single() -> sw.ParallelModule:
+    """A model on one device: inputs are checked in this process."""
+    module = compiled()
+    assert isinstance(module, sw.ParallelModule)
+    return module
+
+
+X, Y = torch.zeros(8, 6), torch.zeros(8, 7)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "told"),
+    [
+        ((torch.zeros(6, 6), Y), {}, ("'x'", "(8, 6)", "(6, 6)", "compile for the new one")),
+        ((X, torch.zeros(8, 5)), {}, ("'targets'", "(8, 7)", "(8, 5)")),
+        ((X[0], Y), {}, ("'x'", "(8, 6)", "(6,)")),
+        ((X.double(), Y), {}, ("'x'", "float32", "float64", ".to(torch.float32)")),
+        ((X.long(), Y), {}, ("'x'", "float32", "int64")),
+        ((X.tolist(), Y), {}, ("x",)),
+        ((X,), {}, ("x, targets", "compile again")),
+        ((X, Y, Y), {}, ("forward",)),
+        ((X,), {"target": Y}, ("target",)),
+        ((), {}, ("forward", "x")),
+        ((X.to("meta"), Y), {}, ("'x'", "meta", "cpu")),
+        ((X.requires_grad_(False).clone().requires_grad_(), Y), {}, ("'x'", "requires a gradient", "detach")),
+    ],
+)
+def test_an_input_of_another_shape_dtype_or_kind(
+    args: tuple[Any, ...], kwargs: dict[str, Any], told: tuple[str, ...], single: sw.ParallelModule
+) -> None:
+    error = caught(single, *args, **kwargs)
+    assert isinstance(error, sw.InputError)
+    assert_told(error, *told)
+
+
+def inputs_on_ranks() -> None:
+    """Neither the batch nor a part of it; the ranks stay together and the next good call works."""
+    parallel = compiled(force={"*": "dp"})
+    good = MLP.batch(0)
+    expected = parallel(**good)
+    for rows in (1, 3, 6, 16):
+        error = caught(parallel, torch.zeros(rows, 6), torch.zeros(rows, 7))
+        assert_told(error, "'x'", "(8, 6)", "(2, 6)", f"({rows}, 6)")
+    assert_told(caught(parallel.local, torch.zeros(6, 7)), "(6, 7)", "4 parts")
+    assert_told(caught(parallel, torch.zeros(8, 6), torch.zeros(8, 7, dtype=torch.float64)), "'targets'", "float64")
+    torch.testing.assert_close(parallel(**good), expected)
+
+
+def test_inputs_on_ranks(pool: WorkerPool) -> None:
+    pool.run(inputs_on_ranks, nprocs=4)
+
+
+@pytest.fixture
+def description() -> dict[str, Any]:
+    data: dict[str, Any] = sw.Cluster.preset("dgx-a100", nodes=2).to_dict()
+    data.pop("sources", None)
+    return data
+
+
+def load(data: Any, folder: Path) -> sw.ParallelError:
+    path = folder / "machine.yaml"
+    path.write_text(data if isinstance(data, str) else yaml.safe_dump(data))
+    error = caught(sw.Cluster.load, path)
+    assert isinstance(error, sw.ClusterError)
+    assert_told(error, "machine.yaml", "expected")
+    return error
+
+
+@pytest.mark.parametrize("key", ["flops", "memory", "memory_bandwidth"])
+def test_a_cluster_file_without_a_figure_of_the_device(key: str, description: dict[str, Any], tmp_path: Path) -> None:
+    del description["device"][key]
+    assert_told(load(description, tmp_path), f"device.{key}")
+
+
+@pytest.mark.parametrize("key", ["name", "size", "bandwidth", "latency"])
+def test_a_cluster_file_without_a_figure_of_a_level(key: str, description: dict[str, Any], tmp_path: Path) -> None:
+    del description["levels"][1][key]
+    assert_told(load(description, tmp_path), "levels", key)
+
+
+@pytest.mark.parametrize("value", [-1, "fast", None, float("nan")])
+@pytest.mark.parametrize("key", ["size", "bandwidth", "latency"])
+def test_a_cluster_file_with_a_wrong_figure(key: str, value: Any, description: dict[str, Any], tmp_path: Path) -> None:
+    description["levels"][0][key] = value
+    assert_told(load(description, tmp_path), key, "nan" if value != value else str(value))
+
+
+@pytest.mark.parametrize("text", ["", "levels: [", "- 1\n- 2", "device: {}", "name: x\nlevles: []"])
+def test_a_cluster_file_that_is_no_description(text: str, tmp_path: Path) -> None:
+    load(text, tmp_path)
+
+
+def test_a_cluster_that_is_nowhere(tmp_path: Path) -> None:
+    assert_told(caught(sw.Cluster.load, tmp_path / "none.yaml"), "none.yaml")
+    assert_told(caught(sw.Cluster.preset, "dgx-a1000"), "dgx-a1000", "dgx-a100")
+
+
+def too_many_ranks(plan: dict[str, Any]) -> None:
+    """Four ranks run, and both the cluster and the plan have two devices."""
+    for cluster in (sw.Cluster.local(2), sw.Cluster.local(8)):
+        error = caught(sw.compile_parallel, MLP.model(), cluster, MLP.batch(0))
+        assert_told(error, f"{cluster.world_size} devices", "4 rank", "start as many ranks")
+    error = caught(sw.compile_parallel, MLP.model(), None, MLP.batch(0), plan=sw.Plan.from_dict(plan))
+    assert_told(error, "the plan is for 2 devices", "has 4", "Make a plan")
+    error = caught(sw.compile_parallel, MLP.model(), sw.Cluster.local(2), MLP.batch(0), plan=sw.Plan.from_dict(plan))
+    assert_told(error, "2 devices", "4 rank")
+
+
+def test_more_ranks_than_the_plan_has(pool: WorkerPool) -> None:
+    plan = sw.plan(MLP.model(), sw.Cluster.local(2), MLP.batch(0))
+    pool.run(too_many_ranks, plan.to_dict(), nprocs=4)
+
+
+def test_ranks_without_a_world() -> None:
+    error = caught(sw.compile_parallel, MLP.model(), sw.Cluster.local(4), MLP.batch(0))
+    assert_told(error, "4 devices", "1 rank")
+
+
+def test_a_plan_from_another_model() -> None:
+    plan = sw.plan(MLP.model(), sw.Cluster.local(1), MLP.batch(0))
+    gpt = ZOO["gpt"]
+    error = caught(sw.compile_parallel, gpt.model(), None, gpt.batch(0), plan=plan)
+    assert isinstance(error, sw.PlanError)
+    assert_told(error, "parameter first.weight is in the plan and not here", "another model", "shardweave.plan(")
+
+
+def test_a_plan_from_a_model_of_other_sizes() -> None:
+    def small(width: int) -> nn.Module:
+        return GPT(GPTConfig(vocabulary=16, context=8, layers=1, heads=2, width=width))
+
+    tokens = torch.zeros(4, 8, dtype=torch.long)
+    plan = sw.plan(small(16), sw.Cluster.local(1), tokens)
+    error = caught(sw.compile_parallel, small(32), None, tokens, plan=plan)
+    assert_told(error, "parameter tokens.weight has shape (16, 16) in the plan and (16, 32) here", "more")
+    error = caught(sw.compile_parallel, small(16), None, tokens[:2], plan=plan)
+    assert_told(error, "input tokens has shape (4, 8) in the plan and (2, 8) here")
+
+
+def test_a_plan_file_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for text in ("", "{}", '{"format": "shardweave plan", "version": 0}'):
+        path.write_text(text)
+        error = caught(sw.Plan.load, path)
+        assert isinstance(error, sw.PlanError)
+        assert_told(error, "plan.json", "expected")
+    assert_told(caught(sw.Plan.load, tmp_path / "none.json"), "none.json")
+
+
+def no_plan_fits() -> str:
+    return str(caught(compiled, memory_limit=100))
+
+
+def test_a_limit_that_no_plan_meets_is_told_on_every_rank(pool: WorkerPool) -> None:
+    told = pool.run(no_plan_fits, nprocs=2)
+    assert told[0] == told[1]
+    assert "smallest" in told[0] and "memory_limit" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"memory_limit": 0}, "memory_limit"),
+        ({"optimizer": "adamax"}, "adamw"),
+        ({"outputs": "local"}, "'part'"),
+        ({"lookahead": -1}, "lookahead"),
+        ({"time_limit": 0}, "time_limit"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], told: str) -> None:
+    assert_told(caught(sw.Options, **options), told)
+
+
+def other_models_on_ranks() -> str:
+    """Each rank compiles another model: found before any collective of a step."""
+    torch.manual_seed(0)
+    sizes = (8, 8 + 4 * dist.get_rank())
+    plan_error = caught(sw.compile_parallel, nn.Linear(*sizes), None, torch.zeros(4, 8))
+    return type(plan_error).__name__ + ": " + str(plan_error)
+
+
+def other_modes_on_ranks() -> str:
+    parallel = compiled()
+    return str(caught(parallel.eval))
+
+
+def test_the_other_mode_of_a_model(pool: WorkerPool) -> None:
+    for text in pool.run(other_modes_on_ranks, nprocs=2):
+        assert "captured in training mode" in text and "torch.no_grad()" in text
+
+
+def test_ranks_with_different_models(pool: WorkerPool) -> None:
+    for text in pool.run(other_models_on_ranks, nprocs=2, timeout=60):
+        assert "different" in text or "another model" in text, text
