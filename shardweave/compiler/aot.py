@@ -1,0 +1,202 @@
+"""AOTAutograd's side of the ``torch.compile`` door: its joint graph as a captured step, and a step as it calls one.
+
+The one module that knows how AOTAutograd describes a graph's inputs and outputs.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from shardweave.compiler.capture import Captured
+from shardweave.compiler.codegen import Step
+from shardweave.compiler.pipeline import copied
+from shardweave.errors import CaptureError
+from shardweave.ir import Mesh
+from shardweave.passes.annotate import graph_outputs, info
+from shardweave.runtime.mesh import RuntimeMesh
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Source:
+    """An input of Dynamo's graph: the user's name for it, and what it is."""
+
+    name: str
+    kind: str
+
+
+def sources_of(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Source]:
+    """Where each input of a graph comes from, by the user's names."""
+    found: list[Source] = []
+    for node, value in zip((node for node in gm.graph.nodes if node.op == "placeholder"), example_inputs):
+        text = str(node.meta["grapharg"].source.name) if "grapharg" in node.meta else ""
+        path = re.findall(r"_(?:modules|parameters|buffers)\['([^']+)'\]", text)
+        kind = "parameter" if isinstance(value, nn.Parameter) else "buffer" if "_buffers[" in text else "input"
+        name = ".".join(path or re.findall(r"\['?([^'\]]+)'?\]", text)) or node.name
+        found.append(Source(name if all(name != other.name for other in found) else node.name, kind))
+    return found
+
+
+def captured_from(joint: fx.GraphModule, sources: Sequence[Source], num_forward: int) -> Captured:
+    """AOTAutograd's joint graph as a captured step: its inputs named, its gradients after the outputs."""
+    graph = copied(joint)
+    described = joint.graph.output_node().meta["desc"]
+    named: dict[str, dict[str, str]] = {"parameter": {}, "buffer": {}, "input": {}}
+    primals: list[str] = []
+    tangents: dict[str, int] = {}
+    for node in _placeholders(graph.graph):
+        what = node.meta["desc"]
+        if type(what).__name__ == "TangentAOTInput":
+            tangents[node.name] = described.index(what.output)
+        elif type(what).__name__ == "PlainAOTInput":
+            source = sources[what.idx]
+            primals.append(source.name)
+            if isinstance(node.meta["val"], Tensor):
+                named[source.kind][node.name] = source.name
+        else:
+            raise CaptureError(f"the graph has an input of the kind {type(what).__name__} ({what}): not supported")
+    values = graph_outputs(graph.graph)
+    if not all(isinstance(value, fx.Node) for value in values[:num_forward]):
+        raise CaptureError("the graph returns something that is not a tensor, which is not supported")
+    gradients = {name: value for name, value in zip(primals, values[num_forward:]) if value is not None}
+    graph.graph.output_node().args = ([*values[:num_forward], *gradients.values()],)
+    _specialise(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    outputs = tuple(f"output{index}" for index in range(num_forward))
+    return Captured(
+        graph,
+        named["parameter"],
+        named["buffer"],
+        named["input"],
+        tangents,
+        outputs,
+        tuple(gradients),
+        mutated_buffers=(),  # AOTAutograd returns their new values among the outputs, and writes them back
+        aliases={},
+        call=None,
+        training=True,
+        whole=True,
+    )
+
+
+def bind(step: Step, joint: fx.GraphModule, num_forward: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """This rank's graphs of a step, in AOTAutograd's calling convention: whole inputs, a gradient for each."""
+    assert step.backward is not None
+    given = _placeholders(joint.graph)
+    num_tangents = sum(type(node.meta["desc"]).__name__ == "TangentAOTInput" for node in given)
+    primals, tangents = given[: len(given) - num_tangents], given[len(given) - num_tangents :]
+    device = next(node.meta["val"].device.type for node in given if isinstance(node.meta["val"], Tensor))
+    mesh = _runtime_mesh(step.spec.mesh, device, dist.group.WORLD if dist.is_initialized() else None)
+    forward, backward = mesh.bind(step.forward), mesh.bind(step.backward)
+
+    _fold(forward.graph, mesh.coordinates)
+    _take_parts(forward.graph, primals, mesh)
+    values = graph_outputs(forward.graph)
+    _return(forward, [value for value in values if isinstance(value, fx.Node)])
+
+    _fold(backward.graph, [*mesh.coordinates, *values[num_forward:]])  # what is saved follows the coordinates
+    _take_parts(backward.graph, tangents, mesh)
+    gradients = iter(graph_outputs(backward.graph))
+    wanted = graph_outputs(joint.graph)[num_forward:]
+    _return(backward, [None if value is None else next(gradients) for value in wanted])
+    return forward, backward
+
+
+@lru_cache(maxsize=4)
+def _runtime_mesh(mesh: Mesh, device: str, _: object) -> RuntimeMesh:
+    """The running world as a mesh; the same one for all steps, as each makes process groups."""
+    return RuntimeMesh(mesh, device)
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def _write(node: fx.Node, value: int) -> None:
+    """Write a number in the place of a node."""
+    for user in list(node.users):
+        user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), lambda leaf: value if leaf is node else leaf)
+    node.graph.erase_node(node)
+
+
+def _specialise(graph: fx.Graph) -> None:
+    """Write the sizes that Dynamo left open as what they are now, which its guards then hold them to.
+
+    A step is planned for its sizes: others compile another one.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    fake = FakeTensorMode()
+
+    def fixed(tensor: Tensor) -> Tensor:
+        with fake:
+            size, stride = [int(n) for n in tensor.shape], [int(n) for n in tensor.stride()]
+            return torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
+
+    if not any(isinstance(node.meta.get("val"), torch.SymInt) for node in graph.nodes):
+        return
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            _write(node, int(value))
+        else:
+            node.meta["val"] = pytree.tree_map_only(Tensor, fixed, value)
+
+
+def _return(module: fx.GraphModule, values: Sequence[fx.Node | None]) -> None:
+    module.graph.output_node().args = (tuple(values),)
+    module.graph.lint()
+    module.recompile()
+
+
+def _fold(graph: fx.Graph, first: Sequence[Any]) -> None:
+    """Write the first placeholders that have a number, and the integer arithmetic on them, as numbers."""
+    known = {node: value for node, value in zip(_placeholders(graph), first) if isinstance(value, int)}
+    for node in list(graph.nodes):
+        if node in known:
+            _write(node, known[node])
+        elif node.target in (operator.add, operator.mul) and not node.all_input_nodes:
+            _write(node, node.target(*node.args))
+
+
+def _take_parts(graph: fx.Graph, whole: Sequence[fx.Node], mesh: RuntimeMesh) -> None:
+    """Let the last placeholders of a graph be given as `whole` ones: this rank's part of each is taken first.
+
+    Numbers that are written in the graph by now are taken, too, and not used.
+    """
+    coordinates = mesh.mesh.coordinates(mesh.rank)
+    tensors = [given for given in whole if isinstance(given.meta["val"], Tensor)]
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    placeholders = _placeholders(graph)
+    mine = [*placeholders[len(placeholders) - len(tensors) :], first]
+    for given in whole:
+        if not isinstance(given.meta["val"], Tensor):
+            with graph.inserting_before(mine[0]):
+                graph.placeholder(given.name).meta = dict(given.meta)
+            continue
+        node = mine.pop(0)
+        node.meta["val"] = given.meta["val"]
+        (layout,) = info(node).layouts
+        part, users = node, list(node.users)
+        with graph.inserting_before(first):
+            if layout.shard_axes:  # the batch, in its first dimension
+                index, size = 0, layout.local_shape[0]
+                for axis in layout.shard_axes:
+                    index = index * axis.size + coordinates[axis.name]
+                part = graph.call_function(aten.slice.Tensor, (part, 0, index * size, (index + 1) * size))
+            if not given.meta["val"].is_contiguous():  # the step was compiled for row-major memory
+                part = graph.call_function(aten.clone.default, (part,), {"memory_format": torch.contiguous_format})
+        for user in users:
+            user.replace_input_with(node, part)
