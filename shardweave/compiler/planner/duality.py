@@ -71,15 +71,27 @@ def least_memory(elimination: Elimination) -> Choice | None:
     problem = elimination.problem
     levels = sorted({int(level) for table in elimination.ops for level in table.transient})
     best: tuple[int, Choice] | None = None
-    for level in reversed(levels):
-        cap = Part(0, level)
-        costs = [np.where(table.transient <= cap.high, table.kept, np.inf) for table in elimination.ops]
-        found = elimination.minimum(costs, with_edges=False)
-        if found is None:
-            break
-        memory = problem.memory(found.choice)
-        if best is None or memory < best[0]:
-            best = memory, found.choice
+    known: dict[int, int | None] = {}
+
+    def least_kept(cap: int) -> int | None:
+        """The least that can be kept with no transient above a level; lower levels keep no less."""
+        nonlocal best
+        if cap not in known:
+            costs = [np.where(table.transient <= levels[cap], table.kept, np.inf) for table in elimination.ops]
+            found = elimination.minimum(costs, with_edges=False)
+            known[cap] = None if found is None else int(found.value)
+            if found is not None and (best is None or problem.memory(found.choice) < best[0]):
+                best = problem.memory(found.choice), found.choice
+        return known[cap]
+
+    parts = [(0, len(levels) - 1)]
+    while parts:
+        low, high = parts.pop()
+        kept = least_kept(high)
+        if kept is None or best is None or low == high or problem.fixed_bytes + kept + levels[low] >= best[0]:
+            continue
+        middle = (low + high) // 2
+        parts += [(low, middle), (middle + 1, high)]
     return None if best is None else best[1]
 
 

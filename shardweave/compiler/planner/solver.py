@@ -31,11 +31,11 @@ Where elimination's tables would grow too large, these steps take its place, eac
 3. `sweep.sweep`: all choices within a growing slack of the bound are walked through in the order of the ops.
 4. `program.prove`: CP-SAT goes on, from the best choice, without what costs too much.
 
-Measured, captured and priced on one core: Llama-3-8B (32 layers, 354 ops of up to 100
-candidates and 40 ports) on 64 devices is proven optimal in 1 to 6 s, from limits that bind nothing to the smallest that
-does; GLOP and the sweep found no choice in 30 s there, each edge having 1,600 flows. On ten random problems of 32
-layers x 7 ops x 30 candidates with 6 ports the relaxation and the sweep prove the optimum in 0.5 to 1.4 s, HiGHS takes
-0.3 s to more than 30 s, CP-SAT alone is left with a gap of 2e-5 after 30 s on a plain chain.
+Measured on one core: Llama-3-8B (32 layers, 354 ops of up to 100 candidates and 40 ports) on 64 devices is proven
+optimal in 1 to 6 s, from limits that bind nothing to the smallest that does; GLOP and the sweep found no choice in
+30 s there, each edge having 1,600 flows. On ten random problems of 32 layers x 7 ops x 30 candidates with 6 ports the
+relaxation and the sweep prove the optimum in 0.5 to 1.4 s, HiGHS takes 0.3 s to more than 30 s, CP-SAT alone is left
+with a gap of 2e-5 after 30 s on a plain chain.
 """
 
 from __future__ import annotations
