@@ -27,8 +27,9 @@ class Options:
         is ``"dp"``, ``"zdp"``, ``"column"``, ``"row"``, ``"3d"`` with a grid, or a `Strategy`; a grid alone is a tuple
         ``(x, y, z, data)``. Where several patterns match, the last one holds.
     outputs : {"auto", "sharded", "part", "whole"}
-        Where the outputs other than a loss lie: as they were computed (a DTensor), this rank's part of the batch, or
-        whole on every rank. ``"auto"`` is ``"sharded"`` where the model returns a scalar loss, else ``"part"``.
+        Where the outputs other than a loss lie: as they were computed (a DTensor where that is more than a part of the
+        batch), this rank's part of the batch, or whole on every rank. ``"auto"`` is ``"sharded"`` where the model
+        returns a scalar loss, else ``"part"``.
     time_limit : float
         Seconds that the solver may take.
     lookahead : int
@@ -58,6 +59,8 @@ class Options:
             raise PlanError(
                 f"optimizer {self.optimizer!r} is unknown; expected one of {known}, or its bytes of state per parameter"
             )
+        if self.time_limit <= 0:
+            raise PlanError(f"time_limit is in seconds and must be positive, got {self.time_limit}")
         if self.outputs not in ("auto", "sharded", "part", "whole"):
             raise PlanError(f"outputs must be 'auto', 'sharded', 'part' or 'whole', got {self.outputs!r}")
         if self.lookahead < 0:

@@ -107,7 +107,7 @@ def _joint_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         if any(parameter.is_meta for parameter in model.parameters()):
             model = _off_meta(model, fake)
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: _fake_like(t, fake) if t.is_meta else t, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: _fake_like(t, fake), (args, kwargs))
         with fake:
             module = dynamo_graph_capture_for_export(model)(*args, **kwargs)
         stack.enter_context(torch._guards.tracing(module.meta["tracing_context"]))
@@ -116,8 +116,9 @@ def _joint_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
 
 
 def _fake_like(tensor: Tensor, fake: Any) -> Tensor:
+    """A contiguous fake tensor of its shape: a step does not depend on how an example was cut from another tensor."""
     with fake:
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
 
 
 def _off_meta(model: nn.Module, fake: Any) -> nn.Module:

@@ -104,10 +104,11 @@ class Executor:
                 ranks = axes_size(axis for axis in output.layout.shard_axes if axis in self.spec.data_axes)
                 arguments.append((tangent if ranks == 1 else tangent / ranks).contiguous())
         results = iter(self.backward(arguments))
-        return [
-            like(next(results), parameter) if spec.trainable else None
-            for spec, parameter in zip(self.spec.parameters, self.parameters(), strict=True)
-        ]
+        gradients: list[torch.Tensor | None] = []
+        for spec, parameter in zip(self.spec.parameters, self.parameters(), strict=True):
+            gradient = next(results) if spec.trainable else None
+            gradients.append(None if gradient is None else like(gradient, parameter))
+        return gradients
 
 
 class _Step(torch.autograd.Function):
