@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.passes.cases.draw import Call, Draw, case

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from hypothesis import strategies as st
 
 from tests.passes.cases.compute import some_dims
 from tests.passes.cases.draw import Call, Draw, case
