@@ -42,11 +42,12 @@ class Chosen:
 
 
 def choose(costed: Costed, time_limit: float, simulate: Simulate) -> Chosen:
-    """The best choice whose generated step, simulated, fits too.
+    """The best choice whose generated step, simulated, fits.
 
-    The program adds up what its ops hold; the simulator follows every value of the generated step. Where that needs
-    more than the program thought, the program is asked for a plan that is smaller by as much, and its first answer
-    remains the bound. The smallest plan is the last resort: it does if its simulated step fits.
+    The program adds up what its ops hold, mostly a little too much; the simulator follows every value of the generated
+    step, and is the judge. Where the fastest plan of all fits, it is the answer. Otherwise the program is asked under
+    the limit, and again under a smaller one as long as its answer needs more than it thought; its first answer remains
+    the bound. The smallest plan is the last resort.
 
     Raises
     ------
@@ -54,37 +55,37 @@ def choose(costed: Costed, time_limit: float, simulate: Simulate) -> Chosen:
         With the smallest memory that would do, and what takes it.
     """
     problem, limit = costed.problem, costed.problem.memory_limit
+    fastest = _simulated(costed, solve(replace(problem, memory_limit=UNLIMITED), time_limit), simulate)
+    if fastest.timeline.peak_memory <= limit:
+        return _within(fastest, limit)
     first: Solution | None = None
     while True:
         try:
             solution = solve(problem, time_limit, hint=first.choice if first else None)
         except InfeasibleError as error:
-            return _smallest(costed, first, error, time_limit, simulate)
+            return _smallest(costed, fastest, error, time_limit, simulate)
         first = first or solution
         chosen = _simulated(costed, _bounded(costed.problem, solution, first), simulate)
-        if chosen.peak_memory <= limit:
-            return chosen
+        if chosen.timeline.peak_memory <= limit:
+            return _within(chosen, limit)
         counted = problem.memory(solution.choice)
-        problem = replace(problem, memory_limit=min(counted - 1, limit - (chosen.peak_memory - counted)))
+        problem = replace(problem, memory_limit=min(counted - 1, limit - (chosen.timeline.peak_memory - counted)))
 
 
-def _smallest(
-    costed: Costed, first: Solution | None, error: InfeasibleError, time_limit: float, simulate: Simulate
-) -> Chosen:
+def _smallest(costed: Costed, fastest: Chosen, error: InfeasibleError, time_limit: float, simulate: Simulate) -> Chosen:
     """The smallest plan, if its simulated step fits; else an error that names what would."""
     problem, limit = costed.problem, costed.problem.memory_limit
     choice = smallest(problem, time_limit)
     if choice is None:
         raise error
-    objective = problem.objective(choice)
-    # What the program cannot bound under this limit, it can without one.
-    bound = (first or solve(replace(problem, memory_limit=UNLIMITED), time_limit)).bound
+    objective, bound = problem.objective(choice), fastest.solution.bound  # all that is known under this limit
     gap = (objective - bound) / objective if objective else 0.0
     chosen = _simulated(costed, Solution(choice, objective, bound, gap, "feasible", 0.0), simulate)
-    needed = chosen.timeline.peak_memory
-    if needed <= limit:
-        return replace(chosen, peak_memory=needed)
-    parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(chosen.timeline.memory.at_peak())]
+    if chosen.timeline.peak_memory <= limit:
+        return _within(chosen, limit)
+    least = min((chosen, fastest), key=lambda found: found.timeline.peak_memory)
+    needed = least.timeline.peak_memory
+    parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(least.timeline.memory.at_peak())]
     raise InfeasibleError(
         f"no plan fits into the memory limit of {limit} bytes ({readable_bytes(limit)}) a device; the smallest memory "
         f"that does is {needed} bytes ({readable_bytes(needed)}): {', '.join(parts)}. Raise memory_limit, or use more "
@@ -95,6 +96,11 @@ def _smallest(
 def _simulated(costed: Costed, solution: Solution, simulate: Simulate) -> Chosen:
     timeline = simulate(*_parts(costed, solution))
     return Chosen(costed, solution, timeline, max(costed.problem.memory(solution.choice), timeline.peak_memory))
+
+
+def _within(chosen: Chosen, limit: int) -> Chosen:
+    """What the plan says that it needs: the larger figure, unless only the program's is above the limit."""
+    return chosen if chosen.peak_memory <= limit else replace(chosen, peak_memory=chosen.timeline.peak_memory)
 
 
 def _bounded(problem: Problem, solution: Solution, first: Solution) -> Solution:
