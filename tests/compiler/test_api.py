@@ -168,7 +168,9 @@ def loads_its_part_of_a_data_set() -> None:
     dist.broadcast(y, 0)
     data = TensorDataset(x, y)
     sampler = parallel.sampler(data, shuffle=False)
-    for number, (x_part, y_part) in enumerate(DataLoader(data, batch_size=8 // parallel.data_world_size, sampler=sampler)):
+    for number, (x_part, y_part) in enumerate(
+        DataLoader(data, batch_size=8 // parallel.data_world_size, sampler=sampler)
+    ):
         rows = slice(8 * number, 8 * number + 8)  # a sampler deals the rows out in turn: the same 8, in another order
         torch.testing.assert_close(parallel(x_part, y_part), model(x[rows], y[rows]), **CLOSE)
 
@@ -271,7 +273,9 @@ def odd_models_train_too() -> None:
         assert list(parallel.state_dict()) == list(model.state_dict())
         state = parallel.full_state_dict()
         for name, value in model.state_dict().items():
-            torch.testing.assert_close(state[name], value, **CLOSE, msg=lambda text, name=name: f"{force} {name}: {text}")
+            torch.testing.assert_close(
+                state[name], value, **CLOSE, msg=lambda text, name=name, force=force: f"{force} {name}: {text}"
+            )
 
 
 def compiles_at_the_first_call() -> None:

@@ -48,7 +48,9 @@ def assert_computes(captured: Captured, model: nn.Module, args: tuple[Any, ...],
     model.zero_grad()
     sum(leaves[index].sum() for index in captured.tangents.values()).backward()
     for name, gradient in zip(captured.gradients, gradients, strict=True):
-        torch.testing.assert_close(gradient, model.get_parameter(name).grad, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            gradient, model.get_parameter(name).grad, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("name", list(ZOO))

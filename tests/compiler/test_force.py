@@ -118,7 +118,9 @@ def test_any_strategy_that_fits_can_be_forced(data: st.DataObject) -> None:
     world = data.draw(st.sampled_from([2, 4, 8]))
     mesh = sw.Cluster.local(world).mesh()
     planner = gpt(8).on(sw.Cluster.local(world))
-    wanted = {name: data.draw(st.sampled_from(list(strategies(mesh)))) for name in data.draw(st.sets(st.sampled_from(OPS)))}
+    wanted = {
+        name: data.draw(st.sampled_from(list(strategies(mesh)))) for name in data.draw(st.sets(st.sampled_from(OPS)))
+    }
     try:
         plan = planner.plan(force=wanted)
     except sw.PlanError as error:
@@ -160,7 +162,9 @@ def test_a_grid_of_another_size_is_told() -> None:
 def test_a_strategy_that_does_not_divide_is_told_with_the_op_and_its_sizes() -> None:
     mlp = Planner(ZOO["mlp"].model(), sw.Cluster.local(4), ZOO["mlp"].batch(0))
     for force in ({"second": "column:2"}, {"last": (4, 1, 1, 1)}):
-        with pytest.raises(sw.PlanError, match=r"(second|last) cannot be .* does not divide its loops of sizes \[(15|7)\]"):
+        with pytest.raises(
+            sw.PlanError, match=r"(second|last) cannot be .* does not divide its loops of sizes \[(15|7)\]"
+        ):
             mlp.plan(force=force)
 
 
@@ -174,5 +178,7 @@ def test_a_batch_that_does_not_divide_is_told() -> None:
 def test_a_grid_that_cuts_an_axis_is_told() -> None:
     cluster = sw.Cluster.preset("dgx-a100", nodes=2).resized(gpu=3)  # axes of 3 and 2, the 3 innermost
     planner = Planner(nn.Sequential(nn.Linear(18, 18)), cluster, torch.zeros(18, 18))
-    with pytest.raises(sw.PlanError, match=r"force\['0'\]: x = 2 of the grid \(2, 1, 1, 3\) does not fit the axes .*gpu0:3"):
+    with pytest.raises(
+        sw.PlanError, match=r"force\['0'\]: x = 2 of the grid \(2, 1, 1, 3\) does not fit the axes .*gpu0:3"
+    ):
         planner.plan(force={"0": (2, 1, 1, 3)})
