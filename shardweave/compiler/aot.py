@@ -26,6 +26,7 @@ from shardweave.passes.annotate import graph_outputs, info
 from shardweave.runtime.mesh import RuntimeMesh
 
 aten = torch.ops.aten
+TAG, BACKWARD = "partitioner_tag", "is_backward"
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def captured_from(joint: fx.GraphModule, sources: Sequence[Source], num_forward:
         what = node.meta["desc"]
         if type(what).__name__ == "TangentAOTInput":
             tangents[node.name] = described.index(what.output)
+            node.meta[TAG] = BACKWARD
         elif type(what).__name__ == "PlainAOTInput":
             source = sources[what.idx]
             primals.append(source.name)
@@ -72,6 +74,9 @@ def captured_from(joint: fx.GraphModule, sources: Sequence[Source], num_forward:
     gradients = {name: value for name, value in zip(primals, values[num_forward:]) if value is not None}
     graph.graph.output_node().args = ([*values[:num_forward], *gradients.values()],)
     _specialise(graph.graph)
+    for node in graph.graph.nodes:  # what Dynamo rewrites, such as a product with a Python float, loses its tag
+        if any(argument.meta.get(TAG) == BACKWARD for argument in node.all_input_nodes) and node.op != "output":
+            node.meta[TAG] = BACKWARD
     graph.graph.lint()
     graph.recompile()
     outputs = tuple(f"output{index}" for index in range(num_forward))

@@ -79,6 +79,5 @@ class MetaGPT:
             return GPT(self.config), (tokens, tokens)
 
 
-WIDE = MetaGPT(GPTConfig(vocabulary=512, context=256, layers=2, heads=16, width=1024), 128)
+WIDE = MetaGPT(GPTConfig(vocabulary=512, context=128, layers=2, heads=16, width=2048), 256)
 """Much to compute for each parameter: without a tight limit, data parallelism is best on one node."""
-

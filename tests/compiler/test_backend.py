@@ -1,10 +1,9 @@
-"""The `torch.compile` door: on real ranks, the numbers of one device."""
+"""The ``torch.compile`` door: on real ranks, the numbers of one device."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
@@ -13,18 +12,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardweave as sw
-from shardweave.compiler.backend import shardweave
 from shardweave.passes.annotate import info
 from shardweave.runtime.launch import WorkerPool
 from tests.models import ZOO
 
 RANKS, STEPS, BATCH = 4, 3, 8
-TENSOR = {"blocks.*.qkv": "column:4", "blocks.*.out": "row:4", "blocks.*.up": "column:2", "blocks.*.down": "row:2"}
+TENSOR = {
+    "blocks.*.attention.qkv": "column:4",
+    "blocks.*.attention.out": "row:4",
+    "blocks.*.up": "column:2",
+    "blocks.*.down": "row:2",
+    "head": "dp",
+}
 
 
 @dataclass
 class Run:
-    """What training gave: the losses, the first gradients, the parameters in the end, the collectives by kind."""
+    """What training gave: the losses, the first gradients, the parameters in the end; the collectives' kinds."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
@@ -32,8 +36,8 @@ class Run:
     collectives: set[tuple[str, str]]
 
 
-def train(name: str, dtype: torch.dtype, outside: bool, options: Mapping[str, Any] | None, sizes: tuple[int, ...]) -> Run:
-    """Train a model of the zoo with AdamW; without options as it is, else compiled."""
+def train(name: str, dtype: torch.dtype, outside: bool, options: Mapping[str, Any] | None) -> Run:
+    """Train a model of the zoo with AdamW, compiled or (without options) as it is."""
     torch._dynamo.reset()
     case = ZOO[name]
     model = case.model(dtype)
@@ -46,17 +50,17 @@ def train(name: str, dtype: torch.dtype, outside: bool, options: Mapping[str, An
 
     step = model
     if options is not None:
-        step = torch.compile(model, backend="shardweave", options={"inspect": inspect, **options})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = torch.compile(model, backend="shardweave", options={"inspect": inspect, **options})  # type: ignore[assignment,dict-item]
+    # Without such an eps, Adam blows the rounding of gradients up that are zero (of a key's bias, for example).
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     losses, gradients = [], {}
     for number in range(STEPS):
-        batch = case.batch(number, sizes[number % len(sizes)], dtype)
+        batch = case.batch(number, BATCH, dtype)
         targets = batch.pop("targets") if outside else None
         output = step(**batch)
         loss = case.loss(output) if targets is None else loss_outside(output, targets)
-        loss.backward()
-        if not gradients:
-            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -69,37 +73,107 @@ def loss_outside(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, -2), targets.flatten())
 
 
-def assert_same(runs: list[Run], alone: Run, dtype: torch.dtype) -> None:
-    loose = 1e-9 if dtype == torch.float64 else 1e-4
-    for run in runs:
-        assert run.losses == pytest.approx(alone.losses, rel=1e-9 if dtype == torch.float64 else 1e-5)
-        for found, expected in ((run.gradients, alone.gradients), (run.parameters, alone.parameters)):
-            assert found.keys() == expected.keys()
-            for name, value in expected.items():
-                assert found[name].shape == value.shape
-                torch.testing.assert_close(found[name], value, rtol=loose, atol=loose * float(value.abs().max()), msg=name)
-    for name in alone.parameters:  # every rank steps its own copy: they must not drift apart
-        assert all(torch.equal(run.parameters[name], runs[0].parameters[name]) for run in runs), name
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
-    ("name", "outside", "force", "expected"),
+    ("name", "dtype", "outside", "force", "expected"),
     [
-        ("gpt", False, {"*": "dp"}, {("all_reduce", "gradient")}),
-        ("gpt", False, TENSOR, {("all_reduce", "activation"), ("all_gather", "gradient")}),
-        ("gpt", True, {"*": (2, 2, 1, 1)}, {("all_reduce", "activation"), ("all_gather", "gradient")}),
-        ("gpt-tied", False, {}, set()),
-        ("gpt", True, {}, set()),
-        ("mlp", True, {"first": "column:2", "last": "dp"}, {("all_gather", "gradient"), ("all_reduce", "gradient")}),
+        ("gpt", torch.float32, True, {"*": "dp"}, {("all_reduce", "gradient")}),
+        ("gpt", torch.float64, False, TENSOR, {("all_reduce", "activation"), ("all_gather", "gradient")}),
+        ("gpt", torch.float64, True, {"*": (2, 2, 1, 1)}, {("all_reduce", "activation"), ("all_gather", "gradient")}),
+        ("gpt-tied", torch.float32, False, {}, set()),
+        ("mlp", torch.float32, False, {}, set()),
+        ("mlp", torch.float64, True, {"first": "column:2", "last": "dp"}, {("all_gather", "gradient")}),
     ],
-    ids=["data", "tensor", "mixed", "tied", "planned", "outside"],
+    ids=["data", "tensor", "rows-and-columns", "planned-tied", "planned-mlp", "mixed-mlp"],
 )
-def test_the_numbers_of_one_device(
-    pool: WorkerPool, name: str, outside: bool, force: dict[str, Any], expected: set[Any], dtype: torch.dtype
+def test_training_gives_the_numbers_of_one_device(
+    pool: WorkerPool, name: str, dtype: torch.dtype, outside: bool, force: dict[str, Any], expected: set[Any]
 ) -> None:
-    (alone,) = pool.run(train, name, dtype, outside, None, (BATCH,), nprocs=1)
+    (alone,) = pool.run(train, name, dtype, outside, None, nprocs=1)
     options = {"cluster": sw.Cluster.local(RANKS), "force": force}
-    runs = pool.run(train, name, dtype, outside, options, (BATCH,), nprocs=RANKS)
-    assert_same(runs, alone, dtype)
-    assert expected <= runs[0].collectives
+    runs = pool.run(train, name, dtype, outside, options, nprocs=RANKS)
+    exact = dtype == torch.float64
+    for run in runs:
+        assert run.losses == pytest.approx(alone.losses, rel=1e-9 if exact else 1e-5)
+        assert_close(run.gradients, alone.gradients, 1e-9 if exact else 1e-4)
+        assert_close(run.parameters, alone.parameters, 1e-9 if exact else 1e-4)
+        assert_close(run.parameters, runs[0].parameters, 0.0)  # every rank steps its own copy
+        assert run.collectives and expected <= run.collectives
+
+
+def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].shape == value.shape, name
+        assert float((found[name] - value).abs().max()) <= tolerance * float(value.abs().max()), name
+
+
+class Branching(nn.Module):
+    """Two outputs, one of them transposed, a frozen layer, a buffer that changes, and a break of the graph."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.norm = nn.LayerNorm(16)
+        self.frozen.requires_grad_(False)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        self.count += x.detach().sum()
+        hidden = torch.relu(self.first(x) * scale)
+        hidden = hidden + self.frozen(self.norm(hidden))
+        torch._dynamo.graph_break()
+        return hidden.transpose(0, 1), torch.softmax(self.last(hidden), -1)
+
+
+def branch(compiled: bool) -> list[Tensor]:
+    """Steps with other sizes and numbers each, run backward from both outputs, one by one; then without gradients."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Branching().double()
+    step = torch.compile(model, backend="shardweave") if compiled else model
+    seen = []
+    for number, size in enumerate((8, 8, 12)):
+        x = torch.randn(8, size, dtype=torch.float64).t().requires_grad_()
+        hidden, chances = step(x, 2.0 + number)
+        hidden.square().mean().backward(retain_graph=True)
+        (chances[:, 0].log().sum() + hidden.sum()).backward()
+        assert x.grad is not None and model.frozen.weight.grad is None
+        seen += [hidden.detach(), chances.detach(), x.grad, model.count.clone()]
+        with torch.no_grad():
+            seen += step(x, 1.0)
+    return seen + [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_whatever_autograd_does(pool: WorkerPool) -> None:
+    (alone,) = pool.run(branch, False, nprocs=1)
+    for found in pool.run(branch, True, nprocs=RANKS):  # on the running world, as no cluster is given
+        torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-9)
+
+
+def test_it_is_found_by_name() -> None:
+    assert "shardweave" in torch._dynamo.list_backends()
+
+
+def compiled_with(**options: Any) -> None:
+    torch._dynamo.reset()
+    mode = options.pop("mode", None)
+    torch.compile(nn.Linear(8, 8), backend="shardweave", mode=mode, options=options)(torch.ones(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"clutser": 1, "cluster": sw.Cluster.local(1)}, sw.ParallelError, "no option 'clutser'; it has 'cluster'"),
+        ({"cluster": "dgx-a100"}, sw.ParallelError, "must be a shardweave.Cluster, got str"),
+        ({"cluster": sw.Cluster.local(2)}, sw.ParallelError, "2 devices, the running world 1"),
+        ({"memory_limit": 100}, sw.InfeasibleError, "100 bytes.*smallest memory"),
+        ({"force": {"frist": "dp"}}, sw.PlanError, "force..frist.. matches no op"),
+        ({"force": {"*": "zdp"}, "cluster": sw.Cluster.local(1)}, sw.PlanError, "zdp"),
+        ({"time_limit": "soon"}, sw.PlanError, "time_limit"),
+    ],
+)
+def test_what_cannot_be_is_said(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"(?s){message}"):
+        compiled_with(**options)

@@ -17,7 +17,7 @@ from shardweave.compiler.planner import costing
 from shardweave.cost_model import Device, Level
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.runtime.launch import WorkerPool
-from tests.compiler.planners import WIDE, Planner, kind, kinds, smallest_named
+from tests.compiler.planners import WIDE, Planner, kinds, smallest_named
 from tests.models import ZOO
 
 
@@ -56,11 +56,11 @@ def falling(planner: Planner, factor: float) -> tuple[list[sw.Plan], sw.Infeasib
 
 
 def assert_sound(plan: sw.Plan) -> None:
-    """Within the limit, covering the simulated memory, and proven."""
-    assert plan.peak_memory <= plan.memory_limit
-    assert plan.timeline().peak_memory <= plan.peak_memory
-    assert (plan.status, plan.gap) == ("optimal", 0.0)
-    assert plan.bound == pytest.approx(plan.step_time)
+    """Within the limit, covering the simulated memory, and no better than it says."""
+    assert plan.timeline().peak_memory <= plan.peak_memory <= plan.memory_limit
+    assert plan.bound <= plan.step_time * (1 + 1e-9)
+    assert plan.gap == pytest.approx((plan.step_time - plan.bound) / plan.step_time, abs=1e-9)
+    assert (plan.status == "optimal") == (plan.gap <= 1e-9)
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
@@ -70,6 +70,7 @@ def test_less_memory_never_makes_a_plan_faster(name: str) -> None:
         assert_sound(plan)
     times = [plan.step_time for plan in plans]
     assert times == sorted(times)
+    assert {(plan.status, plan.gap) for plan in plans[:2]} == {("optimal", 0.0)}  # no limit, and one that it just meets
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
@@ -86,16 +87,14 @@ def test_as_memory_falls_data_parallelism_gives_way_to_sharded_and_tensor_parall
     seen = [kinds(plan) for plan in plans]
     assert seen[0] == {"data"}
     assert {"data", "sharded"} in seen, seen
+    assert {"data", "sharded", "tensor"} in seen, seen
     assert "data" not in seen[-1], seen
-    assert "tensor" in seen[-1], seen
-    assert seen[-1] | {"data"} == {"data", "sharded", "tensor"} or seen[-1] == {"tensor"}
-    sharded = [sum(kind(choice.strategy) != "data" for choice in plan.choices.values()) for plan in plans]
-    assert sharded == sorted(sharded)
+    assert [plan.step_time for plan in plans] == sorted(plan.step_time for plan in plans)
     assert "Raise memory_limit" in str(error)
 
 
 def test_an_infeasible_limit_names_what_takes_the_memory() -> None:
-    with pytest.raises(sw.InfeasibleError, match=r"blocks\.\*\.\w+ x2 .*fixed"):
+    with pytest.raises(sw.InfeasibleError, match=r"saved .* [KMG]iB.*Raise memory_limit, or use more devices"):
         planner("wide-gpt-dgx").plan(memory_limit=1)
 
 
@@ -119,7 +118,7 @@ def clusters(draw: st.DrawFn) -> sw.Cluster:
     return sw.Cluster("any", tuple(levels), device)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(clusters(), st.floats(0.8, 0.97))
 def test_the_laws_of_memory_hold_on_any_machine(cluster: sw.Cluster, factor: float) -> None:
     other = small_mlp().on(cluster)
@@ -204,12 +203,14 @@ def test_what_a_plan_says_adds_up() -> None:
     plan = planner("wide-gpt-dgx").plan()
     assert plan.tokens == WIDE.batch * WIDE.config.context
     assert plan.tokens_per_second == pytest.approx(plan.tokens / plan.step_time)
-    parameters = 2 * (12 * 1024**2) + 512 * 1024  # of the matrices that tokens are multiplied with
-    attention = 2 * 2 * 2 * WIDE.config.context * 1024  # per token: two products, in two layers, over all positions
+    width, layers = WIDE.config.width, WIDE.config.layers
+    parameters = layers * 12 * width**2 + WIDE.config.vocabulary * width  # of the matrices that tokens meet
+    attention = 2 * 2 * layers * WIDE.config.context * width  # per token: two products a layer, over all positions
     assert plan.model_flops == pytest.approx(3 * plan.tokens * (2 * parameters + attention), rel=0.25)
     assert 0 < plan.mfu < 1
     assert plan.compute_time + plan.exposed_communication == pytest.approx(plan.step_time)
     assert sum(choice.seconds for choice in plan.choices.values()) <= plan.step_time * (1 + 1e-9)
+    assert plan.peak_memory < sum(choice.memory + choice.transient_bytes for choice in plan.choices.values()) * 2
 
 
 def test_progress_names_the_stages() -> None:
