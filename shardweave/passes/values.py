@@ -149,6 +149,7 @@ class Values:
 
 
 def bound_rule(node: fx.Node) -> BoundRule:
+    """The rule that `annotate` bound to a node."""
     rule = info(node).rule
     assert rule is not None
     return rule
@@ -161,6 +162,7 @@ def annotate_layouts(node: fx.Node, layouts: Sequence[Layout]) -> None:
 
 
 def check_shape(node: fx.Node, value: torch.Tensor, layout: Layout) -> None:
+    """`VerifyError` where a local value does not have the shape that its layout gives it."""
     if tuple(value.shape) != layout.local_shape:
         raise VerifyError(
             f"the local form of {node.target} ({node.name}, {info(node).op}) has the shape {tuple(value.shape)}, "

@@ -195,6 +195,7 @@ def bind_select(node: fx.Node) -> BoundRule:
 
 
 def lower_select_backward(emit: Emitter) -> fx.Node:
+    """The same selection, into zeros of the local shape."""
     sizes = list(emit.output_layouts[0].local_shape)
     return emit.call(aten.select_backward.default, emit.args[0], sizes, *emit.args[2:])
 
@@ -248,6 +249,7 @@ def bind_split(node: fx.Node) -> BoundRule:
 
 
 def lower_split(emit: Emitter) -> fx.Node:
+    """Chunks of the local dimension."""
     dim = argument(emit.node, "dim") % len(emit.input_layouts[0].dims)
     sizes = [layout.local_shape[dim] for layout in emit.output_layouts]
     return emit.call(aten.split_with_sizes.default, emit.args[0], sizes, dim)
