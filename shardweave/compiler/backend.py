@@ -21,6 +21,7 @@ from torch import fx
 from shardweave.compiler.aot import Source, bind, captured_from, sources_of
 from shardweave.compiler.api import _Compiler, check_world
 from shardweave.compiler.capture import Captured
+from shardweave.compiler.plan import Plan
 from shardweave.compiler.planner.candidates import legal
 from shardweave.cost_model import Cluster
 from shardweave.errors import ParallelError, PlanError
@@ -38,6 +39,10 @@ def shardweave(
     mode: str | None = None,
 ) -> Callable[..., Any]:
     """The backend that ``torch.compile(..., backend="shardweave")`` calls for each graph of the model.
+
+    Each graph is planned for itself, and for the sizes of its inputs: other sizes compile another step. A model that
+    is one graph (``fullgraph=True``) gets the best plan; in a broken one, forced names must be found in every graph
+    that trains.
 
     Parameters
     ----------
@@ -58,7 +63,7 @@ def shardweave(
     Raises
     ------
     ParallelError
-        As itself: what `compile_parallel` raises; an unknown option; a dynamic shape.
+        As itself, not as Dynamo's BackendCompilerFailed: what `compile_parallel` raises; an unknown option.
 
     Examples
     --------
@@ -89,7 +94,7 @@ class _Request:
 
     cluster: Cluster
     options: Options
-    inspect: Callable[[Any, Mapping[str, fx.GraphModule]], None] | None = None
+    inspect: Callable[[Plan, Mapping[str, fx.GraphModule]], None] | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any], mode: str | None) -> _Request:
