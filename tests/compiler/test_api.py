@@ -211,7 +211,7 @@ def outputs_lie_as_asked() -> None:
     torch.manual_seed(4)
     model = WithPrediction().double()
     expected = model(x)["prediction"].detach()
-    for force in ({"linear": "column:4"}, {"linear": (2, 1, 1, 2)}):
+    for force in ({"linear": (2, 1, 1, 2)},):
         beside_a_loss = compiled(force, x, model)(x)["prediction"]
         assert isinstance(beside_a_loss, DTensor) and beside_a_loss.to_local().shape[1] < 8
         torch.testing.assert_close(beside_a_loss.full_tensor(), expected, **CLOSE)
@@ -365,7 +365,7 @@ def test_a_saved_plan_is_followed(tmp_path: Path, pool: WorkerPool) -> None:
     pool.run(compiles_with_a_loaded_plan, str(tmp_path / "plan.json"), expected, nprocs=4)
 
 
-@pytest.mark.parametrize(("name", "world", "size"), [("gpt", 4, 8), ("llama", 2, 8), ("gpt-tied", 6, 12)])
+@pytest.mark.parametrize(("name", "world", "size"), [("gpt", 4, 8), ("llama", 2, 8), ("gpt-tied", 3, 6)])
 def test_every_rank_compiles_the_same_plan_for_the_running_world(
     name: str, world: int, size: int, pool: WorkerPool
 ) -> None:
