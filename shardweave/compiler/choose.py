@@ -58,39 +58,52 @@ def choose(costed: Costed, time_limit: float, simulate: Simulate) -> Chosen:
     fastest = _simulated(costed, solve(replace(problem, memory_limit=UNLIMITED), time_limit), simulate)
     if fastest.timeline.peak_memory <= limit:
         return _within(fastest, limit)
-    first: Solution | None = None
-    while True:
-        try:
-            solution = solve(problem, time_limit, hint=first.choice if first else None)
-        except InfeasibleError as error:
-            return _smallest(costed, fastest, error, time_limit, simulate)
-        first = first or solution
-        chosen = _simulated(costed, _bounded(costed.problem, solution, first), simulate)
-        if chosen.timeline.peak_memory <= limit:
-            return _within(chosen, limit)
-        counted = problem.memory(solution.choice)
-        problem = replace(problem, memory_limit=min(counted - 1, limit - (chosen.timeline.peak_memory - counted)))
-
-
-def _smallest(costed: Costed, fastest: Chosen, error: InfeasibleError, time_limit: float, simulate: Simulate) -> Chosen:
-    """The smallest plan, if its simulated step fits; else an error that names what would."""
-    problem, limit = costed.problem, costed.problem.memory_limit
+    found = _under(costed, limit, fastest, time_limit, simulate)
+    if found is not None:
+        return found
     choice = smallest(problem, time_limit)
-    if choice is None:
-        raise error
-    objective, bound = problem.objective(choice), fastest.solution.bound  # all that is known under this limit
-    gap = (objective - bound) / objective if objective else 0.0
-    chosen = _simulated(costed, Solution(choice, objective, bound, gap, "feasible", 0.0), simulate)
-    if chosen.timeline.peak_memory <= limit:
-        return _within(chosen, limit)
-    least = min((chosen, fastest), key=lambda found: found.timeline.peak_memory)
-    needed = least.timeline.peak_memory
+    assert choice is not None  # there is a fastest one
+    least = min((_last_resort(costed, choice, fastest, simulate), fastest), key=_peak)
+    if _peak(least) <= limit:
+        return _within(least, limit)
+    needed = _peak(least)
+    while (smaller := _under(costed, needed - 1, fastest, time_limit, simulate)) is not None:
+        least, needed = smaller, smaller.peak_memory  # counted as more than the smallest, simulated as less
     parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(least.timeline.memory.at_peak())]
     raise InfeasibleError(
         f"no plan fits into the memory limit of {limit} bytes ({readable_bytes(limit)}) a device; the smallest memory "
-        f"that does is {needed} bytes ({readable_bytes(needed)}): {', '.join(parts)}. Raise memory_limit, or use more "
-        "devices or a smaller batch"
-    ) from error
+        f"that does is {needed} bytes ({readable_bytes(needed)}): {', '.join(parts)}. Raise memory_limit, "
+        "or use more devices or a smaller batch"
+    )
+
+
+def _under(costed: Costed, limit: int, fastest: Chosen, time_limit: float, simulate: Simulate) -> Chosen | None:
+    """The program's best choice that fits into `limit` when simulated, too; None where it runs out of choices."""
+    problem, first = replace(costed.problem, memory_limit=limit), fastest.solution
+    answers = 0
+    while True:
+        try:
+            solution = solve(problem, time_limit, hint=first.choice)
+        except InfeasibleError:
+            return None
+        first = solution if not answers else first
+        answers += 1
+        chosen = _simulated(costed, _bounded(costed.problem, solution, first), simulate)
+        if _peak(chosen) <= limit:
+            return _within(chosen, limit)
+        counted = problem.memory(solution.choice)
+        problem = replace(problem, memory_limit=min(counted - 1, limit - (_peak(chosen) - counted)))
+
+
+def _last_resort(costed: Costed, choice: tuple[int, ...], fastest: Chosen, simulate: Simulate) -> Chosen:
+    """The smallest plan; all that is known of the others is that none is faster than the fastest of all."""
+    objective, bound = costed.problem.objective(choice), fastest.solution.bound
+    gap = (objective - bound) / objective if objective else 0.0
+    return _simulated(costed, Solution(choice, objective, bound, gap, "feasible", 0.0), simulate)
+
+
+def _peak(chosen: Chosen) -> int:
+    return chosen.timeline.peak_memory
 
 
 def _simulated(costed: Costed, solution: Solution, simulate: Simulate) -> Chosen:

@@ -14,6 +14,9 @@ from shardweave.passes.annotate import graph_outputs, info
 from shardweave.units import readable_bytes
 
 
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
 @dataclass(frozen=True)
 class Step:
     """A generated training step: its two graphs, and how they are called (see `StepSpec`)."""
@@ -70,8 +73,12 @@ def _module(constants: fx.GraphModule, graph: fx.Graph, name: str) -> fx.GraphMo
 
 
 def commented(graph: fx.Graph) -> Callable[[list[str]], list[str]]:
-    """A transformation of generated code that says, above each collective, whose it is and why."""
+    """A transformation of generated code that says, above each collective, whose it is and why.
+
+    It also lets what a collective reads live until its wait: it may be read until then.
+    """
     comments: dict[str, str] = {}
+    starts = {node.name: arg.name for node in graph.nodes if node.target is WAIT for arg in node.all_input_nodes}
     for node in graph.nodes:
         what = info(node).collective
         if what is not None:
@@ -84,10 +91,17 @@ def commented(graph: fx.Graph) -> Callable[[list[str]], list[str]]:
 
     def transform(lines: list[str]) -> list[str]:
         result: list[str] = []
+        kept: dict[str, str] = {}
         for line in lines:
             name = line.split(" = ", 1)[0].split(":")[0].strip()
             if name in comments:
                 result.append(f"{comments[name]}\n")
+                body, _, freed = line.rstrip("\n").partition(";  ")
+                if freed.endswith("= None"):
+                    kept[name], line = freed, f"{body}\n"
+            if starts.get(name) in kept:
+                freed = kept.pop(starts[name])
+                line = f"{line.rstrip()};  {freed}\n"
             result.append(line)
         return result
 
