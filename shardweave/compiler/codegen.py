@@ -6,13 +6,13 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from shardweave.errors import VerifyError
 from shardweave.ir import StepSpec, axes_size
 from shardweave.passes.annotate import graph_outputs, info
 from shardweave.units import readable_bytes
-
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -92,7 +92,7 @@ def commented(graph: fx.Graph) -> Callable[[list[str]], list[str]]:
     def transform(lines: list[str]) -> list[str]:
         result: list[str] = []
         kept: dict[str, str] = {}
-        for line in lines:
+        for line in "".join(lines).splitlines(keepends=True):  # torch gives a call and what it frees apart
             name = line.split(" = ", 1)[0].split(":")[0].strip()
             if name in comments:
                 result.append(f"{comments[name]}\n")
