@@ -83,6 +83,10 @@ def _collective(what: Any, mesh: Mesh, parts: list[torch.Tensor], node: fx.Node)
         if what.kind == "all_gather":
             results.append(torch.cat([parts[peer] for peer in group]))
             continue
+        if what.kind == "all_to_all":
+            mine = group.index(rank)
+            results.append(torch.cat([parts[peer].chunk(len(group))[mine] for peer in group]))
+            continue
         stacked = torch.stack([parts[peer] for peer in group])
         total = {"sum": stacked.sum, "max": stacked.amax, "min": stacked.amin}[node.args[1]](dim=0)
         if what.kind == "reduce_scatter":

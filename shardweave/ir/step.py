@@ -20,7 +20,7 @@ class Collective:
     Parameters
     ----------
     kind : str
-        ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
+        ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"`` or ``"all_to_all"``.
     axes : tuple of Axis
         The group: all ranks that differ only along these axes.
     bytes : int
@@ -33,7 +33,7 @@ class Collective:
         Which of the three kinds of traffic it is.
     """
 
-    kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
     axes: tuple[Axis, ...]
     bytes: int
     owner: str

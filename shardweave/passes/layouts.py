@@ -1,8 +1,9 @@
 """The algebra of layouts: from assignments to layouts, through views, and from one layout to another.
 
 A change of layout is a short list of steps, each of one kind: reduce what is partial (scattering it where it is
-wanted in parts), slice what can be sliced at once, gather what lies in parts, slice the rest. All axes of a kind go
-together, so that a value is reduced once and gathered once, over joint groups.
+wanted in parts), slice what can be sliced at once, exchange what only moves from one dimension to another, gather what
+lies in parts, slice the rest. All axes of a kind go together, so that a value is reduced once and gathered once, over
+joint groups.
 """
 
 from __future__ import annotations
@@ -173,6 +174,9 @@ def rest_layout(compute: Layout, axes: Sequence[Axis], mesh: Mesh) -> Layout:
     return Layout(tuple(normalise(dim) for dim in dims))
 
 
+StepKind = Literal["all_reduce", "reduce_scatter", "slice", "all_to_all", "all_gather"]
+
+
 @dataclass(frozen=True)
 class Step:
     """One step of a change of layout, of one kind, over the joint group of `axes`.
@@ -180,7 +184,7 @@ class Step:
     `units` are, for each dimension, the digits before and after, cut so that they correspond one to one.
     """
 
-    kind: Literal["all_reduce", "reduce_scatter", "slice", "all_gather"]
+    kind: StepKind
     axes: tuple[Axis, ...]
     before: Layout
     after: Layout
@@ -227,17 +231,16 @@ def steps_between(have: Layout, want: Layout) -> list[Step]:
     steps: list[Step] = []
     current = have
 
-    def move(
-        kind: Literal["all_reduce", "reduce_scatter", "slice", "all_gather"], after: Layout, reduce: str = "sum"
-    ) -> None:
+    def move(kind: StepKind, after: Layout, reduce: str = "sum", moved: Iterable[Axis] = ()) -> None:
         nonlocal current
         changed = set(current.shard_axes) ^ set(after.shard_axes) | set(current.partial_axes) - set(after.partial_axes)
+        changed |= set(moved)
         if after != current:
             axes = tuple(sorted(changed, key=lambda axis: -axis.stride))
             steps.append(Step(kind, axes, current, after, reduce))
             current = after
 
-    pending = [item for item in have.partial if item not in want.partial]
+    pending = [(axis, "sum" if op == "own" else op) for axis, op in have.partial if (axis, op) not in want.partial]
     for op in sorted({op for _, op in pending}):
         mine = {axis for axis, other in pending if other == op}
         scattered = _replace(current, want, _taking(mine))
@@ -251,6 +254,8 @@ def steps_between(have: Layout, want: Layout) -> list[Step]:
         return w if isinstance(h, int) and isinstance(w, Axis) and w not in taken else h
 
     move("slice", _replace(current, want, free))
+    moved = _moved(current, want)
+    move("all_to_all", _replace(current, want, lambda h, w: _other(h, w, moved)), moved=moved)
     # A dimension whose digits do not correspond is gathered whole.
     whole = [digits if _align(digits, after) is not None else (size,)
              for digits, after, size in zip(current.dims, want.dims, current.global_shape)]  # fmt: skip
@@ -260,6 +265,18 @@ def steps_between(have: Layout, want: Layout) -> list[Step]:
     if current != want:
         raise LayoutError(f"no way from {have} to {want}")
     return steps
+
+
+def _moved(have: Layout, want: Layout) -> set[Axis]:
+    """The axes that only change their place: what has them is wanted whole, what is whole is wanted in their parts."""
+    units = [unit for before, after in zip(have.dims, want.dims) for unit in _align(before, after) or ()]
+    left = {h for h, w in units if isinstance(h, Axis) and isinstance(w, int)}
+    return left & {w for h, w in units if isinstance(w, Axis) and isinstance(h, int)}
+
+
+def _other(have: Digit, want: Digit, moved: set[Axis]) -> Digit:
+    """The digit after the axes of `moved` have changed their places."""
+    return want if have != want and (have in moved or want in moved) else have
 
 
 def _taking(axes: set[Axis]) -> Callable[[Digit, Digit], Digit]:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from shardweave.ir import META, Axis, Collective, Layout, Mesh, NodeInfo, axes_size, group_name
-from shardweave.passes.layouts import Step, steps_between
+from shardweave.passes.layouts import Step, digit_size, steps_between
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -180,6 +180,34 @@ class LocalGraph:
                 order.append(step.axes.index(h))
         node = self._permute(origin, node, order)
         # Some CPU kernels (attention, layer norm's backward) are silently wrong on what is not row-major.
+        return self.contiguous(origin, self.reshape(origin, node, step.after.local_shape))
+
+    def all_to_all(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+        """Exchange parts: each rank keeps a part of what it had whole, and gets the others' parts of what it had cut.
+
+        The parts to send are brought to the front, in rank order; what arrives there is moved to its place.
+        """
+        units = [unit for dim in step.units for unit in dim]
+        local = [unit for unit in units if isinstance(unit[0], int)]
+        node = self.reshape(origin, node, [digit_size(h) for h, _ in local])
+        positions = {w: index for index, (_, w) in enumerate(local) if isinstance(w, Axis)}
+        sent = [positions[axis] for axis in step.axes]
+        kept = [index for index in range(len(local)) if index not in sent]
+        sizes = [axis.size for axis in step.axes]
+        stay = [digit_size(local[index][0]) for index in kept]
+        node = self._permute(origin, node, [*sent, *kept])
+        node = self.contiguous(origin, self.reshape(origin, node, [axes_size(step.axes), *stay]))
+        splits = [1] * axes_size(step.axes)
+        node = self._collect("all_to_all", c10d.all_to_all_single.default, node, step, origin, splits, splits)
+        node = self.reshape(origin, node, [*sizes, *stay])
+        order, next_kept = [], len(sizes)
+        for h, w in units:
+            if isinstance(h, Axis) and h in step.axes:
+                order.append(step.axes.index(h))
+            elif isinstance(h, int) and w not in step.axes:
+                order.append(next_kept)
+                next_kept += 1
+        node = self._permute(origin, node, order)
         return self.contiguous(origin, self.reshape(origin, node, step.after.local_shape))
 
     def slice(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:

@@ -294,11 +294,11 @@ def _check_collectives(module: fx.GraphModule, have: Layout, want: Layout) -> No
     kinds = [what.kind for what in found]
     assert all(kinds.count(kind) <= 1 for kind in kinds)
     pending = {axis for axis, _ in have.partial} - set(want.partial_axes)
-    reduced = {axis for what in found if what.kind != "all_gather" for axis in what.axes}
+    reduced = {axis for what in found if what.kind not in ("all_gather", "all_to_all") for axis in what.axes}
     assert reduced == pending
     here, there = positions(have), positions(want)
     if all(there.get(axis) == at for axis, at in here.items()):
-        assert "all_gather" not in kinds
+        assert not {"all_gather", "all_to_all"} & {*kinds}
         scattered = {axis for axis in pending if axis in there}
         assert kinds == ["reduce_scatter"] * bool(scattered) + ["all_reduce"] * bool(pending - scattered)
     whole = math.prod(have.global_shape) * 8
@@ -318,7 +318,8 @@ def test_change_kinds() -> None:
             Layout(((X, 2), (6,))),
             [("all_reduce", (Y, X)), ("all_gather", (Z,)), ("slice", (X,))],
         ),
-        (Layout(((X, 2), (6,))), Layout(((4,), (X, 3))), [("all_gather", (X,)), ("slice", (X,))]),
+        (Layout(((X, 2), (6,))), Layout(((4,), (X, 3))), [("all_to_all", (X,))]),
+        (Layout(((X, Z), (6,))), Layout(((4,), (X, 3))), [("all_to_all", (X,)), ("all_gather", (Z,))]),
     ]
     for have, want, steps in cases:
         assert [(step.kind, step.axes) for step in steps_between(have, want)] == steps, (str(have), str(want))

@@ -19,7 +19,13 @@ from shardweave.passes.layouts import input_layouts, output_layouts, rest_layout
 from shardweave.passes.rules.registry import tensor_args
 
 # What carries the gradient back where the forward moved the value this way.
-TRANSPOSED = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "slice": "all_gather", "all_reduce": None}
+TRANSPOSED = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "slice": "all_gather",
+    "all_to_all": "all_to_all",
+    "all_reduce": None,
+}
 
 
 def local_numel(layout: Layout) -> int:
