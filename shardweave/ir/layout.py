@@ -33,7 +33,8 @@ class Layout:
     dims : tuple of tuple of Digit
         A dimension's digits, outermost first, normalised. A dimension of size 1 is ``()``.
     partial : tuple of (Axis, str)
-        Axes over which the value still has to be combined, and how (``"sum"``, ``"max"``, ``"min"``).
+        Axes over which the value still has to be combined, and how: ``"sum"``, ``"max"``, ``"min"``, or ``"own"`` for
+        a sum in which each entry lies on one rank and is zero on the others.
 
     Examples
     --------

@@ -25,7 +25,7 @@ class Factor:
     blocked : bool
         The op cannot be computed in parts along this loop.
     reduce : str
-        How the parts of the output combine where no output has this factor (``"sum"``, ``"max"``, ``"min"``).
+        How the parts of the output combine where no output has this factor (as in `Layout.partial`).
     """
 
     name: str

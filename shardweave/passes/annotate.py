@@ -15,6 +15,7 @@ from torch import fx
 from shardweave.errors import RuleError
 from shardweave.ir import META, BoundRule, Dims, Factor, NodeInfo
 from shardweave.passes.atoms import Value, refine
+from shardweave.passes.dispatch import undo_dispatch
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.decompositions import DECOMPOSITIONS
 from shardweave.passes.rules.registry import argument, output_shapes, tensor_args
@@ -34,6 +35,7 @@ class Annotate:
     """Take ops without a rule as blocked in all their factors, instead of refusing the model."""
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        undo_dispatch(graph_module.graph)
         for node in list(graph_module.graph.nodes):
             if node.target in DECOMPOSITIONS:
                 decompose(node, DECOMPOSITIONS[node.target])

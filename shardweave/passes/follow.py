@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardweave.ir import Axis, BoundRule, Layout, Mesh, axes_size
 from shardweave.passes.layouts import factors_of, input_layouts, output_layouts
-from shardweave.passes.rules.registry import Rule
+from shardweave.passes.rules.registry import EVERY, Rule
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def follow(bound: BoundRule, rule: Rule | None, arrivals: Sequence[Arrival], mes
     into where the other inputs lie. Parameters decide only where nothing else does.
     """
     sizes = bound.sizes()
-    passing = _passing(rule, arrivals)
+    passing = _passing(bound, rule, arrivals)
     deciding = [index for index, arrival in enumerate(arrivals) if not arrival.is_parameter]
     deciding = deciding or list(range(len(arrivals)))
     deciding.sort(key=lambda index: (bool(arrivals[index].layout.partial), -arrivals[index].numel, index))
@@ -59,17 +59,56 @@ def follow(bound: BoundRule, rule: Rule | None, arrivals: Sequence[Arrival], mes
     wanted = input_layouts(bound, assignment, mesh)
     results = output_layouts(bound, assignment, mesh)
     if passing:
-        partial = tuple((axis, "sum") for axis in mesh.ordered(passing))
-        wanted = tuple(Layout(layout.dims, partial) for layout in wanted)
+        wanted = tuple(
+            Layout(layout.dims, tuple(item for item in arrival.layout.partial if item[0] in passing))
+            for layout, arrival in zip(wanted, arrivals)
+        )
+        partial = tuple((axis, passing[axis]) for axis in mesh.ordered(passing))
         results = tuple(Layout(layout.dims, (*partial, *layout.partial)) for layout in results)
+    wanted = owned(rule, assignment, wanted, [arrival.layout for arrival in arrivals])
     return Choice(assignment, wanted, results, frozenset(blocked - set(assignment)))
 
 
-def _passing(rule: Rule | None, arrivals: Sequence[Arrival]) -> set[Axis]:
-    """The axes over which a partial sum passes through: the op is linear, and all its inputs are partial over them."""
-    if rule is None or rule.kind != "sum" or not all(arrival.single_user for arrival in arrivals):
-        return set()
+def owned(
+    rule: Rule | None, assignment: Mapping[Axis, str], wanted: Sequence[Layout], arriving: Sequence[Layout]
+) -> tuple[Layout, ...]:
+    """`wanted`, with inputs of which a rank reads just what it owns taken as they arrive, unsummed."""
+    result = list(wanted)
+    for factor, inputs in rule.owned.items() if rule is not None else ():
+        axes = {axis for axis, name in assignment.items() if name.split(".")[0] == factor}
+        for index in inputs:
+            kept = tuple(item for item in arriving[index].partial if item[0] in axes and item[1] == "own")
+            result[index] = Layout(result[index].dims, (*result[index].partial, *kept))
+    return tuple(result)
+
+
+def _passing(bound: BoundRule, rule: Rule | None, arrivals: Sequence[Arrival]) -> dict[Axis, str]:
+    """The axes over which a partial result passes through, and what the output then is over them.
+
+    A sum passes where the op is linear and all its inputs are partial over the same axes. What ranks own passes an op
+    that keeps its zeros; where the op sums it up, it may have several owners, and is a plain sum.
+    """
+    if rule is None:
+        return {}
     partials = [arrival.layout.partial for arrival in arrivals]
-    if not partials or any(set(partial) != set(partials[0]) for partial in partials):
-        return set()
-    return {axis for axis, op in partials[0]} if all(op == "sum" for _, op in partials[0]) else set()
+    if rule.kind == "sum" and all(arrival.single_user for arrival in arrivals):
+        first = set(partials[0]) if partials else set()
+        if first and all(set(partial) == first for partial in partials) and all(op == "sum" for _, op in first):
+            return dict.fromkeys((axis for axis, _ in first), "sum")
+    present = {name for dims in bound.outputs for names in dims for name in names}
+    sums = any(factor.name not in present for factor in bound.factors)
+    return {
+        axis: "sum" if sums else "own"
+        for axis in {axis for partial in partials for axis, _ in partial}
+        if _keeps_zeros(rule, [dict(partial).get(axis) for partial in partials])
+    }
+
+
+def _keeps_zeros(rule: Rule, kinds: Sequence[str | None]) -> bool:
+    """Whether the output is zero where the inputs of the kind ``"own"`` are."""
+    mine = {index for index, kind in enumerate(kinds) if kind == "own"}
+    if any(kind not in (None, "own") for kind in kinds) or not rule.zeros:
+        return False
+    if rule.zeros == EVERY:
+        return len(mine) == len(kinds)
+    return bool(mine & set(rule.zeros)) and mine <= {*rule.zeros, *rule.ignores}

@@ -24,7 +24,12 @@ from shardweave.passes.shard import Shard, Sharder
 from shardweave.passes.verify import verify
 from tests import lockstep
 
-REDUCE = {"sum": lambda parts: parts.sum(0), "max": lambda parts: parts.amax(0), "min": lambda parts: parts.amin(0)}
+REDUCE = {
+    "sum": lambda parts: parts.sum(0),
+    "own": lambda parts: parts.sum(0),
+    "max": lambda parts: parts.amax(0),
+    "min": lambda parts: parts.amin(0),
+}
 
 
 def examples(count: int, shrink: bool = True) -> settings:
@@ -120,7 +125,7 @@ def random_layout(value: fx.Node, mesh: Mesh, rng: random.Random, partial: bool 
     layout = Layout(dims_layout(rule.outputs[index], rule.sizes(), assignment, mesh))
     if partial:
         free = [axis for axis in mesh.axes if axis not in assignment and rng.random() < 0.3]
-        layout = Layout(layout.dims, tuple((axis, "sum") for axis in free))
+        layout = Layout(layout.dims, tuple((axis, rng.choice(["sum", "own"])) for axis in free))
     return layout
 
 

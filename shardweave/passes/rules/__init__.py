@@ -5,9 +5,19 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from shardweave.passes.rules import attention, embedding, loss, matmul, norm, reduction, view  # noqa: F401
+from shardweave.passes.rules import (  # noqa: F401
+    attention,
+    embedding,
+    experts,
+    loss,
+    matmul,
+    norm,
+    reduction,
+    view,
+    zeros,
+)
 from shardweave.passes.rules.grammar import bind, parse
-from shardweave.passes.rules.pointwise import ADDITIONS, POINTWISE, POINTWISE_SUM
+from shardweave.passes.rules.pointwise import ADDITIONS, POINTWISE
 from shardweave.passes.rules.registry import RULES, Emitter, Rule, rule, tensor_args
 
 __all__ = ["RULES", "Emitter", "Rule", "bind", "find_rule", "parse", "rule"]
@@ -16,7 +26,7 @@ __all__ = ["RULES", "Emitter", "Rule", "bind", "find_rule", "parse", "rule"]
 def find_rule(node: fx.Node) -> Rule | None:
     """The rule of a node's op: a registered one, or the pointwise one for ops that torch tags so."""
     found = RULES.get(node.target)
-    if found is POINTWISE_SUM and node.target in ADDITIONS and len(tensor_args(node)) < 2:
+    if node.target in ADDITIONS and len(tensor_args(node)) < 2:
         return POINTWISE  # a number would be added once on every rank of a partial sum
     if found is None and isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
         return POINTWISE

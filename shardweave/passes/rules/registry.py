@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +53,13 @@ class Rule:
         The same op in simpler ones, used where an axis arrives on a factor that the op itself cannot split.
     source : str
         The pattern, or the name of the family that generated it, for `docs/rules.md`.
+    owned : mapping from factor to tuple of int
+        For a factor that picks rows by their owner, the inputs of which a rank reads just the rows that it owns: they
+        may arrive as an ``"own"`` partial result over the factor's axes.
+    zeros : tuple of int
+        The tensor arguments that make the output zero wherever one of them is zero; ``EVERY`` where all must be.
+    ignores : tuple of int
+        The tensor arguments whose value does not matter where the output is zero for that reason.
     """
 
     bind: Binder
@@ -60,7 +67,12 @@ class Rule:
     kind: str = "op"
     decompose: Callable[..., Any] | None = None
     source: str = ""
+    owned: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    zeros: tuple[int, ...] = ()
+    ignores: tuple[int, ...] = ()
 
+
+EVERY = (-1,)
 
 RULES: dict[Any, Rule] = {}
 
@@ -116,6 +128,7 @@ def rule(
     lower: Callable[[Emitter], fx.Node] | None = None,
     decompose: Callable[..., Any] | None = None,
     kind: str = "op",
+    owned: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
     """Register the rule of `target` as one pattern.
 
@@ -141,7 +154,7 @@ def rule(
         used = parse_subset(pattern, tuple(dims for dims, _ in present))
         return bind(used, [size for _, size in present], output_shapes(node), reduce or {})
 
-    RULES[target] = Rule(binder, lower, kind, decompose, pattern)
+    RULES[target] = Rule(binder, lower, kind, decompose, pattern, owned or {})
 
 
 def parse_subset(pattern: str, inputs: tuple[Any, ...]) -> Any:
