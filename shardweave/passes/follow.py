@@ -65,21 +65,24 @@ def follow(bound: BoundRule, rule: Rule | None, arrivals: Sequence[Arrival], mes
         )
         partial = tuple((axis, passing[axis]) for axis in mesh.ordered(passing))
         results = tuple(Layout(layout.dims, (*partial, *layout.partial)) for layout in results)
-    wanted = owned(rule, assignment, wanted, [arrival.layout for arrival in arrivals])
+    wanted = accepting(rule, assignment, wanted)
+    wanted = tuple(met(want, arrival.layout) for want, arrival in zip(wanted, arrivals))
     return Choice(assignment, wanted, results, frozenset(blocked - set(assignment)))
 
 
-def owned(
-    rule: Rule | None, assignment: Mapping[Axis, str], wanted: Sequence[Layout], arriving: Sequence[Layout]
-) -> tuple[Layout, ...]:
-    """`wanted`, with inputs of which a rank reads just what it owns taken as they arrive, unsummed."""
+def accepting(rule: Rule | None, assignment: Mapping[Axis, str], wanted: Sequence[Layout]) -> tuple[Layout, ...]:
+    """`wanted`, with inputs of which a rank reads just what it owns also taken as ``"own"`` partial results."""
     result = list(wanted)
     for factor, inputs in rule.owned.items() if rule is not None else ():
-        axes = {axis for axis, name in assignment.items() if name.split(".")[0] == factor}
+        own = tuple((axis, "own") for axis, name in assignment.items() if name.split(".")[0] == factor)
         for index in inputs:
-            kept = tuple(item for item in arriving[index].partial if item[0] in axes and item[1] == "own")
-            result[index] = Layout(result[index].dims, (*result[index].partial, *kept))
+            result[index] = Layout(result[index].dims, (*result[index].partial, *own))
     return tuple(result)
+
+
+def met(want: Layout, have: Layout) -> Layout:
+    """`want`, as far as a value at `have` can meet it: not partial over axes over which the value is not."""
+    return Layout(want.dims, tuple(item for item in have.partial if item in want.partial)) if want.partial else want
 
 
 def _passing(bound: BoundRule, rule: Rule | None, arrivals: Sequence[Arrival]) -> dict[Axis, str]:

@@ -18,7 +18,7 @@ from torch import fx
 from shardweave.ir import META, Assignment, Axis, Layout, Mesh, NodeInfo
 from shardweave.passes.annotate import bind_new, decompose, depends_on_inputs, graph_outputs, info, source_of
 from shardweave.passes.emitter import OpEmitter
-from shardweave.passes.follow import follow, owned
+from shardweave.passes.follow import accepting, follow, met
 from shardweave.passes.layouts import (
     input_layouts,
     output_layouts,
@@ -170,8 +170,8 @@ class Sharder(Values):
         choice = follow(bound, rule, [self.arrival(argument) for argument in arguments], self.mesh)
         if explicit is not None and explicit != Assignment.of(choice.assignment):
             assignment = explicit.as_dict()
-            arriving = [self.layout(argument) for argument in arguments]
-            wanted = owned(rule, assignment, input_layouts(bound, assignment, self.mesh), arriving)
+            wanted = accepting(rule, assignment, input_layouts(bound, assignment, self.mesh))
+            wanted = tuple(met(want, self.layout(argument)) for want, argument in zip(wanted, arguments))
             results = output_layouts(bound, assignment, self.mesh)
         else:
             if choice.blocked and rule is not None and rule.decompose is not None:

@@ -28,7 +28,7 @@ from shardweave.errors import PlanError
 from shardweave.ir import Assignment, BoundRule, Layout, Mesh, Strategy
 from shardweave.options import Options
 from shardweave.passes.annotate import depends_on_inputs, graph_outputs, info, source_of
-from shardweave.passes.follow import Arrival, Choice, follow
+from shardweave.passes.follow import Arrival, Choice, accepting, follow, met
 from shardweave.passes.layouts import drop, factors_of, input_layouts, output_layouts, through
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.registry import tensor_args
@@ -143,7 +143,8 @@ class Costing:
             bound = _bound(node)
             assignments = [list(port.values())[at].as_dict() for port in variable.ports]
             outputs = [output_layouts(bound, assignment, self.mesh) for assignment in assignments]
-            wants = [input_layouts(bound, assignment, self.mesh) for assignment in assignments]
+            rule = find_rule(node)
+            wants = [accepting(rule, mine, input_layouts(bound, mine, self.mesh)) for mine in assignments]
             self.placed[key] = wants, outputs, self._number(tuple(outputs))
         wants, outputs, signature = self.placed[key]
         self._edges_into(number, node, wants, key)
@@ -339,7 +340,7 @@ class Costing:
                 matrix = np.zeros((len(self.lies[argument]), len(wants)))
                 for row, (have, *_) in enumerate(self.lies[argument]):
                     for column, want in enumerate(wants):
-                        matrix[row, column] = self.prices.change(have, want[position], itemsize, True)
+                        matrix[row, column] = self.prices.change(have, met(want[position], have), itemsize, True)
                 self.matrices[key] = matrix
             matrix = self.matrices[key]
             if source == number:
