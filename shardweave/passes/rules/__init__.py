@@ -5,7 +5,17 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from shardweave.passes.rules import attention, embedding, loss, matmul, norm, reduction, view  # noqa: F401
+from shardweave.passes.rules import (  # noqa: F401
+    attention,
+    embedding,
+    index,
+    loss,
+    matmul,
+    norm,
+    reduction,
+    scatter,
+    view,
+)
 from shardweave.passes.rules.grammar import bind, parse
 from shardweave.passes.rules.pointwise import ADDITIONS, POINTWISE, POINTWISE_SUM
 from shardweave.passes.rules.registry import RULES, Emitter, Rule, rule, tensor_args
