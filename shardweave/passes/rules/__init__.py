@@ -13,7 +13,10 @@ from shardweave.passes.rules import (  # noqa: F401
     matmul,
     norm,
     reduction,
+    scan,
     scatter,
+    slicing,
+    tiling,
     view,
 )
 from shardweave.passes.rules.grammar import bind, parse

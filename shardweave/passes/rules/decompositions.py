@@ -13,6 +13,7 @@ from shardweave.passes.rules.factories import FACTORIES
 from shardweave.passes.rules.index import INDEX_CONDITIONAL, INDEX_FORMS
 from shardweave.passes.rules.loss import nll_loss_backward, nll_loss_forward
 from shardweave.passes.rules.scatter import SCATTER_CONDITIONAL
+from shardweave.passes.rules.tiling import TILING_CONDITIONAL
 
 aten = torch.ops.aten
 
@@ -62,7 +63,11 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **FACTORIES,
     **INDEX_FORMS,
 }
-CONDITIONAL: dict[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {**INDEX_CONDITIONAL, **SCATTER_CONDITIONAL}
+CONDITIONAL: dict[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {
+    **INDEX_CONDITIONAL,
+    **SCATTER_CONDITIONAL,
+    **TILING_CONDITIONAL,
+}
 """Ops that are written in others depending on their arguments: from the node to the form, None to leave it."""
 
 

@@ -19,7 +19,7 @@ def _full(x: Tensor, size: Sequence[int], value: float, dtype: torch.dtype | Non
     return aten.full.default(list(size), value, dtype=dtype or x.dtype, device=device or x.device)
 
 
-def _new(value: float) -> Callable[..., Tensor]:
+def _new(value: float) -> Callable[..., Any]:
     def form(
         x: Tensor,
         size: Sequence[int],
@@ -29,13 +29,13 @@ def _new(value: float) -> Callable[..., Tensor]:
         layout: Any = None,
         device: Any = None,
         pin_memory: Any = None,
-    ) -> Tensor:
+    ) -> Any:
         return _full(x, size, value, dtype, device)
 
     return form
 
 
-def _like(value: float) -> Callable[..., Tensor]:
+def _like(value: float) -> Callable[..., Any]:
     def form(
         x: Tensor,
         *,
@@ -44,18 +44,18 @@ def _like(value: float) -> Callable[..., Tensor]:
         device: Any = None,
         pin_memory: Any = None,
         memory_format: Any = None,
-    ) -> Tensor:
+    ) -> Any:
         return _full(x, x.shape, value, dtype, device)
 
     return form
 
 
-def new_full(x: Tensor, size: Sequence[int], fill_value: float, **options: Any) -> Tensor:
+def new_full(x: Tensor, size: Sequence[int], fill_value: float, **options: Any) -> Any:
     """A value of another shape, filled."""
     return _new(fill_value)(x, size, **options)
 
 
-def full_like(x: Tensor, fill_value: float, **options: Any) -> Tensor:
+def full_like(x: Tensor, fill_value: float, **options: Any) -> Any:
     """A value of the same shape, filled."""
     return _like(fill_value)(x, **options)
 
@@ -65,7 +65,7 @@ def fill_tensor(x: Tensor, value: Tensor) -> Any:
     return aten.expand.default(_cast(value, x.dtype), list(x.shape))
 
 
-def copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+def copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
     """`source` in the likeness of `x`."""
     source = _cast(source, x.dtype)
     return source if source.shape == x.shape else aten.expand.default(source, list(x.shape))

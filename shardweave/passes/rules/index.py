@@ -56,7 +56,7 @@ class Indexing:
                     "multiply by the mask, or use torch.where"
                 )
         together = present == list(range(present[0], present[-1] + 1))
-        spread = tuple(torch.broadcast_shapes(*(shape(given[dim]) for dim in present)))
+        spread = tuple(torch.broadcast_shapes(*(shape(given[dim]) for dim in present)))  # type: ignore[no-untyped-call]
         return cls(size, (*given, *[None] * (len(size) - len(given))), spread, present[0] if together else 0)
 
     @property

@@ -83,7 +83,7 @@ def _evaluate_one(node: fx.Node, evaluate: Any, most: int) -> Any:
     if torch.Tag.nondeterministic_seeded in target.tags:
         raise _Unknown
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), evaluate)
-    kwargs = {name: item for name, item in kwargs.items() if name not in ("device", "pin_memory")}  # type: ignore[union-attr]
+    kwargs = {name: item for name, item in kwargs.items() if name not in ("device", "pin_memory")}
     return target(*args, **kwargs)
 
 
