@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from shardweave.ir import META, BoundRule, Dims, Factor, NodeInfo
 from shardweave.passes.atoms import Value, refine
 from shardweave.passes.dispatch import undo_dispatch
 from shardweave.passes.rules import find_rule
-from shardweave.passes.rules.decompositions import DECOMPOSITIONS
+from shardweave.passes.rules.decompositions import form_of
 from shardweave.passes.rules.registry import argument, output_shapes, tensor_args
 
 
@@ -36,9 +37,11 @@ class Annotate:
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         undo_dispatch(graph_module.graph)
-        for node in list(graph_module.graph.nodes):
-            if node.target in DECOMPOSITIONS:
-                decompose(node, DECOMPOSITIONS[node.target])
+        waiting = deque(graph_module.graph.nodes)
+        while waiting:  # what a decomposition writes may itself have one
+            node = waiting.popleft()
+            if (form := form_of(node)) is not None:
+                waiting.extendleft(reversed(decompose(node, form)))
         _merge_constants(graph_module.graph)
         graph_module.graph.eliminate_dead_code()
         graph_module.recompile()

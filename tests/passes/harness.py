@@ -23,6 +23,7 @@ from shardweave.passes.rules import find_rule
 from shardweave.passes.shard import Shard, Sharder
 from shardweave.passes.verify import verify
 from tests import lockstep
+from tests.passes.cases.draw import Made
 
 REDUCE = {
     "sum": lambda parts: parts.sum(0),
@@ -74,7 +75,18 @@ def graph_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
             values.append(tensor)
         return made[id(tensor)]
 
-    node_args, node_kwargs = pytree.tree_map_only(Tensor, placeholder, (tuple(args), dict(kwargs)))
+    def make(what: Made) -> fx.Node:
+        args, kwargs = pytree.tree_map_only(Made, make, (what.args, what.kwargs))
+        node = graph.call_function(what.target, args, kwargs)
+        values = fx.node.map_arg((args, kwargs), lambda leaf: leaf.meta["val"])
+        with fake:
+            node.meta["val"] = what.target(*values[0], **values[1])
+        return node
+
+    node_args, node_kwargs = pytree.tree_map_only(
+        (Tensor, Made), lambda leaf: placeholder(leaf) if isinstance(leaf, Tensor) else make(leaf),
+        (tuple(args), dict(kwargs)),
+    )  # fmt: skip
     call = graph.call_function(target, node_args, node_kwargs)
     fakes = fx.node.map_arg((node_args, node_kwargs), lambda leaf: leaf.meta["val"])
     with fake:

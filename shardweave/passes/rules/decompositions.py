@@ -7,9 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from shardweave.passes.rules.factories import FACTORIES
+from shardweave.passes.rules.index import INDEX_CONDITIONAL, INDEX_FORMS
 from shardweave.passes.rules.loss import nll_loss_backward, nll_loss_forward
+from shardweave.passes.rules.scatter import SCATTER_CONDITIONAL
+from shardweave.passes.rules.tiling import TILING_CONDITIONAL
 
 aten = torch.ops.aten
 
@@ -56,4 +60,19 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.mse_loss_backward.default: mse_loss_backward,
     aten.nll_loss_forward.default: nll_loss_forward,
     aten.nll_loss_backward.default: nll_loss_backward,
+    **FACTORIES,
+    **INDEX_FORMS,
 }
+CONDITIONAL: dict[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {
+    **INDEX_CONDITIONAL,
+    **SCATTER_CONDITIONAL,
+    **TILING_CONDITIONAL,
+}
+"""Ops that are written in others depending on their arguments: from the node to the form, None to leave it."""
+
+
+def form_of(node: fx.Node) -> Callable[..., Any] | None:
+    """The form that `annotate` writes a node in, None if it stays as it is."""
+    if node.target in CONDITIONAL:
+        return CONDITIONAL[node.target](node)
+    return DECOMPOSITIONS.get(node.target)

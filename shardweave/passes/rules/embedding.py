@@ -10,36 +10,16 @@ import torch
 from torch import fx
 
 from shardweave.errors import RuleError
-from shardweave.ir import Axis
+from shardweave.passes.rules.lookup import local_index
 from shardweave.passes.rules.registry import Emitter, rule
 
 aten = torch.ops.aten
 
 
-def _axes_on(emit: Emitter, factor: str) -> list[Axis]:
-    """The axes on `factor` or on one of its atoms, outermost first."""
-    return [axis for axis, name in emit.assignment.items() if name.split(".")[0] == factor]
-
-
-def local_index(emit: Emitter, index: fx.Node, factor: str, local: int) -> tuple[fx.Node, fx.Node] | None:
-    """`index` counted from this rank's part of `factor`, and a mask of where it lies outside; None if all lie inside.
-
-    `local` is the number of steps of `factor` on one rank.
-    """
-    axes = _axes_on(emit, factor)
-    if not axes:
-        return None
-    start = emit.offset(axes, local)
-    moved = emit.call(aten.sub.Tensor, index, start)
-    below, above = emit.call(aten.lt.Scalar, moved, 0), emit.call(aten.ge.Scalar, moved, local)
-    outside = emit.call(aten.logical_or.default, below, above)
-    return emit.call(aten.masked_fill.Scalar, moved, outside, 0), outside
-
-
 def lower_embedding(emit: Emitter) -> fx.Node:
     """Look up what this rank's part of the vocabulary holds, zeros elsewhere."""
     weight, index, *rest = emit.args
-    found = local_index(emit, index, "v", emit.input_layouts[0].local_shape[0])
+    found = local_index(emit, index, emit.input_layouts[0].dims[0])
     if found is None:
         return emit.call(aten.embedding.default, weight, index)
     rows = emit.call(aten.embedding.default, weight, found[0])
@@ -51,7 +31,7 @@ def lower_embedding_backward(emit: Emitter) -> fx.Node:
     """Scatter the gradient's rows whose tokens this rank holds."""
     grad, index, _, padding, scale = emit.args
     local = emit.output_layouts[0].local_shape[0]
-    found = local_index(emit, index, "v", local)
+    found = local_index(emit, index, emit.output_layouts[0].dims[0])
     if scale and emit.assignment:
         raise RuleError(
             f"{emit.node}: scale_grad_by_freq counts the tokens of the whole batch, which no rank has: use an "

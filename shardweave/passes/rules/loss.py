@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardweave.errors import RuleError
 from shardweave.ir import BoundRule, Dims, Factor
-from shardweave.passes.rules.embedding import local_index
-from shardweave.passes.rules.registry import RULES, Emitter, Rule, argument, shape, tensor_args
+from shardweave.passes.rules.registry import RULES, Rule, argument, shape, tensor_args
 
 aten = torch.ops.aten
 
@@ -101,55 +99,3 @@ def nll_loss_backward(
     scale = aten.neg.default(grad / total_weight if reduction == 1 else grad)
     values = aten.unsqueeze.default(weights * scale, -1)
     return aten.scatter.src(aten.zeros_like.default(log_probabilities), -1, row, values)
-
-
-def _last_dim(node: fx.Node) -> None:
-    size = shape(tensor_args(node)[0])
-    if argument(node, "dim") % len(size) != len(size) - 1:
-        raise RuleError(f"{node.target} along dimension {argument(node, 'dim')}: only the last one has a rule so far")
-
-
-def bind_pick(node: fx.Node) -> BoundRule:
-    """``... v, ... 1 -> ... 1`` (gather) and ``... v, ... 1, ... 1 -> ... v`` (scatter) along the last dimension."""
-    _last_dim(node)
-    sizes = [shape(arg) for arg in tensor_args(node)]
-    single = all(size[-1] == 1 for size in sizes[1:])
-    whole = sizes[0]
-    last = len(whole) - 1
-    factors = tuple(
-        Factor(f"i{index}" if index < last else "v", length) for index, length in enumerate(whole) if length > 1
-    )
-
-    def dims(size: tuple[int, ...], is_whole: bool) -> Dims:
-        names: list[tuple[str, ...]] = [(f"i{index}",) if length > 1 else () for index, length in enumerate(size[:-1])]
-        return (*names, ("v",) if is_whole and whole[-1] > 1 else ())
-
-    inputs = tuple(dims(size, index == 0) for index, size in enumerate(sizes))
-    if not single:
-        raise RuleError(f"{node.target} with more than one index a row has no rule so far")
-    return BoundRule(factors, inputs, (dims(whole, node.target is aten.scatter.src),))
-
-
-def lower_gather(emit: Emitter) -> fx.Node:
-    """Pick what this rank's classes hold, zeros elsewhere."""
-    value, dim, index = emit.args[:3]
-    found = local_index(emit, index, "v", emit.input_layouts[0].local_shape[-1])
-    if found is None:
-        return emit.call(aten.gather.default, value, dim, index)
-    picked = emit.call(aten.gather.default, value, dim, found[0])
-    return emit.call(aten.masked_fill.Scalar, picked, found[1], 0)
-
-
-def lower_scatter(emit: Emitter) -> fx.Node:
-    """Put the rows' numbers whose class this rank holds; the others keep what was there."""
-    value, dim, index, source = emit.args
-    found = local_index(emit, index, "v", emit.input_layouts[0].local_shape[-1])
-    if found is None:
-        return emit.call(aten.scatter.src, value, dim, index, source)
-    kept = emit.call(aten.gather.default, value, dim, found[0])
-    merged = emit.call(aten.where.self, found[1], kept, source)
-    return emit.call(aten.scatter.src, value, dim, found[0], merged)
-
-
-RULES[aten.gather.default] = Rule(bind_pick, lower_gather, source="... v, ... 1 -> ... 1")
-RULES[aten.scatter.src] = Rule(bind_pick, lower_scatter, source="... v, ... 1, ... 1 -> ... v")

@@ -15,9 +15,6 @@ UNTAGGED = [
     aten.gelu_backward.default,
     aten.silu_backward.default,
     aten._to_copy.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
     aten.native_dropout_backward.default,
     aten.hardtanh_backward.default,
     aten.leaky_relu_backward.default,
@@ -26,6 +23,13 @@ UNTAGGED = [
     aten.masked_fill.Scalar,
     aten.masked_fill.Tensor,
     aten.where.self,
+    aten.floor_divide.default,
+    aten.floor_divide.Scalar,
+    aten.hardswish_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.mish_backward.default,
+    aten.softshrink_backward.default,
+    aten.hardshrink_backward.default,
 ]
 # Linear in all tensor arguments together: a sum of partial sums is a partial sum.
 ADDITIONS = [aten.add.Tensor, aten.sub.Tensor]

@@ -92,19 +92,6 @@ def embedding_backward(d: Draw) -> Call:
     return (d.tensor(*size, width), d.integers(v, *size), v, d.choice([-1, v - 1]), False), {}
 
 
-@case(aten.gather.default)
-def gather(d: Draw) -> Call:
-    size = d.sizes(1, 3)
-    return (d.tensor(*size), d.choice([-1, len(size) - 1]), d.integers(size[-1], *size[:-1], 1)), {}
-
-
-@case(aten.scatter.src)
-def scatter(d: Draw) -> Call:
-    size = d.sizes(1, 3)
-    index = d.integers(size[-1], *size[:-1], 1)
-    return (d.tensor(*size), d.choice([-1, len(size) - 1]), index, d.tensor(*size[:-1], 1)), {}
-
-
 # -- softmax and losses
 
 

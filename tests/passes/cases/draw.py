@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,17 @@ from torch import Tensor
 aten = torch.ops.aten
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 CASES: dict[Any, Callable[[Draw], Call]] = {}
+
+
+@dataclass(frozen=True)
+class Made:
+    """An argument that the graph makes itself, from no input."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 SIZES = [1, 2, 3, 4, 5, 6, 8, 12]
 
 
@@ -47,6 +59,14 @@ class Draw:
 
     def integers(self, below: int, *size: int) -> Tensor:
         return torch.randint(0, below, size, generator=self.generator)
+
+    def zeros(self, *size: int) -> Made:
+        return Made(aten.full.default, (list(size), 0), {"dtype": self.dtype})
+
+    def counting(self, size: int, *shape: int) -> Made:
+        """``0, 1, ..., size - 1``, in a shape if one is given."""
+        count = Made(aten.arange.default, (size,), {})
+        return Made(aten.view.default, (count, list(shape)), {}) if shape else count
 
     def mask(self, *size: int) -> Tensor:
         return torch.rand(size, generator=self.generator) < 0.4

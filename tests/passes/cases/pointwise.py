@@ -51,8 +51,6 @@ def with_number(d: Draw) -> Call:
     aten.leaky_relu.default,
     aten.elu.default,
     aten.softplus.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
 )
 def unary(d: Draw) -> Call:
     return (d.tensor(*d.sizes(0, 3)),), {}
@@ -119,11 +117,6 @@ def dropout_backward(d: Draw) -> Call:
 @case(aten._to_copy.default)
 def to_copy(d: Draw) -> Call:
     return (d.tensor(*d.sizes(0, 3)),), {"dtype": d.choice([torch.float32, torch.float64])}
-
-
-@case(aten.full_like.default)
-def full_like(d: Draw) -> Call:
-    return (d.tensor(*d.sizes(0, 3)), 1.5), {}
 
 
 @case(aten.masked_fill.Scalar)
