@@ -69,6 +69,8 @@ def choose(costed: Costed, time_limit: float, simulate: Simulate) -> Chosen:
     needed = _peak(least)
     while (smaller := _under(costed, needed - 1, fastest, time_limit, simulate)) is not None:
         least, needed = smaller, smaller.peak_memory  # counted as more than the smallest, simulated as less
+    if needed <= limit:  # asked from above, the program came by a plan that it had skipped when asked for this limit
+        return least
     parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(least.timeline.memory.at_peak())]
     raise InfeasibleError(
         f"no plan fits into the memory limit of {limit} bytes ({readable_bytes(limit)}) a device; the smallest memory "
