@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from shardweave.compiler.capture import Captured
 from shardweave.compiler.codegen import Step
 from shardweave.compiler.pipeline import copied
+from shardweave.compiler.refusal import refuse_open_sizes
 from shardweave.errors import CaptureError
 from shardweave.ir import Mesh
 from shardweave.passes.annotate import graph_outputs, info
@@ -150,6 +151,7 @@ def _specialise(graph: fx.Graph) -> None:
             size, stride = [int(n) for n in tensor.shape], [int(n) for n in tensor.stride()]
             return torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
 
+    refuse_open_sizes(graph)
     if not any(isinstance(node.meta.get("val"), torch.SymInt) for node in graph.nodes):
         return
     for node in list(graph.nodes):

@@ -1,6 +1,6 @@
 """Capture: an `nn.Module` and example inputs become one joint graph of forward and backward.
 
-The only module that touches torch's private capture interfaces.
+With `refusal`, which reads their errors, the only module that touches torch's private capture interfaces.
 """
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
+from shardweave.compiler.adapters import traceable
 from shardweave.compiler.call import TENSOR, CallTree, as_call, canonical, leaf_names
+from shardweave.compiler.refusal import readable_errors, refuse_values, refused, where
 from shardweave.errors import CaptureError
 
 
@@ -99,7 +100,7 @@ def _joint_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with _readable_errors(model), contextlib.ExitStack() as stack:
+    with readable_errors(model), contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
         # Dynamo takes a size that differs from an earlier capture's for dynamic; a step has the sizes of its inputs.
@@ -108,8 +109,9 @@ def _joint_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
         if any(parameter.is_meta for parameter in model.parameters()):
             model = _off_meta(model, fake)
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: _fake_like(t, fake), (args, kwargs))
-        with fake:
-            module = dynamo_graph_capture_for_export(model)(*args, **kwargs)
+        stack.enter_context(traceable(model))
+        # Not under `fake`: Dynamo makes its own mode, and under another one it mistakes buffers that are views.
+        module = dynamo_graph_capture_for_export(model)(*args, **kwargs)
         stack.enter_context(torch._guards.tracing(module.meta["tracing_context"]))
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)
     return joint.graph_module, joint.out_spec
@@ -142,7 +144,7 @@ def _describe(
     leaves: Sequence[Any],
 ) -> Captured:
     for node in graph.graph.nodes:
-        _refuse_symbols(model, node)
+        refuse_values(model, node)
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     tied = {name: canonical[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     aliases: dict[str, tuple[str, ...]] = {}
@@ -154,7 +156,7 @@ def _describe(
     inputs: dict[str, str] = {}
     tangents: dict[str, int] = {}
     by_name: dict[str, fx.Node] = {}
-    duplicates: dict[str, fx.Node] = {}
+    duplicates: dict[fx.Node, str] = {}
     for node in list(graph.graph.nodes):
         if node.op != "placeholder":
             continue
@@ -163,7 +165,7 @@ def _describe(
         if kind == "ParamAOTInput":
             name = tied.get(described.target, described.target)
             if name in by_name:
-                duplicates[name] = node
+                duplicates[node] = name
             else:
                 by_name[name] = node
                 parameters[node.name] = name
@@ -189,7 +191,9 @@ def _describe(
         if kind == "InputMutationAOTOutput":
             target = getattr(described.mutated_input, "target", None)
             if target is None:
-                raise CaptureError(f"the model changes its input {described.mutated_input} in place: copy it first")
+                name = names[described.mutated_input.idx]
+                reason, way_out = f"it changes its input {name} in place", "Copy that input first (.clone())."
+                raise refused(model, reason, *where(model, value), way_out)
             mutated[target] = value
         elif kind == "PlainAOTOutput":
             returned.append(value)
@@ -202,7 +206,7 @@ def _describe(
                 both.meta.update(val=value.meta["val"], partitioner_tag="is_backward")
                 value = both
             values[first] = value if value is not None else values.get(first)
-    for name, node in duplicates.items():
+    for node, name in duplicates.items():
         node.replace_all_uses_with(by_name[name])
         graph.graph.erase_node(node)
     gradients = tuple(name for name in parameters.values() if model.get_parameter(name).requires_grad)
@@ -238,42 +242,3 @@ def _describe(
         tree,
         model.training,
     )
-
-
-def _refuse_symbols(model: nn.Module, node: fx.Node) -> None:
-    """`CaptureError` where a number or a size of the graph depends on the values of tensors."""
-    for value in pytree.tree_leaves(node.meta.get("val")):
-        sizes = value.shape if isinstance(value, Tensor) else (value,)
-        if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
-            what = "a size" if isinstance(value, Tensor) else "a number"
-            raise CaptureError(
-                f"{type(model).__name__} cannot be captured as one graph: {what} depends on the values of tensors"
-                f"{_user_line(str(node.meta.get('stack_trace', '')))}\n{_WAY_OUT}"
-            )
-
-
-def _user_line(text: str) -> str:
-    """The last source line that a trace names, for a message; nothing where it names none."""
-    lines = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.+)', text)
-    return "".join(f"\n  {file}:{line} in {function}: {code.strip()}" for file, line, function, code in lines[-1:])
-
-
-_WAY_OUT = (
-    "Write that line without branching on the values of tensors and without leaving the graph (torch.where, "
-    "torch.cond, masks instead of selections, no .item(), no printing), then compile again."
-)
-
-
-@contextlib.contextmanager
-def _readable_errors(model: nn.Module) -> Iterator[None]:
-    """Turn whatever a capture raises into a `CaptureError` with the user's line and the way out."""
-    try:
-        yield
-    except CaptureError:
-        raise
-    except Exception as error:
-        text = str(error)
-        reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-        raise CaptureError(
-            f"{type(model).__name__} cannot be captured as one graph: {reason}{_user_line(text)}\n{_WAY_OUT}"
-        ) from error

@@ -310,7 +310,7 @@ def test_what_cannot_be_captured_is_told_with_the_line(line: str, model: nn.Modu
     number = next(i for i, code in enumerate(Path(__file__).read_text().splitlines(), 1) if f"# {line}" in code)
     assert f"{type(model).__name__} cannot be captured" in text
     assert f"{Path(__file__).name}:{number} in forward" in text, text
-    assert "torch.where" in text
+    assert ("Take the print out" if "print" in text else "torch.where") in text
 
 
 def test_what_has_nothing_to_train_is_refused() -> None:
@@ -339,7 +339,7 @@ def test_an_input_changed_in_place_is_refused() -> None:
             result: Tensor = self.linear(x).sum()
             return result
 
-    with pytest.raises(CaptureError, match=r"changes its input .*x.* in place: copy it first"):
+    with pytest.raises(CaptureError, match=r"changes its input x in place\n.*x.mul_\(2\)\nCopy that input first"):
         capture(InPlace(), torch.randn(2, 4))
 
 

@@ -1,0 +1,157 @@
+"""A model that is not captured is refused with the module, the source line and the way out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardweave as sw
+from shardweave.compiler.capture import capture
+from shardweave.errors import CaptureError
+
+
+class Layer(nn.Module):
+    def __init__(self, inner: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.linear(x))
+
+
+class Model(nn.Module):
+    def __init__(self, inner: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(torch.tanh), Layer(inner)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+class Reading(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.size = x.sum().item()
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.size
+
+
+class Saying(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        print("backward")  # prints in a backward
+        return gradient
+
+
+def branches(x: Tensor) -> Tensor:
+    return -x if x.sum() > 0 else x
+
+
+def takes_an_item(x: Tensor) -> Tensor:
+    return x * x.max().item()
+
+
+def selects(x: Tensor) -> Tensor:
+    return x[x[:, 0] > 0]
+
+
+def finds(x: Tensor) -> Tensor:
+    return x[torch.nonzero(x[:, 0])[:, 0]]
+
+
+def loops(x: Tensor) -> Tensor:
+    return torch.stack([x[i] for i in torch.nonzero(x[:, 0]).flatten().tolist()])
+
+
+def prints(x: Tensor) -> Tensor:
+    print(x.shape)  # prints
+    return x
+
+
+def stops(x: Tensor) -> Tensor:
+    raise ValueError(f"bad shape {tuple(x.shape)}")
+
+
+def misfits(x: Tensor) -> Tensor:
+    return x @ torch.ones(3, 3)
+
+
+def asserts(x: Tensor) -> Tensor:
+    assert x.shape[0] == 5, "five rows"
+    return x
+
+
+def tries(x: Tensor) -> Tensor:
+    try:
+        return stops(x)
+    finally:
+        torch.numel(x)
+
+
+def reads(x: Tensor) -> Tensor:
+    return Reading.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def says(x: Tensor) -> Tensor:
+    return Saying.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+WAY, STOPS, PRINT = "torch.where", "mend the call or the config", "Take the print out"
+REFUSED = [
+    (branches, "a branch depends on the values", "return -x if", WAY),
+    (takes_an_item, "a number depends on the values", "x.max().item()", WAY),
+    (selects, "a size depends on the values", "x[x[:, 0] > 0]", WAY),
+    (finds, "a size depends on the values", "x[torch.nonzero(x[:, 0])[:, 0]]", WAY),
+    (loops, "a number depends on the values", ".flatten().tolist()", WAY),
+    (prints, "builtin operator `print`", "print(x.shape)", PRINT),
+    (stops, "it raises ValueError: 'bad shape (8, 4)'", "raise ValueError", STOPS),
+    (misfits, "it raises RuntimeError: 'a and b must have same reduction dim", "x @ torch.ones", STOPS),
+    (asserts, "it raises AssertionError", 'assert x.shape[0] == 5, "five', STOPS),
+    (tries, "it raises ValueError: 'bad shape (8, 4)'", "raise ValueError", STOPS),
+    (reads, "a number depends on the values", "Reading.apply", WAY),
+    (says, "builtin operator `print`", "# prints in a backward", PRINT),
+]
+
+
+def line_of(code: str) -> int:
+    return next(number for number, line in enumerate(Path(__file__).read_text().splitlines(), 1) if code in line)
+
+
+@pytest.mark.parametrize(
+    ("inner", "reason", "code", "way_out"), REFUSED, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_a_refusal_names_the_module_and_the_line(
+    inner: Callable[[Tensor], Tensor], reason: str, code: str, way_out: str
+) -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(Model(inner), torch.randn(8, 4))
+    text = str(caught.value)
+    assert text.startswith("Model cannot be captured as one graph: in layers.1 (Layer), ")
+    assert reason in text.splitlines()[0]
+    assert re.search(rf"\n  .*{Path(__file__).name}:{line_of(code)} in ", text), text
+    assert way_out in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize("inner", [selects, finds])
+def test_the_torch_compile_door_refuses_open_sizes_too(inner: Callable[[Tensor], Tensor]) -> None:
+    torch._dynamo.reset()
+    options = {"cluster": sw.Cluster.local(1)}
+    compiled = torch.compile(Model(inner), backend="shardweave", fullgraph=True, options=options)
+    with pytest.raises(CaptureError, match=rf"depends on the values of tensors\n  .* in {inner.__name__}: return "):
+        compiled(torch.randn(8, 4))
