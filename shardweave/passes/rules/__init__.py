@@ -5,7 +5,19 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from shardweave.passes.rules import attention, embedding, loss, matmul, norm, reduction, view  # noqa: F401
+from shardweave.passes.rules import (  # noqa: F401
+    attention,
+    batch_norm,
+    convolution,
+    embedding,
+    loss,
+    matmul,
+    norm,
+    pooling,
+    reduction,
+    resize,
+    view,
+)
 from shardweave.passes.rules.grammar import bind, parse
 from shardweave.passes.rules.pointwise import ADDITIONS, POINTWISE, POINTWISE_SUM
 from shardweave.passes.rules.registry import RULES, Emitter, Rule, rule, tensor_args

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardweave.passes.rules.batch_norm import BATCH_NORMS
+from shardweave.passes.rules.convolution import convolution, convolution_backward
 from shardweave.passes.rules.loss import nll_loss_backward, nll_loss_forward
 
 aten = torch.ops.aten
@@ -56,4 +58,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.mse_loss_backward.default: mse_loss_backward,
     aten.nll_loss_forward.default: nll_loss_forward,
     aten.nll_loss_backward.default: nll_loss_backward,
+    aten.convolution.default: convolution,
+    aten.convolution_backward.default: convolution_backward,
+    **BATCH_NORMS,
 }
