@@ -61,7 +61,10 @@ def meshes(draw: st.DrawFn, most: int = 12) -> Mesh:
 
 
 def graph_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[fx.GraphModule, list[Tensor]]:
-    """The annotated graph of one call, and the values of its placeholders; its outputs are the call's tensors."""
+    """The annotated graph of one call, and the values of its placeholders; its outputs are the call's tensors.
+
+    Empty ones are left out: what a batch norm in evaluation saves.
+    """
     fake = FakeTensorMode()
     graph = fx.Graph()
     values: list[Tensor] = []
@@ -95,7 +98,7 @@ def graph_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
     if isinstance(call.meta["val"], (list, tuple)):
         results = []
         for index, value in enumerate(call.meta["val"]):
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.numel():
                 item = graph.call_function(operator.getitem, (call, index))
                 item.meta["val"] = value
                 results.append(item)

@@ -32,6 +32,36 @@ class Chain(nn.Module):
         return F.mse_loss(x, targets)
 
 
+class CNN(nn.Module):
+    """Batch, group and instance norm, plain, grouped and transposed convolutions, pools, and a stretch whose memory is
+    channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 12, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(12)
+        self.grouped = nn.Conv2d(12, 12, 3, padding=1, groups=6)
+        self.group_norm = nn.GroupNorm(6, 12)
+        self.wide = nn.Conv2d(12, 24, 3, stride=2, padding=1)
+        self.up = nn.ConvTranspose2d(24, 12, 2, stride=2)
+        self.last_norm = nn.BatchNorm2d(12)
+        self.head = nn.Linear(12 * 4, 6)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.norm(self.stem(x))), 2)
+        x = x + self.group_norm(self.grouped(x))
+        x = self.up(F.instance_norm(F.silu(self.wide(x.contiguous(memory_format=torch.channels_last)))))
+        x = F.avg_pool2d(F.relu(self.last_norm(x)), 2).flatten(1)
+        return F.mse_loss(self.head(x), targets)
+
+
+def _images(generator: torch.Generator, size: int = 8) -> dict[str, Tensor]:
+    return {
+        "x": torch.randn(size, 3, 8, 8, generator=generator),
+        "targets": torch.randn(size, 6, generator=generator),
+    }
+
+
 SMALL = GPTConfig(vocabulary=24, context=4, layers=1, heads=4, width=16, bias=True)
 SMALL_TIED = GPTConfig(vocabulary=24, context=4, layers=1, heads=4, width=16, bias=False, tied=True)
 EVEN = (8, 16, 32, 8)
@@ -42,6 +72,7 @@ CASES = {
     "mlp-even": Case("mlp-even", partial(mlp.build, EVEN), partial(mlp.batch, sizes=EVEN)),
     "gpt": Case("gpt", partial(gpt.build, SMALL), partial(gpt.batch, config=SMALL)),
     "gpt-tied": Case("gpt-tied", partial(gpt.build, SMALL_TIED), partial(gpt.batch, config=SMALL_TIED)),
+    "cnn": Case("cnn", CNN, _images),
     "llama": Case("llama", _llama, llama.batch, ZOO["llama"].loss),
     "llama-tied": Case("llama-tied", partial(_llama, tied=True), llama.batch, ZOO["llama"].loss),
 }
@@ -68,7 +99,7 @@ class Joint:
         return [self.values[node.name] for node in self.captured.graph.graph.nodes if node.op == "placeholder"]
 
     def results(self) -> tuple[list[Any], list[Any]]:
-        """The outputs and the gradients (None where there is none) on one device."""
+        """The outputs, after the buffers that the step writes, and the gradients (None where there is none)."""
         nodes = self.captured.graph.graph.output_node().args[0]
         assert isinstance(nodes, (list, tuple))
         results = [self.values[node.name] if isinstance(node, fx.Node) else None for node in nodes]

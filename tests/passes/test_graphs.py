@@ -27,6 +27,7 @@ MESHES: dict[str, list[tuple[int, ...]]] = {
     "mlp-even": [(2, 2, 2), (4,)],
     "chain": [(4, 2), (2, 2)],
     "gpt": [(4, 2), (2, 3), (4,)],
+    "cnn": [(2, 3), (4,), (2, 2)],
     "llama": [(4, 2), (4,)],
 }
 
@@ -101,14 +102,16 @@ def check_every_node(step: Joint, sharder: Sharder, local: fx.GraphModule, mesh:
     for index, (name, _, layout) in enumerate(known, len(parts)):
         close(together([values[index] for values in ranked], layout, mesh), step.values[name], f"{name} of {step.name}")
     gradients = sharder.options.gradients
-    for index, node in enumerate(results):
+    # A decomposition replaces the node of an output by another of the same value.
+    for index, (node, original) in enumerate(zip(results, step_outputs(step.captured.graph), strict=True)):
         if isinstance(node, fx.Node):
+            assert isinstance(original, fx.Node)
             layout = sharder.layout(node).without_partial()
             if (position := index - len(results) + len(gradients)) >= 0:
                 layout = sharder.rests.get(gradients[position]) or Layout.replicated(node.meta["val"].shape)
             close(
                 together([values[index] for values in ranked], layout, mesh),
-                step.values[node.name],
+                step.values[original.name],
                 f"output {index} of {step.name}",
             )
 
@@ -117,7 +120,7 @@ def check_every_node(step: Joint, sharder: Sharder, local: fx.GraphModule, mesh:
 
 
 def run_step(step: Joint, compiled: Compiled) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs and gradients of a lowered step on lockstep ranks, put together."""
+    """Written buffers and outputs, and gradients, of a lowered step on lockstep ranks, put together."""
     spec, captured = compiled.step.spec, step.captured
     mesh, ranks = spec.mesh, range(spec.mesh.world_size)
     tensors = {**dict(step.model.named_parameters()), **dict(step.model.named_buffers()), **step.batch}
@@ -127,9 +130,10 @@ def run_step(step: Joint, compiled: Compiled) -> tuple[list[Tensor], list[Tensor
     results = lockstep.run(compiled.step.forward, mesh, inputs)
     first = len(spec.mutated_buffers)
     count = first + len(spec.outputs)
+    layouts = {buffer.name: buffer.layout for buffer in spec.buffers}
+    returned = [*(layouts[name] for name in spec.mutated_buffers), *(value.layout for value in spec.outputs)]
     outputs = [
-        together([results[rank][first + index] for rank in ranks], value.layout, mesh)
-        for index, value in enumerate(spec.outputs)
+        together([results[rank][index] for rank in ranks], layout, mesh) for index, layout in enumerate(returned)
     ]
     saved = [[results[rank][index] for rank in ranks] for index in range(count, len(results[0]))]
     tangents = [
@@ -149,8 +153,9 @@ def check_step(step: Joint, strategies: dict[str, Strategy], mesh: Mesh, options
     compiled = lower(step.annotated, strategies, mesh, options)
     outputs, gradients = run_step(step, compiled)
     expected, expected_gradients = step.results()
-    for value, output, whole in zip(compiled.step.spec.outputs, outputs, expected, strict=True):
-        close(output, whole, f"{value.name} of {step.name}")
+    names = [*compiled.step.spec.mutated_buffers, *(value.name for value in compiled.step.spec.outputs)]
+    for name, output, whole in zip(names, outputs, expected, strict=True):
+        close(output, whole, f"{name} of {step.name}")
     for name, gradient, whole in zip(step.captured.gradients, gradients, expected_gradients, strict=True):
         close(gradient, whole, f"the gradient of {name} of {step.name} under {strategies}")
     return compiled

@@ -7,13 +7,17 @@ from torch import fx
 
 from shardweave.passes.rules import (  # noqa: F401
     attention,
+    batch_norm,
+    convolution,
     embedding,
     experts,
     index,
     loss,
     matmul,
     norm,
+    pooling,
     reduction,
+    resize,
     scan,
     scatter,
     slicing,

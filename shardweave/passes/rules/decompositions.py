@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardweave.passes.rules.batch_norm import BATCH_NORMS
+from shardweave.passes.rules.convolution import convolution, convolution_backward
 from shardweave.passes.rules.factories import FACTORIES
 from shardweave.passes.rules.index import INDEX_CONDITIONAL, INDEX_FORMS
 from shardweave.passes.rules.loss import nll_loss_backward, nll_loss_forward
@@ -62,6 +64,9 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.nll_loss_backward.default: nll_loss_backward,
     **FACTORIES,
     **INDEX_FORMS,
+    aten.convolution.default: convolution,
+    aten.convolution_backward.default: convolution_backward,
+    **BATCH_NORMS,
 }
 CONDITIONAL: dict[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {
     **INDEX_CONDITIONAL,

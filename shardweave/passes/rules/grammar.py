@@ -7,7 +7,7 @@ Left of the arrow stand the op's tensor arguments, right of it its outputs. A va
 - ``(h d)``: the dimension is the product of two factors, the outer one first,
 - ``b?``: the dimension is the factor, or of size one where it is broadcast,
 - ``1``: a dimension of size one, which has no factor,
-- ``...``: any number of dimensions, the same ones in all values.
+- ``...``: any number of dimensions, the same ones in all values; ``[...]``: which may not be split.
 
 A factor that no output has makes the output a partial result, combined by a sum unless the rule says otherwise.
 """
@@ -74,7 +74,13 @@ def parse(text: str) -> Pattern:
     return Pattern(text, inputs, outputs, frozenset(blocked))
 
 
-def bind(pattern: Pattern, inputs: Sequence[Shape], outputs: Sequence[Shape], reduce: Mapping[str, str]) -> BoundRule:
+def bind(
+    pattern: Pattern,
+    inputs: Sequence[Shape],
+    outputs: Sequence[Shape],
+    reduce: Mapping[str, str],
+    known: Mapping[str, int] | None = None,
+) -> BoundRule:
     """The rule that `pattern` is for an op with these shapes.
 
     Parameters
@@ -83,6 +89,8 @@ def bind(pattern: Pattern, inputs: Sequence[Shape], outputs: Sequence[Shape], re
         One for each value of the pattern, in its order.
     reduce : mapping from factor to str
         How the parts of a factor combine that no output has, where that is not a sum.
+    known : mapping from factor to int
+        Sizes that no shape tells, such as the groups of a convolution.
 
     Raises
     ------
@@ -94,13 +102,16 @@ def bind(pattern: Pattern, inputs: Sequence[Shape], outputs: Sequence[Shape], re
             f"the pattern {pattern.text!r} has {len(pattern.inputs)} inputs and {len(pattern.outputs)} outputs, "
             f"the op has {len(inputs)} and {len(outputs)}"
         )
-    sizes: dict[str, int] = {}
+    sizes: dict[str, int] = dict(known or {})
+    blocked = set(pattern.blocked)
 
     def value(dims: Dims, shape: Shape) -> Dims:
         spread = len(shape) - sum(names != ("...",) for names in dims)
         expanded: list[tuple[str, ...]] = []
         for names in dims:
             expanded += [(f"i{index}",) for index in range(spread)] if names == ("...",) else [names]
+        if "..." in blocked:
+            blocked.update(f"i{index}" for index in range(spread))
         if len(expanded) != len(shape) or spread < 0:
             raise RuleError(f"the pattern {pattern.text!r} does not have the rank of {shape}")
         result: list[tuple[str, ...]] = []
@@ -110,18 +121,20 @@ def bind(pattern: Pattern, inputs: Sequence[Shape], outputs: Sequence[Shape], re
                 continue
             names = tuple(name.rstrip("?") for name in marked)
             unknown = [name for name in names if name not in sizes]
-            known = math.prod(sizes[name] for name in names if name in sizes)
-            if size == 1 and known == 1:
+            settled = math.prod(sizes[name] for name in names if name in sizes)
+            if size == 1 and settled == 1:
                 result.append(())
                 for name in unknown:
                     sizes[name] = 1
                 continue
             if len(unknown) > 1:
                 raise RuleError(f"the sizes of {unknown} in {pattern.text!r} cannot be told apart in {shape}")
-            if size % known or (not unknown and size != known):
-                raise RuleError(f"the pattern {pattern.text!r} needs {' * '.join(names)} = {known}, the op has {size}")
+            if size % settled or (not unknown and size != settled):
+                raise RuleError(
+                    f"the pattern {pattern.text!r} needs {' * '.join(names)} = {settled}, the op has {size}"
+                )
             if unknown:
-                sizes[unknown[0]] = size // known
+                sizes[unknown[0]] = size // settled
             result.append(tuple(name for name in names if sizes[name] > 1))
         return tuple(result)
 
@@ -133,7 +146,7 @@ def bind(pattern: Pattern, inputs: Sequence[Shape], outputs: Sequence[Shape], re
     )
     bound = {(side, index): value(dims, shape) for dims, shape, side, index in order}
     factors = tuple(
-        Factor(name, size, name in pattern.blocked, reduce.get(name, "sum")) for name, size in sizes.items() if size > 1
+        Factor(name, size, name in blocked, reduce.get(name, "sum")) for name, size in sizes.items() if size > 1
     )
     return BoundRule(
         factors,

@@ -1,4 +1,4 @@
-"""Normalisations: the normalised dimensions stay whole."""
+"""Normalisations over a sample's own values: the normalised dimensions stay whole."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 from torch import fx
 
 from shardweave.ir import BoundRule, Dims, Factor
-from shardweave.passes.rules.registry import RULES, Rule, argument, output_shapes, shape, tensor_args
+from shardweave.passes.rules.registry import RULES, Emitter, Rule, argument, output_shapes, rule, shape, tensor_args
+from shardweave.passes.rules.spatial import row_major
 
 aten = torch.ops.aten
 
@@ -34,4 +35,35 @@ def bind_layer_norm(node: fx.Node) -> BoundRule:
 RULES[aten.native_layer_norm.default] = Rule(bind_layer_norm, source="... [d], [d], [d] -> ... [d], ... 1, ... 1")
 RULES[aten.native_layer_norm_backward.default] = Rule(
     bind_layer_norm, source="... [d], ... [d], ... 1, ... 1, [d], [d] -> ... [d], [d], [d]"
+)
+RULES[aten._fused_rms_norm.default] = Rule(bind_layer_norm, source="... [d], [d] -> ... [d], ... 1")
+RULES[aten._fused_rms_norm_backward.default] = Rule(
+    bind_layer_norm, source="... [d], ... [d], ... 1, [d] -> ... [d], [d]"
+)
+
+
+def lower_group_norm(emit: Emitter) -> fx.Node:
+    """The batch, the channels and the groups that this rank has, of row-major values.
+
+    The op refuses others, and its backward's CPU kernel is silently wrong where the gradient lies otherwise.
+    """
+    backward = emit.node.target is aten.native_group_norm_backward.default
+    groups = (emit.input_layouts[2] if backward else emit.output_layouts[1]).local_shape[1]
+    sizes = {"N": emit.input_layouts[0].local_shape[0], "C": emit.input_layouts[0].local_shape[1], "group": groups}
+    names = [declared.name for declared in emit.node.target._schema.arguments]  # type: ignore[union-attr]
+    given = [sizes.get(name, value) for name, value in zip(names, emit.args)]
+    values = 2 if backward else 1
+    return emit.call(emit.node.target, *(row_major(emit, value) for value in given[:values]), *given[values:])
+
+
+_GROUPED = "n (g [c]) [...]"
+rule(
+    aten.native_group_norm.default,
+    f"{_GROUPED}, (g [c]), (g [c]) -> {_GROUPED}, n g, n g",
+    lower=lower_group_norm,
+)
+rule(
+    aten.native_group_norm_backward.default,
+    f"{_GROUPED}, {_GROUPED}, n g, n g, (g [c]) -> {_GROUPED}, (g [c]), (g [c])",
+    lower=lower_group_norm,
 )

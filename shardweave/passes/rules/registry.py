@@ -11,7 +11,7 @@ from torch import fx
 
 from shardweave.errors import RuleError
 from shardweave.ir import Axis, BoundRule, Layout
-from shardweave.passes.rules.grammar import Shape, bind, parse
+from shardweave.passes.rules.grammar import Pattern, Shape, bind, parse
 
 Binder = Callable[[fx.Node], BoundRule]
 
@@ -137,30 +137,35 @@ def rule(
 
     >>> rule(torch.ops.aten.mm.default, "m k, k n -> m n")
     """
-    parsed = parse(pattern)
-    tensors = [index for index, arg in enumerate(target._schema.arguments) if "Tensor" in str(arg.type)]
-    if len(parsed.inputs) > len(tensors):
+    declared = sum("Tensor" in str(arg.type) for arg in target._schema.arguments)
+    if len(parse(pattern).inputs) > declared:
         raise RuleError(f"{target}: the pattern {pattern!r} has more inputs than the op has tensor arguments")
-
-    def binder(node: fx.Node) -> BoundRule:
-        values = ordered_args(node)
-        present = [
-            (dims, shape(values[index]))
-            for dims, index in zip(parsed.inputs, tensors)
-            if index < len(values) and isinstance(values[index], fx.Node)
-        ]
-        if len(present) != len(tensor_args(node)):
-            raise RuleError(f"{node.target}: the pattern {pattern!r} does not name every tensor argument of {node}")
-        used = parse_subset(pattern, tuple(dims for dims, _ in present))
-        return bind(used, [size for _, size in present], output_shapes(node), reduce or {})
-
-    RULES[target] = Rule(binder, lower, kind, decompose, pattern, owned or {})
+    RULES[target] = Rule(lambda node: bind_pattern(node, pattern, reduce), lower, kind, decompose, pattern, owned or {})
 
 
-def parse_subset(pattern: str, inputs: tuple[Any, ...]) -> Any:
-    """The parsed `pattern` with only these inputs."""
+def bind_pattern(
+    node: fx.Node, pattern: str, reduce: Mapping[str, str] | None = None, known: Mapping[str, int] | None = None
+) -> BoundRule:
+    """Bind a pattern to `node`: tensor arguments that the call leaves out are dropped, and outputs that are None.
+
+    `known` are sizes of factors that no shape tells.
+    """
     parsed = parse(pattern)
-    return parsed if parsed.inputs == inputs else type(parsed)(parsed.text, inputs, parsed.outputs, parsed.blocked)
+    values = ordered_args(node)
+    tensors = [index for index, arg in enumerate(node.target._schema.arguments) if "Tensor" in str(arg.type)]  # type: ignore[union-attr]
+    present = [
+        (dims, shape(values[index]))
+        for dims, index in zip(parsed.inputs, tensors)
+        if index < len(values) and isinstance(values[index], fx.Node)
+    ]
+    if len(present) != len(tensor_args(node)):
+        raise RuleError(f"{node.target}: the pattern {pattern!r} does not name every tensor argument of {node}")
+    outputs = parsed.outputs
+    results = node.meta["val"]
+    if isinstance(results, (list, tuple)) and len(results) == len(outputs):
+        outputs = tuple(dims for dims, value in zip(outputs, results) if isinstance(value, torch.Tensor))
+    used = Pattern(pattern, tuple(dims for dims, _ in present), outputs, parsed.blocked)
+    return bind(used, [size for _, size in present], output_shapes(node), reduce or {}, known)
 
 
 def family(

@@ -1,6 +1,15 @@
 """Random calls of every op that has a rule: one entry an op, drawn by hypothesis."""
 
-from tests.passes.cases import compute, experts, indexing, pointwise, scans, views  # noqa: F401
+from tests.passes.cases import (  # noqa: F401
+    compute,
+    experts,
+    images,
+    indexing,
+    pointwise,
+    scans,
+    spatial,
+    views,
+)
 from tests.passes.cases.draw import CASES, Draw
 
 __all__ = ["CASES", "Draw"]

@@ -1,0 +1,250 @@
+"""Batch norm: a channel's statistics are those of the whole batch.
+
+In training the batch and the places are blocked: the op stays as it is where its input arrives whole or split by
+channel, and where the batch arrives split it is rewritten in sums over the global batch (synchronised batch norm).
+In evaluation nothing is reduced, and it is written in pointwise ops, of which every factor is free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardweave.passes.rules.registry import Emitter, rule
+from shardweave.passes.rules.spatial import row_major
+
+aten = torch.ops.aten
+
+
+def _wide(value: Tensor) -> Tensor:
+    """`value` in the dtype that statistics are computed in: float32 at least."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _along(vector: Tensor, like: Tensor) -> Tensor:
+    """A number a channel, to be broadcast over `like`."""
+    return vector.view(1, -1, *[1] * (like.dim() - 2))
+
+
+def _sum(value: Tensor) -> Tensor:
+    """One sum a channel."""
+    return aten.sum.dim_IntList(value, [0, *range(2, value.dim())])  # type: ignore[no-any-return]
+
+
+def _count(value: Tensor) -> int:
+    """How many values of the global batch a channel has."""
+    return value.numel() // value.shape[1]
+
+
+def _scaled(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """`x` normalised, in its own dtype."""
+    scale = invstd if weight is None else invstd * weight
+    result = (_wide(x) - _along(mean, x)) * _along(scale, x)
+    return (result if bias is None else result + _along(bias, x)).to(x.dtype)
+
+
+def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, variance and reciprocal deviation over the global batch; the mean first, as its square may be large."""
+    wide = _wide(x)
+    mean = aten.div.Scalar(_sum(wide), _count(x))
+    centred = wide - _along(mean, x)
+    variance = aten.div.Scalar(_sum(centred * centred), _count(x))
+    return mean, variance, aten.rsqrt.default(variance + eps)
+
+
+def _saved(x: Tensor, weight: Tensor | None, value: Tensor) -> Tensor:
+    """A statistic in the dtype that the op saves it in: on a CPU that of its input, unless its weight's is wider."""
+    narrow = x.device.type == "cpu" and (weight is None or weight.dtype == x.dtype)
+    return value.to(x.dtype) if narrow else value
+
+
+def _nothing(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The statistics that evaluation saves."""
+    return torch.zeros(0, dtype=dtype or like.dtype, device=like.device)
+
+
+# -- the forward
+
+
+def train(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Batch norm in training, in sums that can be split along the batch."""
+    mean, variance, invstd = _statistics(x, eps)
+    unbiased = variance * (_count(x) / (_count(x) - 1) if _count(x) > 1 else math.nan)
+    return (
+        _scaled(x, mean, invstd, weight, bias),
+        _saved(x, weight, mean),
+        _saved(x, weight, invstd),
+        (running_mean * (1 - momentum) + mean * momentum).to(running_mean.dtype),
+        (running_var * (1 - momentum) + unbiased * momentum).to(running_var.dtype),
+    )
+
+
+def train_untracked(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
+    """As `train`, of a layer that keeps no running statistics (instance norm is one)."""
+    mean, _, invstd = _statistics(x, eps)
+    return _scaled(x, mean, invstd, weight, bias), _saved(x, weight, mean), _saved(x, weight, invstd)
+
+
+def evaluate(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Batch norm by its running statistics."""
+    invstd = aten.rsqrt.default(_wide(running_var) + eps)
+    return _scaled(x, _wide(running_mean), invstd, weight, bias), _nothing(x), _nothing(x)
+
+
+def functional(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """The op itself in training; pointwise ops in evaluation, which leaves the running statistics as they are."""
+    if training:
+        op = aten._native_batch_norm_legit_functional.default
+        return op(x, weight, bias, running_mean, running_var, True, momentum, eps)  # type: ignore[no-any-return]
+    results = evaluate(x, weight, bias, running_mean, running_var, momentum, eps)
+    return (*results, aten.clone.default(running_mean), aten.clone.default(running_var))
+
+
+def with_update(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """The same op under its other name, whose backward is given a reserve (cuDNN's), here an empty one."""
+    *results, mean, variance = functional(x, weight, bias, running_mean, running_var, True, momentum, eps)
+    return (*results, _nothing(x, torch.uint8), mean, variance)
+
+
+# -- the backward
+
+
+def backward_train(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    training: bool,
+    eps: float,
+    mask: list[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of batch norm in training, in sums that can be split along the batch."""
+    mean, invstd, wide = _wide(mean), _wide(invstd), _wide(grad)
+    normalised = (_wide(x) - _along(mean, x)) * _along(invstd, x)
+    of_bias, of_weight = _sum(wide), _sum(wide * normalised)
+    scale = invstd if weight is None else invstd * weight
+    count = _count(x)
+    centred = wide - _along(aten.div.Scalar(of_bias, count), x)
+    of_input = (centred - normalised * _along(aten.div.Scalar(of_weight, count), x)) * _along(scale, x)
+    return _masked(grad, weight, of_input, of_weight, of_bias, mask)
+
+
+def backward_evaluated(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    eps: float,
+    mask: list[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `evaluate`: the statistics are constants."""
+    wide, invstd = _wide(grad), aten.rsqrt.default(_wide(running_var) + eps)
+    normalised = (_wide(x) - _along(_wide(running_mean), x)) * _along(invstd, x)
+    of_input = wide * _along(invstd if weight is None else invstd * weight, x)
+    return _masked(grad, weight, of_input, _sum(wide * normalised), _sum(wide), mask)
+
+
+def _masked(
+    grad: Tensor, weight: Tensor | None, of_input: Tensor, of_weight: Tensor, of_bias: Tensor, mask: list[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients that are asked for, in the dtypes of what they are gradients of."""
+    dtype = grad.dtype if weight is None else weight.dtype
+    results = of_input.to(grad.dtype), of_weight.to(dtype), of_bias.to(dtype)
+    return tuple(value if wanted else None for value, wanted in zip(results, mask))
+
+
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor | None,
+    invstd: Tensor | None,
+    training: bool,
+    eps: float,
+    mask: list[bool],
+) -> tuple[Tensor | None, ...]:
+    """In training the op itself, without the running statistics, which it does not read; else `backward_evaluated`."""
+    if training:
+        op = aten.native_batch_norm_backward.default
+        return op(grad, x, weight, None, None, mean, invstd, True, eps, mask)  # type: ignore[no-any-return]
+    assert running_mean is not None and running_var is not None
+    return backward_evaluated(grad, x, weight, running_mean, running_var, eps, mask)
+
+
+def backward_with_reserve(*args: Any) -> tuple[Tensor | None, ...]:
+    """The backward of `with_update`."""
+    return backward(*args[:-1])
+
+
+def lower_backward(emit: Emitter) -> fx.Node:
+    """Gradient and input that lie alike: for others, fake and real results lie differently."""
+    grad, x, *rest = emit.args
+    if grad.meta["val"].stride() != x.meta["val"].stride():
+        grad, x = row_major(emit, grad), row_major(emit, x)
+    return emit.call(emit.node.target, grad, x, *rest)
+
+
+_X = "[n] c [...]"
+rule(aten._native_batch_norm_legit_functional.default, f"{_X}, c, c, c, c -> {_X}, c, c, c, c", decompose=train)
+rule(aten._native_batch_norm_legit.no_stats, f"{_X}, c, c -> {_X}, c, c", decompose=train_untracked)
+rule(
+    aten.native_batch_norm_backward.default,
+    f"{_X}, {_X}, c, c, c, c, c -> {_X}, c, c",
+    decompose=backward_train,
+    lower=lower_backward,
+)
+
+BATCH_NORMS: dict[Any, Callable[..., Any]] = {
+    aten._native_batch_norm_legit_functional.default: functional,
+    aten._native_batch_norm_legit_no_training.default: evaluate,
+    aten._batch_norm_with_update_functional.default: with_update,
+    aten.native_batch_norm_backward.default: backward,
+    aten.batch_norm_backward.default: backward_with_reserve,
+}
+"""What `annotate` writes in other ops: evaluation, and other names of the same ops."""
