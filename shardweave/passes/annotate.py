@@ -17,7 +17,8 @@ from shardweave.ir import META, BoundRule, Dims, Factor, NodeInfo
 from shardweave.passes.atoms import Value, refine
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.decompositions import DECOMPOSITIONS
-from shardweave.passes.rules.registry import argument, output_shapes, tensor_args
+from shardweave.passes.rules.random import draws
+from shardweave.passes.rules.registry import ordered_args, output_shapes, tensor_args
 
 
 @dataclass(frozen=True)
@@ -67,27 +68,26 @@ def graph_outputs(graph: fx.Graph) -> list[Any]:
 
 
 def depends_on_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that depend on a placeholder; the rest are constants of the step."""
+    """The nodes that depend on a placeholder or on what is drawn; the rest are constants of the step."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "placeholder" or any(arg in found for arg in node.all_input_nodes):
+        if node.op == "placeholder" or draws(node) or any(arg in found for arg in node.all_input_nodes):
             found.add(node)
     return found
 
 
-def _refuse_random(node: fx.Node) -> None:
-    """`RuleError` for an op that draws numbers: ranks would draw their own, where replicas have to agree."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return
-    names = {declared.name for declared in node.target._schema.arguments}
-    if "dropout_p" in names and argument(node, "dropout_p") == 0:
-        return
-    raise RuleError(
-        f"{describe(node)} draws random numbers, which has no rule yet: set dropout to 0, or draw them outside and "
-        "pass them in"
-    )
+def _refuse(node: fx.Node) -> None:
+    """`RuleError` for what no rule can spread: programs inside the model, and generators that ranks do not share."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        raise RuleError(
+            f"{describe(node)} is a program of its own inside the model, which has no rule: write it with plain ops "
+            "(for flex_attention: torch.nn.functional.scaled_dot_product_attention with a mask)"
+        )
+    if any(isinstance(value, torch.Generator) for value in ordered_args(node)):
+        raise RuleError(
+            f"{describe(node)} draws from a generator of its own, on which ranks cannot agree: leave the generator "
+            "out, and give the seed by torch.manual_seed before compiling, or by manual_seed of the parallel module"
+        )
 
 
 def _merge_constants(graph: fx.Graph) -> None:
@@ -114,7 +114,7 @@ def bind_rules(graph: fx.Graph, allow_unruled: bool = False) -> None:
     for node in graph.nodes:
         if node.op == "output" or node.target is operator.getitem:
             continue
-        _refuse_random(node)
+        _refuse(node)
         if node.op == "placeholder" or node not in dependent:
             if any(isinstance(value, torch.Tensor) for value in _values(node)):
                 rules[node] = _source_rule(node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from shardweave.passes.rules import attention, embedding, loss, matmul, norm, reduction, view  # noqa: F401
+from shardweave.passes.rules import attention, embedding, loss, matmul, norm, random, reduction, view  # noqa: F401
 from shardweave.passes.rules.grammar import bind, parse
 from shardweave.passes.rules.pointwise import ADDITIONS, POINTWISE, POINTWISE_SUM
 from shardweave.passes.rules.registry import RULES, Emitter, Rule, rule, tensor_args
@@ -18,6 +18,8 @@ def find_rule(node: fx.Node) -> Rule | None:
     found = RULES.get(node.target)
     if found is POINTWISE_SUM and node.target in ADDITIONS and len(tensor_args(node)) < 2:
         return POINTWISE  # a number would be added once on every rank of a partial sum
-    if found is None and isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
-        return POINTWISE
+    if found is None and isinstance(node.target, torch._ops.OpOverload):
+        tags = node.target.tags
+        if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
+            return POINTWISE
     return found

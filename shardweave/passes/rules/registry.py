@@ -53,6 +53,9 @@ class Rule:
         The same op in simpler ones, used where an axis arrives on a factor that the op itself cannot split.
     source : str
         The pattern, or the name of the family that generated it, for `docs/rules.md`.
+    partner : callable, optional
+        From an fx node to the one whose assignment it has to share, where there is such a one: what that drew on a
+        rank is drawn again here.
     """
 
     bind: Binder
@@ -60,6 +63,7 @@ class Rule:
     kind: str = "op"
     decompose: Callable[..., Any] | None = None
     source: str = ""
+    partner: Callable[[fx.Node], fx.Node | None] | None = None
 
 
 RULES: dict[Any, Rule] = {}
