@@ -100,9 +100,9 @@ class StepSpec:
     The forward graph takes the coordinates (one int an axis of `mesh`, in its order), then, where the step draws
     random numbers, its seed (an int, another one for each call, the same on all ranks), then the local tensors of
     `parameters`, `buffers` and `inputs`; it returns the new values of `mutated_buffers`, then `outputs`, then
-    what is saved (where the backward draws, too, the seed is a part of it). The backward graph takes the coordinates, what was saved, and one tangent for each differentiable
-    output (for one that is not a scalar: of its local part); it returns one gradient for each trainable parameter,
-    in order, at the parameter's layout.
+    what is saved (where the backward draws, too, the seed is a part of it). The backward graph takes the coordinates,
+    what was saved, and one tangent for each differentiable output (for one that is not a scalar: of its local part);
+    it returns one gradient for each trainable parameter, in order, at the parameter's layout.
     """
 
     mesh: Mesh

@@ -18,7 +18,7 @@ from shardweave.passes.atoms import Value, refine
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.decompositions import DECOMPOSITIONS
 from shardweave.passes.rules.random import draws
-from shardweave.passes.rules.registry import ordered_args, output_shapes, tensor_args
+from shardweave.passes.rules.registry import output_shapes, tensor_args
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,11 @@ def depends_on_inputs(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _refuse(node: fx.Node) -> None:
-    """`RuleError` for what no rule can spread: programs inside the model, and generators that ranks do not share."""
+    """`RuleError` for a program inside the model, whose loops no rule sees."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         raise RuleError(
             f"{describe(node)} is a program of its own inside the model, which has no rule: write it with plain ops "
             "(for flex_attention: torch.nn.functional.scaled_dot_product_attention with a mask)"
-        )
-    if any(isinstance(value, torch.Generator) for value in ordered_args(node)):
-        raise RuleError(
-            f"{describe(node)} draws from a generator of its own, on which ranks cannot agree: leave the generator "
-            "out, and give the seed by torch.manual_seed before compiling, or by manual_seed of the parallel module"
         )
 
 

@@ -50,7 +50,8 @@ class OpEmitter:
         return self.call(self.node.target, *self.args, **self.kwargs)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        if target is self.node.target and draws(self.node):
+        drawn = target is self.node.target and draws(self.node)
+        if drawn:
             return self._local.draw(self._origin, list(self.assignment), target, *args, **kwargs)
         return self._local.call(self._origin, target, *args, **kwargs)
 

@@ -80,7 +80,9 @@ class LocalGraph:
         if target is aten.t.default and args[0].target is aten.t.default:
             inner: fx.Node = args[0].args[0]
             return inner
-        node = self.graph.create_node("call_function", target, args, kwargs, name=_short_name(args[0] if target is seeded else target))
+        node = self.graph.create_node(
+            "call_function", target, args, kwargs, name=_short_name(args[0] if target is seeded else target)
+        )
         values = fx.node.map_arg((args, kwargs), lambda leaf: leaf.meta["val"])
         with self.fake:
             node.meta["val"] = target(*values[0], **values[1])
@@ -89,7 +91,9 @@ class LocalGraph:
             node.meta["partitioner_tag"] = "is_backward"
         return node
 
-    def draw(self, origin: Origin, axes: Sequence[Axis], target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    def draw(
+        self, origin: Origin, axes: Sequence[Axis], target: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> fx.Node:
         """A call of an op that draws numbers, each rank along `axes` (outermost first) its own ones."""
         position = self.offset(origin, axes, 1)
         node = self.call(origin, seeded, target, self.seed, self.drawn, position, *args, **kwargs)

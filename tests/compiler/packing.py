@@ -29,7 +29,9 @@ def pack(graph: fx.Graph) -> PackedGraph:
 
     def packed(node: fx.Node) -> tuple[str, str, Any, Any, Any]:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda leaf: Reference(leaf.name))
-        target, *values = (Reference(str(v)) if isinstance(v, torch._ops.OpOverload) else v for v in (node.target, *args))
+        target, *values = (
+            Reference(str(v)) if isinstance(v, torch._ops.OpOverload) else v for v in (node.target, *args)
+        )
         return node.op, node.name, target, tuple(values), kwargs
 
     return [packed(node) for node in graph.nodes]

@@ -1,6 +1,7 @@
 """Random calls of every op that has a rule: one entry an op, drawn by hypothesis."""
 
-from tests.passes.cases import compute, pointwise, views  # noqa: F401
+from tests.passes.cases import attention, compute, pointwise, random, views  # noqa: F401
 from tests.passes.cases.draw import CASES, Draw
+from tests.passes.cases.random import RANDOM
 
-__all__ = ["CASES", "Draw"]
+__all__ = ["CASES", "RANDOM", "Draw"]
