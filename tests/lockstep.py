@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardweave.ir import META, Layout, Mesh
+from shardweave.ir import META, SEED, Layout, Mesh
 
 c10d = torch.ops._c10d_functional
 
@@ -46,8 +46,8 @@ def unshard(parts: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.
     return whole.reshape(layout.global_shape)
 
 
-def run(module: fx.GraphModule, mesh: Mesh, inputs: Sequence[Sequence[Any]]) -> list[Any]:
-    """Run the graph on all ranks; `inputs` are, a placeholder after the coordinates, one value a rank."""
+def run(module: fx.GraphModule, mesh: Mesh, inputs: Sequence[Sequence[Any]], seed: int = 0) -> list[Any]:
+    """Run the graph on all ranks; `inputs` are, a placeholder after the coordinates and the seed, one value a rank."""
     ranks = range(mesh.world_size)
     values: dict[fx.Node, list[Any]] = {}
     given = iter(inputs)
@@ -55,6 +55,8 @@ def run(module: fx.GraphModule, mesh: Mesh, inputs: Sequence[Sequence[Any]]) -> 
         if node.op == "placeholder":
             if node.name.startswith("coord_"):
                 values[node] = [mesh.coordinates(rank)[node.name[len("coord_") :]] for rank in ranks]
+            elif node.name == SEED:
+                values[node] = [seed for rank in ranks]
             else:
                 values[node] = list(next(given))
         elif node.op == "output":

@@ -22,9 +22,10 @@ from shardweave.compiler.codegen import Step
 from shardweave.compiler.pipeline import copied
 from shardweave.compiler.refusal import refuse_open_sizes
 from shardweave.errors import CaptureError
-from shardweave.ir import Mesh
+from shardweave.ir import SEED, Mesh
 from shardweave.passes.annotate import graph_outputs, info
 from shardweave.runtime.mesh import RuntimeMesh
+from shardweave.runtime.random import Seeds, mixed
 
 aten = torch.ops.aten
 TAG, BACKWARD = "partitioner_tag", "is_backward"
@@ -97,8 +98,11 @@ def captured_from(joint: fx.GraphModule, sources: Sequence[Source], num_forward:
     )
 
 
-def bind(step: Step, joint: fx.GraphModule, num_forward: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """This rank's graphs of a step, in AOTAutograd's calling convention: whole inputs, a gradient for each."""
+def bind(step: Step, joint: fx.GraphModule, num_forward: int, seed: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """This rank's graphs of a step, in AOTAutograd's calling convention: whole inputs, a gradient for each.
+
+    A step that draws random numbers has its first seed made of `seed`, on which the ranks agree, and of its own graph.
+    """
     assert step.backward is not None
     given = _placeholders(joint.graph)
     num_tangents = sum(type(node.meta["desc"]).__name__ == "TangentAOTInput" for node in given)
@@ -108,6 +112,8 @@ def bind(step: Step, joint: fx.GraphModule, num_forward: int) -> tuple[fx.GraphM
     forward, backward = mesh.bind(step.forward), mesh.bind(step.backward)
 
     _fold(forward.graph, mesh.coordinates)
+    if step.spec.draws:
+        _draw_seed(forward, Seeds(mixed(seed, int(step.spec.graph_hash[:16], 16))))
     _take_parts(forward.graph, primals, mesh)
     values = graph_outputs(forward.graph)
     _return(forward, [value for value in values if isinstance(value, fx.Node)])
@@ -176,6 +182,34 @@ def _fold(graph: fx.Graph, first: Sequence[Any]) -> None:
             _write(node, known[node])
         elif node.target in (operator.add, operator.mul) and not node.all_input_nodes:
             _write(node, node.target(*node.args))
+
+
+class _NextSeed(nn.Module):
+    """The seed of a call, asked for by the graph itself, as AOTAutograd gives it the user's tensors alone."""
+
+    def __init__(self, seeds: Seeds) -> None:
+        super().__init__()
+        self.seeds = seeds
+
+    def forward(self) -> int:
+        return self.seeds()
+
+
+def _draw_seed(module: fx.GraphModule, seeds: Seeds) -> None:
+    """Let the forward graph ask for its seed where it would take it; CaptureError where the backward needs it, too."""
+    (seed,) = (node for node in _placeholders(module.graph) if node.name == SEED)
+    if module.graph.output_node() in seed.users:
+        raise CaptureError(
+            "the model draws random numbers in its backward, which torch.compile cannot do with this backend: "
+            "draw them in the forward, or use compile_parallel"
+        )
+    module.add_submodule("seeds", _NextSeed(seeds))
+    first = next(node for node in module.graph.nodes if node.op != "placeholder")
+    with module.graph.inserting_before(first):
+        asked = module.graph.call_module("seeds")
+    asked.meta = dict(seed.meta)
+    seed.replace_all_uses_with(asked)
+    module.graph.erase_node(seed)
 
 
 def _take_parts(graph: fx.Graph, whole: Sequence[fx.Node], mesh: RuntimeMesh) -> None:

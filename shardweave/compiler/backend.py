@@ -160,8 +160,8 @@ class _Partition:
         compiled = compiler.lower(plan)
         if self.request.inspect is not None:
             self.request.inspect(plan, compiled.graphs)
-        compare_graphs(compiled.step)
-        return bind(compiled.step, joint, num_forward)
+        seed = compare_graphs(compiled.step)
+        return bind(compiled.step, joint, num_forward, seed)
 
 
 class _WholeCompiler(_Compiler):

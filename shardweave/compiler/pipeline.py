@@ -12,7 +12,7 @@ from torch import fx
 from shardweave.compiler.capture import Captured
 from shardweave.compiler.codegen import Step, graph_hash, split
 from shardweave.compiler.planner.ops import Op, batch_classes, find_ops
-from shardweave.ir import Assignment, Axis, Layout, Mesh, ParameterSpec, StepSpec, Strategy, ValueSpec
+from shardweave.ir import SEED, Assignment, Axis, Layout, Mesh, ParameterSpec, StepSpec, Strategy, ValueSpec
 from shardweave.options import Options
 from shardweave.passes.annotate import Annotate, graph_outputs, info, op_name
 from shardweave.passes.classes import Classes, find_classes
@@ -260,4 +260,5 @@ class _Boundary:
             captured.mutated_buffers,
             self.data,
             graph_hash(forward, backward),
+            any(node.op == "placeholder" and node.name == SEED for node in forward.graph.nodes),
         )

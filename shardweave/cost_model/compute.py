@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from shardweave.cost_model.cluster import Cluster
 from shardweave.cost_model.graphs import alias_of, is_start, is_wait, tensor_bytes, tensors
+from shardweave.runtime.random import seeded
 
 _LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")  # read of a table what they return
 _EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided")
@@ -58,18 +59,24 @@ def node_work(node: fx.Node) -> Work | None:
     """
     if node.op != "call_function" or is_wait(node) or is_start(node) or node.target is operator.getitem:
         return None
-    if not isinstance(node.target, torch._ops.OpOverload) or (alias_of(node) is not None and not _writes(node.target)):
+    target = op_of(node)
+    if not isinstance(target, torch._ops.OpOverload) or (alias_of(node) is not None and not _writes(target)):
         return None
     value = node.meta.get("val")
     outputs = list(tensors(value))
-    name = node.target._schema.name
-    if name in _EMPTY or (not outputs and not _writes(node.target)):
+    name = target._schema.name
+    if name in _EMPTY or (not outputs and not _writes(target)):
         return None
     inputs = [tensor_bytes(source.meta.get("val")) for source in node.all_input_nodes]
     written = tensor_bytes(value)
     if name in _LOOKUPS and inputs:
         inputs[0] = min(inputs[0], written)
     return Work(_flops(node, value), sum(inputs) + written, _dtype(node, outputs))
+
+
+def op_of(node: fx.Node) -> Any:
+    """The op that `node` calls; of one that draws random numbers, the op that is run under a seed."""
+    return node.args[0] if node.target is seeded else node.target
 
 
 def node_seconds(node: fx.Node, cluster: Cluster) -> float:
@@ -106,10 +113,11 @@ def bytes_seconds(num_bytes: float, cluster: Cluster) -> float:
 
 
 def _flops(node: fx.Node, value: object) -> int:
-    count = _counter(node.target)
+    count = _counter(op_of(node))
     if count is None:
         return 0
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
+    own = node.args[4:] if node.target is seeded else node.args
+    args, kwargs = fx.node.map_arg((own, node.kwargs), lambda source: source.meta.get("val"))
     return int(count(*args, **kwargs, out_val=value))
 
 

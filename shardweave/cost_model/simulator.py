@@ -20,7 +20,7 @@ from shardweave.cost_model.graphs import collective, info, is_start, is_wait
 from shardweave.cost_model.memory import Liveness, Storage, liveness, output_storages, storage_bytes
 from shardweave.cost_model.timeline import COMPUTE, Event, MemoryCurve, Timeline
 from shardweave.errors import VerifyError
-from shardweave.ir import StepSpec
+from shardweave.ir import SEED, StepSpec
 
 Phase = Literal["forward", "backward", "optimizer"]
 _TRANSIENT = ("working", "gathered")
@@ -82,7 +82,7 @@ class _Step:
     def forward(self, graph: fx.Graph, spec: StepSpec, optimizer_ratio: float) -> Sequence[tuple[Storage, ...]]:
         """Play the forward; the storages of each value that it saves."""
         found = liveness(graph)
-        holders = _placeholders(graph, len(spec.mesh.axes))
+        holders = _placeholders(graph, spec, spec.draws)
         states = [*spec.parameters, *spec.buffers, *spec.inputs]
         if len(holders) != len(states):
             raise VerifyError(
@@ -109,7 +109,7 @@ class _Step:
 
     def backward(self, graph: fx.Graph, spec: StepSpec, saved: Sequence[tuple[Storage, ...]]) -> set[Storage]:
         """Play the backward; the storages of the gradients."""
-        holders = _placeholders(graph, len(spec.mesh.axes))
+        holders = _placeholders(graph, spec)
         if len(holders) < len(saved):
             raise VerifyError(
                 f"the backward graph takes {len(holders)} values after the coordinates, "
@@ -195,16 +195,22 @@ class _Step:
                 self._change(self.kinds[storage], -storage_bytes(storage))
 
 
-def _placeholders(graph: fx.Graph, coordinates: int) -> list[fx.Node]:
-    """The placeholders behind the coordinates."""
+def _placeholders(graph: fx.Graph, spec: StepSpec, draws: bool = False) -> list[fx.Node]:
+    """The placeholders behind the coordinates, and behind the seed of a graph that draws."""
     holders = [node for node in graph.nodes if node.op == "placeholder"]
+    coordinates = len(spec.mesh.axes)
     for holder in holders[:coordinates]:
         if not holder.name.startswith("coord_"):
             raise VerifyError(
                 f"placeholder {holder.name}: expected one of {coordinates} coordinates, called coord_<axis>; "
                 "a generated graph takes them first"
             )
-    return holders[coordinates:]
+    if draws and (len(holders) == coordinates or holders[coordinates].name != SEED):
+        raise VerifyError(
+            f"the placeholder after the coordinates: expected {SEED}, as the step draws random numbers, "
+            f"got {[holder.name for holder in holders[coordinates : coordinates + 1]]}"
+        )
+    return holders[coordinates + draws :]
 
 
 def _results(graph: fx.Graph) -> Sequence[object]:

@@ -16,7 +16,7 @@ Axes have prime sizes, so a view never has to cut one.
 from shardweave.ir.axes import Axis, Digit, Mesh, axes_size, group_name, prime_factors
 from shardweave.ir.layout import Layout, normalise
 from shardweave.ir.rule import Assignment, BoundRule, Dims, Factor
-from shardweave.ir.step import META, Collective, NodeInfo, ParameterSpec, StepSpec, ValueSpec
+from shardweave.ir.step import META, SEED, Collective, NodeInfo, ParameterSpec, StepSpec, ValueSpec
 from shardweave.ir.strategy import Grid, GridAxes, Strategy
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "Mesh",
     "NodeInfo",
     "ParameterSpec",
+    "SEED",
     "StepSpec",
     "Strategy",
     "ValueSpec",

@@ -38,12 +38,14 @@ class Factor:
 class BoundRule:
     """A rule bound to one op: its factors, and of which factors each dimension of each value is made.
 
-    `inputs` are the op's tensor arguments in the order of its schema (absent optional ones left out).
+    `inputs` are the op's tensor arguments in the order of its schema (absent optional ones left out). `apart` are the
+    outputs, by index, that no factor sums to: a state that is of use only to an op of the same rank.
     """
 
     factors: tuple[Factor, ...]
     inputs: tuple[Dims, ...]
     outputs: tuple[Dims, ...]
+    apart: frozenset[int] = frozenset()
 
     def factor(self, name: str) -> Factor:
         for factor in self.factors:

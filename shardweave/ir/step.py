@@ -11,6 +11,8 @@ from shardweave.ir.rule import BoundRule
 
 META = "shardweave"
 """The one key that shardweave uses in ``node.meta``; its value is a `NodeInfo`."""
+SEED = "step_seed"
+"""The placeholder of a generated graph that takes the seed of the step."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,12 @@ class ValueSpec:
 class StepSpec:
     """The calling convention of a generated step, all that the runtime has to know beside the two graphs.
 
-    The forward graph takes the coordinates (one int an axis of `mesh`, in its order), then the local tensors of
+    The forward graph takes the coordinates (one int an axis of `mesh`, in its order), then, where the step draws
+    random numbers, its seed (an int, another one for each call, the same on all ranks), then the local tensors of
     `parameters`, `buffers` and `inputs`; it returns the new values of `mutated_buffers`, then `outputs`, then
-    what is saved. The backward graph takes the coordinates, what was saved, and one tangent for each differentiable
-    output (for one that is not a scalar: of its local part); it returns one gradient for each trainable parameter,
-    in order, at the parameter's layout.
+    what is saved (where the backward draws, too, the seed is a part of it). The backward graph takes the coordinates,
+    what was saved, and one tangent for each differentiable output (for one that is not a scalar: of its local part);
+    it returns one gradient for each trainable parameter, in order, at the parameter's layout.
     """
 
     mesh: Mesh
@@ -111,3 +114,5 @@ class StepSpec:
     data_axes: tuple[Axis, ...] = ()
     """The axes over which the inputs' batch is spread, outermost first."""
     graph_hash: str = ""
+    draws: bool = False
+    """Whether the forward graph takes a seed."""

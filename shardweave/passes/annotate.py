@@ -19,7 +19,8 @@ from shardweave.passes.atoms import Value, refine
 from shardweave.passes.dispatch import undo_dispatch
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.decompositions import form_of
-from shardweave.passes.rules.registry import argument, output_shapes, tensor_args
+from shardweave.passes.rules.random import draws
+from shardweave.passes.rules.registry import output_shapes, tensor_args
 
 
 @dataclass(frozen=True)
@@ -72,27 +73,21 @@ def graph_outputs(graph: fx.Graph) -> list[Any]:
 
 
 def depends_on_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that depend on a placeholder; the rest are constants of the step."""
+    """The nodes that depend on a placeholder or on what is drawn; the rest are constants of the step."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "placeholder" or any(arg in found for arg in node.all_input_nodes):
+        if node.op == "placeholder" or draws(node) or any(arg in found for arg in node.all_input_nodes):
             found.add(node)
     return found
 
 
-def _refuse_random(node: fx.Node) -> None:
-    """`RuleError` for an op that draws numbers: ranks would draw their own, where replicas have to agree."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return
-    names = {declared.name for declared in node.target._schema.arguments}
-    if "dropout_p" in names and argument(node, "dropout_p") == 0:
-        return
-    raise RuleError(
-        f"{describe(node)} draws random numbers, which has no rule yet: set dropout to 0, or draw them outside and "
-        "pass them in"
-    )
+def _refuse(node: fx.Node) -> None:
+    """`RuleError` for a program inside the model, whose loops no rule sees."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        raise RuleError(
+            f"{describe(node)} is a program of its own inside the model, which has no rule: write it with plain ops "
+            "(for flex_attention: torch.nn.functional.scaled_dot_product_attention with a mask)"
+        )
 
 
 def _merge_constants(graph: fx.Graph) -> None:
@@ -119,7 +114,7 @@ def bind_rules(graph: fx.Graph, allow_unruled: bool = False) -> None:
     for node in graph.nodes:
         if node.op == "output" or node.target is operator.getitem:
             continue
-        _refuse_random(node)
+        _refuse(node)
         if node.op == "placeholder" or node not in dependent:
             if any(isinstance(value, torch.Tensor) for value in _values(node)):
                 rules[node] = _source_rule(node)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from torch import fx
 
@@ -100,4 +101,6 @@ def _cut(rule: BoundRule, cuts: Mapping[str, set[int]]) -> BoundRule:
     def dims(value: Dims) -> Dims:
         return tuple(tuple(atom for name in names for atom in atoms[name]) for names in value)
 
-    return BoundRule(tuple(factors), tuple(map(dims, rule.inputs)), tuple(map(dims, rule.outputs)))
+    return replace(
+        rule, factors=tuple(factors), inputs=tuple(map(dims, rule.inputs)), outputs=tuple(map(dims, rule.outputs))
+    )

@@ -11,6 +11,7 @@ from torch import fx
 from shardweave.ir import Axis, BoundRule, Layout
 from shardweave.passes.layouts import outermost_first
 from shardweave.passes.local import LocalGraph, Origin
+from shardweave.passes.rules.random import draws
 from shardweave.passes.rules.registry import Rule
 
 
@@ -49,6 +50,9 @@ class OpEmitter:
         return self.call(self.node.target, *self.args, **self.kwargs)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        drawn = target is self.node.target and draws(self.node)
+        if drawn:
+            return self._local.draw(self._origin, list(self.assignment), target, *args, **kwargs)
         return self._local.call(self._origin, target, *args, **kwargs)
 
     def offset(self, axes: Sequence[Axis], step: int) -> Any:

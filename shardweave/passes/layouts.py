@@ -61,12 +61,12 @@ def output_layouts(rule: BoundRule, assignment: Mapping[Axis, str], mesh: Mesh) 
     """Where the outputs lie: sharded on the factors that they have, partial over the axes of those they do not."""
     sizes = rule.sizes()
     layouts = []
-    for dims in rule.outputs:
+    for index, dims in enumerate(rule.outputs):
         present = {name for names in dims for name in names}
         partial = tuple(
             (axis, rule.factor(assignment[axis]).reduce)
             for axis in mesh.ordered(assignment)
-            if assignment[axis] not in present and _in_inputs(rule, assignment[axis])
+            if index not in rule.apart and assignment[axis] not in present and _in_inputs(rule, assignment[axis])
         )
         layouts.append(Layout(dims_layout(dims, sizes, assignment, mesh), partial))
     return tuple(layouts)

@@ -12,8 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from shardweave.ir import META, Axis, Collective, Layout, Mesh, NodeInfo, axes_size, group_name
+from shardweave.ir import META, SEED, Axis, Collective, Layout, Mesh, NodeInfo, axes_size, group_name
 from shardweave.passes.layouts import Step, digit_size, steps_between
+from shardweave.runtime.random import seeded
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -46,6 +47,10 @@ class LocalGraph:
             node.meta["val"] = 0
             node.meta[META] = NodeInfo(op=f"coordinate on {axis.name}")
             self.coordinates[axis.name] = node
+        self.seed = self.graph.placeholder(SEED)
+        self.seed.meta["val"] = None  # ops whose shapes are worked out draw under no seed
+        self.seed.meta[META] = NodeInfo(op="seed of the step")
+        self.drawn = 0
 
     def placeholder(self, name: str, value: torch.Tensor, layout: Layout, origin: Origin) -> fx.Node:
         """An input of the graph that lies at `layout`; dots in its name become underscores."""
@@ -75,13 +80,24 @@ class LocalGraph:
         if target is aten.t.default and args[0].target is aten.t.default:
             inner: fx.Node = args[0].args[0]
             return inner
-        node = self.graph.create_node("call_function", target, args, kwargs, name=_short_name(target))
+        node = self.graph.create_node(
+            "call_function", target, args, kwargs, name=_short_name(args[0] if target is seeded else target)
+        )
         values = fx.node.map_arg((args, kwargs), lambda leaf: leaf.meta["val"])
         with self.fake:
             node.meta["val"] = target(*values[0], **values[1])
         node.meta[META] = NodeInfo(op=origin.op, backward=origin.backward, collective=collective)
         if origin.backward:
             node.meta["partitioner_tag"] = "is_backward"
+        return node
+
+    def draw(
+        self, origin: Origin, axes: Sequence[Axis], target: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> fx.Node:
+        """A call of an op that draws numbers, each rank along `axes` (outermost first) its own ones."""
+        position = self.offset(origin, axes, 1)
+        node = self.call(origin, seeded, target, self.seed, self.drawn, position, *args, **kwargs)
+        self.drawn += 1
         return node
 
     def constant(self, origin: Origin, node: fx.Node) -> fx.Node:

@@ -74,6 +74,7 @@ class Sharder(Values):
         super().__init__(LocalGraph(options.mesh, fake), options.mesh, options.names, options.rests)
         self.options, self.module = options, graph_module
         self.results: dict[int, Any] = {}
+        self.assigned: dict[fx.Node, Assignment] = {}
 
     def run(self) -> fx.GraphModule:
         """The local graph; `rests` then holds where each parameter rests."""
@@ -93,6 +94,8 @@ class Sharder(Values):
         out = self.local.graph.output(tuple(self.results[index] for index in sorted(self.results)))
         out.meta[META] = NodeInfo(op="output")
         _remove_dead(self.local.graph)
+        if not self.local.seed.users:
+            self.local.graph.erase_node(self.local.seed)
         self.local.graph.lint()
         module = fx.GraphModule(self.module, self.local.graph)
         module.meta.update(self.module.meta)
@@ -167,6 +170,9 @@ class Sharder(Values):
         bound = bound_rule(node)
         arguments = tensor_args(node)
         explicit = self.options.assignments.get(node.name)
+        partner = rule.partner(node) if rule is not None and rule.partner is not None else None
+        if partner is not None:
+            explicit = self.assigned[partner]
         choice = follow(bound, rule, [self.arrival(argument) for argument in arguments], self.mesh)
         if explicit is not None and explicit != Assignment.of(choice.assignment):
             assignment = explicit.as_dict()
@@ -181,6 +187,7 @@ class Sharder(Values):
                     self._node(part)
                 return None
             assignment, wanted, results = choice.assignment, choice.inputs, choice.outputs
+        self.assigned[node] = Assignment.of(assignment)
         origin = Origin(info(node).op, backward=self.backward)
         values = iter([self.value(argument, want) for argument, want in zip(arguments, wanted)])
         emitter = OpEmitter(self.local, self.canonical, node, values, wanted, results, assignment, bound, origin)

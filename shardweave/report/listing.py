@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from shardweave.ir import META, Collective, NodeInfo, axes_size
+from shardweave.runtime.random import seeded
 from shardweave.units import readable_bytes
 
 _WIDTH = 96
@@ -88,8 +89,17 @@ def _code(node: fx.Node) -> str:
     arguments += [f"{name}={_value(value)}" for name, value in node.kwargs.items()]
     if getattr(node.target, "__name__", "") == "getitem":
         return f"{node.name} = {arguments[0]}[{arguments[1]}]"
-    name = node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
-    return f"{node.name} = {name}({', '.join(arguments)})"
+    if node.target is seeded:  # its op, as if it were called itself, and what its seed is made of
+        op, _, index, position = node.args[:4]
+        given = [*arguments[4:], f"draw={index}", *([] if position == 0 else [f"part={_value(position)}"])]
+        return f"{node.name} = {_name(op)}({', '.join(given)})"
+    return f"{node.name} = {_name(node.target)}({', '.join(arguments)})"
+
+
+def _name(target: object) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket.__name__)
+    return str(getattr(target, "__name__", target))
 
 
 def _value(value: object) -> str:

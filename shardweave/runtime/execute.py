@@ -63,6 +63,8 @@ class Executor:
     backward: Boxed | None
     parameters: Callable[[], list[torch.Tensor]]
     buffers: Callable[[], list[torch.Tensor]]
+    seeds: Callable[[], int] | None = None
+    """Gives each call its seed, the same on all ranks; None for a step that draws no random numbers."""
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The step's outputs, from the local parts of its inputs."""
@@ -77,9 +79,8 @@ class Executor:
         """The outputs and what the forward graph saves; buffers that the step changes are changed."""
         buffers = self.buffers()
         mutated = len(self.spec.mutated_buffers)
-        results = list(
-            self.forward([*self.coordinates, *map(local_tensor, parameters), *map(local_tensor, buffers), *inputs])
-        )
+        first = self.coordinates if self.seeds is None else (*self.coordinates, self.seeds())
+        results = list(self.forward([*first, *map(local_tensor, parameters), *map(local_tensor, buffers), *inputs]))
         outputs = results[mutated : mutated + len(self.spec.outputs)]
         saved = results[mutated + len(self.spec.outputs) :]
         if mutated:

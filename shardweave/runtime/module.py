@@ -18,6 +18,7 @@ from shardweave.runtime.execute import Executor, boxed
 from shardweave.runtime.inputs import localize
 from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.parameters import distribute, local_tensor
+from shardweave.runtime.random import Seeds
 from shardweave.runtime.state import adopt, finder, gather, shard_whole
 
 
@@ -82,7 +83,7 @@ class ParallelModule(nn.Module):
         super().__init__()
         self.training = model.training
         self.spec = step.spec
-        compare_graphs(step)
+        self._seeds = Seeds(compare_graphs(step))
         self.graphs = dict(graphs or {"forward": step.forward})
         self.plan = plan
         devices = {tensor.device.type for tensor in model.parameters()} - {"meta"}
@@ -98,6 +99,7 @@ class ParallelModule(nn.Module):
             None if step.backward is None else boxed(self.mesh.bind(step.backward)),
             finder(self, self.spec.parameters, "_parameters"),
             finder(self, self.spec.buffers, "_buffers"),
+            (lambda: self._seeds()) if self.spec.draws else None,
         )
         self.register_load_state_dict_pre_hook(_shard_whole)  # type: ignore[no-untyped-call]
 
@@ -131,6 +133,23 @@ class ParallelModule(nn.Module):
                 "without gradients in the captured mode, torch.no_grad() is enough"
             )
         return self
+
+    def manual_seed(self, seed: int) -> None:
+        """Let the next call draw as the first one after this seed does. Collective: all ranks call it, with one seed.
+
+        Random ops (dropout) draw from a seed of the module's own, not from torch's generators. The first one is what
+        ``torch.manual_seed`` set on rank 0 before compiling. To go on from a checkpoint, give another seed than the
+        one that the run began with, such as ``seed + step``.
+
+        Raises
+        ------
+        ParallelError
+            On all ranks, if they give different seeds: replicas of a value would draw different numbers.
+        """
+        seeds = _from_all(seed)
+        if len(set(seeds)) > 1:
+            raise ParallelError(f"manual_seed expects one seed on all ranks, got {seeds}: give all the same")
+        self._seeds = Seeds(seed)
 
     @property
     def data_world_size(self) -> int:
@@ -215,13 +234,16 @@ def _shard_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: obje
     shard_whole(state, prefix, module._layouts, module.mesh)
 
 
-def compare_graphs(step: Step) -> None:
-    """ParallelError on all ranks if they have generated different graphs: their collectives would not meet."""
-    if not dist.is_initialized() or dist.get_backend() == "fake":
-        return
+def compare_graphs(step: Step) -> int:
+    """ParallelError on all ranks if they have generated different graphs: their collectives would not meet.
+
+    Returns
+    -------
+    int
+        A seed on which the ranks agree: rank 0's of torch.
+    """
     mine = step.spec.graph_hash or sha256(step.forward.code.encode()).hexdigest()
-    hashes: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hashes, mine)
+    hashes, seeds = zip(*_from_all((mine, torch.initial_seed())), strict=True)
     if len(set(hashes)) > 1:
         ranks = {value: [rank for rank, other in enumerate(hashes) if other == value] for value in hashes}
         listed = "; ".join(f"ranks {ranks[value]}: {value[:12]}" for value in ranks)
@@ -229,6 +251,16 @@ def compare_graphs(step: Step) -> None:
             f"the ranks have generated different graphs ({listed}). Compile the same model, with the same inputs' "
             "shapes, options and version of shardweave, on all ranks, or make the plan once and load it everywhere"
         )
+    return int(seeds[0])
+
+
+def _from_all(value: Any) -> list[Any]:
+    """What each rank gives, in their order; `value` alone where no other rank runs."""
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[object]:

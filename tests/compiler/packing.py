@@ -29,8 +29,10 @@ def pack(graph: fx.Graph) -> PackedGraph:
 
     def packed(node: fx.Node) -> tuple[str, str, Any, Any, Any]:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda leaf: Reference(leaf.name))
-        target = Reference(str(node.target)) if isinstance(node.target, torch._ops.OpOverload) else node.target
-        return node.op, node.name, target, args, kwargs
+        target, *values = (
+            Reference(str(v)) if isinstance(v, torch._ops.OpOverload) else v for v in (node.target, *args)
+        )
+        return node.op, node.name, target, tuple(values), kwargs
 
     return [packed(node) for node in graph.nodes]
 
@@ -40,9 +42,7 @@ def unpack(packed: PackedGraph) -> fx.GraphModule:
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
     for op, name, target, args, kwargs in packed:
-        if isinstance(target, Reference):
-            namespace, operator, overload = target.name.split(".")
-            target = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+        target = _resolved(target, nodes)
         args, kwargs = _resolved(args, nodes), _resolved(kwargs, nodes)
         nodes[name] = graph.create_node(op, target, args, kwargs, name)
     return fx.GraphModule(nn.Module(), graph)
@@ -50,7 +50,10 @@ def unpack(packed: PackedGraph) -> fx.GraphModule:
 
 def _resolved(value: Any, nodes: dict[str, fx.Node]) -> Any:
     if isinstance(value, Reference):
-        return nodes[value.name]
+        if "." not in value.name:
+            return nodes[value.name]
+        namespace, operator, overload = value.name.split(".")
+        return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
     if isinstance(value, dict):
         return {key: _resolved(item, nodes) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -98,7 +98,7 @@ def graph_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
     if isinstance(call.meta["val"], (list, tuple)):
         results = []
         for index, value in enumerate(call.meta["val"]):
-            if isinstance(value, Tensor) and value.numel():
+            if isinstance(value, Tensor) and value.numel():  # an empty one (a debug mask) is no result
                 item = graph.call_function(operator.getitem, (call, index))
                 item.meta["val"] = value
                 results.append(item)
@@ -213,6 +213,7 @@ def run_sharded(
     assignments: Mapping[str, Assignment],
     sources: Mapping[str, Layout],
     wanted: Sequence[Layout | None] | None = None,
+    seed: int = 0,
     **options: Any,
 ) -> Run:
     """Shard a graph and run it on lockstep ranks."""
@@ -225,7 +226,7 @@ def run_sharded(
         lockstep.shard(value, sources.get(node.name, Layout.replicated(value.shape)), mesh)
         for node, value in zip(placeholders(module), values, strict=True)
     ]
-    results = lockstep.run(local, mesh, inputs)
+    results = lockstep.run(local, mesh, inputs, seed)
     layouts = [want or sharder.layout(value).without_partial() for want, value in zip(wanted, output_nodes(module))]
     return Run(local, layouts, [[ranked[index] for ranked in results] for index in range(len(outputs))], mesh)
 

@@ -203,3 +203,18 @@ def test_constants_are_computed_once() -> None:
     assert [node.target for node in nodes].count(aten.tril.default) == 2
     for got, wanted in zip(captured.graph(*values), expected, strict=True):
         assert_equal(got, wanted)
+
+
+def test_a_program_inside_the_model_is_refused() -> None:
+    """flex_attention is an op whose score is a graph of its own: the message says what to write instead."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    with FakeTensorMode():
+        x.meta["val"] = torch.empty(1, 2, 16, 8)
+    out = graph.call_function(torch.ops.higher_order.flex_attention, (x, x, x, None, None, 1.0, {}))
+    out.meta["val"] = (x.meta["val"],)
+    graph.output(out)
+    with pytest.raises(RuleError, match="flex_attention.*scaled_dot_product_attention"):
+        Annotate()(fx.GraphModule({}, graph))

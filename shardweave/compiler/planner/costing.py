@@ -267,7 +267,7 @@ class Costing:
         """How `node` is spread when these of its inputs decide; a softmax that can be decomposed blocks nothing."""
         rule = find_rule(node)
         if rule is not None and rule.decompose is not None:
-            bound = BoundRule(tuple(replace(f, blocked=False) for f in bound.factors), bound.inputs, bound.outputs)
+            bound = replace(bound, factors=tuple(replace(f, blocked=False) for f in bound.factors))
         arrivals = []
         for argument in tensor_args(node):
             shape = argument.meta["val"].shape

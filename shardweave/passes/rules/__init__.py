@@ -16,6 +16,7 @@ from shardweave.passes.rules import (  # noqa: F401
     matmul,
     norm,
     pooling,
+    random,
     reduction,
     resize,
     scan,
@@ -37,6 +38,8 @@ def find_rule(node: fx.Node) -> Rule | None:
     found = RULES.get(node.target)
     if node.target in ADDITIONS and len(tensor_args(node)) < 2:
         return POINTWISE  # a number would be added once on every rank of a partial sum
-    if found is None and isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
-        return POINTWISE
+    if found is None and isinstance(node.target, torch._ops.OpOverload):
+        tags = node.target.tags
+        if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
+            return POINTWISE
     return found

@@ -60,6 +60,9 @@ class Rule:
         The tensor arguments that make the output zero wherever one of them is zero; ``EVERY`` where all must be.
     ignores : tuple of int
         The tensor arguments whose value does not matter where the output is zero for that reason.
+    partner : callable, optional
+        From an fx node to the one whose assignment it has to share, where there is such a one: what that drew on a
+        rank is drawn again here.
     """
 
     bind: Binder
@@ -70,6 +73,7 @@ class Rule:
     owned: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     zeros: tuple[int, ...] = ()
     ignores: tuple[int, ...] = ()
+    partner: Callable[[fx.Node], fx.Node | None] | None = None
 
 
 EVERY = (-1,)

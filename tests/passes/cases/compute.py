@@ -1,4 +1,4 @@
-"""Products, attention, tables, losses, norms and reductions."""
+"""Products, tables, losses, norms and reductions."""
 
 from __future__ import annotations
 
@@ -45,34 +45,6 @@ def dot(d: Draw) -> Call:
 def mv(d: Draw) -> Call:
     m, k = d.sizes(2)
     return (d.tensor(m, k), d.tensor(k)), {}
-
-
-# -- attention
-
-
-def _attention(d: Draw) -> tuple[Tensor, Tensor, Tensor, bool, Tensor | None]:
-    b, h = d.size(), d.size(among=[1, 2, 3, 4, 6])
-    s, e = d.size(among=[1, 3, 4]), d.size(among=[2, 4])
-    t = s if d.flag() else d.size(among=[2, 5])
-    mask = None
-    if d.flag():
-        mask = d.tensor(b if d.flag() else 1, h if d.flag() else 1, s if d.flag() else 1, t)
-    causal = mask is None and d.flag()
-    return d.tensor(b, h, s, e), d.tensor(b, h, t, e), d.tensor(b, h, t, e), causal, mask
-
-
-@case(aten._scaled_dot_product_flash_attention_for_cpu.default)
-def attention(d: Draw) -> Call:
-    q, k, v, causal, mask = _attention(d)
-    return (q, k, v, 0.0, causal), {"attn_mask": mask} if mask is not None else {}
-
-
-@case(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
-def attention_backward(d: Draw) -> Call:
-    q, k, v, causal, mask = _attention(d)
-    given = {"attn_mask": mask} if mask is not None else {}
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, causal, **given)
-    return (d.tensor(*out.shape), q, k, v, out, lse, 0.0, causal), {**given, "scale": q.shape[-1] ** -0.5}
 
 
 # -- tables
