@@ -105,7 +105,8 @@ class _Region:
             source, times = _arguments(node)
             self.rows[node] = self.rows[source] * int(times)
         elif name in _FRESH:
-            return  # it has a sorted value's shape and dtype, and nothing of its order
+            for source in node.all_input_nodes:  # it has their shapes and dtypes, and nothing of their order
+                node.replace_input_with(source, self._twin(source))
         elif name in _INDEX and self._ordered(_index(node)):
             self._pick(node)
         elif name in _VALUES and self._ordered(_index(node)):
