@@ -107,21 +107,21 @@ def test_names_are_module_paths() -> None:
 
 
 class Unruled(nn.Module):
-    """Its cumulative sum over activations has no rule."""
+    """Its matrix exponential of activations has no rule."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 6)
-        self.inner = nn.ModuleDict({"sums": Sums()})
+        self.first = nn.Linear(4, 4)
+        self.inner = nn.ModuleDict({"power": Power()})
 
     def forward(self, x: Tensor) -> Tensor:
-        sums: Tensor = self.inner["sums"](self.first(x))
-        return sums.sum()
+        result: Tensor = self.inner["power"](self.first(x))
+        return result.sum()
 
 
-class Sums(nn.Module):
+class Power(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cumsum(x, dim=1)  # the line that the error shows
+        return torch.matrix_exp(x)  # the line that the error shows
 
 
 def test_unruled_op_is_refused() -> None:
@@ -129,8 +129,8 @@ def test_unruled_op_is_refused() -> None:
     with pytest.raises(RuleError) as error:
         annotate(capture(Unruled(), torch.randn(4, 4)), Options())
     message = str(error.value)
-    line = f"{__file__}:{Sums.forward.__code__.co_firstlineno + 1}: return torch.cumsum(x, dim=1)"
-    for part in ("aten.cumsum.default", "inner.sums", line, "allow_unruled=True", "shardweave.rule("):
+    line = f"{__file__}:{Power.forward.__code__.co_firstlineno + 1}: return torch.matrix_exp(x)"
+    for part in ("aten.linalg_matrix_exp.default", "inner.power", line, "allow_unruled=True", "shardweave.rule("):
         assert part in message, f"{part!r} is not in: {message}"
 
 
@@ -139,7 +139,7 @@ def test_unruled_op_may_be_allowed() -> None:
     x = torch.randn(4, 4, dtype=torch.float64)
     model = Unruled().double()
     captured = capture(model, x)
-    with pytest.warns(UserWarning, match=r"computed whole on every device.*aten.cumsum.default"):
+    with pytest.warns(UserWarning, match=r"computed whole on every device.*aten.linalg_matrix_exp.default"):
         annotate(captured, Options(allow_unruled=True))
     mesh = mesh_of(2)
     values = [*(value.detach() for value in model.parameters()), x, torch.ones((), dtype=torch.float64)]
@@ -157,12 +157,12 @@ class Counted(nn.Module):
         self.table = nn.Embedding(8, 4)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return self.table(tokens).sum(), torch.cumsum(tokens, dim=0)
+        return self.table(tokens).sum(), torch.isin(tokens, tokens + 1)
 
 
 def test_unruled_op_off_the_way_warns() -> None:
     captured = capture(Counted(), torch.randint(0, 8, (4,)))
-    with pytest.warns(UserWarning, match="aten.cumsum.default"):
+    with pytest.warns(UserWarning, match="aten.isin.Tensor_Tensor"):
         annotate(captured, Options())
 
 

@@ -11,9 +11,16 @@ from torch import Tensor, fx
 
 from shardweave.passes.rules.batch_norm import BATCH_NORMS
 from shardweave.passes.rules.convolution import convolution, convolution_backward
+from shardweave.passes.rules.borrowed import BORROWED
 from shardweave.passes.rules.factories import FACTORIES
 from shardweave.passes.rules.index import INDEX_CONDITIONAL, INDEX_FORMS
-from shardweave.passes.rules.loss import nll_loss_backward, nll_loss_forward
+from shardweave.passes.rules.loss import (
+    binary_cross_entropy_with_logits,
+    log_sigmoid,
+    nll_loss_backward,
+    nll_loss_forward,
+)
+from shardweave.passes.rules.moments import MOMENTS
 from shardweave.passes.rules.scatter import SCATTER_CONDITIONAL
 from shardweave.passes.rules.tiling import TILING_CONDITIONAL
 
@@ -25,6 +32,37 @@ def addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: 
     product = aten.mm.default(left, right)
     product = product if alpha == 1 else product * alpha
     return product + (bias if beta == 1 else bias * beta)
+
+
+def baddbmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """As `addmm`, for each of a batch."""
+    product = aten.bmm.default(left, right)
+    product = product if alpha == 1 else product * alpha
+    return product if beta == 0 else product + (bias if beta == 1 else bias * beta)
+
+
+def addbmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """As `baddbmm`, summed over the batch."""
+    product = aten.sum.dim_IntList(aten.bmm.default(left, right), [0])
+    product = product if alpha == 1 else product * alpha
+    return product if beta == 0 else product + (bias if beta == 1 else bias * beta)
+
+
+def addr(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """An outer product, and the bias."""
+    product = left.unsqueeze(1) * right
+    product = product if alpha == 1 else product * alpha
+    return product if beta == 0 else product + (bias if beta == 1 else bias * beta)
+
+
+def huber_loss(x: Tensor, target: Tensor, reduction: int = 1, delta: float = 1.0) -> Tensor:
+    """Squared where it is small, straight where it is large (reduction: 0 none, 1 mean, 2 sum)."""
+    away = aten.abs.default(x - target)
+    losses = torch.where(away <= delta, 0.5 * away * away, delta * (away - 0.5 * delta))
+    if reduction == 0:
+        return losses
+    total = aten.sum.default(losses)
+    return aten.div.Scalar(total, x.numel()) if reduction == 1 else total
 
 
 def mean_dim(x: Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -75,7 +113,17 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.mse_loss_backward.default: mse_loss_backward,
     aten.nll_loss_forward.default: nll_loss_forward,
     aten.nll_loss_backward.default: nll_loss_backward,
+    aten.nll_loss2d_forward.default: nll_loss_forward,
+    aten.nll_loss2d_backward.default: nll_loss_backward,
+    aten.log_sigmoid_forward.default: log_sigmoid,
+    aten.binary_cross_entropy_with_logits.default: binary_cross_entropy_with_logits,
+    aten.baddbmm.default: baddbmm,
+    aten.addbmm.default: addbmm,
+    aten.addr.default: addr,
+    aten.huber_loss.default: huber_loss,
+    **BORROWED,
     **FACTORIES,
+    **MOMENTS,
     **INDEX_FORMS,
     aten.convolution.default: convolution,
     aten.convolution_backward.default: convolution_backward,

@@ -6,6 +6,7 @@ from tests.passes.cases import (  # noqa: F401
     experts,
     images,
     indexing,
+    moments,
     pointwise,
     random,
     scans,

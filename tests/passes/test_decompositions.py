@@ -1,0 +1,50 @@
+"""What an op is written in computes what the op computes: the other tests compare the written form with itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.utils._pytree as pytree
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardweave.passes.rules import RULES
+from shardweave.passes.rules.decompositions import CONDITIONAL, DECOMPOSITIONS
+from tests.passes.cases import CASES, Draw
+from tests.passes.cases.draw import Made
+from tests.passes.harness import assert_equal, examples, graph_of
+
+ALWAYS = [target for target in {**DECOMPOSITIONS, **CONDITIONAL} if "empty" not in str(target)]
+WHERE_BLOCKED = [target for target, rule in RULES.items() if rule.decompose is not None]
+
+
+def _call(target: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    def make(what: Made) -> Tensor:
+        result: Tensor = what.target(*pytree.tree_map_only(Made, make, what.args), **what.kwargs)
+        return result
+
+    args, kwargs = pytree.tree_map_only(Made, make, (args, kwargs))
+    result = target(*args, **kwargs)
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+@pytest.mark.parametrize("target", sorted(ALWAYS, key=str), ids=str)
+@examples(10)
+@given(data=st.data())
+def test_a_form_is_its_op(target: Any, data: st.DataObject) -> None:
+    args, kwargs = CASES[target](Draw(data))
+    module, values = graph_of(target, args, kwargs)
+    for got, expected in zip(module(*values), _call(target, args, kwargs), strict=True):
+        assert_equal(got, expected, str(target))
+
+
+@pytest.mark.parametrize("target", sorted(WHERE_BLOCKED, key=str), ids=str)
+@examples(10)
+@given(data=st.data())
+def test_a_form_for_split_loops_is_its_op(target: Any, data: st.DataObject) -> None:
+    args, kwargs = CASES[target](Draw(data))
+    form = RULES[target].decompose
+    for got, expected in zip(_call(form, args, kwargs), _call(target, args, kwargs), strict=True):
+        assert_equal(got, expected, str(target))
