@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from shardweave.passes.rules.batch_norm import BATCH_NORMS
-from shardweave.passes.rules.convolution import convolution, convolution_backward
 from shardweave.passes.rules.borrowed import BORROWED
+from shardweave.passes.rules.convolution import convolution, convolution_backward
 from shardweave.passes.rules.factories import FACTORIES
 from shardweave.passes.rules.index import INDEX_CONDITIONAL, INDEX_FORMS
 from shardweave.passes.rules.loss import (
