@@ -69,7 +69,7 @@ def capture(model: nn.Module, example_inputs: Any) -> Captured:
     ----------
     model : nn.Module
         May lie on the meta device: nothing is computed. Tied parameters, buffers and the tags of activation
-        checkpoints are kept.
+        checkpoints are kept; logging and warnings are left out.
     example_inputs : tensor, tuple, dict or (tuple, dict)
         The *global* batch of one call.
 
