@@ -66,13 +66,17 @@ def _refuse_lost_dropout(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _without_checks() -> Iterator[None]:
-    """Leave out transformers' checks of values, such as the number of image tokens, by its own switch."""
+    """Leave out the checks of values that torch's distributions and transformers make, by their own switches."""
     switch = "TRANSFORMERS_DISABLE_TORCH_CHECK"
+    distributions = torch.distributions.Distribution
+    validates = distributions._validate_args
+    distributions.set_default_validate_args(False)
     before = os.environ.get(switch)
     os.environ[switch] = "1"
     try:
         yield
     finally:
+        distributions.set_default_validate_args(validates)
         if before is None:
             del os.environ[switch]
         else:

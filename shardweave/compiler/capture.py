@@ -69,7 +69,7 @@ def capture(model: nn.Module, example_inputs: Any) -> Captured:
     ----------
     model : nn.Module
         May lie on the meta device: nothing is computed. Tied parameters, buffers and the tags of activation
-        checkpoints are kept.
+        checkpoints are kept; logging and warnings are left out.
     example_inputs : tensor, tuple, dict or (tuple, dict)
         The *global* batch of one call.
 
@@ -177,7 +177,8 @@ def _describe(
             else:  # a number is a constant of the captured graph
                 graph.graph.erase_node(node)
         elif kind == "TangentAOTInput":
-            tangents[node.name] = described.output.idx
+            # Of a changed parameter it has none, which is refused below.
+            tangents[node.name] = getattr(described.output, "idx", -1)
         else:
             raise CaptureError(
                 f"the captured graph has an input of the kind {kind} ({described}), which is not supported"
@@ -189,10 +190,10 @@ def _describe(
     for value, described in zip(output.args[0], output.meta["desc"]):  # type: ignore[arg-type]
         kind = type(described).__name__
         if kind == "InputMutationAOTOutput":
-            target = getattr(described.mutated_input, "target", None)
-            if target is None:
-                name = names[described.mutated_input.idx]
-                reason, way_out = f"it changes its input {name} in place", "Copy that input first (.clone())."
+            target = getattr(described.mutated_input, "target", "")
+            if type(described.mutated_input).__name__ != "BufferAOTInput":
+                what = f"parameter {target}" if target else f"input {names[described.mutated_input.idx]}"
+                reason, way_out = f"it changes its {what} in place", f"Copy that {what.split()[0]} first (.clone())."
                 raise refused(model, reason, *where(model, value), way_out)
             mutated[target] = value
         elif kind == "PlainAOTOutput":

@@ -243,6 +243,24 @@ def test_what_a_model_says_is_left_out() -> None:
     assert torch._dynamo.config.ignore_logging_functions == before
 
 
+class Sampled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.distributions.Normal(self.linear(x), 1 + x.square()).log_prob(x).sum()
+        return result
+
+
+def test_a_distribution_is_not_asked_for_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile turns it off for good
+    model, x = Sampled(), torch.randn(8, 4)
+    assert_computes(capture(model, x), model, (x,), {})
+    with pytest.raises(ValueError, match="within the support"):  # it still is, where it is not captured
+        torch.distributions.Normal(0.0, 1.0).log_prob(torch.tensor(float("nan")))
+
+
 class Recurrent(nn.Module):
     def __init__(self, cell: nn.RNNBase) -> None:
         super().__init__()

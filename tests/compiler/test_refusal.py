@@ -148,6 +148,21 @@ def test_a_refusal_names_the_module_and_the_line(
     assert way_out in text.splitlines()[-1]
 
 
+@pytest.mark.parametrize("data", [True, False])
+def test_a_parameter_changed_in_place_is_refused(data: bool) -> None:
+    class Clamping(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if data:
+                self.weight.data.clamp_(-1, 1)
+            else:
+                with torch.no_grad():
+                    self.weight.clamp_(-1, 1)
+            return super().forward(x)
+
+    with pytest.raises(CaptureError, match=r"in 0 \(Clamping\), it changes its parameter 0\.weight in place\n.*clamp_"):
+        capture(nn.Sequential(Clamping(4, 4)), torch.randn(2, 4))
+
+
 @pytest.mark.parametrize("inner", [selects, finds])
 def test_the_torch_compile_door_refuses_open_sizes_too(inner: Callable[[Tensor], Tensor]) -> None:
     torch._dynamo.reset()
