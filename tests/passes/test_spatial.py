@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardweave.errors import RuleError
 from shardweave.ir import Axis, Layout
 from shardweave.passes.annotate import bind_rules
-from tests.passes.harness import Run, assert_equal, bound, graph_of, mesh_of, run_sharded
+from tests.passes.harness import Run, assert_equal, bound, graph_of, mesh_of, placeholders, run_sharded
 
 aten = torch.ops.aten
 ours = torch.ops.shardweave
@@ -95,6 +95,22 @@ def test_batch_norm_is_synchronised() -> None:
     assert all(what.bytes == 4 * 8 for what in run.collectives)
     for index, value in enumerate(expected):
         assert_equal(run.whole(index), value)
+
+
+@pytest.mark.parametrize("vectors", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("affine", [False, True])
+def test_batch_norm_in_half_precision(vectors: torch.dtype, affine: bool) -> None:
+    """Split or not, each result has the dtype that torch gives it."""
+    x, (first, second) = torch.randn(6, 4, 3, 3, dtype=torch.bfloat16), torch.rand(2, 4).to(vectors)
+    weight = first if affine else None
+    target = aten._native_batch_norm_legit_functional.default
+    module, values = graph_of(target, (x, weight, weight, first, second, True, 0.1, 1e-5), {})
+    at = Layout(((AXIS, 3), (4,), (3,), (3,)))
+    sources = {node.name: at for node in placeholders(module) if node.meta["val"].dim() == 4}
+    run = run_sharded(module, values, MESH, {}, sources)
+    assert target not in targets(run)
+    for index, value in enumerate(module(*values)):
+        torch.testing.assert_close(run.whole(index), value, rtol=0.02, atol=0.02)
 
 
 def test_batch_norm_of_split_channels_is_one_kernel() -> None:
