@@ -111,3 +111,19 @@ def test_rule_names_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     graph_of(attention, (q, q, q), {})
     with pytest.raises(RuleError, match="does not name every tensor argument"):
         graph_of(attention, (q, q, q), {"attn_mask": torch.zeros(2, 3, 4, 4)})
+
+
+def test_known_sizes() -> None:
+    """Two factors of a product cannot be told apart by shapes alone, unless one is known from elsewhere."""
+    with pytest.raises(RuleError, match="cannot be told apart"):
+        bind_text("n (g c) -> n (c g)", [(2, 12)], [(2, 12)])
+    rule = bind(parse("n (g c) -> n (c g)"), [(2, 12)], [(2, 12)], {}, {"g": 3})
+    assert rule.sizes() == {"n": 2, "g": 3, "c": 4}
+    with pytest.raises(RuleError, match=r"needs g \* c = 5"):
+        bind(parse("n (g c) -> n (c g)"), [(2, 12)], [(2, 12)], {}, {"g": 5})
+
+
+def test_blocked_ellipsis() -> None:
+    rule = bind_text("n [...], n -> n [...]", [(2, 3, 4), (2,)], [(2, 3, 4)])
+    assert str(rule) == "n [i0] [i1], n -> n [i0] [i1]"
+    assert [factor.name for factor in rule.factors if factor.blocked] == ["i0", "i1"]

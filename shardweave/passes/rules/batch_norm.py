@@ -56,9 +56,9 @@ def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     return mean, variance, aten.rsqrt.default(variance + eps)
 
 
-def _saved(x: Tensor, weight: Tensor | None, value: Tensor) -> Tensor:
-    """A statistic in the dtype that the op saves it in: on a CPU that of its input, unless its weight's is wider."""
-    narrow = x.device.type == "cpu" and (weight is None or weight.dtype == x.dtype)
+def _saved(x: Tensor, channel: Tensor | None, value: Tensor) -> Tensor:
+    """A statistic in the dtype that the op saves it in: on a CPU the input's, unless its vectors are wider."""
+    narrow = x.device.type == "cpu" and (channel is None or channel.dtype == x.dtype)
     return value.to(x.dtype) if narrow else value
 
 
@@ -85,8 +85,8 @@ def train(
     unbiased = variance * (_count(x) / (_count(x) - 1) if _count(x) > 1 else math.nan)
     return (
         _scaled(x, mean, invstd, weight, bias),
-        _saved(x, weight, mean),
-        _saved(x, weight, invstd),
+        _saved(x, running_mean, mean),
+        _saved(x, running_mean, invstd),
         (running_mean * (1 - momentum) + mean * momentum).to(running_mean.dtype),
         (running_var * (1 - momentum) + unbiased * momentum).to(running_var.dtype),
     )
