@@ -153,6 +153,55 @@ def test_on_four_ranks(check: Callable[[], None], pool: WorkerPool) -> None:
     pool.run(check, nprocs=RANKS)
 
 
+class Rounded(torch.autograd.Function):
+    """Keeps half of its gradient, drawn in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * (torch.rand_like(grad) < 0.5)
+
+
+class Draws(nn.Module):
+    """Draws in its backward alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, dtype=DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: Tensor = Rounded.apply(x * self.weight)  # type: ignore[no-untyped-call]
+        return kept.sum()
+
+
+def test_a_backward_draws_from_the_seed_of_its_forward() -> None:
+    x = torch.ones(2, 64, dtype=DOUBLE)
+    parallel = sw.compile_parallel(Draws(), sw.Cluster.local(1), x)
+    (weight,) = parallel.parameters()
+
+    def gradient() -> Tensor:
+        parallel.zero_grad()
+        parallel(x).backward()
+        assert weight.grad is not None
+        return weight.grad.full_tensor() if hasattr(weight.grad, "full_tensor") else weight.grad
+
+    parallel.manual_seed(3)
+    first, second = gradient(), gradient()
+    assert first.unique().tolist() == [0, 1, 2] and not torch.equal(first, second)
+    parallel.manual_seed(3)
+    assert torch.equal(gradient(), first)
+
+
+def test_a_backward_that_draws_is_refused_behind_torch_compile() -> None:
+    torch._dynamo.reset()
+    model = torch.compile(Draws(), backend="shardweave", options={"cluster": sw.Cluster.local(1)})
+    with pytest.raises(sw.ParallelError, match="draws random numbers in its backward.*compile_parallel"):
+        model(torch.ones(2, 64, dtype=DOUBLE)).backward()
+
+
 def test_the_mean_over_seeds_is_the_step_without_dropout() -> None:
     """Dropout keeps the expected value of a linear layer: shards and replicas draw from the right distribution."""
     torch.manual_seed(0)
