@@ -24,8 +24,9 @@ from shardweave.compiler.refusal import refuse_open_sizes
 from shardweave.errors import CaptureError
 from shardweave.ir import SEED, Mesh
 from shardweave.passes.annotate import graph_outputs, info
+from shardweave.passes.rules.random import draws
 from shardweave.runtime.mesh import RuntimeMesh
-from shardweave.runtime.random import Seeds, mixed
+from shardweave.runtime.random import Seeds, mixed, seeded
 
 aten = torch.ops.aten
 TAG, BACKWARD = "partitioner_tag", "is_backward"
@@ -203,13 +204,33 @@ def _draw_seed(module: fx.GraphModule, seeds: Seeds) -> None:
             "the model draws random numbers in its backward, which torch.compile cannot do with this backend: "
             "draw them in the forward, or use compile_parallel"
         )
+    seed.replace_all_uses_with(_asked(module, seeds))
+    module.graph.erase_node(seed)
+
+
+def _asked(module: fx.GraphModule, seeds: Seeds) -> fx.Node:
+    """A node that asks for the seed of a call, before all others."""
     module.add_submodule("seeds", _NextSeed(seeds))
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
     with module.graph.inserting_before(first):
         asked = module.graph.call_module("seeds")
-    asked.meta = dict(seed.meta)
-    seed.replace_all_uses_with(asked)
-    module.graph.erase_node(seed)
+    asked.meta["val"] = None
+    return asked
+
+
+def seed_draws(module: fx.GraphModule, seeds: Seeds) -> None:
+    """Let all ranks draw the same numbers in a graph that each computes whole."""
+    drawing = [node for node in module.graph.nodes if draws(node)]
+    if not drawing:
+        return
+    seed = _asked(module, seeds)
+    for index, node in enumerate(drawing):
+        with module.graph.inserting_before(node):
+            again = module.graph.call_function(seeded, (node.target, seed, index, 0, *node.args), node.kwargs)
+        again.meta = dict(node.meta)
+        node.replace_all_uses_with(again)
+        module.graph.erase_node(node)
+    module.recompile()
 
 
 def _take_parts(graph: fx.Graph, whole: Sequence[fx.Node], mesh: RuntimeMesh) -> None:

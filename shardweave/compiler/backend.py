@@ -18,17 +18,20 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from shardweave.compiler.aot import Source, bind, captured_from, sources_of
+from shardweave.compiler.aot import Source, bind, captured_from, seed_draws, sources_of
 from shardweave.compiler.api import _Compiler, check_world
 from shardweave.compiler.capture import Captured
+from shardweave.compiler.codegen import graph_hash
 from shardweave.compiler.plan import Plan
 from shardweave.compiler.planner.candidates import legal
 from shardweave.cost_model import Cluster
 from shardweave.errors import ParallelError, PlanError
 from shardweave.ir import Mesh, Strategy
 from shardweave.options import Options
+from shardweave.passes.rules.random import draws
 from shardweave.runtime.execute import boxed
-from shardweave.runtime.module import compare_graphs
+from shardweave.runtime.module import agreed_seed, compare_graphs
+from shardweave.runtime.random import Seeds, mixed
 
 
 def shardweave(
@@ -151,6 +154,11 @@ class _Partition:
         whole: tuple[fx.GraphModule, fx.GraphModule] = default_partition(
             joint, joint_inputs, num_fwd_outputs=num_fwd_outputs
         )
+        if any(draws(node) for module in whole for node in module.graph.nodes):
+            with _disable_current_modes(), no_python_dispatcher():
+                first = mixed(agreed_seed(), int(graph_hash(*whole)[:16], 16))
+            for index, module in enumerate(whole):
+                seed_draws(module, Seeds(mixed(first, index)))
         return whole
 
     def _spread(

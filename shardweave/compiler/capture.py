@@ -227,6 +227,10 @@ def _describe(
         out_spec,
         tuple(TENSOR if isinstance(value, fx.Node) else value for value in returned),
     )
+    for node in graph.graph.nodes:  # what a custom function's backward draws has lost its tag
+        late = any(argument.meta.get("partitioner_tag") == "is_backward" for argument in node.all_input_nodes)
+        if late and node.op != "output":
+            node.meta["partitioner_tag"] = "is_backward"
     graph.graph.set_codegen(fx.graph.CodeGen())  # flat arguments, in the placeholders' order
     graph.graph.lint()
     graph.recompile()

@@ -254,6 +254,11 @@ def compare_graphs(step: Step) -> int:
     return int(seeds[0])
 
 
+def agreed_seed() -> int:
+    """The seed that rank 0 gave torch. Collective."""
+    return int(_from_all(torch.initial_seed())[0])
+
+
 def _from_all(value: Any) -> list[Any]:
     """What each rank gives, in their order; `value` alone where no other rank runs."""
     if not dist.is_initialized() or dist.get_backend() == "fake":

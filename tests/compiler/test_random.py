@@ -138,6 +138,31 @@ def behind_torch_compile_too() -> None:
     assert runs[0] == runs[1] != runs[2]
 
 
+class Broken(Dropped):
+    """Drops between two graph breaks, where there is nothing to spread."""
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.first(x)
+        torch._dynamo.graph_break()
+        hidden = self.drop(hidden)
+        torch._dynamo.graph_break()
+        return F.mse_loss(self.last(hidden), targets)
+
+
+def what_is_not_spread_agrees_too() -> None:
+    runs = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch.manual_seed(100 * dist.get_rank())
+        model = Broken(0.3).to(DOUBLE)
+        model.load_state_dict(build().state_dict())
+        step = torch.compile(model, backend="shardweave", options={"cluster": sw.Cluster.local(RANKS)})
+        runs.append(train(step))  # type: ignore[arg-type]
+        assert_ranks_agree(runs[-1])
+        assert_ranks_agree(model.state_dict())
+    assert runs[0] == runs[1]
+
+
 ON_FOUR_RANKS: list[Callable[[], None]] = [
     a_fixed_seed_repeats,
     each_call_draws_anew_until_it_is_seeded,
@@ -145,12 +170,62 @@ ON_FOUR_RANKS: list[Callable[[], None]] = [
     the_callers_generator_is_left_alone,
     no_dropout_is_one_device,
     behind_torch_compile_too,
+    what_is_not_spread_agrees_too,
 ]
 
 
 @pytest.mark.parametrize("check", ON_FOUR_RANKS, ids=lambda check: check.__name__)
 def test_on_four_ranks(check: Callable[[], None], pool: WorkerPool) -> None:
     pool.run(check, nprocs=RANKS)
+
+
+class Rounded(torch.autograd.Function):
+    """Keeps half of its gradient, drawn in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * (torch.rand_like(grad) < 0.5)
+
+
+class Draws(nn.Module):
+    """Draws in its backward alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 64, bias=False, dtype=DOUBLE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: Tensor = Rounded.apply(self.layer(x))  # type: ignore[no-untyped-call]
+        return kept.sum()
+
+
+def test_a_backward_draws_from_the_seed_of_its_forward() -> None:
+    x = torch.ones(2, 4, dtype=DOUBLE)
+    parallel = sw.compile_parallel(Draws(), sw.Cluster.local(1), x)
+    (weight,) = parallel.parameters()
+
+    def gradient() -> Tensor:
+        parallel.zero_grad()
+        parallel(x).backward()
+        assert weight.grad is not None
+        return weight.grad.full_tensor() if hasattr(weight.grad, "full_tensor") else weight.grad
+
+    parallel.manual_seed(3)
+    first, second = gradient(), gradient()
+    assert first.unique().tolist() == [0, 1, 2] and not torch.equal(first, second)
+    parallel.manual_seed(3)
+    assert torch.equal(gradient(), first)
+
+
+def test_a_backward_that_draws_is_refused_behind_torch_compile() -> None:
+    torch._dynamo.reset()
+    model = torch.compile(Draws(), backend="shardweave", options={"cluster": sw.Cluster.local(1)})
+    with pytest.raises(sw.ParallelError, match="draws random numbers in its backward.*compile_parallel"):
+        model(torch.ones(2, 4, dtype=DOUBLE)).backward()
 
 
 def test_the_mean_over_seeds_is_the_step_without_dropout() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -169,6 +170,8 @@ def test_graphs_against_the_convention_are_errors() -> None:
         simulate(forward, backward, StepSpec(spec.mesh, spec.parameters[:1], (), spec.inputs, spec.outputs), CLUSTER)
     with pytest.raises(VerifyError, match="called coord_<axis>"):
         simulate(no_coordinates(), None, spec_of((4,)), CLUSTER)
+    with pytest.raises(VerifyError, match=r"expected step_seed.*got \['p0'\]"):
+        simulate(forward, backward, replace(spec, draws=True), CLUSTER)
 
 
 def no_coordinates() -> torch.fx.GraphModule:

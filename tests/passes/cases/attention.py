@@ -22,36 +22,46 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: floa
     return scores
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: Any) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: Any, kept: Tensor | float = 1.0
+) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, mask, causal, scale)
-    out = scores.softmax(-1) @ v.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    out = (scores.softmax(-1) * kept) @ v.repeat_interleave(q.shape[1] // k.shape[1], 1)
     return out, scores.logsumexp(-1).float()
 
 
 def _backward(
     grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    values: tuple[Tensor, Tensor, Tensor],
     out: Tensor,
     lse: Tensor,
     mask: Tensor | None,
     causal: Any,
     scale: Any,
+    kept: Tensor | float = 1.0,
 ) -> list[Tensor]:
     """The gradients of query, key, value and scores, from what the forward saved (Dao 2023)."""
+    q, k, v = values
     shared = q.shape[1] // k.shape[1]
     weights = (_scores(q, k, mask, causal, scale) - lse[..., None]).exp()
-    inner = grad @ v.repeat_interleave(shared, 1).mT - (grad * out).sum(-1, keepdim=True)
+    inner = (grad @ v.repeat_interleave(shared, 1).mT) * kept - (grad * out).sum(-1, keepdim=True)
     scores = weights * inner
     scale = scale or q.shape[-1] ** -0.5
-    keys, values = scores.mT @ q * scale, weights.mT @ grad
     return [
         scores @ k.repeat_interleave(shared, 1) * scale,
-        keys.unflatten(1, (-1, shared)).sum(2),
-        values.unflatten(1, (-1, shared)).sum(2),
+        (scores.mT @ q * scale).unflatten(1, (-1, shared)).sum(2),
+        ((weights * kept).mT @ grad).unflatten(1, (-1, shared)).sum(2),
         scores,
     ]
+
+
+def _kept(q: Tensor, k: Tensor, dropout: float, state: Tensor) -> Tensor | float:
+    """What dropout keeps, scaled: drawn again from the same state in the backward."""
+    if not dropout:
+        return 1.0
+    generator = torch.Generator().manual_seed(int(state[0]))
+    drawn = torch.rand(*q.shape[:3], k.shape[2], generator=generator, dtype=q.dtype)
+    return (drawn >= dropout).to(q.dtype) / (1 - dropout)
 
 
 def _state(*size: int) -> Tensor:
@@ -59,15 +69,17 @@ def _state(*size: int) -> Tensor:
 
 
 def _flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):  # type: ignore[no-untyped-def]
-    out, lse = _forward(q, k, v, None, is_causal, scale)
-    return out, lse, None, None, q.shape[2], k.shape[2], _state(2), _state(), q.new_empty(0)
+    state = torch.randint(2**40, (2,)) if dropout_p else _state(2)
+    out, lse = _forward(q, k, v, None, is_causal, scale, _kept(q, k, dropout_p, state))
+    return out, lse, None, None, q.shape[2], k.shape[2], state, _state(), q.new_empty(0)
 
 
 def _flash_backward(  # type: ignore[no-untyped-def]
     grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale=None
 ):
     assert (max_q, max_k) == (q.shape[2], k.shape[2]) and seed.shape == (2,)
-    return tuple(_backward(grad, q, k, v, out, lse, None, is_causal, scale)[:3])
+    kept = _kept(q, k, dropout_p, seed)
+    return tuple(_backward(grad, (q, k, v), out, lse, None, is_causal, scale, kept)[:3])
 
 
 def _padding(length: int) -> int:
@@ -83,7 +95,7 @@ def _efficient_backward(  # type: ignore[no-untyped-def]
     grad, q, k, v, bias, out, lse, seed, offset, dropout_p, grad_input_mask, is_causal=False, *, scale=None
 ):
     assert lse.shape[-1] % 32 == 0
-    found = _backward(grad, q, k, v, out, lse[..., : q.shape[2]], bias, is_causal, scale)
+    found = _backward(grad, (q, k, v), out, lse[..., : q.shape[2]], bias, is_causal, scale)
     return (*found[:3], found[3].sum_to_size(bias.shape) if grad_input_mask[3] else None)
 
 
@@ -98,7 +110,7 @@ def _cudnn_backward(  # type: ignore[no-untyped-def]
     grad, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, *, scale=None
 ):
     assert (max_q, max_k) == (q.shape[2], k.shape[2])
-    return tuple(_backward(grad, q, k, v, out, lse[..., 0], bias, is_causal, scale)[:3])
+    return tuple(_backward(grad, (q, k, v), out, lse[..., 0], bias, is_causal, scale)[:3])
 
 
 def _overrideable(  # type: ignore[no-untyped-def]
@@ -112,7 +124,7 @@ def _overrideable_backward(  # type: ignore[no-untyped-def]
     grad, q, k, v, bias, needed, out, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale=None
 ):
     assert (max_q, max_k) == (q.shape[2], k.shape[2])
-    found = _backward(grad, q, k, v, out, lse, bias, is_causal, scale)
+    found = _backward(grad, (q, k, v), out, lse, bias, is_causal, scale)
     return (*found[:3], found[3].sum_to_size(bias.shape) if needed[3] else None)
 
 
