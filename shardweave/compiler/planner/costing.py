@@ -228,7 +228,7 @@ class Costing:
         work = self.prices.compute(node, Assignment.of(choice.assignment))
         whole = {f.name for f in bound.factors if f.blocked}
         rows = local_numel(choice.outputs[0]) // max(1, math.prod(bound.factor(name).size for name in whole))
-        itemsize = node.meta["val"].element_size()
+        itemsize = tensor_outputs(node)[0].element_size()
         sums = collective_seconds("all_reduce", max(1, rows) * itemsize, tuple(axes), self.prices.cluster)
         return PARTS * work * (1 + ratio) + PARTS * sums
 

@@ -178,8 +178,9 @@ def find_ops(captured: Captured, classes: Classes) -> list[Op]:
         present = {factor for dims in bound.outputs for names in dims for factor in names}
         lookup = dict(main.atoms)
         free = [atom for atom in sizes if classes.of[main.node, lookup[atom]] not in classes.blocked]
-        outputs = [atom for atom in sizes if lookup[atom] in present]
-        contracted = [atom for atom in sizes if lookup[atom] not in present]
+        splittable = [atom for atom in sizes if not bound.factor(lookup[atom]).blocked]
+        outputs = [atom for atom in splittable if lookup[atom] in present]
+        contracted = [atom for atom in splittable if lookup[atom] not in present]
         module = name.rpartition(".")[0] or name
         op_name = module if module not in taken else name
         taken.add(op_name)

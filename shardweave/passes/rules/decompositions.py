@@ -92,21 +92,8 @@ def mse_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int) -
     return (x - target) * aten.mul.Scalar(grad, scale)
 
 
-def empty_like(x: Tensor, **options: Any) -> Tensor:
-    """Zeros: what memory happens to hold differs from rank to rank."""
-    return aten.zeros_like.default(x, **options)
-
-
-def new_empty(x: Tensor, size: list[int], **options: Any) -> Tensor:
-    """As `empty_like`; it depends on no value."""
-    options = {**options, "dtype": options.get("dtype") or x.dtype, "device": options.get("device") or x.device}
-    return aten.zeros.default(size, **options)
-
-
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: addmm,
-    aten.empty_like.default: empty_like,
-    aten.new_empty.default: new_empty,
     aten.mean.dim: mean_dim,
     aten.mean.default: mean,
     aten.mse_loss.default: mse_loss,

@@ -177,13 +177,3 @@ def multinomial(d: Draw) -> Call:
 def rrelu_backward(d: Draw) -> Call:
     size = d.sizes(1, 3)
     return (d.tensor(*size), d.tensor(*size), d.tensor(*size), 0.125, 0.375, True, False), {}
-
-
-@case(aten.empty_like.default)
-def empty_like(d: Draw) -> Call:
-    return (d.tensor(*d.sizes(1, 3)),), {"memory_format": torch.contiguous_format}
-
-
-@case(aten.new_empty.default)
-def new_empty(d: Draw) -> Call:
-    return (d.tensor(*d.sizes(1, 3)), d.sizes(1, 3)), {"dtype": torch.float64} if d.flag() else {}
