@@ -42,7 +42,8 @@ class Annotate:
         while waiting:  # what a decomposition writes may itself have one
             node = waiting.popleft()
             if (form := form_of(node)) is not None:
-                waiting.extendleft(reversed(decompose(node, form)))
+                target = node.target  # which its own form may be written in, with other arguments
+                waiting.extendleft(part for part in reversed(decompose(node, form)) if part.target is not target)
         _merge_constants(graph_module.graph)
         graph_module.graph.eliminate_dead_code()
         graph_module.recompile()
