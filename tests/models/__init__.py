@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.models import gpt, llama, mlp
+from tests.models import gpt, hub, llama, mlp, vision
 
 
 def _is_loss(output: Tensor) -> Tensor:
@@ -72,3 +72,20 @@ ZOO = {
     )
 }
 """By name: gpt, gpt-tied, mlp, llama, llama-tied."""
+
+TODAY = {
+    case.name: case
+    for case in (
+        Case("gpt2", hub.gpt2, hub.tokens, _has_loss),
+        Case("llama", llama.build, llama.batch, _has_loss),
+        Case("qwen3", hub.qwen3, hub.tokens, _has_loss),
+        Case("bert", hub.bert, hub.masked, _has_loss),
+        Case("t5", hub.t5, hub.tokens, _has_loss),
+        Case("vit", hub.vit, hub.images, _has_loss),
+        Case("mixtral", hub.mixtral, hub.tokens, _has_loss),
+        Case("unet", hub.unet, hub.noisy),
+        Case("cnn", vision.cnn, vision.images),
+        Case("classic", vision.classic, vision.vectors),
+    )
+}
+"""Models as people train them: those of `transformers` and `diffusers`, and hand-written ones with batch norm."""
