@@ -182,3 +182,15 @@ def test_group_norm_backward_of_mixed_memory() -> None:
     run = run_sharded(module, values, MESH, {}, {"p0": Layout(((AXIS, 2), (6,), (3,), (3,)))})
     for index, value in enumerate(expected):
         assert_equal(run.whole(index), value)
+
+
+def test_group_norm_backward_is_written_row_major() -> None:
+    """The annotated graph itself does not rely on the gradient lying as the captured one did."""
+    x, grad, weight = torch.randn(4, 6, 3, 3), torch.randn(4, 6, 3, 3), torch.rand(6)
+    _, mean, rstd = aten.native_group_norm.default(x, weight, None, 4, 6, 9, 3, 1e-5)
+    rest = (mean, rstd, weight, 4, 6, 9, 3, [True, True, True])
+    expected = aten.native_group_norm_backward.default(grad, x, *rest)
+    lies = x.contiguous(memory_format=torch.channels_last)
+    module, values = graph_of(aten.native_group_norm_backward.default, (grad, lies, *rest), {})
+    for got, value in zip(module(*values), expected, strict=True):
+        assert_equal(got, value)

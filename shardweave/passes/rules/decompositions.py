@@ -21,6 +21,7 @@ from shardweave.passes.rules.loss import (
     nll_loss_forward,
 )
 from shardweave.passes.rules.moments import MOMENTS
+from shardweave.passes.rules.norm import NORM_CONDITIONAL
 from shardweave.passes.rules.scatter import SCATTER_CONDITIONAL
 from shardweave.passes.rules.tiling import TILING_CONDITIONAL
 
@@ -120,6 +121,7 @@ CONDITIONAL: dict[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {
     **INDEX_CONDITIONAL,
     **SCATTER_CONDITIONAL,
     **TILING_CONDITIONAL,
+    **NORM_CONDITIONAL,
 }
 """Ops that are written in others depending on their arguments: from the node to the form, None to leave it."""
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from shardweave.ir import BoundRule, Dims, Factor
 from shardweave.passes.rules.registry import RULES, Emitter, Rule, argument, output_shapes, rule, shape, tensor_args
@@ -67,3 +70,24 @@ rule(
     f"{_GROUPED}, {_GROUPED}, n g, n g, (g [c]) -> {_GROUPED}, (g [c]), (g [c])",
     lower=lower_group_norm,
 )
+
+
+def group_norm_gradient(node: fx.Node) -> Callable[..., Any] | None:
+    """The form of a group norm's backward whose values are captured in another order than row-major.
+
+    Autograd gives the kernel two values that lie alike, but a gradient that another form computes (a convolution's)
+    may lie otherwise than the captured one did, and the CPU kernel would be silently wrong.
+    """
+    if all(argument(node, name).meta["val"].is_contiguous() for name in ("grad_out", "input")):
+        return None
+
+    def form(grad: Tensor, x: Tensor, *rest: Any) -> Any:
+        grad, x = (aten.clone.default(value, memory_format=torch.contiguous_format) for value in (grad, x))
+        return aten.native_group_norm_backward.default(grad, x, *rest)
+
+    return form
+
+
+NORM_CONDITIONAL: dict[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {
+    aten.native_group_norm_backward.default: group_norm_gradient
+}
