@@ -59,6 +59,8 @@ def run(module: fx.GraphModule, mesh: Mesh, inputs: Sequence[Sequence[Any]], see
                 values[node] = [seed for rank in ranks]
             else:
                 values[node] = list(next(given))
+        elif node.op == "get_attr":
+            values[node] = [getattr(module, str(node.target)) for rank in ranks]
         elif node.op == "output":
             return [fx.node.map_arg(node.args[0], _of_rank(values, rank)) for rank in ranks]
         else:

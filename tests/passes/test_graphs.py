@@ -5,20 +5,17 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, fx
+from torch import Tensor
 
 from shardweave.compiler.pipeline import Compiled, lower
 from shardweave.compiler.planner.candidates import legal
-from shardweave.ir import Layout, Mesh, Strategy
+from shardweave.ir import Mesh, Strategy
 from shardweave.options import Options
-from shardweave.passes.annotate import info
-from shardweave.passes.shard import Shard, Sharder
-from shardweave.passes.verify import verify
 from tests import lockstep
-from tests.passes.harness import examples, mesh_of, placeholders, random_assignments, random_layout, together
+from tests.passes.every_node import check_random_assignments, close, random_mesh
+from tests.passes.harness import examples, mesh_of, together
 from tests.passes.joint import CASES, Joint, joint
 
 SEEDS = st.integers(0, 10**6)
@@ -32,19 +29,6 @@ MESHES: dict[str, list[tuple[int, ...]]] = {
 }
 
 
-def close(got: Tensor, expected: Tensor, what: str) -> None:
-    """Equal in float64's rounding; where the model itself turns to float32 (Llama's norms do), to that of float32."""
-    if not expected.is_floating_point():
-        assert torch.equal(got, expected), what
-        return
-    finite = expected.isfinite()
-    assert torch.equal(got[~finite], expected[~finite]), what
-    scale = float(expected[finite].abs().max()) if finite.any() else 0.0
-    error = float((got - expected)[finite].abs().max()) if finite.any() else 0.0
-    tolerance = 1e-5 if "llama" in what else 1e-10
-    assert error <= tolerance * max(scale, 1e-3), f"{what} differs by {error:.1e}, it is up to {scale:.1e}"
-
-
 # -- a strategy for every op
 
 
@@ -54,66 +38,7 @@ def close(got: Tensor, expected: Tensor, what: str) -> None:
 def test_random_assignments(name: str, seed: int) -> None:
     """Each op, forward or backward, on factors of its own or following; inputs anywhere: every node has its value."""
     rng = random.Random(seed)
-    step = joint(name, 4)
-    sizes = rng.choice([(2, 2), (2, 3), (3,), (2, 2, 2)])
-    mesh = Mesh(tuple(rng.sample(axes := mesh_of(*sizes).axes, len(axes))))
-    module = step.copy()
-    assignments = random_assignments(module, mesh, rng, share=rng.choice([0.0, 0.3, 1.0]))
-    resting = {name for name in step.captured.parameters if rng.random() < 0.7}
-    sources = {node.name: random_layout(node, mesh, rng) for node in placeholders(module) if node.name not in resting}
-    wanted = [None] * len(step_outputs(module))
-    captured = step.captured
-    rests = {
-        name: tuple(rng.sample(mesh.axes, rng.randint(0, len(mesh.axes)))) for name in captured.parameters.values()
-    }
-    options = Shard(mesh, assignments, sources, wanted, captured.parameters, gradients=captured.gradients, rests=rests)
-    sharder = Sharder(options, module)
-    local = sharder.run()
-    verify(local, "shard")
-    check_every_node(step, sharder, local, mesh)
-
-
-def step_outputs(module: fx.GraphModule) -> tuple[object, ...]:
-    values = module.graph.output_node().args[0]
-    assert isinstance(values, (list, tuple))
-    return tuple(values)
-
-
-def check_every_node(step: Joint, sharder: Sharder, local: fx.GraphModule, mesh: Mesh) -> None:
-    """Let the local graph return every value that it holds, and compare these with one device's."""
-    held = set(local.graph.nodes)
-    known = [
-        (node.name, written, layout)
-        for node, (written, layout) in sharder.canonical.items()
-        if written in held and isinstance(step.values.get(node.name), Tensor)
-    ]
-    results = step_outputs(sharder.module)
-    output = local.graph.output_node()
-    parts = output.args[0]
-    assert isinstance(parts, tuple)
-    output.args = ((*parts, *(written for _, written, _ in known)),)
-    local.recompile()
-    inputs = [
-        lockstep.shard(value, info(node).layouts[0], mesh)
-        for node, value in zip([node for node in placeholders(local) if info(node).layouts], step.inputs(), strict=True)
-    ]
-    ranked = lockstep.run(local, mesh, inputs)
-    assert len(known) > 20
-    for index, (name, _, layout) in enumerate(known, len(parts)):
-        close(together([values[index] for values in ranked], layout, mesh), step.values[name], f"{name} of {step.name}")
-    gradients = sharder.options.gradients
-    # A decomposition replaces the node of an output by another of the same value.
-    for index, (node, original) in enumerate(zip(results, step_outputs(step.captured.graph), strict=True)):
-        if isinstance(node, fx.Node):
-            assert isinstance(original, fx.Node)
-            layout = sharder.layout(node).without_partial()
-            if (position := index - len(results) + len(gradients)) >= 0:
-                layout = sharder.rests.get(gradients[position]) or Layout.replicated(node.meta["val"].shape)
-            close(
-                together([values[index] for values in ranked], layout, mesh),
-                step.values[original.name],
-                f"output {index} of {step.name}",
-            )
+    check_random_assignments(joint(name, 4), random_mesh([(2, 2), (2, 3), (3,), (2, 2, 2)], rng), rng)
 
 
 # -- a strategy for every parameter, through the pipeline
@@ -155,9 +80,9 @@ def check_step(step: Joint, strategies: dict[str, Strategy], mesh: Mesh, options
     expected, expected_gradients = step.results()
     names = [*compiled.step.spec.mutated_buffers, *(value.name for value in compiled.step.spec.outputs)]
     for name, output, whole in zip(names, outputs, expected, strict=True):
-        close(output, whole, f"{name} of {step.name}")
+        close(output, whole, f"{name} of {step.name}", step.tolerance)
     for name, gradient, whole in zip(step.captured.gradients, gradients, expected_gradients, strict=True):
-        close(gradient, whole, f"the gradient of {name} of {step.name} under {strategies}")
+        close(gradient, whole, f"the gradient of {name} of {step.name} under {strategies}", step.tolerance)
     return compiled
 
 
