@@ -99,7 +99,7 @@ def _passing(bound: BoundRule, rule: Rule | None, arrivals: Sequence[Arrival]) -
         if first and all(set(partial) == first for partial in partials) and all(op == "sum" for _, op in first):
             return dict.fromkeys((axis for axis, _ in first), "sum")
     present = {name for dims in bound.outputs for names in dims for name in names}
-    sums = any(factor.name not in present for factor in bound.factors)
+    sums = any(factor.name not in present and not factor.blocked for factor in bound.factors)  # blocked: selected from
     return {
         axis: "sum" if sums else "own"
         for axis in {axis for partial in partials for axis, _ in partial}
