@@ -158,4 +158,4 @@ family([aten.permute.default, aten.transpose.int, aten.t.default], bind_permute,
 family([aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default], bind_identity, "identity",
        lower=lower_identity, kind="view")  # fmt: skip
 family([aten.clone.default], bind_identity, "identity", kind="view")
-family([aten.expand.default], bind_expand, "expand", lower=lower_to_local_shape)
+family([aten.expand.default], bind_expand, "expand", lower=lower_to_local_shape, kind="view")
