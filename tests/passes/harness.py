@@ -47,7 +47,7 @@ def examples(count: int, shrink: bool = True) -> settings:
 
 def mesh_of(*sizes: int) -> Mesh:
     """A mesh with levels of these sizes, innermost first."""
-    return Mesh.of_levels([("abc"[index], size) for index, size in enumerate(sizes)])
+    return Mesh.of_levels([("abcd"[index], size) for index, size in enumerate(sizes)])
 
 
 @st.composite
