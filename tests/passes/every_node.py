@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -16,6 +17,7 @@ from tests import lockstep
 from tests.passes.harness import mesh_of, output_nodes, placeholders, random_assignments, random_layout, together
 from tests.passes.joint import Joint
 
+Run = Callable[[fx.GraphModule, Mesh, Sequence[Sequence[Any]]], list[Any]]
 HUGE = 1e30  # what masks hold in place of an infinity
 
 
@@ -53,15 +55,15 @@ def random_sharder(step: Joint, mesh: Mesh, rng: random.Random) -> Sharder:
     return Sharder(options, module)
 
 
-def check_random_assignments(step: Joint, mesh: Mesh, rng: random.Random) -> None:
-    """A random strategy for each op: every node has its value."""
+def check_random_assignments(step: Joint, mesh: Mesh, rng: random.Random, run: Run = lockstep.run) -> None:
+    """A random strategy for each op: every node has its value on ranks that `run` simulates."""
     sharder = random_sharder(step, mesh, rng)
     local = sharder.run()
     verify(local, "shard")
-    check_every_node(step, sharder, local, mesh)
+    check_every_node(step, sharder, local, mesh, run)
 
 
-def check_every_node(step: Joint, sharder: Sharder, local: fx.GraphModule, mesh: Mesh) -> None:
+def check_every_node(step: Joint, sharder: Sharder, local: fx.GraphModule, mesh: Mesh, run: Run = lockstep.run) -> None:
     """Let the local graph return every value that it holds, and compare these with one device's."""
     held = set(local.graph.nodes)
     known = [
@@ -79,7 +81,7 @@ def check_every_node(step: Joint, sharder: Sharder, local: fx.GraphModule, mesh:
         lockstep.shard(value, info(node).layouts[0], mesh)
         for node, value in zip([node for node in placeholders(local) if info(node).layouts], step.inputs(), strict=True)
     ]
-    ranked = lockstep.run(local, mesh, inputs)
+    ranked = run(local, mesh, inputs)
     assert len(known) > 20
 
     def check(index: int, layout: Layout, name: str, what: str) -> None:
