@@ -113,12 +113,17 @@ def nll_loss_backward(
     ignore_index: int,
     total_weight: Tensor,
 ) -> Tensor:
-    """The gradient of `nll_loss_forward`: one number a row, put at its class."""
+    """The gradient of `nll_loss_forward`: one number a row, put at its class.
+
+    It is put into zeros that lie where the log-probabilities do: zeros that depend on nothing would be whole on every
+    rank, as large as the whole logits.
+    """
     row, weights = _rows(log_probabilities, target, weight, ignore_index)
     scale = aten.neg.default(grad / total_weight if reduction == 1 else grad)
     dim = _class_dim(log_probabilities)
     values = aten.unsqueeze.default(weights * scale, dim)
-    return aten.scatter.src(aten.zeros_like.default(log_probabilities), dim, row, values)
+    every = aten.full.default([], True, dtype=torch.bool, device=log_probabilities.device)
+    return aten.scatter.src(aten.masked_fill.Scalar(log_probabilities, every, 0), dim, row, values)
 
 
 def log_sigmoid(x: Tensor) -> tuple[Any, Any]:
