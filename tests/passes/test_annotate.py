@@ -31,6 +31,13 @@ def parameter(captured: Captured, name: str) -> fx.Node:
     return node
 
 
+WRITTEN_IN_THEMSELVES = {
+    aten.convolution.default,  # without its bias
+    aten._native_batch_norm_legit_functional.default,
+    aten.native_batch_norm_backward.default,
+}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_decompositions_keep_the_step(name: str) -> None:
     """The annotated graph computes the model's own loss and gradients, and no decomposed op is left."""
@@ -43,7 +50,8 @@ def test_decompositions_keep_the_step(name: str) -> None:
     for parameter_name, got, expected in zip(step.captured.gradients, found, gradients, strict=True):
         tolerance = 1e-5 if "llama" in name else 1e-11  # Llama's norms are in float32
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, msg=parameter_name)
-    assert not {node.target for node in step.captured.graph.graph.nodes} & set(DECOMPOSITIONS)
+    left = {node.target for node in step.captured.graph.graph.nodes} & set(DECOMPOSITIONS)
+    assert left <= WRITTEN_IN_THEMSELVES
 
 
 @pytest.mark.parametrize("name", CASES)
