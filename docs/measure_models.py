@@ -1,0 +1,262 @@
+"""Measure every model of the zoo and write docs/models.md: ``make models``.
+
+python -m docs.measure_models                         all of them, into docs/models.md
+python -m docs.measure_models gpt2 t5 --replicated    these ones, printed, with the ops that devices do alike
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import shardweave as sw
+from docs.large_models import LARGE
+from shardweave.compiler.api import _Compiler
+from shardweave.compiler.planner.candidates import legal
+from shardweave.cost_model import flops_by_op, replicated, sharded_share
+from shardweave.ir import Mesh, Strategy
+from tests.models import TODAY
+
+PAGE = Path(__file__).with_name("models.md")
+WORLDS = (4, 8)
+
+
+class Measured(_Compiler):
+    """A model captured once and planned for several machines, by the planner or as tensor-parallel as it can be."""
+
+    tensor = False
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs: dict[str, Tensor], cluster: sw.Cluster) -> Measured:
+        return cls(model, cluster, inputs, None, None)
+
+    def _forced(self, mesh: Mesh) -> dict[str, list[Strategy]]:
+        return {op.name: most_tensor(legal(op, mesh)) for op in self.annotated.ops} if self.tensor else {}
+
+    def shared(self, plan: sw.Plan) -> Share:
+        """What is sharded under a plan."""
+        step, devices = self.lower(plan).step, self.cluster.world_size
+        whole = flops_by_op(self.captured.graph.graph)
+        local = flops_by_op((step.forward.graph, step.backward.graph))
+        alike: Counter[str] = Counter()
+        for (name, _), part in replicated(whole, local, devices):
+            alike[name] += part
+        return Share(plan, sharded_share(whole, local, devices), dict(alike.most_common()))
+
+
+@dataclass(frozen=True)
+class Share:
+    """A plan, its share of FLOPs that is sharded, and by module the part of all FLOPs that devices do alike."""
+
+    plan: sw.Plan
+    share: float
+    alike: dict[str, float]
+
+
+@dataclass
+class Row:
+    """What is known of one model."""
+
+    name: str
+    parameters: int
+    ops: int
+    distinct: int
+    capture: float
+    planning: float = 0.0
+    shares: dict[tuple[int, bool], Share] = field(default_factory=dict)
+
+
+def most_tensor(options: list[Strategy]) -> list[Strategy]:
+    """The strategies with the most devices on the op's own loops; the planner is left to choose among them.
+
+    >>> from shardweave import Grid, Strategy
+    >>> [str(found.grid) for found in most_tensor([Strategy(Grid(1, 1, 1, 4)), Strategy(Grid(2, 2, 1, 1))])]
+    ['(2, 2, 1, 1)']
+    """
+    most = max((option.grid.x * option.grid.y for option in options), default=0)
+    return [option for option in options if option.grid.x * option.grid.y == most]
+
+
+def measure(
+    name: str, build: Callable[[], tuple[nn.Module, dict[str, Tensor]]], cluster: Callable[[int], sw.Cluster]
+) -> Row:
+    """Capture, plan on each number of devices, and count."""
+    model, inputs = build()
+    begun = time.process_time()
+    compiler = Measured.of(model, inputs, cluster(WORLDS[-1]))
+    seconds = time.process_time() - begun
+    ops = [node for node in compiler.captured.graph.graph.nodes if node.op == "call_function"]
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    row = Row(name, parameters, len(ops), len({node.target for node in ops}), seconds)
+    for devices in WORLDS:
+        compiler.cluster = cluster(devices)
+        for tensor in (False, True):
+            compiler.tensor = tensor
+            begun = time.process_time()
+            plan = compiler.plan()
+            if not tensor:
+                row.planning = time.process_time() - begun
+            row.shares[devices, tensor] = compiler.shared(plan)
+    return row
+
+
+def mix(plan: sw.Plan) -> str:
+    """The grids of a plan, the most frequent first."""
+    counts = Counter(choice.strategy.grid for choice in plan.choices.values())
+    return ", ".join(f"{count} × {grid}" for grid, count in counts.most_common())
+
+
+def percent(share: float) -> str:
+    """Rounded down, so that nothing less than all is called 100 %.
+
+    >>> percent(0.99996), percent(1.0), percent(1 / 3)
+    ('99.9 %', '100 %', '33.3 %')
+    """
+    return "100 %" if share == 1 else f"{int(share * 1000) / 10:.1f} %"
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+HEAD = ("model", "parameters", "ops", "kinds of ops", "capture, s", "plan, s", "grids on 8 devices: (x, y, z, data)")
+SHARES = (
+    "model", "plan, 4 devices", "tensor, 4 devices", "plan, 8 devices", "tensor, 8 devices", "done alike under the last"
+)  # fmt: skip
+
+
+def facts(rows: list[Row]) -> str:
+    """The models, what they cost to capture and to plan, and the planner's choice."""
+    return table(
+        HEAD,
+        [
+            (
+                row.name, f"{row.parameters:,}", str(row.ops), str(row.distinct), f"{row.capture:.1f}",
+                f"{row.planning:.1f}", mix(row.shares[8, False].plan),
+            )
+            for row in rows
+        ],
+    )  # fmt: skip
+
+
+def shares(rows: list[Row]) -> str:
+    """How much of each model is sharded."""
+    return table(
+        SHARES,
+        [
+            (
+                row.name,
+                *(percent(row.shares[devices, tensor].share) for devices in WORLDS for tensor in (False, True)),
+                ", ".join(f"{name} {100 * part:.1f} %" for name, part in _largest(row.shares[8, True])) or "nothing",
+            )
+            for row in rows
+        ],
+    )
+
+
+def _largest(share: Share, count: int = 3) -> list[tuple[str, float]]:
+    return [(name, part) for name, part in share.alike.items() if part >= 0.001][:count]
+
+
+TEXT = """# Models
+
+Made by `make models` (`docs/measure_models.py`) on 2 CPU cores with torch {torch}; seconds are CPU seconds of that
+machine, and not tested. The models are `TODAY` of `tests/models`, with the batch of 8 that the tests train them on,
+planned for `Cluster.local`.
+
+## Capture and planning
+
+*Ops* are the nodes of the captured joint graph, forward and backward, after `annotate`. *Plan* is planning for 8
+devices.
+
+{facts}
+
+## What is sharded
+
+The FLOPs (products, convolutions, attention; `shardweave/cost_model/flops.py`) of the step on one device, over those
+that all devices do together: 100 % where no two devices do the same. *Plan* is the planner's own choice; *tensor* the
+fastest plan in which every op has as many devices on its own loops as it can, so that no batch hides what its rules
+block. A data-parallel step is at 100 % by itself.
+
+{shares}
+
+Where it is below 100 %, no rule blocks anything: the planner found it faster that devices do the same than that they
+exchange what each did of it. {why}
+
+## Larger ones
+
+The same families in sizes that people train, a few layers of each (`docs/large_models.py`), on the meta device,
+planned for 4 and 8 A100s of `Cluster.preset("dgx-a100")`:
+
+{large}
+
+{large_shares}
+"""
+
+WHY = ""
+
+
+def page(rows: list[Row], large: list[Row]) -> str:
+    """The whole of docs/models.md."""
+    return TEXT.format(
+        torch=torch.__version__.split("+")[0],
+        facts=facts(rows),
+        shares=shares(rows),
+        why=WHY,
+        large=facts(large),
+        large_shares=shares(large),
+    )
+
+
+def dgx(devices: int) -> sw.Cluster:
+    """So many devices of one node."""
+    return sw.Cluster.preset("dgx-a100", nodes=1).resized(gpu=devices)
+
+
+def small(name: str) -> Callable[[], tuple[nn.Module, dict[str, Tensor]]]:
+    """How a model of the zoo is made."""
+    return lambda: (TODAY[name].model(), TODAY[name].batch(0))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help="these ones only, printed: " + ", ".join((*TODAY, *LARGE)))
+    parser.add_argument("--replicated", action="store_true", help="list the ops that devices do alike")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    measure("classic", small("classic"), sw.Cluster.local)  # imports and caches are no part of what is measured
+
+    def measured(names: list[str]) -> list[Row]:
+        found = []
+        for name in names:
+            row = measure(name, *((LARGE[name], dgx) if name in LARGE else (small(name), sw.Cluster.local)))
+            print(shares([row]).splitlines()[-1], flush=True)
+            if given.replicated:
+                _print_replicated(row)
+            found.append(row)
+        return found
+
+    if given.models:
+        print(facts(measured(given.models)))
+    else:
+        PAGE.write_text(page(measured(list(TODAY)), measured(list(LARGE))), encoding="utf-8")
+
+
+def _print_replicated(row: Row) -> None:
+    for (devices, tensor), share in row.shares.items():
+        print(f"  {'tensor' if tensor else 'plan'} on {devices}: {percent(share.share)}; {mix(share.plan)}")
+        for name, part in list(share.alike.items())[:10]:
+            print(f"    {100 * part:5.1f} % {name}")
+
+
+if __name__ == "__main__":
+    main()
