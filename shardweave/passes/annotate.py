@@ -28,8 +28,8 @@ class Annotate:
     """Give each node its `BoundRule` in ``node.meta["shardweave"]``.
 
     Requires a captured joint graph with global fake values; ensures that every op that depends on an input has a
-    rule, or is blocked whole. Ops that depend on no input (ranges, masks, rotary tables) have none: they are
-    computed whole everywhere and sliced.
+    rule, or is blocked whole. Ops that depend on no input (ranges, masks, rotary tables) follow what reads them:
+    see `constants`.
     """
 
     name = "annotate"

@@ -161,7 +161,7 @@ class Sharder(Values):
 
     def _node(self, node: fx.Node) -> None:
         if node not in self.dependent:
-            return self._constant(node)
+            return self._constant_node(node)
         if node.target is operator.getitem:
             return None  # written with its parent
         rule = find_rule(node)
@@ -194,18 +194,19 @@ class Sharder(Values):
         self._record(node, emitter.emit(rule), results)
         return None
 
-    def _constant(self, node: fx.Node) -> None:
-        origin = Origin(info(node).op, backward=self.backward)
-        if node.op == "get_attr":
-            written = self.local.constant(origin, node)
-        else:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda leaf: self.canonical[leaf][0])
-            written = self.local.call(origin, node.target, *args, **kwargs)  # type: ignore[arg-type]
+    def _constant_node(self, node: fx.Node) -> None:
+        """A constant is written when it is asked for; now only where it is no tensor, or one of an op's several."""
         value = node.meta["val"]
-        if isinstance(value, torch.Tensor):
-            self.canonical[node] = written, Layout.replicated(value.shape)
+        if node.op == "get_attr":
+            written = self.local.constant(Origin(info(node).op, backward=self.backward), node)
+        elif isinstance(value, torch.Tensor) and node.target is not operator.getitem:
+            self.constants.add(node)
+            return
         else:
-            self.canonical[node] = written, Layout(())
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._whole_constant)
+            written = self.local.call(Origin(info(node).op, backward=self.backward), node.target, *args, **kwargs)  # type: ignore[arg-type]
+        layout = Layout.replicated(value.shape) if isinstance(value, torch.Tensor) else Layout(())
+        self.canonical[node] = written, layout
 
     def _record(self, node: fx.Node, written: fx.Node, layouts: Sequence[Layout]) -> None:
         """Remember where the outputs lie; a node with several outputs is read through its `getitem` nodes."""

@@ -2,7 +2,7 @@
 
 A value has one *canonical* place, where it was computed or reduced to. Wanted elsewhere, it is brought there once for
 each layout and remembered. Views have no place of their own: what they look at is brought to the layout that makes
-them lie as wanted, and they are written on it.
+them lie as wanted, and they are written on it. Nor have constants: see `constants`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import fx
 from shardweave.errors import LayoutError, VerifyError
 from shardweave.ir import META, Axis, BoundRule, Layout, Mesh
 from shardweave.passes.annotate import info
+from shardweave.passes.constants import part
 from shardweave.passes.emitter import OpEmitter
 from shardweave.passes.follow import Arrival
 from shardweave.passes.layouts import drop, factors_of, rest_layout, through
@@ -43,6 +44,7 @@ class Values:
         self.names, self.rest_axes = names, rest_axes
         self.canonical: dict[fx.Node, tuple[fx.Node, Layout]] = {}
         self.memo: dict[tuple[fx.Node, Layout, bool], fx.Node] = {}
+        self.constants: set[fx.Node] = set()
         self.parameters: dict[fx.Node, str] = {}
         self.rests: dict[str, Layout] = {}
         self.backward = False
@@ -52,7 +54,7 @@ class Values:
         return Arrival(self.layout(value), value.meta["val"].numel(), root in self.parameters, self._single_user(value))
 
     def _root(self, value: fx.Node) -> fx.Node:
-        while value not in self.canonical:
+        while value not in self.canonical and value not in self.constants:
             value = tensor_args(value)[0]
         return value
 
@@ -61,7 +63,7 @@ class Values:
         while True:
             if len(value.users) != 1:
                 return False
-            if value in self.canonical:
+            if value in self.canonical or value in self.constants:
                 return True
             value = tensor_args(value)[0]
 
@@ -69,6 +71,8 @@ class Values:
         """Where a global value lies now."""
         if value in self.canonical:
             return self.canonical[value][1]
+        if value in self.constants:
+            return Layout.replicated(value.meta["val"].shape)
         return self._view(value)[1]
 
     def _view(self, view: fx.Node) -> tuple[Layout, Layout]:
@@ -90,14 +94,17 @@ class Values:
     def value(self, node: fx.Node, want: Layout, origin: Origin | None = None) -> fx.Node:
         """The local node that holds a global value at `want`."""
         root = self._root(node)
-        # A gathered parameter is freed after its forward use: the backward gathers it again.
-        key = node, want, self.backward and root in self.parameters
+        # A gathered parameter is freed after its forward use: the backward gathers it again. A constant is not kept
+        # either: the backward makes its own.
+        key = node, want, self.backward and (root in self.parameters or root in self.constants)
         found = self.memo.get(key)
         if found is None:
             found = self.memo[key] = self._materialise(node, want, origin)
         return found
 
     def _materialise(self, node: fx.Node, want: Layout, origin: Origin | None) -> fx.Node:
+        if node in self.constants:
+            return self._constant(node, want)
         if node in self.canonical:
             written, have = self.canonical[node]
             if node in self.parameters and self.parameters[node] not in self.rests:
@@ -125,6 +132,30 @@ class Values:
         check_shape(node, written.meta["val"], want)
         annotate_layouts(written, (want,))
         return written
+
+    def _constant(self, node: fx.Node, want: Layout) -> fx.Node:
+        """A part of a constant, made as such where its rule allows it."""
+        origin = Origin(info(node).op, backward=self.backward)
+        whole = Layout.replicated(node.meta["val"].shape)
+        if want == whole:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._whole_constant)
+            return self.local.call(origin, node.target, *args, **kwargs)  # type: ignore[arg-type]
+        made = part(node, want, self.mesh)
+        if made is None:
+            return self.local.redistribute(self.value(node, whole), whole, want, origin, lambda *_: None)
+        values = iter([self.value(source, lies) for source, lies in zip(tensor_args(node), made.inputs)])
+        emitter = OpEmitter(
+            self.local, self.canonical, node, values, made.inputs, (want,), made.assignment, made.bound, origin
+        )
+        written = emitter.emit(made.rule)
+        check_shape(node, written.meta["val"], want)
+        annotate_layouts(written, (want,))
+        return written
+
+    def _whole_constant(self, leaf: fx.Node) -> fx.Node:
+        if leaf in self.constants:
+            return self.value(leaf, Layout.replicated(leaf.meta["val"].shape))
+        return self.canonical[leaf][0]
 
     def _rest(self, node: fx.Node, written: fx.Node, want: Layout) -> Layout:
         """Let a parameter rest as it is first needed, with its states spread further over its axes of rest."""

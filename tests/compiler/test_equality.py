@@ -10,7 +10,7 @@ import torch
 
 import shardweave as sw
 from shardweave.runtime.launch import WorkerPool
-from tests.compiler.training import Run, Way, compile_ways, distance, model_of, train, train_packed
+from tests.compiler.training import Way, compile_ways, differences, model_of, train, train_packed
 from tests.models import ZOO
 
 TOLERANCES = {torch.float32: (1e-5, 1e-4), torch.float64: (1e-9, 1e-9)}
@@ -91,17 +91,7 @@ def test_training_equals_one_device(name: str, world: int, dtype: torch.dtype, p
     steps = compile_ways(model, case, dtype, world, listed)
     expected = train(model, case, dtype)
     first, *others = pool.run(train_packed, name, dtype, steps, nprocs=world)
-    for_losses, for_parameters = TOLERANCES[dtype]
     failures = []
-    for way, run, *losses in zip(listed, first, *others, strict=True):
-        assert isinstance(run, Run)
-        worst = max(abs(got - want) / abs(want) for got, want in zip(run.losses, expected.losses, strict=True))
-        if not worst <= for_losses:
-            failures.append(f"{way.name}: losses {run.losses}, one device {expected.losses}")
-        if any(other != run.losses for other in losses):
-            failures.append(f"{way.name}: the ranks' losses are {run.losses}, {losses}")
-        for what in ("gradients", "parameters"):
-            off, where = distance(getattr(run, what), getattr(expected, what))
-            if not off <= for_parameters:
-                failures.append(f"{way.name}: {what} differ by {off:.2e}, most in {where}")
+    for way, *ranks in zip(listed, first, *others, strict=True):
+        failures += differences(way, expected, ranks, *TOLERANCES[dtype])
     assert not failures, "\n".join(failures)

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from shardweave.compiler.api import _Compiler
+from shardweave.compiler.planner.ops import Op
+from shardweave.ir import Mesh
 from shardweave.options import Options
 from shardweave.runtime.state import gather
 from tests.compiler.packing import Packed
 from tests.compiler.planners import smallest_named
-from tests.models import ZOO, Case
+from tests.models import TODAY, ZOO, Case
 
 STEPS = 5
 BATCH = 8
@@ -28,6 +30,7 @@ BATCH = 8
 # not see it) would move its parameter as far as any other. An eps above float32's rounding, and far below true
 # gradients, keeps the optimizer from blowing rounding up. As Adam hardly sees the scale of a gradient either,
 # gradients are compared besides.
+ROUNDING = 1e-6
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4, weight_decay=0.1)
 
 
@@ -67,11 +70,11 @@ def model_of(case: Case, dtype: torch.dtype) -> nn.Module:
 class Way:
     """How a model is to be spread: what is forced, and under which memory limit the planner completes the rest.
 
-    `tight` stands for the smallest limit that a plan meets.
+    What is forced may depend on the model's ops. `tight` stands for the smallest limit that a plan meets.
     """
 
     name: str
-    force: Mapping[str, Any] = field(default_factory=dict)
+    force: Mapping[str, Any] | Callable[[Sequence[Op], Mesh], Mapping[str, Any]] = field(default_factory=dict)
     memory_limit: int | None = None
     tight: bool = False
 
@@ -92,11 +95,12 @@ def train(
     optimizer: Callable[..., torch.optim.Optimizer] = ADAMW,
     clip: float | None = None,
     batches: Callable[[int], dict[str, Tensor]] | None = None,
+    count: int = STEPS,
 ) -> Run:
     """Train with another batch at each step, in either world; the loss is the model's own."""
     steps = optimizer(model.parameters())
     losses, gradients = [], {}
-    for step in range(STEPS):
+    for step in range(count):
         loss = case.loss(model(**(batches or partial(case.batch, size=BATCH, dtype=dtype))(step)))
         loss.backward()
         if step == 0:
@@ -126,11 +130,13 @@ def compile_ways(model: nn.Module, case: Case, dtype: torch.dtype, world: int, w
     Done once and not in every rank, as eight ranks on two cores would be at it for minutes; that `compile_parallel`
     does the same on every rank is for test_api.py to show. The capture is the same for all ways.
     """
-    compiler = _Compiler(model, sw.Cluster.local(world), case.batch(0, BATCH, dtype), None, None)
+    cluster = sw.Cluster.local(world)
+    compiler = _Compiler(model, cluster, case.batch(0, BATCH, dtype), None, None)
     packed = []
     for way in ways:
         compiler = copy.copy(compiler)
-        compiler.options = Options(force=way.force, memory_limit=way.memory_limit)
+        force = way.force(compiler.annotated.ops, cluster.mesh()) if callable(way.force) else way.force
+        compiler.options = Options(force=force, memory_limit=way.memory_limit)
         plan = tightest(compiler) if way.tight else compiler.plan()
         packed.append(Packed.of(compiler.lower(plan).step, compiler.captured.call, plan))
     return packed
@@ -147,19 +153,43 @@ def tightest(compiler: _Compiler) -> sw.Plan:
             limit = smallest_named(error)
 
 
-def train_packed(name: str, dtype: torch.dtype, steps: Sequence[Packed]) -> list[Run | list[float]]:
+def train_packed(
+    name: str, dtype: torch.dtype, steps: Sequence[Packed], count: int = STEPS
+) -> list[Run | list[float]]:
     """Train a model of the zoo by each of these steps; what rank 0 saw, and of the other ranks the losses."""
-    case = ZOO[name]
+    case = {**ZOO, **TODAY}[name]
     model = model_of(case, dtype)
     found: list[Run | list[float]] = []
     for packed in steps:
-        run = train(packed.module(model), case, dtype)
+        run = train(packed.module(model), case, dtype, count=count)
         found.append(run if dist.get_rank() == 0 else run.losses)
     return found
 
 
-def distance(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest difference of two sets of tensors, each relative to the largest entry of its tensor, and where."""
+def distance(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float = 0.0) -> tuple[float, str]:
+    """The largest difference of two sets of tensors, each relative to the largest entry of its tensor, and where.
+
+    A tensor whose entries are all below `floor` of the largest of all is taken relative to that: it is rounding.
+    """
     assert got.keys() == expected.keys()
-    worst = [(float((got[n] - e).abs().max() / e.abs().max().clamp(min=1e-30)), n) for n, e in expected.items()]
+    least = max(1e-30, floor * max((float(e.abs().max()) for e in expected.values()), default=0.0))
+    worst = [(float((got[n] - e).abs().max() / e.abs().max().clamp(min=least)), n) for n, e in expected.items()]
     return max(worst, default=(0.0, ""))
+
+
+def differences(way: Way, expected: Run, ranks: Sequence[Run | list[float]], loss: float, rest: float) -> list[str]:
+    """What is wrong with what the ranks saw, beyond these tolerances of losses and of parameters and gradients."""
+    run, *others = ranks
+    assert isinstance(run, Run)
+    found = []
+    worst = max(abs(got - want) / abs(want) for got, want in zip(run.losses, expected.losses, strict=True))
+    if not worst <= loss:
+        found.append(f"{way.name}: losses {run.losses}, one device {expected.losses}")
+    if any(other != run.losses for other in others):
+        found.append(f"{way.name}: the ranks' losses are {run.losses}, {others}")
+    for what in ("gradients", "parameters"):
+        floor = ROUNDING if what == "gradients" else 0.0
+        off, where = distance(getattr(run, what), getattr(expected, what), floor)
+        if not off <= rest:
+            found.append(f"{way.name}: {what} differ by {off:.2e}, most in {where}")
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -161,7 +161,6 @@ def find_ops(captured: Captured, classes: Classes) -> list[Op]:
     }
     found: list[tuple[int, Op]] = []
     first_use: dict[str, int] = {}
-    taken: set[str] = set()
     for name, node in placeholders.items():
         roles = _roles(node, gradients.get(name), classes, batches)
         uses = [position[user] for user in _users_through_views(node)]
@@ -181,19 +180,22 @@ def find_ops(captured: Captured, classes: Classes) -> list[Op]:
         splittable = [atom for atom in sizes if not bound.factor(lookup[atom]).blocked]
         outputs = [atom for atom in splittable if lookup[atom] in present]
         contracted = [atom for atom in splittable if lookup[atom] not in present]
-        module = name.rpartition(".")[0] or name
-        op_name = module if module not in taken else name
-        taken.add(op_name)
         batch = 1
         for factor in main.batch:
             batch *= bound.factor(factor).size
         ordered = sorted(roles, key=lambda role: (info(role.node).backward, position[role.node]))
-        op = Op(
-            op_name, name, (), sizes, _preferred(outputs, free), _preferred(contracted, free), tuple(ordered), batch
-        )
+        op = Op(name, name, (), sizes, _preferred(outputs, free), _preferred(contracted, free), tuple(ordered), batch)
         found.append((first_use[name], op))
     found.sort(key=lambda item: item[0])
-    return _with_companions([op for _, op in found], [at for at, _ in found], placeholders, first_use)
+    return _with_companions(_by_module([op for _, op in found]), [at for at, _ in found], placeholders, first_use)
+
+
+def _by_module(ops: Sequence[Op]) -> list[Op]:
+    """Ops by the names of their modules, where these have no other op."""
+    modules = [op.parameter.rpartition(".")[0] for op in ops]
+    return [
+        replace(op, name=module) if module and modules.count(module) == 1 else op for op, module in zip(ops, modules)
+    ]
 
 
 def _preferred(atoms: Sequence[Atom], free: Sequence[Atom]) -> tuple[Atom, ...]:
@@ -215,10 +217,7 @@ def _with_companions(
         module = name.rpartition(".")[0]
         later = [op.name for op, at in zip(ops, first_node) if at > first_use[name]]
         companions[modules.get(module) or (later[0] if later else ops[-1].name)].append(name)
-    return [
-        Op(op.name, op.parameter, tuple(companions[op.name]), op.sizes, op.outputs, op.contracted, op.roles, op.batch)
-        for op in ops
-    ]
+    return [replace(op, companions=tuple(companions[op.name])) for op in ops]
 
 
 def _numel(node: fx.Node) -> int:

@@ -1,7 +1,7 @@
-"""Values made in the likeness of others: they take a shape and a dtype from an input, and no numbers.
+"""Values made from no numbers: of a given shape, or in the likeness of others, of which they take shape and dtype.
 
-Written as `full`, they depend on no input: they are constants of the step, and a partial sum need not be summed to
-ask it for its shape.
+The latter are written as `full`, which depends on no input: they are constants of the step, and a partial sum need
+not be summed to ask it for its shape. Of a constant, each rank makes its own part.
 """
 
 from __future__ import annotations
@@ -10,9 +10,40 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+
+from shardweave.ir import BoundRule, Factor
+from shardweave.passes.rules.registry import Emitter, argument, family, output_shapes
 
 aten = torch.ops.aten
+
+
+def bind_filled(node: fx.Node) -> BoundRule:
+    """Every dimension is free; of a range, where its numbers are whole ones: others are rounded from its start on."""
+    (size,) = output_shapes(node)
+    whole = not node.meta["val"].is_floating_point() and all(isinstance(bound, int) for bound in node.args)
+    free = node.target not in RANGES or whole
+    factors = tuple(Factor(f"i{index}", length, not free) for index, length in enumerate(size) if length > 1)
+    return BoundRule(factors, (), (tuple((f"i{i}",) if length > 1 else () for i, length in enumerate(size)),))
+
+
+def lower_created(emit: Emitter) -> fx.Node:
+    """The op with this rank's sizes."""
+    assert isinstance(emit.node.target, torch._ops.OpOverload)
+    position = [declared.name for declared in emit.node.target._schema.arguments].index("size")
+    args: list[Any] = list(emit.args)
+    args[position] = list(emit.output_layouts[0].local_shape)
+    return emit.call(emit.node.target, *args, **emit.kwargs)
+
+
+def lower_range(emit: Emitter) -> fx.Node:
+    """A range of this rank's length, moved to where it begins."""
+    (length,) = emit.output_layouts[0].local_shape
+    start = 0 if emit.node.target is aten.arange.default else argument(emit.node, "start")
+    step = argument(emit.node, "step") if emit.node.target is aten.arange.start_step else 1
+    local = emit.call(aten.arange.start_step, start, start + step * length, step, **emit.kwargs)
+    offset = emit.offset(list(emit.assignment), step * length)
+    return local if isinstance(offset, int) and offset == 0 else emit.call(aten.add.Tensor, local, offset)
 
 
 def _full(x: Tensor, size: Sequence[int], value: float, dtype: torch.dtype | None, device: Any) -> Any:
@@ -90,3 +121,8 @@ FACTORIES: dict[Any, Callable[..., Any]] = {
     aten.fill.Tensor: fill_tensor,
     aten.copy.default: copy,
 }
+
+RANGES = [aten.arange.default, aten.arange.start, aten.arange.start_step]
+FILLED = [aten.full.default, aten.zeros.default, aten.ones.default]
+family(FILLED, bind_filled, "-> ...", lower=lower_created)
+family(RANGES, bind_filled, "-> n; [n] of floating numbers", lower=lower_range)

@@ -5,14 +5,13 @@ The emitter runs each under a seed of its own (see `runtime.random`): replicas a
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from shardweave.ir import BoundRule, Dims, Factor
+from shardweave.passes.rules.factories import lower_created
 from shardweave.passes.rules.pointwise import POINTWISE
-from shardweave.passes.rules.registry import RULES, Emitter, argument, family, output_shapes, rule, shape, tensor_args
+from shardweave.passes.rules.registry import RULES, argument, family, output_shapes, rule, shape, tensor_args
 
 aten = torch.ops.aten
 
@@ -73,15 +72,6 @@ def bind_permutation(node: fx.Node) -> BoundRule:
     ((size,),) = output_shapes(node)
     dims: Dims = (("n",),) if size > 1 else ((),)
     return BoundRule((Factor("n", size, blocked=True),) if size > 1 else (), (), (dims,))
-
-
-def lower_created(emit: Emitter) -> fx.Node:
-    """Draw this rank's part."""
-    assert isinstance(emit.node.target, torch._ops.OpOverload)
-    position = [declared.name for declared in emit.node.target._schema.arguments].index("size")
-    args: list[Any] = list(emit.args)
-    args[position] = list(emit.output_layouts[0].local_shape)
-    return emit.call(emit.node.target, *args, **emit.kwargs)
 
 
 family(DRAWN, bind_drawn, "drawn pointwise")

@@ -208,6 +208,37 @@ def full_like(d: Draw) -> Call:
     return (d.tensor(*d.sizes(0, 3)), 1.5), {}
 
 
+@case(aten.full.default)
+def full(d: Draw) -> Call:
+    return (d.sizes(0, 3), 1.5), {"dtype": d.choice([torch.float64, torch.int64])}
+
+
+@case(aten.zeros.default, aten.ones.default)
+def blank(d: Draw) -> Call:
+    return (d.sizes(0, 3),), {"dtype": d.dtype}
+
+
+def _numbers(d: Draw) -> dict[str, torch.dtype]:
+    return {"dtype": d.choice([torch.int64, torch.int32, torch.float64])} if d.flag() else {}
+
+
+@case(aten.arange.default)
+def counted(d: Draw) -> Call:
+    return (d.size(),), _numbers(d)
+
+
+@case(aten.arange.start)
+def started(d: Draw) -> Call:
+    start = d.choice([0, 3, -2, 0.5])
+    return (start, start + d.size()), {} if start == 0.5 else _numbers(d)
+
+
+@case(aten.arange.start_step)
+def stepped(d: Draw) -> Call:
+    start, step = d.choice([0, 3, -2]), d.choice([1, 2, -3, 0.5])
+    return (start, start + step * d.size(), step), {} if step == 0.5 else _numbers(d)
+
+
 @case(aten.fill.Tensor)
 def fill(d: Draw) -> Call:
     return (d.tensor(*d.sizes(0, 3)), d.tensor()), {}

@@ -1,0 +1,60 @@
+"""Models as people train them, on 4 and 8 ranks: the planner's choice and plans unlike it give one device's numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from shardweave.compiler.planner.candidates import legal
+from shardweave.compiler.planner.ops import Op
+from shardweave.ir import Mesh, Strategy
+from shardweave.runtime.launch import WorkerPool
+from tests.compiler.training import Way, compile_ways, differences, model_of, train, train_packed
+from tests.models import TODAY
+
+LOSSES, PARAMETERS = 1e-5, 1e-4
+STEPS = 3
+
+Forced = Callable[[Sequence[Op], Mesh], dict[str, Strategy]]
+
+
+def most(wanted: Callable[[Strategy], tuple[bool, ...]]) -> Forced:
+    """For each op the legal strategy that has most of what is wanted, the first wish first."""
+    return lambda ops, mesh: {op.name: max(legal(op, mesh), key=wanted) for op in ops}
+
+
+def any_of(seed: int) -> Forced:
+    """Any legal strategy, op by op."""
+
+    def force(ops: Sequence[Op], mesh: Mesh) -> dict[str, Strategy]:
+        rng = random.Random(seed)
+        return {op.name: rng.choice(legal(op, mesh)) for op in ops}
+
+    return force
+
+
+WAYS = [
+    Way("planner"),
+    Way("columns", most(lambda s: (s.grid.x > 1, s.grid.y == 1, s.grid.x > 2))),
+    Way("rows", most(lambda s: (s.grid.y > 1, s.grid.x == 1, s.grid.y > 2))),
+    Way("3d", most(lambda s: (s.grid.x > 1 and s.grid.y > 1, s.rest > 1, s.grid.x > 1, s.grid.y > 1))),
+    Way("any", any_of(0)),
+]
+
+
+@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("name", list(TODAY))
+def test_training_equals_one_device(name: str, world: int, pool: WorkerPool) -> None:
+    case = TODAY[name]
+    model = model_of(case, torch.float32)
+    steps = compile_ways(model, case, torch.float32, world, WAYS)
+    assert len({str(sorted(packed.plan["choices"].items())) for packed in steps}) == len(WAYS)
+    expected = train(model, case, torch.float32, count=STEPS)
+    first, *others = pool.run(train_packed, name, torch.float32, steps, STEPS, nprocs=world)
+    failures = []
+    for way, *ranks in zip(WAYS, first, *others, strict=True):
+        failures += differences(way, expected, ranks, LOSSES, PARAMETERS)
+    assert not failures, "\n".join(failures)
