@@ -11,14 +11,14 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import shardweave as sw
-from docs.large_models import LARGE
+from docs.large_models import LARGE, LAYERS
 from shardweave.compiler.api import _Compiler
 from shardweave.compiler.planner.candidates import legal
 from shardweave.cost_model import flops_by_op, replicated, sharded_share
@@ -26,7 +26,39 @@ from shardweave.ir import Mesh, Strategy
 from tests.models import TODAY
 
 PAGE = Path(__file__).with_name("models.md")
-WORLDS = (4, 8)
+SLOWER = 10_000
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A machine to plan for; `tensor`: as tensor-parallel as it can be."""
+
+    name: str
+    cluster: sw.Cluster
+    tensor: bool = False
+
+
+def local(devices: int, slower: int = 1) -> sw.Cluster:
+    """CPU ranks, with as much arithmetic a second, or so many times less: then FLOPs are all that counts."""
+    cluster = sw.Cluster.local(devices)
+    flops = {dtype: peak / slower for dtype, peak in cluster.device.flops.items()}
+    return replace(cluster, device=replace(cluster.device, flops=flops))
+
+
+def dgx(devices: int) -> sw.Cluster:
+    """So many GPUs of one node."""
+    return sw.Cluster.preset("dgx-a100", nodes=1).resized(gpu=devices)
+
+
+SMALL = (
+    *(Setting(f"plan, {n}", local(n)) for n in (4, 8)),
+    *(Setting(f"slow devices, {n}", local(n, SLOWER)) for n in (4, 8)),
+    *(Setting(f"tensor, {n}", local(n, SLOWER), tensor=True) for n in (4, 8)),
+)
+GPUS = (
+    *(Setting(f"plan, {n}", dgx(n)) for n in (4, 8)),
+    *(Setting(f"tensor, {n}", dgx(n), tensor=True) for n in (4, 8)),
+)
 
 
 class Measured(_Compiler):
@@ -63,7 +95,7 @@ class Share:
 
 @dataclass
 class Row:
-    """What is known of one model."""
+    """What is known of one model; the planning seconds and the grids are those of the setting ``"plan, 8"``."""
 
     name: str
     parameters: int
@@ -71,7 +103,8 @@ class Row:
     distinct: int
     capture: float
     planning: float = 0.0
-    shares: dict[tuple[int, bool], Share] = field(default_factory=dict)
+    shares: dict[str, Share] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
 
 
 def most_tensor(options: list[Strategy]) -> list[Strategy]:
@@ -85,26 +118,26 @@ def most_tensor(options: list[Strategy]) -> list[Strategy]:
     return [option for option in options if option.grid.x * option.grid.y == most]
 
 
-def measure(
-    name: str, build: Callable[[], tuple[nn.Module, dict[str, Tensor]]], cluster: Callable[[int], sw.Cluster]
-) -> Row:
-    """Capture, plan on each number of devices, and count."""
+def measure(name: str, build: Callable[[], tuple[nn.Module, dict[str, Tensor]]], settings: tuple[Setting, ...]) -> Row:
+    """Capture, plan in each setting, and count."""
     model, inputs = build()
     begun = time.process_time()
-    compiler = Measured.of(model, inputs, cluster(WORLDS[-1]))
+    compiler = Measured.of(model, inputs, settings[0].cluster)
     seconds = time.process_time() - begun
     ops = [node for node in compiler.captured.graph.graph.nodes if node.op == "call_function"]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     row = Row(name, parameters, len(ops), len({node.target for node in ops}), seconds)
-    for devices in WORLDS:
-        compiler.cluster = cluster(devices)
-        for tensor in (False, True):
-            compiler.tensor = tensor
-            begun = time.process_time()
+    for setting in settings:
+        compiler.cluster, compiler.tensor = setting.cluster, setting.tensor
+        begun = time.process_time()
+        try:
             plan = compiler.plan()
-            if not tensor:
-                row.planning = time.process_time() - begun
-            row.shares[devices, tensor] = compiler.shared(plan)
+        except sw.ParallelError as error:
+            row.errors[setting.name] = f"{type(error).__name__}: {error}"
+            continue
+        if setting.name == "plan, 8":
+            row.planning = time.process_time() - begun
+        row.shares[setting.name] = compiler.shared(plan)
     return row
 
 
@@ -128,81 +161,74 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-HEAD = ("model", "parameters", "ops", "kinds of ops", "capture, s", "plan, s", "grids on 8 devices: (x, y, z, data)")
-SHARES = (
-    "model", "plan, 4 devices", "tensor, 4 devices", "plan, 8 devices", "tensor, 8 devices", "done alike under the last"
-)  # fmt: skip
-
-
 def facts(rows: list[Row]) -> str:
     """The models, what they cost to capture and to plan, and the planner's choice."""
-    return table(
-        HEAD,
-        [
-            (
-                row.name, f"{row.parameters:,}", str(row.ops), str(row.distinct), f"{row.capture:.1f}",
-                f"{row.planning:.1f}", mix(row.shares[8, False].plan),
-            )
-            for row in rows
-        ],
-    )  # fmt: skip
+    head = ("model", "parameters", "ops", "kinds", "capture, s", "plan, s", "grids on 8 devices: (x, y, z, data)")
+    cells = []
+    for row in rows:
+        chosen = row.shares.get("plan, 8")
+        planned = (f"{row.planning:.1f}", mix(chosen.plan)) if chosen else ("", "no plan")
+        cells.append((row.name, f"{row.parameters:,}", str(row.ops), str(row.distinct), f"{row.capture:.1f}", *planned))
+    return table(head, cells)
 
 
-def shares(rows: list[Row]) -> str:
-    """How much of each model is sharded."""
-    return table(
-        SHARES,
-        [
-            (
-                row.name,
-                *(percent(row.shares[devices, tensor].share) for devices in WORLDS for tensor in (False, True)),
-                ", ".join(f"{name} {100 * part:.1f} %" for name, part in _largest(row.shares[8, True])) or "nothing",
-            )
-            for row in rows
-        ],
-    )
+def shares(rows: list[Row], settings: tuple[Setting, ...]) -> str:
+    """How much of each model is sharded, and what is not in the last setting."""
+    names = [setting.name for setting in settings]
+    cells = [
+        (
+            row.name,
+            *(percent(row.shares[name].share) if name in row.shares else "no plan" for name in names),
+            ", ".join(f"{name} {100 * part:.1f} %" for name, part in _largest(row.shares.get(names[-1]))) or "nothing",
+        )
+        for row in rows
+    ]
+    found = table(("model", *names, f"done alike under “{names[-1]}”"), cells)
+    return "\n\n".join([found, *(f"{row.name}: {error}" for row in rows for error in set(row.errors.values()))])
 
 
-def _largest(share: Share, count: int = 3) -> list[tuple[str, float]]:
-    return [(name, part) for name, part in share.alike.items() if part >= 0.001][:count]
+def _largest(share: Share | None, count: int = 3) -> list[tuple[str, float]]:
+    return [(name, part) for name, part in share.alike.items() if part >= 0.001][:count] if share else []
 
 
 TEXT = """# Models
 
 Made by `make models` (`docs/measure_models.py`) on 2 CPU cores with torch {torch}; seconds are CPU seconds of that
-machine, and not tested. The models are `TODAY` of `tests/models`, with the batch of 8 that the tests train them on,
-planned for `Cluster.local`.
+machine, and not tested. The models are `TODAY` of `tests/models`, with the batch of 8 that the tests train them on.
 
 ## Capture and planning
 
-*Ops* are the nodes of the captured joint graph, forward and backward, after `annotate`. *Plan* is planning for 8
-devices.
+*Ops* are the nodes of the captured joint graph, forward and backward, after `annotate`, *kinds* the different ones.
+*Plan* is planning for 8 devices of `Cluster.local`.
 
 {facts}
 
 ## What is sharded
 
 The FLOPs (products, convolutions, attention; `shardweave/cost_model/flops.py`) of the step on one device, over those
-that all devices do together: 100 % where no two devices do the same. *Plan* is the planner's own choice; *tensor* the
-fastest plan in which every op has as many devices on its own loops as it can, so that no batch hides what its rules
-block. A data-parallel step is at 100 % by itself.
+that all devices do together: 100 % where no two devices do the same. On 4 and 8 devices,
+
+- *plan* is the planner's choice for `Cluster.local`,
+- *slow devices* its choice where FLOPs are what counts: the same machine with {slower:,} times less of them a second,
+- *tensor* the fastest plan on slow devices in which every op has as many devices on its own loops as it can, so that no
+  batch hides what its rules block.
 
 {shares}
 
-Where it is below 100 %, no rule blocks anything: the planner found it faster that devices do the same than that they
-exchange what each did of it. {why}
+What *slow devices* says is what the rules allow. The models are so small that on real devices a kernel's launch and a
+message's latency cost more than the FLOPs: then the planner has devices do the same rather than talk, and *plan* says
+how often it does. Where *tensor* is below 100 %, more devices are on an op's loops than the attention between such ops
+has heads to share.
 
 ## Larger ones
 
-The same families in sizes that people train, a few layers of each (`docs/large_models.py`), on the meta device,
-planned for 4 and 8 A100s of `Cluster.preset("dgx-a100")`:
+The same families in sizes that people train, {layers} layers of each (`docs/large_models.py`), in bfloat16, planned on
+the meta device for 4 and 8 GPUs of `Cluster.preset("dgx-a100")`:
 
 {large}
 
 {large_shares}
 """
-
-WHY = ""
 
 
 def page(rows: list[Row], large: list[Row]) -> str:
@@ -210,16 +236,12 @@ def page(rows: list[Row], large: list[Row]) -> str:
     return TEXT.format(
         torch=torch.__version__.split("+")[0],
         facts=facts(rows),
-        shares=shares(rows),
-        why=WHY,
+        shares=shares(rows, SMALL),
+        slower=SLOWER,
+        layers=LAYERS,
         large=facts(large),
-        large_shares=shares(large),
+        large_shares=shares(large, GPUS),
     )
-
-
-def dgx(devices: int) -> sw.Cluster:
-    """So many devices of one node."""
-    return sw.Cluster.preset("dgx-a100", nodes=1).resized(gpu=devices)
 
 
 def small(name: str) -> Callable[[], tuple[nn.Module, dict[str, Tensor]]]:
@@ -233,13 +255,14 @@ def main() -> None:
     parser.add_argument("--replicated", action="store_true", help="list the ops that devices do alike")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    measure("classic", small("classic"), sw.Cluster.local)  # imports and caches are no part of what is measured
+    measure("classic", small("classic"), SMALL[:1])  # imports and caches are no part of what is measured
 
     def measured(names: list[str]) -> list[Row]:
         found = []
         for name in names:
-            row = measure(name, *((LARGE[name], dgx) if name in LARGE else (small(name), sw.Cluster.local)))
-            print(shares([row]).splitlines()[-1], flush=True)
+            large = name in LARGE
+            row = measure(name, LARGE[name] if large else small(name), GPUS if large else SMALL)
+            print(shares([row], GPUS if large else SMALL).split("\n", 2)[2], flush=True)
             if given.replicated:
                 _print_replicated(row)
             found.append(row)
@@ -252,8 +275,8 @@ def main() -> None:
 
 
 def _print_replicated(row: Row) -> None:
-    for (devices, tensor), share in row.shares.items():
-        print(f"  {'tensor' if tensor else 'plan'} on {devices}: {percent(share.share)}; {mix(share.plan)}")
+    for setting, share in row.shares.items():
+        print(f"  {setting}: {percent(share.share)}; {mix(share.plan)}")
         for name, part in list(share.alike.items())[:10]:
             print(f"    {100 * part:5.1f} % {name}")
 
