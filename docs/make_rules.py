@@ -73,7 +73,7 @@ def blocked(rule: Rule) -> str:
 def shown(rule: Rule) -> str:
     """The pattern as code, a family in words."""
     text, marked, _ = rule.source.partition("; blocked: ")
-    return text if marked else f"`{text}`"
+    return text if marked else f"`{text.strip()}`"
 
 
 def more(target: Any, rule: Rule) -> list[str]:

@@ -127,4 +127,4 @@ FACTORIES: dict[Any, Callable[..., Any]] = {
 RANGES = [aten.arange.default, aten.arange.start, aten.arange.start_step]
 FILLED = [aten.full.default, aten.zeros.default, aten.ones.default]
 family(FILLED, bind_filled, "one factor a dimension of what is made; blocked: nothing", lower=lower_created)
-family(RANGES, bind_filled, "numbers in order, each part from its own start; blocked: floating ones", lower=lower_range)
+family(RANGES, bind_filled, "in order, each part from its own start; blocked: floating numbers", lower=lower_range)

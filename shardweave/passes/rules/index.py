@@ -167,7 +167,7 @@ def spare(emit: Emitter, value: fx.Node, dim: int) -> fx.Node:
     return emit.call(aten.constant_pad_nd.default, value, [0, 0] * (rank - 1 - dim) + [0, 1])
 
 
-_SOURCE = "indexed dimensions are contracted, those of the index are the result's; blocked: indexed ones of flags"
+_SOURCE = "indexed dimensions are contracted, the index's are the result's; blocked: indexed dimensions of flags"
 _PUT_SOURCE = "a part takes the writes that fall into it; blocked: the index's dimensions, unless it accumulates"
 RULES[aten.index.Tensor] = Rule(bind_index, lower_index, source=_SOURCE)
 RULES[aten.index_put.default] = Rule(bind_index, lower_index_put, source=_PUT_SOURCE)
