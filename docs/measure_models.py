@@ -114,6 +114,7 @@ def most_tensor(options: list[Strategy]) -> list[Strategy]:
     >>> [str(found.grid) for found in most_tensor([Strategy(Grid(1, 1, 1, 4)), Strategy(Grid(2, 2, 1, 1))])]
     ['(2, 2, 1, 1)']
     """
+
     def degree(option: Strategy) -> int:
         return option.grid.x * option.grid.y * option.grid.experts
 
@@ -182,16 +183,21 @@ def shares(rows: list[Row], settings: tuple[Setting, ...]) -> str:
         (
             row.name,
             *(percent(row.shares[name].share) if name in row.shares else "no plan" for name in names),
-            ", ".join(f"{name} {100 * part:.1f} %" for name, part in _largest(row.shares.get(names[-1]))) or "nothing",
+            ", ".join(f"{name} {100 * part:.1f} %" for name, part in _largest(row.shares[names[-1]])) or "nothing"
+            if names[-1] in row.shares
+            else "no plan",
         )
         for row in rows
     ]
+    enough = [str(sum(name in row.shares and row.shares[name].share >= 0.99 for row in rows)) for name in names]
+    cells.append((f"at least 99 %, of {len(rows)}", *enough, ""))
     found = table(("model", *names, f"done alike under “{names[-1]}”"), cells)
-    return "\n\n".join([found, *(f"{row.name}: {error}" for row in rows for error in set(row.errors.values()))])
+    errors = [f"{row.name}: {next(iter(row.errors.values()))}" for row in rows if row.errors]
+    return "\n\n".join([found, *errors])
 
 
-def _largest(share: Share | None, count: int = 3) -> list[tuple[str, float]]:
-    return [(name, part) for name, part in share.alike.items() if part >= 0.001][:count] if share else []
+def _largest(share: Share, count: int = 3) -> list[tuple[str, float]]:
+    return [(name, part) for name, part in share.alike.items() if part >= 0.001][:count]
 
 
 TEXT = """# Models
@@ -218,10 +224,13 @@ that all devices do together: 100 % where no two devices do the same. On 4 and 8
 
 {shares}
 
-What *slow devices* says is what the rules allow. The models are so small that on real devices a kernel's launch and a
-message's latency cost more than the FLOPs: then the planner has devices do the same rather than talk, and *plan* says
-how often it does. Where *tensor* is below 100 %, more devices are on an op's loops than the attention between such ops
-has heads to share.
+*Plan* and *slow devices* differ in nothing but the price of a FLOP, and where it is high, the planner replicates none: no
+rule stands in the way. These models are so small that a kernel's launch and a message's latency cost more than FLOPs,
+and then the planner has devices do the same rather than talk. *Plan* says how often: on 8 devices it is far below 99 %
+for most of these models.
+
+Where *tensor* is below 100 %, it is attention, which lies as its inputs do: these are replicated over the devices that
+found no head left (4 heads on 8 devices, 25 on 4), and over those that an op before it summed over (y).
 
 ## Larger ones
 
@@ -265,7 +274,7 @@ def main() -> None:
         for name in names:
             large = name in LARGE
             row = measure(name, LARGE[name] if large else small(name), GPUS if large else SMALL)
-            print(shares([row], GPUS if large else SMALL).split("\n", 2)[2], flush=True)
+            print(shares([row], GPUS if large else SMALL).splitlines()[2], flush=True)
             if given.replicated:
                 _print_replicated(row)
             found.append(row)

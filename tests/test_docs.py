@@ -41,9 +41,14 @@ def test_the_page_of_models_has_all_of_them() -> None:
         assert text.count(f"\n| {name} | ") == 2, f"{name}: run `make models` and commit it"
 
 
-@pytest.mark.parametrize(("name", "cluster"), [("cnn", local(8)), ("gpt2", local(4)), ("mixtral", local(4)),
-                                               ("gpt2", local(8, SLOWER)), ("mixtral", local(8, SLOWER))])  # fmt: skip
-def test_nothing_that_counts_is_replicated_by_the_planners_choice(name: str, cluster: sw.Cluster) -> None:
+@pytest.mark.parametrize(
+    ("name", "cluster"),
+    [
+        ("cnn", local(8)), ("gpt2", local(4)),  # of the others, latencies make the planner leave a part replicated
+        ("cnn", local(8, SLOWER)), ("gpt2", local(8, SLOWER)), ("mixtral", local(8, SLOWER)),
+    ],
+)  # fmt: skip
+def test_nothing_is_replicated_by_the_planners_choice(name: str, cluster: sw.Cluster) -> None:
     """On devices with little arithmetic, whatever the planner leaves replicated is what rules do not allow."""
     case = TODAY[name]
     compiler = Measured.of(case.model(), case.batch(0), cluster)
