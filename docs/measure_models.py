@@ -224,10 +224,10 @@ that all devices do together: 100 % where no two devices do the same. On 4 and 8
 
 {shares}
 
-*Plan* and *slow devices* differ in nothing but the price of a FLOP, and where it is high, the planner replicates none: no
-rule stands in the way. These models are so small that a kernel's launch and a message's latency cost more than FLOPs,
-and then the planner has devices do the same rather than talk. *Plan* says how often: on 8 devices it is far below 99 %
-for most of these models.
+*Plan* and *slow devices* differ in nothing but the price of a FLOP, and where it is high, the planner replicates none:
+no rule stands in the way. These models are so small that a kernel's launch and a message's latency cost more than
+FLOPs, and then the planner has devices do the same rather than talk. *Plan* says how often: on 8 devices it is far
+below 99 % for most of these models.
 
 Where *tensor* is below 100 %, it is attention, which lies as its inputs do: these are replicated over the devices that
 found no head left (4 heads on 8 devices, 25 on 4), and over those that an op before it summed over (y).
