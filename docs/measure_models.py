@@ -203,19 +203,31 @@ def _largest(share: Share, count: int = 3) -> list[tuple[str, float]]:
 TEXT = """# Models
 
 Made by `make models` (`docs/measure_models.py`) on 2 CPU cores with torch {torch}; seconds are CPU seconds of that
-machine, and not tested. The models are `TODAY` of `tests/models`, with the batch of 8 that the tests train them on.
-
-## Capture and planning
+machine, and not tested.
 
 *Ops* are the nodes of the captured joint graph, forward and backward, after `annotate`, *kinds* the different ones.
-*Plan* is planning for 8 devices of `Cluster.local`.
+*Sharded* are the FLOPs (products, convolutions, attention; `shardweave/cost_model/flops.py`) of the step on one device,
+over those that all devices do together: 100 % where no two devices do the same.
+
+## In the sizes that people train
+
+{layers} layers of each (`docs/large_models.py`), in bfloat16, planned on the meta device for 4 and 8 GPUs of
+`Cluster.preset("dgx-a100")`:
+
+{large}
+
+What is sharded by the planner's choice (*plan*), and by the fastest plan in which every op has as many devices on its
+own loops as it can, so that no batch hides what its rules block (*tensor*):
+
+{large_shares}
+
+## In the sizes that the tests train
+
+The models are `TODAY` of `tests/models`, with their batch of 8. *Plan* is planning for 8 devices of `Cluster.local`.
 
 {facts}
 
-## What is sharded
-
-The FLOPs (products, convolutions, attention; `shardweave/cost_model/flops.py`) of the step on one device, over those
-that all devices do together: 100 % where no two devices do the same. On 4 and 8 devices,
+What is sharded on 4 and 8 devices, where
 
 - *plan* is the planner's choice for `Cluster.local`,
 - *slow devices* its choice where FLOPs are what counts: the same machine with {slower:,} times less of them a second,
@@ -231,15 +243,6 @@ below 99 % for most of these models.
 
 Where *tensor* is below 100 %, it is attention, which lies as its inputs do: these are replicated over the devices that
 found no head left (4 heads on 8 devices, 25 on 4), and over those that an op before it summed over (y).
-
-## Larger ones
-
-The same families in sizes that people train, {layers} layers of each (`docs/large_models.py`), in bfloat16, planned on
-the meta device for 4 and 8 GPUs of `Cluster.preset("dgx-a100")`:
-
-{large}
-
-{large_shares}
 """
 
 
