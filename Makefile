@@ -14,13 +14,15 @@ PYTEST_WORKERS ?= 2
 # The ranks of one test share the cores: one thread each.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test lint types pytest notebook figures clean
+.PHONY: help demo test lint types pytest notebook figures rules models clean
 
 help:
 	@echo "make demo      train a small GPT on 4 local ranks with a planned, generated step; results in out/"
 	@echo "make test      ruff, mypy --strict and all tests"
 	@echo "make notebook  run notebooks/ and keep the outputs"
 	@echo "make figures   draw the figures of README.md and docs/ again"
+	@echo "make rules     write docs/rules.md from the code"
+	@echo "make models    measure every model of the zoo again, into docs/models.md"
 	@echo "make clean     remove the virtual environment and every generated file"
 
 demo: $(VENV)/.installed
@@ -42,6 +44,12 @@ notebook: $(VENV)/.installed-dev
 
 figures: $(VENV)/.installed
 	$(BIN)/python docs/make_figures.py
+
+rules: $(VENV)/.installed
+	$(BIN)/python -m docs.make_rules
+
+models: $(VENV)/.installed-dev
+	$(BIN)/python -m docs.measure_models
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

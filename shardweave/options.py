@@ -24,8 +24,9 @@ class Options:
         ``"adamw"``, ``"adam"``, ``"momentum"``, ``"sgd"``, or the bytes of optimizer state for each parameter.
     force : mapping from a name pattern to a strategy
         Patterns as in a shell (``"blocks.*.mlp.up"``), matched against the names of modules and parameters. A strategy
-        is ``"dp"``, ``"zdp"``, ``"column"``, ``"row"``, ``"3d"`` with a grid, or a `Strategy`; a grid alone is a tuple
-        ``(x, y, z, data)``. Where several patterns match, the last one holds.
+        is ``"dp"``, ``"zdp"``, ``"column"``, ``"row"``, ``"expert"``, ``"3d"`` (a degree may follow: ``"column:4"``), a
+        `Grid`, its sizes as a tuple ``(x, y, z, data)`` or ``(x, y, z, data, experts)``, or a `Strategy`. Where several
+        patterns match, the last one holds.
     outputs : {"auto", "sharded", "part", "whole"}
         Where the outputs other than a loss lie: as they were computed (a DTensor where that is more than a part of the
         batch), this rank's part of the batch, or whole on every rank. ``"auto"`` is ``"sharded"`` where the model

@@ -283,7 +283,8 @@ def _differences(what: str, planned: Mapping[str, Shape], given: Mapping[str, Sh
 
 def _strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
     grid = strategy.grid
-    return {"grid": [grid.x, grid.y, grid.z, grid.data], "rest": strategy.rest, "y_inside": strategy.y_inside}
+    sizes = [grid.x, grid.y, grid.z, grid.data, *([grid.experts] if grid.experts > 1 else [])]
+    return {"grid": sizes, "rest": strategy.rest, "y_inside": strategy.y_inside}
 
 
 def _strategy_from_dict(data: dict[str, Any]) -> Strategy:

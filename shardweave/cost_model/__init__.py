@@ -3,6 +3,7 @@
 from shardweave.cost_model.cluster import Cluster, Device, Level
 from shardweave.cost_model.collectives import collective_seconds
 from shardweave.cost_model.compute import matmul_seconds, node_seconds, node_work
+from shardweave.cost_model.flops import flops_by_op, replicated, sharded_share
 from shardweave.cost_model.simulator import simulate
 from shardweave.cost_model.timeline import Timeline
 
@@ -12,8 +13,11 @@ __all__ = [
     "Level",
     "Timeline",
     "collective_seconds",
+    "flops_by_op",
     "matmul_seconds",
     "node_seconds",
     "node_work",
+    "replicated",
+    "sharded_share",
     "simulate",
 ]

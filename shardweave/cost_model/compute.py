@@ -3,8 +3,9 @@
     t = launch_latency + max(FLOPs / (peak * matmul_efficiency), bytes / (memory_bandwidth * memory_efficiency))
 
 (Williams, Waterman and Patterson 2009). FLOPs are those of matmuls, convolutions and attention, as
-`torch.utils.flop_counter` counts them; every op reads its inputs and writes its outputs once, as the generated code
-runs its ops one by one, unfused. The two efficiencies are constants of the `Device`, with sources in its preset.
+`torch.utils.flop_counter` counts them, shardweave's own ops included; every op reads its inputs and writes its outputs
+once, as the generated code runs its ops one by one, unfused. The two efficiencies are constants of the `Device`, with
+sources in its preset.
 """
 
 from __future__ import annotations
@@ -127,8 +128,15 @@ def _counter(target: Any) -> Callable[..., int] | None:
     name = _COUNTED_AS.get(packet.__name__)
     if name is not None and packet not in flop_registry:
         packet = getattr(torch.ops.aten, name)
-    found: Callable[..., int] | None = flop_registry.get(packet)
+    found: Callable[..., int] | None = flop_registry.get(packet, _VECTOR_PRODUCTS.get(packet))
     return found
+
+
+def _vector_product(left: torch.Tensor, right: torch.Tensor, **_: object) -> int:
+    return 2 * left.numel()
+
+
+_VECTOR_PRODUCTS = {torch.ops.aten.mv: _vector_product, torch.ops.aten.dot: _vector_product}  # the registry has neither
 
 
 def _dtype(node: fx.Node, outputs: list[torch.Tensor]) -> str:

@@ -12,7 +12,8 @@ from shardweave.ir.axes import Axis, Mesh, axes_size
 class Grid:
     """The sizes ``(x, y, z, data)`` that one op uses, innermost first (AxoNN, section V-A).
 
-    For a matmul ``m k, k n -> m n``: x is on n, y on k, z and data on m; a weight rests sharded over z too.
+    For a matmul ``m k, k n -> m n``: x is on n, y on k, z and data on m; a weight rests sharded over z too. A product
+    with experts has one loop more, and `experts` devices hold some of them each; these lie between y and z.
 
     >>> Grid(x=2, data=4).size
     8
@@ -22,13 +23,15 @@ class Grid:
     y: int = 1
     z: int = 1
     data: int = 1
+    experts: int = 1
 
     @property
     def size(self) -> int:
-        return self.x * self.y * self.z * self.data
+        return self.x * self.y * self.z * self.data * self.experts
 
     def __str__(self) -> str:
-        return f"({self.x}, {self.y}, {self.z}, {self.data})"
+        experts = f", experts {self.experts}" if self.experts > 1 else ""
+        return f"({self.x}, {self.y}, {self.z}, {self.data}{experts})"
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class GridAxes:
 
     x: tuple[Axis, ...]
     y: tuple[Axis, ...]
+    experts: tuple[Axis, ...]
     z: tuple[Axis, ...]
     data: tuple[Axis, ...]
     rest: tuple[Axis, ...]
@@ -89,9 +93,10 @@ class Strategy:
         runs: dict[str, tuple[Axis, ...]] = {}
         for name in ("y", "x") if self.y_inside else ("x", "y"):
             runs[name] = take(getattr(self.grid, name), remaining, name)
+        experts = take(self.grid.experts, remaining, "experts")
         z = take(self.grid.z, remaining, "z")
         free = [*z, *remaining]
-        return GridAxes(runs["x"], runs["y"], z, tuple(remaining), take(self.rest, free, "rest"))
+        return GridAxes(runs["x"], runs["y"], experts, z, tuple(remaining), take(self.rest, free, "rest"))
 
     def __str__(self) -> str:
         free = self.grid.z * self.grid.data

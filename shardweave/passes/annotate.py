@@ -204,7 +204,8 @@ def op_name(node: fx.Node) -> str:
     if stack:
         path = str(list(stack.values())[-1][0])
         path = re.sub(r"^L\['\w+'\]\.?", "", path)
-        return re.sub(r"\.?_modules\['([^']+)'\]", r".\1", path).lstrip(".") or node.name
+        path = re.sub(r"\.?(?:__dict__\['_modules'\]|_modules)\['([^']+)'\]", r".\1", path)
+        return path.lstrip(".") or node.name
     return node.name
 
 

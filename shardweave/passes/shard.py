@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from shardweave.errors import LayoutError
 from shardweave.ir import META, Assignment, Axis, Layout, Mesh, NodeInfo
 from shardweave.passes.annotate import bind_new, decompose, depends_on_inputs, graph_outputs, info, source_of
 from shardweave.passes.emitter import OpEmitter
@@ -174,6 +175,13 @@ class Sharder(Values):
         if partner is not None:
             explicit = self.assigned[partner]
         choice = follow(bound, rule, [self.arrival(argument) for argument in arguments], self.mesh)
+        if explicit is not None and (blocked := {axis for axis, name in explicit.items if bound.factor(name).blocked}):
+            if rule is None or rule.decompose is None:
+                raise LayoutError(
+                    f"{info(node).op}: the loops {sorted(dict(explicit.items)[axis] for axis in blocked)} of "
+                    f"{node.target} ({node.name}) cannot be split, but {explicit} gives them axes: use other loops"
+                )
+            explicit, choice = None, replace(choice, blocked=choice.blocked | blocked)
         if explicit is not None and explicit != Assignment.of(choice.assignment):
             assignment = explicit.as_dict()
             wanted = accepting(rule, assignment, input_layouts(bound, assignment, self.mesh))

@@ -21,11 +21,16 @@ class Reference:
     name: str
 
 
-PackedGraph = list[tuple[str, str, Any, Any, Any]]
+@dataclass(frozen=True)
+class PackedGraph:
+    """The nodes of a graph, without their meta, and the tensors that it holds."""
+
+    nodes: list[tuple[str, str, Any, Any, Any]]
+    constants: dict[str, torch.Tensor]
 
 
-def pack(graph: fx.Graph) -> PackedGraph:
-    """The nodes of a graph, without their meta."""
+def pack(module: fx.GraphModule) -> PackedGraph:
+    """The graph of a module."""
 
     def packed(node: fx.Node) -> tuple[str, str, Any, Any, Any]:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda leaf: Reference(leaf.name))
@@ -34,18 +39,20 @@ def pack(graph: fx.Graph) -> PackedGraph:
         )
         return node.op, node.name, target, tuple(values), kwargs
 
-    return [packed(node) for node in graph.nodes]
+    constants = {str(node.target): getattr(module, str(node.target)) for node in module.graph.nodes
+                 if node.op == "get_attr"}  # fmt: skip
+    return PackedGraph([packed(node) for node in module.graph.nodes], constants)
 
 
 def unpack(packed: PackedGraph) -> fx.GraphModule:
     """The graph of these nodes."""
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
-    for op, name, target, args, kwargs in packed:
+    for op, name, target, args, kwargs in packed.nodes:
         target = _resolved(target, nodes)
         args, kwargs = _resolved(args, nodes), _resolved(kwargs, nodes)
         nodes[name] = graph.create_node(op, target, args, kwargs, name)
-    return fx.GraphModule(nn.Module(), graph)
+    return fx.GraphModule(packed.constants, graph)
 
 
 def _resolved(value: Any, nodes: dict[str, fx.Node]) -> Any:
@@ -74,7 +81,7 @@ class Packed:
     @classmethod
     def of(cls, step: Step, call: CallTree, plan: sw.Plan) -> Packed:
         assert step.backward is not None
-        return cls(pack(step.forward.graph), pack(step.backward.graph), step.spec, call, plan.to_dict())
+        return cls(pack(step.forward), pack(step.backward), step.spec, call, plan.to_dict())
 
     def module(self, model: nn.Module) -> sw.ParallelModule:
         """`model` run by this step, as `compile_parallel` makes it."""

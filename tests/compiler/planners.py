@@ -13,6 +13,7 @@ from torch import nn
 import shardweave as sw
 from shardweave.compiler.api import _Compiler
 from shardweave.compiler.codegen import Step
+from shardweave.compiler.planner.ops import Op
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.options import Options
 
@@ -29,6 +30,11 @@ class Planner:
         other._compiler = copy.copy(self._compiler)
         other._compiler.cluster = cluster
         return other
+
+    @property
+    def ops(self) -> dict[str, Op]:
+        """The ops that a plan decides on, by name."""
+        return {op.name: op for op in self._compiler.annotated.ops}
 
     def plan(self, **options: Any) -> sw.Plan:
         compiler = copy.copy(self._compiler)

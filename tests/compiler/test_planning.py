@@ -43,6 +43,14 @@ def planner(name: str) -> Planner:
     return Planner(model, cluster, inputs)
 
 
+def test_equal_convolutions_of_other_places_are_priced_apart() -> None:
+    """A layer's layouts have the sizes of its own image."""
+    first, second, third = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
+    layers = nn.Sequential(first, second, nn.AvgPool2d(2), third)
+    found = Planner(layers, sw.Cluster.local(4), torch.zeros(8, 8, 16, 16)).plan()
+    assert found.status == "optimal"
+
+
 def falling(planner: Planner, factor: float) -> tuple[list[sw.Plan], sw.InfeasibleError]:
     """Plans under limits that fall by `factor` of the loosest plan's memory, until none fits."""
     plans = [planner.plan()]

@@ -30,7 +30,6 @@ BATCH = 8
 # not see it) would move its parameter as far as any other. An eps above float32's rounding, and far below true
 # gradients, keeps the optimizer from blowing rounding up. As Adam hardly sees the scale of a gradient either,
 # gradients are compared besides.
-ROUNDING = 1e-6
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4, weight_decay=0.1)
 
 
@@ -81,7 +80,7 @@ class Way:
 
 @dataclass
 class Run:
-    """What training gave: a loss for each step, the first step's gradients, and all parameters in the end."""
+    """What training gave: a loss for each step, the first step's gradients, in the end all parameters and buffers."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
@@ -111,8 +110,7 @@ def train(
         steps.zero_grad()
         losses.append(loss.item())
     full = model.full_state_dict() if isinstance(model, sw.ParallelModule) else model.state_dict()
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return Run(losses, gradients, {name: value.detach().clone() for name, value in full.items() if name in names})
+    return Run(losses, gradients, {name: value.detach().clone() for name, value in full.items()})
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
@@ -154,14 +152,18 @@ def tightest(compiler: _Compiler) -> sw.Plan:
 
 
 def train_packed(
-    name: str, dtype: torch.dtype, steps: Sequence[Packed], count: int = STEPS
+    name: str,
+    dtype: torch.dtype,
+    steps: Sequence[Packed],
+    optimizer: Callable[..., torch.optim.Optimizer] = ADAMW,
+    count: int = STEPS,
 ) -> list[Run | list[float]]:
     """Train a model of the zoo by each of these steps; what rank 0 saw, and of the other ranks the losses."""
     case = {**ZOO, **TODAY}[name]
     model = model_of(case, dtype)
     found: list[Run | list[float]] = []
     for packed in steps:
-        run = train(packed.module(model), case, dtype, count=count)
+        run = train(packed.module(model), case, dtype, optimizer, count=count)
         found.append(run if dist.get_rank() == 0 else run.losses)
     return found
 
@@ -172,13 +174,16 @@ def distance(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: f
     A tensor whose entries are all below `floor` of the largest of all is taken relative to that: it is rounding.
     """
     assert got.keys() == expected.keys()
-    least = max(1e-30, floor * max((float(e.abs().max()) for e in expected.values()), default=0.0))
-    worst = [(float((got[n] - e).abs().max() / e.abs().max().clamp(min=least)), n) for n, e in expected.items()]
+    sizes = {name: float(e.abs().max()) if e.numel() else 0.0 for name, e in expected.items()}
+    least = max(1e-30, floor * max(sizes.values(), default=0.0))
+    worst = [(float((got[n] - e).abs().max()) / max(sizes[n], least), n) for n, e in expected.items() if e.numel()]
     return max(worst, default=(0.0, ""))
 
 
-def differences(way: Way, expected: Run, ranks: Sequence[Run | list[float]], loss: float, rest: float) -> list[str]:
-    """What is wrong with what the ranks saw, beyond these tolerances of losses and of parameters and gradients."""
+def differences(
+    way: Way, expected: Run, ranks: Sequence[Run | list[float]], loss: float, rest: float, floor: float = 1e-6
+) -> list[str]:
+    """What is wrong with what the ranks saw, beyond these tolerances of losses, and of parameters and gradients."""
     run, *others = ranks
     assert isinstance(run, Run)
     found = []
@@ -188,7 +193,6 @@ def differences(way: Way, expected: Run, ranks: Sequence[Run | list[float]], los
     if any(other != run.losses for other in others):
         found.append(f"{way.name}: the ranks' losses are {run.losses}, {others}")
     for what in ("gradients", "parameters"):
-        floor = ROUNDING if what == "gradients" else 0.0
         off, where = distance(getattr(run, what), getattr(expected, what), floor)
         if not off <= rest:
             found.append(f"{way.name}: {what} differ by {off:.2e}, most in {where}")

@@ -226,3 +226,26 @@ def test_a_program_inside_the_model_is_refused() -> None:
     graph.output(out)
     with pytest.raises(RuleError, match="flex_attention.*scaled_dot_product_attention"):
         Annotate()(fx.GraphModule({}, graph))
+
+
+class Delegating(nn.Module):
+    """A model that looks attributes up in its own way, as those of `diffusers` do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def __getattr__(self, name: str) -> object:
+        return super().__getattr__(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def test_ops_have_the_names_of_modules_in_a_model_that_looks_them_up_itself() -> None:
+    captured = capture(Delegating(), torch.randn(2, 4))
+    annotate(captured, Options())
+    products = {info(node).op for node in captured.graph.graph.nodes if node.target is aten.mm.default}
+    assert products == {"layers.0", "layers.1"}

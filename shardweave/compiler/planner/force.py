@@ -12,7 +12,7 @@ from shardweave.errors import LayoutError, PlanError
 from shardweave.ir import Grid, Mesh, Strategy
 
 Forced = str | tuple[int, ...] | Grid | Strategy
-WORDS = ("dp", "zdp", "column", "row", "3d")
+WORDS = ("dp", "zdp", "column", "row", "expert", "3d")
 
 
 def matches(pattern: str, op: Op) -> bool:
@@ -62,7 +62,7 @@ def _options(pattern: str, wanted: Forced, mesh: Mesh) -> list[Strategy]:
     if isinstance(wanted, Strategy):
         return [wanted]
     if isinstance(wanted, Grid) or (
-        isinstance(wanted, tuple) and len(wanted) == 4 and all(isinstance(n, int) for n in wanted)
+        isinstance(wanted, tuple) and len(wanted) in (4, 5) and all(isinstance(n, int) for n in wanted)
     ):
         grid = wanted if isinstance(wanted, Grid) else Grid(*wanted)
         if grid.size != mesh.world_size:
@@ -76,13 +76,14 @@ def _options(pattern: str, wanted: Forced, mesh: Mesh) -> list[Strategy]:
     if isinstance(wanted, str):
         word, _, degree = wanted.partition(":")
         if word in WORDS and (not degree or degree.isdigit()):
-            options = [option for option in strategies(mesh) if _is(word, int(degree or 0), option, mesh)]
+            every = strategies(mesh, experts=word == "expert")
+            options = [option for option in every if _is(word, int(degree or 0), option, mesh)]
             if options:
                 return options
             raise PlanError(f"force[{pattern!r}]: no grid of {mesh.world_size} devices is {wanted!r}")
     raise PlanError(
         f"force[{pattern!r}] must be one of {', '.join(map(repr, WORDS))} (with a degree: 'column:4'), a grid "
-        f"(x, y, z, data) or a shardweave.Strategy, got {wanted!r}"
+        f"(x, y, z, data) or (x, y, z, data, experts) or a shardweave.Strategy, got {wanted!r}"
     )
 
 
@@ -96,19 +97,16 @@ def _fits_mesh(pattern: str, option: Strategy, mesh: Mesh) -> bool:
 
 def _is(word: str, degree: int, option: Strategy, mesh: Mesh) -> bool:
     grid, free = option.grid, option.grid.z * option.grid.data
-    flat = grid.x == 1 and grid.y == 1
+    flat = grid.x == 1 and grid.y == 1 and grid.experts == 1
     if word == "dp":
         return flat and grid.z == 1 and option.rest == 1 and grid.data == mesh.world_size
     if word == "zdp":
         return flat and grid.z == 1 and option.rest == free and grid.data == mesh.world_size
     if word == "3d":
         return grid.x > 1 and grid.y > 1 and (grid.z > 1 or free == 1) and option.rest == grid.z
-    tensor, other = (grid.x, grid.y) if word == "column" else (grid.y, grid.x)
-    return (
-        tensor == degree
-        if degree and other == 1 and grid.z == 1
-        else not degree and tensor > 1 and other == 1 and grid.z == 1
-    )
+    degrees = {"column": grid.x, "row": grid.y, "expert": grid.experts}
+    mine = degrees.pop(word)
+    return all(other == 1 for other in degrees.values()) and grid.z == 1 and (mine == degree if degree else mine > 1)
 
 
 def _nothing(pattern: str, ops: Sequence[Op]) -> PlanError:

@@ -51,6 +51,8 @@ class Op:
     outputs, contracted : tuple of atoms
         The loops ``n`` that its forward output has, and the loops ``k`` that it sums over, the ones that no other
         op blocks first.
+    experts : tuple of atoms
+        The loop over experts, of which a row of its input picks one.
     roles : tuple of Role
         Its nodes; the forward ones first.
     batch : int
@@ -63,25 +65,29 @@ class Op:
     sizes: dict[Atom, int]
     outputs: tuple[Atom, ...]
     contracted: tuple[Atom, ...]
+    experts: tuple[Atom, ...]
     roles: tuple[Role, ...]
     batch: int
 
     def atoms_of(self, strategy: Strategy, mesh: Mesh) -> dict[Axis, Atom]:
-        """The atom of the parameter that each x and y axis is on.
+        """The atom of the parameter that each x, y and expert axis is on.
 
         A run of axes fills the loop's atoms in order; what remains when they are used up stays unassigned (8 ranks
         on 4 key-value heads). `LayoutError` where the axes do not divide the atoms.
         """
         axes = strategy.axes(mesh)
         found: dict[Axis, Atom] = {}
-        for letter, run, atoms in (("x", axes.x, self.outputs), ("y", axes.y, self.contracted)):
+        loops = ("x", axes.x, self.outputs), ("y", axes.y, self.contracted), ("experts", axes.experts, self.experts)
+        for letter, run, atoms in loops:
             left = {atom: self.sizes[atom] for atom in atoms}
+            if run and not atoms:
+                raise LayoutError(f"{self.name}: {letter} = {getattr(strategy.grid, letter)}, but it has no such loop")
             for axis in run:
                 fits = [atom for atom in atoms if left[atom] % axis.size == 0]
                 if fits:
                     found[axis] = fits[0]
                     left[fits[0]] //= axis.size
-                elif not atoms or any(size > 1 for size in left.values()):
+                elif any(size > 1 for size in left.values()):
                     raise LayoutError(
                         f"{self.name}: {letter} = {getattr(strategy.grid, letter)} does not divide its loops of sizes "
                         f"{[self.sizes[atom] for atom in atoms]}"
@@ -179,15 +185,24 @@ def find_ops(captured: Captured, classes: Classes) -> list[Op]:
         free = [atom for atom in sizes if classes.of[main.node, lookup[atom]] not in classes.blocked]
         splittable = [atom for atom in sizes if not bound.factor(lookup[atom]).blocked]
         outputs = [atom for atom in splittable if lookup[atom] in present]
-        contracted = [atom for atom in splittable if lookup[atom] not in present]
+        picked = _picked(main.node)
+        experts = [atom for atom in splittable if lookup[atom].split(".")[0] in picked]
+        contracted = [atom for atom in splittable if lookup[atom] not in present and atom not in experts]
         batch = 1
         for factor in main.batch:
             batch *= bound.factor(factor).size
         ordered = sorted(roles, key=lambda role: (info(role.node).backward, position[role.node]))
-        op = Op(name, name, (), sizes, _preferred(outputs, free), _preferred(contracted, free), tuple(ordered), batch)
+        loops = _preferred(outputs, free), _preferred(contracted, free), tuple(experts)
+        op = Op(name, name, (), sizes, *loops, tuple(ordered), batch)
         found.append((first_use[name], op))
     found.sort(key=lambda item: item[0])
     return _with_companions(_by_module([op for _, op in found]), [at for at, _ in found], placeholders, first_use)
+
+
+def _picked(node: fx.Node) -> frozenset[str]:
+    """The factors of which each row picks a step."""
+    rule = find_rule(node)
+    return frozenset(rule.owned) if rule is not None else frozenset()
 
 
 def _by_module(ops: Sequence[Op]) -> list[Op]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,8 @@ from shardweave.errors import LayoutError
 from shardweave.ir import Assignment, Axis, Layout, Mesh, Strategy, axes_size
 from shardweave.passes.annotate import info
 from shardweave.passes.layouts import input_layouts, output_layouts, rest_layout, steps_between
-from shardweave.passes.rules.registry import tensor_args
+from shardweave.passes.rules import find_rule
+from shardweave.passes.rules.registry import EVERY, tensor_args
 
 # What carries the gradient back where the forward moved the value this way.
 TRANSPOSED = {
@@ -154,9 +156,37 @@ def _backward_sum(role: Role, assignment: Assignment, prices: Prices) -> float:
     mapping = {axis: name for axis, name in assignment.items if name in own or name in role.batch}
     (layout,) = output_layouts(bound, mapping, prices.mesh)
     partial = tuple(item for item in layout.partial if mapping[item[0]] in own)
+    itemsize = tensor_outputs(role.node)[0].element_size()
+    apart = tuple(axis for axis, reduce in partial if reduce == "own")
+    summed = where_summed(role.node) if apart else None
+    seconds = 0.0
+    if summed is not None:
+        share = math.prod(summed.meta["val"].shape) / math.prod(role.node.meta["val"].shape)
+        seconds += collective_seconds("all_reduce", int(local_numel(layout) * share * itemsize), apart, prices.cluster)
+    partial = tuple(item for item in partial if item[0] not in apart)
     try:
-        return prices.change(
-            Layout(layout.dims, partial), Layout(layout.dims), tensor_outputs(role.node)[0].element_size()
-        )
+        return seconds + prices.change(Layout(layout.dims, partial), Layout(layout.dims), itemsize)
     except LayoutError:
-        return 0.0
+        return seconds
+
+
+def where_summed(node: fx.Node) -> fx.Node | None:
+    """The value at which what ranks own of `node` is summed: it passes what keeps its zeros; None where it never is.
+
+    The gradient of an expert's input goes to the experts before it as it is, or is first summed over a token's choices.
+    """
+    ends = []
+    for user in node.users:
+        if user.target is operator.getitem:
+            ends.append(where_summed(user))
+            continue
+        rule = find_rule(user) if user.op == "call_function" else None
+        if rule is None:
+            ends.append(node)
+            continue
+        position = tensor_args(user).index(node)
+        if not any(position in inputs for inputs in rule.owned.values()):
+            passes = rule.kind == "view" or rule.zeros == EVERY or position in rule.zeros
+            ends.append(where_summed(user) if passes else node)
+    found = [end for end in ends if end is not None]
+    return node if len(found) > 1 else found[0] if found else None

@@ -108,7 +108,10 @@ def forward_of(node: fx.Node) -> fx.Node | None:
     return found
 
 
+_BLOCKED = "; blocked: keys `t` and head sizes `d`, `e`; queries `s` too where causal or in the efficient kernel"
 for _target in FORWARD:
-    RULES[_target] = Rule(bind_attention, lower_attention, source="b (h r) s [d], b h [t] [d], b h [t] [e] -> ...")
+    _source = f"query `b (h r) s d`, key `b h t d`, value `b h t e` -> out `b (h r) s e`{_BLOCKED}"
+    RULES[_target] = Rule(bind_attention, lower_attention, source=_source)
 for _target in BACKWARD:
-    RULES[_target] = Rule(bind_attention, lower_attention, source="the backward of the same", partner=forward_of)
+    _source = f"the gradients of query, key, value and mask, in the same loops{_BLOCKED}"
+    RULES[_target] = Rule(bind_attention, lower_attention, source=_source, partner=forward_of)

@@ -74,4 +74,9 @@ def convolution_backward(
 
 
 for _target, (_pattern, _transposed) in PATTERNS.items():
-    family([_target], bind_convolution, f"{_pattern}; transposed: {_transposed}", lower=lower_convolution)
+    family(
+        [_target],
+        bind_convolution,
+        f"`{_pattern}`, or transposed `{_transposed}`; blocked: all places",
+        lower=lower_convolution,
+    )

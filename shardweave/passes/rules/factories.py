@@ -61,6 +61,7 @@ def _new(value: float) -> Callable[..., Any]:
         device: Any = None,
         pin_memory: Any = None,
     ) -> Any:
+        """A value of another shape, filled."""
         return _full(x, size, value, dtype, device)
 
     return form
@@ -76,6 +77,7 @@ def _like(value: float) -> Callable[..., Any]:
         pin_memory: Any = None,
         memory_format: Any = None,
     ) -> Any:
+        """A value of the same shape, filled."""
         return _full(x, x.shape, value, dtype, device)
 
     return form
@@ -124,5 +126,5 @@ FACTORIES: dict[Any, Callable[..., Any]] = {
 
 RANGES = [aten.arange.default, aten.arange.start, aten.arange.start_step]
 FILLED = [aten.full.default, aten.zeros.default, aten.ones.default]
-family(FILLED, bind_filled, "-> ...", lower=lower_created)
-family(RANGES, bind_filled, "-> n; [n] of floating numbers", lower=lower_range)
+family(FILLED, bind_filled, "one factor a dimension of what is made; blocked: nothing", lower=lower_created)
+family(RANGES, bind_filled, "in order, each part from its own start; blocked: floating numbers", lower=lower_range)

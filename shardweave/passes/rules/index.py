@@ -167,8 +167,10 @@ def spare(emit: Emitter, value: fx.Node, dim: int) -> fx.Node:
     return emit.call(aten.constant_pad_nd.default, value, [0, 0] * (rank - 1 - dim) + [0, 1])
 
 
-RULES[aten.index.Tensor] = Rule(bind_index, lower_index, source="index: indexed dimensions are contracted")
-RULES[aten.index_put.default] = Rule(bind_index, lower_index_put, source="index_put: what falls into a part is written")
+_SOURCE = "indexed dimensions are contracted, the index's are the result's; blocked: indexed dimensions of flags"
+_PUT_SOURCE = "a part takes the writes that fall into it; blocked: the index's dimensions, unless it accumulates"
+RULES[aten.index.Tensor] = Rule(bind_index, lower_index, source=_SOURCE)
+RULES[aten.index_put.default] = Rule(bind_index, lower_index_put, source=_PUT_SOURCE)
 
 
 # -- other spellings

@@ -67,7 +67,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     aten._softmax_backward_data.default: softmax_backward,
 }
 for _target, _form in _FORMS.items():
-    RULES[_target] = Rule(bind_softmax, decompose=_form, source="... [v] -> ... [v]; over a sharded v decomposed")
+    RULES[_target] = Rule(bind_softmax, decompose=_form, source="values of one shape; blocked: the softmax's dimension")
 
 
 def _class_dim(x: Tensor) -> int:

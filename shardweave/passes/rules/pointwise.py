@@ -49,8 +49,8 @@ def bind_pointwise(node: fx.Node) -> BoundRule:
     return BoundRule(factors, tuple(dims(shape(arg)) for arg in tensor_args(node)), (dims(out),))
 
 
-POINTWISE = Rule(bind_pointwise, source="pointwise")
-POINTWISE_SUM = Rule(bind_pointwise, kind="sum", source="pointwise, passes partial sums")
+POINTWISE = Rule(bind_pointwise, source="one factor a dimension, none where it is broadcast; blocked: nothing")
+POINTWISE_SUM = Rule(bind_pointwise, kind="sum", source=POINTWISE.source)
 
 for _target in UNTAGGED:
     RULES[_target] = POINTWISE

@@ -74,8 +74,8 @@ def bind_permutation(node: fx.Node) -> BoundRule:
     return BoundRule((Factor("n", size, blocked=True),) if size > 1 else (), (), (dims,))
 
 
-family(DRAWN, bind_drawn, "drawn pointwise")
-family(CREATED, bind_drawn, "-> ..., drawn", lower=lower_created)
-family([aten.randperm.default], bind_permutation, "-> [n], drawn")
+family(DRAWN, bind_drawn, "one factor a dimension of what is drawn; blocked: nothing")
+family(CREATED, bind_drawn, "one factor a dimension of what is drawn; blocked: nothing", lower=lower_created)
+family([aten.randperm.default], bind_permutation, "a permutation of all numbers; blocked: all of it")
 rule(aten.multinomial.default, "... [v] -> ... [n]")
 RULES[aten.rrelu_with_noise_backward.default] = POINTWISE

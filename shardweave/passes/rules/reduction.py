@@ -42,4 +42,4 @@ def bind_reduction(node: fx.Node) -> BoundRule:
 
 
 for _target in REDUCTIONS:
-    RULES[_target] = Rule(bind_reduction, source="reduction")
+    RULES[_target] = Rule(bind_reduction, source="reduced dimensions are contracted; blocked: nothing")

@@ -52,7 +52,8 @@ class Rule:
     decompose : callable, optional
         The same op in simpler ones, used where an axis arrives on a factor that the op itself cannot split.
     source : str
-        The pattern, or the name of the family that generated it, for `docs/rules.md`.
+        The pattern, or what the family does and cannot split (``"a diagonal; blocked: its dimensions"``), for
+        `docs/rules.md`.
     owned : mapping from factor to tuple of int
         For a factor that picks rows by their owner, the inputs of which a rank reads just the rows that it owns: they
         may arrive as an ``"own"`` partial result over the factor's axes.

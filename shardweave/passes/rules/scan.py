@@ -152,16 +152,25 @@ SCANS = [
     aten.argmin.default,
     aten.prod.dim_int,
 ]
-family(SCANS, along("dim"), "the dimension is blocked")
-family([aten.flip.default, aten.roll.default], along("dims"), "the dimensions are blocked")
-family([aten.prod.default, aten.median.default, aten.nanmedian.default], along(), "all dimensions are blocked")
-family([aten.tril.default, aten.triu.default], bind_last_two, "the last two dimensions are blocked")
-family([aten.histc.default], bind_histogram, "counts add up, bins are blocked")
-family([aten.searchsorted.Tensor, aten.bucketize.Tensor], bind_search, "the sorted sequence is blocked")
+family(SCANS, along("dim"), "in order along a dimension; blocked: that dimension")
+family([aten.flip.default, aten.roll.default], along("dims"), "moved along dimensions; blocked: those dimensions")
+family(
+    [aten.prod.default, aten.median.default, aten.nanmedian.default],
+    along(),
+    "one number of all values; blocked: all dimensions",
+)
+family(
+    [aten.tril.default, aten.triu.default], bind_last_two, "a triangle of matrices; blocked: the last two dimensions"
+)
+family([aten.histc.default], bind_histogram, "counts add up; blocked: the bins, and all where the data sets the bounds")
+family(
+    [aten.searchsorted.Tensor, aten.bucketize.Tensor], bind_search, "places in a sorted sequence; blocked: the sequence"
+)
 family(
     [aten.diagonal.default, aten.diagonal_scatter.default, aten.diag_embed.default],
     bind_diagonal,
-    "both dimensions of a diagonal are blocked",
+    "a diagonal; blocked: its two dimensions and itself",
 )
-family([aten.unfold.default], bind_unfold, "the unfolded dimension is blocked")
-family([aten.unfold_backward.default], bind_unfold, "the unfolded dimension is blocked", lower=lower_unfold_backward)
+_WINDOWS = "windows along a dimension; blocked: that dimension, the windows and what is in them"
+family([aten.unfold.default], bind_unfold, _WINDOWS)
+family([aten.unfold_backward.default], bind_unfold, _WINDOWS, lower=lower_unfold_backward)

@@ -105,12 +105,16 @@ def lower_scatter(emit: Emitter) -> fx.Node:
     return emit.call(aten.slice.Tensor, written, dim, 0, local)
 
 
-RULES[aten.gather.default] = Rule(bind_pick, lower_gather, source="i v, i n -> i n")
+_SHORT = "`i` where the index is shorter than the value"
+RULES[aten.gather.default] = Rule(bind_pick, lower_gather, source=f"`i v, i n -> i n`; blocked: {_SHORT}, `v` of flags")
 for _target in SCATTERS:
-    RULES[_target] = Rule(bind_pick, lower_scatter, source="i v, i n, i n -> i v")
+    RULES[_target] = Rule(
+        bind_pick, lower_scatter, source=f"`i v, i n, i n -> i v`; blocked: {_SHORT}, `n` but of a `scatter_add`"
+    )
 
 
 def _added(node: fx.Node) -> Callable[..., Any] | None:
+    """The form of a `scatter_add` to what is not zero."""
     return None if is_zero(argument(node, "self")) else partial(added, aten.scatter_add.default)
 
 

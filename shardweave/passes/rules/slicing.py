@@ -115,9 +115,7 @@ def bind_select_scatter(node: fx.Node) -> BoundRule:
     dim = argument(node, "dim") % len(wholes)
     builder = Builder()
     whole_dims = tuple(builder.new(size, blocked=index == dim) for index, size in enumerate(wholes))
-    return BoundRule(
-        tuple(builder.factors), (whole_dims, whole_dims[:dim] + whole_dims[dim + 1 :]), (whole_dims,)
-    )
+    return BoundRule(tuple(builder.factors), (whole_dims, whole_dims[:dim] + whole_dims[dim + 1 :]), (whole_dims,))
 
 
 def bind_stack(node: fx.Node) -> BoundRule:
@@ -178,9 +176,7 @@ def bind_pad(node: fx.Node) -> BoundRule:
     """`constant_pad_nd`: a padded dimension is a chunk of the result."""
     given, (result,) = shape(tensor_args(node)[0]), output_shapes(node)
     builder = Builder()
-    pairs = [
-        chunks(builder, [source, target], [front]) for source, target, front in zip(given, result, _padding(node))
-    ]
+    pairs = [chunks(builder, [source, target], [front]) for source, target, front in zip(given, result, _padding(node))]
     return BoundRule(tuple(builder.factors), (tuple(pair[0] for pair in pairs),), (tuple(pair[1] for pair in pairs),))
 
 
@@ -195,12 +191,18 @@ def lower_pad(emit: Emitter) -> fx.Node:
     return emit.call(aten.constant_pad_nd.default, emit.args[0], pad, *emit.args[2:])
 
 
-family([aten.slice.Tensor, aten.slice_backward.default], bind_slice, "chunks", lower=lower_slice)
-family([aten.slice_scatter.default], bind_slice_scatter, "chunks", lower=lower_slice)
-family([aten.select.int], bind_select, "select")
-family([aten.select_backward.default], bind_select, "select", lower=lower_select_backward)
-family([aten.select_scatter.default], bind_select_scatter, "select")
-family([aten.unbind.int, aten.stack.default], bind_stack, "stack and unbind")
-family([aten.cat.default], bind_cat, "chunks")
-family([aten.split.Tensor, aten.split_with_sizes.default], bind_split, "chunks", lower=lower_split)
-family([aten.constant_pad_nd.default], bind_pad, "chunks", lower=lower_pad)
+_CHUNKS = "chunks, each of one inner factor; blocked: the number of chunks, all of a slice with steps"
+family([aten.slice.Tensor, aten.slice_backward.default], bind_slice, _CHUNKS, lower=lower_slice)
+family([aten.slice_scatter.default], bind_slice_scatter, _CHUNKS, lower=lower_slice)
+family([aten.select.int], bind_select, "one of a dimension; blocked: that dimension")
+family(
+    [aten.select_backward.default],
+    bind_select,
+    "one of a dimension; blocked: that dimension",
+    lower=lower_select_backward,
+)
+family([aten.select_scatter.default], bind_select_scatter, "one of a dimension; blocked: that dimension")
+family([aten.unbind.int, aten.stack.default], bind_stack, "one by one of a dimension; blocked: that dimension")
+family([aten.cat.default], bind_cat, _CHUNKS)
+family([aten.split.Tensor, aten.split_with_sizes.default], bind_split, _CHUNKS, lower=lower_split)
+family([aten.constant_pad_nd.default], bind_pad, _CHUNKS, lower=lower_pad)

@@ -71,10 +71,18 @@ def bind_glu(node: fx.Node) -> BoundRule:
     return BoundRule(tuple(builder.factors), inputs, (wide if backward else tuple(shared),))
 
 
-family([aten.repeat.default], bind_repeat, "(r d)", lower=lower_repeat)
-family([aten.view_as_real.default, aten.view_as_complex.default], bind_complex, "... -> ... [2]")
-family([aten.view.dtype], bind_bits, "the last dimension is blocked where its size changes")
-family([aten.glu.default, aten.glu_backward.default], bind_glu, "... ([2] d) -> ... d")
+family([aten.repeat.default], bind_repeat, "`d -> (r d)`; blocked: nothing", lower=lower_repeat)
+family(
+    [aten.view_as_real.default, aten.view_as_complex.default],
+    bind_complex,
+    "`... [2] -> ...` and back; blocked: the two parts of a number",
+)
+family([aten.view.dtype], bind_bits, "the same bits; blocked: the last dimension where its size changes")
+family(
+    [aten.glu.default, aten.glu_backward.default],
+    bind_glu,
+    "`... ([2] d) -> ... d` and its gradient; blocked: the two halves",
+)
 
 
 # -- strides

@@ -153,9 +153,31 @@ RESHAPES = [
     aten.unsqueeze.default,
     aten.flatten.using_ints,
 ]
-family(RESHAPES, bind_reshape, "reshape", lower=lower_to_local_shape, kind="view")
-family([aten.permute.default, aten.transpose.int, aten.t.default], bind_permute, "permute", kind="view")
-family([aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default], bind_identity, "identity",
-       lower=lower_identity, kind="view")  # fmt: skip
-family([aten.clone.default], bind_identity, "identity", kind="view")
-family([aten.expand.default], bind_expand, "expand", lower=lower_to_local_shape, kind="view")
+family(
+    RESHAPES,
+    bind_reshape,
+    "common factors of both shapes; blocked: dimensions that share none",
+    lower=lower_to_local_shape,
+    kind="view",
+)
+family(
+    [aten.permute.default, aten.transpose.int, aten.t.default],
+    bind_permute,
+    "the same factors in another order; blocked: nothing",
+    kind="view",
+)
+family(
+    [aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default],
+    bind_identity,
+    "the value itself; blocked: nothing",
+    lower=lower_identity,
+    kind="view",
+)
+family([aten.clone.default], bind_identity, "the value itself; blocked: nothing", kind="view")
+family(
+    [aten.expand.default],
+    bind_expand,
+    "repeated dimensions are factors of the output alone; blocked: nothing",
+    lower=lower_to_local_shape,
+    kind="view",
+)

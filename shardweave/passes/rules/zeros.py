@@ -22,7 +22,7 @@ KEEPS: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {
         (
             aten.relu.default, aten.silu.default, aten.gelu.default, aten.tanh.default, aten.neg.default,
             aten.abs.default, aten.mul.Scalar, aten.div.Scalar, aten._to_copy.default, aten.slice.Tensor,
-            aten.split.Tensor, aten.split_with_sizes.default, aten.select.int, aten.expand.default,
+            aten.split.Tensor, aten.split_with_sizes.default, aten.select.int,
             aten.slice_backward.default, aten.select_backward.default, aten.sum.dim_IntList, aten.div.Tensor,
         ),
         ((0,), ()),

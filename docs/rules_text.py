@@ -1,0 +1,118 @@
+"""What docs/rules.md says beside what is generated: `docs.make_rules` puts the two together."""
+
+from __future__ import annotations
+
+WORDS = {
+    "view": "moves nothing: layouts pass through it, partial sums too",
+    "sums": "linear in all its inputs together: partial sums pass through it",
+    "parts": "kept fused, and written in simpler ops where an axis arrives on what is blocked",
+    "local": "has a local form: sizes, offsets or masks of this rank's part",
+    "zeros": "zero where an input is: an `own` partial result (rows that lie on one rank alone) passes through it",
+    "owner": "of an `own` partial result it reads just the rows that this rank owns",
+    "draws": "random (see below)",
+    "pair": "where it has dropout, spread as the op whose numbers it draws again",
+}
+EXAMPLES: tuple[tuple[str, dict[str, tuple[int, ...]]], ...] = (
+    ("x + y", {"x": (8, 4, 6), "y": (4, 1)}),
+    ("x.view(8, 3, 2, 4)", {"x": (8, 24)}),
+    ("x.view(6, 4)", {"x": (3, 8)}),
+    ("x.sum(1)", {"x": (8, 4)}),
+    ("torch.softmax(x, 1)", {"x": (8, 4)}),
+    ("torch.cat([x, y], 1)", {"x": (8, 4), "y": (8, 6)}),
+    ("x.split([8, 4, 4], 1)", {"x": (6, 16)}),
+    ("x.topk(2, 1)", {"x": (8, 4)}),
+    ("table[:, numbers]", {"table": (8, 16), "numbers": (4,)}),
+    ("torch.nn.functional.layer_norm(x, [4])", {"x": (8, 6, 4)}),
+    ("torch.conv2d(x, weight, groups=2)", {"x": (8, 6, 5, 5), "weight": (4, 3, 3, 3)}),
+    (
+        "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)",
+        {"q": (8, 4, 6, 16), "k": (8, 2, 6, 16), "v": (8, 2, 6, 16)},
+    ),
+)
+"""Calls and the shapes of their inputs; ``numbers`` are integers."""
+
+INTRODUCTION = """# Rules
+
+Made from the code by `make rules` (`docs/make_rules.py`); a test fails where this page is not what the code says.
+
+A rule says of which loops (*factors*) an op consists, and which of them its values have. An axis of the machine may be
+put on any factor that is not *blocked*: a blocked factor is one whose steps cannot be computed apart. All layouts
+follow: a factor in an output makes that output sharded, one that only inputs have makes it a partial result. Where an
+axis arrives on a blocked factor, the value is gathered over it first.
+
+## How to read a pattern
+
+{grammar}
+
+In families that are generated from shapes, the rule of a call is written by its shapes (`i0`, `i1`, ... are its loops):
+
+{examples}
+
+In the tables, *more* says:
+
+{words}
+
+## An op without a rule
+
+Where it is on the way of activations (its result is of floating point), the model is refused: the `RuleError` lists
+each such op with its module and source line. There are three ways out:
+
+- write the line with other ops,
+- give the op a rule, in a line, before the model is compiled:
+
+  ```python
+  import torch
+  import shardweave as sw
+
+  sw.rule(torch.ops.mylib.scale_rows.default, "m n, m -> m n")
+  ```
+
+  A rule may say how the parts of a contracted factor combine (`reduce={{"m": "max"}}`), how the op is called on local
+  tensors where it is not simply the same call (`lower=`), and in which ops it is written where an axis arrives on a
+  blocked factor (`decompose=`): see `shardweave/passes/rules/registry.py`. `tests/passes/test_rules.py` shows how a
+  rule is proven.
+- `Options(allow_unruled=True)`: the op is computed whole on every device, and so is all that its blocked factors reach.
+
+Off that way (an op on integers or flags) it is computed whole on every device, with a warning.
+
+### Ops of torch that have none
+
+Of torch's core ops: {core}.
+(`var.dim` and `adaptive_avg_pool1d` do not reach the rules: capture writes them in others.)
+
+Of what models use, with what to write instead:
+
+{refused}
+
+Sizes, branches and numbers that depend on the values of tensors (`.item()`, `nonzero`, `x[mask]`, `unique`) are refused
+earlier, in capture: one graph has to serve every step.
+"""
+REFUSED: tuple[tuple[str, str, str], ...] = (
+    ("masked_scatter", "the n-th element that is masked takes the n-th value: a count over all", "`torch.where`"),
+    ("_cdist_forward", "distances of all pairs", "products and norms: `(x**2).sum(-1) - 2 * x @ y.T + ...`"),
+    ("_pdist_forward", "distances of all pairs of one list", "the same, and `torch.triu`"),
+    ("_ctc_loss", "a recursion over time", "the loss outside of the model"),
+    ("_embedding_bag", "bags of any length", "`embedding`, then a sum over the bag's dimension"),
+    ("_fft_r2c", "every output needs every input", "a product with the Fourier matrix, for short dimensions"),
+    ("_linalg_svd", "factorisations, solves, determinants", "the computation outside of the model"),
+    ("linalg_cross", "three numbers", "products of slices"),
+    ("renorm", "norms of slices, compared", "`linalg.vector_norm` and `torch.where`"),
+    ("put", "places in the whole value", "`index_put` or `scatter`"),
+    ("index_reduce", "places in an order", "`scatter_reduce`"),
+    ("fractional_max_pool2d", "random windows", "`max_pool2d`"),
+    ("_weight_norm_interface", "the weight norm of `torch.nn.utils`", "the norm and the product, written out"),
+    ("_grouped_mm", "row groups that come from no sort of experts", "the dispatch below, or `bmm`"),
+)
+"""Ops without a rule: why, and what to write instead."""
+
+FORMS = "`annotate` writes these in ops that have rules, before any rule is bound: what is blocked, those rules say."
+
+EXPERTS = """The region begins at a `sort` or `argsort` of one list of integers that grouped products follow
+(`aten._grouped_mm`, `transformers::grouped_mm_fallback`), as `transformers` writes it. Row-wise ops, `index`,
+`index_put`, `scatter_add` and counts may stand in it; the counts have to reach the products through a running sum. A
+region that uses the sorted rows otherwise is refused with its module and line. Experts that are all multiplied at once
+(`bmm`) need no region: there the expert is the factor `b`."""
+
+RANDOM = """`randperm` is blocked, and so is a row that `multinomial` draws from: each of their numbers depends on the
+others. The numbers on many devices are not those of one device, since each part is drawn by itself: compare with
+dropout off."""
