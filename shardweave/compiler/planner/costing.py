@@ -159,7 +159,8 @@ class Costing:
                       for argument in tensor_args(role.node)), default=1)  # fmt: skip
         values = [self.shapes[name] for name in (op.parameter, *op.companions)]
         signature = self._number((
-            tuple(op.sizes.items()), op.outputs, op.contracted, op.experts, op.batch, shared, tuple(v.shape for v in values),
+            tuple(op.sizes.items()), op.outputs, op.contracted, op.experts, op.batch, shared,
+            tuple(value.shape for value in values),
             tuple((str(role.node.target), role.atoms, role.batch, _bound(role.node)) for role in op.roles),
             tuple(self.forced.get(op.name, ())),
         ))  # fmt: skip
