@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from shardweave.compiler.adapters import traceable
 from shardweave.compiler.call import TENSOR, CallTree, as_call, canonical, leaf_names
-from shardweave.compiler.refusal import readable_errors, refuse_values, refused, where
+from shardweave.compiler.refusal import readable_errors, refuse_effects, refuse_values, refused, where
 from shardweave.errors import CaptureError
 
 
@@ -145,6 +145,7 @@ def _describe(
 ) -> Captured:
     for node in graph.graph.nodes:
         refuse_values(model, node)
+        refuse_effects(model, node)
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     tied = {name: canonical[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     aliases: dict[str, tuple[str, ...]] = {}

@@ -16,7 +16,7 @@ from shardweave.errors import CaptureError
 
 _WAY_OUT = (
     "Write that line without branching on the values of tensors and without leaving the graph (torch.where, "
-    "torch.cond, masks instead of selections, no .item(), no printing), then compile again."
+    "masks instead of selections, no .item(), no printing), then compile again."
 )
 _RAISED = (
     "The model itself stops here: mend the call or the config, then compile again. If it runs by itself, it makes up "
@@ -56,6 +56,14 @@ def refuse_values(model: nn.Module, node: fx.Node) -> None:
         if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
             what = "a size" if isinstance(value, Tensor) else "a number"
             raise refused(model, f"{what} depends on the values of tensors", *where(model, node))
+
+
+def refuse_effects(model: nn.Module, node: fx.Node) -> None:
+    """`CaptureError` where an op does more than to compute: it checks values, or prints."""
+    if node.target is torch.ops.higher_order.with_effects:
+        what = f"{node.args[1]} acts beside the graph: it checks the values of tensors, or says them"
+        way_out = "Write that line with ops that only compute, then compile again."
+        raise refused(model, what, *where(model, node), way_out)
 
 
 def refuse_open_sizes(graph: fx.Graph) -> None:

@@ -249,9 +249,14 @@ def _blocked_rule(node: fx.Node) -> BoundRule:
     return BoundRule(tuple(factors), given, results)
 
 
+def _counts(value: torch.Tensor) -> bool:
+    """Whether a value is on the way of activations: indices and masks are small."""
+    return value.is_floating_point() or value.is_complex()
+
+
 def _report_unruled(unruled: Sequence[fx.Node], allow: bool) -> None:
     floating = [
-        node for node in unruled if any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in _values(node))
+        node for node in unruled if any(isinstance(v, torch.Tensor) and _counts(v) for v in _values(node))
     ]
     if floating and not allow:
         listed = "\n  ".join(sorted({describe(node) for node in floating}))

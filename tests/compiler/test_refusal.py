@@ -112,6 +112,10 @@ def says(x: Tensor) -> Tensor:
     return Saying.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def inverts(x: Tensor) -> Tensor:
+    return torch.linalg.inv(x @ x.T)
+
+
 WAY, STOPS, PRINT = "torch.where", "mend the call or the config", "Take the print out"
 REFUSED = [
     (branches, "a branch depends on the values", "return -x if", WAY),
@@ -124,6 +128,7 @@ REFUSED = [
     (misfits, "it raises RuntimeError: 'a and b must have same reduction dim", "x @ torch.ones", STOPS),
     (asserts, "it raises AssertionError", 'assert x.shape[0] == 5, "five', STOPS),
     (tries, "it raises ValueError: 'bad shape (8, 4)'", "raise ValueError", STOPS),
+    (inverts, "aten._linalg_check_errors.default acts beside the graph", "torch.linalg.inv(", "ops that only compute"),
     (reads, "a number depends on the values", "Reading.apply", WAY),
     (says, "builtin operator `print`", "# prints in a backward", PRINT),
 ]

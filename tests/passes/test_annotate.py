@@ -249,3 +249,19 @@ def test_ops_have_the_names_of_modules_in_a_model_that_looks_them_up_itself() ->
     annotate(captured, Options())
     products = {info(node).op for node in captured.graph.graph.nodes if node.target is aten.mm.default}
     assert products == {"layers.0", "layers.1"}
+
+
+class Spectrum(nn.Module):
+    """Its only unruled op gives complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft(x @ self.weight).abs().sum()
+
+
+def test_an_unruled_op_of_complex_numbers_is_refused() -> None:
+    with pytest.raises(RuleError, match=r"aten\._fft_r2c"):
+        Annotate()(capture(Spectrum(), torch.randn(8, 4)).graph)
