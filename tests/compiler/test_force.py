@@ -147,11 +147,11 @@ def test_a_norm_is_told_whose_companion_it_is() -> None:
     assert "blocks.0.norm2" in text and "blocks.0.up" in text and "force that" in text
 
 
-@pytest.mark.parametrize("value", ["fsdp", "column:x", "column:3", (2, 2), (2, 2, 2, 1, 1), 3, None])
+@pytest.mark.parametrize("value", ["fsdp", "column:x", "column:3", (2, 2), (2, 2, 2, 1, 1, 1), 3, None])
 def test_a_value_that_is_no_strategy_is_told_with_what_is(value: Any) -> None:
     text = refused({"head": value})
     assert "force['head']" in text
-    assert "'dp', 'zdp', 'column', 'row', '3d'" in text or "no grid of 8 devices" in text
+    assert "'dp', 'zdp', 'column', 'row', 'expert', '3d'" in text or "no grid of 8 devices" in text
 
 
 def test_a_grid_of_another_size_is_told() -> None:
