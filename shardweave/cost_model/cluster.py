@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -105,6 +105,8 @@ class Cluster:
         Where each figure is from, by its key in the file (``"device.memory"``); no part of a comparison.
     measured : Measured, optional
         What was measured on the machine itself; it goes before the formulas.
+    library : {"nccl", "gloo"}
+        Which library runs the collectives, as each has algorithms of its own; RCCL counts as NCCL.
 
     Raises
     ------
@@ -125,8 +127,11 @@ class Cluster:
     device: Device
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     measured: Measured | None = field(default=None, repr=False)
+    library: Literal["nccl", "gloo"] = "nccl"
 
     def __post_init__(self) -> None:
+        if self.library not in ("nccl", "gloo"):
+            raise ClusterError(f"library: expected 'nccl' or 'gloo', got {self.library!r}")
         names = [level.name for level in self.levels]
         if not names or len(set(names)) != len(names):
             raise ClusterError(f"levels: expected at least one level, each with a name of its own, got {names}")
@@ -191,7 +196,7 @@ class Cluster:
         levels = tuple(Level(**build(Level, level, f"levels[{i}]")) for i, level in enumerate(raw["levels"]))
         device = Device(**build(Device, raw["device"], "device", keep=("flops",)))
         measured = None if raw.get("measured") is None else Measured.from_dict(raw["measured"])
-        return cls(raw["name"], levels, device, dict(raw.get("sources") or {}), measured)
+        return cls(raw["name"], levels, device, dict(raw.get("sources") or {}), measured, raw.get("library", "nccl"))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
