@@ -248,18 +248,25 @@ class Cluster:
         return cls.preset("local-cpu").resized(cpu=n)
 
     @classmethod
-    def detect(cls) -> Cluster:
+    def detect(cls, profile: bool = False) -> Cluster:
         """The running torch.distributed world: its size, ``LOCAL_WORLD_SIZE`` ranks a node, the kind of its GPUs.
+
+        Parameters
+        ----------
+        profile : bool
+            Also measure its collectives, in less than a minute, once for this hardware and these versions: the result
+            is kept in the cache directory (``SHARDWEAVE_CACHE``). All ranks must call it. `measured.covered` says what
+            was measured and what was not.
 
         Raises
         ------
         ClusterError
             Where several ranks were started but torch.distributed is not initialised, where the ranks do not divide
-            over the nodes, or where no preset knows this kind of GPU.
+            over the nodes, where no preset knows this kind of GPU, or where a rank fails during the profile.
         """
-        from shardweave.cost_model.detection import detect
+        from shardweave.cost_model.detection import detect, profiled
 
-        return detect()
+        return profiled(detect()) if profile else detect()
 
     def fitted(self, devices: int, nodes: int) -> Cluster:
         """This machine with `devices` devices on each of `nodes` nodes, filled from the innermost level.
