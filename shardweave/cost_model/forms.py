@@ -32,9 +32,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardweave.cost_model.cluster import Cluster
+from shardweave.cost_model.measured import KINDS
 from shardweave.errors import ClusterError
-
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 FORMS = dict.fromkeys(KINDS, ("ring", "tree", "hierarchical")) | {"all_to_all": ("pairs", "hierarchical")}
 """The forms that each kind is priced in."""

@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from shardweave.cost_model.cluster import Cluster
 from shardweave.cost_model.collectives import group_extents
-from shardweave.cost_model.forms import KINDS
-from shardweave.cost_model.measured import CollectiveTable, Curve
+from shardweave.cost_model.measured import KINDS, CollectiveTable, Curve
 from shardweave.errors import ClusterError
 from shardweave.ir import Axis, axes_size
 
