@@ -1,16 +1,22 @@
 """What things cost: the machine, compute, collectives, memory, and the simulator that is the judge of a plan."""
 
-from shardweave.cost_model.cluster import Cluster, Device, Level
+from shardweave.cost_model.cluster import Cluster, Device
 from shardweave.cost_model.collectives import collective_seconds
 from shardweave.cost_model.compute import matmul_seconds, node_seconds, node_work
 from shardweave.cost_model.flops import flops_by_op, replicated, sharded_share
+from shardweave.cost_model.levels import Level
+from shardweave.cost_model.measured import CollectiveTable, Curve, Measured, OpTable
 from shardweave.cost_model.simulator import simulate
 from shardweave.cost_model.timeline import Timeline
 
 __all__ = [
     "Cluster",
+    "CollectiveTable",
+    "Curve",
     "Device",
     "Level",
+    "Measured",
+    "OpTable",
     "Timeline",
     "collective_seconds",
     "flops_by_op",
