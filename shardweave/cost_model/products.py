@@ -95,8 +95,7 @@ def _filters(weight: Shape, places: Shape, groups: int) -> Product | None:
 
 
 def _convolution(call: _Call) -> Product | None:
-    places = (call.shape(0)[0], 0, *(call.shape(0) if call.value(6, False) else call.output())[2:])
-    return _filters(call.shape(1), places, call.value(8, 1))
+    return _filters(call.shape(1), call.shape(0) if call.value(6, False) else call.output(), call.value(8, 1))
 
 
 def _convolution_backward(call: _Call) -> Product | None:
@@ -104,11 +103,11 @@ def _convolution_backward(call: _Call) -> Product | None:
 
 
 def _input_grad(call: _Call) -> Product | None:
-    return _filters(call.shape(1), call.value(2, ()) if call.value(6, False) else call.shape(0), call.value(8, 1))
+    return _filters(call.shape(1), call.output() if call.value(6, False) else call.shape(0), call.value(8, 1))
 
 
 def _weight_grad(call: _Call) -> Product | None:
-    return _filters(call.value(2, ()), call.shape(1) if call.value(6, False) else call.shape(0), call.value(8, 1))
+    return _filters(call.output(), call.shape(1) if call.value(6, False) else call.shape(0), call.value(8, 1))
 
 
 def _expert_mm(call: _Call) -> Product:
