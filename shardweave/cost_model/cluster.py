@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -127,6 +127,8 @@ class Cluster:
         Where each figure is from, by its key in the file (``"device.memory"``); no part of a comparison.
     measured : Measured, optional
         What was measured on the machine itself; it goes before the formulas.
+    library : {"nccl", "gloo"}
+        Which library runs the collectives, as each has algorithms of its own; RCCL counts as NCCL.
 
     Raises
     ------
@@ -147,8 +149,11 @@ class Cluster:
     device: Device
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     measured: Measured | None = field(default=None, repr=False)
+    library: Literal["nccl", "gloo"] = "nccl"
 
     def __post_init__(self) -> None:
+        if self.library not in ("nccl", "gloo"):
+            raise ClusterError(f"library: expected 'nccl' or 'gloo', got {self.library!r}")
         names = [level.name for level in self.levels]
         if not names or len(set(names)) != len(names):
             raise ClusterError(f"levels: expected at least one level, each with a name of its own, got {names}")
@@ -213,7 +218,7 @@ class Cluster:
         levels = tuple(Level(**build(Level, level, f"levels[{i}]")) for i, level in enumerate(raw["levels"]))
         device = Device(**build(Device, raw["device"], "device", keep=("flops",)))
         measured = None if raw.get("measured") is None else Measured.from_dict(raw["measured"])
-        return cls(raw["name"], levels, device, dict(raw.get("sources") or {}), measured)
+        return cls(raw["name"], levels, device, dict(raw.get("sources") or {}), measured, raw.get("library", "nccl"))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
@@ -265,18 +270,25 @@ class Cluster:
         return cls.preset("local-cpu").resized(cpu=n)
 
     @classmethod
-    def detect(cls) -> Cluster:
+    def detect(cls, profile: bool = False) -> Cluster:
         """The running torch.distributed world: its size, ``LOCAL_WORLD_SIZE`` ranks a node, the kind of its GPUs.
+
+        Parameters
+        ----------
+        profile : bool
+            Also measure its collectives, in less than a minute, once for this hardware and these versions: the result
+            is kept in the cache directory (``SHARDWEAVE_CACHE``). All ranks must call it. `measured.covered` says what
+            was measured and what was not.
 
         Raises
         ------
         ClusterError
             Where several ranks were started but torch.distributed is not initialised, where the ranks do not divide
-            over the nodes, or where no preset knows this kind of GPU.
+            over the nodes, where no preset knows this kind of GPU, or where a rank fails during the profile.
         """
-        from shardweave.cost_model.detection import detect
+        from shardweave.cost_model.detection import detect, profiled
 
-        return detect()
+        return profiled(detect()) if profile else detect()
 
     def fitted(self, devices: int, nodes: int) -> Cluster:
         """This machine with `devices` devices on each of `nodes` nodes, filled from the innermost level.

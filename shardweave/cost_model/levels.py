@@ -33,6 +33,10 @@ class Level:
     links : {"switch", "mesh"}
         Through a switch a device has its full `bandwidth` to any peer. In a mesh it has ``1 / (size - 1)`` of it to
         each of its peers, so that a group of fewer gets less (the NVLinks of a Perlmutter node).
+    group_bandwidth : float, optional
+        Bytes/s, as reached and not line rate, that *one* group gets through one entrance of this level even where
+        nothing else uses it: one ring or one process cannot drive all NICs of a node. Left out, a group is held back
+        by its members' `bandwidth` alone.
 
     Examples
     --------
@@ -47,6 +51,7 @@ class Level:
     shared_bandwidth: float | None = None
     efficiency: float = 1.0
     links: Literal["switch", "mesh"] = "switch"
+    group_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z]+(_[A-Za-z]+)*", self.name):
@@ -58,6 +63,8 @@ class Level:
         if self.shared_bandwidth is not None:
             check_number(f"{key}.shared_bandwidth", self.shared_bandwidth)
         check_number(f"{key}.efficiency", self.efficiency, high=1)
+        if self.group_bandwidth is not None:
+            check_number(f"{key}.group_bandwidth", self.group_bandwidth)
         if self.links not in ("switch", "mesh"):
             raise ClusterError(f"{key}.links: expected 'switch' or 'mesh', got {self.links!r}")
 

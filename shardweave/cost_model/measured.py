@@ -85,7 +85,8 @@ class Curve:
         low, high = self.bytes[right - 1], self.bytes[right]
         way = math.log(num_bytes / low) / math.log(high / low)
         before, after = self.seconds[right - 1], self.seconds[right]
-        return min(max(before * (after / before) ** way, min(before, after)), max(before, after))
+        between = before * math.exp(way * math.log(after / before))
+        return min(max(between, min(before, after)), max(before, after))  # rounding may not leave the two points
 
 
 @dataclass(frozen=True)
