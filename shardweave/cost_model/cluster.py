@@ -49,6 +49,14 @@ class Device:
         Part of the peak that a large matmul reaches; 0.4 to 0.8 is what is seen in training.
     memory_efficiency : float
         Part of `memory_bandwidth` that a pointwise kernel reaches; 0.7 to 0.9 on GPUs.
+    matmul_half : mapping of str to float
+        By dtype, the size ``h`` of a dimension at which a product reaches half of `matmul_efficiency`: a product of
+        ``m k, k n`` reaches the part ``m / (m + h) * n / (n + h) * k / (k + h)`` of it (`compute.matmul_seconds`).
+        That of float32 stands in for dtypes not listed; without it, 0: every shape reaches the same.
+    memory_half : float
+        The bytes at which a kernel reaches half of `memory_efficiency`, its launch apart.
+    overlap_slowdown : float
+        What a kernel's time is multiplied by while a collective runs: it takes cores and memory bandwidth too.
 
     Raises
     ------
@@ -57,8 +65,9 @@ class Device:
 
     Examples
     --------
-    >>> Device("toy", {"float32": 1e12}, memory=2**30, memory_bandwidth=1e11).peak("bfloat16")
-    1000000000000.0
+    >>> toy = Device("toy", {"float32": 1e12}, memory=2**30, memory_bandwidth=1e11, matmul_half={"bfloat16": 64.0})
+    >>> toy.peak("bfloat16"), toy.half_dimension("bfloat16"), toy.half_dimension("float32")
+    (1000000000000.0, 64.0, 0.0)
     """
 
     name: str
@@ -69,6 +78,9 @@ class Device:
     collective_latency: float = 0.0
     matmul_efficiency: float = 0.7
     memory_efficiency: float = 0.8
+    matmul_half: Mapping[str, float] = field(default_factory=dict)
+    memory_half: float = 0.0
+    overlap_slowdown: float = 1.0
 
     def __post_init__(self) -> None:
         if "float32" not in self.flops:
@@ -83,10 +95,20 @@ class Device:
         check_number("device.collective_latency", self.collective_latency, zero=True)
         check_number("device.matmul_efficiency", self.matmul_efficiency, high=1)
         check_number("device.memory_efficiency", self.memory_efficiency, high=1)
+        if not isinstance(self.matmul_half, Mapping):
+            raise ClusterError(f"device.matmul_half: expected a mapping of dtype to a size, got {self.matmul_half!r}")
+        for dtype, half in self.matmul_half.items():
+            check_number(f"device.matmul_half.{dtype}", half, zero=True)
+        check_number("device.memory_half", self.memory_half, zero=True)
+        check_number("device.overlap_slowdown", self.overlap_slowdown, low=1)
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s for `dtype`; that of float32 where it is not listed."""
         return self.flops.get(dtype, self.flops["float32"])
+
+    def half_dimension(self, dtype: str) -> float:
+        """The size of a dimension at which a product in `dtype` reaches half of `matmul_efficiency`."""
+        return self.matmul_half.get(dtype, self.matmul_half.get("float32", 0.0))
 
 
 @dataclass(frozen=True)

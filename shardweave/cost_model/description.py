@@ -10,9 +10,13 @@ from typing import Any
 
 from shardweave.errors import ClusterError
 
+_BY_DTYPE = {"flops": "FLOP/s", "matmul_half": "a size"}  # fields that are mappings, and what they map dtypes to
 
-def check_number(key: str, value: object, *, whole: bool = False, zero: bool = False, high: float = math.inf) -> None:
-    """Refuse what is no number in ``(0, high]`` (``[0, high]`` with `zero`).
+
+def check_number(
+    key: str, value: object, *, whole: bool = False, zero: bool = False, low: float = 0.0, high: float = math.inf
+) -> None:
+    """Refuse what is no number in ``(0, high]``; in ``[0, high]`` with `zero`, in ``[low, high]`` with a `low`.
 
     Raises
     ------
@@ -23,14 +27,15 @@ def check_number(key: str, value: object, *, whole: bool = False, zero: bool = F
     --------
     >>> check_number("levels.gpu.latency", 0.0, zero=True)
     """
-    expected = f"a {'whole ' if whole else ''}number {'of at least' if zero else 'above'} 0"
+    at_least = zero or low > 0
+    expected = f"a {'whole ' if whole else ''}number {'of at least' if at_least else 'above'} {low:g}"
     if high < math.inf:
         expected += f" and at most {high:g}"
     number = isinstance(value, int) or (isinstance(value, float) and not whole)
     if isinstance(value, bool) or not number:
         raise ClusterError(f"{key}: expected {expected}, got {value!r}")
     assert isinstance(value, int | float)
-    if not math.isfinite(value) or value > high or value < 0 or (value == 0 and not zero):
+    if not math.isfinite(value) or value > high or value < low or (value == 0 and not zero):
         raise ClusterError(f"{key}: expected {expected}, got {value!r}")
 
 
@@ -55,10 +60,12 @@ def build(kind: type, data: object, key: str, keep: Sequence[str] = ()) -> dict[
             raise ClusterError(f"{at}{name}: expected a value, got nothing: the key is missing")
     types = typing.get_type_hints(kind)
     built = {name: value if name in keep else _plain(f"{at}{name}", value, types[name]) for name, value in data.items()}
-    if "flops" in built:
-        if not isinstance(built["flops"], Mapping):
-            raise ClusterError(f"{at}flops: expected a mapping of dtype to FLOP/s, got {built['flops']!r}")
-        built["flops"] = {str(k): _plain(f"{at}flops.{k}", v, float) for k, v in built["flops"].items()}
+    for name, unit in _BY_DTYPE.items():
+        if name in built:
+            figures = built[name]
+            if not isinstance(figures, Mapping):
+                raise ClusterError(f"{at}{name}: expected a mapping of dtype to {unit}, got {figures!r}")
+            built[name] = {str(k): _plain(f"{at}{name}.{k}", v, float) for k, v in figures.items()}
     return built
 
 

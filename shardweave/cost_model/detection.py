@@ -68,13 +68,13 @@ def profiled(cluster: Cluster, seconds: float = 30.0) -> Cluster:
         Where a rank fails, or does not come within a minute.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        alone = Measured(key=_key(cluster, [_hardware()]), covered="one rank: there are no collectives to measure")
+        alone = Measured(key=_key(cluster, [hardware()]), covered="one rank: there are no collectives to measure")
         return replace(cluster, measured=alone)
     try:
         world = dist.new_group(timeout=PATIENCE)
-        hardware: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(hardware, _hardware(), group=world)
-        key = _key(cluster, hardware)
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, hardware(), group=world)
+        key = _key(cluster, ranks)
         measured = _from_first(profile_cache.read(key) if dist.get_rank() == 0 else None, world)
         if measured is None:
             table, coverage = profile_collectives(cluster, world, seconds=seconds)
@@ -99,12 +99,12 @@ def _from_first(measured: Measured | None, world: dist.ProcessGroup) -> Measured
     return None if found[0] is None else Measured.from_dict(found[0])
 
 
-def _key(cluster: Cluster, hardware: list[Any]) -> str:
+def _key(cluster: Cluster, ranks: list[Any]) -> str:
     levels = [[level.name, level.size] for level in cluster.levels]
-    return profile_cache.key_of({"format": 1, "levels": levels, "library": cluster.library, "ranks": hardware})
+    return profile_cache.key_of({"format": 1, "levels": levels, "library": cluster.library, "ranks": ranks})
 
 
-def _hardware() -> dict[str, Any]:
+def hardware() -> dict[str, Any]:
     """What one rank runs on and with: where any of it differs, its times are others."""
     found: dict[str, Any] = {"torch": torch.__version__}
     if dist.is_available() and dist.is_initialized():

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from shardweave.cost_model.description import build, check_number
+from shardweave.cost_model.op_times import OpTable
 from shardweave.errors import ClusterError
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -152,29 +153,6 @@ class CollectiveTable:
 
 
 @dataclass(frozen=True)
-class OpTable:
-    """Measured ops: seconds by the signature of an op, its shapes and dtypes.
-
-    Examples
-    --------
-    >>> OpTable({"mm 8x8 8x8 float32": 2e-6}).seconds("mm 8x8 8x8 float32")
-    2e-06
-    >>> OpTable().seconds("mm 8x8 8x8 float32") is None
-    True
-    """
-
-    times: Mapping[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for signature, seconds in self.times.items():
-            check_number(f"measured.ops.{signature}", seconds, zero=True)
-
-    def seconds(self, signature: str) -> float | None:
-        """Seconds of the op of that signature; None where it was not measured."""
-        return self.times.get(signature)
-
-
-@dataclass(frozen=True)
 class Measured:
     """All that was measured on a machine.
 
@@ -208,7 +186,7 @@ class Measured:
             {"kind": c.kind, "members": list(c.members), "bytes": list(c.bytes), "seconds": list(c.seconds)}
             for c in self.collectives.curves
         ]
-        data = {"collectives": curves, "ops": dict(self.ops.times), "slowdown": self.slowdown}
+        data = {"collectives": curves, "ops": self.ops.to_dict(), "slowdown": self.slowdown}
         return data | {"key": self.key, "covered": self.covered}
 
     @classmethod
@@ -230,10 +208,8 @@ class Measured:
         curves, ops = raw.pop("collectives", []), raw.pop("ops", {})
         if not isinstance(curves, list | tuple):
             raise ClusterError(f"measured.collectives: expected a list of curves, got {curves!r}")
-        if not isinstance(ops, Mapping):
-            raise ClusterError(f"measured.ops: expected a mapping of signature to seconds, got {ops!r}")
         table = CollectiveTable(tuple(_curve(f"measured.collectives[{i}]", curve) for i, curve in enumerate(curves)))
-        return cls(table, OpTable({str(signature): _number(seconds) for signature, seconds in ops.items()}), **raw)
+        return cls(table, OpTable.from_dict(ops), **raw)
 
 
 def _curve(key: str, data: object) -> Curve:
