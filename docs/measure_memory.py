@@ -26,7 +26,6 @@ from shardweave.options import Options
 from shardweave.runtime.inputs import localize
 from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.memory import held_bytes, measured_peak
-from tests.compiler.packing import Packed
 from tests.models import TODAY, ZOO, Case
 
 CASES = {**ZOO, **TODAY}
@@ -62,16 +61,14 @@ class Figures:
     rest: int
 
 
-def measure(name: str, packed: Packed) -> Figures:
+def measure(case: Case, parallel: Any) -> Figures:
     """Train for three steps on this rank, and measure the last: by then the optimizer has its states."""
-    case = CASES[name]
-    parallel = packed.module(case.model())
     optimizer = ADAMW(parallel.parameters())
     batch = case.batch(0)
-    values = localize(parallel._flatten((), batch), parallel.spec.inputs, parallel._coordinates)
-    names = list(batch)
-    inputs = dict(zip(names, values, strict=True)) if len(names) == len(values) else batch
-    values.clear()
+    parts = localize(parallel._flatten((), batch), parallel.spec.inputs, parallel._coordinates)
+    named = dict(zip(batch, parts, strict=True)) if len(batch) == len(parts) else batch
+    inputs = {name: value.clone() for name, value in named.items()}  # a part would keep the memory of the whole
+    del parts, named
 
     def step() -> None:
         loss = case.loss(parallel(**inputs))
@@ -82,19 +79,28 @@ def measure(name: str, packed: Packed) -> Figures:
     for _ in range(2):
         step()
     gc.collect()
-    held = [*parallel.parameters(), *parallel.buffers(), *inputs.values()]
+    held = [*parallel.parameters(), *parallel.buffers(), *inputs.values(), *constants(parallel)]
     held += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     with Patient():
         return Figures(measured_peak(step, held), held_bytes(held))
 
 
-def measure_all(name: str, steps: list[Packed]) -> list[Figures]:
-    """In one rank: each step in turn."""
-    return [measure(name, packed) for packed in steps]
+def constants(parallel: Any) -> list[torch.Tensor]:
+    """Tensors that the graphs hold themselves, on this device."""
+    graphs = (parallel.graphs["forward"], parallel.graphs["backward"])
+    found = {str(node.target): module for module in graphs for node in module.graph.nodes if node.op == "get_attr"}
+    return [getattr(module, name) for name, module in found.items()]
 
 
-def prepare(case: Case, ranks: int, ways: list[str]) -> list[tuple[str, Packed, Timeline]]:
-    """The step of a model in each of these ways, and what the simulator says of it."""
+def measure_all(name: str, ranks: int, plans: list[dict[str, Any]]) -> list[Figures]:
+    """In one rank: the step of each plan in turn, compiled as `compile_parallel` does."""
+    case = CASES[name]
+    compiler = _Compiler(case.model(), sw.Cluster.local(ranks), case.batch(0), None, None)
+    return [measure(case, compiler.compile(sw.Plan.from_dict(plan))) for plan in plans]
+
+
+def prepare(case: Case, ranks: int, ways: list[str]) -> list[tuple[str, sw.Plan, Timeline]]:
+    """A plan in each of these ways, and what the simulator says of its step."""
     compiler = _Compiler(case.model(), sw.Cluster.local(ranks), case.batch(0), None, None)
     found = []
     for way in ways:
@@ -103,10 +109,9 @@ def prepare(case: Case, ranks: int, ways: list[str]) -> list[tuple[str, Packed, 
         try:
             plan = compiler.plan()
         except sw.ParallelError as error:
-            print(f"{case.name:12} {way:8} {type(error).__name__}: {str(error)[:90]}", flush=True)
+            print(f"{case.name}, {way}: {type(error).__name__}: {str(error)[:90]}", flush=True)
             continue
-        compiled = compiler.lower(plan)
-        found.append((way, Packed.of(compiled.step, compiler.captured.call, plan), compiler.timeline(compiled)))
+        found.append((way, plan, plan.timeline()))
     return found
 
 
@@ -125,7 +130,8 @@ def main() -> None:
     with WorkerPool() as pool:
         for name in given.models or CASES:
             prepared = prepare(CASES[name], given.ranks, given.ways)
-            ranks = pool.run(measure_all, name, [packed for _, packed, _ in prepared], nprocs=given.ranks)
+            plans = [plan.to_dict() for _, plan, _ in prepared]
+            ranks = pool.run(measure_all, name, given.ranks, plans, nprocs=given.ranks, timeout=600.0)
             for (way, _, timeline), *figures in zip(prepared, *ranks, strict=True):
                 worst = max(figures, key=lambda found: found.peak)
                 off = timeline.peak_memory / worst.peak - 1
