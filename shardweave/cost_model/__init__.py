@@ -1,17 +1,27 @@
 """What things cost: the machine, compute, collectives, memory, and the simulator that is the judge of a plan."""
 
-from shardweave.cost_model.cluster import Cluster, Device, Level
+from shardweave.cost_model.cluster import Cluster, Device
 from shardweave.cost_model.collectives import collective_seconds
-from shardweave.cost_model.compute import matmul_seconds, node_seconds, node_work
+from shardweave.cost_model.compute import Product, Work, matmul_seconds, node_seconds, node_work, work_seconds
 from shardweave.cost_model.flops import flops_by_op, replicated, sharded_share
+from shardweave.cost_model.levels import Level
+from shardweave.cost_model.measured import CollectiveTable, Curve, Measured
+from shardweave.cost_model.op_times import OpTable, OpTime
 from shardweave.cost_model.simulator import simulate
 from shardweave.cost_model.timeline import Timeline
 
 __all__ = [
     "Cluster",
+    "CollectiveTable",
+    "Curve",
     "Device",
     "Level",
+    "Measured",
+    "OpTable",
+    "OpTime",
+    "Product",
     "Timeline",
+    "Work",
     "collective_seconds",
     "flops_by_op",
     "matmul_seconds",
@@ -20,4 +30,5 @@ __all__ = [
     "replicated",
     "sharded_share",
     "simulate",
+    "work_seconds",
 ]

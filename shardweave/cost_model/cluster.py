@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
@@ -22,6 +21,8 @@ from typing import Any, Literal
 import yaml
 
 from shardweave.cost_model.description import build, check_number, describe
+from shardweave.cost_model.levels import Level
+from shardweave.cost_model.measured import Measured
 from shardweave.errors import ClusterError
 from shardweave.ir import Mesh
 
@@ -116,62 +117,6 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Level:
-    """A level of the machine: `size` units of the level below, and the links that join them.
-
-    Parameters
-    ----------
-    name : str
-        What is counted (``"gpu"``, ``"node"``); the axes of the mesh are called ``gpu0``, ``gpu1``, ...
-    size : int
-        How many units of the level below one unit of this level has; devices for the innermost.
-    bandwidth : float
-        Bytes/s in one direction, line rate, that one device can send through this level.
-    latency : float
-        Seconds that one step of a ring takes between two units.
-    shared_bandwidth : float, optional
-        Bytes/s, one direction, of all links by which one unit of the level below enters this level (the NICs of a
-        node). Its devices share them. Left out, each device has `bandwidth` for itself.
-    efficiency : float
-        Part of the line rate that collectives reach.
-    links : {"switch", "mesh"}
-        Through a switch a device has its full `bandwidth` to any peer. In a mesh it has ``1 / (size - 1)`` of it to
-        each of its peers, so that a group of fewer gets less (the NVLinks of a Perlmutter node).
-
-    Examples
-    --------
-    >>> Level("node", 4, bandwidth=25e9, latency=1e-5, shared_bandwidth=100e9).share(devices=8)
-    12500000000.0
-    """
-
-    name: str
-    size: int
-    bandwidth: float
-    latency: float
-    shared_bandwidth: float | None = None
-    efficiency: float = 1.0
-    links: Literal["switch", "mesh"] = "switch"
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z]+(_[A-Za-z]+)*", self.name):
-            raise ClusterError(f"levels.name: expected letters (digits number a level's axes), got {self.name!r}")
-        key = f"levels.{self.name}"
-        check_number(f"{key}.size", self.size, whole=True)
-        check_number(f"{key}.bandwidth", self.bandwidth)
-        check_number(f"{key}.latency", self.latency, zero=True)
-        if self.shared_bandwidth is not None:
-            check_number(f"{key}.shared_bandwidth", self.shared_bandwidth)
-        check_number(f"{key}.efficiency", self.efficiency, high=1)
-        if self.links not in ("switch", "mesh"):
-            raise ClusterError(f"{key}.links: expected 'switch' or 'mesh', got {self.links!r}")
-
-    def share(self, devices: int) -> float:
-        """Bytes/s that each of the `devices` of one unit below gets when all of them send through this level."""
-        shared = math.inf if self.shared_bandwidth is None else self.shared_bandwidth / devices
-        return self.efficiency * min(self.bandwidth, shared)
-
-
-@dataclass(frozen=True)
 class Cluster:
     """A machine to plan for.
 
@@ -185,6 +130,10 @@ class Cluster:
         All devices are equal.
     sources : mapping of str to str
         Where each figure is from, by its key in the file (``"device.memory"``); no part of a comparison.
+    measured : Measured, optional
+        What was measured on the machine itself; it goes before the formulas.
+    library : {"nccl", "gloo"}
+        Which library runs the collectives, as each has algorithms of its own; RCCL counts as NCCL.
 
     Raises
     ------
@@ -204,8 +153,12 @@ class Cluster:
     levels: tuple[Level, ...]
     device: Device
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    measured: Measured | None = field(default=None, repr=False)
+    library: Literal["nccl", "gloo"] = "nccl"
 
     def __post_init__(self) -> None:
+        if self.library not in ("nccl", "gloo"):
+            raise ClusterError(f"library: expected 'nccl' or 'gloo', got {self.library!r}")
         names = [level.name for level in self.levels]
         if not names or len(set(names)) != len(names):
             raise ClusterError(f"levels: expected at least one level, each with a name of its own, got {names}")
@@ -226,6 +179,7 @@ class Cluster:
         figures = self.to_dict()
         del figures["name"], figures["device"]["name"]
         figures.pop("sources", None)
+        figures.get("measured", {}).pop("covered", None)
         return hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()[:12]
 
     def mesh(self) -> Mesh:
@@ -234,6 +188,9 @@ class Cluster:
 
     def resized(self, **sizes: int) -> Cluster:
         """This cluster with other level sizes, as in ``cluster.resized(node=4)``.
+
+        What was measured holds where only the outermost level changes, as that leaves the groups that share a link
+        what they were; any other change drops it.
 
         Raises
         ------
@@ -244,11 +201,12 @@ class Cluster:
         if unknown:
             raise ClusterError(f"{self.name} has no level {sorted(unknown)}; it has {[v.name for v in self.levels]}")
         levels = tuple(replace(level, size=sizes.get(level.name, level.size)) for level in self.levels)
-        return replace(self, levels=levels)
+        inside = all(old.size == new.size for old, new in zip(self.levels[:-1], levels[:-1], strict=True))
+        return replace(self, levels=levels, measured=self.measured if inside else None)
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain types; `from_dict` is its inverse."""
-        return describe(self)
+        return describe(self) | ({} if self.measured is None else {"measured": self.measured.to_dict()})
 
     @classmethod
     def from_dict(cls, data: object) -> Cluster:
@@ -259,12 +217,13 @@ class Cluster:
         ClusterError
             Names the key, what was expected and what came.
         """
-        raw = build(cls, data, "", keep=("levels", "device", "sources"))
+        raw = build(cls, data, "", keep=("levels", "device", "sources", "measured"))
         if not isinstance(raw["levels"], list | tuple):
             raise ClusterError(f"levels: expected a list of levels, innermost first, got {raw['levels']!r}")
         levels = tuple(Level(**build(Level, level, f"levels[{i}]")) for i, level in enumerate(raw["levels"]))
         device = Device(**build(Device, raw["device"], "device", keep=("flops",)))
-        return cls(raw["name"], levels, device, dict(raw.get("sources") or {}))
+        measured = None if raw.get("measured") is None else Measured.from_dict(raw["measured"])
+        return cls(raw["name"], levels, device, dict(raw.get("sources") or {}), measured, raw.get("library", "nccl"))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
@@ -316,18 +275,25 @@ class Cluster:
         return cls.preset("local-cpu").resized(cpu=n)
 
     @classmethod
-    def detect(cls) -> Cluster:
+    def detect(cls, profile: bool = False) -> Cluster:
         """The running torch.distributed world: its size, ``LOCAL_WORLD_SIZE`` ranks a node, the kind of its GPUs.
+
+        Parameters
+        ----------
+        profile : bool
+            Also measure its collectives, in less than a minute, once for this hardware and these versions: the result
+            is kept in the cache directory (``SHARDWEAVE_CACHE``). All ranks must call it. `measured.covered` says what
+            was measured and what was not.
 
         Raises
         ------
         ClusterError
             Where several ranks were started but torch.distributed is not initialised, where the ranks do not divide
-            over the nodes, or where no preset knows this kind of GPU.
+            over the nodes, where no preset knows this kind of GPU, or where a rank fails during the profile.
         """
-        from shardweave.cost_model.detection import detect
+        from shardweave.cost_model.detection import detect, profiled
 
-        return detect()
+        return profiled(detect()) if profile else detect()
 
     def fitted(self, devices: int, nodes: int) -> Cluster:
         """This machine with `devices` devices on each of `nodes` nodes, filled from the innermost level.

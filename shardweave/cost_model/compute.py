@@ -1,83 +1,39 @@
-"""How long compute takes: a roofline over each op's FLOPs and bytes, plus what every kernel costs to launch.
+"""How long compute takes: a time measured on the device, or a roofline with efficiency curves.
 
-    t = launch_latency + max(FLOPs / (peak * matmul_efficiency), bytes / (memory_bandwidth * memory_efficiency))
+    t = launch_latency + max(FLOPs / rate, (bytes + memory_half) / (memory_bandwidth * memory_efficiency))
+    rate = peak * matmul_efficiency * m / (m + h) * n / (n + h) * k / (k + h)
 
-(Williams, Waterman and Patterson 2009). FLOPs are those of matmuls, convolutions and attention, as
-`torch.utils.flop_counter` counts them, shardweave's own ops included; every op reads its inputs and writes its outputs
-once, as the generated code runs its ops one by one, unfused. The two efficiencies are constants of the `Device`, with
-sources in its preset.
+(Williams, Waterman and Patterson 2009.) The curve of a product is Hockney's half-performance length (Hockney and
+Jesshope, Parallel Computers 2, 1988, section 1.3.2) for each of its loops: computing ``m`` rows takes as long as
+``m + h`` of them would at full rate, which is what padding to whole tiles costs on average, and filling a pipeline.
+Each constant is a figure of the `Device`, with its source in the preset.
+
+Where the cluster carries measured op times, an op that was measured takes its time; one that was measured at other
+shapes takes the nearest one's, scaled by the formula's ratio of the two; and the formula holds for all others.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import lru_cache
 
-import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from shardweave.cost_model.cluster import Cluster
-from shardweave.cost_model.graphs import alias_of, is_start, is_wait, tensor_bytes, tensors
-from shardweave.runtime.random import seeded
+from shardweave.cost_model.products import Product
+from shardweave.cost_model.signature import op_of
+from shardweave.cost_model.work import Work, node_work
 
-_LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")  # read of a table what they return
-_EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided")
-_COUNTED_AS = {  # ops that the registry lacks, with the arguments of one that it has
-    "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
-    "_scaled_dot_product_fused_attention_overrideable": "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_fused_attention_overrideable_backward": "_scaled_dot_product_flash_attention_backward",
-}
-
-
-@dataclass(frozen=True)
-class Work:
-    """What an op does on one device: its FLOPs, the bytes it moves, and the dtype it computes in."""
-
-    flops: int = 0
-    num_bytes: int = 0
-    dtype: str = "float32"
-
-
-def node_work(node: fx.Node) -> Work | None:
-    """The work of `node` by the local shapes in ``node.meta["val"]``; None where it runs no kernel.
-
-    Views, waits, starts of collectives, placeholders and arithmetic on numbers run none.
-
-    Examples
-    --------
-    >>> graph = fx.Graph()
-    >>> x = graph.placeholder("x")
-    >>> x.meta["val"] = torch.empty(8, 8, device="meta")
-    >>> y = graph.call_function(torch.ops.aten.mm.default, (x, x))
-    >>> y.meta["val"] = torch.empty(8, 8, device="meta")
-    >>> node_work(y)
-    Work(flops=1024, num_bytes=512, dtype='float32')
-    """
-    if node.op != "call_function" or is_wait(node) or is_start(node) or node.target is operator.getitem:
-        return None
-    target = op_of(node)
-    if not isinstance(target, torch._ops.OpOverload) or (alias_of(node) is not None and not _writes(target)):
-        return None
-    value = node.meta.get("val")
-    outputs = list(tensors(value))
-    name = target._schema.name
-    if name in _EMPTY or (not outputs and not _writes(target)):
-        return None
-    inputs = [tensor_bytes(source.meta.get("val")) for source in node.all_input_nodes]
-    written = tensor_bytes(value)
-    if name in _LOOKUPS and inputs:
-        inputs[0] = min(inputs[0], written)
-    return Work(_flops(node, value), sum(inputs) + written, _dtype(node, outputs))
-
-
-def op_of(node: fx.Node) -> Any:
-    """The op that `node` calls; of one that draws random numbers, the op that is run under a seed."""
-    return node.args[0] if node.target is seeded else node.target
+__all__ = [
+    "Product",
+    "Work",
+    "bytes_seconds",
+    "formula_seconds",
+    "matmul_seconds",
+    "node_seconds",
+    "node_work",
+    "op_of",
+    "work_seconds",
+]
 
 
 def node_seconds(node: fx.Node, cluster: Cluster) -> float:
@@ -90,12 +46,36 @@ def node_seconds(node: fx.Node, cluster: Cluster) -> float:
 
 
 def work_seconds(work: Work, cluster: Cluster) -> float:
-    """Seconds of one kernel that does `work`."""
-    return matmul_seconds(work.flops, work.num_bytes, work.dtype, cluster)
+    """Seconds of one kernel that does `work`: measured where `cluster` has a time for it, else by the formula."""
+    if cluster.measured is None or not work.signature:
+        return formula_seconds(work, cluster)
+    return _measured_seconds(work, cluster)
 
 
-def matmul_seconds(flops: float, num_bytes: float, dtype: str, cluster: Cluster) -> float:
+@lru_cache(maxsize=65536)
+def _measured_seconds(work: Work, cluster: Cluster) -> float:
+    assert cluster.measured is not None
+    table = cluster.measured.ops
+    exact = table.seconds(work.signature)
+    if exact is not None:
+        return exact
+    nearest = table.nearest(work)
+    if nearest is None:
+        return formula_seconds(work, cluster)
+    return nearest.seconds * formula_seconds(work, cluster) / formula_seconds(nearest.work, cluster)
+
+
+def formula_seconds(work: Work, cluster: Cluster) -> float:
+    """Seconds of one kernel that does `work`, by the formula alone."""
+    return matmul_seconds(work.flops, work.num_bytes, work.dtype, cluster, work.product)
+
+
+def matmul_seconds(
+    flops: float, num_bytes: float, dtype: str, cluster: Cluster, product: Product | None = None
+) -> float:
     """Seconds of one kernel that does `flops` in `dtype` and moves `num_bytes`; with 0 FLOPs, of any other kernel.
+
+    Of a `product` small dimensions are computed at a lower rate; without one, at the rate of large ones.
 
     Examples
     --------
@@ -105,50 +85,15 @@ def matmul_seconds(flops: float, num_bytes: float, dtype: str, cluster: Cluster)
     """
     device = cluster.device
     arithmetic = flops / (device.peak(dtype) * device.matmul_efficiency)
+    if product is not None:
+        half = device.half_dimension(dtype)
+        for size in product:
+            arithmetic *= (size + half) / size if size else 1.0
     return device.launch_latency + max(arithmetic, bytes_seconds(num_bytes, cluster))
 
 
 def bytes_seconds(num_bytes: float, cluster: Cluster) -> float:
-    """Seconds for reading or writing `num_bytes` of a device's memory."""
-    return num_bytes / (cluster.device.memory_bandwidth * cluster.device.memory_efficiency)
-
-
-def _flops(node: fx.Node, value: object) -> int:
-    count = _counter(op_of(node))
-    if count is None:
-        return 0
-    own = node.args[4:] if node.target is seeded else node.args
-    args, kwargs = fx.node.map_arg((own, node.kwargs), lambda source: source.meta.get("val"))
-    return int(count(*args, **kwargs, out_val=value))
-
-
-@cache
-def _counter(target: Any) -> Callable[..., int] | None:
-    packet = target.overloadpacket
-    name = _COUNTED_AS.get(packet.__name__)
-    if name is not None and packet not in flop_registry:
-        packet = getattr(torch.ops.aten, name)
-    found: Callable[..., int] | None = flop_registry.get(packet, _VECTOR_PRODUCTS.get(packet))
-    return found
-
-
-def _vector_product(left: torch.Tensor, right: torch.Tensor, **_: object) -> int:
-    return 2 * left.numel()
-
-
-_VECTOR_PRODUCTS = {torch.ops.aten.mv: _vector_product, torch.ops.aten.dot: _vector_product}  # the registry has neither
-
-
-def _dtype(node: fx.Node, outputs: list[torch.Tensor]) -> str:
-    for source in node.all_input_nodes:
-        for tensor in tensors(source.meta.get("val")):
-            if tensor.is_floating_point():
-                return str(tensor.dtype).removeprefix("torch.")
-    return str(outputs[0].dtype).removeprefix("torch.") if outputs else "float32"
-
-
-@cache
-def _writes(target: Any) -> bool:
-    return any(
-        argument.alias_info is not None and argument.alias_info.is_write for argument in target._schema.arguments
-    )
+    """Seconds for reading or writing `num_bytes` of a device's memory, as one kernel."""
+    device = cluster.device
+    rate = device.memory_bandwidth * device.memory_efficiency
+    return (num_bytes + device.memory_half) / rate if num_bytes else 0.0

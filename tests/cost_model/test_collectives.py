@@ -50,13 +50,13 @@ def test_time_is_positive_and_grows_with_bytes(
 
 @settings(deadline=None)
 @given(groups(), sizes)
-def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_in_one_start(
+def test_a_rings_all_reduce_is_a_reduce_scatter_and_an_all_gather_in_one_start(
     group: tuple[Cluster, tuple[Axis, ...]], size: int
 ) -> None:
     cluster, axes = group
     assume(axes)
-    parts = [collective_seconds(kind, size, axes, cluster) for kind in ("reduce_scatter", "all_gather")]
-    whole = collective_seconds("all_reduce", size, axes, cluster)
+    parts = [collective_seconds(kind, size, axes, cluster, "ring") for kind in ("reduce_scatter", "all_gather")]
+    whole = collective_seconds("all_reduce", size, axes, cluster, "ring")
     assert whole == pytest.approx(sum(parts) - cluster.device.collective_latency)
 
 
@@ -124,7 +124,8 @@ def test_latency_counts_the_hops_of_the_ring() -> None:
     start = cluster.device.collective_latency
     axes = cluster.mesh().axes
     assert collective_seconds("all_gather", 0, axes, cluster) == pytest.approx(start + 3 * node + 4 * 7 * gpu)
-    assert collective_seconds("all_reduce", 0, axes[3:], cluster) == pytest.approx(start + 2 * 3 * node)
+    assert collective_seconds("all_reduce", 0, axes[3:], cluster, "ring") == pytest.approx(start + 2 * 3 * node)
+    assert collective_seconds("all_reduce", 0, axes[3:], cluster, "tree") == pytest.approx(start + 2 * 2 * node)
 
 
 def test_an_all_to_all_sends_only_what_leaves() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,14 +11,50 @@ from hypothesis import strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardweave.cost_model import Cluster, matmul_seconds, node_seconds, node_work
+from shardweave.cost_model import (
+    Cluster,
+    Device,
+    Measured,
+    OpTable,
+    OpTime,
+    Product,
+    Work,
+    matmul_seconds,
+    node_seconds,
+    node_work,
+    work_seconds,
+)
+from shardweave.cost_model.compute import bytes_seconds, formula_seconds
 from tests.cost_model.handmade import Builder, aten
+from tests.passes.harness import examples
 
 CLUSTER = Cluster.preset("dgx-a100")
+PLAIN = Device("plain", {"float32": 1e13, "bfloat16": 1e14}, memory=2**36, memory_bandwidth=1e12)
 sizes = st.integers(1, 2**14)
+shapes = st.tuples(sizes, sizes, sizes)
+figures = st.floats(0, 1e4)
 
 
-def works(function: object, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> dict[str, object]:
+@st.composite
+def curved(draw: st.DrawFn) -> Cluster:
+    """Clusters whose devices have any efficiency curves."""
+    device = replace(
+        PLAIN,
+        launch_latency=draw(st.floats(0, 1e-4)),
+        matmul_efficiency=draw(st.floats(0.1, 1)),
+        memory_efficiency=draw(st.floats(0.1, 1)),
+        matmul_half={"float32": draw(figures), "bfloat16": draw(figures)},
+        memory_half=draw(st.floats(0, 1e8)),
+    )
+    return replace(CLUSTER, device=device)
+
+
+def product(m: int, n: int, k: int, dtype: str = "bfloat16") -> Work:
+    size = 2 if dtype == "bfloat16" else 4
+    return Work(2 * m * n * k, size * (m * k + k * n + m * n), dtype, Product(m, n, k))
+
+
+def works(function: object, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> dict[str, Work]:
     """What each kernel of `function` does, by the name of its op."""
     inputs = [torch.empty(shape, device="meta", dtype=dtype) for shape in shapes]
     graph = make_fx(function, tracing_mode="real")(*inputs).graph  # type: ignore[arg-type]
@@ -33,13 +71,136 @@ def test_a_matmul_does_2mkn(m: int, k: int, n: int) -> None:
     assert (work.flops, work.num_bytes, work.dtype) == (2 * m * k * n, 4 * (m * k + k * n + m * n), "float32")
 
 
-@settings(deadline=None)
-@given(sizes, sizes, sizes)
-def test_a_larger_matmul_never_takes_less(m: int, k: int, n: int) -> None:
-    def seconds(m: int) -> float:
-        return matmul_seconds(2 * m * k * n, 2 * (m * k + k * n + m * n), "bfloat16", CLUSTER)
+@examples(200)
+@given(curved(), shapes, st.integers(0, 2), sizes, st.sampled_from(["float32", "bfloat16"]))
+def test_a_product_takes_longer_with_each_dimension(
+    cluster: Cluster, shape: tuple[int, int, int], dim: int, more: int, dtype: str
+) -> None:
+    larger = list(shape)
+    larger[dim] += more
+    small = work_seconds(product(*shape, dtype), cluster)
+    assert cluster.device.launch_latency < small <= work_seconds(product(*larger, dtype), cluster)
 
-    assert CLUSTER.device.launch_latency < seconds(m) <= seconds(2 * m)
+
+@examples(200)
+@given(curved(), shapes)
+def test_nothing_is_faster_than_the_ideal_roofline(cluster: Cluster, shape: tuple[int, int, int]) -> None:
+    work, device = product(*shape), cluster.device
+    ideal = max(work.flops / device.flops["bfloat16"], work.num_bytes / device.memory_bandwidth)
+    assert work_seconds(work, cluster) >= ideal * (1 - 1e-12)
+
+
+@examples(200)
+@given(curved(), shapes, st.integers(0, 2), st.integers(1, 64))
+def test_a_part_of_a_product_takes_between_its_share_and_the_whole(
+    cluster: Cluster, shape: tuple[int, int, int], dim: int, parts: int
+) -> None:
+    whole = list(shape)
+    whole[dim] *= parts
+    seconds, part = work_seconds(product(*whole), cluster), work_seconds(product(*shape), cluster)
+    assert seconds / parts * (1 - 1e-12) <= part <= seconds * (1 + 1e-12)
+
+
+@examples(100)
+@given(curved(), shapes)
+def test_the_same_product_takes_the_same_whichever_way_it_is_written(
+    cluster: Cluster, shape: tuple[int, int, int]
+) -> None:
+    m, n, k = shape
+    assert work_seconds(product(m, n, k), cluster) == pytest.approx(work_seconds(product(n, m, k), cluster), rel=1e-12)
+    assert work_seconds(product(m, n, k), cluster) == work_seconds(product(m, n, k), cluster)
+
+
+@examples(100)
+@given(curved(), sizes, sizes)
+def test_more_bytes_take_longer_and_never_less_than_their_share(cluster: Cluster, size: int, more: int) -> None:
+    assert 0 == bytes_seconds(0, cluster) < bytes_seconds(size, cluster) < bytes_seconds(size + more, cluster)
+    assert bytes_seconds(4 * size, cluster) <= 4 * bytes_seconds(size, cluster) * (1 + 1e-12)
+
+
+@examples(50)
+@given(shapes)
+def test_without_figures_every_shape_is_as_efficient_as_a_large_one(shape: tuple[int, int, int]) -> None:
+    cluster, work = replace(CLUSTER, device=PLAIN), product(*shape)
+    arithmetic = work.flops / (1e14 * PLAIN.matmul_efficiency)
+    traffic = work.num_bytes / (1e12 * PLAIN.memory_efficiency)
+    assert work_seconds(work, cluster) == pytest.approx(max(arithmetic, traffic), rel=1e-12)
+
+
+def test_half_of_the_efficiency_is_reached_at_the_half_dimension() -> None:
+    cluster = replace(CLUSTER, device=replace(PLAIN, matmul_half={"float32": 128.0}, memory_bandwidth=1e30))
+    large = 2**40
+    for dims in [(128, large, large), (large, 128, large), (large, large, 128)]:
+        flops = 2.0 * dims[0] * dims[1] * dims[2]
+        seconds = matmul_seconds(flops, 0, "float32", cluster, Product(*dims))
+        assert seconds == pytest.approx(2 * flops / (1e13 * PLAIN.matmul_efficiency))
+        assert matmul_seconds(flops, 0, "float64", cluster, Product(*dims)) == seconds  # float32 stands in
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "expected"),
+    [
+        (lambda x, y: x @ y, [(8, 4), (4, 2)], Product(8, 2, 4)),
+        (lambda x, y: x @ y, [(3, 8, 4), (3, 4, 2)], Product(8, 2, 4)),
+        (lambda b, x, y: torch.addmm(b, x, y), [(2,), (8, 4), (4, 2)], Product(8, 2, 4)),
+        (lambda b, x, y: torch.baddbmm(b, x, y), [(3, 8, 2), (3, 8, 4), (3, 4, 2)], Product(8, 2, 4)),
+        (lambda x, y: x @ y, [(8, 4), (4,)], None),
+        (lambda x, w: torch.conv2d(x, w), [(2, 3, 8, 8), (16, 3, 3, 3)], Product(2 * 6 * 6, 16, 27)),
+        (lambda x, w: torch.conv2d(x, w, groups=2), [(2, 4, 8, 8), (16, 2, 3, 3)], Product(2 * 6 * 6, 8, 18)),
+        (lambda x, w: torch.conv2d(x, w, groups=4), [(2, 4, 8, 8), (4, 1, 3, 3)], None),
+        (lambda x, w: torch.conv_transpose2d(x, w), [(2, 4, 8, 8), (4, 16, 3, 3)], Product(2 * 8 * 8, 4, 144)),
+    ],
+)
+def test_the_product_of_an_op(function: object, shapes: list[tuple[int, ...]], expected: Product | None) -> None:
+    (work,) = (work for work in works(function, *shapes).values() if work.flops)
+    assert work.product == expected
+    if expected is not None:
+        assert work.flops % (2 * expected.m * expected.n * expected.k) == 0
+
+
+def test_the_products_of_a_backward_are_those_of_its_forward() -> None:
+    def step(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(torch.conv2d(x, w, stride=2).sum(), (x, w))
+
+    inputs = [torch.empty(s, requires_grad=True, device="meta") for s in ((2, 3, 9, 9), (16, 3, 3, 3))]
+    found = [work for node in make_fx(step)(*inputs).graph.nodes if (work := node_work(node)) and work.flops]
+    assert [work.product for work in found] == [Product(2 * 4 * 4, 16, 27)] * 2
+
+
+def measured(*times: tuple[float, Work]) -> Cluster:
+    return replace(CLUSTER, measured=Measured(ops=OpTable.of([OpTime(seconds, work) for seconds, work in times])))
+
+
+def test_a_measured_op_takes_its_time_and_others_the_formula() -> None:
+    builder = Builder([])
+    left, right, other = (builder.tensor(name, *shape) for name, shape in (("l", (8, 4)), ("r", (4, 8)), ("o", (8, 8))))
+    known, like = builder.call(aten.mm.default, left, right), builder.call(aten.mm.default, right, left)
+    added = builder.call(aten.add.Tensor, other, other)
+    work, similar = node_work(known), node_work(like)
+    assert work is not None and similar is not None
+    cluster = measured((0.5, work))
+    assert node_seconds(known, cluster) == 0.5
+    assert node_seconds(added, cluster) == node_seconds(added, CLUSTER)
+    ratio = formula_seconds(similar, CLUSTER) / formula_seconds(work, CLUSTER)
+    assert node_seconds(like, cluster) == pytest.approx(0.5 * ratio)
+    assert work_seconds(replace(work, signature=""), cluster) == node_seconds(known, CLUSTER)
+
+
+def test_the_nearest_of_several_shapes_counts() -> None:
+    def signed(m: int, seconds: float) -> tuple[float, Work]:
+        return seconds, replace(product(m, m, m), signature=f"mm({m})")
+
+    cluster = measured(signed(64, 1.0), signed(4096, 100.0))
+    formula = {m: formula_seconds(product(m, m, m), CLUSTER) for m in (64, 100, 3000, 4096)}
+    for m, near, seconds in ((100, 64, 1.0), (3000, 4096, 100.0)):
+        assert work_seconds(signed(m, 1.0)[1], cluster) == pytest.approx(seconds * formula[m] / formula[near])
+    halves = replace(signed(64, 1.0)[1], dtype="float32", signature="mm(64, float32)")
+    assert work_seconds(halves, cluster) == formula_seconds(halves, CLUSTER)  # another dtype tells nothing
+
+
+def test_measured_ops_are_part_of_the_fingerprint() -> None:
+    work = Work(1, 1, signature="op()")
+    assert len({CLUSTER.fingerprint, measured((0.5, work)).fingerprint, measured((0.6, work)).fingerprint}) == 3
 
 
 def test_attention_counts_in_its_cpu_form_too() -> None:

@@ -13,6 +13,8 @@ from torch import fx
 from shardweave.compiler.planner.ops import Op, Role
 from shardweave.cost_model import Cluster, collective_seconds
 from shardweave.cost_model.compute import Work, node_work, work_seconds
+from shardweave.cost_model.products import product_of
+from shardweave.cost_model.signature import signature, tensor_shape
 from shardweave.errors import LayoutError
 from shardweave.ir import Assignment, Axis, Layout, Mesh, Strategy, axes_size
 from shardweave.passes.annotate import info
@@ -73,18 +75,29 @@ class Prices:
         return total
 
     def compute(self, node: fx.Node, assignment: Assignment) -> float:
-        """Seconds of an op at an assignment: the axes share its FLOPs, its bytes follow the layouts."""
+        """Seconds of an op at an assignment: the axes share its FLOPs, its bytes and its product follow the layouts."""
         work, bound = node_work(node), info(node).rule
         if work is None or bound is None:
             return 0.0
         mapping = assignment.as_dict()
-        arguments = zip(tensor_args(node), input_layouts(bound, mapping, self.mesh))
+        arguments = list(zip(tensor_args(node), input_layouts(bound, mapping, self.mesh)))
         moved = sum(local_numel(layout) * argument.meta["val"].element_size() for argument, layout in arguments)
-        results = zip(tensor_outputs(node), output_layouts(bound, mapping, self.mesh))
+        results = list(zip(tensor_outputs(node), output_layouts(bound, mapping, self.mesh)))
         moved += sum(local_numel(layout) * value.element_size() for value, layout in results)
-        return work_seconds(
-            Work(work.flops // axes_size(mapping), min(moved, work.num_bytes), work.dtype), self.cluster
+        shapes = {argument: layout.local_shape for argument, layout in arguments}
+        shapes[node] = results[0][1].local_shape
+
+        def local_shape(source: fx.Node) -> tuple[int, ...]:
+            return shapes[source] if source in shapes else tensor_shape(source)
+
+        local = Work(
+            work.flops // axes_size(mapping),
+            min(moved, work.num_bytes),
+            work.dtype,
+            product_of(node, local_shape) if work.product is not None else None,
+            signature(node, local_shape) if self.cluster.measured is not None else "",
         )
+        return work_seconds(local, self.cluster)
 
 
 @dataclass(frozen=True)

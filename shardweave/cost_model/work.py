@@ -1,0 +1,141 @@
+"""What an op does on one device: the FLOPs, the bytes and the product of a node, by the local shapes that it carries.
+
+FLOPs are those of matmuls, convolutions and attention, as `torch.utils.flop_counter` counts them, shardweave's own ops
+included; every op reads its inputs and writes its outputs once, as the generated code runs its ops one by one, unfused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from shardweave.cost_model.graphs import alias_of, is_start, is_wait, tensor_bytes, tensors
+from shardweave.cost_model.products import Product, product_of
+from shardweave.cost_model.signature import op_arguments, op_of, signature
+
+_LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")  # read of a table what they return
+_EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided")
+_COUNTED_AS = {  # ops that the registry lacks, with the arguments of one that it has
+    "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_fused_attention_overrideable": "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_fused_attention_overrideable_backward": "_scaled_dot_product_flash_attention_backward",
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an op does on one device.
+
+    Parameters
+    ----------
+    flops : int
+        Floating point operations; 0 for what is no product.
+    num_bytes : int
+        Bytes that it reads and writes.
+    dtype : str
+        What it computes in, by torch's name.
+    product : Product, optional
+        The dimensions of its product, where it is one: small ones are computed less efficiently.
+    signature : str
+        What a measured time is found by (`signature.signature`); empty where the work is of no op in particular.
+    """
+
+    flops: int = 0
+    num_bytes: int = 0
+    dtype: str = "float32"
+    product: Product | None = None
+    signature: str = ""
+
+    @property
+    def op(self) -> str:
+        """The op's name, of a work with a signature.
+
+        >>> Work(signature="aten.mm.default(float32[8,8], float32[8,8])").op
+        'aten.mm.default'
+        """
+        return self.signature.partition("(")[0]
+
+
+def node_work(node: fx.Node) -> Work | None:
+    """The work of `node` by the local shapes in ``node.meta["val"]``; None where it runs no kernel.
+
+    Views, waits, starts of collectives, placeholders and arithmetic on numbers run none.
+
+    Examples
+    --------
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> x.meta["val"] = torch.empty(8, 8, device="meta")
+    >>> y = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    >>> y.meta["val"] = torch.empty(8, 8, device="meta")
+    >>> work = node_work(y)
+    >>> work.flops, work.num_bytes, work.dtype, work.product
+    (1024, 512, 'float32', Product(m=8, n=8, k=8))
+    >>> work.signature
+    'aten.mm.default(float32[8,8], float32[8,8])'
+    """
+    if node.op != "call_function" or is_wait(node) or is_start(node) or node.target is operator.getitem:
+        return None
+    target = op_of(node)
+    if not isinstance(target, torch._ops.OpOverload) or (alias_of(node) is not None and not _writes(target)):
+        return None
+    value = node.meta.get("val")
+    outputs = list(tensors(value))
+    name = target._schema.name
+    if name in _EMPTY or (not outputs and not _writes(target)):
+        return None
+    inputs = [tensor_bytes(source.meta.get("val")) for source in node.all_input_nodes]
+    written = tensor_bytes(value)
+    if name in _LOOKUPS and inputs:
+        inputs[0] = min(inputs[0], written)
+    flops = _flops(node, value)
+    product = product_of(node) if flops else None
+    return Work(flops, sum(inputs) + written, _dtype(node, outputs), product, signature(node))
+
+
+def _flops(node: fx.Node, value: object) -> int:
+    count = _counter(op_of(node))
+    if count is None:
+        return 0
+    args, kwargs = fx.node.map_arg(op_arguments(node), lambda source: source.meta.get("val"))
+    return int(count(*args, **kwargs, out_val=value))
+
+
+@cache
+def _counter(target: Any) -> Callable[..., int] | None:
+    packet = target.overloadpacket
+    name = _COUNTED_AS.get(packet.__name__)
+    if name is not None and packet not in flop_registry:
+        packet = getattr(torch.ops.aten, name)
+    found: Callable[..., int] | None = flop_registry.get(packet, _VECTOR_PRODUCTS.get(packet))
+    return found
+
+
+def _vector_product(left: torch.Tensor, right: torch.Tensor, **_: object) -> int:
+    return 2 * left.numel()
+
+
+_VECTOR_PRODUCTS = {torch.ops.aten.mv: _vector_product, torch.ops.aten.dot: _vector_product}  # the registry has neither
+
+
+def _dtype(node: fx.Node, outputs: list[torch.Tensor]) -> str:
+    for source in node.all_input_nodes:
+        for tensor in tensors(source.meta.get("val")):
+            if tensor.is_floating_point():
+                return str(tensor.dtype).removeprefix("torch.")
+    return str(outputs[0].dtype).removeprefix("torch.") if outputs else "float32"
+
+
+@cache
+def _writes(target: Any) -> bool:
+    return any(
+        argument.alias_info is not None and argument.alias_info.is_write for argument in target._schema.arguments
+    )
