@@ -13,10 +13,11 @@ import torch
 from torch import fx
 
 from shardweave.cost_model.cluster import Cluster
-from shardweave.cost_model.collectives import collective_seconds, crossed_level
-from shardweave.cost_model.compute import node_seconds, node_work
+from shardweave.cost_model.collectives import Demand, collective_demand
+from shardweave.cost_model.compute import work_seconds
 from shardweave.cost_model.graphs import info, is_start, tensor_bytes, tensors
 from shardweave.cost_model.scratch import rounded, scratch_bytes, sent_copy_bytes
+from shardweave.cost_model.work import node_work
 from shardweave.ir import Collective
 
 
@@ -65,29 +66,25 @@ class Prices:
         self.cluster = cluster
         self._nodes: dict[fx.Node, Price] = {}
         self._distinct: dict[Hashable, Price] = {}
-        self._collectives: dict[Hashable, tuple[float, dict[str, float], str]] = {}
+        self._collectives: dict[Hashable, Demand] = {}
 
     def of(self, node: fx.Node) -> Price:
         """The price of a node whose ``meta["val"]`` is local."""
         found = self._nodes.get(node)
         if found is None:
-            key = signature(node)
+            key = _key(node)
             found = self._distinct.get(key)
             if found is None:
                 found = self._distinct[key] = self._price(node)
             self._nodes[node] = found
         return found
 
-    def collective(self, what: Collective) -> tuple[float, dict[str, float], str]:
-        """The latency, the seconds for which the bytes occupy each level alone, and the outermost level crossed."""
+    def collective(self, what: Collective) -> Demand:
+        """What a collective asks of the links."""
         key = what.kind, what.bytes, what.axes
         found = self._collectives.get(key)
         if found is None:
-            seconds, latency = (
-                collective_seconds(what.kind, size, what.axes, self.cluster) for size in (what.bytes, 0)
-            )
-            level = crossed_level(what.axes, self.cluster)
-            found = self._collectives[key] = latency, {level: seconds - latency}, level
+            found = self._collectives[key] = collective_demand(what.kind, what.bytes, what.axes, self.cluster)
         return found
 
     def _price(self, node: fx.Node) -> Price:
@@ -95,12 +92,12 @@ class Prices:
         sizes = tuple(rounded(tensor_bytes(value), device) for value in tensors(node.meta.get("val")))
         work = node_work(node)
         held = rounded(sent_copy_bytes(node, device), device) if is_start(node) else 0
-        seconds = 0.0 if work is None else node_seconds(node, self.cluster)
+        seconds = 0.0 if work is None else work_seconds(work, self.cluster)
         scratch = rounded(scratch_bytes(node, device), device)
         return Price(seconds, work is not None, 0 if work is None else work.flops, sizes, scratch, held)
 
 
-def signature(node: fx.Node) -> Hashable:
+def _key(node: fx.Node) -> Hashable:
     """What the price of a node depends on; equal for equal nodes of equal layers."""
     if node.op != "call_function":
         return node.op, _signed(node)

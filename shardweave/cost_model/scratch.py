@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from shardweave.cost_model.cluster import Device
-from shardweave.cost_model.compute import op_of
 from shardweave.cost_model.graphs import is_start, tensor_bytes
+from shardweave.cost_model.signature import op_arguments, op_of
 
 _BLOCK = {"cuda": 512, "cpu": 1}
 """Sizes are multiples of it: ``kMinBlockSize`` of c10/cuda/CUDACachingAllocator.cpp. The CPU's allocator aligns to 64
@@ -109,7 +109,7 @@ def _name(node: fx.Node) -> str:
 
 def _value(node: fx.Node, position: int) -> Any:
     """The value of an argument, or the argument itself; of an op that draws, of its own arguments."""
-    args = node.args if op_of(node) is node.target else node.args[4:]
+    args, _ = op_arguments(node)
     argument = args[position] if position < len(args) else None
     return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
 

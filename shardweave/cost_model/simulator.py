@@ -29,6 +29,7 @@ from typing import Literal
 from torch import fx
 
 from shardweave.cost_model.cluster import Cluster
+from shardweave.cost_model.collectives import crossed_level
 from shardweave.cost_model.compute import bytes_seconds
 from shardweave.cost_model.curve import Change, MemoryCurve
 from shardweave.cost_model.graphs import collective, info, is_start, is_wait
@@ -216,10 +217,10 @@ class _Step:
 
     def _start(self, node: fx.Node, phase: Phase) -> Transfer:
         what = collective(node)
-        latency, demand, level = self.prices.collective(what)
-        transfer = Transfer(group_name(what.axes), latency, demand, what.cause, what.owner, _label(node))
+        name = group_name(what.axes)
+        transfer = Transfer(name, self.prices.collective(what), what.cause, what.owner, _label(node))
         self.streams.start(transfer)
-        if level:
+        if level := crossed_level(what.axes, self.cluster):
             begun = Event(transfer.name, level, 0.0, 0.0, phase, what.kind, what.cause, what.owner, bytes=what.bytes)
             self.events.append((begun, transfer))
         return transfer
@@ -254,7 +255,7 @@ def _over(event: Event, transfer: Transfer) -> Event:
     """The event of a collective that is done."""
     assert transfer.end is not None
     seconds = transfer.end - transfer.begin
-    return replace(event, start=transfer.begin, seconds=seconds, alone=transfer.alone, group=transfer.group)
+    return replace(event, start=transfer.begin, seconds=seconds, alone=transfer.demand.seconds, group=transfer.group)
 
 
 def _owner(node: fx.Node) -> str:

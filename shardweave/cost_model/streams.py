@@ -14,6 +14,8 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardweave.cost_model.collectives import Demand
+
 _DONE = 1e-12
 """Below this part of its whole what is left of a phase counts as done: it is rounding."""
 
@@ -26,18 +28,14 @@ class Transfer:
     ----------
     group : str
         Whose collectives run in their order.
-    latency : float
-        Seconds in which it uses no link.
-    demand : mapping of str to float
-        Seconds for which its bytes occupy all the links of each level when nothing else does. They are moved at once
-        over all levels, so alone they take as long as on the slowest.
+    demand : Demand
+        Its latency, its bytes' seconds when it is alone, and the part of each level's links that they use then.
     cause, owner, name : str
         For the reader: see `timeline.Event`.
     """
 
     group: str
-    latency: float
-    demand: Mapping[str, float]
+    demand: Demand
     cause: str = ""
     owner: str = ""
     name: str = ""
@@ -48,23 +46,7 @@ class Transfer:
     moving: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        self.left = self.latency
-
-    @property
-    def alone(self) -> float:
-        """Seconds that it takes when nothing else uses the links."""
-        return self.latency + self.bytes_alone
-
-    @property
-    def bytes_alone(self) -> float:
-        """The part of `alone` in which it uses links."""
-        return max(self.demand.values(), default=0.0)
-
-    @property
-    def usage(self) -> dict[str, float]:
-        """The part of each level's links that it uses while it moves as fast as it can."""
-        whole = self.bytes_alone
-        return {level: seconds / whole for level, seconds in self.demand.items() if seconds > 0}
+        self.left = self.demand.latency
 
 
 def fair_rates(usages: Sequence[Mapping[str, float]]) -> list[float]:
@@ -110,7 +92,7 @@ class Streams:
     Examples
     --------
     >>> streams = Streams(slowdown=2.0)
-    >>> gather = Transfer("gpu0", latency=1.0, demand={"gpu": 2.0})
+    >>> gather = Transfer("gpu0", Demand(latency=1.0, transfer=2.0, use={"gpu": 1.0}))
     >>> streams.start(gather)
     >>> streams.compute(1.0)  # of these seconds none is alone
     2.0
@@ -170,8 +152,8 @@ class Streams:
 
     def _next_phase(self, transfer: Transfer) -> None:
         """From its latency to its bytes, and from these to its end; then it is the turn of its group's next one."""
-        if not transfer.moving and transfer.bytes_alone > 0:
-            transfer.moving, transfer.left = True, transfer.bytes_alone
+        if not transfer.moving and transfer.demand.transfer > 0:
+            transfer.moving, transfer.left = True, transfer.demand.transfer
             self._share()
             return
         transfer.end = self.now
@@ -188,7 +170,7 @@ class Streams:
     def _share(self) -> None:
         """Share the links anew: a transfer has begun to move bytes, or ended."""
         moving = [queue[0] for queue in self._queues.values() if queue and queue[0].moving and queue[0].end is None]
-        usages = [transfer.usage for transfer in moving]
+        usages = [transfer.demand.use for transfer in moving]
         load: defaultdict[str, float] = defaultdict(float)
         for transfer, usage, rate in zip(moving, usages, fair_rates(usages), strict=True):
             self._rates[transfer] = rate
@@ -211,7 +193,7 @@ class Streams:
         ended = []
         for transfer, rate in self._rates.items():
             transfer.left -= rate * span
-            if transfer.left <= _DONE * transfer.alone:
+            if transfer.left <= _DONE * transfer.demand.seconds:
                 ended.append(transfer)
         for transfer in ended:
             self._next_phase(transfer)

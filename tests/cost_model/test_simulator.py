@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardweave.cost_model import Cluster, Timeline, collective_seconds, node_seconds, simulate
+from shardweave.cost_model.collectives import collective_demand
 from shardweave.cost_model.graphs import info
 from shardweave.cost_model.prices import Prices
 from shardweave.cost_model.timeline import COMPUTE
@@ -35,9 +36,9 @@ def run(cluster: Cluster = CLUSTER, axes: Sequence[Axis] = AXES, **options: obje
     return simulate(*mlp(cluster, axes, **sizes), cluster)  # type: ignore[arg-type]
 
 
-def spec_of(*shapes: tuple[int, ...]) -> StepSpec:
+def spec_of(*shapes: tuple[int, ...], cluster: Cluster = CLUSTER) -> StepSpec:
     inputs = tuple(ValueSpec(f"x{i}", Layout.replicated(shape), "float32") for i, shape in enumerate(shapes))
-    return StepSpec(CLUSTER.mesh(), (), (), inputs, (ValueSpec("y", Layout.replicated((4,)), "float32"),))
+    return StepSpec(cluster.mesh(), (), (), inputs, (ValueSpec("y", Layout.replicated((4,)), "float32"),))
 
 
 def test_a_wait_exposes_what_compute_does_not_hide() -> None:
@@ -58,15 +59,32 @@ def test_a_wait_exposes_what_compute_does_not_hide() -> None:
 
 
 def test_one_group_has_one_collective_after_another_and_two_links_two_at_once() -> None:
-    gpu, other, node = [AXES[0]], [AXES[1]], [AXES[-1]]
-    for axes, together in (((gpu, gpu), False), ((gpu, node), True), ((gpu, other), False)):
-        builder = Builder(AXES)
-        x = builder.tensor("x", 4096, 4096)
-        starts = [builder.start("all_reduce", x, group, "x", "activation") for group in axes]
-        waits = [builder.wait(start) for start in starts]
-        timeline = simulate(builder.module(waits), None, spec_of((4096, 4096)), CLUSTER)
-        seconds = [collective_seconds("all_reduce", 4 * 4096**2, group, CLUSTER) for group in axes]
+    gpu, node = [AXES[0]], [AXES[-1]]
+    for axes, together in (((gpu, gpu), False), ((gpu, node), True)):
+        timeline, seconds = beside_each_other(CLUSTER, axes)
         assert timeline.step_time == pytest.approx(max(seconds) if together else sum(seconds))
+
+
+def test_two_groups_share_the_links_that_both_cross() -> None:
+    """Each has half of them: both end when they would one after the other, but for one latency."""
+    cluster = steady(Cluster.preset("dgx-a100", nodes=4))
+    first, second = ([axis] for axis in cluster.mesh().axes[-2:])
+    timeline, seconds = beside_each_other(cluster, (first, second))
+    latency = collective_demand("all_reduce", 4 * 4096**2, first, cluster).latency
+    assert timeline.step_time == pytest.approx(sum(seconds) - latency)
+    one, other = (event for event in timeline.events if event.stream == "node")
+    assert one.start == other.start == 0 and one.end == pytest.approx(other.end)
+    assert timeline.utilisation["node"] == pytest.approx(1 - latency / timeline.step_time)
+
+
+def beside_each_other(cluster: Cluster, groups: Sequence[Sequence[Axis]]) -> tuple[Timeline, list[float]]:
+    """All-reduces over these groups, started at once: the step, and the seconds of each alone."""
+    builder = Builder(cluster.mesh().axes)
+    x = builder.tensor("x", 4096, 4096)
+    starts = [builder.start("all_reduce", x, group, "x", "activation") for group in groups]
+    waits = [builder.wait(start) for start in starts]
+    timeline = simulate(builder.module(waits), None, spec_of((4096, 4096), cluster=cluster), cluster)
+    return timeline, [collective_seconds("all_reduce", 4 * 4096**2, group, cluster) for group in groups]
 
 
 def test_a_collective_waits_for_its_input() -> None:
@@ -157,13 +175,14 @@ def test_laws_of_collectives_that_share_links(name: str, slowdown: float, data: 
             builder.wait(pending.pop(data.draw(st.integers(0, len(pending) - 1))))  # type: ignore[arg-type]
         else:
             x = builder.call(aten.neg.default, x)
-    timeline = simulate(builder.module([x]), None, spec_of((1024, 256)), cluster)
+    timeline = simulate(builder.module([x]), None, spec_of((1024, 256), cluster=cluster), cluster)
     hold_laws(timeline, slowdown)
     demands = dict.fromkeys(timeline.busy, 0.0)
     for node in builder.graph.nodes:
         if (what := info(node).collective) is not None:
-            for level, seconds in Prices(cluster).collective(what)[1].items():
-                demands[level] += seconds
+            demand = Prices(cluster).collective(what)
+            for level, part in demand.use.items():
+                demands[level] += part * demand.transfer
     assert timeline.busy == pytest.approx(demands), "what links have to move does not depend on how they are shared"
 
 
