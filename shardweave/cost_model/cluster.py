@@ -57,6 +57,8 @@ class Device:
         The bytes at which a kernel reaches half of `memory_efficiency`, its launch apart.
     overlap_slowdown : float
         What a kernel's time is multiplied by while a collective runs: it takes cores and memory bandwidth too.
+    allocator : {"cuda", "cpu"}
+        Whose memory it is: what torch rounds sizes to there, and what its kernels take besides (`scratch.py`).
 
     Raises
     ------
@@ -81,6 +83,7 @@ class Device:
     matmul_half: Mapping[str, float] = field(default_factory=dict)
     memory_half: float = 0.0
     overlap_slowdown: float = 1.0
+    allocator: Literal["cuda", "cpu"] = "cuda"
 
     def __post_init__(self) -> None:
         if "float32" not in self.flops:
@@ -101,6 +104,8 @@ class Device:
             check_number(f"device.matmul_half.{dtype}", half, zero=True)
         check_number("device.memory_half", self.memory_half, zero=True)
         check_number("device.overlap_slowdown", self.overlap_slowdown, low=1)
+        if self.allocator not in ("cuda", "cpu"):
+            raise ClusterError(f"device.allocator: expected 'cuda' or 'cpu', got {self.allocator!r}")
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s for `dtype`; that of float32 where it is not listed."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardweave.cost_model.timeline import COMPUTE, Event, MemoryCurve, Timeline
+from shardweave.cost_model.curve import MemoryCurve
+from shardweave.cost_model.timeline import COMPUTE, Event, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +33,7 @@ _MEMORY = {
     "saved": "#4C78A8",
     "gathered": "#A6D49F",
     "working": "#B7D0E8",
+    "scratch": "#E3C9E0",
     "gradients": "#E69F37",
     "outputs": "#D8D8DC",
 }
@@ -76,13 +78,16 @@ def _draw_streams(axes: Axes, timeline: Timeline, streams: Sequence[str], scale:
     present: dict[str, None] = {}
     for row, stream in enumerate(streams):
         axes.axhspan(row - 0.36, row + 0.36, color="#F6F6F8", zorder=0)
-        for colour, spans in _merged([event for event in timeline.events if event.stream == stream], timeline).items():
+        mine = [event for event in timeline.events if event.stream == stream]
+        groups = list(dict.fromkeys(event.group for event in mine))  # their spans may overlap: each has a lane
+        lanes = [(lane, _merged([e for e in mine if e.group == group], timeline)) for lane, group in enumerate(groups)]
+        for lane, colour, spans in ((lane, *item) for lane, found in lanes for item in found.items()):
             present[colour] = None
             bars = [(start / scale, seconds / scale) for start, seconds in spans]
             wait = colour == "exposed wait"
             axes.broken_barh(
                 bars,
-                (row - 0.36, 0.72),
+                (row - 0.36 + 0.72 * lane / len(groups), 0.72 / len(groups)),
                 facecolor=_COLOURS[colour],
                 edgecolor="#C8786E" if wait else "white",
                 linewidth=0.0 if len(spans) > 400 else 0.3,

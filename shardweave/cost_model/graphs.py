@@ -15,6 +15,7 @@ from shardweave.ir import META, Collective, NodeInfo
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _COPIES_STRIDED = ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten")  # views where they can be
+_RESHAPES = ("aten::reshape", "aten::flatten")
 
 
 def tensors(value: object) -> Iterator[torch.Tensor]:
@@ -95,9 +96,28 @@ def alias_of(node: fx.Node) -> fx.Node | None:
         return None
     base = next(node_nodes(node.args[position]), None)
     if base is not None and _schema_name(node.target) in _COPIES_STRIDED:
-        value = base.meta.get("val")
-        return base if isinstance(value, torch.Tensor) and value.is_contiguous() else None
+        value, result = base.meta.get("val"), node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return None
+        if value.is_contiguous():
+            return base
+        same = isinstance(result, torch.Tensor) and _is_view(tuple(value.shape), value.stride(), tuple(result.shape))
+        return base if same and _schema_name(node.target) in _RESHAPES else None
     return base
+
+
+@cache
+def _is_view(shape: tuple[int, ...], stride: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a strided tensor can be seen in another shape without a copy: asked of torch itself.
+
+    >>> _is_view((2, 3, 4), (4, 8, 1), (2, 3, 2, 2)), _is_view((2, 3, 4), (4, 8, 1), (6, 4))
+    (True, False)
+    """
+    try:
+        torch.empty_strided(shape, stride, device="meta").view(wanted)
+    except RuntimeError:
+        return False
+    return True
 
 
 @cache

@@ -1,26 +1,45 @@
-"""The judge of a plan: it plays a generated step on a compute stream and one stream for each level of links.
+"""The judge of a plan: it plays a generated step on a compute stream and a stream for each group of ranks.
 
 The nodes of the forward, then of the backward graph run in their order on the compute stream. A collective goes to the
-stream of the outermost level that it crosses once its input is ready, behind what that stream still has to do; a wait
-blocks the compute stream until the collective is done, and that time is *exposed* communication. An optimizer
-step, which is memory bound, follows. Every rank does the same, so that one rank is enough.
+stream of its group once its input is ready, behind what that stream still has to do, and shares the links with
+those of other groups (`streams.py`). A wait blocks the compute stream until the collective is done, and that time is
+*exposed* communication, of the cause and the op whose value is waited for. An optimizer step, which is memory bound,
+follows. Every rank does the same, so that one rank is enough.
+
+What this says of every step, and tests hold it to:
+
+- the step takes its compute and its exposed communication, nothing else; compute takes what its kernels take alone, up
+  to `Device.overlap_slowdown` times as long where communication runs;
+- so it is never shorter than its compute alone, nor than what any level's links have to move, nor than the collectives
+  of any one group one after another; and never longer than its slowed compute and all collectives one after another;
+- links are never used beyond their capacity, and what they have to move does not depend on how they are shared.
+
+Memory is what storages live (`memory.py`), with what kernels take besides (`scratch.py`), from states at rest back to
+states at rest: gradients go when the optimizer has used them (``zero_grad()`` behind ``step()``), outputs at the end.
+The gathers for the next step are those at the beginning of its forward, the same as here: a generated step takes
+parameters as they rest, so that none are gathered ahead of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from torch import fx
 
 from shardweave.cost_model.cluster import Cluster
-from shardweave.cost_model.collectives import collective_seconds, crossed_level
-from shardweave.cost_model.compute import bytes_seconds, node_work, work_seconds
+from shardweave.cost_model.collectives import crossed_level
+from shardweave.cost_model.compute import bytes_seconds
+from shardweave.cost_model.curve import Change, MemoryCurve
 from shardweave.cost_model.graphs import collective, info, is_start, is_wait
 from shardweave.cost_model.memory import Liveness, Storage, liveness, output_storages, storage_bytes
-from shardweave.cost_model.timeline import COMPUTE, Event, MemoryCurve, Timeline
+from shardweave.cost_model.prices import Prices
+from shardweave.cost_model.scratch import optimizer_scratch_bytes, rounded
+from shardweave.cost_model.streams import Streams, Transfer
+from shardweave.cost_model.timeline import COMPUTE, Event, Timeline
 from shardweave.errors import VerifyError
-from shardweave.ir import SEED, StepSpec
+from shardweave.ir import SEED, ParameterSpec, StepSpec, ValueSpec, group_name
 
 Phase = Literal["forward", "backward", "optimizer"]
 _TRANSIENT = ("working", "gathered")
@@ -60,6 +79,7 @@ def simulate(
         Where the graphs do not keep to the calling convention.
     """
     step = _Step(cluster)
+    step.rest(*(module.graph for module in (forward, backward) if module is not None))
     saved = step.forward(forward.graph, spec, optimizer_bytes_per_parameter_byte if backward is not None else 0.0)
     if backward is not None:
         gradients = step.backward(backward.graph, spec, saved)
@@ -68,22 +88,34 @@ def simulate(
 
 
 class _Step:
-    """The state of the machine while a step is played: each stream's time, and what memory holds."""
+    """What is played: the streams' time, and what memory holds meanwhile."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.now = 0.0  # of the compute stream
-        self.free_at = {level.name: 0.0 for level in cluster.levels}
-        self.events: list[Event] = []
-        self.changes: list[tuple[float, str, int]] = []  # seconds, kind, bytes
+        self.prices = Prices(cluster)
+        self.streams = Streams(cluster.device.overlap_slowdown)
+        self.events: list[Event | tuple[Event, Transfer]] = []  # the second of what may not be over yet
+        self.changes: list[Change] = []
         self.kinds: dict[Storage, str] = {}
-        self.parameter_bytes = 0
+        self.trained: list[int] = []  # bytes of each parameter that is
+        self.outputs: tuple[Storage, ...] = ()
+
+    def rest(self, *graphs: fx.Graph) -> None:
+        """Tensors that the graphs hold themselves lie in memory for good."""
+        seen = set()
+        for graph in graphs:
+            for node in graph.nodes:
+                if node.op == "get_attr":
+                    self.kinds[node, 0] = "buffers"
+                    if node.target not in seen:
+                        self._change("buffers", sum(self.prices.of(node).sizes), str(node.target))
+                    seen.add(node.target)
 
     def forward(self, graph: fx.Graph, spec: StepSpec, optimizer_ratio: float) -> Sequence[tuple[Storage, ...]]:
         """Play the forward; the storages of each value that it saves."""
         found = liveness(graph)
         holders = _placeholders(graph, spec, spec.draws)
-        states = [*spec.parameters, *spec.buffers, *spec.inputs]
+        states: list[ParameterSpec | ValueSpec] = [*spec.parameters, *spec.buffers, *spec.inputs]
         if len(holders) != len(states):
             raise VerifyError(
                 f"the forward graph takes {len(holders)} tensors after the coordinates, expected {len(states)}: "
@@ -93,9 +125,10 @@ class _Step:
         for holder, kind, state in zip(holders, names, states, strict=True):
             for storage in found.where[holder]:
                 self.kinds[storage] = kind
-                if kind == "parameters" and getattr(state, "trainable", False):
-                    self.parameter_bytes += storage_bytes(storage)
-        self._change("optimizer", int(optimizer_ratio * self.parameter_bytes))
+                if isinstance(state, ParameterSpec) and state.trainable:
+                    self.trained.append(storage_bytes(storage))
+                    size = int(optimizer_ratio * self.trained[-1])
+                    self._change("optimizer", rounded(size, self.cluster.device), state.name)
 
         results = _results(graph)
         first = len(spec.mutated_buffers)
@@ -105,6 +138,7 @@ class _Step:
         mutated = output_storages(results[:first], found)
         self._play(graph, found, "forward", _TRANSIENT, keep=set(mutated))
         self._free(mutated, _TRANSIENT)
+        self.outputs = output_storages(results[first:last], found)
         return [output_storages(result, found) for result in results[last:]]
 
     def backward(self, graph: fx.Graph, spec: StepSpec, saved: Sequence[tuple[Storage, ...]]) -> set[Storage]:
@@ -124,75 +158,110 @@ class _Step:
         return gradients
 
     def optimize(self, gradients: set[Storage], optimizer_ratio: float) -> None:
-        """Read and write parameters and states, read gradients; then the gradients are freed.
-
-        PyTorch's `foreach` optimizers keep intermediates of about the parameters' size meanwhile.
-        """
-        size = self.parameter_bytes
-        self._change("working", size)
-        self._run("optimizer", "optimizer", bytes_seconds((3 + 2 * optimizer_ratio) * size, self.cluster))
-        self._change("working", -size)
+        """Read and write parameters and states, read gradients; then the gradients are freed."""
+        alone = self.cluster.world_size == 1
+        scratch = optimizer_scratch_bytes(self.trained, optimizer_ratio, alone, self.cluster.device)
+        self._change("scratch", scratch, "optimizer")
+        moved = (3 + 2 * optimizer_ratio) * sum(self.trained)
+        self._run("optimizer", "optimizer", bytes_seconds(moved, self.cluster))
+        self._change("scratch", -scratch, "optimizer")
         self._free(gradients, ("gradients", "saved", *_TRANSIENT))
 
     def timeline(self) -> Timeline:
         """What has been played, once all links have come to rest too."""
-        end = max(self.now, *self.free_at.values())
-        self._wait(end, "end of step", "optimizer", "")
-        streams = (COMPUTE, *(level.name for level in self.cluster.levels))
-        return Timeline(self.cluster.name, tuple(self.events), streams, end, MemoryCurve.of(self.changes, end))
+        while self.streams.running:
+            self._wait(self.streams.running[0], "optimizer")
+        self._free(self.outputs, ("outputs", *_TRANSIENT))
+        end = self.streams.now
+        levels = tuple(level.name for level in self.cluster.levels)
+        return Timeline(
+            self.cluster.name,
+            tuple(event if isinstance(event, Event) else _over(*event) for event in self.events),
+            (COMPUTE, *levels),
+            end,
+            MemoryCurve.of(self.changes, end),
+            {level: self.streams.busy[level] for level in levels},
+            tuple((at, tuple(load.get(level, 0.0) for level in levels)) for at, load in self.streams.loads),
+        )
 
     def _play(
         self, graph: fx.Graph, found: Liveness, phase: Phase, freeable: tuple[str, ...], keep: set[Storage]
     ) -> None:
-        done: dict[fx.Node, float] = {}
+        started: dict[fx.Node, Transfer] = {}
         for node in graph.nodes:
+            if node.op == "output":
+                continue
+            price = self.prices.of(node)
             for storage in found.born.get(node, ()):
-                kind = self.kinds.setdefault(storage, "gathered" if _gathers(node) else "working")
-                self._change(kind, storage_bytes(storage))
+                self.kinds.setdefault(storage, "gathered" if _gathers(node) else "working")
+                self._change(self.kinds[storage], self._size(storage), _owner(node), node.op != "get_attr")
+            self._change("scratch", price.scratch, _owner(node))
             if is_start(node):
-                done[node] = self._start(node, phase)
+                started[node] = self._start(node, phase)
+                self._change("scratch", price.held, _owner(node))
             elif is_wait(node):
                 start = node.all_input_nodes[0]
-                if start in done:
-                    self._wait(done[start], _label(start), phase, collective(start).cause)
-            elif (work := node_work(node)) is not None:
-                self._run(node.name, phase, work_seconds(work, self.cluster), info(node).op, work.flops)
-            self._free([storage for storage in found.dead.get(node, ()) if storage not in keep], freeable)
+                if start in started:
+                    self._wait(started[start], phase)
+                    self._change("scratch", -self.prices.of(start).held, _owner(start))
+            elif price.kernel:
+                self._run(node.name, phase, price.seconds, info(node).op, price.flops)
+            self._change("scratch", -price.scratch, _owner(node))
+            if node in found.dead:
+                self._free([storage for storage in found.dead[node] if storage not in keep], freeable)
 
     def _run(self, name: str, phase: Phase, seconds: float, op: str = "", flops: int = 0) -> None:
-        self.events.append(Event(name, COMPUTE, self.now, seconds, phase, "compute", op=op, flops=flops))
-        self.now += seconds
+        begin = self.streams.now
+        took = self.streams.compute(seconds)
+        self.events.append(Event(name, COMPUTE, begin, took, phase, "compute", op=op, flops=flops, alone=seconds))
 
-    def _start(self, node: fx.Node, phase: Phase) -> float:
+    def _start(self, node: fx.Node, phase: Phase) -> Transfer:
         what = collective(node)
-        seconds = collective_seconds(what.kind, what.bytes, what.axes, self.cluster)
-        level = crossed_level(what.axes, self.cluster)
-        if not level:
-            return self.now
-        begin = max(self.now, self.free_at[level])
-        self.free_at[level] = begin + seconds
-        self.events.append(
-            Event(_label(node), level, begin, seconds, phase, what.kind, what.cause, what.owner, bytes=what.bytes)
-        )
-        return begin + seconds
+        name = group_name(what.axes)
+        transfer = Transfer(name, self.prices.collective(what), what.cause, what.owner, _label(node))
+        self.streams.start(transfer)
+        if level := crossed_level(what.axes, self.cluster):
+            begun = Event(transfer.name, level, 0.0, 0.0, phase, what.kind, what.cause, what.owner, bytes=what.bytes)
+            self.events.append((begun, transfer))
+        return transfer
 
-    def _wait(self, until: float, name: str, phase: Phase, cause: str) -> None:
-        if until > self.now:
-            self.events.append(Event(f"wait: {name}", COMPUTE, self.now, until - self.now, phase, "wait", cause))
-            self.now = until
+    def _wait(self, transfer: Transfer, phase: Phase) -> None:
+        begin = self.streams.now
+        took = self.streams.wait(transfer)
+        if took > 0:
+            name = f"wait: {transfer.name}"
+            event = Event(name, COMPUTE, begin, took, phase, "wait", transfer.cause, transfer.owner, alone=took)
+            self.events.append(event)
 
     def _name(self, found: Liveness, results: Sequence[object], kind: str) -> None:
         for storage in output_storages(results, found):
             self.kinds.setdefault(storage, kind)
 
-    def _change(self, kind: str, num_bytes: int) -> None:
-        if num_bytes:
-            self.changes.append((self.now, kind, num_bytes))
+    def _size(self, storage: Storage) -> int:
+        node, index = storage
+        return self.prices.of(node).sizes[index]
+
+    def _change(self, kind: str, num_bytes: int, owner: str, counts: bool = True) -> None:
+        if num_bytes and counts:
+            self.changes.append(Change(self.streams.now, kind, num_bytes, owner))
 
     def _free(self, storages: Iterable[Storage], freeable: tuple[str, ...]) -> None:
         for storage in storages:
             if self.kinds[storage] in freeable:
-                self._change(self.kinds[storage], -storage_bytes(storage))
+                self._change(self.kinds[storage], -self._size(storage), _owner(storage[0]))
+
+
+def _over(event: Event, transfer: Transfer) -> Event:
+    """The event of a collective that is done."""
+    assert transfer.end is not None
+    seconds = transfer.end - transfer.begin
+    return replace(event, start=transfer.begin, seconds=seconds, alone=transfer.demand.seconds, group=transfer.group)
+
+
+def _owner(node: fx.Node) -> str:
+    """What a value is called in reports."""
+    op = info(node).op
+    return f"{op} ({node.name})" if op else node.name
 
 
 def _placeholders(graph: fx.Graph, spec: StepSpec, draws: bool = False) -> list[fx.Node]:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
-from shardweave.cost_model.memory import KINDS
+from shardweave.cost_model.curve import MemoryCurve
+from shardweave.units import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,6 +42,10 @@ class Event:
         The module or parameter that it belongs to.
     flops, bytes : int
         What it computed, what it moved (the whole buffer).
+    alone : float
+        Seconds that it would take alone: compute without a slowdown, a collective with its links for itself.
+    group : str
+        Whose collective it is: those of one group come one after another, those of several may overlap.
     """
 
     name: str
@@ -56,53 +58,12 @@ class Event:
     op: str = ""
     flops: int = 0
     bytes: int = 0
+    alone: float = 0.0
+    group: str = ""
 
     @property
     def end(self) -> float:
         return self.start + self.seconds
-
-
-@dataclass(frozen=True, eq=False)
-class MemoryCurve:
-    """Bytes in use over time, by what they are for.
-
-    ``bytes[i, k]`` are in use for ``kinds[k]`` from ``seconds[i]`` on until ``seconds[i + 1]``.
-    """
-
-    seconds: NDArray[np.float64]
-    bytes: NDArray[np.int64]
-    kinds: tuple[str, ...] = KINDS
-
-    @classmethod
-    def of(cls, changes: Sequence[tuple[float, str, int]], end: float) -> MemoryCurve:
-        """The curve of (seconds, kind, bytes more) in the order in which they happen.
-
-        >>> MemoryCurve.of([(0.0, "saved", 5), (1.0, "saved", -2)], 2.0).total.tolist()
-        [0, 5, 3, 3]
-        """
-        column = {kind: index for index, kind in enumerate(KINDS)}
-        deltas = np.zeros((len(changes) + 2, len(KINDS)), dtype=np.int64)
-        seconds = np.zeros(len(changes) + 2)
-        for row, (at, kind, more) in enumerate(changes, start=1):
-            deltas[row, column[kind]] = more
-            seconds[row] = at
-        seconds[-1] = end
-        return cls(seconds, np.cumsum(deltas, axis=0))
-
-    @property
-    def total(self) -> NDArray[np.int64]:
-        """Bytes in use at each of `seconds`."""
-        return np.asarray(self.bytes.sum(axis=1), dtype=np.int64)
-
-    @property
-    def peak(self) -> int:
-        """The most bytes in use at once."""
-        return int(self.total.max())
-
-    def at_peak(self) -> dict[str, int]:
-        """What the peak consists of, largest first."""
-        row = self.bytes[int(self.total.argmax())]
-        return dict(sorted(((k, int(b)) for k, b in zip(self.kinds, row, strict=True) if b), key=lambda item: -item[1]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +82,10 @@ class Timeline:
         Seconds from the start of the forward to the end of the optimizer step.
     memory : MemoryCurve
         Bytes in use.
+    busy : mapping of str to float
+        Seconds for which all the links of each level have been in use; half of them count half.
+    loads : tuple of (float, tuple of float)
+        From when on, which part of each level's links was in use.
 
     Notes
     -----
@@ -132,10 +97,12 @@ class Timeline:
     streams: tuple[str, ...]
     step_time: float
     memory: MemoryCurve = field(repr=False)
+    busy: Mapping[str, float] = field(default_factory=dict, repr=False)
+    loads: tuple[tuple[float, tuple[float, ...]], ...] = field(default=(), repr=False)
 
     @property
     def compute_time(self) -> float:
-        """Seconds in which the compute stream computes, the optimizer step included."""
+        """Seconds in which the compute stream computes, optimizer step and slowdown by communication included."""
         return sum(event.seconds for event in self.events if event.kind == "compute")
 
     @property
@@ -145,8 +112,20 @@ class Timeline:
 
     @property
     def communication_time(self) -> float:
-        """Seconds of all collectives, hidden or not, added up over the links."""
-        return sum(event.seconds for event in self.events if event.stream != COMPUTE)
+        """Seconds of all collectives, hidden or not, each as if it were alone."""
+        return sum(event.alone for event in self.events if event.stream != COMPUTE)
+
+    @property
+    def slowdown_time(self) -> float:
+        """The part of `compute_time` that compute takes longer because communication runs beside it, in seconds."""
+        return self.compute_time - sum(event.alone for event in self.events if event.kind == "compute")
+
+    @property
+    def utilisation(self) -> dict[str, float]:
+        """The part of the step, in [0, 1], for which each stream is in use: of a level, all its links."""
+        used = {COMPUTE: self.compute_time, **self.busy}
+        whole = self.step_time or 1.0
+        return {name: min(1.0, used.get(name, 0.0) / whole) for name in self.streams}
 
     @property
     def peak_memory(self) -> int:
@@ -166,6 +145,36 @@ class Timeline:
                 seconds[event.cause] += event.seconds
         return dict(seconds)
 
+    def exposed_by_op(self) -> dict[tuple[str, str], float]:
+        """Seconds of exposed communication by (cause, parameter or op), largest first."""
+        seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+        for event in self.events:
+            if event.kind == "wait":
+                seconds[event.cause, event.op] += event.seconds
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+    def memory_report(self, count: int = 8) -> str:
+        """The peak of memory: how much, when, what it consists of by kind, and the `count` largest values in it."""
+        phase, running = self._at(self.memory.peak_seconds)
+        during = f", in the {phase} of {running}" if phase else ""
+        lines = [
+            f"peak {readable_bytes(self.peak_memory)} after {readable_seconds(self.memory.peak_seconds)} "
+            f"of {readable_seconds(self.step_time)}{during}"
+        ]
+        for kind, size in self.memory.at_peak().items():
+            lines.append(f"  {kind:<10} {readable_bytes(size):>10}  {size / self.peak_memory:6.1%}")
+        lines.append("largest values:")
+        for owner, kind, size in self.memory.largest_at_peak(count):
+            lines.append(f"  {readable_bytes(size):>10}  {kind:<10} {owner}")
+        return "\n".join(lines)
+
+    def _at(self, seconds: float) -> tuple[str, str]:
+        """The phase, and what computes or is waited for, at a moment; empty where nothing does."""
+        for event in self.events:
+            if event.stream == COMPUTE and event.start <= seconds < event.end:
+                return event.phase, event.op or event.name
+        return "", ""
+
     def plot(self, path: str | os.PathLike[str] | None = None, *, memory_limit: int | None = None) -> Figure:
         """Draw the streams and, below them, the memory.
 
@@ -182,30 +191,6 @@ class Timeline:
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the step as a Chrome trace, which https://ui.perfetto.dev opens."""
-        Path(path).write_text(json.dumps({"traceEvents": self._trace(), "displayTimeUnit": "ms"}), encoding="utf-8")
+        from shardweave.cost_model.trace import rows
 
-    def _trace(self) -> list[dict[str, Any]]:
-        """The trace's events; their times are in microseconds, as the format wants them."""
-        threads = {stream: number for number, stream in enumerate(self.streams)}
-        rows: list[dict[str, Any]] = [
-            {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": f"one rank of {self.cluster} (simulated)"}}
-        ]
-        for stream, number in threads.items():
-            title = stream if stream == COMPUTE else f"{stream} links"
-            rows.append({"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": title}})
-            rows.append(
-                {"ph": "M", "pid": 0, "tid": number, "name": "thread_sort_index", "args": {"sort_index": number}}
-            )
-        for event in self.events:
-            notes = {key: getattr(event, key) for key in ("cause", "op", "flops", "bytes") if getattr(event, key)}
-            rows.append(
-                {"ph": "X", "pid": 0, "tid": threads[event.stream], "name": event.name, "args": notes}
-                | {"cat": f"{event.phase},{event.kind}", "ts": event.start * 1e6, "dur": event.seconds * 1e6}
-            )
-        last = np.append(np.diff(self.memory.seconds) > 0, True)  # of the changes at one moment only the last counts
-        used = [kind for k, kind in enumerate(self.memory.kinds) if self.memory.bytes[:, k].any()]
-        columns = [self.memory.kinds.index(kind) for kind in used]
-        for at, row in zip(self.memory.seconds[last], self.memory.bytes[last][:, columns], strict=True):
-            sizes = dict(zip(used, row.tolist(), strict=True))
-            rows.append({"ph": "C", "pid": 0, "name": "memory (bytes)", "ts": float(at) * 1e6, "args": sizes})
-        return rows
+        Path(path).write_text(json.dumps({"traceEvents": rows(self), "displayTimeUnit": "ms"}), encoding="utf-8")

@@ -12,12 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardweave.cost_model import Cluster, Timeline, collective_seconds, node_seconds, simulate
+from shardweave.cost_model.collectives import collective_demand
+from shardweave.cost_model.graphs import info
+from shardweave.cost_model.prices import Prices
 from shardweave.cost_model.timeline import COMPUTE
 from shardweave.errors import VerifyError
 from shardweave.ir import Axis, Layout, ParameterSpec, StepSpec, ValueSpec
 from tests.cost_model.handmade import Builder, aten, mlp
 
-CLUSTER = Cluster.preset("perlmutter", nodes=2)
+
+def steady(cluster: Cluster, slowdown: float = 1.0) -> Cluster:
+    """`cluster`, where compute is slowed down by communication this much."""
+    return replace(cluster, device=replace(cluster.device, overlap_slowdown=slowdown))
+
+
+CLUSTER = steady(Cluster.preset("perlmutter", nodes=2))
 AXES = CLUSTER.mesh().axes
 WIDTH, ROWS = 1024, 2048
 
@@ -27,9 +36,9 @@ def run(cluster: Cluster = CLUSTER, axes: Sequence[Axis] = AXES, **options: obje
     return simulate(*mlp(cluster, axes, **sizes), cluster)  # type: ignore[arg-type]
 
 
-def spec_of(*shapes: tuple[int, ...]) -> StepSpec:
+def spec_of(*shapes: tuple[int, ...], cluster: Cluster = CLUSTER) -> StepSpec:
     inputs = tuple(ValueSpec(f"x{i}", Layout.replicated(shape), "float32") for i, shape in enumerate(shapes))
-    return StepSpec(CLUSTER.mesh(), (), (), inputs, (ValueSpec("y", Layout.replicated((4,)), "float32"),))
+    return StepSpec(cluster.mesh(), (), (), inputs, (ValueSpec("y", Layout.replicated((4,)), "float32"),))
 
 
 def test_a_wait_exposes_what_compute_does_not_hide() -> None:
@@ -49,16 +58,33 @@ def test_a_wait_exposes_what_compute_does_not_hide() -> None:
     assert [event.stream for event in timeline.events] == ["node", COMPUTE, COMPUTE, COMPUTE]
 
 
-def test_one_link_carries_one_collective_after_another_and_two_links_two_at_once() -> None:
+def test_one_group_has_one_collective_after_another_and_two_links_two_at_once() -> None:
     gpu, node = [AXES[0]], [AXES[-1]]
     for axes, together in (((gpu, gpu), False), ((gpu, node), True)):
-        builder = Builder(AXES)
-        x = builder.tensor("x", 4096, 4096)
-        starts = [builder.start("all_reduce", x, group, "x", "activation") for group in axes]
-        waits = [builder.wait(start) for start in starts]
-        timeline = simulate(builder.module(waits), None, spec_of((4096, 4096)), CLUSTER)
-        seconds = [collective_seconds("all_reduce", 4 * 4096**2, group, CLUSTER) for group in axes]
+        timeline, seconds = beside_each_other(CLUSTER, axes)
         assert timeline.step_time == pytest.approx(max(seconds) if together else sum(seconds))
+
+
+def test_two_groups_share_the_links_that_both_cross() -> None:
+    """Each has half of them: both end when they would one after the other, but for one latency."""
+    cluster = steady(Cluster.preset("dgx-a100", nodes=4))
+    first, second = ([axis] for axis in cluster.mesh().axes[-2:])
+    timeline, seconds = beside_each_other(cluster, (first, second))
+    latency = collective_demand("all_reduce", 4 * 4096**2, first, cluster).latency
+    assert timeline.step_time == pytest.approx(sum(seconds) - latency)
+    one, other = (event for event in timeline.events if event.stream == "node")
+    assert one.start == other.start == 0 and one.end == pytest.approx(other.end)
+    assert timeline.utilisation["node"] == pytest.approx(1 - latency / timeline.step_time)
+
+
+def beside_each_other(cluster: Cluster, groups: Sequence[Sequence[Axis]]) -> tuple[Timeline, list[float]]:
+    """All-reduces over these groups, started at once: the step, and the seconds of each alone."""
+    builder = Builder(cluster.mesh().axes)
+    x = builder.tensor("x", 4096, 4096)
+    starts = [builder.start("all_reduce", x, group, "x", "activation") for group in groups]
+    waits = [builder.wait(start) for start in starts]
+    timeline = simulate(builder.module(waits), None, spec_of((4096, 4096), cluster=cluster), cluster)
+    return timeline, [collective_seconds("all_reduce", 4 * 4096**2, group, cluster) for group in groups]
 
 
 def test_a_collective_waits_for_its_input() -> None:
@@ -84,26 +110,100 @@ def test_the_step_ends_when_the_links_rest() -> None:
     st.integers(1, 5),
     st.sampled_from([128, 1024]),
     st.booleans(),
+    st.sampled_from([1.0, 1.2, 2.0]),
     st.data(),
 )
 def test_laws_of_every_step(
-    name: str, nodes: int, layers: int, width: int, prefetch: bool, data: st.DataObject
+    name: str, nodes: int, layers: int, width: int, prefetch: bool, slowdown: float, data: st.DataObject
 ) -> None:
-    cluster = Cluster.preset(name, nodes=nodes).resized(node=2 ** (nodes - 1))
+    cluster = steady(Cluster.preset(name, nodes=nodes).resized(node=2 ** (nodes - 1)), slowdown)
     axes = [axis for axis in cluster.mesh().axes if data.draw(st.booleans())]
     timeline = run(cluster, axes, layers=layers, width=width, rows=512, prefetch=prefetch)
-    assert timeline.step_time == pytest.approx(timeline.compute_time + timeline.exposed_communication)
-    assert timeline.exposed_communication <= timeline.communication_time * (1 + 1e-9)
-    for stream in timeline.streams:
-        events = [event for event in timeline.events if event.stream == stream]
+    hold_laws(timeline, slowdown)
+    for group in {event.group for event in timeline.events}:
+        events = [event for event in timeline.events if event.group == group]
         for before, after in pairwise(events):
             assert after.start >= before.end - 1e-12
+
+
+def hold_laws(timeline: Timeline, slowdown: float) -> None:
+    """What the simulator's docstring says of every step."""
+    step, alike = timeline.step_time, pytest.approx(timeline.step_time, rel=1e-9, abs=1e-15)
+    least = timeline.compute_time - timeline.slowdown_time
+    assert timeline.compute_time + timeline.exposed_communication == alike
+    assert least <= timeline.compute_time * (1 + 1e-9)
+    assert timeline.compute_time <= slowdown * least * (1 + 1e-9)
+    assert timeline.exposed_communication <= timeline.communication_time * (1 + 1e-9)
+    assert step <= (timeline.compute_time + timeline.communication_time) * (1 + 1e-9)
+    groups = {event.group for event in timeline.events if event.stream != COMPUTE}
+    for group in groups:
+        assert sum(event.alone for event in timeline.events if event.group == group) <= step * (1 + 1e-9)
+    for level, busy in timeline.busy.items():
+        assert busy <= step * (1 + 1e-9), level
+    assert all(0 <= part <= 1 for part in timeline.utilisation.values())
+    assert all(0 <= part <= 1 + 1e-9 for _, load in timeline.loads for part in load)
+    for event in timeline.events:
+        assert event.seconds >= event.alone * (1 - 1e-9)  # nothing is faster than alone
+    causes = {"parameter", "gradient", "activation"}
+    assert set(timeline.exposed_by_cause()) <= causes
+    assert {cause for cause, _ in timeline.exposed_by_op()} <= causes
+    assert sum(timeline.exposed_by_cause().values()) == pytest.approx(timeline.exposed_communication)
+    assert sum(timeline.exposed_by_op().values()) == pytest.approx(timeline.exposed_communication)
     assert timeline.memory.bytes.min() >= 0
     assert timeline.memory.seconds.tolist() == sorted(timeline.memory.seconds)
-    left = dict(zip(timeline.memory.kinds, timeline.memory.bytes[-1], strict=True))
-    held = ("parameters", "optimizer", "inputs", "outputs")
-    assert all(left[kind] > 0 for kind in held)
-    assert all(left[kind] == 0 for kind in left if kind not in held), left
+    assert set(timeline.memory.at_rest()) <= {"parameters", "optimizer", "buffers", "inputs"}
+    starts = timeline.memory.bytes[timeline.memory.seconds == 0]
+    assert (starts == timeline.memory.bytes[-1]).all(axis=1).any(), "memory ends where it began: states at rest"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(["perlmutter", "frontier", "local-cpu"]), st.sampled_from([1.0, 1.3]), st.data())
+def test_laws_of_collectives_that_share_links(name: str, slowdown: float, data: st.DataObject) -> None:
+    """Any number of groups at once, started and waited for in any order, with compute between."""
+    cluster = steady(Cluster.preset(name, nodes=4), slowdown)
+    axes = cluster.mesh().axes
+    builder = Builder(axes)
+    x = builder.tensor("x", 1024, 256)
+    pending: list[object] = []
+    for _ in range(data.draw(st.integers(1, 12))):
+        kind = data.draw(st.sampled_from(["start", "wait", "compute"]))
+        if kind == "start":
+            group = data.draw(st.lists(st.sampled_from(axes), min_size=1, max_size=3, unique=True))
+            cause = data.draw(st.sampled_from(["parameter", "gradient", "activation"]))
+            pending.append(builder.start("all_reduce", x, sorted(group, key=axes.index), "x", cause))
+        elif kind == "wait" and pending:
+            builder.wait(pending.pop(data.draw(st.integers(0, len(pending) - 1))))  # type: ignore[arg-type]
+        else:
+            x = builder.call(aten.neg.default, x)
+    timeline = simulate(builder.module([x]), None, spec_of((1024, 256), cluster=cluster), cluster)
+    hold_laws(timeline, slowdown)
+    demands = dict.fromkeys(timeline.busy, 0.0)
+    for node in builder.graph.nodes:
+        if (what := info(node).collective) is not None:
+            demand = Prices(cluster).collective(what)
+            for level, part in demand.use.items():
+                demands[level] += part * demand.transfer
+    assert timeline.busy == pytest.approx(demands), "what links have to move does not depend on how they are shared"
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 4), st.booleans(), st.sampled_from([1.0, 1.5]), st.floats(1.1, 10.0), st.data())
+def test_time_grows_with_latency_and_falls_with_bandwidth(
+    layers: int, prefetch: bool, slowdown: float, factor: float, data: st.DataObject
+) -> None:
+    """For steps whose collectives are all of one group. (Several groups may block each other in another order then.)"""
+    axes = [axis for axis in AXES if data.draw(st.booleans())]
+
+    def seconds(**scales: float) -> float:
+        levels = tuple(replace(v, **{k: getattr(v, k) * scale for k, scale in scales.items()}) for v in CLUSTER.levels)
+        cluster = steady(replace(CLUSTER, levels=levels), slowdown)
+        return run(cluster, axes, layers=layers, prefetch=prefetch, width=512, rows=256).step_time
+
+    now = seconds() * (1 - 1e-9)
+    assert seconds(latency=factor) >= now
+    assert seconds(bandwidth=1 / factor) >= now
+    wider = {"layers": layers, "prefetch": prefetch, "rows": 256}
+    assert run(steady(CLUSTER, slowdown), axes, width=1024, **wider).step_time >= now
 
 
 def test_prefetching_hides_gathers_and_costs_memory() -> None:
@@ -150,6 +250,27 @@ def test_frozen_parameters_have_no_states() -> None:
     spec = StepSpec(spec.mesh, (frozen,), (), spec.inputs, spec.outputs)
     timeline = simulate(forward, backward, spec, CLUSTER)
     assert timeline.memory.at_peak().get("optimizer", 0) == 0
+
+
+def test_compute_is_slower_while_communication_runs() -> None:
+    builder = Builder(AXES)
+    x = builder.tensor("x", 4096, 4096)
+    start = builder.start("all_reduce", x, AXES, "x", "activation")
+    work = builder.call(aten.neg.default, x)
+    builder.call(aten.neg.default, builder.wait(start))
+    cluster = steady(CLUSTER, 1.5)
+    timeline = simulate(builder.module([work]), None, spec_of((4096, 4096)), cluster)
+    alone = node_seconds(work, cluster)
+    beside, after = (event for event in timeline.events if event.kind == "compute")
+    assert beside.seconds == pytest.approx(1.5 * alone) and after.seconds == pytest.approx(alone)
+    assert timeline.slowdown_time == pytest.approx(0.5 * alone)
+
+
+def test_equal_nodes_are_priced_once() -> None:
+    forward, backward, spec = mlp(CLUSTER, AXES, layers=12, width=64, rows=8)
+    prices = Prices(CLUSTER)
+    calls = [node for module in (forward, backward) for node in module.graph.nodes if node.op == "call_function"]
+    assert len({id(prices.of(node)) for node in calls}) < len(calls) / 6
 
 
 def test_flops_are_those_of_the_matmuls() -> None:

@@ -1,0 +1,150 @@
+"""Predicted and measured peak memory of generated steps on local gloo ranks: the figures of docs/measured.md.
+
+python -m docs.measure_memory                    every model under every way to spread it
+python -m docs.measure_memory gpt unet --ranks 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import time
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardweave as sw
+from shardweave.compiler.api import _Compiler
+from shardweave.cost_model import Timeline
+from shardweave.options import Options
+from shardweave.runtime.inputs import localize
+from shardweave.runtime.launch import WorkerPool
+from shardweave.runtime.memory import held_bytes, measured_peak
+from tests.models import TODAY, ZOO, Case
+
+CASES = {**ZOO, **TODAY}
+WAYS: dict[str, dict[str, Any]] = {
+    "dp": {"*": "dp"},
+    "zdp": {"*": "zdp"},
+    "column": {"*": "column"},
+    "row": {"*": "row"},
+    "planned": {},
+}
+PATIENCE = 0.01
+"""Seconds before each wait for a collective. Whoever lets go of a buffer last frees it; the allocator's record has what
+the rank's own thread does, so gloo's threads are to be through with it by then."""
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+
+
+class Patient(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Waits a moment before each wait."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # then DTensor's turn, and its local ops come here
+        if function is torch.ops._c10d_functional.wait_tensor.default:
+            time.sleep(PATIENCE)
+        return function(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one rank, in bytes: the peak of a step, and what lies in memory between steps."""
+
+    peak: int
+    rest: int
+
+
+def measure(case: Case, parallel: Any) -> Figures:
+    """Train for three steps on this rank, and measure the last: by then the optimizer has its states."""
+    optimizer = ADAMW(parallel.parameters())
+    batch = case.batch(0)
+    parts = localize(parallel._flatten((), batch), parallel.spec.inputs, parallel._coordinates)
+    named = dict(zip(batch, parts, strict=True)) if len(batch) == len(parts) else batch
+    inputs = {name: value.clone() for name, value in named.items()}  # a part would keep the memory of the whole
+    del parts, named
+
+    def step() -> None:
+        loss = case.loss(parallel(**inputs))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    gc.collect()
+    held = [*parallel.parameters(), *parallel.buffers(), *inputs.values(), *constants(parallel)]
+    held += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    with Patient():
+        return Figures(measured_peak(step, held), held_bytes(held))
+
+
+def constants(parallel: Any) -> list[torch.Tensor]:
+    """Tensors that the graphs hold themselves, on this device."""
+    graphs = (parallel.graphs["forward"], parallel.graphs["backward"])
+    found = {str(node.target): module for module in graphs for node in module.graph.nodes if node.op == "get_attr"}
+    return [getattr(module, name) for name, module in found.items()]
+
+
+def measure_all(name: str, ranks: int, plans: list[dict[str, Any]]) -> list[Figures]:
+    """In one rank: the step of each plan in turn, compiled as `compile_parallel` does."""
+    case = CASES[name]
+    compiler = _Compiler(case.model(), sw.Cluster.local(ranks), case.batch(0), None, None)
+    return [measure(case, compiler.compile(sw.Plan.from_dict(plan))) for plan in plans]
+
+
+def prepare(case: Case, ranks: int, ways: list[str]) -> list[tuple[str, sw.Plan, Timeline]]:
+    """A plan in each of these ways, and what the simulator says of its step."""
+    compiler = _Compiler(case.model(), sw.Cluster.local(ranks), case.batch(0), None, None)
+    found = []
+    for way in ways:
+        compiler = copy.copy(compiler)
+        compiler.options = Options(force=WAYS[way])
+        try:
+            plan = compiler.plan()
+        except sw.ParallelError as error:
+            print(f"{case.name}, {way}: {type(error).__name__}: {str(error)[:90]}", flush=True)
+            continue
+        found.append((way, plan, plan.timeline()))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(CASES), help="of " + ", ".join(CASES))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), help="of " + ", ".join(WAYS))
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    from docs.measure_memory import measure_all  # under a name by which the ranks find it
+
+    errors: list[float] = []
+    print("| model | plan | predicted, bytes | measured | off | off, states at rest not counted | rest off |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    with WorkerPool() as pool:
+        for name in given.models or CASES:
+            prepared = prepare(CASES[name], given.ranks, given.ways)
+            plans = [plan.to_dict() for _, plan, _ in prepared]
+            ranks = pool.run(measure_all, name, given.ranks, plans, nprocs=given.ranks, timeout=600.0)
+            for (way, _, timeline), *figures in zip(prepared, *ranks, strict=True):
+                worst = max(figures, key=lambda found: found.peak)
+                off = timeline.peak_memory / worst.peak - 1
+                rest = sum(timeline.memory.at_rest().values())
+                errors.append(off)
+                print(
+                    f"| {name} | {way} | {timeline.peak_memory:,} | {worst.peak:,} | {off:+.1%} |"
+                    f" {(timeline.peak_memory - rest) / (worst.peak - worst.rest) - 1:+.1%} | {worst.rest - rest} |",
+                    flush=True,
+                )
+    off = max(abs(off) for off in errors)
+    print(f"{len(errors)} steps: the peak is off by at most {off:.1%}")
+
+
+if __name__ == "__main__":
+    main()
