@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -210,8 +211,10 @@ def _spread(target: Any, args: Sequence[Any]) -> None:
         index, choices = args[2], args[3] * (args[4] if len(args) > 4 else 1)
     else:
         return
-    # Strides through the choices by the golden ratio, so that neighbours are far apart.
+    # A step without a common factor comes to every choice; near the golden ratio of them, neighbours are far apart.
     step = max(1, int(choices * 0.618))
+    while math.gcd(step, choices) > 1:
+        step += 1
     index.copy_((torch.arange(index.numel(), device=index.device) * step % max(1, choices)).view(index.shape))
 
 

@@ -72,14 +72,20 @@ def _text(value: object, shape_of: Callable[[fx.Node], Sequence[int]]) -> str:
 def _order(tensor: torch.Tensor) -> str:
     """How `tensor` lies in memory: nothing where it is contiguous, else its dimensions from the outermost.
 
-    A ``~`` says that there are gaps between its elements, or that some are expanded.
+    A ``*`` marks what is expanded, and a ``~`` at the end says that there are gaps between the elements.
 
     >>> _order(torch.ones(2, 3)), _order(torch.ones(2, 3).t()), _order(torch.ones(4, 1).expand(4, 2))
-    ('', '^1,0', '^0,1~')
+    ('', '^1,0', '^0,1*')
+    >>> _order(torch.ones(4, 8)[:, ::2])
+    '^0,1~'
     """
     if tensor.is_contiguous():
         return ""
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-    dense = tensor.permute(order).is_contiguous()
-    return f"^{','.join(map(str, order))}{'' if dense else '~'}"
+    expanded = [dim for dim in order if strides[dim] == 0 and tensor.shape[dim] > 1]
+    once = tensor.permute(order)
+    for place, dim in enumerate(order):
+        once = once.narrow(place, 0, 1) if dim in expanded else once
+    marked = [f"{dim}*" if dim in expanded else str(dim) for dim in order]
+    return f"^{','.join(marked)}{'' if once.is_contiguous() else '~'}"
