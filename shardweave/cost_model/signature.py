@@ -79,13 +79,15 @@ def _order(tensor: torch.Tensor) -> str:
     >>> _order(torch.ones(4, 8)[:, ::2])
     '^0,1~'
     """
-    if tensor.is_contiguous():
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    long = [dim for dim, size in enumerate(shape) if size != 1]  # a dimension of one lies in any order
+    expanded = {dim for dim in long if strides[dim] == 0}
+    order = sorted(long, key=lambda dim: -strides[dim])
+    step, gaps = 1, False
+    for dim in reversed(order):
+        if dim not in expanded:
+            gaps, step = gaps or strides[dim] != step, step * shape[dim]
+    if 0 in shape or (order == long and not gaps and not expanded):
         return ""
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-    expanded = [dim for dim in order if strides[dim] == 0 and tensor.shape[dim] > 1]
-    once = tensor.permute(order)
-    for place, dim in enumerate(order):
-        once = once.narrow(place, 0, 1) if dim in expanded else once
     marked = [f"{dim}*" if dim in expanded else str(dim) for dim in order]
-    return f"^{','.join(marked)}{'' if once.is_contiguous() else '~'}"
+    return f"^{','.join(marked)}{'~' if gaps else ''}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -24,7 +27,7 @@ from shardweave.ir import Assignment
 from shardweave.passes.annotate import info
 from shardweave.runtime.random import seeded
 from tests.cost_model.handmade import Builder, aten, mlp
-from tests.passes.harness import graph_of, mesh_of
+from tests.passes.harness import examples, graph_of, mesh_of
 
 own = torch.ops.shardweave
 
@@ -65,6 +68,20 @@ def test_a_signature_tells_what_changes_the_time_and_nothing_else() -> None:
     ]
     assert len(set(same)) == 1
     assert len({same[0], *others}) == 1 + len(others)
+
+
+@examples(200)
+@given(st.lists(st.integers(1, 4), max_size=4), st.randoms(use_true_random=False))
+def test_only_what_is_contiguous_has_no_mark_of_its_order(shape: list[int], rng: random.Random) -> None:
+    order = rng.sample(range(len(shape)), len(shape))
+    gaps = [slice(None, None, rng.choice([1, 1, 2])) for _ in shape]
+    tensor = torch.empty([size * 2 for size in shape])[tuple(gaps)].permute(order)
+    tensor = tensor[tuple(slice(0, rng.choice([1, size])) for size in tensor.shape)]
+    builder = Builder([])
+    x = builder.tensor("x")
+    x.meta["val"] = tensor
+    mark = signature(builder.call(aten.neg.default, x)).partition("]")[2]
+    assert (mark == ")") == tensor.is_contiguous()
 
 
 def test_an_op_that_draws_has_one_signature_under_any_seed() -> None:
