@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from shardweave.cost_model import profile_cache
 from shardweave.cost_model.cluster import Cluster
 from shardweave.cost_model.fitting import fitted_links
+from shardweave.cost_model.hardware import hardware
 from shardweave.cost_model.measured import Measured
 from shardweave.cost_model.profiling import PATIENCE, profile_collectives
 from shardweave.errors import ClusterError
@@ -79,7 +79,7 @@ def profiled(cluster: Cluster, seconds: float = 30.0) -> Cluster:
         if measured is None:
             table, coverage = profile_collectives(cluster, world, seconds=seconds)
             measured = Measured(table, key=key, covered=coverage.text(cluster))
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0 and table.curves:
                 profile_cache.write(measured)
             measured = _from_first(measured, world)
         dist.destroy_process_group(world)
@@ -102,34 +102,6 @@ def _from_first(measured: Measured | None, world: dist.ProcessGroup) -> Measured
 def _key(cluster: Cluster, ranks: list[Any]) -> str:
     levels = [[level.name, level.size] for level in cluster.levels]
     return profile_cache.key_of({"format": 1, "levels": levels, "library": cluster.library, "ranks": ranks})
-
-
-def hardware() -> dict[str, Any]:
-    """What one rank runs on and with: where any of it differs, its times are others."""
-    found: dict[str, Any] = {"torch": torch.__version__}
-    if dist.is_available() and dist.is_initialized():
-        found["backend"] = dist.get_backend()
-    if torch.cuda.is_available() and found.get("backend") != "gloo":
-        found["device"] = torch.cuda.get_device_name(torch.cuda.current_device())
-        found |= {"cuda": torch.version.cuda or torch.version.hip, "nccl": _nccl()}
-    else:
-        found |= {"device": _cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    return found
-
-
-def _nccl() -> list[int]:
-    return list(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
-
-
-def _cpu() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass  # no Linux
-    return platform.processor() or platform.machine()
 
 
 def preset_of_gpu(name: str) -> str:

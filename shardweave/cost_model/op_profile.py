@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map_only
 
 from shardweave.cost_model import profile_cache
 from shardweave.cost_model.cluster import Cluster
-from shardweave.cost_model.detection import hardware
 from shardweave.cost_model.graphs import tensor_bytes
+from shardweave.cost_model.hardware import hardware
 from shardweave.cost_model.measured import Measured
 from shardweave.cost_model.op_times import OpTable, OpTime
 from shardweave.cost_model.signature import op_arguments, op_of
