@@ -80,7 +80,7 @@ def profiled(cluster: Cluster, seconds: float = 30.0) -> Cluster:
         if measured is None:
             table, coverage = profile_collectives(cluster, world, seconds=seconds)
             measured = Measured(table, key=key, covered=coverage.text(cluster))
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0 and table.curves:
                 profile_cache.write(measured)
             measured = _from_first(measured, world)
         device = profile_device(cluster.device, group=world)

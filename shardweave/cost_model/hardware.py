@@ -1,4 +1,4 @@
-"""What a rank runs on and with: measurements hold where all of it is the same."""
+"""What a rank runs on and with, as plain types: what measurements are kept under."""
 
 from __future__ import annotations
 

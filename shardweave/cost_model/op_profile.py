@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -165,7 +166,8 @@ def _run_all(cases: Sequence[_Case], device: torch.device, budget: float) -> tup
 
 
 def _run(node: fx.Node, device: torch.device) -> float:
-    inputs = {source: source.meta.get("val") for source in node.all_input_nodes}
+    inputs: dict[fx.Node, Any] = {}  # not those that only say under which seed an op draws
+    fx.node.map_arg(op_arguments(node), lambda source: inputs.setdefault(source, source.meta.get("val")))
     needed = sum(map(tensor_bytes, inputs.values())) + tensor_bytes(node.meta.get("val"))
     free = _free_bytes(device) * _MEMORY_SHARE
     if needed > free:
@@ -210,8 +212,10 @@ def _spread(target: Any, args: Sequence[Any]) -> None:
         index, choices = args[2], args[3] * (args[4] if len(args) > 4 else 1)
     else:
         return
-    # Strides through the choices by the golden ratio, so that neighbours are far apart.
+    # A step without a common factor comes to every choice; near the golden ratio of them, neighbours are far apart.
     step = max(1, int(choices * 0.618))
+    while math.gcd(step, choices) > 1:
+        step += 1
     index.copy_((torch.arange(index.numel(), device=index.device) * step % max(1, choices)).view(index.shape))
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardweave.cost_model import Cluster, Measured, collective_seconds, detection, profile_cache, profiling
@@ -18,12 +21,14 @@ from shardweave.cost_model.measured import KINDS
 from shardweave.cost_model.profiling import placements
 from shardweave.errors import ClusterError, LaunchError
 from shardweave.runtime.launch import WorkerPool
+from shardweave.runtime.mesh import RuntimeMesh
 
 SIZES = (4096, 65536, 2**20)
 
 
 def prepare_rank(cache: str) -> None:
-    """A short profile."""
+    """A short profile, with all the time it wants on a busy machine."""
+    detection.profiled = partial(profiled, seconds=1e4)  # type: ignore[assignment]
     os.environ["SHARDWEAVE_CACHE"] = cache
     profiling.SIZES["cpu"] = SIZES
     profiling._BATCH_SECONDS = 0.002
@@ -79,6 +84,23 @@ def test_what_there_was_no_time_for_is_said_and_priced_by_formula(pool: WorkerPo
         assert f"not measured: {kind} in groups of 2 cpu: the 0 s were over" in cluster.measured.covered
     assert collective_form("all_reduce", 1e5, cluster.mesh().axes, cluster) == "ring"
     assert cluster.levels == Cluster.local(2).levels
+    assert not list(tmp_path.iterdir()), "or it would be read back when there is time"
+
+
+def profile_twice() -> list[float]:
+    """Into a cache that keeps nothing; then groups over the same ranks still work."""
+    prepare_rank("/dev/null")
+    for _ in range(2):
+        with pytest.warns(UserWarning) if dist.get_rank() == 0 else nullcontext():
+            cluster = Cluster.detect(profile=True)
+    value = torch.ones(1)
+    for axis in cluster.mesh().axes:
+        dist.all_reduce(value, group=RuntimeMesh(cluster.mesh()).group_over([axis]))
+    return [value.item(), float(len(cluster.measured.collectives.curves)) if cluster.measured else 0.0]
+
+
+def test_a_profile_leaves_nothing_behind_that_the_next_groups_trip_over(pool: WorkerPool) -> None:
+    assert pool.run(profile_twice, nprocs=4) == [[4.0, 10.0]] * 4
 
 
 def lose_a_rank(how: str, cache: str) -> None:
