@@ -162,6 +162,8 @@ class Cluster:
         names = [level.name for level in self.levels]
         if not names or len(set(names)) != len(names):
             raise ClusterError(f"levels: expected at least one level, each with a name of its own, got {names}")
+        if self.measured is not None:
+            self.measured.collectives.check([(level.name, level.size) for level in self.levels])
         # Computed once, as it keys the caches of costs; from the fingerprint, to be the same in every process.
         object.__setattr__(self, "_hash", int(self.fingerprint, 16))
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from shardweave.cost_model.cluster import Cluster
-from shardweave.cost_model.forms import FORMS, KINDS, Line, library_forms, lines
+from shardweave.cost_model.forms import FORMS, Line, library_forms, lines
+from shardweave.cost_model.measured import KINDS
 from shardweave.errors import ClusterError
 from shardweave.ir import Axis, axes_size
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from shardweave.cost_model import profile_cache
 from shardweave.cost_model.cluster import Cluster
 from shardweave.cost_model.fitting import fitted_links
+from shardweave.cost_model.hardware import hardware
 from shardweave.cost_model.measured import Measured
 from shardweave.cost_model.profiling import PATIENCE, profile_collectives
 from shardweave.errors import ClusterError
@@ -68,18 +68,18 @@ def profiled(cluster: Cluster, seconds: float = 30.0) -> Cluster:
         Where a rank fails, or does not come within a minute.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        alone = Measured(key=_key(cluster, [_hardware()]), covered="one rank: there are no collectives to measure")
+        alone = Measured(key=_key(cluster, [hardware()]), covered="one rank: there are no collectives to measure")
         return replace(cluster, measured=alone)
     try:
         world = dist.new_group(timeout=PATIENCE)
-        hardware: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(hardware, _hardware(), group=world)
-        key = _key(cluster, hardware)
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, hardware(), group=world)
+        key = _key(cluster, ranks)
         measured = _from_first(profile_cache.read(key) if dist.get_rank() == 0 else None, world)
         if measured is None:
             table, coverage = profile_collectives(cluster, world, seconds=seconds)
             measured = Measured(table, key=key, covered=coverage.text(cluster))
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0 and table.curves:
                 profile_cache.write(measured)
             measured = _from_first(measured, world)
         dist.destroy_process_group(world)
@@ -99,37 +99,9 @@ def _from_first(measured: Measured | None, world: dist.ProcessGroup) -> Measured
     return None if found[0] is None else Measured.from_dict(found[0])
 
 
-def _key(cluster: Cluster, hardware: list[Any]) -> str:
+def _key(cluster: Cluster, ranks: list[Any]) -> str:
     levels = [[level.name, level.size] for level in cluster.levels]
-    return profile_cache.key_of({"format": 1, "levels": levels, "library": cluster.library, "ranks": hardware})
-
-
-def _hardware() -> dict[str, Any]:
-    """What one rank runs on and with: where any of it differs, its times are others."""
-    found: dict[str, Any] = {"torch": torch.__version__}
-    if dist.is_available() and dist.is_initialized():
-        found["backend"] = dist.get_backend()
-    if torch.cuda.is_available() and found.get("backend") != "gloo":
-        found["device"] = torch.cuda.get_device_name(torch.cuda.current_device())
-        found |= {"cuda": torch.version.cuda or torch.version.hip, "nccl": _nccl()}
-    else:
-        found |= {"device": _cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    return found
-
-
-def _nccl() -> list[int]:
-    return list(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
-
-
-def _cpu() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass  # no Linux
-    return platform.processor() or platform.machine()
+    return profile_cache.key_of({"format": 1, "levels": levels, "library": cluster.library, "ranks": ranks})
 
 
 def preset_of_gpu(name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,9 @@ from typing import Any
 from shardweave.cost_model.description import build, check_number
 from shardweave.cost_model.op_times import OpTable
 from shardweave.errors import ClusterError
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+"""The collectives that have a price."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,22 @@ class CollectiveTable:
     @cached_property
     def _by_placement(self) -> dict[tuple[str, tuple[int, ...]], Curve]:
         return {(curve.kind, curve.members): curve for curve in self.curves}
+
+    def check(self, levels: Sequence[tuple[str, int]]) -> None:
+        """`ClusterError` where a curve is of no known kind, or of no group of a machine with these names and sizes."""
+        for curve in self.curves:
+            if curve.kind not in KINDS:
+                raise ClusterError(
+                    f"measured.collectives: no collective is called {curve.kind!r}; there are {', '.join(KINDS)}"
+                )
+            names = [name for name, _ in levels[:-1]]
+            sizes = [size for _, size in levels[:-1]]  # the outermost level may have been another, see Cluster.resized
+            fits = all(size % count == 0 for size, count in zip(sizes, curve.members[:-1], strict=False))
+            if len(curve.members) != len(levels) or not fits:
+                raise ClusterError(
+                    f"measured.collectives.{curve.kind}.members: expected one count for each of the levels "
+                    f"{', '.join((*names, levels[-1][0]))}, a divisor of its size, got {list(curve.members)}"
+                )
 
     def seconds(
         self, kind: str, num_bytes: float, members: tuple[int, ...], formula: Callable[[float], float]

@@ -46,6 +46,8 @@ class OpTable:
     ----------
     times : mapping of str to OpTime
         By signature (`signature.signature`).
+    skipped : mapping of str to str
+        Why ops that were asked for have no time, by signature; no part of a comparison, and not kept in files.
 
     Examples
     --------
@@ -60,6 +62,7 @@ class OpTable:
     """
 
     times: Mapping[str, OpTime] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, times: list[OpTime]) -> OpTable:
@@ -87,7 +90,9 @@ class OpTable:
 
     def merged(self, other: OpTable) -> OpTable:
         """Both tables' times; where both have one, that of `other`."""
-        return OpTable({**self.times, **other.times})
+        times = {**self.times, **other.times}
+        skipped = {**self.skipped, **other.skipped}
+        return OpTable(times, {signature: why for signature, why in skipped.items() if signature not in times})
 
     def to_dict(self) -> dict[str, Any]:
         """The times as plain types; `from_dict` is its inverse."""

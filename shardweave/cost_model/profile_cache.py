@@ -44,31 +44,44 @@ def key_of(what: Mapping[str, Any]) -> str:
 def read(key: str) -> Measured | None:
     """The measurements kept under `key`; None where there are none, or the file is damaged."""
     try:
-        data = json.loads(_path(key).read_text(encoding="utf-8"))
-        found = Measured.from_dict(data)
-    except (OSError, ValueError, ClusterError):
+        found = Measured.from_dict(load(f"cluster-{key}"))
+    except ClusterError:
         return None
     return found if found.key == key else None
 
 
 def write(measured: Measured) -> Path | None:
-    """Keep `measured` under its key; who reads at the same time sees all of it or nothing.
+    """Keep `measured` under its key, as `store` does."""
+    return store(f"cluster-{measured.key}", measured.to_dict())
+
+
+def load(name: str) -> object:
+    """What is kept under `name`; None where there is nothing, or the file is damaged."""
+    try:
+        found: object = json.loads(_path(name).read_text(encoding="utf-8"))
+        return found
+    except (OSError, ValueError):
+        return None
+
+
+def store(name: str, data: Mapping[str, Any]) -> Path | None:
+    """Keep `data`, of plain types, under `name`; who reads at the same time sees all of it or nothing.
 
     Returns
     -------
     Path or None
         The file; None, with a warning, where it cannot be written: the next run then measures again.
     """
-    path = _path(measured.key)
+    path = _path(name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(measured.to_dict(), file, indent=1)
-            os.replace(name, path)
+                json.dump(data, file, indent=1)
+            os.replace(draft, path)
         except BaseException:
-            os.unlink(name)
+            os.unlink(draft)
             raise
     except OSError as error:
         warnings.warn(
@@ -80,5 +93,5 @@ def write(measured: Measured) -> Path | None:
     return path
 
 
-def _path(key: str) -> Path:
-    return cache_directory() / f"cluster-{key}.json"
+def _path(name: str) -> Path:
+    return cache_directory() / f"{name}.json"

@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from shardweave.cost_model.cluster import Cluster
 from shardweave.cost_model.collectives import group_extents
-from shardweave.cost_model.forms import KINDS
-from shardweave.cost_model.measured import CollectiveTable, Curve
+from shardweave.cost_model.measured import KINDS, CollectiveTable, Curve
 from shardweave.errors import ClusterError
 from shardweave.ir import Axis, axes_size
 
@@ -124,7 +123,7 @@ def profile_collectives(
         if spent > seconds:
             missed += [(kind, members, f"the {seconds:g} s were over") for kind in KINDS]
             continue
-        group = _subgroups(axes, cluster)
+        group = _own_group(axes, cluster)
         for kind in KINDS:
             now = agree.now()
             share = (seconds - (now - begin)) / max(1, len(left))
@@ -136,8 +135,7 @@ def profile_collectives(
                 curves.append(Curve(kind, members, tuple(map(float, xs)), least))
             if stopped:
                 missed.append((kind, members, stopped))
-        if group is not world:
-            dist.destroy_process_group(group)
+        dist.destroy_process_group(group)
     return CollectiveTable(tuple(curves)), Coverage(tuple(curves), tuple(missed), agree.now() - begin)
 
 
@@ -223,6 +221,7 @@ def _prepare(
     part = max(1, size // 4 // members)
     whole = torch.zeros(part * members, dtype=torch.float32, device=device)
     shard = whole[:part].clone()
+    torch.empty_like(whole)  # is there room for the result too? A lack of it can be told here, but not in the call
     starts: dict[str, Callable[[], torch.Tensor]] = {
         "all_reduce": lambda: c10d.all_reduce(whole, "sum", name),
         "all_gather": lambda: c10d.all_gather_into_tensor(shard, members, name),
@@ -234,8 +233,12 @@ def _prepare(
     return lambda: c10d.wait_tensor(start()), 4 * part * members
 
 
-def _subgroups(axes: Sequence[Axis], cluster: Cluster) -> dist.ProcessGroup:
-    """The group of this rank over `axes`; all ranks make all groups, in one order."""
+def _own_group(axes: Sequence[Axis], cluster: Cluster) -> dist.ProcessGroup:
+    """The group of this rank over `axes`; all ranks make all groups, in one order.
+
+    Groups that their members make alone (``use_local_synchronization``) would be quicker in a world of thousands, but
+    torch names these by their ranks: the next of the same ranks then finds the addresses of one that is gone.
+    """
     mesh = cluster.mesh()
     groups = sorted({mesh.group_ranks(axes, rank) for rank in range(mesh.world_size)})
     mine: dist.ProcessGroup

@@ -72,14 +72,22 @@ def _text(value: object, shape_of: Callable[[fx.Node], Sequence[int]]) -> str:
 def _order(tensor: torch.Tensor) -> str:
     """How `tensor` lies in memory: nothing where it is contiguous, else its dimensions from the outermost.
 
-    A ``~`` says that there are gaps between its elements, or that some are expanded.
+    A ``*`` marks what is expanded, and a ``~`` at the end says that there are gaps between the elements.
 
     >>> _order(torch.ones(2, 3)), _order(torch.ones(2, 3).t()), _order(torch.ones(4, 1).expand(4, 2))
-    ('', '^1,0', '^0,1~')
+    ('', '^1,0', '^0,1*')
+    >>> _order(torch.ones(4, 8)[:, ::2])
+    '^0,1~'
     """
-    if tensor.is_contiguous():
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    long = [dim for dim, size in enumerate(shape) if size != 1]  # a dimension of one lies in any order
+    expanded = {dim for dim in long if strides[dim] == 0}
+    order = sorted(long, key=lambda dim: -strides[dim])
+    step, gaps = 1, False
+    for dim in reversed(order):
+        if dim not in expanded:
+            gaps, step = gaps or strides[dim] != step, step * shape[dim]
+    if 0 in shape or (order == long and not gaps and not expanded):
         return ""
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-    dense = tensor.permute(order).is_contiguous()
-    return f"^{','.join(map(str, order))}{'' if dense else '~'}"
+    marked = [f"{dim}*" if dim in expanded else str(dim) for dim in order]
+    return f"^{','.join(marked)}{'~' if gaps else ''}"

@@ -53,6 +53,7 @@ class Prices:
     whole: bool = False
     """Parameters and their gradients are whole on every rank."""
     _changes: dict[tuple[Layout, Layout, int, bool], float] = field(default_factory=dict)
+    _works: dict[fx.Node, Work | None] = field(default_factory=dict)
 
     def change(self, have: Layout, want: Layout, itemsize: int, with_backward: bool = False) -> float:
         """Seconds to bring a value from one layout to another, and its gradient back."""
@@ -76,7 +77,9 @@ class Prices:
 
     def compute(self, node: fx.Node, assignment: Assignment) -> float:
         """Seconds of an op at an assignment: the axes share its FLOPs, its bytes and its product follow the layouts."""
-        work, bound = node_work(node), info(node).rule
+        if node not in self._works:
+            self._works[node] = node_work(node)
+        work, bound = self._works[node], info(node).rule
         if work is None or bound is None:
             return 0.0
         mapping = assignment.as_dict()

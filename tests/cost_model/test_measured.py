@@ -1,0 +1,166 @@
+"""Measured collectives: tables, their interpolation, and clusters that carry them."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardweave.cost_model import Cluster, CollectiveTable, Curve, Measured, collective_seconds
+from shardweave.cost_model.collectives import collective_demand, collective_form
+from shardweave.cost_model.fitting import fitted_links
+from shardweave.errors import ClusterError
+
+Formula = Callable[[float], float]
+
+formulas = st.builds(
+    lambda alpha, beta: lambda size: alpha + beta * size, st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-8)
+)
+
+
+@st.composite
+def curves(draw: st.DrawFn, rising: bool = False) -> Curve:
+    sizes = sorted(draw(st.sets(st.integers(1, 2**30), min_size=1, max_size=8)))
+    times = [draw(st.floats(1e-6, 10)) for _ in sizes]
+    return Curve("all_reduce", (4,), tuple(map(float, sizes)), tuple(sorted(times) if rising else times))
+
+
+@settings(deadline=None)
+@given(curves(), formulas)
+def test_a_curve_passes_its_points(curve: Curve, formula: Formula) -> None:
+    for size, seconds in zip(curve.bytes, curve.seconds, strict=True):
+        assert curve.at(size, formula) == seconds
+
+
+@settings(deadline=None)
+@given(curves(), formulas, st.lists(st.floats(0, 2**32), min_size=2, max_size=20))
+def test_between_two_points_a_curve_rises_as_they_do_and_stays_between_them(
+    curve: Curve, formula: Formula, sizes: list[float]
+) -> None:
+    for (low, high), (before, after) in zip(pairwise(curve.bytes), pairwise(curve.seconds), strict=True):
+        inside = [curve.at(size, formula) for size in sorted(sizes) if low <= size <= high]
+        assert all(min(before, after) <= seconds <= max(before, after) for seconds in inside)
+        for one, other in pairwise(inside):
+            assert (other - one) * (after - before) >= -1e-12 * before * after
+
+
+@settings(deadline=None)
+@given(curves(rising=True), formulas, st.lists(st.floats(0, 2**32), min_size=2, max_size=20))
+def test_rising_points_make_a_rising_curve_beyond_them_too(curve: Curve, formula: Formula, sizes: list[float]) -> None:
+    seconds = [curve.at(size, formula) for size in sorted(sizes)]
+    assert all(one <= other * (1 + 1e-9) for one, other in pairwise(seconds))
+
+
+@settings(deadline=None)
+@given(curves(), formulas)
+def test_there_is_no_jump_where_the_points_end(curve: Curve, formula: Formula) -> None:
+    for size, seconds in ((curve.bytes[0], curve.seconds[0]), (curve.bytes[-1], curve.seconds[-1])):
+        for near in (size * (1 - 1e-9), size * (1 + 1e-9)):
+            assert curve.at(near, formula) == pytest.approx(seconds, rel=1e-6)
+    far = 1e3 * curve.bytes[-1]
+    assert curve.at(far, formula) / curve.seconds[-1] == pytest.approx(formula(far) / formula(curve.bytes[-1]))
+
+
+def test_halfway_in_log_size_is_halfway_in_log_time() -> None:
+    curve = Curve("all_gather", (2,), (1e4, 1e6), (1e-3, 4e-3))
+    assert curve.at(1e5, lambda size: math.nan) == pytest.approx(2e-3)
+
+
+def carrying(cluster: Cluster, *found: Curve) -> Cluster:
+    return replace(cluster, measured=Measured(CollectiveTable(found), key="abc", covered="some"))
+
+
+LOCAL = Cluster.local(4)
+CURVE = Curve("all_reduce", (4, 1), (1e3, 1e6), (1e-3, 5e-3))
+
+
+def test_the_table_goes_before_the_formula_where_it_has_kind_and_placement() -> None:
+    cluster, axes = carrying(LOCAL, CURVE), LOCAL.mesh().axes
+    assert collective_seconds("all_reduce", 1e6, axes, cluster) == 5e-3
+    assert collective_form("all_reduce", 1e6, axes, cluster) == "measured"
+    assert collective_demand("all_reduce", 1e6, axes, cluster).seconds == pytest.approx(5e-3)
+    beyond = collective_seconds("all_reduce", 2e6, axes, LOCAL) / collective_seconds("all_reduce", 1e6, axes, LOCAL)
+    assert collective_seconds("all_reduce", 2e6, axes, cluster) == pytest.approx(5e-3 * beyond)
+    for kind, group, form in (("all_gather", axes, None), ("all_reduce", axes[:1], None), ("all_reduce", axes, "ring")):
+        assert collective_seconds(kind, 1e6, group, cluster, form) == collective_seconds(kind, 1e6, group, LOCAL, form)
+    assert collective_seconds("all_reduce", 1e6, (), cluster) == 0
+
+
+def test_what_is_measured_is_part_of_the_cluster(tmp_path: Path) -> None:
+    cluster = carrying(LOCAL, CURVE)
+    assert cluster != LOCAL and cluster.fingerprint != LOCAL.fingerprint
+    assert carrying(LOCAL, replace(CURVE, seconds=(1e-3, 6e-3))).fingerprint != cluster.fingerprint
+    cluster.save(tmp_path / "cluster.yaml")
+    for twin in (Cluster.load(tmp_path / "cluster.yaml"), pickle.loads(pickle.dumps(cluster))):
+        assert twin == cluster and hash(twin) == hash(cluster)
+        assert twin.measured is not None and twin.measured.covered == "some"
+
+
+def test_more_nodes_keep_what_is_measured_and_other_nodes_do_not() -> None:
+    cluster = carrying(LOCAL, CURVE)
+    assert cluster.resized(node=3).measured == cluster.measured
+    assert cluster.resized(cpu=8).measured is None
+    assert cluster.resized(cpu=4).measured == cluster.measured
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bytes": [1e6, 1e3]}, "all_reduce over 4x1.bytes: expected rising sizes"),
+        ({"seconds": [1e-3]}, "expected as many bytes as seconds, at least one, got 2 and 1"),
+        ({"seconds": [1e-3, 0]}, "all_reduce over 4x1.seconds: expected a number above 0, got 0.0"),
+        ({"seconds": [1e-3, "soon"]}, "expected a number above 0, got 'soon'"),
+        ({"bytes": 7}, r"measured.collectives[0].bytes: expected a list of numbers, got 7"),
+        ({"members": [4, 0]}, r"measured.collectives[0].members: expected a whole number above 0, got 0"),
+        ({"colour": 1}, r"measured.collectives[0].colour: expected one of kind, members"),
+        ({"kind": "scan"}, "measured.collectives: no collective is called 'scan'"),
+        ({"members": [4]}, "expected one count for each of the levels cpu, node"),
+        ({"members": [8, 1]}, "expected one count for each of the levels cpu, node"),
+    ],
+)
+def test_a_wrong_table_in_a_file_names_key_expectation_and_value(change: dict[str, Any], message: str) -> None:
+    data = carrying(LOCAL, CURVE).to_dict()
+    data["measured"]["collectives"][0] |= change
+    with pytest.raises(ClusterError) as caught:
+        Cluster.from_dict(data)
+    assert message in str(caught.value)
+
+
+def test_a_table_has_each_placement_once() -> None:
+    with pytest.raises(ClusterError, match="each kind and placement once"):
+        CollectiveTable((CURVE, CURVE))
+    with pytest.raises(ClusterError, match="measured.collectives: expected a list of curves, got 3"):
+        Measured.from_dict({"collectives": 3})
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.floats(1e-6, 1e-3), st.floats(1e-6, 1e-3), st.floats(1e8, 1e11), st.sets(st.sampled_from([2, 3, 4, 6, 12])))
+def test_links_are_fitted_to_what_they_gave(start: float, latency: float, bandwidth: float, counts: set[int]) -> None:
+    """From collectives that a machine priced, its constants come back."""
+    base = Cluster.local(12)
+    level = replace(base.levels[0], latency=latency, bandwidth=bandwidth)
+    true = replace(base, levels=(level, *base.levels[1:]), device=replace(base.device, collective_latency=start))
+    found = []
+    for count in sorted(counts | {2, 12}):
+        axes = [
+            axis for axis in true.mesh().axes if math.gcd(axis.stride * axis.size, count) == axis.stride * axis.size
+        ]
+        if math.prod(axis.size for axis in axes) != count:
+            continue
+        sizes = tuple(float(4**k) for k in range(5, 15))
+        times = tuple(collective_seconds("all_gather", size, axes, true) for size in sizes)
+        found.append(Curve("all_gather", (count, 1), sizes, times))
+    again = fitted_links(carrying(base, *found))
+    for size in (1e3, 1e9):
+        axes = true.mesh().axes
+        expected = collective_seconds("reduce_scatter", size, axes, true)
+        assert collective_seconds("reduce_scatter", size, axes, again) == pytest.approx(expected, rel=1e-3)
+    assert again.levels[1] == base.levels[1]

@@ -1,0 +1,216 @@
+"""Profiles of the running world: what they cover, where they are kept, and ranks that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardweave.cost_model import Cluster, Measured, collective_seconds, detection, profile_cache, profiling
+from shardweave.cost_model.collectives import collective_form, group_extents
+from shardweave.cost_model.detection import profiled
+from shardweave.cost_model.measured import KINDS
+from shardweave.cost_model.profiling import placements
+from shardweave.errors import ClusterError, LaunchError
+from shardweave.runtime.launch import WorkerPool
+from shardweave.runtime.mesh import RuntimeMesh
+
+SIZES = (4096, 65536, 2**20)
+
+
+def prepare_rank(cache: str) -> None:
+    """A short profile, with all the time it wants on a busy machine."""
+    detection.profiled = partial(profiled, seconds=1e4)  # type: ignore[assignment]
+    os.environ["SHARDWEAVE_CACHE"] = cache
+    profiling.SIZES["cpu"] = SIZES
+    profiling._BATCH_SECONDS = 0.002
+
+
+def profile(cache: str, local: int) -> tuple[Cluster, bool]:
+    """The profile of this rank, and whether a second one is read back, equal."""
+    prepare_rank(cache)
+    os.environ["LOCAL_WORLD_SIZE"] = str(local)
+    first = Cluster.detect(profile=True)
+    profiling.SIZES["cpu"] = ()  # a second measurement would have no points
+    return first, Cluster.detect(profile=True) == first
+
+
+@pytest.mark.parametrize(("local", "places"), [(4, {(4, 1), (2, 1)}), (2, {(2, 1), (1, 2), (2, 2)})])
+def test_a_profile_covers_the_groups_of_the_world_on_all_ranks_alike(
+    pool: WorkerPool, tmp_path: Path, local: int, places: set[tuple[int, ...]]
+) -> None:
+    results = pool.run(profile, str(tmp_path), local, nprocs=4)
+    clusters = [cluster for cluster, _ in results]
+    assert all(cluster == clusters[0] for cluster in clusters) and all(again for _, again in results)
+    cluster, measured = clusters[0], clusters[0].measured
+    assert measured is not None and len({cluster.measured.covered for cluster in clusters if cluster.measured}) == 1
+    curves = {(curve.kind, curve.members): curve for curve in measured.collectives.curves}
+    assert set(curves) == {(kind, members) for kind in KINDS for members in places}
+    for curve in curves.values():
+        assert curve.bytes == SIZES and list(curve.seconds) == sorted(curve.seconds)
+    assert all(f"groups of {text}: all_reduce 4 KiB to 1 MiB" in measured.covered for text in _texts(places))
+    assert "not measured" not in measured.covered
+
+    for axes in placements(cluster):
+        assert collective_form("all_reduce", 1e5, axes, cluster) == "measured"
+        curve = curves["all_reduce", group_extents(axes, cluster)]
+        assert collective_seconds("all_reduce", 65536, axes, cluster) == curve.seconds[1]
+    assert cluster.levels[0] != Cluster.detect().levels[0], "the links are fitted to what was measured"
+    assert [file.name for file in tmp_path.iterdir()] == [f"cluster-{measured.key}.json"]
+    assert json.loads((tmp_path / f"cluster-{measured.key}.json").read_text()) == measured.to_dict()
+
+
+def _texts(places: set[tuple[int, ...]]) -> list[str]:
+    return [" x ".join(f"{n} {name}" for n, name in zip(m, ("cpu", "node"), strict=True) if n > 1) for m in places]
+
+
+def profile_in_no_time(cache: str) -> Cluster:
+    prepare_rank(cache)
+    return profiled(Cluster.detect(), seconds=0.0)
+
+
+def test_what_there_was_no_time_for_is_said_and_priced_by_formula(pool: WorkerPool, tmp_path: Path) -> None:
+    cluster = pool.run(profile_in_no_time, str(tmp_path), nprocs=2)[0]
+    assert cluster.measured is not None and not cluster.measured.collectives.curves
+    for kind in KINDS:
+        assert f"not measured: {kind} in groups of 2 cpu: the 0 s were over" in cluster.measured.covered
+    assert collective_form("all_reduce", 1e5, cluster.mesh().axes, cluster) == "ring"
+    assert cluster.levels == Cluster.local(2).levels
+    assert not list(tmp_path.iterdir()), "or it would be read back when there is time"
+
+
+def profile_twice() -> list[float]:
+    """Into a cache that keeps nothing; then groups over the same ranks still work."""
+    prepare_rank("/dev/null")
+    for _ in range(2):
+        with pytest.warns(UserWarning) if dist.get_rank() == 0 else nullcontext():
+            cluster = Cluster.detect(profile=True)
+    value = torch.ones(1)
+    for axis in cluster.mesh().axes:
+        dist.all_reduce(value, group=RuntimeMesh(cluster.mesh()).group_over([axis]))
+    return [value.item(), float(len(cluster.measured.collectives.curves)) if cluster.measured else 0.0]
+
+
+def test_a_profile_leaves_nothing_behind_that_the_next_groups_trip_over(pool: WorkerPool) -> None:
+    assert pool.run(profile_twice, nprocs=4) == [[4.0, 10.0]] * 4
+
+
+def lose_a_rank(how: str, cache: str) -> None:
+    prepare_rank(cache)
+    if dist.get_rank() == 1:
+        if how == "memory":
+
+            def prepare(*_: Any) -> Any:
+                raise MemoryError("too much")
+
+            profiling._prepare = prepare
+        elif how == "killed":
+            os.kill(os.getpid(), 9)
+        else:
+            raise ValueError("this rank has other things to do")
+    Cluster.detect(profile=True)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("memory", "profiling all_reduce of 4 KiB: expected all ranks to succeed, but some failed"),
+        ("killed", "rank 1 of 3 ended by signal SIGKILL"),
+        ("raises", "this rank has other things to do"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_profile_of_all(pool: WorkerPool, tmp_path: Path, how: str, message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        pool.run(lose_a_rank, how, str(tmp_path), nprocs=3)
+    assert not list(tmp_path.iterdir())
+
+
+def come_alone(cache: str) -> str:
+    prepare_rank(cache)
+    detection.PATIENCE = timedelta(seconds=1)
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(ClusterError) as caught:
+        Cluster.detect(profile=True)
+    return str(caught.value)
+
+
+def test_ranks_do_not_wait_for_ever_for_one_that_does_not_profile(pool: WorkerPool, tmp_path: Path) -> None:
+    messages = pool.run(come_alone, str(tmp_path), nprocs=2, timeout=60)
+    assert "failed on rank 0 of 2: expected every rank to call Cluster.detect(profile=True)" in messages[0]
+
+
+def without_a_collective(cache: str) -> Cluster:
+    """A backend that lacks one kind: it fails on all ranks alike."""
+    prepare_rank(cache)
+    real = profiling._prepare
+
+    def prepare(kind: str, *rest: Any) -> Any:
+        if kind == "all_to_all":
+            raise RuntimeError("no such collective\nhere")
+        return real(kind, *rest)
+
+    profiling._prepare = prepare
+    return Cluster.detect(profile=True)
+
+
+def test_a_kind_that_the_backend_lacks_is_left_to_the_formula(pool: WorkerPool, tmp_path: Path) -> None:
+    measured = pool.run(without_a_collective, str(tmp_path), nprocs=2)[0].measured
+    assert measured is not None
+    assert {curve.kind for curve in measured.collectives.curves} == set(KINDS) - {"all_to_all"}
+    assert "not measured: all_to_all in groups of 2 cpu: 4 KiB and more: no such collective\n" in measured.covered
+
+
+def test_one_rank_has_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    measured = Cluster.detect(profile=True).measured
+    assert measured is not None and not measured.collectives.curves and "one rank" in measured.covered
+
+
+def test_placements_are_each_count_of_members_once() -> None:
+    for cluster in (Cluster.preset("frontier", nodes=6), Cluster.preset("dgx-a100", nodes=16), Cluster.local(12)):
+        found = [group_extents(axes, cluster) for axes in placements(cluster)]
+        axes = cluster.mesh().axes
+        every = {
+            group_extents(tuple(axis for i, axis in enumerate(axes) if chosen >> i & 1), cluster)
+            for chosen in range(1, 2 ** len(axes))
+        }
+        assert len(found) == len(every) and set(found) == every
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SHARDWEAVE_CACHE", str(tmp_path / "own"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert profile_cache.cache_directory() == tmp_path / "own"
+    monkeypatch.delenv("SHARDWEAVE_CACHE")
+    assert profile_cache.cache_directory() == tmp_path / "xdg" / "shardweave"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert profile_cache.cache_directory() == tmp_path / ".cache" / "shardweave"
+
+
+def test_a_damaged_file_is_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SHARDWEAVE_CACHE", str(tmp_path))
+    kept = Measured(key="abc", covered="all")
+    path = profile_cache.write(kept)
+    assert path is not None and profile_cache.read("abc") == kept
+    assert profile_cache.read("abd") is None
+    whole = path.read_text()
+    for text in (whole[:-5], "[]", "{}", "\x00", whole.replace("abc", "abd"), whole.replace("{", '{"colour": 1,', 1)):
+        path.write_text(text)
+        assert profile_cache.read("abc") is None
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SHARDWEAVE_CACHE", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="could not be kept in .*SHARDWEAVE_CACHE"):
+        assert profile_cache.write(Measured(key="abc")) is None
