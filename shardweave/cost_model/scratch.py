@@ -133,14 +133,29 @@ def _attention_block(node: fx.Node, query: int) -> tuple[int, int, int]:
 
 
 def _convolution(node: fx.Node) -> int:
-    """mkldnn/Conv.cpp: oneDNN's blocked copies; the plain result comes when those of the operands are gone."""
-    result = node.meta["val"]
-    return _blocked(_value(node, 0), _value(node, 1), result) - tensor_bytes(result)
+    """mkldnn/Conv.cpp: oneDNN's blocked copies; the plain result comes when those of the operands are gone.
+
+    The copy of an image with few channels is left out, as oneDNN reads it where it lies.
+    """
+    given, weight, result = _value(node, 0), _value(node, 1), node.meta["val"]
+    plain = tensor_bytes(result)
+    if _taps(weight) == 1:
+        return 0
+    if _grouped(node):
+        return tensor_bytes(given) + tensor_bytes(weight)
+    operands = _padded(given) + _padded_weight(weight) if given.shape[1] >= _CHANNELS else 0
+    return _padded(result) + max(operands, plain) - plain
 
 
 def _input_gradient(node: fx.Node) -> int:
     """The same of the gradient, and a contiguous input, of which only the shape is needed (`runtime.convolution`)."""
-    return _blocked(_value(node, 0), _value(node, 1), node.meta["val"])
+    gradient, weight, result = _value(node, 0), _value(node, 1), node.meta["val"]
+    plain = tensor_bytes(result)
+    if _taps(weight) == 1:
+        return plain
+    if _grouped(node):
+        return plain + tensor_bytes(gradient) + tensor_bytes(weight)
+    return _padded(result) + max(_padded(gradient) + _padded_weight(weight), plain)
 
 
 def _weight_gradient(node: fx.Node) -> int:
@@ -148,16 +163,15 @@ def _weight_gradient(node: fx.Node) -> int:
     gradient, given, result = _value(node, 0), _value(node, 1), node.meta["val"]
     if _taps(result) == 1:
         return tensor_bytes(result)
-    return _padded(gradient) + _padded(given) + tensor_bytes(result)
+    if _grouped(node):
+        return tensor_bytes(given)
+    if max(gradient.shape[1], given.shape[1]) < _CHANNELS:
+        return tensor_bytes(gradient) + tensor_bytes(given) + tensor_bytes(result)
+    return _padded(gradient) + _padded(given) + _padded_weight(result)
 
 
-def _blocked(given: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) -> int:
-    """The peak of a convolution, its result included."""
-    plain = tensor_bytes(result)
-    if _taps(weight) == 1:
-        return plain
-    operands = _padded(given) + tensor_bytes(weight) if given.shape[1] >= _CHANNELS else 0
-    return _padded(result) + max(operands, plain)
+def _grouped(node: fx.Node) -> bool:
+    return bool(_value(node, 8) != 1)
 
 
 def _taps(weight: torch.Tensor) -> int:
@@ -166,8 +180,19 @@ def _taps(weight: torch.Tensor) -> int:
 
 
 def _padded(image: torch.Tensor) -> int:
-    channels = int(image.shape[1])
-    return tensor_bytes(image) // max(1, channels) * (-(-channels // _CHANNELS) * _CHANNELS)
+    """Bytes of an image with its channels, the second dimension, in blocks."""
+    channels = max(1, int(image.shape[1]))
+    return tensor_bytes(image) // channels * _whole(channels)
+
+
+def _padded_weight(weight: torch.Tensor) -> int:
+    """Bytes of a weight with its channels, the first two dimensions, in blocks."""
+    made, taken = max(1, int(weight.shape[0])), max(1, int(weight.shape[1]))
+    return tensor_bytes(weight) // (made * taken) * _whole(made) * _whole(taken)
+
+
+def _whole(channels: int) -> int:
+    return -(-channels // _CHANNELS) * _CHANNELS
 
 
 def _expert_mm(node: fx.Node) -> int:

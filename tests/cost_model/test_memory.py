@@ -43,6 +43,18 @@ def test_a_reshape_copies_only_what_is_strided() -> None:
     assert found.where[copied] == ((copied, 0),)
 
 
+def test_a_reshape_of_what_is_strided_is_a_view_where_it_can_be() -> None:
+    """(heads, rows, 8) with the heads inside, as attention has it: a head may be given a dimension of its own."""
+    builder = Builder([])
+    x = builder.tensor("x", 16, 2, 8)
+    heads = builder.call(aten.transpose.int, x, 0, 1)
+    grouped = builder.call(aten.reshape.default, heads, [1, 2, 16, 8])
+    merged = builder.call(aten.reshape.default, heads, [32, 8])
+    found = liveness(builder.graph)
+    assert found.where[grouped] == ((x, 0),)
+    assert found.where[merged] == ((merged, 0),)
+
+
 def test_elements_of_several_outputs_have_storages_of_their_own() -> None:
     builder = Builder([])
     x, weight = builder.tensor("x", 4, 8), builder.tensor("weight", 8)

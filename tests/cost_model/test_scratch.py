@@ -1,0 +1,111 @@
+"""Scratch: what the CPU's allocator gave while an op ran, against the formulas; the GPU's by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from shardweave.cost_model import Cluster
+from shardweave.cost_model.graphs import tensor_bytes
+from shardweave.cost_model.scratch import optimizer_scratch_bytes, rounded, scratch_bytes, sent_copy_bytes
+from shardweave.runtime.memory import measured_peak, most_at_once
+from tests.cost_model.handmade import Builder, aten
+
+CPU, GPU = Cluster.local(2).device, Cluster.preset("dgx-a100").device
+OPTIONS = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+IMAGE, WEIGHT, MADE = (4, 32, 16, 16), (64, 32, 3, 3), (4, 64, 16, 16)
+POINT = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+ATTENTION = (2, 4, 40, 16)
+
+CASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "mm": (aten.mm.default, ((64, 32), (32, 48))),
+    "softmax": (aten._softmax.default, ((64, 32), -1, False)),
+    "convolution": (aten.convolution.default, (IMAGE, WEIGHT, None, *OPTIONS)),
+    "convolution, few channels": (aten.convolution.default, ((4, 3, 16, 16), (64, 3, 3, 3), None, *OPTIONS)),
+    "convolution, one tap": (aten.convolution.default, (IMAGE, (64, 32, 1, 1), None, *POINT)),
+    "its input": (torch.ops.shardweave.conv_input_grad.default, (MADE, WEIGHT, list(IMAGE), *OPTIONS)),
+    "its weight": (torch.ops.shardweave.conv_weight_grad.default, (MADE, IMAGE, list(WEIGHT), *OPTIONS)),
+    "attention": (aten._scaled_dot_product_flash_attention_for_cpu.default, (ATTENTION,) * 3),
+    "attention, long": (aten._scaled_dot_product_flash_attention_for_cpu.default, ((1, 2, 800, 16),) * 3),
+    "attention, backward": (
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        (*(torch.rand(2, 40, 4, 16).transpose(1, 2),) * 5, (2, 4, 40), 0.0, False),  # as models have it
+    ),
+    "norm, backward": (
+        aten.native_batch_norm_backward.default,
+        ((8, 16, 8, 8), (8, 16, 8, 8), (16,), None, None, (16,), (16,), True, 1e-5, [True] * 3),
+    ),
+    "embedding, backward": (aten.embedding_dense_backward.default, ((8, 16), torch.zeros(8).long(), 32, -1, False)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_op_takes_what_is_predicted(name: str) -> None:
+    op, arguments = CASES[name]
+    real = [torch.rand(a) if isinstance(a, tuple) else a for a in arguments]
+    real = [a.clone() if isinstance(a, torch.Tensor) else a for a in real]
+    held = [value for value in real if isinstance(value, torch.Tensor)]
+    op(*real)  # what is made once stays out
+    measured = measured_peak(lambda: op(*real), held) - sum(value.nbytes for value in held)
+    node = noted(op, real)
+    predicted = tensor_bytes(node.meta["val"]) + scratch_bytes(node, CPU)
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
+def noted(op: Any, arguments: list[Any]) -> fx.Node:
+    """A call of `op` with these arguments; no shape of it is made up."""
+    builder = Builder([])
+    given = [builder.like(f"x{i}", _meta(a)) if isinstance(a, torch.Tensor) else a for i, a in enumerate(arguments)]
+    node = builder.graph.call_function(op, tuple(given))
+    node.meta["val"] = op(*arguments)
+    return node
+
+
+def _meta(value: torch.Tensor) -> Any:
+    node = fx.Graph().placeholder("x")
+    node.meta["val"] = value.to("meta")
+    return node
+
+
+def test_sizes_are_rounded_as_the_allocator_does() -> None:
+    assert [rounded(size, GPU) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
+    assert [rounded(size, CPU) for size in (0, 1, 513)] == [0, 1, 513]
+
+
+def test_gloo_reduces_a_copy_and_nccl_none() -> None:
+    axes = Cluster.local(2).mesh().axes
+    builder = Builder(axes)
+    start = builder.start("reduce_scatter", builder.tensor("x", 8, 4), axes, "x", "gradient")
+    assert sent_copy_bytes(start, CPU) == 128 and sent_copy_bytes(start, GPU) == 0
+    gather = builder.start("all_gather", builder.tensor("y", 8, 4), axes, "y", "parameter")
+    assert scratch_bytes(gather, CPU) == 128 and scratch_bytes(gather, GPU) == 0
+
+
+def test_flash_attention_on_a_gpu_sums_the_querys_gradient_in_float32() -> None:
+    op, arguments = CASES["attention, backward"]
+    node = noted(op, [torch.rand(a) if isinstance(a, tuple) else a for a in arguments])
+    assert scratch_bytes(node, GPU) == 4 * 2 * 4 * 128 * (32 + 1)
+
+
+def test_the_optimizers_temporaries() -> None:
+    assert optimizer_scratch_bytes([1024, 512], 1.0, False, CPU) == 0
+    assert optimizer_scratch_bytes([1024, 512], 2.0, True, GPU) == 1536
+    weights = [torch.nn.Parameter(torch.rand(size)) for size in (100, 30, 90)]
+    optimizer = torch.optim.AdamW(weights)
+    for weight in weights:
+        weight.grad = torch.rand_like(weight)
+    optimizer.step()
+    held = [*weights, *(w.grad for w in weights if w.grad is not None)]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    measured = measured_peak(optimizer.step, [*held, *states])
+    before = sum(value.nbytes for value in (*held, *states))
+    predicted = optimizer_scratch_bytes([weight.nbytes for weight in weights], 2.0, True, CPU)
+    assert measured - before == pytest.approx(predicted, abs=64)  # 64: numbers
+
+
+def test_a_block_at_the_address_of_another_tells_that_it_was_taken_back() -> None:
+    assert most_at_once([(1, 8), (1, 8), (2, 4)]) == 12
+    assert most_at_once([(1, 8), (1, -8), (1, 8), (5, -100)]) == 8
