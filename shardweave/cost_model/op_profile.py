@@ -166,7 +166,8 @@ def _run_all(cases: Sequence[_Case], device: torch.device, budget: float) -> tup
 
 
 def _run(node: fx.Node, device: torch.device) -> float:
-    inputs = {source: source.meta.get("val") for source in node.all_input_nodes}
+    inputs: dict[fx.Node, Any] = {}  # not those that only say under which seed an op draws
+    fx.node.map_arg(op_arguments(node), lambda source: inputs.setdefault(source, source.meta.get("val")))
     needed = sum(map(tensor_bytes, inputs.values())) + tensor_bytes(node.meta.get("val"))
     free = _free_bytes(device) * _MEMORY_SHARE
     if needed > free:

@@ -62,9 +62,8 @@ def test_rising_points_make_a_rising_curve_beyond_them_too(curve: Curve, formula
 @settings(deadline=None)
 @given(curves(), formulas)
 def test_there_is_no_jump_where_the_points_end(curve: Curve, formula: Formula) -> None:
-    for size, seconds in ((curve.bytes[0], curve.seconds[0]), (curve.bytes[-1], curve.seconds[-1])):
-        for near in (size * (1 - 1e-9), size * (1 + 1e-9)):
-            assert curve.at(near, formula) == pytest.approx(seconds, rel=1e-6)
+    assert curve.at(curve.bytes[0] * (1 - 1e-9), formula) == pytest.approx(curve.seconds[0], rel=1e-6)
+    assert curve.at(curve.bytes[-1] * (1 + 1e-9), formula) == pytest.approx(curve.seconds[-1], rel=1e-6)
     far = 1e3 * curve.bytes[-1]
     assert curve.at(far, formula) / curve.seconds[-1] == pytest.approx(formula(far) / formula(curve.bytes[-1]))
 
@@ -164,3 +163,24 @@ def test_links_are_fitted_to_what_they_gave(start: float, latency: float, bandwi
         expected = collective_seconds("reduce_scatter", size, axes, true)
         assert collective_seconds("reduce_scatter", size, axes, again) == pytest.approx(expected, rel=1e-3)
     assert again.levels[1] == base.levels[1]
+
+
+def test_a_measurement_quicker_than_the_formulas_latency_is_still_a_demand() -> None:
+    """The formula says which part is latency, not how much."""
+    cluster = carrying(LOCAL, replace(CURVE, seconds=(1e-7, 2e-7)))
+    for size in (1e3, 1e6):
+        demand = collective_demand("all_reduce", size, LOCAL.mesh().axes, cluster)
+        assert demand.latency > 0 and demand.transfer > 0
+        assert demand.seconds == pytest.approx(2e-7 if size > 1e3 else 1e-7)
+
+
+def test_no_link_is_fitted_a_latency_below_nothing() -> None:
+    """Times that grow faster than the bytes, as caches make them, would need one."""
+    curves = [
+        Curve(kind, (count, 1), (1e3, 1e5, 1e7), (1e-7, 1e-4, 1.0))
+        for kind in ("all_gather", "all_reduce")
+        for count in (2, 4)
+    ]
+    fitted = fitted_links(carrying(LOCAL, *curves))
+    assert fitted.levels[0].latency >= 0 and fitted.device.collective_latency >= 0
+    assert fitted.levels[0].bandwidth > 0 and fitted.levels[0].bandwidth != LOCAL.levels[0].bandwidth

@@ -86,10 +86,10 @@ def test_only_what_is_contiguous_has_no_mark_of_its_order(shape: list[int], rng:
 
 def test_an_op_that_draws_has_one_signature_under_any_seed() -> None:
     builder = Builder([])
-    x = builder.tensor("x", 8)
+    x, seed = builder.tensor("x", 8), builder.graph.placeholder("step_seed")  # a number that comes with the call
     drawn = []
     for index in (0, 1):
-        node = builder.graph.call_function(seeded, (aten.bernoulli.p, 7, index, 3, x, 0.5))
+        node = builder.graph.call_function(seeded, (aten.bernoulli.p, seed, index, 3, x, 0.5))
         node.meta["val"] = x.meta["val"]
         drawn.append(signature(node))
     assert drawn[0] == drawn[1] == "aten.bernoulli.p(float32[8], 0.5)"
