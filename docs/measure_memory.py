@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,9 +36,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "row": {"*": "row"},
     "planned": {},
 }
-PATIENCE = 0.005
-"""Seconds before each wait for a collective, from when all ranks have come there."""
-TIMES = 2
+PATIENCE = 0.01
+"""Seconds before each wait for a collective, and before the record of a step ends."""
+TIMES = 3
 """How often a step is measured. The least counts: what is seen too late to be free is all that can go wrong."""
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 
@@ -54,7 +53,6 @@ class Patient(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # then DTensor's turn, and its local ops come here
         if function is torch.ops._c10d_functional.wait_tensor.default:
-            dist.barrier()
             time.sleep(PATIENCE)
         return function(*args, **(kwargs or {}))
 
@@ -81,6 +79,7 @@ def measure(case: Case, parallel: Any) -> Figures:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        time.sleep(PATIENCE)
 
     for _ in range(2):
         step()
