@@ -1,12 +1,10 @@
 """Measures the collectives of the running process group, as a training step runs them.
 
 For every kind, every placement of a group that the world's mesh has, and sizes from 4 KiB on by factors of 4: the same
-functional collectives that generated graphs call, with all groups of a placement at work at the same time. As in a
-step, a product stands before each call, whose own time is taken off: ranks do not come to a collective at one moment,
-least of all where they share cores, and those that come first wait for the last. A figure is the median of a few
-batches, each as long as its slowest rank took; as other work on the machine only ever adds time, it is also at most the
-figure of any larger size. Whatever the ranks decide by the clock (how often to repeat, when the time is up) they decide
-by numbers that they have agreed on.
+functional collectives that generated graphs call, with all groups of a placement at work at the same time, one call
+after the other. A figure is the median of a few batches, each as long as its slowest rank took; as other work on the
+machine only ever adds time, it is also at most the figure of any larger size. Whatever the ranks decide by the clock
+(how often to repeat, when the time is up) they decide by numbers that they have agreed on.
 """
 
 from __future__ import annotations
@@ -37,9 +35,6 @@ SIZES = {"cpu": tuple(4**k * 1024 for k in range(1, 9)), "cuda": tuple(4**k * 10
 _BATCHES = 5
 _BATCH_SECONDS = 0.03
 _MOST_CALLS = 20
-_PRODUCT = {"cpu": 320, "cuda": 2048}
-"""Size of the products between the collectives: of a millisecond or two, as what stands between those of a step."""
-_LEAST_SECONDS = 1e-6
 
 c10d = torch.ops._c10d_functional
 
@@ -198,23 +193,12 @@ def _points(
             return points, f"{_size(size)} and more: {why}"
         once = agree.largest(once)
         calls = max(1, min(_MOST_CALLS, int(_BATCH_SECONDS / once)))
-        product = _product(device)
-        batches = []
-        for _ in range(_BATCHES):
-            between = agree.largest(_seconds(lambda: (product(), call()), calls, device))
-            batches.append((between - agree.largest(_seconds(product, calls, device))) / calls)
-        found = max(median(batches), _LEAST_SECONDS)
+        batches = [agree.largest(_seconds(call, calls, device)) / calls for _ in range(_BATCHES)]
         if not points or num_bytes > points[-1][0]:
-            points.append((num_bytes, found))
-        if agree.now() + 4 * (3 + _BATCHES) * found > until and size != sizes[-1]:
+            points.append((num_bytes, median(batches)))
+        if agree.now() + 4 * (3 + _BATCHES) * median(batches) > until and size != sizes[-1]:
             return points, f"more than {_size(size)}: its part of the time was over"
     return points, ""
-
-
-def _product(device: torch.device) -> Callable[[], torch.Tensor]:
-    size = _PRODUCT[device.type]
-    left = torch.ones(size, size, device=device)
-    return lambda: torch.mm(left, left)
 
 
 def _seconds(call: Callable[[], Any], times: int, device: torch.device) -> float:
