@@ -30,10 +30,10 @@ from torch import fx
 
 from shardweave.cost_model.cluster import Cluster
 from shardweave.cost_model.collectives import crossed_level
-from shardweave.cost_model.compute import bytes_seconds
 from shardweave.cost_model.curve import Change, MemoryCurve
 from shardweave.cost_model.graphs import collective, info, is_start, is_wait
 from shardweave.cost_model.memory import Liveness, Storage, liveness, output_storages, storage_bytes
+from shardweave.cost_model.optimizer import optimizer_seconds
 from shardweave.cost_model.prices import Prices
 from shardweave.cost_model.scratch import optimizer_scratch_bytes, rounded
 from shardweave.cost_model.streams import Streams, Transfer
@@ -162,8 +162,7 @@ class _Step:
         alone = self.cluster.world_size == 1
         scratch = optimizer_scratch_bytes(self.trained, optimizer_ratio, alone, self.cluster.device)
         self._change("scratch", scratch, "optimizer")
-        moved = (3 + 2 * optimizer_ratio) * sum(self.trained)
-        self._run("optimizer", "optimizer", bytes_seconds(moved, self.cluster))
+        self._run("optimizer", "optimizer", optimizer_seconds(self.trained, optimizer_ratio, self.cluster))
         self._change("scratch", -scratch, "optimizer")
         self._free(gradients, ("gradients", "saved", *_TRANSIENT))
 
