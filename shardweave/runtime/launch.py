@@ -290,6 +290,8 @@ def _run_rank(
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but missing from its __all__
 
+    from shardweave.runtime.gloo import one_at_a_time
+
     torch.set_num_threads(1)  # also because OpenMP's threads do not survive a fork
     port = listener.getsockname()[1]
     os.environ.update(
@@ -306,7 +308,8 @@ def _run_rank(
     patience = timedelta(seconds=timeout)
     descriptor = listener.detach() if rank == 0 else None
     store = TCPStore("127.0.0.1", port, nprocs, rank == 0, patience, master_listen_fd=descriptor)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=nprocs, timeout=patience)
+    with one_at_a_time():
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=nprocs, timeout=patience)
     result = fn(*args)
     if dist.is_initialized():
         dist.barrier()  # or a rank that leaves early would break the connections of those still at work

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardweave.errors import ParallelError
 from shardweave.ir import Axis, Mesh, group_name
+from shardweave.runtime.gloo import is_safe, one_at_a_time
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
 
@@ -67,9 +68,11 @@ class RuntimeMesh:
         self._groups: dict[str, dist.ProcessGroup] = {}
         if mesh.axes:
             names = tuple(axis.name for axis in mesh.axes)
-            self.device_mesh = DeviceMesh(self.device_type, rank_tensor(mesh), mesh_dim_names=names)
+            with one_at_a_time():
+                self.device_mesh = DeviceMesh(self.device_type, rank_tensor(mesh), mesh_dim_names=names)
             for name in names:
-                self._groups[name] = self.device_mesh.get_group(name)
+                if is_safe(group := self.device_mesh.get_group(name)):  # the user's own world may not be
+                    self._groups[name] = group
 
     def process_group(self, name: str) -> dist.ProcessGroup:
         """The group of this rank over the axes of the symbolic `name` (see `ir.group_name`), made on first use.
@@ -83,11 +86,12 @@ class RuntimeMesh:
             axes = [self.mesh.axis(axis) for axis in name.split(".")]
             world = tuple(range(self.mesh.world_size))
             groups = sorted({self.mesh.group_ranks(axes, rank) for rank in world})
-            if groups == [world] and dist.group.WORLD is not None:
+            if groups == [world] and dist.group.WORLD is not None and is_safe(dist.group.WORLD):
                 self._groups[name] = dist.group.WORLD
             else:
                 enumeration = [list(group) for group in groups]
-                self._groups[name], _ = dist.new_subgroups_by_enumeration(enumeration)  # type: ignore[no-untyped-call]
+                with one_at_a_time():
+                    self._groups[name], _ = dist.new_subgroups_by_enumeration(enumeration)  # type: ignore[no-untyped-call]
         return self._groups[name]
 
     def group_over(self, axes: Iterable[Axis]) -> dist.ProcessGroup:
