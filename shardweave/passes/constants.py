@@ -20,7 +20,7 @@ from shardweave.passes.rules.registry import Rule
 
 @dataclass(frozen=True)
 class Part:
-    """How a part of a constant is made: its op's rule, the axes on its factors, the parts of its inputs."""
+    """How a part of a constant or a view is made: its op's rule, the axes on its factors, the parts of its inputs."""
 
     rule: Rule | None
     bound: BoundRule

@@ -16,7 +16,7 @@ from torch import fx
 from shardweave.errors import LayoutError, VerifyError
 from shardweave.ir import META, Axis, BoundRule, Layout, Mesh
 from shardweave.passes.annotate import info
-from shardweave.passes.constants import part
+from shardweave.passes.constants import Part, part
 from shardweave.passes.emitter import OpEmitter
 from shardweave.passes.follow import Arrival
 from shardweave.passes.layouts import drop, factors_of, rest_layout, through
@@ -53,8 +53,12 @@ class Values:
         root = self._root(value)
         return Arrival(self.layout(value), value.meta["val"].numel(), root in self.parameters, self._single_user(value))
 
+    def _has_place(self, value: fx.Node) -> bool:
+        """Whether a value is no view: it lies somewhere, or is a constant that is made wherever it is wanted."""
+        return value in self.canonical or value in self.constants
+
     def _root(self, value: fx.Node) -> fx.Node:
-        while value not in self.canonical and value not in self.constants:
+        while not self._has_place(value):
             value = tensor_args(value)[0]
         return value
 
@@ -63,7 +67,7 @@ class Values:
         while True:
             if len(value.users) != 1:
                 return False
-            if value in self.canonical or value in self.constants:
+            if self._has_place(value):
                 return True
             value = tensor_args(value)[0]
 
@@ -125,10 +129,15 @@ class Values:
             where = origin or self._origin(node, lies)
             return self.local.redistribute(self.value(node, lies), lies, want, where, lambda *_: None)
         inner = self.value(source, back, origin)
-        assert rule is not None
+        return self._write(node, [inner], want, Part(rule, bound, {}, (back,)))
+
+    def _write(self, node: fx.Node, values: Sequence[fx.Node], want: Layout, made: Part) -> fx.Node:
+        """A view or a constant in its local form, on local values of what it is made from."""
         where = Origin(info(node).op, backward=self.backward)
-        emitter = OpEmitter(self.local, self.canonical, node, iter([inner]), (back,), (want,), {}, bound, where)
-        written = emitter.emit(rule)
+        emitter = OpEmitter(
+            self.local, self.canonical, node, iter(values), made.inputs, (want,), made.assignment, made.bound, where
+        )
+        written = emitter.emit(made.rule)
         check_shape(node, written.meta["val"], want)
         annotate_layouts(written, (want,))
         return written
@@ -143,14 +152,8 @@ class Values:
         made = part(node, want, self.mesh)
         if made is None:
             return self.local.redistribute(self.value(node, whole), whole, want, origin, lambda *_: None)
-        values = iter([self.value(source, lies) for source, lies in zip(tensor_args(node), made.inputs)])
-        emitter = OpEmitter(
-            self.local, self.canonical, node, values, made.inputs, (want,), made.assignment, made.bound, origin
-        )
-        written = emitter.emit(made.rule)
-        check_shape(node, written.meta["val"], want)
-        annotate_layouts(written, (want,))
-        return written
+        values = [self.value(source, lies) for source, lies in zip(tensor_args(node), made.inputs)]
+        return self._write(node, values, want, made)
 
     def _whole_constant(self, leaf: fx.Node) -> fx.Node:
         if leaf in self.constants:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
 import torch
 
+from docs.measure_steps import Forced, most
 from shardweave.compiler.planner.candidates import legal
 from shardweave.compiler.planner.ops import Op
 from shardweave.ir import Mesh, Strategy
@@ -25,13 +26,6 @@ DOUBLE = {"bert", "vit", "unet", "cnn", "classic"}
 TOLERANCES = {torch.float32: (1e-5, 1e-4, 1e-2), torch.float64: (1e-9, 1e-8, 1e-5)}
 """Of losses; of parameters and gradients, relative to a tensor's largest entry, or to this share of the largest of all:
 the bias of a key or before a batch norm has a gradient of zero but for rounding."""
-
-Forced = Callable[[Sequence[Op], Mesh], dict[str, Strategy]]
-
-
-def most(wanted: Callable[[Strategy], tuple[bool, ...]]) -> Forced:
-    """For each op the legal strategy that has most of what is wanted, the first wish first."""
-    return lambda ops, mesh: {op.name: max(legal(op, mesh), key=wanted) for op in ops}
 
 
 def any_of(seed: int) -> Forced:
