@@ -1,6 +1,6 @@
 """Predicted against measured: many forced plans of two models on local ranks, their step times.
 
-python docs/measure_steps.py [--ranks 4] [--plans 24] [--rounds 9] [--json FILE]
+python docs/measure_steps.py [--ranks 4] [--plans 24] [--rounds 21] [--json FILE]
 
 Every plan is compiled and trained. The steps of all plans are timed in turn, round after round, so that what else the
 machine does falls on all of them alike; a plan's time is the median of its rounds. The cluster is profiled first: its
@@ -79,7 +79,7 @@ def plans(count: int) -> dict[str, Forced]:
 
 
 def gpt() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    config = GPTConfig(layers=2, width=256, heads=4, context=64)
+    config = GPTConfig(layers=2, width=512, heads=8, context=128)
     tokens = torch.randint(0, config.vocabulary, (16, config.context))
     return GPT(config), (tokens, tokens)
 
@@ -101,7 +101,7 @@ class Classifier(nn.Module):
 
 
 def classifier() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    return Classifier(), (torch.randn(64, 4, 32, 32), torch.randint(0, 16, (64,)))
+    return Classifier(), (torch.randn(128, 4, 32, 32), torch.randint(0, 16, (128,)))
 
 
 MODELS = {"gpt": gpt, "classifier": classifier}
@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--plans", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rows = sw.launch(measure, nprocs=given.ranks, args=(given.models, given.plans, given.rounds), timeout=3600)[0]

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import yaml
 
-from shardweave.cost_model.description import build, check_number, describe
+from shardweave.cost_model.description import build, check_number, describe, points
 from shardweave.cost_model.levels import Level
 from shardweave.cost_model.measured import Measured
 from shardweave.errors import ClusterError
@@ -55,6 +55,9 @@ class Device:
         That of float32 stands in for dtypes not listed; without it, 0: every shape reaches the same.
     memory_half : float
         The bytes at which a kernel reaches half of `memory_efficiency`, its launch apart.
+    memory_times : sequence of (bytes, seconds)
+        What pointwise kernels took that moved as many bytes, their launch apart, for rising bytes: measured ones, in
+        place of `memory_bandwidth` between them (`compute.bytes_seconds`).
     overlap_slowdown : float
         What a kernel's time is multiplied by while a collective runs: it takes cores and memory bandwidth too.
     allocator : {"cuda", "cpu"}
@@ -82,6 +85,7 @@ class Device:
     memory_efficiency: float = 0.8
     matmul_half: Mapping[str, float] = field(default_factory=dict)
     memory_half: float = 0.0
+    memory_times: tuple[tuple[float, float], ...] = ()
     overlap_slowdown: float = 1.0
     allocator: Literal["cuda", "cpu"] = "cuda"
 
@@ -103,6 +107,7 @@ class Device:
         for dtype, half in self.matmul_half.items():
             check_number(f"device.matmul_half.{dtype}", half, zero=True)
         check_number("device.memory_half", self.memory_half, zero=True)
+        object.__setattr__(self, "memory_times", points("device.memory_times", self.memory_times))
         check_number("device.overlap_slowdown", self.overlap_slowdown, low=1)
         if self.allocator not in ("cuda", "cpu"):
             raise ClusterError(f"device.allocator: expected 'cuda' or 'cpu', got {self.allocator!r}")

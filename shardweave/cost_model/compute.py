@@ -6,7 +6,8 @@
 (Williams, Waterman and Patterson 2009.) The curve of a product is Hockney's half-performance length (Hockney and
 Jesshope, Parallel Computers 2, 1988, section 1.3.2) for each of its loops: computing ``m`` rows takes as long as
 ``m + h`` of them would at full rate, which is what padding to whole tiles costs on average, and filling a pipeline.
-Each constant is a figure of the `Device`, with its source in the preset.
+Each constant is a figure of the `Device`, with its source in the preset. The second of the two terms is read from
+`Device.memory_times` where a profile measured them: what fits a cache, or is not new memory, moves much faster.
 
 Where the cluster carries measured op times, an op that was measured takes its time; one that was measured at other
 shapes takes the nearest one's, scaled by the formula's ratio of the two; and the formula holds for all others.
@@ -19,6 +20,7 @@ from functools import lru_cache
 from torch import fx
 
 from shardweave.cost_model.cluster import Cluster
+from shardweave.cost_model.measured import interpolated
 from shardweave.cost_model.products import Product
 from shardweave.cost_model.signature import op_of
 from shardweave.cost_model.work import Work, node_work
@@ -93,7 +95,12 @@ def matmul_seconds(
 
 
 def bytes_seconds(num_bytes: float, cluster: Cluster) -> float:
-    """Seconds for reading or writing `num_bytes` of a device's memory, as one kernel."""
+    """Seconds for reading or writing `num_bytes` of a device's memory, as one kernel: as measured, or at its rate."""
     device = cluster.device
     rate = device.memory_bandwidth * device.memory_efficiency
-    return (num_bytes + device.memory_half) / rate if num_bytes else 0.0
+    if not num_bytes:
+        return 0.0
+    if device.memory_times:
+        sizes, seconds = zip(*device.memory_times, strict=True)
+        return interpolated(sizes, seconds, num_bytes, lambda size: size / rate)
+    return (num_bytes + device.memory_half) / rate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import typing
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,32 @@ def check_number(
     assert isinstance(value, int | float)
     if not math.isfinite(value) or value > high or value < low or (value == 0 and not zero):
         raise ClusterError(f"{key}: expected {expected}, got {value!r}")
+
+
+def points(key: str, value: object) -> tuple[tuple[float, float], ...]:
+    """A list of pairs of numbers above 0, both rising, as tuples.
+
+    Raises
+    ------
+    ClusterError
+        Names `key`, what was expected and what came.
+
+    Examples
+    --------
+    >>> points("device.memory_times", [[1e6, 1e-4], [1e8, 2e-2]])
+    ((1000000.0, 0.0001), (100000000.0, 0.02))
+    """
+    pairs = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
+    if pairs is None or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in pairs):
+        raise ClusterError(f"{key}: expected a list of pairs of numbers, got {value!r}")
+    found = [(_plain(key, first, float), _plain(key, second, float)) for first, second in pairs]
+    for pair in found:
+        for number in pair:
+            check_number(key, number)
+    for before, after in itertools.pairwise(found):
+        if not (before[0] < after[0] and before[1] <= after[1]):  # type: ignore[operator]
+            raise ClusterError(f"{key}: expected rising pairs, got {before} before {after}")
+    return tuple(found)  # type: ignore[arg-type]
 
 
 def build(kind: type, data: object, key: str, keep: Sequence[str] = ()) -> dict[str, Any]:

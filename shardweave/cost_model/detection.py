@@ -16,6 +16,7 @@ from shardweave.cost_model.fitting import fitted_links
 from shardweave.cost_model.hardware import hardware
 from shardweave.cost_model.measured import Measured
 from shardweave.cost_model.profiling import PATIENCE, profile_collectives
+from shardweave.cost_model.timing import from_all, from_first, is_first, live_device, running
 from shardweave.errors import ClusterError
 
 _PRESETS = (  # the first whose words are all in torch's name of the GPU
@@ -31,20 +32,19 @@ _PRESETS = (  # the first whose words are all in torch's name of the GPU
 
 def detect() -> Cluster:
     """What `Cluster.detect` returns; see there."""
-    running = dist.is_available() and dist.is_initialized()
-    world = dist.get_world_size() if running else int(os.environ.get("WORLD_SIZE", "1"))
-    if not running and world > 1:
+    world = dist.get_world_size() if running() else int(os.environ.get("WORLD_SIZE", "1"))
+    if not running() and world > 1:
         raise ClusterError(
             f"WORLD_SIZE is {world} but torch.distributed is not initialised: "
             "call torch.distributed.init_process_group() before Cluster.detect()"
         )
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if running else world
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if running() else world
     if local < 1 or world % local:
         raise ClusterError(
             f"{world} ranks do not divide over nodes of LOCAL_WORLD_SIZE={local}; "
             "start the same number of ranks on every node, or describe the machine in a YAML file"
         )
-    if not torch.cuda.is_available() or (running and dist.get_backend() == "gloo"):
+    if live_device().type == "cpu":
         return Cluster.preset("local-cpu").resized(cpu=local, node=world // local)
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     cluster = Cluster.preset(preset_of_gpu(gpu.name)).fitted(local, world // local)
@@ -68,21 +68,18 @@ def profiled(cluster: Cluster, seconds: float = 30.0) -> Cluster:
     ClusterError
         Where a rank fails, or does not come within a minute.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not running():
         alone = Measured(key=_key(cluster, [hardware()]), covered="one rank: there are no collectives to measure")
         return replace(cluster, measured=alone, device=profile_device(cluster.device))
     try:
         world = dist.new_group(timeout=PATIENCE)
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, hardware(), group=world)
-        key = _key(cluster, ranks)
-        measured = _from_first(profile_cache.read(key) if dist.get_rank() == 0 else None, world)
+        key = _key(cluster, from_all(hardware(), world))
+        measured = from_first(profile_cache.read(key) if is_first(world) else None, world)
         if measured is None:
             table, coverage = profile_collectives(cluster, world, seconds=seconds)
-            measured = Measured(table, key=key, covered=coverage.text(cluster))
-            if dist.get_rank() == 0 and table.curves:
+            measured = from_first(Measured(table, key=key, covered=coverage.text(cluster)), world)
+            if is_first(world) and table.curves:
                 profile_cache.write(measured)
-            measured = _from_first(measured, world)
         device = profile_device(cluster.device, group=world)
         dist.destroy_process_group(world)
     except RuntimeError as error:
@@ -94,16 +91,9 @@ def profiled(cluster: Cluster, seconds: float = 30.0) -> Cluster:
     return fitted_links(cluster) if cluster.library == "gloo" else cluster
 
 
-def _from_first(measured: Measured | None, world: dist.ProcessGroup) -> Measured | None:
-    """What rank 0 has, on all ranks."""
-    found = [None if measured is None else measured.to_dict()]
-    dist.broadcast_object_list(found, src=0, group=world)
-    return None if found[0] is None else Measured.from_dict(found[0])
-
-
 def _key(cluster: Cluster, ranks: list[Any]) -> str:
     levels = [[level.name, level.size] for level in cluster.levels]
-    return profile_cache.key_of({"format": 1, "levels": levels, "library": cluster.library, "ranks": ranks})
+    return profile_cache.key_of({"format": 2, "levels": levels, "library": cluster.library, "ranks": ranks})
 
 
 def preset_of_gpu(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -31,10 +32,12 @@ from shardweave.errors import ClusterError
 aten = torch.ops.aten
 
 _LARGE = {"cpu": 512, "cuda": 4096}  # a product of this size, cubed, is a large one
-_SIZES = {"cpu": (2**18, 2**20, 2**22, 2**24), "cuda": (2**24, 2**26, 2**28)}  # bytes of a pointwise op's tensors
+_SIZES = {"cpu": tuple(2**k for k in (16, 18, 20, 22, 23, 24, 25)), "cuda": (2**24, 2**26, 2**28)}
+"""Bytes of each of a pointwise op's three tensors: on CPUs from what fits a cache to what is new memory each time."""
 _MOST_TRAFFIC = 0.5  # of a product's time, for it to tell of arithmetic
 _TRAINED = ("bfloat16", "float16", "float32")  # the first that was measured sets the efficiency where peaks are known
-_OVERLAP_BYTES = {"cpu": 2**24, "cuda": 2**28}
+_OVERLAP_BYTES = {"cpu": 2**20, "cuda": 2**26}  # of each of the all-reduces that run beside compute, as in a step
+_OVERLAP_CALLS = 8
 _ROUNDS = 6
 
 
@@ -49,8 +52,8 @@ def profile_device(
     """`base` with the figures of the live device, all ranks measuring at the same time: they may share its cores.
 
     Of each dtype of `base` a large product, smaller ones and skinny ones give the rate and `Device.matmul_half`;
-    pointwise ops of several sizes the memory's rate and `Device.memory_half`; an op on one number the launch latency;
-    and in a world of several ranks, compute beside an all-reduce gives `Device.overlap_slowdown`.
+    pointwise ones the memory's rate, `memory_half` and `memory_times`; an op on one number the launch latency;
+    and in a world of several ranks, compute beside all-reduces gives `Device.overlap_slowdown`.
 
     On a CPU, whose peak nobody knows, `flops` and `memory_bandwidth` become what was reached, with efficiencies of 1.
     On a GPU the datasheet's memory bandwidth and its peak of the dtype that is trained in stay, and the efficiencies
@@ -76,7 +79,7 @@ def profile_device(
         The same on all ranks.
     """
     where = live_device() if device is None else torch.device(device)
-    what = {"format": 1, "device": where.type, "base": describe(base), "ranks": from_all(hardware(), group)}
+    what = {"format": 2, "device": where.type, "base": describe(base), "ranks": from_all(hardware(), group)}
     name = f"device-{profile_cache.key_of(what)}"
     kept = from_first(_kept(name) if cache and is_first(group) else None, group)
     if kept is not None:
@@ -94,10 +97,11 @@ def profile_device(
 def profile_slowdown(
     device: torch.device | str | None = None, *, group: dist.ProcessGroup | None = None, rounds: int = _ROUNDS
 ) -> float:
-    """What products' time is multiplied by while an all-reduce of all ranks runs; at least 1. All ranks must call it.
+    """What products' time is multiplied by while all-reduces of all ranks run; at least 1. All ranks must call it.
 
-    Alone, all ranks compute at the same time; then they compute for as long as each all-reduce is in flight. Means are
-    compared, as a thread of the collective that takes a rank's core for a while shows in few products, but long ones.
+    Alone, all ranks compute at the same time; then they compute for as long as some all-reduces are in flight, of sizes
+    as in a step: much larger ones keep the cores busier. Means are compared, as a thread of the collective that takes a
+    rank's core for a while shows in few products, but long ones.
 
     Raises
     ------
@@ -112,7 +116,7 @@ def profile_slowdown(
     where = live_device() if device is None else torch.device(device)
     size = _LARGE[where.type] // 2
     left = torch.ones(size, size, device=where, dtype=torch.bfloat16 if where.type == "cuda" else torch.float32)
-    buffer = torch.zeros(_OVERLAP_BYTES[where.type] // 4, device=where)
+    buffers = [torch.zeros(_OVERLAP_BYTES[where.type] // 4, device=where) for _ in range(_OVERLAP_CALLS)]
 
     def once() -> float:
         _synchronize(where)
@@ -122,7 +126,7 @@ def profile_slowdown(
         return time.perf_counter() - begin
 
     with torch.no_grad():
-        dist.all_reduce(buffer, group=group)  # makes the connections
+        dist.all_reduce(buffers[0], group=group)  # makes the connections
         once()
         alone: list[float] = []
         beside: list[float] = []
@@ -130,14 +134,15 @@ def profile_slowdown(
             start_together(group)
             alone += [once() for _ in range(8)]
             start_together(group)
-            work = dist.all_reduce(buffer, group=group, async_op=True)
-            assert work is not None
+            started = [dist.all_reduce(buffer, group=group, async_op=True) for buffer in buffers]
+            works = [work for work in started if work is not None]
             while True:
                 seconds = once()
-                if work.is_completed():
+                if works[-1].is_completed():
                     break
-                beside.append(seconds)  # it ran all the while
-            work.wait()
+                beside.append(seconds)  # they ran all the while
+            for work in works:
+                work.wait()
     found = median_of_all({"alone": fmean(alone)} | ({"beside": fmean(beside)} if beside else {}), group)
     return max(1.0, found["beside"] / found["alone"]) if "beside" in found else 1.0
 
@@ -191,8 +196,9 @@ def _measure(base: Device, device: torch.device, budget: float) -> dict[str, flo
 def _described(base: Device, device: torch.device, times: dict[str, float]) -> Device:
     """The device that these times tell of."""
     latency = times["launch"]
-    sizes = {float(name.partition(":")[2]): s for name, s in times.items() if name.startswith("memory:")}
-    bandwidth, memory_half = fitted([((size,), max(s - latency, 1e-2 * s)) for size, s in sizes.items()])
+    sizes = dict(sorted((float(name[7:]), s) for name, s in times.items() if name.startswith("memory:")))
+    nets = [max(s - latency, 1e-2 * s) for s in sizes.values()]
+    bandwidth, memory_half = fitted([((size,), net) for size, net in zip(sizes, nets, strict=True)])
     rates: dict[str, float] = {}
     halves = dict(base.matmul_half)
     for dtype in base.flops:
@@ -225,6 +231,7 @@ def _described(base: Device, device: torch.device, times: dict[str, float]) -> D
         memory_efficiency=memory_efficiency,
         matmul_half=halves,
         memory_half=memory_half,
+        memory_times=tuple(zip(sizes, itertools.accumulate(nets, max), strict=True)),
     )
 
 

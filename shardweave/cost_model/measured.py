@@ -21,6 +21,33 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
 """The collectives that have a price."""
 
 
+def interpolated(
+    sizes: Sequence[float], seconds: Sequence[float], num_bytes: float, formula: Callable[[float], float]
+) -> float:
+    """Seconds for `num_bytes`, of what took `seconds` at the rising `sizes`.
+
+    Between two points the logarithm of the seconds is linear in the logarithm of the bytes. Beyond the points it is
+    `formula`, scaled so that it passes the nearest point: no jump, and the formula's own slope.
+
+    Examples
+    --------
+    >>> round(interpolated([1e6, 1e8], [1e-3, 1e-1], 1e7, lambda size: size), 12)
+    0.01
+    """
+    if not sizes[0] <= num_bytes <= sizes[-1]:
+        near = 0 if num_bytes < sizes[0] else -1
+        there = formula(sizes[near])
+        return seconds[near] * (formula(num_bytes) / there if there > 0 else 1.0)
+    right = bisect_left(sizes, num_bytes)
+    if sizes[right] == num_bytes:
+        return seconds[right]
+    low, high = sizes[right - 1], sizes[right]
+    way = math.log(num_bytes / low) / math.log(high / low)
+    before, after = seconds[right - 1], seconds[right]
+    between = before * math.exp(way * math.log(after / before))
+    return min(max(between, min(before, after)), max(before, after))  # rounding may not leave the two points
+
+
 @dataclass(frozen=True)
 class Curve:
     """The measured seconds of one kind of collective in groups of one placement, at some sizes.
@@ -66,10 +93,7 @@ class Curve:
             raise ClusterError(f"{key}.bytes: expected rising sizes, got {list(self.bytes)}")
 
     def at(self, num_bytes: float, formula: Callable[[float], float]) -> float:
-        """Seconds for `num_bytes`.
-
-        Between two points the logarithm of the seconds is linear in the logarithm of the bytes. Beyond the points it is
-        `formula`, scaled so that it passes the nearest point: no jump, and the formula's own slope.
+        """Seconds for `num_bytes`; see `interpolated`.
 
         Parameters
         ----------
@@ -78,18 +102,7 @@ class Curve:
         formula : callable
             Seconds of a size, as they would be without a table.
         """
-        if not self.bytes[0] <= num_bytes <= self.bytes[-1]:
-            near = 0 if num_bytes < self.bytes[0] else -1
-            there = formula(self.bytes[near])
-            return self.seconds[near] * (formula(num_bytes) / there if there > 0 else 1.0)
-        right = bisect_left(self.bytes, num_bytes)
-        if self.bytes[right] == num_bytes:
-            return self.seconds[right]
-        low, high = self.bytes[right - 1], self.bytes[right]
-        way = math.log(num_bytes / low) / math.log(high / low)
-        before, after = self.seconds[right - 1], self.seconds[right]
-        between = before * math.exp(way * math.log(after / before))
-        return min(max(between, min(before, after)), max(before, after))  # rounding may not leave the two points
+        return interpolated(self.bytes, self.seconds, num_bytes, formula)
 
 
 @dataclass(frozen=True)
@@ -162,8 +175,6 @@ class Measured:
         Used in place of the formulas where it has the kind and placement.
     ops : OpTable
         Used in place of the roofline where it has the op.
-    slowdown : float, optional
-        Time of compute while collectives run, in units of its time alone; None where it was not measured.
     key : str
         Of the hardware and the versions it was measured with; the name of its file in the cache.
     covered : str
@@ -172,13 +183,8 @@ class Measured:
 
     collectives: CollectiveTable = field(default_factory=CollectiveTable)
     ops: OpTable = field(default_factory=OpTable)
-    slowdown: float | None = None
     key: str = ""
     covered: str = field(default="", compare=False)
-
-    def __post_init__(self) -> None:
-        if self.slowdown is not None:
-            check_number("measured.slowdown", self.slowdown)
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain types; `from_dict` is its inverse."""
@@ -186,8 +192,7 @@ class Measured:
             {"kind": c.kind, "members": list(c.members), "bytes": list(c.bytes), "seconds": list(c.seconds)}
             for c in self.collectives.curves
         ]
-        data = {"collectives": curves, "ops": self.ops.to_dict(), "slowdown": self.slowdown}
-        return data | {"key": self.key, "covered": self.covered}
+        return {"collectives": curves, "ops": self.ops.to_dict(), "key": self.key, "covered": self.covered}
 
     @classmethod
     def from_dict(cls, data: object) -> Measured:

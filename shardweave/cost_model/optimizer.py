@@ -34,6 +34,8 @@ def optimizer_seconds(sizes: Sequence[int], states: float, cluster: Cluster) -> 
     >>> optimizer_seconds([2**20], 2.0, cluster) > optimizer_seconds([2**20], 0.0, cluster)
     True
     """
-    moving = bytes_seconds(float(np.interp(states, _STATES, _PASSES)) * sum(sizes), cluster)
+    passes = float(np.interp(states, _STATES, _PASSES))
     host = float(np.interp(states, _STATES, _HOST_SECONDS)) * len(sizes)
-    return moving + host if cluster.device.allocator == "cpu" else max(moving, host)
+    if cluster.device.allocator == "cpu":  # one parameter after another, in kernels that read two tensors and write one
+        return host + passes / 3 * sum(bytes_seconds(3 * size, cluster) for size in sizes)
+    return max(host, bytes_seconds(passes * sum(sizes), cluster))

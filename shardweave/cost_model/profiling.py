@@ -1,20 +1,23 @@
 """Measures the collectives of the running process group, as a training step runs them.
 
 For every kind, every placement of a group that the world's mesh has, and sizes from 4 KiB on by factors of 4: the same
-functional collectives that generated graphs call, with all groups of a placement at work at the same time, one call
-after the other. A figure is the median of a few batches, each as long as its slowest rank took; as other work on the
-machine only ever adds time, it is also at most the figure of any larger size. Whatever the ranks decide by the clock
-(how often to repeat, when the time is up) they decide by numbers that they have agreed on.
+functional collectives that generated graphs call, with all groups of a placement at work at the same time. All ranks
+begin each call together, as after an op that takes all of them equally long: calls in a row would meet warm threads. A
+figure is the median of several batches of calls. Batches of all kinds, placements and sizes are taken in turns, so that
+whatever else the machine does falls on all alike; where a smaller size
+came out slower than a larger one, both are noise about one figure, which is taken for both. Whatever the ranks decide
+by the clock (how often to repeat, when the time is up) they decide by numbers that they have agreed on.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -32,9 +35,10 @@ PATIENCE = timedelta(seconds=60)
 SIZES = {"cpu": tuple(4**k * 1024 for k in range(1, 9)), "cuda": tuple(4**k * 1024 for k in range(1, 10))}
 """Bytes of the whole buffer: from 4 KiB to 64 MiB, and to 256 MiB on GPUs."""
 
-_BATCHES = 5
+_FIRST_PART = 0.5  # of the time, to find the sizes that can be measured; the rest is for more samples of them
+_GROWTH = 16  # calls of this size, for the next one: three of four times the bytes
 _BATCH_SECONDS = 0.03
-_MOST_CALLS = 20
+_MOST_CALLS = 8
 
 c10d = torch.ops._c10d_functional
 
@@ -97,7 +101,7 @@ def profile_collectives(
     world : ProcessGroup
         All ranks, with a timeout: in it the ranks agree.
     seconds : float
-        Time that may be spent, in all. Each kind and placement gets an equal part of what is left.
+        Time that may be spent, in all. Each kind and placement gets an equal part of what is left of the first half.
     sizes : sequence of int, optional
         Bytes of the whole buffer; `SIZES` if not given.
 
@@ -116,27 +120,52 @@ def profile_collectives(
     begin = agree.now()
     groups = placements(cluster)
     left = [(axes, kind) for axes in groups for kind in KINDS]
-    curves, missed = [], []
+    found: list[tuple[_Samples, str, tuple[int, ...]]] = []
+    missed, made = [], []
     for axes in groups:
         members = group_extents(axes, cluster)
         spent = agree.now() - begin
-        if spent > seconds:
+        if spent > _FIRST_PART * seconds:
             missed += [(kind, members, f"the {seconds:g} s were over") for kind in KINDS]
             continue
-        group = _own_group(axes, cluster)
+        made.append(_own_group(axes, cluster))
         for kind in KINDS:
             now = agree.now()
-            share = (seconds - (now - begin)) / max(1, len(left))
+            share = (_FIRST_PART * seconds - (now - begin)) / max(1, len(left))
             left.remove((axes, kind))
-            points, stopped = _points(kind, group, agree, device, sizes or SIZES[device.type], now + share)
-            if points:
-                xs, ys = zip(*points, strict=True)
-                least = tuple(itertools.accumulate(reversed(ys), min))[::-1]
-                curves.append(Curve(kind, members, tuple(map(float, xs)), least))
+            samples = _Samples(kind, made[-1], device)
+            stopped = _sizes(samples, agree, sizes or SIZES[device.type], now + share)
+            found.append((samples, kind, members))
             if stopped:
                 missed.append((kind, members, stopped))
+    turn = [(samples, size) for samples, _, _ in found for size in samples.seconds]
+    while turn and agree.now() + sum(samples.expected(size) for samples, size in turn) < begin + seconds:
+        for samples, size in turn:
+            samples.take(size, agree)
+    for group in made:
         dist.destroy_process_group(group)
-    return CollectiveTable(tuple(curves)), Coverage(tuple(curves), tuple(missed), agree.now() - begin)
+    curves = tuple(samples.curve(members) for samples, _, members in found if samples.seconds)
+    return CollectiveTable(curves), Coverage(curves, tuple(missed), agree.now() - begin)
+
+
+def never_falling(values: Sequence[float]) -> list[float]:
+    """The sequence that never falls and is nearest to `values` (above 0) in their logarithms.
+
+    Neighbours that fall are pooled into their mean (Ayer et al. 1955, the pool-adjacent-violators algorithm).
+
+    Examples
+    --------
+    >>> [round(value, 9) for value in never_falling([1.0, 4.0, 1.0, 8.0])]
+    [1.0, 2.0, 2.0, 8.0]
+    """
+    pools: list[tuple[float, int]] = []  # the mean of some logarithms, and how many they are
+    for value in values:
+        mean, count = math.log(value), 1
+        while pools and pools[-1][0] > mean:
+            before, number = pools.pop()
+            mean, count = (mean * count + before * number) / (count + number), count + number
+        pools.append((mean, count))
+    return [math.exp(mean) for mean, count in pools for _ in range(count)]
 
 
 class _Agreement:
@@ -147,8 +176,15 @@ class _Agreement:
 
     def largest(self, number: float) -> float:
         """The largest of the ranks' numbers; also a barrier."""
+        return self._reduced(number, dist.ReduceOp.MAX)
+
+    def mean(self, number: float) -> float:
+        """The mean of the ranks' numbers; also a barrier."""
+        return self._reduced(number, dist.ReduceOp.SUM) / dist.get_world_size(self.world)
+
+    def _reduced(self, number: float, op: dist.ReduceOp.RedOpType) -> float:
         value = torch.tensor([number], dtype=torch.float64, device=self.device)
-        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.world)
+        dist.all_reduce(value, op, group=self.world)
         return float(value.item())
 
     def now(self) -> float:
@@ -164,41 +200,67 @@ class _Agreement:
         return str(error).splitlines()[0] if error is not None and most else ""
 
 
-def _points(
-    kind: str,
-    group: dist.ProcessGroup,
-    agree: _Agreement,
-    device: torch.device,
-    sizes: Sequence[int],
-    until: float,
-) -> tuple[list[tuple[int, float]], str]:
-    """(bytes, seconds) at rising sizes until the time is up, and why the largest are missing if they are."""
-    points: list[tuple[int, float]] = []
-    for size in sizes:
-        what = f"{kind} of {_size(size)}"
+class _Samples:
+    """What one kind took in one group at several sizes, so far: seconds of a call, of the slowest rank."""
+
+    def __init__(self, kind: str, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.kind, self.group, self.device = kind, group, device
+        self.bytes: dict[int, int] = {}
+        self.seconds: dict[int, list[float]] = {}
+
+    def take(self, size: int, agree: _Agreement) -> None:
+        """One more sample of a size, of which there is one already."""
+        call, _ = _prepare(self.kind, size, self.group, self.device)
+        calls = max(1, min(_MOST_CALLS, int(_BATCH_SECONDS / median(self.seconds[size]))))
+        _seconds(call, 1, self.device)
+        took = []
+        for _ in range(calls):
+            agree.largest(0.0)
+            took.append(_seconds(call, 1, self.device))
+        self.seconds[size].append(agree.mean(fmean(took)))
+
+    def expected(self, size: int) -> float:
+        """Seconds that one more sample will take, about."""
+        return 3 * max(_BATCH_SECONDS, median(self.seconds[size]))
+
+    def first(self, size: int, agree: _Agreement) -> str:
+        """The first sample of a size; why there is none, where there is none."""
+        what = f"{self.kind} of {_size(size)}"
         error, call, num_bytes = None, None, 0
         try:
-            call, num_bytes = _prepare(kind, size, group, device)
+            call, num_bytes = _prepare(self.kind, size, self.group, self.device)
         except (RuntimeError, MemoryError) as caught:  # out of memory
             error = caught
         if why := agree.failed(error, what):
-            return points, f"{_size(size)} and more: {why}"
+            return why
         assert call is not None
         try:
-            _seconds(call, 2, device)  # makes the connections
-            once = _seconds(call, 1, device)
+            _seconds(call, 2, self.device)  # makes the connections
+            once = _seconds(call, 1, self.device)
         except RuntimeError as caught:  # a backend without this collective
             error = caught
         if why := agree.failed(error, what):
-            return points, f"{_size(size)} and more: {why}"
+            return why
         once = agree.largest(once)
-        calls = max(1, min(_MOST_CALLS, int(_BATCH_SECONDS / once)))
-        batches = [agree.largest(_seconds(call, calls, device)) / calls for _ in range(_BATCHES)]
-        if not points or num_bytes > points[-1][0]:
-            points.append((num_bytes, median(batches)))
-        if agree.now() + 4 * (3 + _BATCHES) * median(batches) > until and size != sizes[-1]:
-            return points, f"more than {_size(size)}: its part of the time was over"
-    return points, ""
+        if num_bytes not in self.bytes.values():
+            self.bytes[size], self.seconds[size] = num_bytes, [once]
+        return ""
+
+    def curve(self, members: tuple[int, ...]) -> Curve:
+        """The medians, as a curve that never falls."""
+        typical = [median(samples[1:] or samples) for samples in self.seconds.values()]
+        return Curve(self.kind, members, tuple(map(float, self.bytes.values())), tuple(never_falling(typical)))
+
+
+def _sizes(samples: _Samples, agree: _Agreement, sizes: Sequence[int], until: float) -> str:
+    """A first sample at rising sizes until the time is up; why the largest are missing if they are."""
+    for size in sizes:
+        if why := samples.first(size, agree):
+            return f"{_size(size)} and more: {why}"
+        took = samples.seconds.get(size, [0.0])[0]
+        if agree.now() + _GROWTH * took > until and size != sizes[-1]:
+            return f"more than {_size(size)}: its part of the time was over"
+    return ""
 
 
 def _seconds(call: Callable[[], Any], times: int, device: torch.device) -> float:

@@ -88,7 +88,7 @@ def start_together(group: dist.ProcessGroup | None = None) -> None:
 
 
 def from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """The first rank's `value`, of plain types, on all ranks."""
+    """The first rank's `value`, which can be pickled, on all ranks."""
     if not running():
         return value
     held = [value]
@@ -97,7 +97,7 @@ def from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 
 
 def from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Each rank's `value`, of plain types, on all ranks."""
+    """Each rank's `value`, which can be pickled, on all ranks."""
     if not running():
         return [value]
     held: list[Any] = [None] * dist.get_world_size(group)
