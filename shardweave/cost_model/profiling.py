@@ -39,6 +39,7 @@ _FIRST_PART = 0.5  # of the time, to find the sizes that can be measured; the re
 _GROWTH = 16  # calls of this size, for the next one: three of four times the bytes
 _BATCH_SECONDS = 0.03
 _MOST_CALLS = 8
+_MOST_TURNS = 9
 
 c10d = torch.ops._c10d_functional
 
@@ -139,7 +140,9 @@ def profile_collectives(
             if stopped:
                 missed.append((kind, members, stopped))
     turn = [(samples, size) for samples, _, _ in found for size in samples.seconds]
-    while turn and agree.now() + sum(samples.expected(size) for samples, size in turn) < begin + seconds:
+    for _ in range(_MOST_TURNS):
+        if agree.now() + sum(samples.expected(size) for samples, size in turn) > begin + seconds:
+            break
         for samples, size in turn:
             samples.take(size, agree)
     for group in made:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from shardweave.cost_model import (
     work_seconds,
 )
 from shardweave.cost_model.compute import bytes_seconds, formula_seconds
+from shardweave.errors import ClusterError
 from tests.cost_model.handmade import Builder, aten
 from tests.passes.harness import examples
 
@@ -255,3 +258,27 @@ def test_what_is_no_kernel_takes_no_time() -> None:
     start = builder.start("all_reduce", x, axes, "x", "activation")
     for node in (*builder.graph.nodes, builder.wait(start)):
         assert node_seconds(node, CLUSTER) == 0.0
+
+
+def test_memory_times_stand_for_the_bandwidth_between_them() -> None:
+    """A measured cache, and beyond it the rate's own slope, without a jump."""
+    base = Cluster.local(1)
+    times = ((1e6, 1e-5), (1e8, 1e-2))
+    cluster = replace(base, device=replace(base.device, memory_times=times))
+    assert bytes_seconds(1e6, cluster) == 1e-5
+    assert bytes_seconds(1e7, cluster) == pytest.approx(math.sqrt(1e-5 * 1e-2))
+    assert bytes_seconds(2e8, cluster) == pytest.approx(2e-2)
+    assert bytes_seconds(0, cluster) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        ([[1e6]], "expected a list of pairs of numbers"),
+        ([[1e6, 1e-3], [1e5, 1e-2]], "expected rising pairs"),
+        ([[1e6, -1.0]], "expected a number above 0"),
+    ],
+)
+def test_memory_times_that_are_none_are_refused(times: Any, message: str) -> None:
+    with pytest.raises(ClusterError, match=f"device.memory_times: {message}"):
+        replace(Cluster.local(1).device, memory_times=times)
