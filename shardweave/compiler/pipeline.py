@@ -20,6 +20,7 @@ from shardweave.passes.layouts import outermost_first
 from shardweave.passes.schedule import Schedule
 from shardweave.passes.shard import Shard, Sharder
 from shardweave.passes.tangents import drop_tangents
+from shardweave.passes.values import Rest
 from shardweave.passes.verify import verify
 
 
@@ -134,10 +135,12 @@ def lower(
             on_stage(name, module)
 
     assignments = {}
-    rests: dict[str, tuple[Axis, ...]] = {}
+    rests: dict[str, Rest] = {}
     for op in annotated.ops:
         assignments.update(op.assignments(strategies[op.name], mesh))
-        rests.update({name: strategies[op.name].axes(mesh).rest for name in (op.parameter, *op.companions)})
+        axes = strategies[op.name].axes(mesh)
+        rest = Rest(axes.rest, axes.states[len(axes.rest) :])
+        rests.update(dict.fromkeys((op.parameter, *op.companions), rest))
     for node, name in join_names(captured.graph.graph).items():
         if joins and name in joins:
             assignments[node.name] = joins[name]
@@ -153,7 +156,7 @@ def lower(
             specs.tangents,
             {**captured.buffers, **captured.inputs},
             captured.gradients,
-            {name: rests.get(name, ()) for name in captured.parameters.values()},
+            {name: rests.get(name, Rest()) for name in captured.parameters.values()},
         ),
         graph,
     )

@@ -284,11 +284,11 @@ def _differences(what: str, planned: Mapping[str, Shape], given: Mapping[str, Sh
 def _strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
     grid = strategy.grid
     sizes = [grid.x, grid.y, grid.z, grid.data, *([grid.experts] if grid.experts > 1 else [])]
-    return {"grid": sizes, "rest": strategy.rest, "y_inside": strategy.y_inside}
+    return {"grid": sizes, "rest": strategy.rest, "y_inside": strategy.y_inside, "states": strategy.states}
 
 
 def _strategy_from_dict(data: dict[str, Any]) -> Strategy:
-    return Strategy(Grid(*data["grid"]), data["rest"], data["y_inside"])
+    return Strategy(Grid(*data["grid"]), data["rest"], data["y_inside"], data.get("states", 0))
 
 
 _OP_FIGURES = ("seconds", "communication_seconds", "state_bytes", "saved_bytes", "transient_bytes")

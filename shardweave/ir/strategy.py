@@ -44,22 +44,36 @@ class GridAxes:
     z: tuple[Axis, ...]
     data: tuple[Axis, ...]
     rest: tuple[Axis, ...]
+    """What the parameter rests on between its uses; all of it is in `states`."""
+    states: tuple[Axis, ...]
+    """What the optimizer's states and the master copy rest on."""
 
 
 @dataclass(frozen=True)
 class Strategy:
     """How one op with a parameter is spread: its grid, and over how many devices its states rest.
 
+    Between steps a parameter rests as its optimizer states do: the optimizer's step moves nothing. In a step it is
+    gathered once up to `rest`, and from there for each of its uses (AMSP, arXiv 2311.00257, section IV-B).
+
     Parameters
     ----------
     grid : Grid
         Its size is the number of devices.
     rest : int
-        Over how many of the devices that hold the same part of the parameter (the z and data ones) its states rest
-        sharded, innermost first: 1 is DP, ``z * data`` is ZDP, ``z`` is AxoNN's.
+        Over how many of the devices that hold the same part of the parameter (the z and data ones) it rests sharded
+        in a step, innermost first: 1 is DP, ``z * data`` is ZDP, ``z`` is AxoNN's. AMSP's s_p.
     y_inside : bool
         The y axes are the innermost ones, then the x axes: what a layer needs whose input was spread over the x
         axes of the layer before (AxoNN swaps x and y in every second layer; Megatron's row follows its column).
+    states : int
+        Over how many of these devices the optimizer's states rest sharded, the master copy of the parameter and its
+        gradient with them; 0 stands for as many as `rest`. AMSP's s_os, a multiple of `rest`.
+
+    Raises
+    ------
+    LayoutError
+        Where `states` is no multiple of `rest`.
 
     Examples
     --------
@@ -67,11 +81,25 @@ class Strategy:
     >>> axes = Strategy(Grid(x=2, data=4), rest=4).axes(mesh)
     >>> [axis.name for axis in axes.x], [axis.name for axis in axes.rest]
     (['gpu0'], ['gpu1', 'node0'])
+
+    ZeRO-1 and ZeRO-2, whose parameters are whole in a step:
+
+    >>> str(Strategy(Grid(data=8), rest=1, states=8))
+    '(1, 1, 1, 8) rest/1, states/8'
     """
 
     grid: Grid
     rest: int = 1
     y_inside: bool = False
+    states: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "states", self.states or self.rest)
+        if self.states % self.rest:
+            raise LayoutError(
+                f"the states rest over {self.states} devices and the parameter over {self.rest}: expected states over "
+                "a multiple of these, as the parameter is gathered from them"
+            )
 
     def axes(self, mesh: Mesh) -> GridAxes:
         """The axes of `mesh` for each dimension of the grid; `LayoutError` where the sizes do not fit its axes."""
@@ -96,10 +124,14 @@ class Strategy:
         experts = take(self.grid.experts, remaining, "experts")
         z = take(self.grid.z, remaining, "z")
         free = [*z, *remaining]
-        return GridAxes(runs["x"], runs["y"], experts, z, tuple(remaining), take(self.rest, free, "rest"))
+        rest = take(self.rest, free, "rest")
+        states = (*rest, *take(self.states // self.rest, free, "states / rest"))
+        return GridAxes(runs["x"], runs["y"], experts, z, tuple(remaining), rest, states)
 
     def __str__(self) -> str:
         free = self.grid.z * self.grid.data
         rest = "" if free == 1 else " DP" if self.rest == 1 else " ZDP" if self.rest == free else f" rest/{self.rest}"
+        if self.states != self.rest:
+            rest = f" rest/{self.rest}, states/{self.states}"
         order = " y inside" if self.y_inside and self.grid.x > 1 and self.grid.y > 1 else ""
         return f"{self.grid}{order}{rest}"

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from shardweave.errors import LayoutError
-from shardweave.ir import META, Assignment, Axis, Layout, Mesh, NodeInfo
+from shardweave.ir import META, Assignment, Layout, Mesh, NodeInfo
 from shardweave.passes.annotate import bind_new, decompose, depends_on_inputs, graph_outputs, info, source_of
 from shardweave.passes.emitter import OpEmitter
 from shardweave.passes.follow import accepting, follow, met
@@ -27,7 +27,7 @@ from shardweave.passes.layouts import (
 from shardweave.passes.local import LocalGraph, Origin
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.registry import tensor_args
-from shardweave.passes.values import Values, annotate_layouts, bound_rule, check_shape
+from shardweave.passes.values import Rest, Values, annotate_layouts, bound_rule, check_shape
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Shard:
     """The names of buffers and inputs, by placeholder."""
     gradients: Sequence[str] = ()
     """The parameters whose gradients are the last outputs."""
-    rests: Mapping[str, tuple[Axis, ...]] = field(default_factory=dict)
-    """The axes that a parameter's states rest on, beside those of the layout that it is first needed in."""
+    rests: Mapping[str, Rest] = field(default_factory=dict)
+    """The axes that a parameter and its states rest on, beside those of the layout that it is first needed in."""
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         return Sharder(self, graph_module).run()
@@ -78,7 +78,7 @@ class Sharder(Values):
         self.assigned: dict[fx.Node, Assignment] = {}
 
     def run(self) -> fx.GraphModule:
-        """The local graph; `rests` then holds where each parameter rests."""
+        """The local graph; `rests` then holds where each parameter rests between steps."""
         graph = self.module.graph
         self.dependent = depends_on_inputs(graph)
         for node in list(graph.nodes):

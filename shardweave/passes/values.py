@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -25,6 +26,13 @@ from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.registry import tensor_args
 
 
+class Rest(NamedTuple):
+    """The axes that a parameter rests on in a step, and those on which its states rest besides, between steps."""
+
+    parameter: tuple[Axis, ...] = ()
+    states: tuple[Axis, ...] = ()
+
+
 class Values:
     """The values of one global graph while its local graph is written.
 
@@ -33,12 +41,12 @@ class Values:
     local : LocalGraph
     names : mapping of str to str
         What buffers and inputs are called, by placeholder.
-    rest_axes : mapping of str to axes
-        The axes that each parameter's states rest on, beside those of the layout that it is first needed in.
+    rest_axes : mapping of str to Rest
+        What each parameter and its states rest on, beside the axes of the layout that it is first needed in.
     """
 
     def __init__(
-        self, local: LocalGraph, mesh: Mesh, names: Mapping[str, str], rest_axes: Mapping[str, tuple[Axis, ...]]
+        self, local: LocalGraph, mesh: Mesh, names: Mapping[str, str], rest_axes: Mapping[str, Rest]
     ) -> None:
         self.local, self.mesh = local, mesh
         self.names, self.rest_axes = names, rest_axes
@@ -110,9 +118,9 @@ class Values:
         if node in self.constants:
             return self._constant(node, want)
         if node in self.canonical:
-            written, have = self.canonical[node]
             if node in self.parameters and self.parameters[node] not in self.rests:
-                have = self._rest(node, written, want)
+                self._rest(node, want)
+            written, have = self.canonical[node]
             if have == want:
                 return written
             origin = origin or self._origin(node, have)
@@ -160,19 +168,24 @@ class Values:
             return self.value(leaf, Layout.replicated(leaf.meta["val"].shape))
         return self.canonical[leaf][0]
 
-    def _rest(self, node: fx.Node, written: fx.Node, want: Layout) -> Layout:
-        """Let a parameter rest as it is first needed, with its states spread further over its axes of rest."""
-        name = self.parameters[node]
-        taken = want.shard_axes
-        axes = [axis for axis in self.rest_axes.get(name, ()) if axis not in taken]
-        layout = rest_layout(want, axes, self.mesh)
+    def _rest(self, node: fx.Node, want: Layout) -> None:
+        """Let a parameter rest as it is first needed, spread further over its axes of rest; its states further still.
+
+        Between steps it lies as its states do. It is gathered from there once, for both forward and backward.
+        """
+        name, written = self.parameters[node], self.canonical[node][0]
+        axes = self.rest_axes.get(name, Rest())
+        free = [[axis for axis in part if axis not in want.shard_axes] for part in axes]
+        in_step = rest_layout(want, free[0], self.mesh)
+        layout = rest_layout(in_step, free[1], self.mesh)
         value = node.meta["val"]
         with self.local.fake:
             written.meta["val"] = torch.empty(layout.local_shape, dtype=value.dtype, device=value.device)
         written.meta[META] = replace(info(written), layouts=(layout,))
-        self.canonical[node] = written, layout
+        origin = Origin(name, "gather for the step", "parameter", self.backward)
+        working = self.local.redistribute(written, layout, in_step, origin, lambda *_: None)
+        self.canonical[node] = working, in_step
         self.rests[name] = layout
-        return layout
 
     def _origin(self, node: fx.Node, have: Layout) -> Origin:
         if node in self.parameters:

@@ -214,6 +214,8 @@ def _rest(strategy: Strategy) -> str:
     free = strategy.grid.z * strategy.grid.data
     if free == 1:
         return "-"
+    if strategy.states != strategy.rest:
+        return f"{strategy.rest}, states {strategy.states} of {free}"
     return {1: "DP", free: "ZDP"}.get(strategy.rest, f"over {strategy.rest} of {free}")
 
 

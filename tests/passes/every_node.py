@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from shardweave.ir import Layout, Mesh
 from shardweave.passes.annotate import info
 from shardweave.passes.shard import Shard, Sharder
+from shardweave.passes.values import Rest
 from shardweave.passes.verify import verify
 from tests import lockstep
 from tests.passes.harness import mesh_of, output_nodes, placeholders, random_assignments, random_layout, together
@@ -48,9 +49,11 @@ def random_sharder(step: Joint, mesh: Mesh, rng: random.Random) -> Sharder:
     sources = {node.name: random_layout(node, mesh, rng) for node in placeholders(module) if node.name not in resting}
     wanted = [None] * len(output_nodes(module))
     captured = step.captured
-    rests = {
-        name: tuple(rng.sample(mesh.axes, rng.randint(0, len(mesh.axes)))) for name in captured.parameters.values()
-    }
+    rests = {}
+    for name in captured.parameters.values():
+        axes = rng.sample(mesh.axes, rng.randint(0, len(mesh.axes)))
+        cut = rng.randint(0, len(axes))
+        rests[name] = Rest(tuple(axes[:cut]), tuple(axes[cut:]))
     options = Shard(mesh, assignments, sources, wanted, captured.parameters, gradients=captured.gradients, rests=rests)
     return Sharder(options, module)
 

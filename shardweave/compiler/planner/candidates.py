@@ -54,6 +54,7 @@ def legal(op: Op, mesh: Mesh) -> list[Strategy]:
             assignments = op.assignments(strategy, mesh)
         except LayoutError:
             continue
-        rest = tuple(axis.name for axis in strategy.axes(mesh).rest)
+        axes = strategy.axes(mesh)
+        rest = tuple(axis.name for axis in axes.rest), tuple(axis.name for axis in axes.states)
         found.setdefault((tuple(sorted((name, str(a)) for name, a in assignments.items())), rest), strategy)
     return list(found.values())

@@ -8,11 +8,12 @@ from fnmatch import fnmatchcase
 
 from shardweave.compiler.planner.candidates import strategies
 from shardweave.compiler.planner.ops import Op
+from shardweave.compiler.planner.presets import PRESETS, preset
 from shardweave.errors import LayoutError, PlanError
 from shardweave.ir import Grid, Mesh, Strategy
 
 Forced = str | tuple[int, ...] | Grid | Strategy
-WORDS = ("dp", "zdp", "column", "row", "expert", "3d")
+WORDS = ("column", "row", "expert", "3d")
 
 
 def matches(pattern: str, op: Op) -> bool:
@@ -75,15 +76,18 @@ def _options(pattern: str, wanted: Forced, mesh: Mesh) -> list[Strategy]:
         return [option for option in options if _fits_mesh(pattern, option, mesh)]
     if isinstance(wanted, str):
         word, _, degree = wanted.partition(":")
+        if word in PRESETS and (not degree or degree.isdigit()):
+            option = preset(word, int(degree or 0), mesh)
+            return [option] if _fits_mesh(pattern, option, mesh) else []
         if word in WORDS and (not degree or degree.isdigit()):
             every = strategies(mesh, experts=word == "expert")
-            options = [option for option in every if _is(word, int(degree or 0), option, mesh)]
+            options = [option for option in every if _is(word, int(degree or 0), option)]
             if options:
                 return options
             raise PlanError(f"force[{pattern!r}]: no grid of {mesh.world_size} devices is {wanted!r}")
     raise PlanError(
-        f"force[{pattern!r}] must be one of {', '.join(map(repr, WORDS))} (with a degree: 'column:4'), a grid "
-        f"(x, y, z, data) or (x, y, z, data, experts) or a shardweave.Strategy, got {wanted!r}"
+        f"force[{pattern!r}] must be one of {', '.join(map(repr, (*PRESETS, *WORDS)))} (with a degree: 'column:4'), "
+        f"a grid (x, y, z, data) or (x, y, z, data, experts) or a shardweave.Strategy, got {wanted!r}"
     )
 
 
@@ -95,13 +99,8 @@ def _fits_mesh(pattern: str, option: Strategy, mesh: Mesh) -> bool:
     return True
 
 
-def _is(word: str, degree: int, option: Strategy, mesh: Mesh) -> bool:
+def _is(word: str, degree: int, option: Strategy) -> bool:
     grid, free = option.grid, option.grid.z * option.grid.data
-    flat = grid.x == 1 and grid.y == 1 and grid.experts == 1
-    if word == "dp":
-        return flat and grid.z == 1 and option.rest == 1 and grid.data == mesh.world_size
-    if word == "zdp":
-        return flat and grid.z == 1 and option.rest == free and grid.data == mesh.world_size
     if word == "3d":
         return grid.x > 1 and grid.y > 1 and (grid.z > 1 or free == 1) and option.rest == grid.z
     degrees = {"column": grid.x, "row": grid.y, "expert": grid.experts}

@@ -137,19 +137,24 @@ def price_op(
     assignments = op.assignments(strategy, mesh)
     compute = sum(prices.compute(role.node, assignments[role.node.name]) for role in op.roles)
     communication = sum(_backward_sum(role, assignments[role.node.name], prices) for role in op.roles) / consumers
-    rest_axes = strategy.axes(mesh).rest
+    axes = strategy.axes(mesh)
     states = transient = scratch = 0
     for index, shape in enumerate(shapes):
         lies = op.compute_layout(strategy, mesh) if index == 0 else Layout.replicated(shape)
-        rest = rest_layout(lies, [axis for axis in rest_axes if axis not in lies.shard_axes], mesh)
+        rest = rest_layout(lies, [axis for axis in axes.rest if axis not in lies.shard_axes], mesh)
+        further = [axis for axis in axes.states if axis not in (*axes.rest, *lies.shard_axes)]
+        master = rest_layout(rest, further, mesh)
         if prices.whole:
-            rest = Layout.replicated(shape)
-        states += local_numel(rest) * (2 * itemsize + prices.optimizer_bytes)
-        scratch += local_numel(rest) * itemsize
+            rest = master = Layout.replicated(shape)
+        states += local_numel(master) * (2 * itemsize + prices.optimizer_bytes)
+        scratch += local_numel(master) * itemsize
+        if master != rest:  # gathered once, and held for the step
+            states += local_numel(rest) * itemsize
+            communication += prices.change(master, rest, itemsize)
         batch = _batch_axes(op, assignments)
         partial = Layout(lies.dims, tuple((axis, "sum") for axis in mesh.ordered(batch) if axis not in lies.shard_axes))
         communication += 2 * prices.change(rest, lies, itemsize)  # gathered for the forward and for the backward
-        communication += prices.change(partial, rest, itemsize)
+        communication += prices.change(partial, master, itemsize)
         if rest != lies:  # its own copy, the next one's, and gradients on their way
             transient = max(transient, 4 * local_numel(lies) * itemsize)
     return OpPrice(compute + communication, communication, states, transient, scratch)

@@ -1,0 +1,135 @@
+"""Where parameters and their states rest: presets and random factors, op by op, against one device."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+import torch
+
+import shardweave as sw
+from shardweave.compiler.planner.force import forced_strategies
+from shardweave.compiler.planner.ops import Op
+from shardweave.compiler.planner.presets import PRESETS, preset
+from shardweave.errors import LayoutError, PlanError
+from shardweave.ir import Grid, Mesh, Strategy
+from shardweave.runtime.launch import WorkerPool
+from tests.compiler.training import ADAMW, Way, compile_ways, differences, model_of, train, train_packed
+from tests.models import ZOO
+from tests.passes.harness import collectives, mesh_of
+from tests.passes.joint import joint
+from tests.passes.test_collectives import lowered, whole_bytes
+
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def random_factors(seed: int, ops: Sequence[Op], mesh: Mesh) -> dict[str, Strategy]:
+    """For each op its own two factors, on data alone or beside tensor parallelism."""
+    rng, found = random.Random(seed), {}
+    for op in ops:
+        x = rng.choice([size for size in (1, 2) if not op.outputs or op.sizes[op.outputs[0]] % size == 0])
+        data = mesh.world_size // x
+        states = rng.choice([size for size in (1, 2, 4, 8) if data % size == 0])
+        rest = rng.choice([size for size in (1, 2, 4, 8) if states % size == 0])
+        found[op.name] = Strategy(Grid(x=x, data=data), rest, states=states)
+    return found
+
+
+def ways(world: int) -> list[Way]:
+    half = world // 2
+    return [
+        Way("zero1", {"*": "zero1"}),
+        Way("hsdp", {"*": f"hsdp:{half}"}),
+        Way("hpz", {"*": f"hpz:{half}"}),
+        Way("mixed", {"*": "zero3", "head": "dp", "*.up": "zero2", "*.down": f"mics:{half}"}),
+        *(Way(f"random {seed}", partial(random_factors, seed)) for seed in range(3)),
+    ]
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM], ids=["adamw", "momentum"])
+@pytest.mark.parametrize("world", [4, 8])
+def test_training_equals_one_device(world: int, optimizer: partial[torch.optim.Optimizer], pool: WorkerPool) -> None:
+    name, dtype = "gpt", torch.float64
+    model = model_of(ZOO[name], dtype)
+    steps = compile_ways(model, ZOO[name], dtype, world, ways(world))
+    expected = train(model, ZOO[name], dtype, optimizer)
+    first, *others = pool.run(train_packed, name, dtype, steps, optimizer, nprocs=world, timeout=300)
+    wrong: list[str] = []
+    for index, way in enumerate(ways(world)):
+        wrong += differences(way, expected, [first[index], *(other[index] for other in others)], 1e-9, 1e-8)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("word", ["zero1", "zero2", "zero3", "dp", "hsdp:2", "hpz:2"])
+def test_what_a_preset_moves(word: str) -> None:
+    """AMSP, section IV-C, without accumulation: each gather and reduction of a whole parameter, by its groups."""
+    mesh = mesh_of(2, 2)
+    name, _, degree = word.partition(":")
+    strategy = preset(name, int(degree or 0), mesh)
+    compiled = lowered(joint("chain"), mesh, lambda _: strategy)
+    assert compiled.step.backward is not None
+    moved: Counter[tuple[str, int]] = Counter()
+    for graph in (compiled.step.forward, compiled.step.backward):
+        for what in collectives(graph):
+            if what.cause in ("parameter", "gradient"):
+                moved[what.kind, 2 ** len(what.axes)] += what.bytes
+    sizes = whole_bytes(compiled)
+    whole = sum(sizes.values())
+    first = joint("chain").annotated.ops[0]  # its input needs no gradient, so its backward no weight
+    uses = 2 * whole - sum(sizes[parameter] for parameter in (first.parameter, *first.companions))
+    expected = {
+        "dp": {("all_reduce", 4): whole},
+        "zero1": {("all_gather", 4): whole, ("reduce_scatter", 4): whole},
+        "zero2": {("all_gather", 4): whole, ("reduce_scatter", 4): whole},
+        "zero3": {("all_gather", 4): uses, ("reduce_scatter", 4): whole},
+        # within a node for both uses; what is reduced there is a part of it between nodes
+        "hsdp": {("all_gather", 2): uses, ("reduce_scatter", 2): whole, ("all_reduce", 2): whole // 2},
+        # between nodes once in the step, within them for both uses
+        "hpz": {("all_gather", 2): whole // 2 + uses, ("reduce_scatter", 4): whole},
+    }
+    assert moved == expected[name]
+
+
+@pytest.mark.parametrize("word", PRESETS)
+def test_states_at_rest_take_their_part(word: str) -> None:
+    mesh = Mesh.of_levels([("gpu", 4), ("node", 2)])
+    strategy = preset(word, 0, mesh)
+    compiled = lowered(joint("mlp"), mesh, lambda _: strategy)
+    for parameter in compiled.step.spec.parameters:
+        local, whole = 1, 1
+        for size in parameter.layout.local_shape:
+            local *= size
+        for size in parameter.layout.global_shape:
+            whole *= size
+        if whole % 8 == 0 and max(parameter.layout.global_shape) % 8 == 0:
+            assert local * strategy.states == whole, parameter.name
+
+
+def test_a_plan_remembers_both_factors() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+    options = sw.Options(force={"0": "zero1", "2": "hpz:2"})
+    plan = sw.plan(model, sw.Cluster.local(4), torch.randn(8, 16), options=options)
+    assert [(c.strategy.rest, c.strategy.states) for c in plan.choices.values()] == [(1, 4), (2, 4)]
+    again = sw.Plan.from_dict(plan.to_dict())
+    assert {name: c.strategy for name, c in again.choices.items()} == {n: c.strategy for n, c in plan.choices.items()}
+
+
+def test_states_rest_over_a_multiple() -> None:
+    with pytest.raises(LayoutError, match="over 2 devices and the parameter over 4"):
+        Strategy(Grid(data=8), rest=4, states=2)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("zero1:2", "takes no degree"),
+        ("hsdp", "all 4 devices are in one: give a degree"),
+        ("hpz:3", "does not divide the 4 devices"),
+    ],
+)
+def test_presets_that_do_not_fit_are_refused(word: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        forced_strategies({"*": word}, joint("mlp").annotated.ops, Mesh.of_levels([("gpu", 4)]), 8)
