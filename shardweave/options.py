@@ -25,7 +25,7 @@ class Options:
     force : mapping from a name pattern to a strategy
         Patterns as in a shell (``"blocks.*.mlp.up"``), matched against the names of modules and parameters. A strategy
         is ``"column"``, ``"row"``, ``"expert"``, ``"3d"`` (a degree may follow: ``"column:4"``), data parallelism by
-        its systems' names, ``"dp"``, ``"zero1"``, ``"zero2"``, ``"zero3"`` (also ``"zdp"``, ``"fsdp"``), ``"hsdp"``
+        its systems' names, ``"dp"``, ``"zero1"``, ``"zero2"``, ``"zero3"`` (also ``"zdp"``; FSDP's), ``"hsdp"``
         (also ``"mics"``) and ``"hpz"`` (with a degree of the inner sharding: ``"hsdp:8"``; see `planner.presets`), a
         `Grid`, its sizes as a tuple ``(x, y, z, data)`` or ``(x, y, z, data, experts)``, or a `Strategy`. Where several
         patterns match, the last one holds.

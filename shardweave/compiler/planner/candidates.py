@@ -17,10 +17,12 @@ from shardweave.ir import Axis, Grid, Mesh, Strategy, axes_size
 def strategies(mesh: Mesh, experts: bool = False) -> Iterator[Strategy]:
     """Every strategy on `mesh`: each grid with its parameters resting replicated, over z, or over z and data.
 
+    The last also with the optimizer's states there alone: gathered once a step, and whole until its end (ZeRO-2).
+
     With `experts` also those that spread experts.
 
     >>> len(list(strategies(Mesh.of_levels([("gpu", 4)]))))
-    14
+    18
     """
     axes = sorted(mesh.axes, key=lambda axis: axis.stride)
     for first in range(len(axes) + 1):
@@ -44,6 +46,7 @@ def _rests(grid: Grid, y_inside: bool, free: list[Axis]) -> Iterator[Strategy]:
         yield Strategy(replace(grid, z=z, data=whole // z), z, y_inside)
     if free:
         yield Strategy(replace(grid, data=whole), whole, y_inside)
+        yield Strategy(replace(grid, data=whole), 1, y_inside, whole)
 
 
 def legal(op: Op, mesh: Mesh) -> list[Strategy]:

@@ -73,6 +73,8 @@ def _options(pattern: str, wanted: Forced, mesh: Mesh) -> list[Strategy]:
         rests = (grid.z,) if grid.z > 1 else (1, grid.data)
         orders = (False, True) if grid.x > 1 and grid.y > 1 else (False,)
         options = [Strategy(grid, rest, order) for order in orders for rest in dict.fromkeys(rests)]
+        if grid.z == 1 and grid.data > 1:
+            options += [Strategy(grid, 1, order, grid.data) for order in orders]
         return [option for option in options if _fits_mesh(pattern, option, mesh)]
     if isinstance(wanted, str):
         word, _, degree = wanted.partition(":")

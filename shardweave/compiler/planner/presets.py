@@ -9,7 +9,7 @@ name       s_p  s_os  source
 ``dp``     1    1     DistributedDataParallel
 ``zero1``  1    N     ZeRO (arXiv 1910.02054), P_os
 ``zero2``  1    N     the same, P_os+g
-``zero3``  N    N     the same, P_os+g+p; ``zdp``, ``fsdp``
+``zero3``  N    N     the same, P_os+g+p, and FSDP; ``zdp``
 ``hsdp``   n    n     FSDP's hybrid sharding; ``mics`` (arXiv 2205.00119)
 ``hpz``    n    N     ZeRO++'s secondary partition (arXiv 2306.10209)
 =========  ===  ====  =====================================================================
@@ -23,7 +23,7 @@ from __future__ import annotations
 from shardweave.errors import PlanError
 from shardweave.ir import Grid, Mesh, Strategy, axes_size
 
-PRESETS = ("dp", "zero1", "zero2", "zero3", "zdp", "fsdp", "hsdp", "mics", "hpz")
+PRESETS = ("zero1", "zero2", "zero3", "hsdp", "mics", "hpz", "dp", "zdp")
 _OF_A_NODE = ("hsdp", "mics", "hpz")
 
 
