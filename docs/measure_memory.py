@@ -32,6 +32,7 @@ CASES = {**ZOO, **TODAY}
 WAYS: dict[str, dict[str, Any]] = {
     "dp": {"*": "dp"},
     "zdp": {"*": "zdp"},
+    "zero2": {"*": "zero2"},
     "column": {"*": "column"},
     "row": {"*": "row"},
     "planned": {},
