@@ -84,8 +84,8 @@ class Strategy:
 
     ZeRO-1 and ZeRO-2, whose parameters are whole in a step:
 
-    >>> str(Strategy(Grid(data=8), rest=1, states=8))
-    '(1, 1, 1, 8) rest/1, states/8'
+    >>> str(Strategy(Grid(data=8), rest=1, states=8)), str(Strategy(Grid(data=8), rest=2, states=8))
+    ('(1, 1, 1, 8) ZeRO-2', '(1, 1, 1, 8) rest/2, states/8')
     """
 
     grid: Grid
@@ -132,6 +132,7 @@ class Strategy:
         free = self.grid.z * self.grid.data
         rest = "" if free == 1 else " DP" if self.rest == 1 else " ZDP" if self.rest == free else f" rest/{self.rest}"
         if self.states != self.rest:
-            rest = f" rest/{self.rest}, states/{self.states}"
+            zero2 = self.rest == 1 and self.states == free
+            rest = " ZeRO-2" if zero2 else f" rest/{self.rest}, states/{self.states}"
         order = " y inside" if self.y_inside and self.grid.x > 1 and self.grid.y > 1 else ""
         return f"{self.grid}{order}{rest}"

@@ -215,7 +215,8 @@ def _rest(strategy: Strategy) -> str:
     if free == 1:
         return "-"
     if strategy.states != strategy.rest:
-        return f"{strategy.rest}, states {strategy.states} of {free}"
+        both = f"over {strategy.rest}, states {strategy.states} of {free}"
+        return "ZeRO-2" if (strategy.rest, strategy.states) == (1, free) else both
     return {1: "DP", free: "ZDP"}.get(strategy.rest, f"over {strategy.rest} of {free}")
 
 
