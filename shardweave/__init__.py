@@ -23,7 +23,7 @@ from shardweave.errors import (
 from shardweave.ir import Grid, Strategy
 from shardweave.options import Options
 from shardweave.passes.rules import rule
-from shardweave.runtime import ParallelModule, launch
+from shardweave.runtime import ParallelModule, Saving, launch, load_checkpoint, save_checkpoint
 
 __version__ = "0.1.0"
 
@@ -42,11 +42,14 @@ __all__ = [
     "Plan",
     "PlanError",
     "RuleError",
+    "Saving",
     "Strategy",
     "Timeline",
     "VerifyError",
     "compile_parallel",
     "launch",
+    "load_checkpoint",
     "plan",
     "rule",
+    "save_checkpoint",
 ]

@@ -290,6 +290,7 @@ def _run_rank(
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but missing from its __all__
 
+    from shardweave.runtime.checkpoint import finish_saving
     from shardweave.runtime.gloo import one_at_a_time
 
     torch.set_num_threads(1)  # also because OpenMP's threads do not survive a fork
@@ -311,6 +312,7 @@ def _run_rank(
     with one_at_a_time():
         dist.init_process_group("gloo", store=store, rank=rank, world_size=nprocs, timeout=patience)
     result = fn(*args)
+    finish_saving()  # a rank leaves without joining its threads
     if dist.is_initialized():
         dist.barrier()  # or a rank that leaves early would break the connections of those still at work
     return result
