@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
 
 import shardweave as sw
 from shardweave.demo.model import GPTConfig
@@ -28,7 +29,7 @@ from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.parameters import local_shard
 from tests.compiler.packing import Packed
 from tests.compiler.training import Way, compile_ways
-from tests.models import Case, gpt
+from tests.models import ZOO, Case, gpt
 
 DOUBLE = torch.float64
 CONFIG = GPTConfig(vocabulary=16, context=8, layers=1, heads=4, width=16, bias=True, tied=True)
@@ -111,3 +112,253 @@ def test_any_plan_and_world_goes_on_as_if_nothing_had_happened(
         torch.testing.assert_close(then, parameters, **CLOSE)
     expected, whole = alone(optimizer)
     torch.testing.assert_close((losses, parameters), (expected, whole), rtol=1e-9, atol=1e-9)
+
+
+def test_pieces_are_the_shard() -> None:
+    """Also of dimensions with axes between local digits, as a fused projection's are."""
+    mesh = Mesh.of_levels([("gpu", 4), ("node", 3)])
+    x, y, z = mesh.axes
+    for dims in [
+        (), ((), (5,)), ((x, 4), (3,)), ((3, x, y, 2), (4,)), ((2, x, 2, y), (3, z)), ((z, 2), (2, x, y, 2), (y,)),
+    ]:  # fmt: skip
+        layout = Layout(dims)
+        whole = torch.arange(layout_size(layout)).reshape(layout.global_shape)
+        for rank in range(mesh.world_size):
+            coordinates = mesh.coordinates(rank)
+            local = torch.full(layout.local_shape, -1)
+            for piece in pieces(layout, coordinates):
+                box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
+                piece.of(local).copy_(whole[box])
+            assert torch.equal(local, local_shard(whole, layout, coordinates))
+
+
+def layout_size(layout: Layout) -> int:
+    return int(torch.Size(layout.global_shape).numel())
+
+
+def saves(step: Packed, folder: Path, optimizer: Optimizer = ADAMW, first: int = 0) -> dict[str, Any]:
+    """Trains a step, saves, and gives what was saved, whole."""
+    parallel, steps = made(step, optimizer)
+    trained(parallel, steps, first, 1)
+    sw.save_checkpoint(folder, parallel, steps, extra={"first": first})
+    return state_of(parallel, steps)
+
+
+def state_of(parallel: sw.ParallelModule, steps: torch.optim.Optimizer) -> dict[str, Any]:
+    names = {parameter: name for name, parameter in parallel.named_parameters()}
+    state = {
+        names[parameter]: {
+            key: value.full_tensor() if isinstance(value, DTensor) else value.clone() for key, value in values.items()
+        }
+        for parameter, values in steps.state.items()
+    }
+    return {"model": parallel.full_state_dict(), "optimizer": {"state": state}}
+
+
+def loads(step: Packed, folder: Path, optimizer: Optimizer = ADAMW) -> tuple[dict[str, Any], dict[str, Any]]:
+    parallel, steps = made(step, optimizer, seed=1)
+    extra = sw.load_checkpoint(folder, parallel, steps)
+    return extra, state_of(parallel, steps)
+
+
+def test_files_are_an_ordinary_checkpoint(
+    pool: WorkerPool, plans: dict[tuple[int, str], Packed], tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint"
+    step = plans[4, "column"]
+    assert any("_StridedShard" in placed for placed in pool.run(placements_of, step)[0])
+    saved = pool.run(saves, step, folder)[0]
+    model = CASE.model(DOUBLE, seed=1)
+    read = emptied({"model": dict(model.state_dict()), "optimizer": {"state": saved["optimizer"]["state"]}})
+    load(read, checkpoint_id=folder, no_dist=True)
+    torch.testing.assert_close(read, saved, rtol=0, atol=0)
+    dcp_to_torch_save(folder, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+    model.load_state_dict(whole["model"])
+    torch.testing.assert_close(dict(model.state_dict()), saved["model"], rtol=0, atol=0)
+    torch.testing.assert_close(whole["optimizer"]["state"], saved["optimizer"]["state"], rtol=0, atol=0)
+    assert whole["extra"] == {"first": 0} and whole["optimizer"]["kind"] == "AdamW"
+    size = sum(file.stat().st_size for file in folder.glob("*.distcp"))
+    held = sum(v.numel() * v.element_size() for v in tensors_in(saved))
+    assert held < size < held + 2000 * chunks_in(folder), "replicas are written once"
+
+
+def chunks_in(folder: Path) -> int:
+    """How many chunks of tensors and objects a checkpoint consists of."""
+    return len(FileSystemReader(folder).read_metadata().storage_data)
+
+
+def emptied(state: Any) -> Any:
+    return {k: emptied(v) for k, v in state.items()} if isinstance(state, dict) else torch.zeros_like(state)
+
+
+def tensors_in(state: Any) -> list[Tensor]:
+    if isinstance(state, dict):
+        return [tensor for value in state.values() for tensor in tensors_in(value)]
+    return [state] if isinstance(state, Tensor) else []
+
+
+def placements_of(step: Packed) -> list[str]:
+    parallel, _ = made(step)
+    return [repr(parameter.placements) for parameter in parallel.parameters() if isinstance(parameter, DTensor)]
+
+
+def dies(step: Packed, folder: Path, point: str, rank: int) -> None:
+    """A second save over the first, in which a rank is killed."""
+    parallel, steps = made(step)
+    trained(parallel, steps, 7, 1)
+
+    def before(owner: Any, name: str, call: int = 1) -> None:
+        original, calls = getattr(owner, name), [0]
+
+        def killed(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, killed)
+
+    if dist.get_rank() == rank:
+        before(*{
+            "before writing": (FileSystemWriter, "write_data"),
+            "before the metadata": (FileSystemWriter, "finish"),
+            "before the renames": (checkpoint_folder.os, "rename", 2),
+            "between the renames": (checkpoint_folder.os, "rename", 3),
+            "before the old one goes": (checkpoint_folder.shutil, "rmtree"),
+        }[point])  # fmt: skip
+    sw.save_checkpoint(folder, parallel, steps, extra={"first": 7})
+
+
+@pytest.mark.parametrize(
+    ("point", "rank", "found"),
+    [
+        ("before writing", 1, 0),
+        ("before writing", 0, 0),
+        ("before the metadata", 0, 0),
+        ("before the renames", 0, 0),
+        ("between the renames", 0, 0),
+        ("before the old one goes", 0, 7),
+    ],
+)
+def test_whatever_kills_a_save_leaves_a_whole_checkpoint(
+    pool: WorkerPool, plans: dict[tuple[int, str], Packed], tmp_path: Path, point: str, rank: int, found: int
+) -> None:
+    folder, step = tmp_path / "checkpoint", plans[2, "row"]
+    saved = pool.run(saves, step, folder, nprocs=2)[0]
+    with pytest.raises(LaunchError, match="SIGKILL"):
+        pool.run(dies, step, folder, point, rank, nprocs=2)
+    extra, state = pool.run(loads, step, folder, nprocs=2)[0]
+    assert extra == {"first": found}
+    if not found:
+        torch.testing.assert_close(state, saved, rtol=0, atol=0)
+    pool.run(saves, step, folder, ADAMW, 3, nprocs=2)
+    assert os.listdir(tmp_path) == ["checkpoint"]
+    assert pool.run(loads, step, folder, nprocs=2)[0][0] == {"first": 3}
+
+
+def in_the_background(step: Packed, folder: Path) -> None:
+    parallel, steps = made(step)
+    trained(parallel, steps, 0, 1)
+    then = state_of(parallel, steps)
+    saving = sw.save_checkpoint(folder, parallel, steps, extra={"losses": [1.0]}, asynchronous=True)
+    losses = trained(parallel, steps, 1)
+    second = sw.save_checkpoint(folder.with_name("second"), parallel, steps, asynchronous=True)
+    assert saving.done
+    saving.wait()
+    other, fresh = made(step, seed=1)
+    assert sw.load_checkpoint(folder, other, fresh) == {"losses": [1.0]}
+    assert second.done  # a load waits as well
+    torch.testing.assert_close(state_of(other, fresh), then, rtol=0, atol=0)
+    assert trained(other, fresh, 1) == losses
+    write = FileSystemWriter.write_data
+
+    def fails(*_: Any) -> Any:
+        raise OSError("the disk is full")
+
+    if dist.get_rank() == 1:
+        FileSystemWriter.write_data = fails  # type: ignore[method-assign]
+    for at_wait in (True, False):
+        failed = sw.save_checkpoint(folder, parallel, steps, asynchronous=True)
+        with pytest.raises(ParallelError, match="the disk is full"):
+            failed.wait() if at_wait else sw.save_checkpoint(folder, parallel, steps)
+    FileSystemWriter.write_data = write  # type: ignore[method-assign]
+    assert sw.load_checkpoint(folder, other, fresh) == {"losses": [1.0]}
+    sw.save_checkpoint(folder, parallel, steps, extra={"left": "to the end"}, asynchronous=True)
+
+
+def test_saves_in_the_background(pool: WorkerPool, plans: dict[tuple[int, str], Packed], tmp_path: Path) -> None:
+    pool.run(in_the_background, plans[4, "zdp"], tmp_path / "checkpoint", timeout=60.0)
+    assert pool.run(loads, plans[4, "row"], tmp_path / "checkpoint")[0][0] == {"left": "to the end"}
+
+
+def refuses(step: Packed, other: Packed, folder: Path) -> None:
+    """Every one of these is told on all ranks."""
+    parallel, steps = made(step)
+    load_, save_ = sw.load_checkpoint, sw.save_checkpoint
+    with pytest.raises(ParallelError, match=r"there is no checkpoint at .*nowhere"):
+        load_(folder / "nowhere", parallel)
+    save_(folder, parallel)
+    with pytest.raises(ParallelError, match="has no optimizer"):
+        load_(folder, parallel, steps)
+    trained(parallel, steps, 0, 1)
+    save_(folder, parallel, steps)
+    before = state_of(parallel, steps)
+    with pytest.raises(ParallelError, match="of the kind AdamW, but SGD"):
+        load_(folder, parallel, SGD(parallel.parameters()))
+    decayed, plain = list(parallel.parameters())[:3], list(parallel.parameters())[3:]
+    with pytest.raises(ParallelError, match=r"groups of \[\d+\] parameters, this one of \[3, \d+\]"):
+        load_(folder, parallel, ADAMW([{"params": decayed}, {"params": plain, "weight_decay": 0.0}]))
+    with pytest.raises(ParallelError, match=r"not those of the parallel model"):
+        save_(folder, parallel, ADAMW(CASE.model().parameters()))
+    model = mlp_model()
+    with pytest.raises(ParallelError, match=r"'first.weight' is missing in the checkpoint; .*and \d+ more"):
+        load_(folder, other.module(model))
+    wider = other.module(model)
+    save_(folder.with_name("mlp"), wider)
+    wider.scale = torch.zeros(3)
+    with pytest.raises(ParallelError, match=r"'scale' is \(10,\) of torch.float64 in the checkpoint and \(3,\)"):
+        load_(folder.with_name("mlp"), wider)
+    extra = {"no": lambda: 0} if dist.get_rank() == 0 else {}
+    with pytest.raises(ParallelError, match="'extra' cannot be pickled"):
+        save_(folder, parallel, steps, extra=extra)
+    with pytest.raises(ParallelError, match="different folders"):
+        save_(folder.with_name(f"to{dist.get_rank()}"), parallel)
+    mine = folder.with_name("mine")
+    if dist.get_rank() == 0:
+        mine.mkdir()
+        (mine / "notes.txt").write_text("keep")
+    with pytest.raises(ParallelError, match=r"holds more than a checkpoint \(notes.txt\)"):
+        save_(mine, parallel)
+    assert (mine / "notes.txt").read_text() == "keep"
+    load_(folder, parallel, steps)
+    torch.testing.assert_close(state_of(parallel, steps), before, rtol=0, atol=0)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (file, *_) = sorted(folder.glob("__1_*.distcp"))
+        file.write_bytes(b"")
+    dist.barrier()
+    with pytest.raises(ParallelError):
+        load_(folder, parallel, steps)
+
+
+def mlp_model() -> nn.Module:
+    return ZOO["mlp"].model(DOUBLE)
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks(
+    pool: WorkerPool, plans: dict[tuple[int, str], Packed], tmp_path: Path
+) -> None:
+    (other,) = compile_ways(mlp_model(), ZOO["mlp"], DOUBLE, 2, [Way("dp", {"*": "dp"})])
+    pool.run(refuses, plans[2, "row"], other, tmp_path / "checkpoint", nprocs=2, timeout=60.0)
+
+
+def test_one_device_without_process_group(
+    pool: WorkerPool, plans: dict[tuple[int, str], Packed], tmp_path: Path
+) -> None:
+    saved = saves(plans[1, "dp"], tmp_path / "one")
+    extra, state = loads(plans[1, "dp"], tmp_path / "one")
+    torch.testing.assert_close(state, saved, rtol=0, atol=0)
+    many = pool.run(loads, plans[2, "row"], tmp_path / "one", nprocs=2)[0]
+    torch.testing.assert_close(many[1], saved, rtol=0, atol=0)
+    assert pickle.dumps(extra) == pickle.dumps(many[0])
