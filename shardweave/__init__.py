@@ -10,6 +10,7 @@ from shardweave.compiler.plan import Plan
 from shardweave.cost_model import Cluster, Timeline
 from shardweave.errors import (
     CaptureError,
+    CheckpointNotFound,
     ClusterError,
     InfeasibleError,
     InputError,
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
+    "CheckpointNotFound",
     "Cluster",
     "ClusterError",
     "Grid",

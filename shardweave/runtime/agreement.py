@@ -29,10 +29,14 @@ def own_group(mesh: RuntimeMesh) -> dist.ProcessGroup | None:
 
 
 def together(group: dist.ProcessGroup | None, action: Callable[[], Result]) -> list[Result]:
-    """What `action` returns on each rank; ParallelError on all of them if it raises on any."""
+    """What `action` returns on each rank; ParallelError on all of them if it raises on any.
+
+    If the ranks that fail do so by one kind of ParallelError, that kind is raised.
+    """
     result: Result | None = None
     error: str | None = None
     caught: BaseException | None = None
+    kind = ParallelError
     try:
         result = action()
     except CheckpointException as failure:  # from all ranks, with their tracebacks
@@ -40,20 +44,24 @@ def together(group: dist.ProcessGroup | None, action: Callable[[], Result]) -> l
         error = "; ".join(sorted({f"{type(why).__name__}: {why}" for why, _ in failure.failures.values()}))
     except Exception as failure:
         caught = failure
-        error = str(failure) if isinstance(failure, ParallelError) else f"{type(failure).__name__}: {failure}"
-    answers: list[tuple[Any, str | None]] = [(result, error)]
+        error = f"{type(failure).__name__}: {failure}"
+        if isinstance(failure, ParallelError):
+            error, kind = str(failure), type(failure)
+    answers: list[tuple[Any, str | None, type[ParallelError]]] = [(result, error, kind)]
     if group is not None:
-        answers = [(None, None)] * dist.get_world_size(group)
+        answers = [(None, None, ParallelError)] * dist.get_world_size(group)
         try:
-            dist.all_gather_object(answers, (result, error), group=group)
+            dist.all_gather_object(answers, (result, error, kind), group=group)
         except RuntimeError as lost:
+            group.abort()  # closes the connections: the others, who wait for this rank, learn of it at once
             raise ParallelError(f"a rank was lost during a checkpoint: {error or lost}") from (caught or lost)
     failures: dict[str, list[int]] = {}
-    for rank, (_, message) in enumerate(answers):
+    for rank, (_, message, _) in enumerate(answers):
         if message is not None:
             failures.setdefault(message, []).append(rank)
     if failures:
         everywhere = len(answers) == len(next(iter(failures.values())))
         told = "; ".join(m if everywhere else f"{m} (on ranks {ranks})" for m, ranks in failures.items())
-        raise ParallelError(told) from caught
-    return [answer for answer, _ in answers]
+        kinds = {kind for _, message, kind in answers if message is not None}
+        raise (kinds.pop() if len(kinds) == 1 else ParallelError)(told) from caught
+    return [answer for answer, *_ in answers]

@@ -184,9 +184,11 @@ def load_checkpoint(
 
     Raises
     ------
+    CheckpointNotFound
+        On all ranks, if there is no checkpoint.
     ParallelError
-        On all ranks, if there is no checkpoint, or it is of another model or optimizer; model and optimizer are as
-        they were then. If the checkpoint's files cannot be read, the model may be loaded in part.
+        On all ranks, if it is of another model or optimizer; model and optimizer are as they were then. If the
+        checkpoint's files cannot be read, the model may be loaded in part.
 
     Examples
     --------
@@ -199,9 +201,9 @@ def load_checkpoint(
 
     def locate() -> str:
         finish_saving()
-        return str(find(Path(folder).resolve()))
+        return str(find(Path(folder).resolve())) if parallel.mesh.rank == 0 else ""
 
-    source = Path(together(group, locate)[0])  # a save elsewhere may come between the ranks' looks
+    source = Path(together(group, locate)[0])  # one for all: another program's save may come between two looks
 
     def compare() -> None:
         nonlocal metadata, targets
@@ -221,8 +223,12 @@ def load_checkpoint(
 
     together(group, compare_optimizer)
     found.update(_read(source, targets, group))
-    if optimizer is not None:
-        states.restore(optimizer, states.parameter_names(parallel, optimizer), found, state)
+
+    def restore() -> None:
+        if optimizer is not None:
+            states.restore(optimizer, states.parameter_names(parallel, optimizer), found, state)
+
+    together(group, restore)
     if states.SEEDS in found:
         parallel._seeds = Seeds(*found[states.SEEDS])
     extra: dict[str, Any] = found.get(states.EXTRA, {})

@@ -10,7 +10,7 @@ import os
 import shutil
 from pathlib import Path
 
-from shardweave.errors import ParallelError
+from shardweave.errors import CheckpointNotFound, ParallelError
 
 _METADATA = ".metadata"
 
@@ -63,9 +63,17 @@ def _sync(folder: Path) -> None:
 
 
 def find(target: Path) -> Path:
-    """The checkpoint at `target`, or the one before it where a save was ended between its renames."""
+    """The checkpoint at `target`, or the one before it where a save was ended between its renames.
+
+    Raises
+    ------
+    CheckpointNotFound
+        If there is none.
+    """
     old = _old_beside(target)
     source = old if old.exists() and not target.exists() else target
     if not (source / _METADATA).exists():
-        raise ParallelError(f"there is no checkpoint at {target}: it needs a folder that save_checkpoint has written")
+        raise CheckpointNotFound(
+            f"there is no checkpoint at {target}: it needs a folder that save_checkpoint has written"
+        )
     return source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import shardweave as sw
 from shardweave.demo.model import GPTConfig
-from shardweave.errors import LaunchError, ParallelError
+from shardweave.errors import CheckpointNotFound, LaunchError, ParallelError
 from shardweave.ir import Layout, Mesh
 from shardweave.runtime import checkpoint_folder
 from shardweave.runtime.chunks import pieces
@@ -296,7 +297,7 @@ def refuses(step: Packed, other: Packed, folder: Path) -> None:
     """Every one of these is told on all ranks."""
     parallel, steps = made(step)
     load_, save_ = sw.load_checkpoint, sw.save_checkpoint
-    with pytest.raises(ParallelError, match=r"there is no checkpoint at .*nowhere"):
+    with pytest.raises(CheckpointNotFound, match=r"there is no checkpoint at .*nowhere"):
         load_(folder / "nowhere", parallel)
     save_(folder, parallel)
     with pytest.raises(ParallelError, match="has no optimizer"):
@@ -338,8 +339,9 @@ def refuses(step: Packed, other: Packed, folder: Path) -> None:
         (file, *_) = sorted(folder.glob("__1_*.distcp"))
         file.write_bytes(b"")
     dist.barrier()
-    with pytest.raises(ParallelError):
+    with pytest.raises(ParallelError) as e:
         load_(folder, parallel, steps)
+    print(e.value, flush=True)
 
 
 def mlp_model() -> nn.Module:
@@ -362,3 +364,60 @@ def test_one_device_without_process_group(
     many = pool.run(loads, plans[2, "row"], tmp_path / "one", nprocs=2)[0]
     torch.testing.assert_close(many[1], saved, rtol=0, atol=0)
     assert pickle.dumps(extra) == pickle.dumps(many[0])
+
+
+class Dropping(nn.Module):
+    """A model that draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.down(self.drop(self.up(x))) - x).square().mean()
+
+
+def draws_go_on(step: Packed, folder: Path) -> None:
+    x = torch.linspace(-1, 1, 64).view(8, 8)
+    parallel = step.module(Dropping())
+    parallel(x)
+    sw.save_checkpoint(folder, parallel)
+    losses = [parallel(x).item() for _ in range(3)]
+    assert len(set(losses)) == 3
+    torch.manual_seed(5)
+    other = step.module(Dropping())
+    sw.load_checkpoint(folder, other)
+    assert [other(x).item() for _ in range(3)] == losses
+
+
+def dropping_batch(generator: torch.Generator, size: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(size, 8, generator=generator)}
+
+
+def test_random_draws_go_on(pool: WorkerPool, tmp_path: Path) -> None:
+    case = Case("dropping", Dropping, dropping_batch)
+    (step,) = compile_ways(case.model(), case, torch.float32, 2, [Way("dp", {"*": "dp"})])
+    pool.run(draws_go_on, step, tmp_path / "checkpoint", nprocs=2)
+
+
+def page(directory: Path) -> None:
+    """The examples of the page, run in an empty folder."""
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    train, convert = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    os.chdir(directory)
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    exec(train, names)
+    first = names["train"](3, "runs/latest")
+    assert len(names["train"](6)) == 3
+    torch.manual_seed(0)
+    whole = names["train"](6, "runs/whole")
+    assert whole[:3] == first
+    if dist.get_rank() == 0:
+        exec(convert, names)
+        parameters = torch.load("whole.pt", weights_only=False)["optimizer"]
+        assert parameters["state"]["0.weight"]["step"] == 6
+
+
+def test_the_examples_of_the_page_run(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(page, tmp_path, nprocs=2)
