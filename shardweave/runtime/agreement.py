@@ -53,7 +53,6 @@ def together(group: dist.ProcessGroup | None, action: Callable[[], Result]) -> l
         try:
             dist.all_gather_object(answers, (result, error, kind), group=group)
         except RuntimeError as lost:
-            group.abort()  # closes the connections: the others, who wait for this rank, learn of it at once
             raise ParallelError(f"a rank was lost during a checkpoint: {error or lost}") from (caught or lost)
     failures: dict[str, list[int]] = {}
     for rank, (_, message, _) in enumerate(answers):

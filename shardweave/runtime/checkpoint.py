@@ -70,8 +70,6 @@ class Saving:
     def _run(self) -> None:
         try:
             self._work()
-        except ParallelError as error:
-            self._error = error
         except Exception as error:  # kept for wait(): in a thread nobody would see it
             self._error = ParallelError(f"the checkpoint {self.folder} could not be saved: {error}")
             self._error.__cause__ = error
@@ -264,7 +262,10 @@ def _write(values: Values, target: Path, group: dist.ProcessGroup | None, rank: 
 def _read(source: Path, targets: Mapping[Place, Part | None], group: dist.ProcessGroup | None) -> dict[Place, Any]:
     """Fill the parts of `targets`; what of it is no tensor is returned."""
     reader = Reader(targets)
-    together(group, lambda: load({}, storage_reader=FileSystemReader(source), planner=reader, **_of(group)))
+    try:
+        together(group, lambda: load({}, storage_reader=FileSystemReader(source), planner=reader, **_of(group)))
+    except ParallelError as error:
+        raise ParallelError(f"the checkpoint {source} cannot be read: {error}") from error
     return reader.objects
 
 
