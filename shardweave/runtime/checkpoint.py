@@ -6,12 +6,9 @@ which takes its place when all ranks are done, so that whatever ends the program
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
-import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,65 +27,7 @@ from shardweave.runtime.chunks import Part, Reader, Values, Writer, name_of
 from shardweave.runtime.chunks import Path as Place
 from shardweave.runtime.module import ParallelModule
 from shardweave.runtime.random import Seeds
-
-
-class Saving:
-    """A save, perhaps still under way; `save_checkpoint` makes them.
-
-    Attributes
-    ----------
-    folder : Path
-        Where the checkpoint is once `wait` has returned.
-    """
-
-    def __init__(self, folder: Path, work: Callable[[], None]) -> None:
-        self.folder = folder
-        self._work = work
-        self._error: ParallelError | None = None
-        self._told = False
-        self._thread: threading.Thread | None = None
-
-    def wait(self) -> None:
-        """Return when the checkpoint is in place.
-
-        Raises
-        ------
-        ParallelError
-            If it could not be saved. What was in `folder` before is still there.
-        """
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            self._told = True
-            raise self._error
-
-    @property
-    def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        return self._thread is None or not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except Exception as error:  # kept for wait(): in a thread nobody would see it
-            self._error = ParallelError(f"the checkpoint {self.folder} could not be saved: {error}")
-            self._error.__cause__ = error
-        self._work = _nothing  # lets go of the copies
-
-    def _start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="shardweave-checkpoint")
-        self._thread.start()
-
-
-_last: Saving | None = None
-
-
-def finish_saving() -> None:
-    """Wait for a save in the background; its ParallelError, unless `Saving.wait` has raised it already."""
-    global _last
-    saving, _last = _last, None
-    if saving is not None and not saving._told:
-        saving.wait()
+from shardweave.runtime.saving import Saving, finish_saving
 
 
 def save_checkpoint(
@@ -134,7 +73,6 @@ def save_checkpoint(
     --------
     >>> save_checkpoint("runs/1000", parallel, optimizer, extra={"step": 1000})  # doctest: +SKIP
     """
-    global _last
     group = own_group(parallel.mesh)
     values: Values = {}
 
@@ -149,12 +87,9 @@ def save_checkpoint(
         raise ParallelError(f"the ranks give different folders to save to, {sorted(set(where))}: give all the same")
     target = Path(where[0])
     saving = Saving(target, lambda: _write(values, target, group, parallel.mesh.rank))
-    if asynchronous:
-        _last = saving
-        saving._start()
-    else:
-        saving._run()
-        saving.wait()
+    saving.start()
+    if not asynchronous:
+        finish_saving()
     return saving
 
 
@@ -274,16 +209,3 @@ def _of(group: dist.ProcessGroup | None) -> dict[str, Any]:
     if group is None:  # not by catch_warnings, which other threads would see
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
     return {"process_group": group, "no_dist": group is None}
-
-
-def _nothing() -> None:
-    """The work of a save that is done."""
-
-
-@atexit.register
-def _tell() -> None:
-    """The error of a save that nobody waited for, on the way out."""
-    try:
-        finish_saving()
-    except ParallelError as error:
-        print(f"shardweave: {error}", file=sys.stderr)

@@ -290,8 +290,8 @@ def _run_rank(
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but missing from its __all__
 
-    from shardweave.runtime.checkpoint import finish_saving
     from shardweave.runtime.gloo import one_at_a_time
+    from shardweave.runtime.saving import finish_saving
 
     torch.set_num_threads(1)  # also because OpenMP's threads do not survive a fork
     port = listener.getsockname()[1]
