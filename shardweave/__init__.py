@@ -10,6 +10,7 @@ from shardweave.compiler.plan import Plan
 from shardweave.cost_model import Cluster, Timeline
 from shardweave.errors import (
     CaptureError,
+    CheckpointNotFound,
     ClusterError,
     InfeasibleError,
     InputError,
@@ -23,12 +24,13 @@ from shardweave.errors import (
 from shardweave.ir import Grid, Strategy
 from shardweave.options import Options
 from shardweave.passes.rules import rule
-from shardweave.runtime import ParallelModule, launch
+from shardweave.runtime import ParallelModule, Saving, launch, load_checkpoint, save_checkpoint
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
+    "CheckpointNotFound",
     "Cluster",
     "ClusterError",
     "Grid",
@@ -42,11 +44,14 @@ __all__ = [
     "Plan",
     "PlanError",
     "RuleError",
+    "Saving",
     "Strategy",
     "Timeline",
     "VerifyError",
     "compile_parallel",
     "launch",
+    "load_checkpoint",
     "plan",
     "rule",
+    "save_checkpoint",
 ]

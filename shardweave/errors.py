@@ -42,5 +42,9 @@ class VerifyError(ParallelError):
     """A pass left the graph in a state that it must not be in: a bug in shardweave."""
 
 
+class CheckpointNotFound(ParallelError):
+    """There is no checkpoint in the folder to load from."""
+
+
 class LaunchError(ParallelError):
     """A local rank failed; the message carries the rank and its traceback."""

@@ -1,8 +1,19 @@
 """What runs a generated step: it knows graphs and their calling convention, and nothing of the compiler."""
 
 import shardweave.runtime.convolution  # noqa: F401  (the ops that generated graphs call)
+from shardweave.runtime.checkpoint import load_checkpoint, save_checkpoint
 from shardweave.runtime.launch import WorkerPool, launch
 from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.module import ParallelModule, Step
+from shardweave.runtime.saving import Saving
 
-__all__ = ["ParallelModule", "RuntimeMesh", "Step", "WorkerPool", "launch"]
+__all__ = [
+    "ParallelModule",
+    "RuntimeMesh",
+    "Saving",
+    "Step",
+    "WorkerPool",
+    "launch",
+    "load_checkpoint",
+    "save_checkpoint",
+]

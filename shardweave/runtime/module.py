@@ -138,8 +138,8 @@ class ParallelModule(nn.Module):
         """Let the next call draw as the first one after this seed does. Collective: all ranks call it, with one seed.
 
         Random ops (dropout) draw from a seed of the module's own, not from torch's generators. The first one is what
-        ``torch.manual_seed`` set on rank 0 before compiling. To go on from a checkpoint, give another seed than the
-        one that the run began with, such as ``seed + step``.
+        ``torch.manual_seed`` set on rank 0 before compiling. `load_checkpoint` goes on where the saved run stood; to go
+        on without it, give another seed than the one that the run began with, such as ``seed + step``.
 
         Raises
         ------

@@ -83,8 +83,13 @@ class Seeds:
     (True, False)
     """
 
-    def __init__(self, first: int) -> None:
-        self._first, self._calls = first, 0
+    def __init__(self, first: int, calls: int = 0) -> None:
+        self._first, self._calls = first, calls
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """The first seed and the number of calls so far: ``Seeds(*state)`` goes on from here."""
+        return self._first, self._calls
 
     def __call__(self) -> int:
         self._calls += 1

@@ -1,0 +1,200 @@
+"""Parts of tensors as chunks of a checkpoint: what torch.distributed.checkpoint is told to write and to read.
+
+A rank's part of a tensor is one box of the whole tensor only where its layout is a plain shard. In general it is a
+product of runs, one for each way to step through the digits outside of the innermost axis; each is a chunk.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import product
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from shardweave.ir import Axis, Digit, Layout, Mesh
+
+Path = tuple[str, ...]
+"""Where a value stands in the nested state dict; joined by dots, its name in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor that a rank holds: where it starts in the whole tensor and in the rank's part, and its size."""
+
+    offsets: tuple[int, ...]
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """The view of it in the rank's part."""
+        return local[tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))]
+
+
+def pieces(layout: Layout, coordinates: Mapping[str, int]) -> list[Piece]:
+    """The boxes that make up the part at `coordinates` (by axis name) of a tensor that lies as `layout`.
+
+    Examples
+    --------
+    >>> x = Axis("gpu0", 2)
+    >>> for piece in pieces(Layout(((2, x, 3), (5,))), {"gpu0": 1}):
+    ...     print(piece)
+    Piece(offsets=(3, 0), starts=(0, 0), sizes=(3, 5))
+    Piece(offsets=(9, 0), starts=(3, 0), sizes=(3, 5))
+    """
+    return [
+        Piece(tuple(run[0] for run in runs), tuple(run[1] for run in runs), tuple(run[2] for run in runs))
+        for runs in product(*(_runs(digits, coordinates) for digits in layout.dims))
+    ]
+
+
+def _runs(digits: tuple[Digit, ...], coordinates: Mapping[str, int]) -> list[tuple[int, int, int]]:
+    """The runs of one dimension: the start in the whole dimension, the start in the part, and the length."""
+    outside, length = list(digits), 1
+    while outside and isinstance(outside[-1], int):
+        length *= outside.pop()  # type: ignore[operator]
+    offsets = [0]
+    for digit in outside:
+        size, steps = (
+            (digit.size, [coordinates[digit.name]]) if isinstance(digit, Axis) else (digit, list(range(digit)))
+        )
+        offsets = [offset * size + step for offset in offsets for step in steps]
+    return [(offset * length, index * length, length) for index, offset in enumerate(offsets)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part, `local`, of a tensor that lies as `layout`."""
+
+    local: torch.Tensor
+    layout: Layout
+    coordinates: Mapping[str, int]
+
+    def chunks(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
+        """The description of each piece, and the view of it."""
+        return [
+            (ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)), piece.of(self.local))
+            for piece in pieces(self.layout, self.coordinates)
+        ]
+
+
+Values = Mapping[Path, Part | bytes]
+"""What a rank writes: its parts of tensors, and pickled objects."""
+
+
+def is_writer(path: Path, layout: Layout, mesh: Mesh, rank: int) -> bool:
+    """Whether, of all ranks that hold the same part of the tensor at `path`, this one writes it.
+
+    The ranks take turns from tensor to tensor, without talking about it.
+
+    Examples
+    --------
+    >>> mesh = Mesh((Axis("gpu0", 2), Axis("gpu1", 2, 2)))
+    >>> layout = Layout(((mesh.axes[0], 4),))
+    >>> [[is_writer((name,), layout, mesh, rank) for rank in range(4)] for name in "ad"]
+    [[True, True, False, False], [False, False, True, True]]
+    """
+    index = 0
+    copies = [axis for axis in mesh.axes if axis not in layout.shard_axes]
+    for axis in copies:
+        index = index * axis.size + axis.coordinate(rank)
+    turn = int.from_bytes(sha256(name_of(path).encode()).digest()[:8])
+    return index == turn % math.prod(axis.size for axis in copies)
+
+
+def name_of(path: Path) -> str:
+    """The name in the checkpoint of what stands at `path`, as torch's own planners flatten a state dict."""
+    return ".".join(path)
+
+
+class Writer(DefaultSavePlanner):
+    """Has each rank write `values`, which no other rank does; torch's planner checks that every tensor is covered."""
+
+    def __init__(self, values: Values) -> None:
+        super().__init__()
+        self._values = values
+        self._tensors: dict[MetadataIndex, torch.Tensor] = {}
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """Nothing: what is written is known already."""
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        self._bytes = {name_of(path): value for path, value in self._values.items() if isinstance(value, bytes)}
+        for path, value in self._values.items():
+            name = name_of(path)
+            if isinstance(value, bytes):
+                items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+                continue
+            size = torch.Size(value.layout.global_shape)
+            properties = TensorProperties(dtype=value.local.dtype)
+            for chunk, view in value.chunks():
+                index = MetadataIndex(name, chunk.offsets)
+                self._tensors[index] = view
+                data = TensorWriteData(chunk, properties, size)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        return SavePlan(items, planner_data={name_of(path): path for path in self._values})
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(self._bytes[write_item.index.fqn])
+        return self._tensors[write_item.index]
+
+
+class Reader(DefaultLoadPlanner):
+    """Reads into the parts of `targets`; what they name that is no tensor lies in `objects` then."""
+
+    def __init__(self, targets: Mapping[Path, Part | None]) -> None:
+        super().__init__()
+        self.objects: dict[Path, Any] = {}
+        self._targets = targets
+        self._paths = {name_of(path): path for path in targets}
+        self._tensors: dict[MetadataIndex, torch.Tensor] = {}
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        assert metadata is not None
+        self._stored = metadata.state_dict_metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for path, part in self._targets.items():
+            name = name_of(path)
+            stored = self._stored[name]
+            if part is None:
+                index, nothing = MetadataIndex(name), torch.Size((0,))
+                items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
+                continue
+            assert isinstance(stored, TensorStorageMetadata)
+            chunks = part.chunks()
+            self._tensors.update({MetadataIndex(name, chunk.offsets): view for chunk, view in chunks})
+            items += create_read_items_for_chunk_list(name, stored, [chunk for chunk, _ in chunks])
+        return LoadPlan(items)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.objects[self._paths[read_item.dest_index.fqn]] = torch.load(value, weights_only=False)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        view = self._tensors[read_item.dest_index]
+        return view[tuple(slice(o, o + n) for o, n in zip(read_item.dest_offsets, read_item.lengths, strict=True))]
