@@ -23,7 +23,7 @@ from shardweave.errors import (
 from shardweave.ir import Grid, Strategy
 from shardweave.options import Options
 from shardweave.passes.rules import rule
-from shardweave.runtime import ParallelModule, launch
+from shardweave.runtime import ParallelModule, initialise, initialised, launch
 
 __version__ = "0.1.0"
 
@@ -46,6 +46,8 @@ __all__ = [
     "Timeline",
     "VerifyError",
     "compile_parallel",
+    "initialise",
+    "initialised",
     "launch",
     "plan",
     "rule",

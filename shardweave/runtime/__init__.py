@@ -1,8 +1,9 @@
 """What runs a generated step: it knows graphs and their calling convention, and nothing of the compiler."""
 
 import shardweave.runtime.convolution  # noqa: F401  (the ops that generated graphs call)
+from shardweave.runtime.initialise import initialise, initialised
 from shardweave.runtime.launch import WorkerPool, launch
 from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.module import ParallelModule, Step
 
-__all__ = ["ParallelModule", "RuntimeMesh", "Step", "WorkerPool", "launch"]
+__all__ = ["ParallelModule", "RuntimeMesh", "Step", "WorkerPool", "initialise", "initialised", "launch"]
