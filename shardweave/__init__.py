@@ -23,7 +23,7 @@ from shardweave.errors import (
 from shardweave.ir import Grid, Strategy
 from shardweave.options import Options
 from shardweave.passes.rules import rule
-from shardweave.runtime import ParallelModule, initialise, initialised, launch
+from shardweave.runtime import ParallelModule, initialise, initialised, launch, load_weights, save_weights
 
 __version__ = "0.1.0"
 
@@ -49,6 +49,8 @@ __all__ = [
     "initialise",
     "initialised",
     "launch",
+    "load_weights",
     "plan",
     "rule",
+    "save_weights",
 ]

@@ -5,5 +5,16 @@ from shardweave.runtime.initialise import initialise, initialised
 from shardweave.runtime.launch import WorkerPool, launch
 from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.module import ParallelModule, Step
+from shardweave.runtime.weights import load_weights, save_weights
 
-__all__ = ["ParallelModule", "RuntimeMesh", "Step", "WorkerPool", "initialise", "initialised", "launch"]
+__all__ = [
+    "ParallelModule",
+    "RuntimeMesh",
+    "Step",
+    "WorkerPool",
+    "initialise",
+    "initialised",
+    "launch",
+    "load_weights",
+    "save_weights",
+]
