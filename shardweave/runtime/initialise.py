@@ -202,6 +202,8 @@ def _turns(model: nn.Module, init: Init | None) -> Iterator[Turn]:
         seen.add(module)
         owner = module if _is_pretrained(module) else owner
         last = init or (owner and owner._init_weights)
+        if not last and isinstance(module, nn.MultiheadAttention):  # its own name for it; it writes its child's too
+            last = _reset_attention
         reset = getattr(module, "reset_parameters", None)
         if not last and reset is not None:
             yield module, lambda _: reset()
@@ -217,6 +219,10 @@ def _is_pretrained(module: nn.Module) -> bool:
     """Whether `module` is a model of `transformers`; without importing it."""
     library: Any = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(module, library.PreTrainedModel)
+
+
+def _reset_attention(module: nn.MultiheadAttention) -> None:
+    module._reset_parameters()
 
 
 def _direct(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -66,6 +66,12 @@ def test_the_numbers_are_those_of_one_device(name: str) -> None:
     assert len(list(made.parameters())) == len(list(build().parameters()))  # tied is tied
 
 
+def test_torch_layers_are_as_their_constructors_make_them() -> None:
+    build = partial(nn.TransformerEncoderLayer, 8, 2, 16)
+    torch.manual_seed(3)
+    assert_equal(everything(sw.initialised(on_meta(build), seed=3)), everything(build()))
+
+
 class Computed(nn.Module):
     """Computes a buffer as it is built, which the meta device does not."""
 
