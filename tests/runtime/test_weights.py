@@ -101,7 +101,7 @@ def size_of(model: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("force", "world"), [("zdp", 4), ("column", 4), ("zdp", 8)])
+@pytest.mark.parametrize(("force", "world"), [("column", 4), ("zdp", 8)])
 def test_each_rank_reads_its_part(pool: WorkerPool, tmp_path: Path, force: str, world: int) -> None:
     model = CASES["small-gpt"].model()
     state = model.state_dict()
@@ -121,7 +121,7 @@ def test_a_folder_of_files_and_tied_weights(pool: WorkerPool, tmp_path: Path) ->
     model.save_pretrained(tmp_path / "one")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
     assert "lm_head.weight" not in load_file(tmp_path / "one" / "model.safetensors")
-    pool.run(loads, "small-tied", "zdp", [str(tmp_path / "many"), str(tmp_path / "one")], nprocs=4)
+    pool.run(loads, "small-tied", "zdp", [str(tmp_path / "many"), str(tmp_path / "one")], nprocs=2)
 
 
 def saves(name: str, force: str, folder: str, limit: float, with_config: bool) -> None:
@@ -129,12 +129,14 @@ def saves(name: str, force: str, folder: str, limit: float, with_config: bool) -
     sw.save_weights(compiled(name, force, model), folder, limit, model.config if with_config else None)
 
 
-@pytest.mark.parametrize(("name", "force", "limit"), [("small-llama", "column", 5e9), ("small-tied", "zdp", 2e4)])
+@pytest.mark.parametrize(
+    ("name", "force", "limit", "world"), [("small-llama", "column", 5e9, 4), ("small-tied", "zdp", 2e4, 2)]
+)
 def test_transformers_loads_what_is_saved(
-    pool: WorkerPool, tmp_path: Path, name: str, force: str, limit: float
+    pool: WorkerPool, tmp_path: Path, name: str, force: str, limit: float, world: int
 ) -> None:
     folder = tmp_path / "new" / "saved"
-    pool.run(saves, name, force, str(folder), limit, True, nprocs=4)
+    pool.run(saves, name, force, str(folder), limit, True, nprocs=world)
     model = CASES[name].model().eval()
     tokens = CASES[name].batch(0)["input_ids"]
     for kind in (LlamaForCausalLM, AutoModelForCausalLM):
