@@ -24,7 +24,17 @@ from shardweave.errors import (
 from shardweave.ir import Grid, Strategy
 from shardweave.options import Options
 from shardweave.passes.rules import rule
-from shardweave.runtime import ParallelModule, Saving, launch, load_checkpoint, save_checkpoint
+from shardweave.runtime import (
+    ParallelModule,
+    Saving,
+    initialise,
+    initialised,
+    launch,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+    save_weights,
+)
 
 __version__ = "0.1.0"
 
@@ -49,9 +59,13 @@ __all__ = [
     "Timeline",
     "VerifyError",
     "compile_parallel",
+    "initialise",
+    "initialised",
     "launch",
     "load_checkpoint",
+    "load_weights",
     "plan",
     "rule",
     "save_checkpoint",
+    "save_weights",
 ]

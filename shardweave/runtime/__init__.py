@@ -2,10 +2,12 @@
 
 import shardweave.runtime.convolution  # noqa: F401  (the ops that generated graphs call)
 from shardweave.runtime.checkpoint import load_checkpoint, save_checkpoint
+from shardweave.runtime.initialise import initialise, initialised
 from shardweave.runtime.launch import WorkerPool, launch
 from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.module import ParallelModule, Step
 from shardweave.runtime.saving import Saving
+from shardweave.runtime.weights import load_weights, save_weights
 
 __all__ = [
     "ParallelModule",
@@ -13,7 +15,11 @@ __all__ = [
     "Saving",
     "Step",
     "WorkerPool",
+    "initialise",
+    "initialised",
     "launch",
     "load_checkpoint",
+    "load_weights",
     "save_checkpoint",
+    "save_weights",
 ]

@@ -162,6 +162,7 @@ def load_checkpoint(
             states.restore(optimizer, states.parameter_names(parallel, optimizer), found, state)
 
     together(group, restore)
+    parallel.unset.difference_update(parallel.state_dict())
     if states.SEEDS in found:
         parallel._seeds = Seeds(*found[states.SEEDS])
     extra: dict[str, Any] = found.get(states.EXTRA, {})

@@ -19,7 +19,7 @@ from shardweave.runtime.inputs import localize
 from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.parameters import distribute, local_tensor
 from shardweave.runtime.random import Seeds
-from shardweave.runtime.state import adopt, finder, gather, shard_whole
+from shardweave.runtime.state import adopt, finder, gather, shard_whole, without_values
 
 
 class Step(Protocol):
@@ -92,6 +92,8 @@ class ParallelModule(nn.Module):
         self._flatten = flatten or _positional
         self._unflatten = unflatten or _one_or_all
         self._layouts = adopt(self, model, (*self.spec.parameters, *self.spec.buffers), self.mesh)
+        self.unset = without_values(model)
+        """Names of tensors that nobody has given a value yet: see `initialise`, `load_weights`, `load_state_dict`."""
         self._execute = Executor(
             self.spec,
             self.mesh.coordinates,
@@ -110,7 +112,15 @@ class ParallelModule(nn.Module):
         ------
         InputError
             If a tensor has another shape or dtype than the step was compiled for.
+        ParallelError
+            If the model was on the meta device and a tensor has no value yet.
         """
+        if self.unset:
+            raise ParallelError(
+                f"{', '.join(sorted(self.unset)[:5])} of {len(self.unset)} tensors have no values yet, as the model was on "
+                "the meta device: give them some by shardweave.initialise, load_weights, load_checkpoint or "
+                "load_state_dict before the first step"
+            )
         inputs = localize(self._flatten(args, kwargs), self.spec.inputs, self._coordinates, self.mesh.device_type)
         outputs = self._execute(inputs)
         return self._unflatten(
@@ -232,6 +242,7 @@ class ParallelModule(nn.Module):
 def _shard_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     assert isinstance(module, ParallelModule)
     shard_whole(state, prefix, module._layouts, module.mesh)
+    module.unset -= {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
 
 
 def compare_graphs(step: Step) -> int:

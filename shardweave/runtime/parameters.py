@@ -95,6 +95,27 @@ def local_shard(full: torch.Tensor, layout: Layout, coordinates: Mapping[str, in
     return local_part(full, layout, coordinates).clone(memory_format=torch.contiguous_format)
 
 
+def ranges(layout: Layout, coordinates: Mapping[str, int]) -> list[list[slice]]:
+    """Where the part at `coordinates` lies in the whole tensor: the contiguous pieces of each dimension, in order.
+
+    The part is their product, as `layout` cuts each dimension by itself.
+
+    Examples
+    --------
+    >>> x = Axis("gpu0", 2)
+    >>> ranges(Layout(((2, x, 2), (8,))), {"gpu0": 1})
+    [[slice(2, 4, None), slice(6, 8, None)], [slice(0, 8, None)]]
+    """
+    found: list[list[slice]] = []
+    for digits, size in zip(layout.dims, layout.global_shape):
+        sizes, index = _places(Layout((digits,)), coordinates)
+        places = torch.arange(size).reshape(sizes)[index].reshape(-1).tolist()
+        starts = [at for at, place in enumerate(places) if at == 0 or place != places[at - 1] + 1]
+        ends = [*starts[1:], len(places)]
+        found.append([slice(places[start], places[end - 1] + 1) for start, end in zip(starts, ends)])
+    return found
+
+
 def assemble(shards: Mapping[int, torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tensor:
     """The whole tensor from its parts on ranks: the inverse of `local_shard`; partial results are combined.
 

@@ -42,7 +42,7 @@ def adopt(target: nn.Module, model: nn.Module, specs: Iterable[ParameterSpec], m
         container.training = source.training
         container._non_persistent_buffers_set = set(source._non_persistent_buffers_set)
     adopted: dict[torch.Tensor, tuple[torch.Tensor, Layout]] = {}
-    for name, tensor in _named_tensors(model):
+    for name, tensor in named_tensors(model):
         if tensor not in adopted:
             layout = wanted.pop(name, None) or Layout.replicated(tensor.shape)
             if layout.global_shape != tuple(tensor.shape):
@@ -65,6 +65,11 @@ def adopt(target: nn.Module, model: nn.Module, specs: Iterable[ParameterSpec], m
             f"the step was compiled for another model: this one has no {', '.join(sorted(wanted))}; compile it again"
         )
     return layouts
+
+
+def without_values(model: nn.Module) -> set[str]:
+    """The names of the tensors that are on the meta device."""
+    return {name for name, tensor in named_tensors(model) if tensor.is_meta}
 
 
 def finder(
@@ -114,7 +119,8 @@ def _place(tensor: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.Ten
     return local if layout.is_replicated else distribute(local, layout, mesh)
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers, under all names that each has."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 

@@ -1,0 +1,230 @@
+"""First values for a model that has none: drawn as one device draws them, a module at a time, on every rank."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardweave.errors import ParallelError
+from shardweave.ir import Layout
+from shardweave.runtime.hollow import Hollow, Named, key_of
+from shardweave.runtime.module import ParallelModule, _from_all
+from shardweave.runtime.parameters import local_part, local_tensor
+from shardweave.runtime.state import gather, named_tensors
+
+Init = Callable[[nn.Module], object]
+Turn = tuple[nn.Module, Init]
+
+
+def initialise(parallel: nn.Module, model: nn.Module, seed: int = 0, init: Init | None = None) -> None:
+    """Give the parameters and buffers of `parallel` their first values: those of `initialised`, bit for bit.
+
+    Every rank draws all of them on the CPU with the same random numbers, keeps its own parts and lets the rest go
+    after each module: of a model that was built under ``torch.device("meta")`` no more than one module's tensors are
+    ever whole. Collective. torch's own random state stays as it is.
+
+    Parameters
+    ----------
+    parallel : ParallelModule
+        What `compile_parallel` made of `model`.
+    model : nn.Module
+        The model, on the meta device or not; it stays as it is. Tensors of it that have values (buffers that were
+        not made on the meta device) keep them, unless an initialiser writes them.
+    seed : int
+        The same on all ranks.
+    init : callable, optional
+        Initialises the tensors of one module; called as ``model.apply(init)`` does, instead of what is the default:
+        ``_init_weights``, in `transformers`' order, for its models, ``reset_parameters()`` in the order of
+        ``model.modules()`` for all other modules.
+
+    Raises
+    ------
+    ParallelError
+        If nothing initialises a parameter or a buffer, `model` is another one than `parallel` was compiled from, or
+        the ranks give different seeds.
+
+    Examples
+    --------
+    >>> import shardweave as sw
+    >>> with torch.device("meta"):
+    ...     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    >>> parallel = sw.compile_parallel(model, sw.Cluster.local(1), torch.randn(4, 8))
+    >>> sw.initialise(parallel, model, seed=1)
+    >>> torch.equal(parallel.get_parameter("0.weight"), sw.initialised(model, seed=1)[0].weight)
+    True
+    """
+    fill(compiled_module(parallel), model, seed, init)
+
+
+def initialised(model: nn.Module, seed: int = 0, init: Init | None = None) -> nn.Module:
+    """A copy of `model`, on the CPU and whole, with first values: what `initialise` gives to many devices.
+
+    It is what ``torch.manual_seed(seed)``, ``model.to_empty(device="cpu")`` and the initialisers, called one after
+    another, give. A tensor that several modules share has the value from the first of them.
+
+    Parameters
+    ----------
+    model, seed, init
+        As for `initialise`.
+
+    Raises
+    ------
+    ParallelError
+        If nothing initialises a parameter or a buffer.
+
+    Examples
+    --------
+    >>> with torch.device("meta"):
+    ...     model = nn.Linear(8, 8)
+    >>> torch.manual_seed(3), model.to_empty(device="cpu").reset_parameters()  # doctest: +ELLIPSIS
+    (<torch...>, None)
+    >>> torch.equal(initialised(nn.Linear(8, 8, device="meta"), seed=3).weight, model.weight)
+    True
+    """
+    made: dict[int, Any] = {}  # deepcopy's memo: it takes these for the model's own tensors
+    for _, tensor in named_tensors(model):
+        if id(tensor) not in made:
+            value = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu().clone()
+            made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    result = copy.deepcopy(model, made)
+    places = dict(named_tensors(result))
+    _draw(model, seed, init, lambda name: places[name].detach(), lambda name, whole: places[name].copy_(whole))
+    return result
+
+
+def fill(
+    parallel: ParallelModule, model: nn.Module, seed: int, init: Init | None, only: Collection[str] | None = None
+) -> None:
+    """As `initialise`; with `only` just these names, by the modules that have them. Collective."""
+    places, theirs = dict(named_tensors(parallel)), dict(named_tensors(model))
+    different = [
+        name
+        for name in {**places, **theirs}
+        if name not in places or name not in theirs or places[name].shape != theirs[name].shape
+    ]
+    seeds = _from_all((seed, sorted(different)))
+    if different:
+        raise ParallelError(
+            f"{', '.join(sorted(different))}: not in both the compiled and the given model, or in another shape: give "
+            "the model that was compiled"
+        )
+    if any(other != seeds[0] for other in seeds):
+        listed = [other for other, _ in seeds]
+        raise ParallelError(f"initialise expects one seed and one model on all ranks, got the seeds {listed}")
+    coordinates = parallel.mesh.mesh.coordinates(parallel.mesh.rank)
+
+    def layout(name: str) -> Layout:
+        return parallel._layouts.get(name) or Layout.replicated(theirs[name].shape)
+
+    def read(name: str) -> torch.Tensor:
+        return gather(places[name], layout(name), parallel.mesh)
+
+    def keep(name: str, whole: torch.Tensor) -> None:
+        if only is None or name in only:
+            local_tensor(places[name]).detach().copy_(local_part(whole, layout(name), coordinates))
+
+    _draw(model, seed, init, read, keep, only)
+    parallel.unset.clear() if only is None else parallel.unset.difference_update(only)
+
+
+def compiled_module(parallel: nn.Module) -> ParallelModule:
+    """The ParallelModule that `compile_parallel` returned, or that its first call made."""
+    found = parallel if isinstance(parallel, ParallelModule) else getattr(parallel, "compiled", None)
+    if not isinstance(found, ParallelModule):
+        raise ParallelError(
+            f"expected what compile_parallel returns, with a captured step, got a {type(parallel).__name__}: pass "
+            "example_inputs to compile_parallel, or call its module once first"
+        )
+    return found
+
+
+def _draw(
+    model: nn.Module,
+    seed: int,
+    init: Init | None,
+    read: Callable[[str], torch.Tensor],
+    keep: Callable[[str, torch.Tensor], object],
+    only: Collection[str] | None = None,
+) -> None:
+    """Run the initialisers of `model`, and `keep` what each has made once its turn is over."""
+    given = dict(named_tensors(model))
+    made: set[int] = set()
+    owned: set[int] = set()
+    own: set[int] = set()  # of the module whose turn it is
+
+    def fetch(key: int, name: str) -> torch.Tensor | None:
+        if key in own & owned:
+            return None
+        if key in made:
+            return read(name)
+        return None if given[name].is_meta else given[name].detach()
+
+    def done(key: int, values: Named) -> None:
+        if key in own & owned:  # the module drew numbers as it would by itself, but the first owner's count
+            return
+        unfinished[key] = any(bool(whole.isnan().any()) for _, whole in values)
+        for name, whole in values:
+            keep(name, whole)
+        made.add(key)
+        owned.update({key} & own)
+
+    hollow = Hollow(model, fetch)
+    wanted = {name: key_of(tensor) for name, tensor in named_tensors(hollow.model) if only is None or name in only}
+    unfinished = {key: given[name].is_meta for name, key in wanted.items()}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(seed)
+        for module, start in _turns(hollow.model, init):
+            own = {key_of(tensor) for tensor in _direct(module)}
+            if only is None or not own.isdisjoint(wanted.values()):
+                with hollow:
+                    start(module)
+                hollow.release(done)
+    missing = [name for name, key in wanted.items() if unfinished[key]]
+    if missing:
+        raise ParallelError(
+            f"nothing initialises {', '.join(missing)}, or not all of it: give its module a reset_parameters(), pass "
+            "init=, which fills the tensors of one module, or build such a buffer outside of torch.device('meta')"
+        )
+
+
+def _turns(model: nn.Module, init: Init | None) -> Iterator[Turn]:
+    """Every module once, in the order of initialisation, with what initialises it."""
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, owner: Any) -> Iterator[Turn]:
+        if module in seen:
+            return
+        seen.add(module)
+        owner = module if _is_pretrained(module) else owner
+        last = init or (owner and owner._init_weights)
+        if not last and isinstance(module, nn.MultiheadAttention):  # its own name for it; it writes its child's too
+            last = _reset_attention
+        reset = getattr(module, "reset_parameters", None)
+        if not last and reset is not None:
+            yield module, lambda _: reset()
+        for child in module.children():
+            yield from visit(child, owner)
+        if last:
+            yield module, last
+
+    return visit(model, None)
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    """Whether `module` is a model of `transformers`; without importing it."""
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(module, library.PreTrainedModel)
+
+
+def _reset_attention(module: nn.MultiheadAttention) -> None:
+    module._reset_parameters()
+
+
+def _direct(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
