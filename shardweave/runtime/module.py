@@ -115,11 +115,11 @@ class ParallelModule(nn.Module):
         ParallelError
             If the model was on the meta device and a tensor has no value yet.
         """
-        if self.unset:
+        if self.unset and (read := self.unset & {spec.name for spec in (*self.spec.parameters, *self.spec.buffers)}):
             raise ParallelError(
-                f"{', '.join(sorted(self.unset)[:5])} of {len(self.unset)} tensors have no values yet, as the model was on "
-                "the meta device: give them some by shardweave.initialise, load_weights, load_checkpoint or "
-                "load_state_dict before the first step"
+                f"{', '.join(sorted(read)[:5])}: no values for {len(read)} tensors that the step reads, as the model "
+                "was on the meta device. Give them some by shardweave.initialise, load_weights, load_checkpoint or "
+                "load_state_dict before the first call"
             )
         inputs = localize(self._flatten(args, kwargs), self.spec.inputs, self._coordinates, self.mesh.device_type)
         outputs = self._execute(inputs)

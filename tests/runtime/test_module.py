@@ -154,6 +154,8 @@ def loading() -> None:
     with torch.device("meta"):
         empty = Model()
     filled = ParallelModule(empty, handmade_step(SQUARE))
+    with pytest.raises(ParallelError, match="no values for .* tensors that the step reads"):
+        filled(x, target)
     filled.load_state_dict(model.state_dict())
     torch.testing.assert_close(filled(x, target)[0], model(x, target)[0])
 
