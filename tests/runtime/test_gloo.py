@@ -36,11 +36,11 @@ def gather_often_in_a_users_world(rounds: int, at_once: int) -> tuple[bool, list
 
 
 def test_many_gathers_of_one_group_at_once(pool: WorkerPool) -> None:
-    assert pool.run(gather_often, 1500, 20, nprocs=2) == [[48.0]] * 2
+    assert pool.run(gather_often, 600, 20, nprocs=2) == [[48.0]] * 2
 
 
 def test_the_users_own_world_is_not_used_for_them(pool: WorkerPool) -> None:
-    assert pool.run(gather_often_in_a_users_world, 1500, 20, nprocs=2) == [(False, [48.0])] * 2
+    assert pool.run(gather_often_in_a_users_world, 600, 20, nprocs=2) == [(False, [48.0])] * 2
 
 
 def test_torch_is_left_as_it_was() -> None:
