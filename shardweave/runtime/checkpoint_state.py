@@ -32,7 +32,7 @@ def collect(
     tensors: dict[Path, tuple[torch.Tensor, Layout]] = {}
     objects: dict[Path, Any] = {SEEDS: parallel._seeds.state, EXTRA: dict(extra)}
     for name, tensor in parallel.state_dict(keep_vars=True).items():
-        tensors[MODEL, name] = tensor, _model_layout(parallel, name, tensor)
+        tensors[MODEL, name] = tensor, parallel.layout_of(name, tensor.shape)
     if optimizer is not None:
         names = parameter_names(parallel, optimizer)
         state = optimizer.state_dict()
@@ -108,7 +108,7 @@ def model_targets(parallel: ParallelModule, metadata: Metadata) -> dict[Path, Pa
         raise ParallelError(f"the checkpoint is of another model: {_some(wrong)}. Load it into the model that it is of")
     coordinates = parallel.mesh.mesh.coordinates(parallel.mesh.rank)
     return {
-        (MODEL, name): Part(local_tensor(tensor.detach()), _model_layout(parallel, name, tensor), coordinates)
+        (MODEL, name): Part(local_tensor(tensor.detach()), parallel.layout_of(name, tensor.shape), coordinates)
         for name, tensor in state.items()
     }
 
@@ -163,7 +163,7 @@ def optimizer_targets(
             continue
         plain = not stored.size and key in scalars
         same = not plain and stored.size == parameters[name].shape
-        layout = _model_layout(parallel, name, parameters[name]) if same else Layout.replicated(stored.size)
+        layout = parallel.layout_of(name, parameters[name].shape) if same else Layout.replicated(stored.size)
         local = torch.empty(
             layout.local_shape, dtype=stored.properties.dtype, device="cpu" if plain else mesh.device_type
         )
@@ -188,16 +188,12 @@ def restore(
     optimizer.load_state_dict({"state": {numbers[name]: v for name, v in values.items()}, "param_groups": groups})
 
 
-def _model_layout(parallel: ParallelModule, name: str, tensor: torch.Tensor) -> Layout:
-    return parallel._layouts.get(name) or Layout.replicated(tensor.shape)
-
-
 def _state_layout(parallel: ParallelModule, path: Path, value: torch.Tensor, parameter: torch.Tensor) -> Layout:
     """Where a tensor of an optimizer lies."""
     if not isinstance(value, DTensor) or all(placement.is_replicate() for placement in value.placements):
         return Layout.replicated(value.shape)
     if isinstance(parameter, DTensor) and (value.shape, value.placements) == (parameter.shape, parameter.placements):
-        return _model_layout(parallel, path[2], parameter)
+        return parallel.layout_of(path[2], parameter.shape)
     raise ParallelError(
         f"the optimizer's {path[3]!r} of {path[2]!r}, of shape {tuple(value.shape)}, lies as {value.placements}; "
         "checkpoints take what lies as its parameter does, or is replicated"

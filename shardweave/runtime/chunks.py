@@ -1,7 +1,7 @@
 """Parts of tensors as chunks of a checkpoint: what torch.distributed.checkpoint is told to write and to read.
 
 A rank's part of a tensor is one box of the whole tensor only where its layout is a plain shard. In general it is a
-product of runs, one for each way to step through the digits outside of the innermost axis; each is a chunk.
+product of the pieces of each dimension (`parameters.ranges`); each is a chunk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from shardweave.ir import Axis, Digit, Layout, Mesh
+from shardweave.ir import Layout, Mesh
+from shardweave.runtime.parameters import ranges
 
 Path = tuple[str, ...]
 """Where a value stands in the nested state dict; joined by dots, its name in the checkpoint."""
@@ -58,30 +59,22 @@ def pieces(layout: Layout, coordinates: Mapping[str, int]) -> list[Piece]:
 
     Examples
     --------
+    >>> from shardweave.ir import Axis
     >>> x = Axis("gpu0", 2)
     >>> for piece in pieces(Layout(((2, x, 3), (5,))), {"gpu0": 1}):
     ...     print(piece)
     Piece(offsets=(3, 0), starts=(0, 0), sizes=(3, 5))
     Piece(offsets=(9, 0), starts=(3, 0), sizes=(3, 5))
     """
+    found = ranges(layout, coordinates)
     return [
-        Piece(tuple(run[0] for run in runs), tuple(run[1] for run in runs), tuple(run[2] for run in runs))
-        for runs in product(*(_runs(digits, coordinates) for digits in layout.dims))
-    ]
-
-
-def _runs(digits: tuple[Digit, ...], coordinates: Mapping[str, int]) -> list[tuple[int, int, int]]:
-    """The runs of one dimension: the start in the whole dimension, the start in the part, and the length."""
-    outside, length = list(digits), 1
-    while outside and isinstance(outside[-1], int):
-        length *= outside.pop()  # type: ignore[operator]
-    offsets = [0]
-    for digit in outside:
-        size, steps = (
-            (digit.size, [coordinates[digit.name]]) if isinstance(digit, Axis) else (digit, list(range(digit)))
+        Piece(
+            tuple(run.start for _, run in runs),
+            tuple(index * (run.stop - run.start) for index, run in runs),  # the runs of a dimension are equally long
+            tuple(run.stop - run.start for _, run in runs),
         )
-        offsets = [offset * size + step for offset in offsets for step in steps]
-    return [(offset * length, index * length, length) for index, offset in enumerate(offsets)]
+        for runs in product(*(list(enumerate(runs)) for runs in found))
+    ]
 
 
 @dataclass(frozen=True)
@@ -111,7 +104,7 @@ def is_writer(path: Path, layout: Layout, mesh: Mesh, rank: int) -> bool:
 
     Examples
     --------
-    >>> mesh = Mesh((Axis("gpu0", 2), Axis("gpu1", 2, 2)))
+    >>> mesh = Mesh.of_levels([("gpu", 4)])
     >>> layout = Layout(((mesh.axes[0], 4),))
     >>> [[is_writer((name,), layout, mesh, rank) for rank in range(4)] for name in "ad"]
     [[True, True, False, False], [False, False, True, True]]

@@ -119,7 +119,7 @@ def fill(
     coordinates = parallel.mesh.mesh.coordinates(parallel.mesh.rank)
 
     def layout(name: str) -> Layout:
-        return parallel._layouts.get(name) or Layout.replicated(theirs[name].shape)
+        return parallel.layout_of(name, theirs[name].shape)
 
     def read(name: str) -> torch.Tensor:
         return gather(places[name], layout(name), parallel.mesh)

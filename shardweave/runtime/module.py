@@ -229,9 +229,12 @@ class ParallelModule(nn.Module):
         state = self.state_dict(keep_vars=True)
         for name, tensor in state.items():
             if tensor not in whole:
-                layout = self._layouts.get(name) or Layout.replicated(tensor.shape)
-                whole[tensor] = gather(tensor, layout, self.mesh)
+                whole[tensor] = gather(tensor, self.layout_of(name, tensor.shape), self.mesh)
         return {name: whole[tensor] for name, tensor in state.items()}
+
+    def layout_of(self, name: str, shape: Sequence[int]) -> Layout:
+        """Where the tensor `name`, of the global `shape`, lies: plain tensors are whole on every rank."""
+        return self._layouts.get(name) or Layout.replicated(shape)
 
     def _all_reduced(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
         if self.mesh.device_mesh is not None:

@@ -7,7 +7,7 @@ the local tensor without autograd around it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardweave.errors import LayoutError
-from shardweave.ir import Axis, Layout, Mesh
+from shardweave.ir import Axis, Digit, Layout, Mesh
 from shardweave.runtime import dispatch
 from shardweave.runtime.mesh import RuntimeMesh
 
@@ -106,14 +106,20 @@ def ranges(layout: Layout, coordinates: Mapping[str, int]) -> list[list[slice]]:
     >>> ranges(Layout(((2, x, 2), (8,))), {"gpu0": 1})
     [[slice(2, 4, None), slice(6, 8, None)], [slice(0, 8, None)]]
     """
-    found: list[list[slice]] = []
-    for digits, size in zip(layout.dims, layout.global_shape):
-        sizes, index = _places(Layout((digits,)), coordinates)
-        places = torch.arange(size).reshape(sizes)[index].reshape(-1).tolist()
-        starts = [at for at, place in enumerate(places) if at == 0 or place != places[at - 1] + 1]
-        ends = [*starts[1:], len(places)]
-        found.append([slice(places[start], places[end - 1] + 1) for start, end in zip(starts, ends)])
-    return found
+    return [_runs(digits, coordinates) for digits in layout.dims]
+
+
+def _runs(digits: Sequence[Digit], coordinates: Mapping[str, int]) -> list[slice]:
+    """The pieces of one dimension: one for each way to step through the digits outside of the innermost axis."""
+    outside, length = list(digits), 1
+    while outside and isinstance(step := outside[-1], int):
+        length *= step
+        outside.pop()
+    starts = [0]
+    for digit in outside:
+        size, steps = (digit, range(digit)) if isinstance(digit, int) else (digit.size, [coordinates[digit.name]])
+        starts = [start * size + step for start in starts for step in steps]
+    return [slice(start * length, (start + 1) * length) for start in starts]
 
 
 def assemble(shards: Mapping[int, torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tensor:

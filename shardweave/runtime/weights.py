@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from shardweave.errors import ParallelError
-from shardweave.ir import Layout
 from shardweave.runtime.initialise import compiled_module, fill
 from shardweave.runtime.module import ParallelModule, _from_all
 from shardweave.runtime.parameters import local_tensor, ranges
@@ -141,7 +140,7 @@ def save_weights(
         name = WHOLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         whole: dict[str, torch.Tensor] = {}
         for key, tensor in shard:
-            value = gather(tensor, _layout(parallel, key, tensor), parallel.mesh)
+            value = gather(tensor, parallel.layout_of(key, tensor.shape), parallel.mesh)
             if first and not problem:
                 whole[key] = value.cpu().contiguous()
             index[key] = name
@@ -185,13 +184,9 @@ def _by_tensor(parallel: ParallelModule) -> list[Tied]:
     return list(found.values())
 
 
-def _layout(parallel: ParallelModule, name: str, tensor: torch.Tensor) -> Layout:
-    return parallel._layouts.get(name) or Layout.replicated(tensor.shape)
-
-
 def _part(parallel: ParallelModule, name: str, tensor: torch.Tensor) -> Part:
     """What this rank has of a tensor."""
-    return ranges(_layout(parallel, name, tensor), parallel.mesh.mesh.coordinates(parallel.mesh.rank))
+    return ranges(parallel.layout_of(name, tensor.shape), parallel.mesh.mesh.coordinates(parallel.mesh.rank))
 
 
 def _mismatches(parallel: ParallelModule, tensors: list[Tied], stored: Mapping[str, Stored]) -> Iterator[str]:
