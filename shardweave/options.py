@@ -37,6 +37,10 @@ class Options:
         Seconds that the solver may take.
     lookahead : int
         How many parameters are gathered ahead of their use.
+    micro_batches : int
+        Into how many parts a call's batch is cut, computed one after another with their gradients added up, so that
+        only one part's activations are held. The model has to return a scalar loss. What needs the whole batch at once
+        (the statistics of a batch norm) is refused.
     allow_unruled : bool
         Compute ops without a sharding rule whole on every device, instead of refusing the model.
 
@@ -52,6 +56,7 @@ class Options:
     outputs: Literal["auto", "sharded", "part", "whole"] = "auto"
     time_limit: float = 30.0
     lookahead: int = 1
+    micro_batches: int = 1
     allow_unruled: bool = False
 
     def __post_init__(self) -> None:
@@ -66,6 +71,8 @@ class Options:
             raise PlanError(f"time_limit is in seconds and must be positive, got {self.time_limit}")
         if self.outputs not in ("auto", "sharded", "part", "whole"):
             raise PlanError(f"outputs must be 'auto', 'sharded', 'part' or 'whole', got {self.outputs!r}")
+        if self.micro_batches < 1:
+            raise PlanError(f"micro_batches counts parts of a batch and must be positive, got {self.micro_batches}")
         if self.lookahead < 0:
             raise PlanError(f"lookahead counts gathers and cannot be negative, got {self.lookahead}")
 

@@ -265,8 +265,14 @@ class _Compiler:
         step = compiled.step
         itemsize = max(getattr(torch, parameter.dtype).itemsize for parameter in step.spec.parameters)
         per_byte = self.options.optimizer_bytes / itemsize
+        turns = step.turns() if step.turns is not None and step.spec.micro_batches > 1 else None
         return simulate(
-            step.forward, step.backward, step.spec, self.cluster, optimizer_bytes_per_parameter_byte=per_byte
+            step.forward,
+            step.backward,
+            step.spec,
+            self.cluster,
+            optimizer_bytes_per_parameter_byte=per_byte,
+            turns=turns,
         )
 
     # -- compiling

@@ -5,25 +5,34 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
-from shardweave.errors import VerifyError
+from shardweave.errors import LayoutError, VerifyError
 from shardweave.ir import StepSpec, axes_size
 from shardweave.passes.annotate import graph_outputs, info
+from shardweave.passes.local import remove_dead
 from shardweave.units import readable_bytes
+
+if TYPE_CHECKING:
+    from shardweave.compiler.turns import Turns
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @dataclass(frozen=True)
 class Step:
-    """A generated training step: its two graphs, and how they are called (see `StepSpec`)."""
+    """A generated training step: its two graphs, and how they are called (see `StepSpec`).
+
+    `turns` gives its forms for several runs before the optimizer's step; a step of several micro-batches has no others.
+    """
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None
     spec: StepSpec
+    turns: Callable[[], Turns] | None = None
 
 
 def split(module: fx.GraphModule, num_results: int, tangents: Sequence[str]) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -63,10 +72,46 @@ def split(module: fx.GraphModule, num_results: int, tangents: Sequence[str]) -> 
         if node in late and node.name not in tangents:
             inner[node] = backward.node_copy(node, lambda leaf: inner[leaf])
     backward.output(fx.node.map_arg(tuple(outputs[num_results:]), lambda leaf: inner[leaf]))
-    return _module(module, forward, "Forward"), _module(module, backward, "Backward")
+    return as_module(module, forward, "Forward"), as_module(module, backward, "Backward")
 
 
-def _module(constants: fx.GraphModule, graph: fx.Graph, name: str) -> fx.GraphModule:
+def set_apart(module: fx.GraphModule, totals: Sequence[fx.Node], name: str) -> fx.GraphModule:
+    """Take the last outputs off a local graph: they become one that takes what the forward takes.
+
+    Parameters
+    ----------
+    totals : sequence of Node
+        The placeholders of the forward that take the sums of these outputs.
+
+    Raises
+    ------
+    LayoutError
+        Where one of these sums is needed to compute another.
+    """
+    count = len(totals)
+    outputs = graph_outputs(module.graph)
+    needed = {node for node in outputs[len(outputs) - count :] if isinstance(node, fx.Node)}
+    for node in reversed(list(module.graph.nodes)):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    if twice := needed.intersection(totals):
+        raise LayoutError(
+            f"sums over the whole batch of {sorted(info(node).op for node in twice)} are needed for other such sums, "
+            "and one pass over the micro-batches finds one: use micro_batches=1, or pass them to the model as inputs"
+        )
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node in needed or (node.op == "placeholder" and not info(node).backward and node not in totals):
+            mapping[node] = graph.node_copy(node, lambda leaf: mapping[leaf])
+    graph.output(fx.node.map_arg(tuple(outputs[len(outputs) - count :]), lambda leaf: mapping[leaf]))
+    module.graph.output_node().args = (tuple(outputs[: len(outputs) - count]),)
+    remove_dead(module.graph)
+    return as_module(module, graph, name)
+
+
+def as_module(constants: fx.GraphModule, graph: fx.Graph, name: str) -> fx.GraphModule:
+    """A generated graph as a module: its code says whose each collective is; `constants` holds its tensors."""
     graph.on_generate_code(lambda _: commented(graph))
     graph.lint()
     return fx.GraphModule(constants, graph, name)

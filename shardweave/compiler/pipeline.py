@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
 from shardweave.compiler.capture import Captured
-from shardweave.compiler.codegen import Step, graph_hash, split
+from shardweave.compiler.codegen import Step, graph_hash, set_apart, split
 from shardweave.compiler.planner.ops import Op, batch_classes, find_ops
-from shardweave.ir import SEED, Assignment, Axis, Layout, Mesh, ParameterSpec, StepSpec, Strategy, ValueSpec
+from shardweave.compiler.turns import Turns
+from shardweave.errors import PlanError
+from shardweave.ir import (
+    SEED,
+    Assignment,
+    Axis,
+    Layout,
+    Mesh,
+    ParameterSpec,
+    StepSpec,
+    Strategy,
+    ValueSpec,
+    axes_size,
+    normalise,
+)
 from shardweave.options import Options
 from shardweave.passes.annotate import Annotate, graph_outputs, info, op_name
 from shardweave.passes.classes import Classes, find_classes
-from shardweave.passes.layouts import outermost_first
+from shardweave.passes.layouts import drop, outermost_first
 from shardweave.passes.schedule import Schedule
 from shardweave.passes.shard import Shard, Sharder
 from shardweave.passes.tangents import drop_tangents
@@ -124,54 +138,112 @@ def lower(
     LayoutError
         Where a strategy does not fit its op.
     """
-    captured = annotated.captured
-    mesh = mesh_for(mesh, strategies)
-    graph = copied(captured.graph)
-    graphs = {"capture": captured.graph}
+    mesh = with_micro_batches(mesh_for(mesh, strategies), options.micro_batches)
+    lowering = _Lowering(annotated, strategies, mesh, options, joins or {}, on_stage)
+    return lowering.turns() if mesh.times else lowering.step()
 
-    def stage(name: str, module: fx.GraphModule) -> None:
-        graphs[name] = module
-        if on_stage is not None:
-            on_stage(name, module)
 
-    assignments = {}
-    rests: dict[str, Rest] = {}
-    for op in annotated.ops:
-        assignments.update(op.assignments(strategies[op.name], mesh))
-        axes = strategies[op.name].axes(mesh)
-        rest = Rest(axes.rest, axes.states[len(axes.rest) :])
-        rests.update(dict.fromkeys((op.parameter, *op.companions), rest))
-    for node, name in join_names(captured.graph.graph).items():
-        if joins and name in joins:
-            assignments[node.name] = joins[name]
-    data = data_axes(annotated.ops, strategies, mesh)
-    specs = _Boundary(annotated, mesh, data, options)
-    sharder = Sharder(
-        Shard(
-            mesh,
+def with_micro_batches(mesh: Mesh, count: int) -> Mesh:
+    """`mesh` with a time axis over the micro-batches of a call; its stride puts it inside all axes of devices."""
+    return replace(mesh, times=(Axis("micro", count, 0, "time"),)) if count > 1 else mesh
+
+
+@dataclass
+class _Lowering:
+    """One plan of one step on its way to graphs."""
+
+    annotated: Annotated
+    strategies: Mapping[str, Strategy]
+    mesh: Mesh
+    options: Options
+    joins: Mapping[str, Assignment]
+    on_stage: Callable[[str, fx.GraphModule], None] | None
+    graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
+
+    def step(self) -> Compiled:
+        """The graphs of a step that is run once."""
+        sharder, specs, local = self._local(accumulates=False)
+        forward, backward = split(local, self._num_results, self.annotated.tangents)
+        self._stage("forward", forward)
+        self._stage("backward", backward)
+        spec = specs.finish(local, sharder.rests, forward, backward)
+        again = replace(self, graphs={}, on_stage=None)
+        return Compiled(Step(forward, backward, spec, lambda: again._turns()[0]), self.graphs)
+
+    def turns(self) -> Compiled:
+        """The graphs of a step that is run for one micro-batch after another."""
+        if self.annotated.captured.whole:
+            raise PlanError('micro_batches is for compile_parallel: torch.compile(backend="shardweave") has none')
+        if not self.annotated.loss_inside or len(self.annotated.tangents) != 1:
+            raise PlanError(
+                f"micro_batches={self.options.micro_batches} runs each micro-batch's backward right after its forward, "
+                f"so the model must return one scalar loss; {len(self.annotated.tangents)} of its outputs may be one. "
+                "Compute the loss in the model, or call it for each micro-batch under no_sync()"
+            )
+        turns, spec = self._turns()
+        forward, backward = turns.forward(True, False), turns.backward(True, True)
+        self._stage("forward", forward)
+        self._stage("backward", backward)
+        return Compiled(Step(forward, backward, spec, lambda: turns), self.graphs)
+
+    def _turns(self) -> tuple[Turns, StepSpec]:
+        sharder, specs, local = self._local(accumulates=True)
+        holders = [total.placeholder for total in sharder.totals]
+        totals = set_apart(local, holders, "Totals") if holders else None
+        forward, backward = split(local, self._num_results, self.annotated.tangents)
+        inside = {node.name for node in forward.graph.nodes}
+        working = [node.name for node in sharder.working if node.name in inside]
+        added = {node.all_input_nodes[0].name: node.name for node in sharder.accumulators.values()}
+        spec = specs.finish(local, sharder.rests, forward, backward)
+        return Turns(forward, backward, working, added, totals), spec
+
+    @property
+    def _num_results(self) -> int:
+        captured = self.annotated.captured
+        return len(captured.mutated_buffers) + len(captured.outputs)
+
+    def _local(self, accumulates: bool) -> tuple[Sharder, _Boundary, fx.GraphModule]:
+        """The local graph, scheduled, and the run of `shard` that wrote it."""
+        captured = self.annotated.captured
+        self.graphs["capture"] = captured.graph
+        assignments = {}
+        rests: dict[str, Rest] = {}
+        for op in self.annotated.ops:
+            assignments.update(op.assignments(self.strategies[op.name], self.mesh))
+            axes = self.strategies[op.name].axes(self.mesh)
+            rest = Rest(axes.rest, axes.gradients[len(axes.rest) :], axes.states[len(axes.gradients) :])
+            rests.update(dict.fromkeys((op.parameter, *op.companions), rest))
+        for node, name in join_names(captured.graph.graph).items():
+            if name in self.joins:
+                assignments[node.name] = self.joins[name]
+        data = data_axes(self.annotated.ops, self.strategies, self.mesh)
+        specs = _Boundary(self.annotated, self.mesh, data, self.options)
+        shard = Shard(
+            self.mesh,
             assignments,
             specs.sources,
             specs.wanted,
             captured.parameters,
             specs.tangents,
             {**captured.buffers, **captured.inputs},
+            tuple(captured.inputs),
             captured.gradients,
             {name: rests.get(name, Rest()) for name in captured.parameters.values()},
-        ),
-        graph,
-    )
-    local = sharder.run()
-    verify(local, "shard")
-    stage("shard", copied(local))
-    local = Schedule(options.lookahead)(local)
-    verify(local, "schedule")
-    stage("schedule", local)
-    num_results = len(captured.mutated_buffers) + len(captured.outputs)
-    forward, backward = split(local, num_results, annotated.tangents)
-    stage("forward", forward)
-    stage("backward", backward)
-    spec = specs.finish(local, sharder.rests, forward, backward)
-    return Compiled(Step(forward, backward, spec), graphs)
+            accumulates,
+        )
+        sharder = Sharder(shard, copied(captured.graph))
+        local = sharder.run()
+        verify(local, "shard")
+        self._stage("shard", copied(local))
+        local = Schedule(self.options.lookahead)(local)
+        verify(local, "schedule")
+        self._stage("schedule", local)
+        return sharder, specs, local
+
+    def _stage(self, name: str, module: fx.GraphModule) -> None:
+        self.graphs[name] = module
+        if self.on_stage is not None:
+            self.on_stage(name, module)
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
@@ -214,16 +286,20 @@ class _Boundary:
         self.wanted = [*mutated, *outputs, *(None for _ in captured.gradients)]
 
     def _batch(self, value: torch.Tensor) -> Layout:
-        """The first dimension spread over the data axes where it is the batch."""
+        """The first dimension spread over the data axes, and over micro-batches, where it is the batch."""
         shape = value.shape
         layout = Layout.replicated(shape)
-        size = 1
-        for axis in self.data:
-            size *= axis.size
-        if not shape or shape[0] != self.annotated.batch or shape[0] % size:
+        axes = (*self.data, *self.mesh.times)
+        if not shape or shape[0] != self.annotated.batch:
             return layout
-        local = shape[0] // size
-        return Layout(((*self.data, *((local,) if local > 1 else ())), *layout.dims[1:]))
+        if shape[0] % axes_size(axes):
+            if self.mesh.times:
+                raise PlanError(
+                    f"the batch of {shape[0]} is no multiple of {axes_size(axes)}: {axes_size(self.mesh.times)} "
+                    f"micro-batches on {axes_size(self.data)} parts of the batch; use another batch or micro_batches"
+                )
+            return layout
+        return Layout((normalise([*axes, shape[0] // axes_size(axes)]), *layout.dims[1:]))
 
     def finish(
         self, local: fx.GraphModule, rests: Mapping[str, Layout], forward: fx.GraphModule, backward: fx.GraphModule
@@ -245,15 +321,22 @@ class _Boundary:
             ParameterSpec(name, Layout.replicated(self.values[node].shape), dtype[node], False)
             for node, name in captured.buffers.items()
         )
-        inputs = tuple(ValueSpec(name, self.sources[node], dtype[node]) for node, name in captured.inputs.items())
+        times = self.mesh.times
+        pieces = [self.sources[node] for node in captured.inputs]
+        inputs = tuple(
+            ValueSpec(name, drop(lies, times), dtype[node])
+            for (node, name), lies in zip(captured.inputs.items(), pieces)
+        )
         written = graph_outputs(local.graph)
         first = len(captured.mutated_buffers)
         outputs = []
         active = {captured.tangents[name] for name in self.annotated.tangents}
         for index, (name, value) in enumerate(zip(captured.outputs, self.returned)):
             node = written[first + index]
-            layout = self.wanted[first + index] or info(node).layouts[0]
-            outputs.append(ValueSpec(name, layout, str(value.dtype).removeprefix("torch."), index in active))
+            layout = info(node).layouts[0] if times else self.wanted[first + index] or info(node).layouts[0]
+            pieces.append(layout)
+            whole = drop(layout, times).without_partial()
+            outputs.append(ValueSpec(name, whole, str(value.dtype).removeprefix("torch."), index in active))
         return StepSpec(
             self.mesh,
             parameters,
@@ -264,4 +347,5 @@ class _Boundary:
             self.data,
             graph_hash(forward, backward),
             any(node.op == "placeholder" and node.name == SEED for node in forward.graph.nodes),
+            tuple(pieces) if times else (),
         )

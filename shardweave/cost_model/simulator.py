@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import fx
 
@@ -52,8 +52,9 @@ def simulate(
     cluster: Cluster,
     *,
     optimizer_bytes_per_parameter_byte: float = 2.0,
+    turns: Turns | None = None,
 ) -> Timeline:
-    """Play one training step of one rank.
+    """Play one training step of one rank: of a step of several micro-batches, all of them.
 
     Parameters
     ----------
@@ -67,6 +68,8 @@ def simulate(
     optimizer_bytes_per_parameter_byte : float
         Bytes of optimizer state for each byte of a trainable parameter at rest: 2 for Adam's two moments, 1 for
         momentum, 0 for plain SGD.
+    turns : Turns, optional
+        The forms of a step of several micro-batches, which are played instead of the two graphs.
 
     Returns
     -------
@@ -78,20 +81,41 @@ def simulate(
     VerifyError
         Where the graphs do not keep to the calling convention.
     """
-    step = _Step(cluster)
+    step = _Step(cluster, spec, optimizer_bytes_per_parameter_byte if backward is not None else 0.0)
     step.rest(*(module.graph for module in (forward, backward) if module is not None))
-    saved = step.forward(forward.graph, spec, optimizer_bytes_per_parameter_byte if backward is not None else 0.0)
+    count = spec.micro_batches if turns is not None else 1
+    if turns is not None and turns.totals is not None:
+        for _ in range(count):
+            step.prepare(turns.totals.graph)
+    for turn in range(count):
+        first, last = turn == 0, turn == count - 1
+        run = forward if turns is None else turns.forward(first, not last)
+        saved = step.forward(run.graph, len(turns.working) if turns is not None and first and not last else 0)
+        if backward is not None:
+            step.backward((backward if turns is None else turns.backward(not first, last)).graph, saved, last)
     if backward is not None:
-        gradients = step.backward(backward.graph, spec, saved)
-        step.optimize(gradients, optimizer_bytes_per_parameter_byte)
+        step.optimize()
     return step.timeline()
+
+
+class Turns(Protocol):
+    """The forms of a step of several micro-batches (see `compiler.turns.Turns`)."""
+
+    totals: fx.GraphModule | None
+
+    @property
+    def working(self) -> Sequence[str]: ...
+
+    def forward(self, fresh: bool, keeps: bool) -> fx.GraphModule: ...
+
+    def backward(self, adds: bool, closes: bool) -> fx.GraphModule: ...
 
 
 class _Step:
     """What is played: the streams' time, and what memory holds meanwhile."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster, spec: StepSpec, optimizer_ratio: float) -> None:
+        self.cluster, self.spec, self.optimizer_ratio = cluster, spec, optimizer_ratio
         self.prices = Prices(cluster)
         self.streams = Streams(cluster.device.overlap_slowdown)
         self.events: list[Event | tuple[Event, Transfer]] = []  # the second of what may not be over yet
@@ -99,6 +123,9 @@ class _Step:
         self.kinds: dict[Storage, str] = {}
         self.trained: list[int] = []  # bytes of each parameter that is
         self.outputs: tuple[Storage, ...] = ()
+        self.states: list[tuple[Storage, ...]] = []  # of parameters, buffers and inputs
+        self.gathered: list[tuple[Storage, ...]] = []  # of parameters gathered for several turns
+        self.gradients: list[tuple[Storage, ...]] = []
 
     def rest(self, *graphs: fx.Graph) -> None:
         """Tensors that the graphs hold themselves lie in memory for good."""
@@ -111,59 +138,92 @@ class _Step:
                         self._change("buffers", sum(self.prices.of(node).sizes), str(node.target))
                     seen.add(node.target)
 
-    def forward(self, graph: fx.Graph, spec: StepSpec, optimizer_ratio: float) -> Sequence[tuple[Storage, ...]]:
-        """Play the forward; the storages of each value that it saves."""
-        found = liveness(graph)
+    def _taken(self, graph: fx.Graph) -> Liveness:
+        """The storages of a forward's graph: its states are the same in all of them."""
+        spec = self.spec
         holders = _placeholders(graph, spec, spec.draws)
         states: list[ParameterSpec | ValueSpec] = [*spec.parameters, *spec.buffers, *spec.inputs]
-        if len(holders) != len(states):
+        if len(holders) < len(states):
             raise VerifyError(
                 f"the forward graph takes {len(holders)} tensors after the coordinates, expected {len(states)}: "
                 f"{len(spec.parameters)} parameters, {len(spec.buffers)} buffers, {len(spec.inputs)} inputs"
             )
+        given = dict(zip(holders, self.states))
+        given |= dict(zip(reversed(holders[len(states) :]), reversed(self.gathered)))
+        found = liveness(graph, given)
+        if self.states:
+            return found
         names = ["parameters"] * len(spec.parameters) + ["buffers"] * len(spec.buffers) + ["inputs"] * len(spec.inputs)
-        for holder, kind, state in zip(holders, names, states, strict=True):
+        for holder, kind, state in zip(holders, names, states, strict=False):
+            self.states.append(found.where[holder])
             for storage in found.where[holder]:
                 self.kinds[storage] = kind
                 if isinstance(state, ParameterSpec) and state.trainable:
                     self.trained.append(storage_bytes(storage))
-                    size = int(optimizer_ratio * self.trained[-1])
+                    size = int(self.optimizer_ratio * self.trained[-1])
                     self._change("optimizer", rounded(size, self.cluster.device), state.name)
+        return found
 
+    def prepare(self, graph: fx.Graph) -> None:
+        """Play what has to be known of all micro-batches before the first one."""
+        self._play(graph, self._taken(graph), "forward", _TRANSIENT, keep=set())
+
+    def forward(self, graph: fx.Graph, kept: int = 0) -> Sequence[tuple[Storage, ...]]:
+        """Play a forward; the storages of each value that it saves. Its last `kept` results stay for other turns."""
+        found = self._taken(graph)
         results = _results(graph)
-        first = len(spec.mutated_buffers)
-        last = first + len(spec.outputs)
+        split = len(results) - kept
+        first = len(self.spec.mutated_buffers)
+        last = first + len(self.spec.outputs)
+        if kept:
+            self.gathered = [output_storages(result, found) for result in results[split:]]
+            self._name(found, results[split:], "gathered")
         self._name(found, results[first:last], "outputs")
-        self._name(found, results[last:], "saved")
+        self._name(found, results[last:split], "saved")
         mutated = output_storages(results[:first], found)
-        self._play(graph, found, "forward", _TRANSIENT, keep=set(mutated))
+        self._play(graph, found, "forward", _TRANSIENT, keep={*mutated, *self._shared})
         self._free(mutated, _TRANSIENT)
-        self.outputs = output_storages(results[first:last], found)
-        return [output_storages(result, found) for result in results[last:]]
+        self.outputs = (*self.outputs, *output_storages(results[first:last], found))
+        return [output_storages(result, found) for result in results[last:split]]
 
-    def backward(self, graph: fx.Graph, spec: StepSpec, saved: Sequence[tuple[Storage, ...]]) -> set[Storage]:
-        """Play the backward; the storages of the gradients."""
-        holders = _placeholders(graph, spec)
-        if len(holders) < len(saved):
+    @property
+    def _shared(self) -> set[Storage]:
+        """What several turns use."""
+        return {storage for storages in self.gathered for storage in storages}
+
+    def backward(self, graph: fx.Graph, saved: Sequence[tuple[Storage, ...]], closes: bool) -> None:
+        """Play a backward: it takes the gradients so far behind its tangents, and gives new ones."""
+        holders = _placeholders(graph, self.spec)
+        if len(holders) < len(saved) + len(self.gradients):
             raise VerifyError(
                 f"the backward graph takes {len(holders)} values after the coordinates, "
                 f"expected the {len(saved)} that the forward saves and a tangent for each differentiable output"
             )
-        found = liveness(graph, dict(zip(holders, saved)))
+        given = dict(zip(holders, saved))
+        given |= dict(zip(reversed(holders), reversed(self.gradients)))
+        found = liveness(graph, given)
         self._name(found, _results(graph), "gradients")
-        tangents = set(output_storages(holders[len(saved) :], found))  # the caller's until the backward returns
-        gradients = set(output_storages(_results(graph), found))
-        self._play(graph, found, "backward", (*_TRANSIENT, "saved"), keep=tangents | gradients)
+        # tangents are the caller's until the backward returns
+        tangents = set(output_storages(holders[len(saved) : len(holders) - len(self.gradients)], found))
+        results = [output_storages(result, found) for result in _results(graph) if isinstance(result, fx.Node)]
+        gradients = {storage for storages in results for storage in storages}
+        before = {storage for storages in self.gradients for storage in storages}
+        freed = (*_TRANSIENT, "saved", *(("gradients",) if before else ()))
+        self._play(graph, found, "backward", freed, keep=tangents | gradients | self._shared)
         self._free(tangents - gradients, _TRANSIENT)
-        return gradients
+        if closes:
+            self._free(self._shared, ("gathered",))
+        self.gradients = results
 
-    def optimize(self, gradients: set[Storage], optimizer_ratio: float) -> None:
+    def optimize(self) -> None:
         """Read and write parameters and states, read gradients; then the gradients are freed."""
+        optimizer_ratio = self.optimizer_ratio
         alone = self.cluster.world_size == 1
         scratch = optimizer_scratch_bytes(self.trained, optimizer_ratio, alone, self.cluster.device)
         self._change("scratch", scratch, "optimizer")
         self._run("optimizer", "optimizer", optimizer_seconds(self.trained, optimizer_ratio, self.cluster))
         self._change("scratch", -scratch, "optimizer")
+        gradients = {storage for storages in self.gradients for storage in storages}
         self._free(gradients, ("gradients", "saved", *_TRANSIENT))
 
     def timeline(self) -> Timeline:
@@ -266,7 +326,7 @@ def _owner(node: fx.Node) -> str:
 def _placeholders(graph: fx.Graph, spec: StepSpec, draws: bool = False) -> list[fx.Node]:
     """The placeholders behind the coordinates, and behind the seed of a graph that draws."""
     holders = [node for node in graph.nodes if node.op == "placeholder"]
-    coordinates = len(spec.mesh.axes)
+    coordinates = len(spec.mesh.axes) + len(spec.mesh.times)
     for holder in holders[:coordinates]:
         if not holder.name.startswith("coord_"):
             raise VerifyError(

@@ -75,6 +75,9 @@ class Mesh:
     that tensor parallelism uses first and those that parameters rest on after them, so that every layout is a plain
     DTensor placement.
 
+    `times` are the axes whose steps each device takes one after another; on a dimension they lie inside all others,
+    so their strides are 0.
+
     Examples
     --------
     >>> mesh = Mesh.of_levels([("gpu", 4), ("node", 2)])
@@ -85,6 +88,7 @@ class Mesh:
     """
 
     axes: tuple[Axis, ...]
+    times: tuple[Axis, ...] = ()
 
     @classmethod
     def of_levels(cls, levels: Sequence[tuple[str, int]]) -> Mesh:
@@ -107,7 +111,7 @@ class Mesh:
     def ordered(self, axes: Iterable[Axis]) -> tuple[Axis, ...]:
         """`axes` in layout order."""
         wanted = set(axes)
-        return tuple(axis for axis in self.axes if axis in wanted)
+        return tuple(axis for axis in (*self.axes, *self.times) if axis in wanted)
 
     def axis(self, name: str) -> Axis:
         """The axis called `name`; `LayoutError` if there is none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shardweave.ir.axes import Axis, Mesh
+from shardweave.ir.axes import Axis, Mesh, axes_size
 from shardweave.ir.layout import Layout
 from shardweave.ir.rule import BoundRule
 
@@ -116,3 +116,11 @@ class StepSpec:
     graph_hash: str = ""
     draws: bool = False
     """Whether the forward graph takes a seed."""
+    pieces: tuple[Layout, ...] = ()
+    """In a step of several micro-batches, where each input and then each output of one of them lies: on the time axis
+    of `mesh`, too."""
+
+    @property
+    def micro_batches(self) -> int:
+        """How many parts of the batch are computed one after another in a call."""
+        return axes_size(self.mesh.times)

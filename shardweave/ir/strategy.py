@@ -44,7 +44,9 @@ class GridAxes:
     z: tuple[Axis, ...]
     data: tuple[Axis, ...]
     rest: tuple[Axis, ...]
-    """What the parameter rests on between its uses; all of it is in `states`."""
+    """What the parameter rests on between its uses; all of it is in `gradients`."""
+    gradients: tuple[Axis, ...]
+    """What gradients are added up on; all of it is in `states`."""
     states: tuple[Axis, ...]
     """What the optimizer's states and the master copy rest on."""
 
@@ -54,7 +56,9 @@ class Strategy:
     """How one op with a parameter is spread: its grid, and over how many devices its states rest.
 
     Between steps a parameter rests as its optimizer states do: the optimizer's step moves nothing. In a step it is
-    gathered once up to `rest`, and from there for each of its uses (AMSP, arXiv 2311.00257, section IV-B).
+    gathered once up to `rest`, and from there for each of its uses. The gradient of each micro-batch is summed over the
+    devices of `gradients` and added up there; once a step the sums are brought to the states (AMSP, arXiv 2311.00257,
+    section IV-B and IV-C).
 
     Parameters
     ----------
@@ -67,13 +71,16 @@ class Strategy:
         The y axes are the innermost ones, then the x axes: what a layer needs whose input was spread over the x
         axes of the layer before (AxoNN swaps x and y in every second layer; Megatron's row follows its column).
     states : int
-        Over how many of these devices the optimizer's states rest sharded, the master copy of the parameter and its
-        gradient with them; 0 stands for as many as `rest`. AMSP's s_os, a multiple of `rest`.
+        Over how many of these devices the optimizer's states rest sharded, and the master copy of the parameter with
+        them; 0 stands for as many as `rest`. AMSP's s_os, a multiple of `gradients`.
+    gradients : int
+        Over how many of these devices the gradient is added up sharded; 0 stands for as many as `states`. AMSP's s_g,
+        a multiple of `rest`. It makes no difference to a step of one micro-batch that is not under ``no_sync``.
 
     Raises
     ------
     LayoutError
-        Where `states` is no multiple of `rest`.
+        Where `states` is no multiple of `gradients`, or these none of `rest`.
 
     Examples
     --------
@@ -82,23 +89,27 @@ class Strategy:
     >>> [axis.name for axis in axes.x], [axis.name for axis in axes.rest]
     (['gpu0'], ['gpu1', 'node0'])
 
-    ZeRO-1 and ZeRO-2, whose parameters are whole in a step:
+    ZeRO-2 and ZeRO-1, whose parameters are whole in a step:
 
-    >>> str(Strategy(Grid(data=8), rest=1, states=8)), str(Strategy(Grid(data=8), rest=2, states=8))
-    ('(1, 1, 1, 8) ZeRO-2', '(1, 1, 1, 8) rest/2, states/8')
+    >>> str(Strategy(Grid(data=8), states=8)), str(Strategy(Grid(data=8), states=8, gradients=1))
+    ('(1, 1, 1, 8) ZeRO-2', '(1, 1, 1, 8) ZeRO-1')
+    >>> str(Strategy(Grid(data=8), rest=2, states=8))
+    '(1, 1, 1, 8) rest/2, gradients/8, states/8'
     """
 
     grid: Grid
     rest: int = 1
     y_inside: bool = False
     states: int = 0
+    gradients: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "states", self.states or self.rest)
-        if self.states % self.rest:
+        object.__setattr__(self, "gradients", self.gradients or self.states)
+        if self.gradients % self.rest or self.states % self.gradients:
             raise LayoutError(
-                f"the states rest over {self.states} devices and the parameter over {self.rest}: expected states over "
-                "a multiple of these, as the parameter is gathered from them"
+                f"the parameter rests over {self.rest} devices, its gradient over {self.gradients} and the states over "
+                f"{self.states}: expected each to be a multiple of the one before, as each is a part of it"
             )
 
     def axes(self, mesh: Mesh) -> GridAxes:
@@ -125,14 +136,16 @@ class Strategy:
         z = take(self.grid.z, remaining, "z")
         free = [*z, *remaining]
         rest = take(self.rest, free, "rest")
-        states = (*rest, *take(self.states // self.rest, free, "states / rest"))
-        return GridAxes(runs["x"], runs["y"], experts, z, tuple(remaining), rest, states)
+        gradients = (*rest, *take(self.gradients // self.rest, free, "gradients / rest"))
+        states = (*gradients, *take(self.states // self.gradients, free, "states / gradients"))
+        return GridAxes(runs["x"], runs["y"], experts, z, tuple(remaining), rest, gradients, states)
 
     def __str__(self) -> str:
         free = self.grid.z * self.grid.data
         rest = "" if free == 1 else " DP" if self.rest == 1 else " ZDP" if self.rest == free else f" rest/{self.rest}"
         if self.states != self.rest:
-            zero2 = self.rest == 1 and self.states == free
-            rest = " ZeRO-2" if zero2 else f" rest/{self.rest}, states/{self.states}"
+            zero = {1: " ZeRO-1", free: " ZeRO-2"} if self.rest == 1 and self.states == free else {}
+            parts = f" rest/{self.rest}, gradients/{self.gradients}, states/{self.states}"
+            rest = zero.get(self.gradients, parts)
         order = " y inside" if self.y_inside and self.grid.x > 1 and self.grid.y > 1 else ""
         return f"{self.grid}{order}{rest}"

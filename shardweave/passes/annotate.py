@@ -255,9 +255,7 @@ def _counts(value: torch.Tensor) -> bool:
 
 
 def _report_unruled(unruled: Sequence[fx.Node], allow: bool) -> None:
-    floating = [
-        node for node in unruled if any(isinstance(v, torch.Tensor) and _counts(v) for v in _values(node))
-    ]
+    floating = [node for node in unruled if any(isinstance(v, torch.Tensor) and _counts(v) for v in _values(node))]
     if floating and not allow:
         listed = "\n  ".join(sorted({describe(node) for node in floating}))
         raise RuleError(

@@ -33,14 +33,25 @@ class Choice:
     blocked: frozenset[Axis]
 
 
-def follow(bound: BoundRule, rule: Rule | None, arrivals: Sequence[Arrival], mesh: Mesh) -> Choice:
+def follow(
+    bound: BoundRule,
+    rule: Rule | None,
+    arrivals: Sequence[Arrival],
+    mesh: Mesh,
+    linear: Sequence[tuple[int, ...]] = (),
+) -> Choice:
     """Keep every axis that some input brings on a factor that may be split.
 
     The largest input that is no partial sum decides first, then the others; a partial sum is thereby scattered
     into where the other inputs lie. Parameters decide only where nothing else does.
+
+    A partial sum over a time axis passes wherever the op is linear in it; `linear` are the sets of inputs in which it
+    is (`rules.linear.linear_in`).
     """
     sizes = bound.sizes()
     passing = _passing(bound, rule, arrivals)
+    times, summed = _passing_times(linear, arrivals, mesh)
+    passing |= times
     deciding = [index for index, arrival in enumerate(arrivals) if not arrival.is_parameter]
     deciding = deciding or list(range(len(arrivals)))
     deciding.sort(key=lambda index: (bool(arrivals[index].layout.partial), -arrivals[index].numel, index))
@@ -63,8 +74,11 @@ def follow(bound: BoundRule, rule: Rule | None, arrivals: Sequence[Arrival], mes
             Layout(layout.dims, tuple(item for item in arrival.layout.partial if item[0] in passing))
             for layout, arrival in zip(wanted, arrivals)
         )
-        partial = tuple((axis, passing[axis]) for axis in mesh.ordered(passing))
-        results = tuple(Layout(layout.dims, (*partial, *layout.partial)) for layout in results)
+        wanted = tuple(
+            Layout(layout.dims, (*_in_space(layout), *times.items())) if index in summed else layout
+            for index, layout in enumerate(wanted)
+        )
+        results = tuple(Layout(layout.dims, _ordered(passing | dict(layout.partial), mesh)) for layout in results)
     wanted = accepting(rule, assignment, wanted)
     wanted = tuple(met(want, arrival.layout) for want, arrival in zip(wanted, arrivals))
     return Choice(assignment, wanted, results, frozenset(blocked - set(assignment)))
@@ -81,8 +95,35 @@ def accepting(rule: Rule | None, assignment: Mapping[Axis, str], wanted: Sequenc
 
 
 def met(want: Layout, have: Layout) -> Layout:
-    """`want`, as far as a value at `have` can meet it: not partial over axes over which the value is not."""
-    return Layout(want.dims, tuple(item for item in have.partial if item in want.partial)) if want.partial else want
+    """`want`, as far as a value at `have` can meet it: not partial over devices over which the value is not."""
+    if not want.partial:
+        return want
+    times = tuple(item for item in want.partial if item[0].kind == "time")
+    return Layout(want.dims, (*(item for item in _in_space(have) if item in want.partial), *times))
+
+
+def _ordered(partial: Mapping[Axis, str], mesh: Mesh) -> tuple[tuple[Axis, str], ...]:
+    return tuple((axis, partial[axis]) for axis in mesh.ordered(partial))
+
+
+def _in_space(layout: Layout) -> tuple[tuple[Axis, str], ...]:
+    """What a value is partial over, time axes left out."""
+    return tuple(item for item in layout.partial if item[0].kind == "space")
+
+
+def _passing_times(
+    linear: Sequence[tuple[int, ...]], arrivals: Sequence[Arrival], mesh: Mesh
+) -> tuple[dict[Axis, str], tuple[int, ...]]:
+    """The time axes over which a partial sum passes, and the inputs that then have to be one, too."""
+    partial = {axis: {index for index, arrival in enumerate(arrivals) if (axis, "sum") in arrival.layout.partial}
+               for axis in mesh.times}  # fmt: skip
+    axes = [axis for axis in mesh.times if partial[axis]]
+    if not axes or any(axis in arrival.layout.shard_axes for axis in axes for arrival in arrivals):
+        return {}, ()
+    for together in linear:
+        if all(partial[axis] <= set(together) for axis in axes):
+            return dict.fromkeys(axes, "sum"), together
+    return {}, ()
 
 
 def _passing(bound: BoundRule, rule: Rule | None, arrivals: Sequence[Arrival]) -> dict[Axis, str]:
@@ -93,7 +134,7 @@ def _passing(bound: BoundRule, rule: Rule | None, arrivals: Sequence[Arrival]) -
     """
     if rule is None:
         return {}
-    partials = [arrival.layout.partial for arrival in arrivals]
+    partials = [_in_space(arrival.layout) for arrival in arrivals]
     if rule.kind == "sum" and all(arrival.single_user for arrival in arrivals):
         first = set(partials[0]) if partials else set()
         if first and all(set(partial) == first for partial in partials) and all(op == "sum" for _, op in first):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import keyword
 import operator
 import re
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from shardweave.errors import LayoutError
 from shardweave.ir import META, SEED, Axis, Collective, Layout, Mesh, NodeInfo, axes_size, group_name
 from shardweave.passes.layouts import Step, digit_size, steps_between
 from shardweave.runtime.random import seeded
@@ -20,6 +22,11 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 Cause = Literal["parameter", "gradient", "activation"]
+
+_NOT_IN_PARTS = (
+    "{op} needs the whole batch at once (its value lies at {layout}), so the batch cannot be computed in "
+    "micro-batches: use micro_batches=1, or move what needs the whole batch out of the model"
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class LocalGraph:
     coordinates: dict[str, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for axis in self.mesh.axes:
+        for axis in (*self.mesh.axes, *self.mesh.times):
             node = self.graph.placeholder(f"coord_{axis.name}")
             node.meta["val"] = 0
             node.meta[META] = NodeInfo(op=f"coordinate on {axis.name}")
@@ -52,12 +59,19 @@ class LocalGraph:
         self.seed.meta[META] = NodeInfo(op="seed of the step")
         self.drawn = 0
 
-    def placeholder(self, name: str, value: torch.Tensor, layout: Layout, origin: Origin) -> fx.Node:
-        """An input of the graph that lies at `layout`; dots in its name become underscores."""
+    def placeholder(
+        self, name: str, value: torch.Tensor, layout: Layout, origin: Origin, last: bool = False
+    ) -> fx.Node:
+        """An input of the graph that lies at `layout`; dots in its name become underscores.
+
+        The `last` one comes behind the inputs so far, wherever the graph is being written.
+        """
         identifier = re.sub(r"\W", "_", name)
         if not identifier.isidentifier() or keyword.iskeyword(identifier):
             identifier = f"p_{identifier}"
-        node = self.graph.placeholder(identifier)
+        found = [node for node in self.graph.nodes if node.op == "placeholder"] if last else []
+        with self.graph.inserting_after(found[-1]) if found else contextlib.nullcontext():
+            node = self.graph.placeholder(identifier)
         with self.fake:
             node.meta["val"] = torch.empty(layout.local_shape, dtype=value.dtype, device=value.device)
         node.meta[META] = NodeInfo(layouts=(layout,), op=origin.op, backward=origin.backward)
@@ -140,11 +154,22 @@ class LocalGraph:
     def redistribute(
         self, node: fx.Node, have: Layout, want: Layout, origin: Origin, on_reduced: Callable[[fx.Node, Layout], None]
     ) -> fx.Node:
-        """The value of `node` at another layout; `on_reduced` hears of the value once it is no longer partial."""
-        for step in steps_between(have, want):
+        """The value of `node` at another layout; `on_reduced` hears of the value once it is no longer partial.
+
+        What is the same in all steps of a time axis becomes a partial sum over it as a share of each.
+        """
+        shared = tuple(item for item in want.partial if item[0].kind == "time" and item not in have.partial)
+        met = Layout(want.dims, tuple(item for item in want.partial if item not in shared))
+        for step in steps_between(have, met):
+            if step.kind != "slice" and any(axis.kind == "time" for axis in step.axes):
+                raise LayoutError(_NOT_IN_PARTS.format(op=origin.op, layout=have))
             node = getattr(self, step.kind)(node, step, origin)
             if step.kind in ("all_reduce", "reduce_scatter"):
                 on_reduced(node, step.after)
+        if shared:
+            if not node.meta["val"].is_floating_point():
+                raise LayoutError(_NOT_IN_PARTS.format(op=origin.op, layout=have))
+            node = self.call(origin, aten.div.Scalar, node, axes_size(axis for axis, _ in shared))
         return node
 
     def _collect(self, kind: Any, target: Any, node: fx.Node, step: Step, origin: Origin, *args: Any) -> fx.Node:
@@ -257,3 +282,10 @@ def _short_name(target: Callable[..., Any]) -> str:
     schema = getattr(target, "_schema", None)
     name = schema.name.split("::")[-1] if schema is not None else getattr(target, "__name__", "call")
     return str(name).lstrip("_").replace("scaled_dot_product", "sdpa")
+
+
+def remove_dead(graph: fx.Graph) -> None:
+    """Drop what nothing uses, collectives included: torch takes these for side effects."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)

@@ -8,7 +8,7 @@ on the result. A partial sum passes views and sums with one user, and is reduced
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from shardweave.errors import LayoutError
-from shardweave.ir import META, Assignment, Layout, Mesh, NodeInfo
+from shardweave.ir import META, Assignment, Axis, Layout, Mesh, NodeInfo
 from shardweave.passes.annotate import bind_new, decompose, depends_on_inputs, graph_outputs, info, source_of
 from shardweave.passes.emitter import OpEmitter
 from shardweave.passes.follow import accepting, follow, met
@@ -24,10 +24,13 @@ from shardweave.passes.layouts import (
     input_layouts,
     output_layouts,
 )
-from shardweave.passes.local import LocalGraph, Origin
+from shardweave.passes.local import LocalGraph, Origin, remove_dead
 from shardweave.passes.rules import find_rule
+from shardweave.passes.rules.linear import linear_in
 from shardweave.passes.rules.registry import tensor_args
 from shardweave.passes.values import Rest, Values, annotate_layouts, bound_rule, check_shape
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,14 @@ class Shard:
     """The output, counted over all, that a tangent's placeholder belongs to: it lies as that output."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The names of buffers and inputs, by placeholder."""
+    inputs: Collection[str] = ()
+    """The placeholders of a call's inputs."""
     gradients: Sequence[str] = ()
     """The parameters whose gradients are the last outputs."""
     rests: Mapping[str, Rest] = field(default_factory=dict)
     """The axes that a parameter and its states rest on, beside those of the layout that it is first needed in."""
+    accumulates: bool = False
+    """Gradients are added up over several runs of the graph: see `Sharder.accumulators`."""
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         return Sharder(self, graph_module).run()
@@ -76,12 +83,15 @@ class Sharder(Values):
         self.options, self.module = options, graph_module
         self.results: dict[int, Any] = {}
         self.assigned: dict[fx.Node, Assignment] = {}
+        self.accumulators: dict[str, fx.Node] = {}
+        """For each parameter with a gradient the node that adds the gradient to the sum of those before."""
 
     def run(self) -> fx.GraphModule:
         """The local graph; `rests` then holds where each parameter rests between steps."""
         graph = self.module.graph
         self.dependent = depends_on_inputs(graph)
         for node in list(graph.nodes):
+            self._note_given(node)
             self.backward = info(node).backward
             if node.op == "placeholder":
                 self._placeholder(node)
@@ -92,9 +102,10 @@ class Sharder(Values):
                     self._outputs(graph, backward=False)
                     self.backward = True
                 self._node(node)
-        out = self.local.graph.output(tuple(self.results[index] for index in sorted(self.results)))
+        totals = [total.part for total in self.totals]
+        out = self.local.graph.output((*(self.results[index] for index in sorted(self.results)), *totals))
         out.meta[META] = NodeInfo(op="output")
-        _remove_dead(self.local.graph)
+        remove_dead(self.local.graph)
         if not self.local.seed.users:
             self.local.graph.erase_node(self.local.seed)
         self.local.graph.lint()
@@ -132,31 +143,64 @@ class Sharder(Values):
                 self.results[index] = value
             elif name is None and not info(value).backward:
                 self.backward = False
-                want = self.options.outputs[index] or self._whole(value)
+                want = self._returned(value, self.options.outputs[index])
                 self.results[index] = self.value(value, want)
                 lies[index] = want
             elif backward and name is not None:
                 self.backward = True
-                want = self.rests.get(name) or Layout.replicated(value.meta["val"].shape)
-                self.results[index] = self.value(value, want, Origin(name, "gradient", "gradient", True))
+                self.results[index] = self._gradient(value, name)
             elif backward:
                 self.backward = True
-                self.results[index] = self.value(value, self.options.outputs[index] or self._whole(value))
+                self.results[index] = self.value(value, self._returned(value, self.options.outputs[index]))
 
         if not written:
             self._tangents(graph, lies)
+
+    def _returned(self, value: fx.Node, wanted: Layout | None) -> Layout:
+        """Where an output goes: as it is wanted, or as it lies; to sum it over micro-batches is for the caller."""
+        have = self.layout(value)
+        want = wanted or have.without_partial()
+        times = tuple(item for item in have.partial if item[0].kind == "time" and item not in want.partial)
+        return Layout(want.dims, (*want.partial, *times))
+
+    def _gradient(self, value: fx.Node, name: str) -> fx.Node:
+        """The gradient of a parameter where its states rest.
+
+        Where gradients are added up, the one of this run is brought to where they are (over the other devices it stays
+        a partial sum), added to the sum, and only that is brought to the states.
+        """
+        origin = Origin(name, "gradient", "gradient", True)
+        rests = self.rests.get(name) or Layout.replicated(value.meta["val"].shape)
+        if not self.options.accumulates:
+            return self.value(value, rests, origin)
+        sums = self.sums.get(name, rests)
+        partial = [item for item in self.layout(value).partial if item[0].kind == "space" and item[1] == "sum"]
+        kept = tuple(item for item in partial if item[0] not in sums.shard_axes)
+        mine = self.value(value, Layout(sums.dims, (*kept, *((axis, "sum") for axis in self.mesh.times))), origin)
+        lies = Layout(sums.dims, kept)
+        before = self.local.placeholder(f"sum_{name}", value.meta["val"], lies, origin, last=True)
+        total = self.local.call(origin, aten.add_.Tensor, before, mine)
+        annotate_layouts(total, (lies,))
+        self.accumulators[name] = total
+        return self.local.redistribute(total, lies, rests, origin, lambda *_: None)
 
     def _tangents(self, graph: fx.Graph, lies: Mapping[int, Layout]) -> None:
         last = [node for node in self.local.graph.nodes if node.op == "placeholder"][-1]
         for node in graph.nodes:
             if node.op == "placeholder" and node.name in self.options.tangents:
-                layout = lies[self.options.tangents[node.name]]
+                layout = lies[self.options.tangents[node.name]].without_partial()  # each part of a sum has the sum's
                 with self.local.graph.inserting_after(last):
                     last = self.local.placeholder(node.name, node.meta["val"], layout, Origin(node.name, backward=True))
                 self.canonical[node] = last, layout
 
-    def _whole(self, value: fx.Node) -> Layout:
-        return self.layout(value).without_partial()
+    def _note_given(self, node: fx.Node) -> None:
+        """Whether a value depends on inputs alone."""
+        if node.op == "placeholder":
+            known = node.name in self.options.inputs
+        else:
+            known = node.op == "call_function" and all(source in self.given for source in node.all_input_nodes)
+        if known:
+            self.given.add(node)
 
     # -- ops
 
@@ -170,11 +214,14 @@ class Sharder(Values):
             return None  # written when it is asked for
         bound = bound_rule(node)
         arguments = tensor_args(node)
+        self.current = node
         explicit = self.options.assignments.get(node.name)
         partner = rule.partner(node) if rule is not None and rule.partner is not None else None
         if partner is not None:
             explicit = self.assigned[partner]
-        choice = follow(bound, rule, [self.arrival(argument) for argument in arguments], self.mesh)
+        choice = follow(bound, rule, [self.arrival(argument) for argument in arguments], self.mesh, linear_in(node))
+        if explicit is not None:
+            explicit = _with_times(explicit, choice.assignment)
         if explicit is not None and (blocked := {axis for axis, name in explicit.items if bound.factor(name).blocked}):
             if rule is None or rule.decompose is None:
                 raise LayoutError(
@@ -192,6 +239,7 @@ class Sharder(Values):
                 parents = [source_of(argument)[0] for argument in arguments]
                 for part in bind_new(decompose(node, rule.decompose), parents):
                     self.dependent.add(part)
+                    self._note_given(part)
                     self._node(part)
                 return None
             assignment, wanted, results = choice.assignment, choice.inputs, choice.outputs
@@ -235,8 +283,7 @@ class Sharder(Values):
                 self.canonical[user] = item, layouts[index]
 
 
-def _remove_dead(graph: fx.Graph) -> None:
-    """Drop what nothing uses, collectives included: torch takes these for side effects."""
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
-            graph.erase_node(node)
+def _with_times(explicit: Assignment, followed: Mapping[Axis, str]) -> Assignment:
+    """An assignment with the time axes that inputs bring: plans and strategies are about devices."""
+    times = {axis: name for axis, name in followed.items() if axis.kind == "time"}
+    return Assignment.of(times | explicit.as_dict()) if times else explicit

@@ -7,16 +7,12 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from shardweave.passes.rules.linear import EACH, FIRST
+
 aten = torch.ops.aten
 
-# Linear in each of these arguments: a zero argument gives a zero result.
-LINEAR = {
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.t.default, aten.transpose.int,
-    aten.permute.default, aten.expand.default, aten.squeeze.dim, aten.unsqueeze.default, aten.clone.default,
-    aten.mul.Tensor, aten.mul.Scalar, aten.neg.default, aten.mm.default, aten.bmm.default, aten.sum.dim_IntList,
-    aten._to_copy.default, aten.slice_backward.default, aten.select_backward.default, aten.div.Scalar,
-    aten.detach.default, aten.alias.default,
-}  # fmt: skip
+# A zero argument gives a zero result; a zero that is divided by is none.
+LINEAR = (FIRST | EACH) - {aten.div.Tensor}
 
 
 def drop_tangents(graph_module: fx.GraphModule, names: Iterable[str]) -> None:

@@ -27,10 +27,19 @@ from shardweave.passes.rules.registry import tensor_args
 
 
 class Rest(NamedTuple):
-    """The axes that a parameter rests on in a step, and those on which its states rest besides, between steps."""
+    """The axes that a parameter rests on in a step, those besides on which its gradient is added up, and those
+    besides on which its states rest between steps."""
 
     parameter: tuple[Axis, ...] = ()
+    gradient: tuple[Axis, ...] = ()
     states: tuple[Axis, ...] = ()
+
+
+class Total(NamedTuple):
+    """A sum over time axes that inputs alone decide: where each step finds it, and its part that each computes."""
+
+    placeholder: fx.Node
+    part: fx.Node
 
 
 class Values:
@@ -45,9 +54,7 @@ class Values:
         What each parameter and its states rest on, beside the axes of the layout that it is first needed in.
     """
 
-    def __init__(
-        self, local: LocalGraph, mesh: Mesh, names: Mapping[str, str], rest_axes: Mapping[str, Rest]
-    ) -> None:
+    def __init__(self, local: LocalGraph, mesh: Mesh, names: Mapping[str, str], rest_axes: Mapping[str, Rest]) -> None:
         self.local, self.mesh = local, mesh
         self.names, self.rest_axes = names, rest_axes
         self.canonical: dict[fx.Node, tuple[fx.Node, Layout]] = {}
@@ -55,11 +62,23 @@ class Values:
         self.constants: set[fx.Node] = set()
         self.parameters: dict[fx.Node, str] = {}
         self.rests: dict[str, Layout] = {}
+        """Where each parameter's states rest."""
+        self.sums: dict[str, Layout] = {}
+        """Where each parameter's gradient is added up."""
+        self.working: list[fx.Node] = []
+        """The copies of parameters that are gathered once a step."""
+        self.totals: list[Total] = []
+        self.given: set[fx.Node] = set()
+        """Global values that depend on inputs alone."""
+        self.current: fx.Node | None = None
         self.backward = False
 
     def arrival(self, value: fx.Node) -> Arrival:
         root = self._root(value)
-        return Arrival(self.layout(value), value.meta["val"].numel(), root in self.parameters, self._single_user(value))
+        layout = self.layout(value)
+        if value in self.given:  # it is found as a whole
+            layout = Layout(layout.dims, tuple(item for item in layout.partial if item[0].kind == "space"))
+        return Arrival(layout, value.meta["val"].numel(), root in self.parameters, self._single_user(value))
 
     def _has_place(self, value: fx.Node) -> bool:
         """Whether a value is no view: it lies somewhere, or is a constant that is made wherever it is wanted."""
@@ -128,7 +147,12 @@ class Values:
             def reduced(result: fx.Node, layout: Layout) -> None:
                 self.canonical[node] = result, layout
 
-            return self.local.redistribute(written, have, want, origin, reduced)
+            times = tuple(item for item in have.partial if item[0].kind == "time" and item not in want.partial)
+            if not times:
+                return self.local.redistribute(written, have, want, origin, reduced)
+            part = self.local.redistribute(written, have, Layout(want.dims, times), origin, reduced)
+            self.canonical[node] = self._total(node, part, want), want
+            return self.canonical[node][0]
         bound, rule = bound_rule(node), find_rule(node)
         source = tensor_args(node)[0]
         back = through(want, bound.outputs[0], bound.inputs[0], bound.sizes())
@@ -177,15 +201,32 @@ class Values:
         axes = self.rest_axes.get(name, Rest())
         free = [[axis for axis in part if axis not in want.shard_axes] for part in axes]
         in_step = rest_layout(want, free[0], self.mesh)
-        layout = rest_layout(in_step, free[1], self.mesh)
+        self.sums[name] = rest_layout(in_step, free[1], self.mesh)
+        layout = rest_layout(self.sums[name], free[2], self.mesh)
         value = node.meta["val"]
         with self.local.fake:
             written.meta["val"] = torch.empty(layout.local_shape, dtype=value.dtype, device=value.device)
         written.meta[META] = replace(info(written), layouts=(layout,))
         origin = Origin(name, "gather for the step", "parameter", self.backward)
         working = self.local.redistribute(written, layout, in_step, origin, lambda *_: None)
+        if working is not written:
+            self.working.append(working)
         self.canonical[node] = working, in_step
         self.rests[name] = layout
+
+    def _total(self, node: fx.Node, part: fx.Node, want: Layout) -> fx.Node:
+        """The sum over all micro-batches of a value that inputs alone decide: it is found before the first of them."""
+        if node not in self.given:
+            reader = self.current or node
+            raise LayoutError(
+                f"{info(reader).op}: {reader.target} needs the sum over the whole batch of {info(node).op} "
+                f"({node.name}), so the batch cannot be computed in micro-batches, one after another: use "
+                "micro_batches=1, or move what needs the whole batch out of the model"
+            )
+        origin = Origin(info(node).op)
+        total = self.local.placeholder(f"total_{len(self.totals)}", node.meta["val"], want, origin, last=True)
+        self.totals.append(Total(total, part))
+        return total
 
     def _origin(self, node: fx.Node, have: Layout) -> Origin:
         if node in self.parameters:

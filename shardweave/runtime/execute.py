@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -14,9 +13,8 @@ from torch import fx
 from shardweave.errors import ParallelError
 from shardweave.ir import StepSpec, axes_size
 from shardweave.runtime.parameters import like, local_tensor
-
-Boxed = Callable[[list[Any]], Sequence[Any]]
-"""Takes its arguments as one list, which it empties: so each argument lives no longer than the graph needs it."""
+from shardweave.runtime.pieces import cut, joined
+from shardweave.runtime.turns import Boxed, Gradients, Turns
 
 
 def boxed(gm: fx.GraphModule) -> Boxed:
@@ -41,7 +39,6 @@ def _boxed_definition(_: fx.graph.CodeGen, free_vars: list[str], annotation: str
     return f"def forward(self, boxed){annotation}:{unpack}\n    boxed.clear()"
 
 
-@dataclass(frozen=True)
 class Executor:
     """A step bound to this rank: its graphs with real groups, and where its parameters and buffers are found.
 
@@ -52,60 +49,194 @@ class Executor:
     coordinates : tuple of int
         What both graphs take first.
     forward, backward : callable
-        The boxed graphs; no backward for a step that trains nothing.
+        The boxed graphs of a step that is run once; no backward for a step that trains nothing.
     parameters, buffers : callable
         The current tensors of `spec.parameters` and `spec.buffers`, in order.
+    seeds : callable, optional
+        Gives each call its seed, the same on all ranks; None for a step that draws no random numbers.
+    turns : callable, optional
+        Makes the step's forms for several runs before the optimizer's; None where it has none.
     """
 
-    spec: StepSpec
-    coordinates: tuple[int, ...]
-    forward: Boxed
-    backward: Boxed | None
-    parameters: Callable[[], list[torch.Tensor]]
-    buffers: Callable[[], list[torch.Tensor]]
-    seeds: Callable[[], int] | None = None
-    """Gives each call its seed, the same on all ranks; None for a step that draws no random numbers."""
+    def __init__(
+        self,
+        spec: StepSpec,
+        coordinates: tuple[int, ...],
+        forward: Boxed,
+        backward: Boxed | None,
+        parameters: Callable[[], list[torch.Tensor]],
+        buffers: Callable[[], list[torch.Tensor]],
+        seeds: Callable[[], int] | None = None,
+        turns: Callable[[], Turns] | None = None,
+    ) -> None:
+        self.spec, self.coordinates = spec, coordinates
+        self.forward, self.backward = forward, backward
+        self.parameters, self.buffers = parameters, buffers
+        self._seeds, self._make_turns = seeds, turns
+        self._turns: Turns | None = None
+        self.syncs = True
+        """Whether gradients go to the states after each call, or are added up until they do."""
+        self._tangent: torch.Tensor | None = None
+
+    @property
+    def turns(self) -> Turns:
+        """The forms of the step for several runs, made when they are first needed."""
+        if self._turns is None:
+            if self._make_turns is None:
+                raise ParallelError("this step was generated without forms that add gradients up: compile the model")
+            self._turns = self._make_turns()
+        return self._turns
+
+    def drop_sums(self) -> None:
+        """Forget gradients that are not yet where the states rest."""
+        if self._turns is not None:
+            self._turns.drop()
+
+    def tangent(self) -> torch.Tensor:
+        """The tangent of the loss that is expected: the last one."""
+        if self._tangent is None:
+            (loss,) = [output for output in self.spec.outputs if output.differentiable]
+            device = local_tensor(self.parameters()[0]).device
+            self._tangent = torch.ones((), dtype=getattr(torch, loss.dtype), device=device)
+        return self._tangent
+
+    def expect(self, tangent: torch.Tensor) -> None:
+        """Expect this tangent of the loss next time, unless nothing could be made of it."""
+        usable = torch.isfinite(tangent) & (tangent != 0)
+        self._tangent = torch.where(usable, tangent, self.tangent()).detach()
+
+    @property
+    def _adds_up(self) -> bool:
+        """Whether gradients of earlier runs wait to be summed with those of the next."""
+        return self._turns is not None and self._turns.sums is not None
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The step's outputs, from the local parts of its inputs."""
         parameters = self.parameters()
-        if self.backward is None or not torch.is_grad_enabled() or not any(p.requires_grad for p in parameters):
+        trains = self.backward is not None and torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+        if self.spec.micro_batches > 1:
+            if trains:
+                return list(_MicroBatches.apply(self, inputs, *parameters))  # type: ignore[no-untyped-call]
             with torch.no_grad():
-                return self.run(parameters, inputs)[0]
-        outputs = _Step.apply(self, inputs, *parameters)  # type: ignore[no-untyped-call]
-        return list(outputs)
+                return self.run_parts(parameters, inputs, None)[0]
+        if trains:
+            return list(_Step.apply(self, inputs, *parameters))  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            return self.run(parameters, inputs)[0]
 
-    def run(self, parameters: Sequence[torch.Tensor], inputs: list[torch.Tensor]) -> tuple[list[Any], list[Any]]:
-        """The outputs and what the forward graph saves; buffers that the step changes are changed."""
+    def run(
+        self, parameters: Sequence[torch.Tensor], inputs: list[torch.Tensor], several: bool = False
+    ) -> tuple[list[Any], list[Any]]:
+        """The outputs and what the forward graph saves; buffers that the step changes are changed.
+
+        With `several`, as one of several runs before the optimizer's.
+        """
         buffers = self.buffers()
+        local = [local_tensor(buffer) for buffer in buffers]
+        count = len(self.spec.mutated_buffers) + len(self.spec.outputs)
+        if several:
+            returned, saved = self.turns.forward(parameters, local, inputs, None, self._seed(), keeps=not self.syncs)
+        else:
+            first = [*self.coordinates, *self._seed()]
+            results = list(self.forward([*first, *map(local_tensor, parameters), *local, *inputs]))
+            returned, saved = results[:count], results[count:]
+        return self._written(returned, saved)
+
+    def _written(self, returned: list[Any], saved: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Write the buffers' new values, of which the backward wants the old ones; the outputs and what is saved."""
         mutated = len(self.spec.mutated_buffers)
-        first = self.coordinates if self.seeds is None else (*self.coordinates, self.seeds())
-        results = list(self.forward([*first, *map(local_tensor, parameters), *map(local_tensor, buffers), *inputs]))
-        outputs = results[mutated : mutated + len(self.spec.outputs)]
-        saved = results[mutated + len(self.spec.outputs) :]
         if mutated:
-            by_name = dict(zip((buffer.name for buffer in self.spec.buffers), buffers, strict=True))
+            by_name = dict(zip((buffer.name for buffer in self.spec.buffers), self.buffers(), strict=True))
             changing = [local_tensor(by_name[name]) for name in self.spec.mutated_buffers]
             saved = [x.clone() if any(x is buffer for buffer in changing) else x for x in saved]
-            for buffer, value in zip(changing, results, strict=False):
+            for buffer, value in zip(changing, returned, strict=False):
                 buffer.copy_(value)
-        return outputs, saved
+        return returned[mutated:], saved
 
-    def gradients(self, saved: list[Any], tangents: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The gradient of each of `spec.parameters`, as a DTensor; None for those that are not trained.
+    def _seed(self) -> list[int]:
+        return [] if self._seeds is None else [self._seeds()]
+
+    def run_parts(
+        self, parameters: Sequence[torch.Tensor], inputs: list[torch.Tensor], tangent: torch.Tensor | None
+    ) -> tuple[list[Any], Gradients, bool]:
+        """Run micro-batch after micro-batch, each forward and, with a tangent for the loss, backward.
+
+        Returns
+        -------
+        outputs : list of Tensor
+            Of the whole batch.
+        gradients : list of Tensor or None
+            Where the states rest, or the sums of the micro-batches' where those are.
+        closed : bool
+            Which of the two.
+        """
+        (axis,) = self.spec.mesh.times
+        layouts = self.spec.pieces
+        cuts = [cut(value, lies, axis) for value, lies in zip(inputs, layouts, strict=False)]
+        pieces = [list(piece) for piece in zip(*cuts, strict=True)]
+        buffers, seed = [local_tensor(buffer) for buffer in self.buffers()], self._seed()
+        totals = self.turns.totals(parameters, buffers, pieces, seed)
+        closes = self.syncs and not self._adds_up
+        sums: Gradients | None = None
+        parts = []
+        for step, piece in enumerate(pieces):
+            last = step == axis.size - 1
+            keeps = not last or not self.syncs
+            returned, saved = self.turns.forward(parameters, buffers, [*piece, *totals], step, seed, keeps)
+            if tangent is not None:
+                arguments = [*saved, tangent.clone()]
+                saved.clear()
+                sums = self.turns.backward(arguments, step, sums, last and closes)
+            mutated = len(self.spec.mutated_buffers)
+            parts.append(returned[mutated:])
+        self._written(returned, [])
+        outputs = layouts[len(inputs) :]
+        return [joined(part, lies, axis) for part, lies in zip(zip(*parts), outputs, strict=True)], sums or [], closes
+
+    def gradients(self, saved: list[Any], tangents: Sequence[torch.Tensor], several: bool, syncs: bool) -> Gradients:
+        """The local gradients of the trained parameters; None for all of them while they are only added up.
 
         `tangents` are those of all outputs. A tangent of an output that is spread over data axes belongs to a loss of
         this rank's part alone: such losses are averaged over the data ranks, as DistributedDataParallel does.
+        `several` says whether the forward was one of several runs, `syncs` whether it is the last of them.
         """
         assert self.backward is not None
-        arguments = [*self.coordinates, *saved]
+        arguments = [*saved]
         saved.clear()
         for output, tangent in zip(self.spec.outputs, tangents, strict=True):
             if output.differentiable:
                 ranks = axes_size(axis for axis in output.layout.shard_axes if axis in self.spec.data_axes)
                 arguments.append((tangent if ranks == 1 else tangent / ranks).contiguous())
-        results = iter(self.backward(arguments))
-        gradients: list[torch.Tensor | None] = []
+        if several:
+            return self._added_up(arguments, syncs)
+        boxed = [*self.coordinates, *arguments]
+        arguments.clear()
+        found: Gradients = list(self.backward(boxed))
+        return _summed(found, self.turns.finish()) if self._adds_up else found
+
+    def _added_up(self, arguments: list[Any], syncs: bool) -> Gradients:
+        turns = self.turns
+        before, turns.sums = turns.sums, None
+        found = turns.backward(arguments, None, before, syncs)
+        if syncs:
+            return found
+        turns.sums = found
+        return [None] * len(found)
+
+    def finished(self, found: Gradients, closed: bool, syncs: bool, factor: torch.Tensor) -> Gradients:
+        """The gradients of a call's micro-batches, times `factor`; None for all while they are only added up."""
+        given = [value for value in found if value is not None]
+        if given:
+            torch._foreach_mul_(given, factor)
+        if closed:
+            return _summed(found, self.turns.finish()) if self._adds_up else found
+        self.turns.add(found)
+        return self.turns.finish() if syncs else [None] * len(found)
+
+    def as_users(self, found: Gradients) -> Gradients:
+        """Gradients of the trained parameters as those of all parameters, each a DTensor where its parameter is."""
+        results = iter(found)
+        gradients: Gradients = []
         for spec, parameter in zip(self.spec.parameters, self.parameters(), strict=True):
             gradient = next(results) if spec.trainable else None
             gradients.append(None if gradient is None else like(gradient, parameter))
@@ -123,31 +254,73 @@ class _Step(torch.autograd.Function):
     def forward(
         ctx: Any, executor: Executor, inputs: list[torch.Tensor], *parameters: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        outputs, saved = executor.run(parameters, inputs)
+        ctx.several = not executor.syncs or executor._adds_up
+        outputs, saved = executor.run(parameters, inputs, ctx.several)
         # an output that held itself through its own autograd node would never be freed
         ctx.saved = [x.detach() if any(x is output for output in outputs) else x for x in saved]
-        ctx.executor = executor
+        ctx.executor, ctx.syncs = executor, executor.syncs
         ctx.inputs = [x for x in inputs if any(x is other for other in saved)]
         ctx.versions = _versions([*parameters, *ctx.inputs])
-        specs = executor.spec.outputs
-        fixed = [output for output, spec in zip(outputs, specs, strict=True) if not spec.differentiable]
-        ctx.mark_non_differentiable(*fixed)
+        _mark(ctx, executor, outputs)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.saved is None:
-            raise ParallelError(
-                "this step has been run backward already, and what it saved is freed: call the module again, or add "
-                "the losses up before one backward"
-            )
+            raise ParallelError(_ONCE)
         if ctx.versions != _versions([*ctx.executor.parameters(), *ctx.inputs]):
             raise ParallelError(
                 "a parameter or an input was changed in place between forward and backward, so the gradients would "
                 "belong to neither value: call backward before optimizer.step(), and before inputs are written to"
             )
         saved, ctx.saved, ctx.inputs = ctx.saved, None, None
-        return (None, None, *ctx.executor.gradients(saved, tangents))
+        executor: Executor = ctx.executor
+        found = executor.gradients(saved, tangents, ctx.several, ctx.syncs)
+        return (None, None, *executor.as_users(found))
+
+
+class _MicroBatches(torch.autograd.Function):
+    """The seam for a call of several micro-batches.
+
+    Each runs backward right after its forward, so that only its own activations are held: with the tangent that the
+    loss had last time, 1 at first. What its own tangent differs by is made up for when it is known, as gradients are
+    linear in it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, executor: Executor, inputs: list[torch.Tensor], *parameters: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.executor, ctx.syncs, ctx.tangent = executor, executor.syncs, executor.tangent()
+        outputs, ctx.found, ctx.closed = executor.run_parts(parameters, inputs, ctx.tangent)
+        _mark(ctx, executor, outputs)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.found is None:
+            raise ParallelError(_ONCE)
+        found, ctx.found = ctx.found, None
+        executor: Executor = ctx.executor
+        (tangent,) = [x for x, spec in zip(tangents, executor.spec.outputs, strict=True) if spec.differentiable]
+        executor.expect(tangent)
+        found = executor.finished(found, ctx.closed, ctx.syncs, tangent / ctx.tangent)
+        return (None, None, *executor.as_users(found))
+
+
+def _mark(ctx: Any, executor: Executor, outputs: Sequence[torch.Tensor]) -> None:
+    specs = executor.spec.outputs
+    ctx.mark_non_differentiable(*(x for x, spec in zip(outputs, specs, strict=True) if not spec.differentiable))
+
+
+def _summed(found: Gradients, more: Gradients) -> Gradients:
+    return [a + b if a is not None and b is not None else a for a, b in zip(found, more, strict=True)]
+
+
+_ONCE = (
+    "this step has been run backward already, and what it saved is freed: call the module again, or add "
+    "the losses up before one backward"
+)
 
 
 def _versions(tensors: list[torch.Tensor]) -> list[int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from hashlib import sha256
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.parameters import distribute, local_tensor
 from shardweave.runtime.random import Seeds
 from shardweave.runtime.state import adopt, finder, gather, shard_whole, without_values
+from shardweave.runtime.turns import Boxed, Forms, Turns
 
 
 class Step(Protocol):
@@ -33,6 +35,9 @@ class Step(Protocol):
 
     @property
     def spec(self) -> StepSpec: ...
+
+    @property
+    def turns(self) -> Callable[[], Forms] | None: ...
 
 
 Flatten = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[object]]
@@ -94,14 +99,16 @@ class ParallelModule(nn.Module):
         self._layouts = adopt(self, model, (*self.spec.parameters, *self.spec.buffers), self.mesh)
         self.unset = without_values(model)
         """Names of tensors that nobody has given a value yet: see `initialise`, `load_weights`, `load_state_dict`."""
+        make = step.turns
         self._execute = Executor(
             self.spec,
             self.mesh.coordinates,
-            boxed(self.mesh.bind(step.forward)),
-            None if step.backward is None else boxed(self.mesh.bind(step.backward)),
+            self._bound(step.forward),
+            None if step.backward is None else self._bound(step.backward),
             finder(self, self.spec.parameters, "_parameters"),
             finder(self, self.spec.buffers, "_buffers"),
             (lambda: self._seeds()) if self.spec.draws else None,
+            None if make is None else lambda: Turns(make(), self.spec, self.mesh.coordinates, self._bound),
         )
         self.register_load_state_dict_pre_hook(_shard_whole)  # type: ignore[no-untyped-call]
 
@@ -126,6 +133,39 @@ class ParallelModule(nn.Module):
         return self._unflatten(
             [self._shown(value, spec) for value, spec in zip(outputs, self.spec.outputs, strict=True)]
         )
+
+    def _bound(self, graph: fx.GraphModule) -> Boxed:
+        return boxed(self.mesh.bind(graph))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Add gradients up in the calls inside, as DistributedDataParallel's: their forward and backward both.
+
+        The gradients are in no ``.grad`` yet. They are added up where the plan has them (`Strategy.gradients`) until
+        the backward of a call outside brings their sum to the states, and parameters that are gathered once a step
+        are gathered for the first call alone. `zero_grad` of this module forgets them.
+
+        >>> model = nn.Linear(4, 1, bias=False)
+        >>> import shardweave as sw
+        >>> parallel = sw.compile_parallel(model, sw.Cluster.local(1), torch.ones(2, 4))
+        >>> with parallel.no_sync():
+        ...     parallel(torch.ones(2, 4)).sum().backward()
+        >>> parallel.weight.grad is None
+        True
+        >>> parallel(torch.ones(2, 4)).sum().backward()
+        >>> parallel.weight.grad
+        tensor([[4., 4., 4., 4.]])
+        """
+        before, self._execute.syncs = self._execute.syncs, False
+        try:
+            yield
+        finally:
+            self._execute.syncs = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, those under `no_sync` too, which an optimizer's ``zero_grad`` does not know of."""
+        super().zero_grad(set_to_none)
+        self._execute.drop_sums()
 
     def _shown(self, value: torch.Tensor, spec: ValueSpec) -> torch.Tensor:
         """An output as a user sees it: this rank's part of the batch; a DTensor where it is spread further."""

@@ -39,6 +39,7 @@ class HandmadeStep:
     forward: fx.GraphModule
     backward: fx.GraphModule | None
     spec: StepSpec
+    turns: None = None
 
 
 class Builder:

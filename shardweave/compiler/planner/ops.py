@@ -98,13 +98,14 @@ class Op:
         """The assignment of each node of the op, by node name; `LayoutError` where the grid does not fit."""
         axes = strategy.axes(mesh)
         atoms = self.atoms_of(strategy, mesh)
-        rows = [*axes.z, *axes.data]
+        rows = [*axes.z, *axes.data, *mesh.times]
         if self.batch > 1:
             left = self.batch
             for axis in rows:
                 if left % axis.size:
+                    parts = "".join(f" * {time.size} micro-batches" for time in mesh.times)
                     raise LayoutError(
-                        f"{self.name}: z * data = {strategy.grid.z * strategy.grid.data} does not divide "
+                        f"{self.name}: z * data = {strategy.grid.z * strategy.grid.data}{parts} does not divide "
                         f"the batch of {self.batch}"
                     )
                 left //= axis.size

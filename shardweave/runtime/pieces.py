@@ -1,0 +1,69 @@
+"""Micro-batches at run time: a value cut along a time axis, and put together again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shardweave.ir import Axis, Layout
+
+_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "own": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def cut(value: torch.Tensor, layout: Layout, axis: Axis) -> list[torch.Tensor]:
+    """The steps of a rank's `value` along a time axis; what does not lie on it is the same in all of them.
+
+    >>> micro = Axis("micro", 2, 0, "time")
+    >>> cut(torch.arange(4), Layout(((micro, 2),)), micro)
+    [tensor([0, 1]), tensor([2, 3])]
+    """
+    place = _place(layout, axis)
+    if place is None:
+        return [value] * axis.size
+    dim, outer, inner = place
+    shape = value.shape
+    steps = value.reshape(*shape[:dim], outer, axis.size, inner, *shape[dim + 1 :]).unbind(dim + 1)
+    return [step.flatten(dim, dim + 1).contiguous() for step in steps]
+
+
+def joined(parts: Sequence[torch.Tensor], layout: Layout, axis: Axis) -> torch.Tensor:
+    """The value whose steps along a time axis are `parts`: side by side, or combined where it is partial over the axis.
+
+    >>> micro = Axis("micro", 2, 0, "time")
+    >>> joined([torch.tensor([0, 1]), torch.tensor([2, 3])], Layout(((micro, 2),)), micro)
+    tensor([0, 1, 2, 3])
+    >>> joined([torch.tensor(1), torch.tensor(2)], Layout((), ((micro, "sum"),)), micro)
+    tensor(3)
+    """
+    combine = dict(layout.partial).get(axis)
+    if combine is not None:
+        total = parts[0]
+        for part in parts[1:]:
+            total = _COMBINE[combine](total, part)
+        return total
+    place = _place(layout, axis)
+    if place is None:
+        return parts[-1]
+    dim, outer, inner = place
+    shape = parts[0].shape
+    steps = [part.reshape(*shape[:dim], outer, inner, *shape[dim + 1 :]) for part in parts]
+    return torch.stack(steps, dim + 1).flatten(dim, dim + 2)
+
+
+def _place(layout: Layout, axis: Axis) -> tuple[int, int, int] | None:
+    """The dimension that an axis lies on, and the local steps outside and inside of it."""
+    for dim, digits in enumerate(layout.dims):
+        if axis in digits:
+            at = digits.index(axis)
+            outer, inner = (
+                math.prod(d for d in part if isinstance(d, int)) for part in (digits[:at], digits[at + 1 :])
+            )
+            return dim, outer, inner
+    return None
