@@ -248,7 +248,11 @@ class _Compiler:
             planning_seconds=seconds,
             memory_limit=options.memory_limit or 0,
             forced=tuple(options.force),
-            joins={name: {axis.name: factor for axis, factor in a.items} for name, a in chosen.joins.items()},
+            joins={
+                name: {axis.name: factor for axis, factor in a.items if axis.kind == "space"}
+                for name, a in chosen.joins.items()
+            },
+            micro_batches=options.micro_batches,
         )
         return found.with_timeline(lambda: self.timeline(self.lower(found)))
 
@@ -288,6 +292,12 @@ class _Compiler:
             name: Assignment.of({mesh.axis(axis): factor for axis, factor in assignment.items()})
             for name, assignment in plan.joins.items()
         }
+        if self.options.micro_batches not in (1, plan.micro_batches):
+            raise PlanError(
+                f"the plan is for {plan.micro_batches} micro-batches a call, Options(micro_batches="
+                f"{self.options.micro_batches}) asks for others: leave the option out, or make a plan with it"
+            )
+        self.options = replace(self.options, micro_batches=plan.micro_batches)
         return self._lowered(strategies, joins, self._stage)
 
     def _lowered(

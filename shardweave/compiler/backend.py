@@ -188,7 +188,11 @@ class _WholeCompiler(_Compiler):
         forced = super()._forced(mesh)
         for op in self.annotated.ops:
             options = forced.get(op.name) or [option for option in legal(op, mesh) if option.states == 1]
-            fits = [replace(option, rest=1, states=1) for option in options if option.states in (1, option.grid.z)]
+            fits = [
+                replace(option, rest=1, states=1, gradients=1)
+                for option in options
+                if option.states in (1, option.grid.z)
+            ]
             if not fits:
                 raise PlanError(
                     f"{op.name} is forced to {options[0] if options else 'nothing that fits'}, but parameters cannot "

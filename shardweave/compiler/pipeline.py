@@ -144,8 +144,8 @@ def lower(
 
 
 def with_micro_batches(mesh: Mesh, count: int) -> Mesh:
-    """`mesh` with a time axis over the micro-batches of a call; its stride puts it inside all axes of devices."""
-    return replace(mesh, times=(Axis("micro", count, 0, "time"),)) if count > 1 else mesh
+    """`mesh` with a time axis over the micro-batches of a call; its stride puts it outside all axes of devices."""
+    return replace(mesh, times=(Axis("micro", count, mesh.world_size, "time"),)) if count > 1 else mesh
 
 
 @dataclass
@@ -289,7 +289,7 @@ class _Boundary:
         """The first dimension spread over the data axes, and over micro-batches, where it is the batch."""
         shape = value.shape
         layout = Layout.replicated(shape)
-        axes = (*self.data, *self.mesh.times)
+        axes = (*self.mesh.times, *self.data)
         if not shape or shape[0] != self.annotated.batch:
             return layout
         if shape[0] % axes_size(axes):

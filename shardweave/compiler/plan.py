@@ -118,6 +118,8 @@ class Plan:
         The patterns of `Options.force` that had a say.
     joins : mapping of str to mapping of str to str
         How ops that bring several values together (a residual sum, attention) are spread: each axis' factor.
+    micro_batches : int
+        Into how many parts a call's batch is cut, one computed after another.
     """
 
     model_key: ModelKey
@@ -137,6 +139,7 @@ class Plan:
     memory_limit: int = 0
     forced: tuple[str, ...] = ()
     joins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    micro_batches: int = 1
     _timeline: Callable[[], Timeline] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -284,11 +287,14 @@ def _differences(what: str, planned: Mapping[str, Shape], given: Mapping[str, Sh
 def _strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
     grid = strategy.grid
     sizes = [grid.x, grid.y, grid.z, grid.data, *([grid.experts] if grid.experts > 1 else [])]
-    return {"grid": sizes, "rest": strategy.rest, "y_inside": strategy.y_inside, "states": strategy.states}
+    return {"grid": sizes, "rest": strategy.rest, "y_inside": strategy.y_inside, "states": strategy.states,
+            "gradients": strategy.gradients}  # fmt: skip
 
 
 def _strategy_from_dict(data: dict[str, Any]) -> Strategy:
-    return Strategy(Grid(*data["grid"]), data["rest"], data["y_inside"], data.get("states", 0))
+    return Strategy(
+        Grid(*data["grid"]), data["rest"], data["y_inside"], data.get("states", 0), data.get("gradients", 0)
+    )
 
 
 _OP_FIGURES = ("seconds", "communication_seconds", "state_bytes", "saved_bytes", "transient_bytes")

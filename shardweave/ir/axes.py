@@ -75,8 +75,8 @@ class Mesh:
     that tensor parallelism uses first and those that parameters rest on after them, so that every layout is a plain
     DTensor placement.
 
-    `times` are the axes whose steps each device takes one after another; on a dimension they lie inside all others,
-    so their strides are 0.
+    `times` are the axes whose steps each device takes one after another. On a dimension they lie outside all others, so
+    that each step is the same part of it however many devices share that: their strides are the world's size.
 
     Examples
     --------

@@ -50,8 +50,8 @@ def follow(
     """
     sizes = bound.sizes()
     passing = _passing(bound, rule, arrivals)
-    times, summed = _passing_times(linear, arrivals, mesh)
-    passing |= times
+    times = passing_times(linear, arrivals, mesh)
+    passing |= dict.fromkeys(times.axes, "sum")
     deciding = [index for index, arrival in enumerate(arrivals) if not arrival.is_parameter]
     deciding = deciding or list(range(len(arrivals)))
     deciding.sort(key=lambda index: (bool(arrivals[index].layout.partial), -arrivals[index].numel, index))
@@ -74,10 +74,7 @@ def follow(
             Layout(layout.dims, tuple(item for item in arrival.layout.partial if item[0] in passing))
             for layout, arrival in zip(wanted, arrivals)
         )
-        wanted = tuple(
-            Layout(layout.dims, (*_in_space(layout), *times.items())) if index in summed else layout
-            for index, layout in enumerate(wanted)
-        )
+        wanted = times.of_inputs(wanted)
         results = tuple(Layout(layout.dims, _ordered(passing | dict(layout.partial), mesh)) for layout in results)
     wanted = accepting(rule, assignment, wanted)
     wanted = tuple(met(want, arrival.layout) for want, arrival in zip(wanted, arrivals))
@@ -95,11 +92,15 @@ def accepting(rule: Rule | None, assignment: Mapping[Axis, str], wanted: Sequenc
 
 
 def met(want: Layout, have: Layout) -> Layout:
-    """`want`, as far as a value at `have` can meet it: not partial over devices over which the value is not."""
+    """`want`, as far as a value at `have` can meet it: not partial over devices over which the value is not.
+
+    The same value in all steps of a time axis can meet a sum over them: as a share of it in each.
+    """
     if not want.partial:
         return want
-    times = tuple(item for item in want.partial if item[0].kind == "time")
-    return Layout(want.dims, (*(item for item in _in_space(have) if item in want.partial), *times))
+    kept = [item for item in have.partial if item in want.partial]
+    shares = [item for item in want.partial if item[0].kind == "time" and item[1] == "sum" and item not in kept]
+    return Layout(want.dims, (*kept, *shares))
 
 
 def _ordered(partial: Mapping[Axis, str], mesh: Mesh) -> tuple[tuple[Axis, str], ...]:
@@ -111,19 +112,36 @@ def _in_space(layout: Layout) -> tuple[tuple[Axis, str], ...]:
     return tuple(item for item in layout.partial if item[0].kind == "space")
 
 
-def _passing_times(
-    linear: Sequence[tuple[int, ...]], arrivals: Sequence[Arrival], mesh: Mesh
-) -> tuple[dict[Axis, str], tuple[int, ...]]:
-    """The time axes over which a partial sum passes, and the inputs that then have to be one, too."""
+@dataclass(frozen=True)
+class PassingTimes:
+    """The time axes over which a partial sum passes an op, and the inputs that are, or have to be made, one, too."""
+
+    axes: tuple[Axis, ...] = ()
+    inputs: tuple[int, ...] = ()
+
+    def of_inputs(self, wanted: Sequence[Layout]) -> tuple[Layout, ...]:
+        """Where inputs are wanted, with the partial sums that pass."""
+        return tuple(self._of(layout) if index in self.inputs else layout for index, layout in enumerate(wanted))
+
+    def of_outputs(self, results: Sequence[Layout]) -> tuple[Layout, ...]:
+        """Where outputs lie, with the partial sums that have passed."""
+        return tuple(self._of(layout) for layout in results)
+
+    def _of(self, layout: Layout) -> Layout:
+        return Layout(layout.dims, (*layout.partial, *((axis, "sum") for axis in self.axes)))
+
+
+def passing_times(linear: Sequence[tuple[int, ...]], arrivals: Sequence[Arrival], mesh: Mesh) -> PassingTimes:
+    """Which partial sums over time axes pass an op that is linear in these sets of its inputs."""
     partial = {axis: {index for index, arrival in enumerate(arrivals) if (axis, "sum") in arrival.layout.partial}
                for axis in mesh.times}  # fmt: skip
     axes = [axis for axis in mesh.times if partial[axis]]
     if not axes or any(axis in arrival.layout.shard_axes for axis in axes for arrival in arrivals):
-        return {}, ()
+        return PassingTimes()
     for together in linear:
         if all(partial[axis] <= set(together) for axis in axes):
-            return dict.fromkeys(axes, "sum"), together
-    return {}, ()
+            return PassingTimes(tuple(axes), together)
+    return PassingTimes()
 
 
 def _passing(bound: BoundRule, rule: Rule | None, arrivals: Sequence[Arrival]) -> dict[Axis, str]:

@@ -19,7 +19,7 @@ from shardweave.errors import LayoutError
 from shardweave.ir import META, Assignment, Axis, Layout, Mesh, NodeInfo
 from shardweave.passes.annotate import bind_new, decompose, depends_on_inputs, graph_outputs, info, source_of
 from shardweave.passes.emitter import OpEmitter
-from shardweave.passes.follow import accepting, follow, met
+from shardweave.passes.follow import accepting, follow, met, passing_times
 from shardweave.passes.layouts import (
     input_layouts,
     output_layouts,
@@ -219,7 +219,8 @@ class Sharder(Values):
         partner = rule.partner(node) if rule is not None and rule.partner is not None else None
         if partner is not None:
             explicit = self.assigned[partner]
-        choice = follow(bound, rule, [self.arrival(argument) for argument in arguments], self.mesh, linear_in(node))
+        arrivals = [self.arrival(argument) for argument in arguments]
+        choice = follow(bound, rule, arrivals, self.mesh, linear_in(node))
         if explicit is not None:
             explicit = _with_times(explicit, choice.assignment)
         if explicit is not None and (blocked := {axis for axis, name in explicit.items if bound.factor(name).blocked}):
@@ -232,8 +233,11 @@ class Sharder(Values):
         if explicit is not None and explicit != Assignment.of(choice.assignment):
             assignment = explicit.as_dict()
             wanted = accepting(rule, assignment, input_layouts(bound, assignment, self.mesh))
-            wanted = tuple(met(want, self.layout(argument)) for want, argument in zip(wanted, arguments))
-            results = output_layouts(bound, assignment, self.mesh)
+            times = passing_times(linear_in(node), arrivals, self.mesh)
+            wanted = tuple(
+                met(want, self.layout(argument)) for want, argument in zip(times.of_inputs(wanted), arguments)
+            )
+            results = times.of_outputs(output_layouts(bound, assignment, self.mesh))
         else:
             if choice.blocked and rule is not None and rule.decompose is not None:
                 parents = [source_of(argument)[0] for argument in arguments]

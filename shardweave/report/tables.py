@@ -215,8 +215,9 @@ def _rest(strategy: Strategy) -> str:
     if free == 1:
         return "-"
     if strategy.states != strategy.rest:
-        both = f"over {strategy.rest}, states {strategy.states} of {free}"
-        return "ZeRO-2" if (strategy.rest, strategy.states) == (1, free) else both
+        zero = {1: "ZeRO-1", free: "ZeRO-2"} if (strategy.rest, strategy.states) == (1, free) else {}
+        apart = f", gradients {strategy.gradients}" if strategy.gradients != strategy.states else ""
+        return zero.get(strategy.gradients, f"over {strategy.rest}{apart}, states {strategy.states} of {free}")
     return {1: "DP", free: "ZDP"}.get(strategy.rest, f"over {strategy.rest} of {free}")
 
 

@@ -229,12 +229,15 @@ class ParallelModule(nn.Module):
         InputError
             If the tensor's first dimension does not divide by `data_world_size`.
         """
-        parts = self.data_world_size
-        if parts > 1 and (tensor.ndim == 0 or tensor.shape[0] % parts):
+        parts, steps = self.data_world_size, self.spec.micro_batches
+        if parts > 1 and (tensor.ndim == 0 or tensor.shape[0] % (steps * parts)):
+            each = f" in each of {steps} micro-batches" if steps > 1 else ""
             raise InputError(
-                f"a tensor of shape {tuple(tensor.shape)} does not divide into the {parts} parts of a batch"
+                f"a tensor of shape {tuple(tensor.shape)} does not divide into the {parts} parts of a batch{each}"
             )
-        return tensor if parts == 1 else tensor.chunk(parts)[self.data_rank]
+        if parts == 1:
+            return tensor
+        return torch.cat([step.chunk(parts)[self.data_rank] for step in tensor.chunk(steps)])
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

@@ -20,7 +20,7 @@ _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 def cut(value: torch.Tensor, layout: Layout, axis: Axis) -> list[torch.Tensor]:
     """The steps of a rank's `value` along a time axis; what does not lie on it is the same in all of them.
 
-    >>> micro = Axis("micro", 2, 0, "time")
+    >>> micro = Axis("micro", 2, 4, "time")
     >>> cut(torch.arange(4), Layout(((micro, 2),)), micro)
     [tensor([0, 1]), tensor([2, 3])]
     """
@@ -36,7 +36,7 @@ def cut(value: torch.Tensor, layout: Layout, axis: Axis) -> list[torch.Tensor]:
 def joined(parts: Sequence[torch.Tensor], layout: Layout, axis: Axis) -> torch.Tensor:
     """The value whose steps along a time axis are `parts`: side by side, or combined where it is partial over the axis.
 
-    >>> micro = Axis("micro", 2, 0, "time")
+    >>> micro = Axis("micro", 2, 4, "time")
     >>> joined([torch.tensor([0, 1]), torch.tensor([2, 3])], Layout(((micro, 2),)), micro)
     tensor([0, 1, 2, 3])
     >>> joined([torch.tensor(1), torch.tensor(2)], Layout((), ((micro, "sum"),)), micro)

@@ -11,6 +11,7 @@ from torch import fx, nn
 import shardweave as sw
 from shardweave.compiler.call import TENSOR, CallTree
 from shardweave.compiler.codegen import Step
+from shardweave.compiler.turns import Turns
 from shardweave.ir import StepSpec
 
 
@@ -69,6 +70,27 @@ def _resolved(value: Any, nodes: dict[str, fx.Node]) -> Any:
 
 
 @dataclass(frozen=True)
+class PackedTurns:
+    """The forms of a step for several runs, as values."""
+
+    forward: PackedGraph
+    backward: PackedGraph
+    working: tuple[str, ...]
+    added: dict[str, str]
+    totals: PackedGraph | None
+
+    @classmethod
+    def of(cls, turns: Turns) -> PackedTurns:
+        totals = None if turns.totals is None else pack(turns.totals)
+        graphs = pack(turns.whole_forward), pack(turns.whole_backward)
+        return cls(*graphs, tuple(turns.working), dict(turns.added), totals)
+
+    def turns(self) -> Turns:
+        totals = None if self.totals is None else unpack(self.totals)
+        return Turns(unpack(self.forward), unpack(self.backward), self.working, self.added, totals)
+
+
+@dataclass(frozen=True)
 class Packed:
     """A step that can be pickled."""
 
@@ -77,15 +99,19 @@ class Packed:
     spec: StepSpec
     call: CallTree
     plan: dict[str, Any]
+    turns: PackedTurns | None = None
 
     @classmethod
-    def of(cls, step: Step, call: CallTree, plan: sw.Plan) -> Packed:
-        assert step.backward is not None
-        return cls(pack(step.forward), pack(step.backward), step.spec, call, plan.to_dict())
+    def of(cls, step: Step, call: CallTree, plan: sw.Plan, several: bool = False) -> Packed:
+        """The step, and with `several` its forms for several runs before the optimizer's."""
+        assert step.backward is not None and step.turns is not None
+        turns = PackedTurns.of(step.turns()) if several else None
+        return cls(pack(step.forward), pack(step.backward), step.spec, call, plan.to_dict(), turns)
 
     def module(self, model: nn.Module) -> sw.ParallelModule:
         """`model` run by this step, as `compile_parallel` makes it."""
-        step = Step(unpack(self.forward), unpack(self.backward), self.spec)
+        turns = None if self.turns is None else self.turns.turns
+        step = Step(unpack(self.forward), unpack(self.backward), self.spec, turns)
         # The mark of a tensor is told by identity, which a pickle does not keep.
         marks = tuple(TENSOR if constant == TENSOR else constant for constant in self.call.output_constants)
         call = replace(self.call, output_constants=marks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -76,6 +77,9 @@ class Way:
     force: Mapping[str, Any] | Callable[[Sequence[Op], Mesh], Mapping[str, Any]] = field(default_factory=dict)
     memory_limit: int | None = None
     tight: bool = False
+    micro_batches: int = 1
+    accumulates: int = 1
+    """Calls a step, all but the last of them under `no_sync`."""
 
 
 @dataclass
@@ -95,20 +99,30 @@ def train(
     clip: float | None = None,
     batches: Callable[[int], dict[str, Tensor]] | None = None,
     count: int = STEPS,
+    size: int = BATCH,
+    accumulates: int = 1,
 ) -> Run:
-    """Train with another batch at each step, in either world; the loss is the model's own."""
+    """Train with another batch at each step, in either world; the loss is the model's own.
+
+    With `accumulates` the mean of so many losses, of batches of their own, is that of a step.
+    """
     steps = optimizer(model.parameters())
     losses, gradients = [], {}
     for step in range(count):
-        loss = case.loss(model(**(batches or partial(case.batch, size=BATCH, dtype=dtype))(step)))
-        loss.backward()
+        total = 0.0
+        for call in range(accumulates):
+            batch = (batches or partial(case.batch, size=size, dtype=dtype))(accumulates * step + call)
+            with model.no_sync() if call < accumulates - 1 and isinstance(model, sw.ParallelModule) else nullcontext():
+                loss = case.loss(model(**batch)) / accumulates
+                loss.backward()
+            total += loss.item()
         if step == 0:
             gradients = gradients_of(model)
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         steps.step()
         steps.zero_grad()
-        losses.append(loss.item())
+        losses.append(total)
     full = model.full_state_dict() if isinstance(model, sw.ParallelModule) else model.state_dict()
     return Run(losses, gradients, {name: value.detach().clone() for name, value in full.items()})
 
@@ -122,21 +136,24 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: grad.clone() for name, grad in found.items()}
 
 
-def compile_ways(model: nn.Module, case: Case, dtype: torch.dtype, world: int, ways: Sequence[Way]) -> list[Packed]:
+def compile_ways(
+    model: nn.Module, case: Case, dtype: torch.dtype, world: int, ways: Sequence[Way], size: int = BATCH
+) -> list[Packed]:
     """The model's step in each of these ways, ready to be sent to ranks.
 
     Done once and not in every rank, as eight ranks on two cores would be at it for minutes; that `compile_parallel`
     does the same on every rank is for test_api.py to show. The capture is the same for all ways.
     """
     cluster = sw.Cluster.local(world)
-    compiler = _Compiler(model, cluster, case.batch(0, BATCH, dtype), None, None)
+    compiler = _Compiler(model, cluster, case.batch(0, size, dtype), None, None)
     packed = []
     for way in ways:
         compiler = copy.copy(compiler)
         force = way.force(compiler.annotated.ops, cluster.mesh()) if callable(way.force) else way.force
-        compiler.options = Options(force=force, memory_limit=way.memory_limit)
+        compiler.options = Options(force=force, memory_limit=way.memory_limit, micro_batches=way.micro_batches)
         plan = tightest(compiler) if way.tight else compiler.plan()
-        packed.append(Packed.of(compiler.lower(plan).step, compiler.captured.call, plan))
+        several = max(way.micro_batches, way.accumulates) > 1
+        packed.append(Packed.of(compiler.lower(plan).step, compiler.captured.call, plan, several))
     return packed
 
 
@@ -157,13 +174,15 @@ def train_packed(
     steps: Sequence[Packed],
     optimizer: Callable[..., torch.optim.Optimizer] = ADAMW,
     count: int = STEPS,
+    size: int = BATCH,
+    accumulates: int = 1,
 ) -> list[Run | list[float]]:
     """Train a model of the zoo by each of these steps; what rank 0 saw, and of the other ranks the losses."""
     case = {**ZOO, **TODAY}[name]
     model = model_of(case, dtype)
     found: list[Run | list[float]] = []
     for packed in steps:
-        run = train(packed.module(model), case, dtype, optimizer, count=count)
+        run = train(packed.module(model), case, dtype, optimizer, None, None, count, size, accumulates)
         found.append(run if dist.get_rank() == 0 else run.losses)
     return found
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import fx
 
-from shardweave.compiler.pipeline import Annotated, join_names
+from shardweave.compiler.pipeline import Annotated, join_names, with_micro_batches
 from shardweave.compiler.planner import problem as program
 from shardweave.compiler.planner.candidates import legal
 from shardweave.compiler.planner.ops import Op
@@ -31,6 +31,7 @@ from shardweave.passes.annotate import depends_on_inputs, graph_outputs, info, s
 from shardweave.passes.follow import Arrival, Choice, accepting, follow, met
 from shardweave.passes.layouts import drop, factors_of, input_layouts, output_layouts, through
 from shardweave.passes.rules import find_rule
+from shardweave.passes.rules.linear import linear_in
 from shardweave.passes.rules.registry import tensor_args
 
 WORKING = 2.5
@@ -77,7 +78,9 @@ class Costing:
     ) -> None:
         self.annotated, self.options, self.forced = annotated, options, forced
         mesh = cluster.mesh()
-        self.mesh = Mesh(tuple(sorted(mesh.axes, key=lambda axis: -axis.stride)))
+        self.mesh = with_micro_batches(
+            Mesh(tuple(sorted(mesh.axes, key=lambda axis: -axis.stride))), options.micro_batches
+        )
         self.prices = Prices(self.mesh, cluster, options.optimizer_bytes, annotated.captured.whole)
         self.graph = annotated.captured.graph.graph
         self.dependent = depends_on_inputs(self.graph)
@@ -102,6 +105,7 @@ class Costing:
                        if (name := annotated.captured.parameters.get(node.name))}  # fmt: skip
         self.names = join_names(self.graph)
         self.returned = {_root(value) for value in graph_outputs(self.graph) if isinstance(value, fx.Node)}
+        self.steps: dict[int, np.ndarray] = {}
         self.fixed_bytes = 0
 
     def build(self) -> Costed:
@@ -122,7 +126,9 @@ class Costing:
             self._saved(node)
         self.fixed_bytes += self._input_bytes()
         rows = [self._row(variable) for variable in self.variables]
-        edges = tuple(program.Edge(u, v, matrix) for (u, v), matrix in sorted(self.edges.items()) if matrix.any())
+        edges = tuple(
+            program.Edge(u, v, self._per_step(matrix)) for (u, v), matrix in sorted(self.edges.items()) if matrix.any()
+        )
         limit = self.options.memory_limit
         assert limit is not None
         return Costed(program.Problem(tuple(rows), edges, limit, self.fixed_bytes, 0.0), self.variables, ratio)
@@ -276,7 +282,7 @@ class Costing:
             layout = Layout.replicated(shape) if port is None else self.lies[argument][port][0]
             users = len(argument.users) == 1
             arrivals.append(Arrival(layout, argument.meta["val"].numel(), argument not in self.follows, users))
-        return follow(bound, rule, arrivals, self.mesh)
+        return follow(bound, rule, arrivals, self.mesh, linear_in(node))
 
     # -- what passes through
 
@@ -392,11 +398,20 @@ class Costing:
         return sum(value.numel() * value.element_size() for node in kept for value in tensor_outputs(node))
 
     def _row(self, variable: Variable) -> program.Op:
+        variable.seconds = variable.seconds * self.options.micro_batches
         figures = variable.seconds, variable.saved, variable.working
         key = variable.signature, *(column.tobytes() for column in figures)  # equal layers share their candidates
         if key not in self.rows:
             self.rows[key] = tuple(self._candidates(variable))
         return program.Op(variable.name, self.rows[key], re.sub(r"\d+", "*", variable.name))
+
+    def _per_step(self, seconds: np.ndarray) -> np.ndarray:
+        """Seconds of a step from those of a micro-batch; equal tables stay one."""
+        if self.options.micro_batches == 1:
+            return seconds
+        if id(seconds) not in self.steps:
+            self.steps[id(seconds)] = self.options.micro_batches * seconds
+        return self.steps[id(seconds)]
 
     def _candidates(self, variable: Variable) -> Iterator[program.Candidate]:
         for index, port in enumerate(variable.port_of):

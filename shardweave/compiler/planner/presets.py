@@ -1,21 +1,22 @@
 """What systems of data parallelism call where states rest, as strategies: DP, ZeRO, FSDP, MiCS, ZeRO++.
 
-Each is two factors of AMSP (arXiv 2311.00257, section IV-B), over how many of N devices a parameter rests sharded in a
-step (s_p) and over how many its optimizer states do (s_os); n is the devices of a node:
+Each is three factors of AMSP (arXiv 2311.00257, section IV-B), over how many of N devices a parameter rests sharded in
+a step (s_p), over how many its gradient is added up (s_g), and over how many its optimizer states rest (s_os); n is the
+devices of a node:
 
-=========  ===  ====  =====================================================================
-name       s_p  s_os  source
-=========  ===  ====  =====================================================================
-``dp``     1    1     DistributedDataParallel
-``zero1``  1    N     ZeRO (arXiv 1910.02054), P_os
-``zero2``  1    N     the same, P_os+g
-``zero3``  N    N     the same, P_os+g+p, and FSDP; ``zdp``
-``hsdp``   n    n     FSDP's hybrid sharding; ``mics`` (arXiv 2205.00119)
-``hpz``    n    N     ZeRO++'s secondary partition (arXiv 2306.10209)
-=========  ===  ====  =====================================================================
+=========  ===  ===  ====  ================================================================
+name       s_p  s_g  s_os  source
+=========  ===  ===  ====  ================================================================
+``dp``     1    1    1     DistributedDataParallel
+``zero1``  1    1    N     ZeRO (arXiv 1910.02054), P_os
+``zero2``  1    N    N     the same, P_os+g
+``zero3``  N    N    N     the same, P_os+g+p, and FSDP; ``zdp``
+``hsdp``   n    n    n     FSDP's hybrid sharding; ``mics`` (arXiv 2205.00119)
+``hpz``    n    N    N     ZeRO++'s secondary partition (arXiv 2306.10209)
+=========  ===  ===  ====  ================================================================
 
-A gradient is reduced into the shard of its states as it appears, so ZeRO-1 and ZeRO-2 are one generated step here: that
-of the cheaper gradients.
+Without accumulation a gradient is reduced into the shard of its states as it appears: ZeRO-1 and ZeRO-2 then are one
+generated step, that of the cheaper gradients.
 """
 
 from __future__ import annotations
@@ -45,13 +46,15 @@ def preset(word: str, degree: int, mesh: Mesh) -> Strategy:
     Examples
     --------
     >>> mesh = Mesh.of_levels([("gpu", 4), ("node", 2)])
-    >>> for word in ("dp", "zero2", "zero3", "hsdp", "hpz"):
-    ...     print(word, preset(word, 0, mesh).rest, preset(word, 0, mesh).states)
-    dp 1 1
-    zero2 1 8
-    zero3 8 8
-    hsdp 4 4
-    hpz 4 8
+    >>> for word in ("dp", "zero1", "zero2", "zero3", "hsdp", "hpz"):
+    ...     found = preset(word, 0, mesh)
+    ...     print(word, found.rest, found.gradients, found.states)
+    dp 1 1 1
+    zero1 1 1 8
+    zero2 1 8 8
+    zero3 8 8 8
+    hsdp 4 4 4
+    hpz 4 8 8
     """
     world = mesh.world_size
     if degree and word not in _OF_A_NODE:
@@ -59,17 +62,17 @@ def preset(word: str, degree: int, mesh: Mesh) -> Strategy:
     inner = degree or _devices_of_a_node(mesh)
     if word in _OF_A_NODE and inner == world > 1 and not degree:
         raise PlanError(f"{word!r} shards inside a node, and all {world} devices are in one: give a degree, {word}:2")
-    rest, states = {
-        "dp": (1, 1),
-        "zero1": (1, world),
-        "zero2": (1, world),
-        "hsdp": (inner, inner),
-        "mics": (inner, inner),
-        "hpz": (inner, world),
-    }.get(word, (world, world))
+    rest, gradients, states = {
+        "dp": (1, 1, 1),
+        "zero1": (1, 1, world),
+        "zero2": (1, world, world),
+        "hsdp": (inner, inner, inner),
+        "mics": (inner, inner, inner),
+        "hpz": (inner, world, world),
+    }.get(word, (world, world, world))
     if world % inner:
         raise PlanError(f"{word}:{degree} does not divide the {world} devices")
-    return Strategy(Grid(data=world), rest, states=states)
+    return Strategy(Grid(data=world), rest, states=states, gradients=gradients)
 
 
 def _devices_of_a_node(mesh: Mesh) -> int:

@@ -67,11 +67,14 @@ class Prices:
     def _change(self, have: Layout, want: Layout, itemsize: int, with_backward: bool) -> float:
         total = 0.0
         for step in steps_between(have, want):
+            axes = tuple(axis for axis in step.axes if axis.kind == "space")
+            if not axes:
+                continue
             whole = max(local_numel(step.before), local_numel(step.after)) * itemsize
             kinds = [step.kind] if step.kind != "slice" else []
             back = TRANSPOSED[step.kind] if with_backward else None
             total += sum(
-                collective_seconds(kind, whole, step.axes, self.cluster) for kind in (*kinds, *([back] if back else []))
+                collective_seconds(kind, whole, axes, self.cluster) for kind in (*kinds, *([back] if back else []))
             )
         return total
 
@@ -134,27 +137,42 @@ def price_op(
         How many ops read the same activation: their input gradients are summed before they are reduced.
     """
     mesh = prices.mesh
+    turns = axes_size(mesh.times)
     assignments = op.assignments(strategy, mesh)
-    compute = sum(prices.compute(role.node, assignments[role.node.name]) for role in op.roles)
-    communication = sum(_backward_sum(role, assignments[role.node.name], prices) for role in op.roles) / consumers
+    compute = turns * sum(prices.compute(role.node, assignments[role.node.name]) for role in op.roles)
+    sums = sum(_backward_sum(role, assignments[role.node.name], prices) for role in op.roles)
+    communication = turns * sums / consumers
     axes = strategy.axes(mesh)
     states = transient = scratch = 0
     for index, shape in enumerate(shapes):
         lies = op.compute_layout(strategy, mesh) if index == 0 else Layout.replicated(shape)
         rest = rest_layout(lies, [axis for axis in axes.rest if axis not in lies.shard_axes], mesh)
-        further = [axis for axis in axes.states if axis not in (*axes.rest, *lies.shard_axes)]
-        master = rest_layout(rest, further, mesh)
+        summed = rest_layout(
+            rest, [axis for axis in axes.gradients if axis not in (*axes.rest, *lies.shard_axes)], mesh
+        )
+        further = [axis for axis in axes.states if axis not in (*axes.gradients, *lies.shard_axes)]
+        master = rest_layout(summed, further, mesh)
         if prices.whole:
-            rest = master = Layout.replicated(shape)
+            rest = summed = master = Layout.replicated(shape)
         states += local_numel(master) * (2 * itemsize + prices.optimizer_bytes)
+        if turns > 1 and summed != master:  # the sums of the micro-batches, beside what they become
+            states += local_numel(summed) * itemsize
         scratch += local_numel(master) * itemsize
         if master != rest:  # gathered once, and held for the step
             states += local_numel(rest) * itemsize
             communication += prices.change(master, rest, itemsize)
         batch = _batch_axes(op, assignments)
-        partial = Layout(lies.dims, tuple((axis, "sum") for axis in mesh.ordered(batch) if axis not in lies.shard_axes))
-        communication += 2 * prices.change(rest, lies, itemsize)  # gathered for the forward and for the backward
-        communication += prices.change(partial, master, itemsize)
+        over = tuple(
+            (axis, "sum") for axis in mesh.ordered(batch) if axis.kind == "space" and axis not in lies.shard_axes
+        )
+        partial = Layout(lies.dims, over)
+        communication += turns * 2 * prices.change(rest, lies, itemsize)  # for the forward, and for the backward
+        if turns == 1:
+            communication += prices.change(partial, master, itemsize)
+        else:  # AMSP IV-C: into the sums for each micro-batch, from there to the states once a step
+            added = Layout(summed.dims, tuple(item for item in over if item[0] not in summed.shard_axes))
+            communication += turns * prices.change(partial, added, itemsize)
+            communication += prices.change(added, master, itemsize)
         if rest != lies:  # its own copy, the next one's, and gradients on their way
             transient = max(transient, 4 * local_numel(lies) * itemsize)
     return OpPrice(compute + communication, communication, states, transient, scratch)

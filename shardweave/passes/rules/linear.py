@@ -21,6 +21,15 @@ FIRST = {
     aten.detach.default, aten.alias.default, aten.div.Tensor,
 }  # fmt: skip
 """Linear in their first argument."""
+GRADIENTS = {
+    aten.embedding_dense_backward.default, aten.native_layer_norm_backward.default,
+    aten._fused_rms_norm_backward.default, aten.threshold_backward.default, aten.gelu_backward.default,
+    aten.silu_backward.default, aten.tanh_backward.default, aten.sigmoid_backward.default,
+    aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
+    aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.tril.default, aten.triu.default,
+    aten.flip.default, aten.roll.default,
+}  # fmt: skip
+"""Linear in their first argument, too: gradients of ops, and what picks or moves entries."""
 EACH = {aten.mul.Tensor, aten.mm.default, aten.bmm.default}
 """Linear in each of their two arguments while the other one stays."""
 TOGETHER = {aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default}
@@ -43,7 +52,7 @@ def linear_in(node: fx.Node) -> tuple[tuple[int, ...], ...]:
     count = len(tensor_args(node))
     if node.target is aten._to_copy.default and not _is_floating(node.kwargs.get("dtype")):
         return ()
-    if node.target in FIRST:
+    if node.target in FIRST or node.target in GRADIENTS:
         return ((0,),)
     if node.target in EACH:
         return tuple((index,) for index in range(count))
