@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from shardweave.errors import ParallelError
-from shardweave.ir import StepSpec, axes_size
+from shardweave.ir import StepSpec, ValueSpec, axes_size
 from shardweave.runtime.parameters import like, local_tensor
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -55,6 +55,8 @@ class Executor:
         The boxed graphs; no backward for a step that trains nothing.
     parameters, buffers : callable
         The current tensors of `spec.parameters` and `spec.buffers`, in order.
+    sources : sequence of set of int
+        For each gradient that `backward` gives, the outputs that it comes from; see `tangents_of_gradients`.
     """
 
     spec: StepSpec
@@ -63,6 +65,7 @@ class Executor:
     backward: Boxed | None
     parameters: Callable[[], list[torch.Tensor]]
     buffers: Callable[[], list[torch.Tensor]]
+    sources: Sequence[frozenset[int]]
     seeds: Callable[[], int] | None = None
     """Gives each call its seed, the same on all ranks; None for a step that draws no random numbers."""
 
@@ -72,8 +75,20 @@ class Executor:
         if self.backward is None or not torch.is_grad_enabled() or not any(p.requires_grad for p in parameters):
             with torch.no_grad():
                 return self.run(parameters, inputs)[0]
-        outputs = _Step.apply(self, inputs, *parameters)  # type: ignore[no-untyped-call]
+        pairs = zip(self.spec.parameters, parameters, strict=True)
+        if thawed := [spec.name for spec, parameter in pairs if parameter.requires_grad and not spec.trainable]:
+            raise ParallelError(
+                f"{', '.join(thawed[:5])}: {len(thawed)} parameters require a gradient that were frozen when the step "
+                "was compiled, so that it has no gradient for them. Compile the model with them unfrozen, and freeze "
+                "them by requires_grad_(False) until they are to be trained; or keep them frozen"
+            )
+        outputs = _Step.apply(self, inputs, parameters, *self.trained(parameters))  # type: ignore[no-untyped-call]
         return list(outputs)
+
+    def trained(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of `parameters`, those that some loss gives a gradient: autograd, and hooks, shall not hear of the others."""
+        trainable = [p for spec, p in zip(self.spec.parameters, parameters, strict=True) if spec.trainable]
+        return [parameter for parameter, sources in zip(trainable, self.sources, strict=True) if sources]
 
     def run(self, parameters: Sequence[torch.Tensor], inputs: list[torch.Tensor]) -> tuple[list[Any], list[Any]]:
         """The outputs and what the forward graph saves; buffers that the step changes are changed."""
@@ -91,25 +106,31 @@ class Executor:
                 buffer.copy_(value)
         return outputs, saved
 
-    def gradients(self, saved: list[Any], tangents: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The gradient of each of `spec.parameters`, as a DTensor; None for those that are not trained.
+    def gradients(self, saved: list[Any], tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradient of each parameter that is trained, as a DTensor.
 
-        `tangents` are those of all outputs. A tangent of an output that is spread over data axes belongs to a loss of
-        this rank's part alone: such losses are averaged over the data ranks, as DistributedDataParallel does.
+        `tangents` are those of all outputs; None for one that the user's loss does not need, and what only such outputs
+        need has None for a gradient. A tangent of an output that is spread over data axes belongs to a loss of this
+        rank's part alone: such losses are averaged over the data ranks, as DistributedDataParallel does.
         """
         assert self.backward is not None
+        parameters = self.trained(self.parameters())
+        given = {index: tangent for index, tangent in enumerate(tangents) if tangent is not None}
+        if not given:  # what the user computes from the outputs gives them no gradient at all
+            return [None] * len(parameters)
         arguments = [*self.coordinates, *saved]
         saved.clear()
-        for output, tangent in zip(self.spec.outputs, tangents, strict=True):
+        for index, output in enumerate(self.spec.outputs):
             if output.differentiable:
                 ranks = axes_size(axis for axis in output.layout.shard_axes if axis in self.spec.data_axes)
+                tangent = given[index] if index in given else _zeros(output, next(iter(given.values())).device)
                 arguments.append((tangent if ranks == 1 else tangent / ranks).contiguous())
-        results = iter(self.backward(arguments))
-        gradients: list[torch.Tensor | None] = []
-        for spec, parameter in zip(self.spec.parameters, self.parameters(), strict=True):
-            gradient = next(results) if spec.trainable else None
-            gradients.append(None if gradient is None else like(gradient, parameter))
-        return gradients
+        found = [
+            None if gradient is None or sources.isdisjoint(given) else gradient
+            for gradient, sources in zip(self.backward(arguments), self.sources, strict=True)
+            if sources
+        ]
+        return [None if g is None else like(g, parameter) for g, parameter in zip(found, parameters, strict=True)]
 
 
 class _Step(torch.autograd.Function):
@@ -121,7 +142,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, executor: Executor, inputs: list[torch.Tensor], *parameters: torch.Tensor
+        ctx: Any, executor: Executor, inputs: list[torch.Tensor], parameters: list[torch.Tensor], *_: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         outputs, saved = executor.run(parameters, inputs)
         # an output that held itself through its own autograd node would never be freed
@@ -132,10 +153,11 @@ class _Step(torch.autograd.Function):
         specs = executor.spec.outputs
         fixed = [output for output, spec in zip(outputs, specs, strict=True) if not spec.differentiable]
         ctx.mark_non_differentiable(*fixed)
+        ctx.set_materialize_grads(False)
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if ctx.saved is None:
             raise ParallelError(
                 "this step has been run backward already, and what it saved is freed: call the module again, or add "
@@ -147,7 +169,11 @@ class _Step(torch.autograd.Function):
                 "belong to neither value: call backward before optimizer.step(), and before inputs are written to"
             )
         saved, ctx.saved, ctx.inputs = ctx.saved, None, None
-        return (None, None, *ctx.executor.gradients(saved, tangents))
+        return (None, None, None, *ctx.executor.gradients(saved, tangents))
+
+
+def _zeros(output: ValueSpec, device: torch.device) -> torch.Tensor:
+    return torch.zeros(output.layout.local_shape, dtype=getattr(torch, output.dtype), device=device)
 
 
 def _versions(tensors: list[torch.Tensor]) -> list[int]:

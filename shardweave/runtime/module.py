@@ -19,6 +19,7 @@ from shardweave.runtime.inputs import localize
 from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.parameters import distribute, local_tensor
 from shardweave.runtime.random import Seeds
+from shardweave.runtime.reach import tangents_of_gradients
 from shardweave.runtime.state import adopt, finder, gather, shard_whole, without_values
 
 
@@ -101,6 +102,7 @@ class ParallelModule(nn.Module):
             None if step.backward is None else boxed(self.mesh.bind(step.backward)),
             finder(self, self.spec.parameters, "_parameters"),
             finder(self, self.spec.buffers, "_buffers"),
+            () if step.backward is None else tangents_of_gradients(step.backward, self.spec),
             (lambda: self._seeds()) if self.spec.draws else None,
         )
         self.register_load_state_dict_pre_hook(_shard_whole)  # type: ignore[no-untyped-call]
