@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any, Protocol
 
@@ -36,6 +38,8 @@ class Step(Protocol):
     def spec(self) -> StepSpec: ...
 
 
+_COMPILED = ("spec", "graphs", "plan", "mesh", "_coordinates", "_flatten", "_unflatten", "_layouts", "_execute")
+"""Attributes of a parallel module that are of its step and not of its parameters' values."""
 Flatten = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[object]]
 Unflatten = Callable[[list[torch.Tensor]], Any]
 
@@ -237,6 +241,20 @@ class ParallelModule(nn.Module):
     def layout_of(self, name: str, shape: Sequence[int]) -> Layout:
         """Where the tensor `name`, of the global `shape`, lies: plain tensors are whole on every rank."""
         return self._layouts.get(name) or Layout.replicated(shape)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A module with parameters and buffers of its own, as averages of weights need; what was compiled is shared."""
+        memo.update({id(vars(self)[name]): vars(self)[name] for name in _COMPILED})
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        vars(twin).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        twin._execute = replace(
+            self._execute,
+            parameters=finder(twin, self.spec.parameters, "_parameters"),
+            buffers=finder(twin, self.spec.buffers, "_buffers"),
+            seeds=(lambda: twin._seeds()) if self.spec.draws else None,
+        )
+        return twin
 
     def _all_reduced(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
         if self.mesh.device_mesh is not None:
