@@ -25,7 +25,7 @@ WAYS = [
     Way("zero3", {"*": "zero3"}),
     Way("hpz", {"*": "hpz:2"}),
     Way("column", {"*": "column"}),
-    Way("mixed", {"*": "zero3", "up": "column:2", "down": "row:2", "embed": "zero2", "aside": "dp"}),
+    Way("mixed", {"*": "zero3", "up": "column:2", "down": "row:2", "embed": "dp", "aside": "zero2"}),
 ]
 Scenario = Callable[[nn.Module], Any]
 """Trains the model and returns whatever is to be the same in both worlds."""
