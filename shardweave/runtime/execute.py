@@ -125,8 +125,9 @@ class Executor:
                 ranks = axes_size(axis for axis in output.layout.shard_axes if axis in self.spec.data_axes)
                 tangent = given[index] if index in given else _zeros(output, next(iter(given.values())).device)
                 arguments.append((tangent if ranks == 1 else tangent / ranks).contiguous())
+        taken = {tangent.data_ptr() for tangent in given.values()}
         found = [
-            None if gradient is None or sources.isdisjoint(given) else gradient
+            None if gradient is None or sources.isdisjoint(given) else _owned(gradient, taken)
             for gradient, sources in zip(self.backward(arguments), self.sources, strict=True)
             if sources
         ]
@@ -170,6 +171,18 @@ class _Step(torch.autograd.Function):
             )
         saved, ctx.saved, ctx.inputs = ctx.saved, None, None
         return (None, None, None, *ctx.executor.gradients(saved, tangents))
+
+
+def _owned(gradient: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """`gradient` in memory of its own, none of which is at `taken`: users and further backwards write to gradients.
+
+    Parameters that are added have one gradient, and that of a sum is one number, expanded.
+    """
+    gradient = gradient.contiguous()
+    if gradient.data_ptr() in taken:
+        gradient = gradient.clone()
+    taken.add(gradient.data_ptr())
+    return gradient
 
 
 def _zeros(output: ValueSpec, device: torch.device) -> torch.Tensor:

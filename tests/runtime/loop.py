@@ -99,7 +99,9 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
-def same_in_both_worlds(scenario: Scenario, steps: Sequence[Packed], names: Sequence[str]) -> list[str]:
+def same_in_both_worlds(
+    scenario: Scenario, steps: Sequence[Packed], names: Sequence[str], case: Case = CASE
+) -> list[str]:
     """What differs on this rank: what the scenario returns, and the gradients and the state that it leaves."""
 
     def seen(model: nn.Module) -> list[tuple[str, Any]]:
@@ -108,9 +110,9 @@ def same_in_both_worlds(scenario: Scenario, steps: Sequence[Packed], names: Sequ
         return [(pytree.keystr(path), leaf) for path, leaf in leaves]
 
     found = []
-    expected = seen(CASE.model(DTYPE))
+    expected = seen(case.model(DTYPE))
     for name, packed in zip(names, steps, strict=True):
-        got = seen(packed.module(CASE.model(DTYPE)))
+        got = seen(packed.module(case.model(DTYPE)))
         found += [
             f"{name}, rank {dist.get_rank()}: {where} is {leaf}, on one device {other_where} {other}"
             for (where, leaf), (other_where, other) in zip(got, expected, strict=True)

@@ -15,6 +15,8 @@ import shardweave as sw
 from shardweave.errors import ParallelError
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.packing import Packed
+from tests.compiler.training import compile_ways
+from tests.models import Case
 from tests.runtime.loop import (
     CASE,
     DTYPE,
@@ -243,3 +245,50 @@ def thawed(step: Packed) -> None:
 
 def test_what_was_frozen_when_compiled_stays_so(steps: list[Packed], pool: WorkerPool) -> None:
     pool.run(thawed, steps[2], nprocs=4, timeout=60.0)
+
+
+class Twins(nn.Module):
+    """Parameters that have one gradient between them, or one number for it; and an output that a loss may not need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.one, self.other = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))
+        self.summed = nn.Parameter(torch.ones(8))
+        self.head, self.aside = nn.Linear(8, 4), nn.Linear(8, 4)
+        self.gate = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.up(x) + (self.one + self.other)) + self.summed
+        return self.head(x), torch.tanh(self.aside(x * self.gate))
+
+
+def twins(generator: torch.Generator, size: int = 8) -> dict[str, Tensor]:
+    return {"x": torch.randn(size, 8, generator=generator)}
+
+
+TWINS = Case("twins", Twins, twins)
+
+
+def gradients_are_their_own(model: nn.Module) -> Any:
+    """Losses are computed outside; one needs the first output only."""
+    seen = []
+    optimizer = ADAMW(model.parameters())
+    for needs in ((0,), (1,), (0, 1)):
+        for step in range(2):
+            outputs = model(**TWINS.batch(step, dtype=DTYPE))
+            sum((outputs[index].mean() for index in needs), torch.zeros(())).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        seen.append(gradients(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def test_gradients_are_their_own(pool: WorkerPool) -> None:
+    steps = compile_ways(TWINS.model(DTYPE), TWINS, DTYPE, 4, WAYS[:3])
+    names = [way.name for way in WAYS[:3]]
+    ranks = pool.run(same_in_both_worlds, gradients_are_their_own, steps, names, TWINS, nprocs=4, timeout=120)
+    assert not any(ranks), "\n\n".join(problem for found in ranks for problem in found)
