@@ -137,6 +137,13 @@ def test_scaled_gradients(scenario: Scenario, steps: list[Packed], pool: WorkerP
     assert not any(ranks), "\n\n".join(problem for found in ranks for problem in found)
 
 
+@pytest.mark.parametrize("world", [2, 8])
+def test_scaled_gradients_in_other_worlds(world: int, pool: WorkerPool) -> None:
+    packed = packed_ways(world, [WAYS[-1]])
+    ranks = pool.run(same_in_both_worlds, partial(scaled, ADAMW, True), packed, ["mixed"], nprocs=world, timeout=120)
+    assert not any(ranks), "\n\n".join(problem for found in ranks for problem in found)
+
+
 def factored(step: Packed) -> None:
     parallel = step.module(CASE.model(DTYPE))
     optimizer = optim.Adafactor(parallel.parameters())
