@@ -45,7 +45,7 @@ def gradients_add_up(model: nn.Module) -> Any:
     for set_to_none in (True, False):
         for step in range(3):
             loss_of(model, step).backward()
-            seen.append(gradients(model))
+        seen.append(gradients(model))
         model.zero_grad(set_to_none)
         seen.append(gradients(model))
     (loss_of(model, 0) + loss_of(model, 1)).backward()
