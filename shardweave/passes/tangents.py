@@ -18,8 +18,8 @@ LINEAR = (FIRST | EACH) - {aten.div.Tensor}
 def drop_tangents(graph_module: fx.GraphModule, names: Iterable[str]) -> None:
     """Take the tangents called `names` as zero.
 
-    A sum with a zero is its other argument; what is linear in a zero is zero; where a zero reaches anything else, it
-    is written out.
+    A sum with a zero is its other argument; what is linear in a zero is zero; a gradient that is zero is left out, as
+    autograd leaves it; where a zero reaches anything else, it is written out.
     """
     graph = graph_module.graph
     wanted = set(names)
@@ -33,6 +33,9 @@ def drop_tangents(graph_module: fx.GraphModule, names: Iterable[str]) -> None:
             if other.meta["val"].shape == node.meta["val"].shape and not node.kwargs:
                 node.replace_all_uses_with(other)
                 continue
+        if node.op == "output":
+            node.args = fx.node.map_arg(node.args, lambda value: None if value in zeros else value)
+            continue
         if node.target in LINEAR or (node.target is aten.add.Tensor and len(dead) == len(node.all_input_nodes)):
             zeros.add(node)
             continue

@@ -7,21 +7,28 @@ search grows tenfold with each: an addition took 0.04 s on three, 4 s on five; w
 questions at once, and leaves all others to DTensor. The answers are DTensor's own: no redistribution, outputs lie as
 the inputs do.
 
+And two corrections. A scaler of gradients looks for infinities on each rank, and DTensor tells the others where the
+first gradient of its list is sharded: where another one is too, ranks would disagree whether to step. `_non_finite`
+asks wherever one is. And a mask of a tensor's own shape, which Rprop writes through, is elementwise as well.
+
 Only `install` touches DTensor's internals; where it does not find what it knows, it leaves everything as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 
-_FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+_UNTAGGED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_", "_foreach_copy_")
+_CHECK = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+_Handler = Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], object]
 
 
 def install() -> None:
@@ -33,6 +40,22 @@ def install() -> None:
     propagator.shardweave_installed = True
     for name in names[:2]:
         setattr(propagator, name, _ShortCut(getattr(propagator, name), propagator._propagate_tensor_meta_non_cached))
+    handlers: dict[torch._ops.OpOverload, _Handler] = getattr(DTensor._op_dispatcher, "_custom_op_handlers", {})
+    if _CHECK in handlers:
+        handlers[_CHECK] = partial(_non_finite, handlers[_CHECK])
+
+
+def _non_finite(original: _Handler, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Unscale gradients in place, and tell all ranks whether any of them has one that is not finite."""
+    gradients, found, *scale = args
+    if any(not isinstance(grad, DTensor) or grad.device_mesh != gradients[0].device_mesh for grad in gradients):
+        return original(op, args, kwargs)
+    mesh = gradients[0].device_mesh
+    op([grad._local_tensor for grad in gradients], found, *scale, **kwargs)
+    for dim in range(mesh.ndim):
+        if any(not grad.placements[dim].is_replicate() for grad in gradients):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return None
 
 
 class _ShortCut:
@@ -43,7 +66,7 @@ class _ShortCut:
         self._meta = meta
 
     def __call__(self, schema: OpSchema) -> OutputSharding:
-        if elementwise(schema.op) and (specs := _aligned(schema)):
+        if (elementwise(schema.op) or _masked(schema)) and (specs := _aligned(schema)):
             meta = self._meta(schema)
             if meta is None:
                 return OutputSharding(None)
@@ -70,7 +93,7 @@ def elementwise(op: torch._ops.OpOverload) -> bool:
     name = op._schema.name.removeprefix("aten::")
     if len(op._schema.returns) > 1 or any(argument.is_out for argument in op._schema.arguments):
         return False
-    if name in _FUSED:
+    if name in _UNTAGGED:
         return True
     if name.startswith("_foreach_"):
         packet = getattr(torch.ops.aten, name.removeprefix("_foreach_").removesuffix("_"), None)
@@ -78,6 +101,18 @@ def elementwise(op: torch._ops.OpOverload) -> bool:
     else:
         tags = [op.tags]
     return any(torch.Tag.pointwise in tag and torch.Tag.nondeterministic_seeded not in tag for tag in tags)
+
+
+def _masked(schema: OpSchema) -> bool:
+    """Whether the op is ``tensor[mask] = number``, with a mask of the tensor's shape."""
+    if schema.op is not torch.ops.aten.index_put_.default:
+        return False
+    tensor, indices, value, *_ = schema.args_schema
+    if not isinstance(tensor, DTensorSpec) or not isinstance(indices, (list, tuple)) or len(indices) != 1:
+        return False
+    mask = indices[0]
+    is_mask = isinstance(mask, DTensorSpec) and mask.tensor_meta is not None and mask.tensor_meta.dtype == torch.bool
+    return is_mask and mask.shape == tensor.shape and isinstance(value, DTensorSpec) and _is_scalar(value)
 
 
 def _aligned(schema: OpSchema) -> list[DTensorSpec]:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from shardweave.errors import ParallelError
-from shardweave.ir import StepSpec, axes_size
+from shardweave.ir import StepSpec, ValueSpec, axes_size
 from shardweave.runtime.parameters import like, local_tensor
 from shardweave.runtime.pieces import cut, joined
 from shardweave.runtime.turns import Boxed, Gradients, Turns
@@ -52,6 +52,8 @@ class Executor:
         The boxed graphs of a step that is run once; no backward for a step that trains nothing.
     parameters, buffers : callable
         The current tensors of `spec.parameters` and `spec.buffers`, in order.
+    sources : sequence of set of int
+        For each gradient that `backward` gives, the outputs that it comes from; see `tangents_of_gradients`.
     seeds : callable, optional
         Gives each call its seed, the same on all ranks; None for a step that draws no random numbers.
     turns : callable, optional
@@ -66,17 +68,19 @@ class Executor:
         backward: Boxed | None,
         parameters: Callable[[], list[torch.Tensor]],
         buffers: Callable[[], list[torch.Tensor]],
+        sources: Sequence[frozenset[int]],
         seeds: Callable[[], int] | None = None,
         turns: Callable[[], Turns] | None = None,
     ) -> None:
         self.spec, self.coordinates = spec, coordinates
         self.forward, self.backward = forward, backward
-        self.parameters, self.buffers = parameters, buffers
+        self.parameters, self.buffers, self.sources = parameters, buffers, sources
         self._seeds, self._make_turns = seeds, turns
         self._turns: Turns | None = None
         self.syncs = True
         """Whether gradients go to the states after each call, or are added up until they do."""
         self._tangent: torch.Tensor | None = None
+        self._reached: frozenset[int] = frozenset()  # the outputs whose tangents gradients that add up come from
 
     @property
     def turns(self) -> Turns:
@@ -87,8 +91,19 @@ class Executor:
             self._turns = self._make_turns()
         return self._turns
 
+    def on(
+        self,
+        parameters: Callable[[], list[torch.Tensor]],
+        buffers: Callable[[], list[torch.Tensor]],
+        seeds: Callable[[], int] | None,
+    ) -> Executor:
+        """The same step on other tensors; gradients that add up are not shared."""
+        given = self.forward, self.backward, parameters, buffers, self.sources, seeds, self._make_turns
+        return Executor(self.spec, self.coordinates, *given)
+
     def drop_sums(self) -> None:
         """Forget gradients that are not yet where the states rest."""
+        self._reached = frozenset()
         if self._turns is not None:
             self._turns.drop()
 
@@ -114,15 +129,24 @@ class Executor:
         """The step's outputs, from the local parts of its inputs."""
         parameters = self.parameters()
         trains = self.backward is not None and torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
-        if self.spec.micro_batches > 1:
-            if trains:
-                return list(_MicroBatches.apply(self, inputs, *parameters))  # type: ignore[no-untyped-call]
+        several = self.spec.micro_batches > 1
+        if not trains:
             with torch.no_grad():
-                return self.run_parts(parameters, inputs, None)[0]
-        if trains:
-            return list(_Step.apply(self, inputs, *parameters))  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            return self.run(parameters, inputs)[0]
+                return self.run_parts(parameters, inputs, None)[0] if several else self.run(parameters, inputs)[0]
+        pairs = zip(self.spec.parameters, parameters, strict=True)
+        if thawed := [spec.name for spec, parameter in pairs if parameter.requires_grad and not spec.trainable]:
+            raise ParallelError(
+                f"{', '.join(thawed[:5])}: {len(thawed)} parameters require a gradient that were frozen when the step "
+                "was compiled, so that it has no gradient for them. Compile the model with them unfrozen, and freeze "
+                "them by requires_grad_(False) until they are to be trained; or keep them frozen"
+            )
+        seam = _MicroBatches if several else _Step
+        return list(seam.apply(self, inputs, parameters, *self.trained(parameters)))  # type: ignore[no-untyped-call]
+
+    def trained(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of `parameters`, those that some loss gives a gradient: autograd, and hooks, shall not hear of the others."""
+        trainable = [p for spec, p in zip(self.spec.parameters, parameters, strict=True) if spec.trainable]
+        return [parameter for parameter, sources in zip(trainable, self.sources, strict=True) if sources]
 
     def run(
         self, parameters: Sequence[torch.Tensor], inputs: list[torch.Tensor], several: bool = False
@@ -193,54 +217,72 @@ class Executor:
         outputs = layouts[len(inputs) :]
         return [joined(part, lies, axis) for part, lies in zip(zip(*parts), outputs, strict=True)], sums or [], closes
 
-    def gradients(self, saved: list[Any], tangents: Sequence[torch.Tensor], several: bool, syncs: bool) -> Gradients:
-        """The local gradients of the trained parameters; None for all of them while they are only added up.
+    def gradients(
+        self, saved: list[Any], tangents: Sequence[torch.Tensor | None], several: bool, syncs: bool
+    ) -> Gradients:
+        """The gradient of each parameter that is trained, as a DTensor; None for all while they are only added up.
 
-        `tangents` are those of all outputs. A tangent of an output that is spread over data axes belongs to a loss of
-        this rank's part alone: such losses are averaged over the data ranks, as DistributedDataParallel does.
+        `tangents` are those of all outputs; None for one that the user's loss does not need, and what only such outputs
+        need has None for a gradient. A tangent of an output that is spread over data axes belongs to a loss of this
+        rank's part alone: such losses are averaged over the data ranks, as DistributedDataParallel does.
         `several` says whether the forward was one of several runs, `syncs` whether it is the last of them.
         """
         assert self.backward is not None
-        arguments = [*saved]
-        saved.clear()
-        for output, tangent in zip(self.spec.outputs, tangents, strict=True):
-            if output.differentiable:
-                ranks = axes_size(axis for axis in output.layout.shard_axes if axis in self.spec.data_axes)
-                arguments.append((tangent if ranks == 1 else tangent / ranks).contiguous())
-        if several:
-            return self._added_up(arguments, syncs)
-        boxed = [*self.coordinates, *arguments]
-        arguments.clear()
-        found: Gradients = list(self.backward(boxed))
-        return _summed(found, self.turns.finish()) if self._adds_up else found
+        given = {index: tangent for index, tangent in enumerate(tangents) if tangent is not None}
+        taken = {tangent.data_ptr() for tangent in given.values()}
+        found: Gradients = [None] * len(self.sources)
+        if given:  # else what the user computes from the outputs gives them no gradient at all
+            arguments = [*saved]
+            saved.clear()
+            for index, output in enumerate(self.spec.outputs):
+                if output.differentiable:
+                    ranks = axes_size(axis for axis in output.layout.shard_axes if axis in self.spec.data_axes)
+                    tangent = given[index] if index in given else _zeros(output, next(iter(given.values())).device)
+                    arguments.append((tangent if ranks == 1 else tangent / ranks).contiguous())
+            if several:
+                found = self._added_up(arguments, syncs)
+            else:
+                boxed = [*self.coordinates, *arguments]
+                arguments.clear()
+                found = list(self.backward(boxed))
+        return self._returned(found, frozenset(given), syncs, taken)
 
     def _added_up(self, arguments: list[Any], syncs: bool) -> Gradients:
         turns = self.turns
         before, turns.sums = turns.sums, None
         found = turns.backward(arguments, None, before, syncs)
-        if syncs:
-            return found
-        turns.sums = found
-        return [None] * len(found)
+        if not syncs:
+            turns.sums = found
+        return found
 
     def finished(self, found: Gradients, closed: bool, syncs: bool, factor: torch.Tensor) -> Gradients:
-        """The gradients of a call's micro-batches, times `factor`; None for all while they are only added up."""
-        given = [value for value in found if value is not None]
-        if given:
-            torch._foreach_mul_(given, factor)
-        if closed:
-            return _summed(found, self.turns.finish()) if self._adds_up else found
-        self.turns.add(found)
-        return self.turns.finish() if syncs else [None] * len(found)
+        """The gradients of a call's micro-batches, times `factor`, as `gradients` gives them."""
+        if values := [value for value in found if value is not None]:
+            torch._foreach_mul_(values, factor)
+        if not closed:
+            self.turns.add(found)
+            found = self.turns.finish() if syncs else found
+        loss = frozenset(index for index, output in enumerate(self.spec.outputs) if output.differentiable)
+        return self._returned(found, loss, syncs, set())
 
-    def as_users(self, found: Gradients) -> Gradients:
-        """Gradients of the trained parameters as those of all parameters, each a DTensor where its parameter is."""
-        results = iter(found)
-        gradients: Gradients = []
-        for spec, parameter in zip(self.spec.parameters, self.parameters(), strict=True):
-            gradient = next(results) if spec.trainable else None
-            gradients.append(None if gradient is None else like(gradient, parameter))
-        return gradients
+    def _returned(self, found: Gradients, given: frozenset[int], syncs: bool, taken: set[int]) -> Gradients:
+        """Gradients as autograd takes them, with those that wait to be summed with them.
+
+        `given` are the outputs whose tangents they come from, `taken` where memory is that is not theirs.
+        """
+        parameters = self.trained(self.parameters())
+        self._reached |= given
+        if not syncs:
+            return [None] * len(parameters)
+        if self._adds_up:
+            found = _summed(found, self.turns.finish())
+        reached, self._reached = self._reached, frozenset()
+        mine = [
+            None if gradient is None or sources.isdisjoint(reached) else _owned(gradient, taken)
+            for gradient, sources in zip(found, self.sources, strict=True)
+            if sources
+        ]
+        return [None if g is None else like(g, parameter) for g, parameter in zip(mine, parameters, strict=True)]
 
 
 class _Step(torch.autograd.Function):
@@ -252,7 +294,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, executor: Executor, inputs: list[torch.Tensor], *parameters: torch.Tensor
+        ctx: Any, executor: Executor, inputs: list[torch.Tensor], parameters: list[torch.Tensor], *_: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.several = not executor.syncs or executor._adds_up
         outputs, saved = executor.run(parameters, inputs, ctx.several)
@@ -265,7 +307,7 @@ class _Step(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if ctx.saved is None:
             raise ParallelError(_ONCE)
         if ctx.versions != _versions([*ctx.executor.parameters(), *ctx.inputs]):
@@ -275,8 +317,7 @@ class _Step(torch.autograd.Function):
             )
         saved, ctx.saved, ctx.inputs = ctx.saved, None, None
         executor: Executor = ctx.executor
-        found = executor.gradients(saved, tangents, ctx.several, ctx.syncs)
-        return (None, None, *executor.as_users(found))
+        return (None, None, None, *executor.gradients(saved, tangents, ctx.several, ctx.syncs))
 
 
 class _MicroBatches(torch.autograd.Function):
@@ -289,7 +330,7 @@ class _MicroBatches(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, executor: Executor, inputs: list[torch.Tensor], *parameters: torch.Tensor
+        ctx: Any, executor: Executor, inputs: list[torch.Tensor], parameters: list[torch.Tensor], *_: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.executor, ctx.syncs, ctx.tangent = executor, executor.syncs, executor.tangent()
         outputs, ctx.found, ctx.closed = executor.run_parts(parameters, inputs, ctx.tangent)
@@ -297,24 +338,42 @@ class _MicroBatches(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if ctx.found is None:
             raise ParallelError(_ONCE)
         found, ctx.found = ctx.found, None
         executor: Executor = ctx.executor
         (tangent,) = [x for x, spec in zip(tangents, executor.spec.outputs, strict=True) if spec.differentiable]
+        if tangent is None:  # what the user computes from the loss gives it no gradient at all
+            return (None, None, None, *(None for _ in executor.trained(executor.parameters())))
         executor.expect(tangent)
-        found = executor.finished(found, ctx.closed, ctx.syncs, tangent / ctx.tangent)
-        return (None, None, *executor.as_users(found))
+        return (None, None, None, *executor.finished(found, ctx.closed, ctx.syncs, tangent / ctx.tangent))
 
 
 def _mark(ctx: Any, executor: Executor, outputs: Sequence[torch.Tensor]) -> None:
     specs = executor.spec.outputs
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(x for x, spec in zip(outputs, specs, strict=True) if not spec.differentiable))
 
 
 def _summed(found: Gradients, more: Gradients) -> Gradients:
-    return [a + b if a is not None and b is not None else a for a, b in zip(found, more, strict=True)]
+    return [b if a is None else a if b is None else a + b for a, b in zip(found, more, strict=True)]
+
+
+def _owned(gradient: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """`gradient` in memory of its own, none of which is at `taken`: users and further backwards write to gradients.
+
+    Parameters that are added have one gradient, and that of a sum is one number, expanded.
+    """
+    gradient = gradient.contiguous()
+    if gradient.data_ptr() in taken:
+        gradient = gradient.clone()
+    taken.add(gradient.data_ptr())
+    return gradient
+
+
+def _zeros(output: ValueSpec, device: torch.device) -> torch.Tensor:
+    return torch.zeros(output.layout.local_shape, dtype=getattr(torch, output.dtype), device=device)
 
 
 _ONCE = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from hashlib import sha256
@@ -20,6 +21,7 @@ from shardweave.runtime.inputs import localize
 from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.parameters import distribute, local_tensor
 from shardweave.runtime.random import Seeds
+from shardweave.runtime.reach import tangents_of_gradients
 from shardweave.runtime.state import adopt, finder, gather, shard_whole, without_values
 from shardweave.runtime.turns import Boxed, Forms, Turns
 
@@ -40,6 +42,8 @@ class Step(Protocol):
     def turns(self) -> Callable[[], Forms] | None: ...
 
 
+_COMPILED = ("spec", "graphs", "plan", "mesh", "_coordinates", "_flatten", "_unflatten", "_layouts", "_execute")
+"""Attributes of a parallel module that are of its step and not of its parameters' values."""
 Flatten = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[object]]
 Unflatten = Callable[[list[torch.Tensor]], Any]
 
@@ -107,6 +111,7 @@ class ParallelModule(nn.Module):
             None if step.backward is None else self._bound(step.backward),
             finder(self, self.spec.parameters, "_parameters"),
             finder(self, self.spec.buffers, "_buffers"),
+            () if step.backward is None else tangents_of_gradients(_alone(step), self.spec),
             (lambda: self._seeds()) if self.spec.draws else None,
             None if make is None else lambda: Turns(make(), self.spec, self.mesh.coordinates, self._bound),
         )
@@ -279,6 +284,19 @@ class ParallelModule(nn.Module):
         """Where the tensor `name`, of the global `shape`, lies: plain tensors are whole on every rank."""
         return self._layouts.get(name) or Layout.replicated(shape)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A module with parameters and buffers of its own, as averages of weights need; what was compiled is shared."""
+        memo.update({id(vars(self)[name]): vars(self)[name] for name in _COMPILED})
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        vars(twin).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        twin._execute = self._execute.on(
+            finder(twin, self.spec.parameters, "_parameters"),
+            finder(twin, self.spec.buffers, "_buffers"),
+            (lambda: twin._seeds()) if self.spec.draws else None,
+        )
+        return twin
+
     def _all_reduced(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
         if self.mesh.device_mesh is not None:
             dist.all_reduce(tensor, op)
@@ -289,6 +307,13 @@ def _shard_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: obje
     assert isinstance(module, ParallelModule)
     shard_whole(state, prefix, module._layouts, module.mesh)
     module.unset -= {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
+
+
+def _alone(step: Step) -> fx.GraphModule:
+    """The backward that takes no sums of gradients before it."""
+    assert step.backward is not None
+    several = step.turns is not None and step.spec.micro_batches > 1
+    return step.turns().backward(False, True) if several else step.backward  # type: ignore[misc]
 
 
 def compare_graphs(step: Step) -> int:

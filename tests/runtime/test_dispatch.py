@@ -28,6 +28,7 @@ aten = torch.ops.aten
         (aten._foreach_addcdiv_.ScalarList, True),
         (aten._foreach_sqrt.default, True),
         (aten._fused_adamw_.default, True),
+        (aten._foreach_copy_.default, True),
         (aten.sum.dim_IntList, False),
         (aten.add.out, False),
         (aten.normal_.default, False),
@@ -62,6 +63,33 @@ def mixed_layouts() -> None:
 
 def test_other_ops_are_left_to_dtensor(pool: WorkerPool) -> None:
     pool.run(mixed_layouts, nprocs=4, timeout=60.0)
+
+
+def masks_and_indices() -> None:
+    """Writing through a mask of the tensor's shape stays where it lies; an index of that shape is something else."""
+    mesh = RuntimeMesh(MESH)
+    whole = torch.arange(12.0)
+    for digits in ((A, 6), (3, B, 2), (12,)):
+        layout = Layout((digits,))
+
+        def make(full: torch.Tensor, layout: Layout = layout) -> torch.Tensor:
+            return distribute(local_shard(full, layout, MESH.coordinates(mesh.rank)), layout, mesh)
+
+        masked = make(whole)
+        masked[make(whole % 2 == 0)] = -1.0
+        expected = torch.where(whole % 2 == 0, -1.0, whole)
+        assert torch.equal(masked.full_tensor(), expected)  # type: ignore[attr-defined]
+        indexed, places = make(whole), torch.tensor([11, 0] * 6)
+        try:
+            indexed[make(places)] = -1.0
+        except RuntimeError:
+            continue  # DTensor does not write to a shard through a list
+        expected = whole.index_fill(0, places, -1.0)
+        assert torch.equal(indexed.full_tensor(), expected)  # type: ignore[attr-defined]
+
+
+def test_writing_through_masks_and_indices(pool: WorkerPool) -> None:
+    pool.run(masks_and_indices, nprocs=4, timeout=60.0)
 
 
 def step_in_a_large_world(world: int) -> None:
