@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from shardweave.compiler.capture import Captured, capture
 from shardweave.compiler.choose import Chosen, choose
-from shardweave.compiler.pipeline import Annotated, Compiled, annotate, lower
+from shardweave.compiler.pipeline import Annotated, Compiled, annotate, lower, with_micro_batches
 from shardweave.compiler.plan import ModelKey, OpChoice, Plan, RunnerUp
 from shardweave.compiler.planner.alternatives import alternatives
 from shardweave.compiler.planner.costing import Costing
@@ -198,7 +198,8 @@ class _Compiler:
             options = replace(options, memory_limit=int(self.cluster.device.memory * (1 - RESERVE)))
         self.progress("price")
         mesh = self.cluster.mesh()
-        costed = Costing(self.annotated, self.cluster, options, self._forced(mesh)).build()
+        forced = self._forced(with_micro_batches(mesh, options.micro_batches))
+        costed = Costing(self.annotated, self.cluster, options, forced).build()
         self.progress("solve")
         chosen = choose(costed, options.time_limit, lambda *found: self.timeline(self._lowered(*found)))
         return self._describe(chosen, options, time.monotonic() - begun)

@@ -166,7 +166,7 @@ class _Lowering:
         forward, backward = split(local, self._num_results, self.annotated.tangents)
         self._stage("forward", forward)
         self._stage("backward", backward)
-        spec = specs.finish(local, sharder.rests, forward, backward)
+        spec = specs.finish(sharder.lies, sharder.rests, forward, backward)
         again = replace(self, graphs={}, on_stage=None)
         return Compiled(Step(forward, backward, spec, lambda: again._turns()[0]), self.graphs)
 
@@ -194,7 +194,7 @@ class _Lowering:
         inside = {node.name for node in forward.graph.nodes}
         working = [node.name for node in sharder.working if node.name in inside]
         added = {node.all_input_nodes[0].name: node.name for node in sharder.accumulators.values()}
-        spec = specs.finish(local, sharder.rests, forward, backward)
+        spec = specs.finish(sharder.lies, sharder.rests, forward, backward)
         return Turns(forward, backward, working, added, totals), spec
 
     @property
@@ -302,8 +302,13 @@ class _Boundary:
         return Layout((normalise([*axes, shape[0] // axes_size(axes)]), *layout.dims[1:]))
 
     def finish(
-        self, local: fx.GraphModule, rests: Mapping[str, Layout], forward: fx.GraphModule, backward: fx.GraphModule
+        self,
+        lies: Mapping[int, Layout],
+        rests: Mapping[str, Layout],
+        forward: fx.GraphModule,
+        backward: fx.GraphModule,
     ) -> StepSpec:
+        """How the step is called, given where its outputs lie and its parameters rest."""
         captured = self.annotated.captured
         dtype = {name: str(value.dtype).removeprefix("torch.") for name, value in self.values.items()}
         trainable = set(captured.gradients)
@@ -327,13 +332,11 @@ class _Boundary:
             ValueSpec(name, drop(lies, times), dtype[node])
             for (node, name), lies in zip(captured.inputs.items(), pieces)
         )
-        written = graph_outputs(local.graph)
         first = len(captured.mutated_buffers)
         outputs = []
         active = {captured.tangents[name] for name in self.annotated.tangents}
         for index, (name, value) in enumerate(zip(captured.outputs, self.returned)):
-            node = written[first + index]
-            layout = info(node).layouts[0] if times else self.wanted[first + index] or info(node).layouts[0]
+            layout = lies[first + index]
             pieces.append(layout)
             whole = drop(layout, times).without_partial()
             outputs.append(ValueSpec(name, whole, str(value.dtype).removeprefix("torch."), index in active))

@@ -83,6 +83,8 @@ class Sharder(Values):
         self.options, self.module = options, graph_module
         self.results: dict[int, Any] = {}
         self.assigned: dict[fx.Node, Assignment] = {}
+        self.lies: dict[int, Layout] = {}
+        """Where the outputs of the forward lie."""
         self.accumulators: dict[str, fx.Node] = {}
         """For each parameter with a gradient the node that adds the gradient to the sum of those before."""
 
@@ -133,7 +135,6 @@ class Sharder(Values):
         """Write the outputs of the forward, before its first backward node, or those of the backward."""
         values = graph_outputs(graph)
         written = bool(self.results)
-        lies: dict[int, Layout] = {}
         first_gradient = len(values) - len(self.options.gradients)
         for index, value in enumerate(values):
             if index in self.results:
@@ -145,7 +146,7 @@ class Sharder(Values):
                 self.backward = False
                 want = self._returned(value, self.options.outputs[index])
                 self.results[index] = self.value(value, want)
-                lies[index] = want
+                self.lies[index] = want
             elif backward and name is not None:
                 self.backward = True
                 self.results[index] = self._gradient(value, name)
@@ -154,7 +155,7 @@ class Sharder(Values):
                 self.results[index] = self.value(value, self._returned(value, self.options.outputs[index]))
 
         if not written:
-            self._tangents(graph, lies)
+            self._tangents(graph)
 
     def _returned(self, value: fx.Node, wanted: Layout | None) -> Layout:
         """Where an output goes: as it is wanted, or as it lies; to sum it over micro-batches is for the caller."""
@@ -184,11 +185,12 @@ class Sharder(Values):
         self.accumulators[name] = total
         return self.local.redistribute(total, lies, rests, origin, lambda *_: None)
 
-    def _tangents(self, graph: fx.Graph, lies: Mapping[int, Layout]) -> None:
+    def _tangents(self, graph: fx.Graph) -> None:
         last = [node for node in self.local.graph.nodes if node.op == "placeholder"][-1]
         for node in graph.nodes:
             if node.op == "placeholder" and node.name in self.options.tangents:
-                layout = lies[self.options.tangents[node.name]].without_partial()  # each part of a sum has the sum's
+                # Each part of a sum has the sum's tangent.
+                layout = self.lies[self.options.tangents[node.name]].without_partial()
                 with self.local.graph.inserting_after(last):
                     last = self.local.placeholder(node.name, node.meta["val"], layout, Origin(node.name, backward=True))
                 self.canonical[node] = last, layout

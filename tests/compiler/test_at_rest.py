@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -27,38 +28,58 @@ MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def random_factors(seed: int, ops: Sequence[Op], mesh: Mesh) -> dict[str, Strategy]:
-    """For each op its own two factors, on data alone or beside tensor parallelism."""
+    """For each op its own three factors, on data alone or beside tensor parallelism."""
     rng, found = random.Random(seed), {}
     for op in ops:
         x = rng.choice([size for size in (1, 2) if not op.outputs or op.sizes[op.outputs[0]] % size == 0])
         data = mesh.world_size // x
         states = rng.choice([size for size in (1, 2, 4, 8) if data % size == 0])
-        rest = rng.choice([size for size in (1, 2, 4, 8) if states % size == 0])
-        found[op.name] = Strategy(Grid(x=x, data=data), rest, states=states)
+        gradients = rng.choice([size for size in (1, 2, 4, 8) if states % size == 0])
+        rest = rng.choice([size for size in (1, 2, 4, 8) if gradients % size == 0])
+        found[op.name] = Strategy(Grid(x=x, data=data), rest, states=states, gradients=gradients)
     return found
 
 
-def ways(world: int) -> list[Way]:
+def ways(world: int, **several: int) -> list[Way]:
+    """Presets and random factors; `several` is how often a step is run (see `Way`)."""
     half = world // 2
-    return [
-        Way("zero1", {"*": "zero1"}),
-        Way("hsdp", {"*": f"hsdp:{half}"}),
-        Way("hpz", {"*": f"hpz:{half}"}),
-        Way("mixed", {"*": "zero3", "head": "dp", "*.up": "zero2", "*.down": f"mics:{half}"}),
-        *(Way(f"random {seed}", partial(random_factors, seed)) for seed in range(3)),
-    ]
+    forced: dict[str, Any] = {
+        "zero1": {"*": "zero1"},
+        "hsdp": {"*": f"hsdp:{half}"},
+        "hpz": {"*": f"hpz:{half}"},
+        "mixed": {"*": "zero3", "head": "dp", "*.up": "zero2", "*.down": f"mics:{half}"},
+    }
+    forced |= {f"random {seed}": partial(random_factors, seed) for seed in range(3)}
+    return [Way(name, force, **several) for name, force in forced.items()]
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM], ids=["adamw", "momentum"])
 @pytest.mark.parametrize("world", [4, 8])
-def test_training_equals_one_device(world: int, optimizer: partial[torch.optim.Optimizer], pool: WorkerPool) -> None:
-    name, dtype = "gpt", torch.float64
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_training_equals_one_device(
+    micro_batches: int, world: int, optimizer: partial[torch.optim.Optimizer], pool: WorkerPool
+) -> None:
+    check_training(pool, world, ways(world, micro_batches=micro_batches), optimizer, 8 * micro_batches)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_calls_under_no_sync_equal_one_device(micro_batches: int, pool: WorkerPool) -> None:
+    """Three calls a step, gradients in none of them but the last; one device adds up three losses."""
+    check_training(pool, 4, ways(4, micro_batches=micro_batches, accumulates=3), ADAMW, 8)
+
+
+def check_training(
+    pool: WorkerPool, world: int, chosen: list[Way], optimizer: partial[torch.optim.Optimizer], size: int
+) -> None:
+    """Train in each of these ways, `size` rows a call, and on one device."""
+    name, dtype, count, accumulates = "gpt", torch.float64, 5, chosen[0].accumulates
     model = model_of(ZOO[name], dtype)
-    steps = compile_ways(model, ZOO[name], dtype, world, ways(world))
-    expected = train(model, ZOO[name], dtype, optimizer)
-    first, *others = pool.run(train_packed, name, dtype, steps, optimizer, nprocs=world, timeout=300)
+    steps = compile_ways(model, ZOO[name], dtype, world, chosen, size)
+    expected = train(model, ZOO[name], dtype, optimizer, None, None, count, size, accumulates)
+    given = name, dtype, steps, optimizer, count, size, accumulates
+    first, *others = pool.run(train_packed, *given, nprocs=world, timeout=300)
     wrong: list[str] = []
-    for index, way in enumerate(ways(world)):
+    for index, way in enumerate(chosen):
         wrong += differences(way, expected, [first[index], *(other[index] for other in others)], 1e-9, 1e-8)
     assert not wrong, "\n".join(wrong)
 
@@ -108,18 +129,22 @@ def test_states_at_rest_take_their_part(word: str) -> None:
             assert local * strategy.states == whole, parameter.name
 
 
-def test_a_plan_remembers_both_factors() -> None:
+def test_a_plan_remembers_its_factors() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
     options = sw.Options(force={"0": "zero1", "2": "hpz:2"})
     plan = sw.plan(model, sw.Cluster.local(4), torch.randn(8, 16), options=options)
-    assert [(c.strategy.rest, c.strategy.states) for c in plan.choices.values()] == [(1, 4), (2, 4)]
+    found = [(c.strategy.rest, c.strategy.gradients, c.strategy.states) for c in plan.choices.values()]
+    assert found == [(1, 1, 4), (2, 4, 4)]
     again = sw.Plan.from_dict(plan.to_dict())
     assert {name: c.strategy for name, c in again.choices.items()} == {n: c.strategy for n, c in plan.choices.items()}
 
 
-def test_states_rest_over_a_multiple() -> None:
-    with pytest.raises(LayoutError, match="over 2 devices and the parameter over 4"):
-        Strategy(Grid(data=8), rest=4, states=2)
+@pytest.mark.parametrize("factors", [(4, 4, 2), (4, 2, 8), (1, 4, 2)])
+def test_each_factor_is_a_multiple_of_the_one_before(factors: tuple[int, int, int]) -> None:
+    rest, gradients, states = factors
+    message = f"over {rest} devices, its gradient over {gradients} and the states over {states}"
+    with pytest.raises(LayoutError, match=message):
+        Strategy(Grid(data=8), rest, gradients=gradients, states=states)
 
 
 @pytest.mark.parametrize(

@@ -1,70 +1,229 @@
-"""Micro-batches in a call and calls under `no_sync`: the numbers of one device, and what is moved when."""
+"""Micro-batches: what they move and when, what they hold, what needs the whole batch, and what is refused."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-from functools import partial
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 
-from shardweave.compiler.planner.ops import Op
-from shardweave.ir import Grid, Mesh, Strategy
+import shardweave as sw
+from shardweave.compiler.pipeline import Compiled, lower
+from shardweave.compiler.planner.presets import preset
+from shardweave.errors import LayoutError, PlanError
+from shardweave.ir import Grid, Strategy
+from shardweave.options import Options
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.training import ADAMW, Way, compile_ways, differences, model_of, train, train_packed
 from tests.models import ZOO
+from tests.passes.harness import collectives, mesh_of
+from tests.passes.joint import joint
+from tests.passes.test_collectives import whole_bytes
 
-MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-SIZE = 32
-FORCED = {"zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "dp": "dp", "hsdp": "hsdp:2", "hpz": "hpz:2"}
+Moved = Counter[tuple[str, int]]
 
 
-def random_factors(seed: int, ops: Sequence[Op], mesh: Mesh) -> dict[str, Strategy]:
-    """For each op its own three factors, on data alone or beside tensor parallelism."""
-    rng, found = random.Random(seed), {}
-    for op in ops:
-        x = rng.choice([size for size in (1, 2) if not op.outputs or op.sizes[op.outputs[0]] % size == 0])
-        data = mesh.world_size // x
-        states = rng.choice([size for size in (1, 2, 4, 8) if data % size == 0])
-        gradients = rng.choice([size for size in (1, 2, 4, 8) if states % size == 0])
-        rest = rng.choice([size for size in (1, 2, 4, 8) if gradients % size == 0])
-        found[op.name] = Strategy(Grid(x=x, data=data), rest, states=states, gradients=gradients)
+def in_parts(name: str, strategy: Strategy, count: int) -> Compiled:
+    step = joint(name)
+    return lower(
+        step.annotated, {op.name: strategy for op in step.annotated.ops}, mesh_of(2, 2), Options(micro_batches=count)
+    )
+
+
+def moved(*graphs: fx.GraphModule) -> Moved:
+    """Bytes of whole buffers of parameters and gradients, by the kind and the size of the group."""
+    found: Moved = Counter()
+    for graph in graphs:
+        for what in collectives(graph):
+            if what.cause in ("parameter", "gradient"):
+                found[what.kind, 2 ** len(what.axes)] += what.bytes
     return found
 
 
-def ways(**several: int) -> list[Way]:
-    forced = [Way(name, {"*": word}, **several) for name, word in FORCED.items()]  # type: ignore[arg-type]
-    drawn = [Way(f"random {seed}", partial(random_factors, seed), **several) for seed in range(3)]  # type: ignore[arg-type]
-    return [*forced, *drawn, Way("planned", **several)]  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM], ids=["adamw", "momentum"])
-@pytest.mark.parametrize("world", [4, 8])
-def test_micro_batches_train_as_one_device(
-    world: int, optimizer: partial[torch.optim.Optimizer], pool: WorkerPool
+@pytest.mark.parametrize(
+    ("factors", "first", "each", "last"),
+    [
+        # DP and ZeRO-1 add gradients up whole, without a word, and sum them over ranks once a step
+        ((1, 1, 1), {}, {}, {("all_reduce", 4): 1}),
+        ((1, 1, 4), {("all_gather", 4): 1}, {}, {("reduce_scatter", 4): 1}),
+        # ZeRO-2 sums them for each micro-batch, as it holds a part of them only; its parameters are gathered once
+        ((1, 4, 4), {("all_gather", 4): 1}, {("reduce_scatter", 4): 1}, {}),
+        # ZeRO-3 besides gathers its parameters twice for each micro-batch
+        ((4, 4, 4), {}, {("all_gather", 4): "uses", ("reduce_scatter", 4): 1}, {}),
+        # AMSP's between: within a node for each micro-batch, between nodes once a step
+        (
+            (2, 2, 4),
+            {("all_gather", 2): 0.5},
+            {("all_gather", 2): "uses", ("reduce_scatter", 2): 1},
+            {("reduce_scatter", 2): 0.5},
+        ),
+        ((1, 2, 4), {("all_gather", 4): 1}, {("reduce_scatter", 2): 1}, {("reduce_scatter", 2): 0.5}),
+        ((2, 2, 2), {}, {("all_gather", 2): "uses", ("reduce_scatter", 2): 1}, {("all_reduce", 2): 0.5}),
+    ],
+)  # fmt: skip
+def test_what_is_moved_when(
+    factors: tuple[int, int, int],
+    first: dict[tuple[str, int], Any],
+    each: dict[tuple[str, int], Any],
+    last: dict[tuple[str, int], Any],
 ) -> None:
-    name, dtype = "gpt", torch.float64
+    """AMSP, section IV-C: what s_p and s_g cost for each micro-batch, and s_os once a step, in whole parameters."""
+    rest, gradients, states = factors
+    compiled = in_parts("chain", Strategy(Grid(data=4), rest, states=states, gradients=gradients), 2)
+    assert compiled.step.turns is not None
+    turns, sizes = compiled.step.turns(), whole_bytes(compiled)
+    whole = sum(sizes.values())
+    op = joint("chain").annotated.ops[0]  # its input needs no gradient, so its backward no weight
+    uses = 2 - sum(sizes[parameter] for parameter in (op.parameter, *op.companions)) / whole
+
+    def bytes_of(parts: dict[tuple[str, int], Any]) -> Moved:
+        return Counter({kind: int((uses if part == "uses" else part) * whole) for kind, part in parts.items()})
+
+    assert moved(turns.forward(True, True), turns.backward(False, False)) == bytes_of(first) + bytes_of(each)
+    assert moved(turns.forward(False, True), turns.backward(True, False)) == bytes_of(each)
+    assert moved(turns.forward(False, False), turns.backward(True, True)) == bytes_of(each) + bytes_of(last)
+    assert moved(turns.finish) == bytes_of(last)
+    assert not turns.totals or not moved(turns.totals)
+
+
+class Counted(nn.Module):
+    """A loss over the tokens that count, of which micro-batches have unequal numbers; and how many were right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 12, bias=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.calls: Tensor
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        self.calls.add_(1)
+        logits = self.head(F.gelu(self.norm(self.embed(tokens))))
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=3)
+        decay = sum(p.square().sum() for p in self.parameters())
+        right = (logits.argmax(-1) == targets).sum()
+        return {"loss": loss + 1e-3 * decay, "right": right, "logits": logits.detach()}
+
+
+def count_tokens(force: str) -> tuple[list[float], list[float], int, float]:
+    """Losses and right answers of both worlds, calls, and how far parameters and logits are apart in the end."""
+    torch.manual_seed(0)
+    model, tokens = Counted().double(), torch.randint(0, 12, (16, 5))
+    targets = torch.where(torch.rand(16, 5) < torch.linspace(0, 1, 16)[:, None], 3, tokens.roll(1, 1))
+    options = sw.Options(force={"*": force}, micro_batches=4)
+    parallel = sw.compile_parallel(model, sw.Cluster.local(4), (tokens, targets), options=options)
+    found: list[list[float]] = [[], []]
+    for run, lines in zip((model, parallel), found):
+        optimizer = torch.optim.AdamW(run.parameters(), lr=1e-2)
+        for scale in (1.0, 3.0, 0.5, 64.0):
+            result = run(tokens, targets)
+            (scale * result["loss"]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            lines += [result["loss"].item(), float(result["right"])]
+    assert isinstance(parallel, sw.ParallelModule)
+    whole = parallel.full_state_dict()
+    apart = [float((whole[name] - value).abs().max()) for name, value in model.state_dict().items()]
+    with torch.no_grad():
+        logits = model(tokens, targets)["logits"]
+        mine = parallel(tokens, targets)["logits"]
+    expected = logits if isinstance(mine, DTensor) else parallel.local(logits)
+    apart.append(float((expected - (mine.full_tensor() if isinstance(mine, DTensor) else mine)).abs().max()))
+    return found[0], found[1], int(parallel.calls), max(apart)
+
+
+@pytest.mark.parametrize("force", ["zero2", "column"])
+def test_what_inputs_decide_is_found_before(force: str, pool: WorkerPool) -> None:
+    """The mean over the tokens of the whole batch, a weight decay in the loss, a count, logits, and a buffer."""
+    for expected, got, calls, apart in pool.run(count_tokens, force, nprocs=4, timeout=120):
+        assert got == pytest.approx(expected, rel=1e-12)
+        assert calls == 4 + 1
+        assert apart < 1e-12
+
+
+def test_a_real_model(pool: WorkerPool) -> None:
+    """transformers' Llama, as the planner spreads it."""
+    name, dtype = "llama", torch.float64
     model = model_of(ZOO[name], dtype)
-    chosen = ways(micro_batches=4)
-    steps = compile_ways(model, ZOO[name], dtype, world, chosen, SIZE)
-    expected = train(model, ZOO[name], dtype, optimizer, size=SIZE)
-    first, *others = pool.run(train_packed, name, dtype, steps, optimizer, 5, SIZE, nprocs=world, timeout=300)
+    chosen = [Way("planned", {}, micro_batches=2), Way("column", {"*_proj": "column:2"}, micro_batches=2)]
+    steps = compile_ways(model, ZOO[name], dtype, 4, chosen, 16)
+    expected = train(model, ZOO[name], dtype, size=16)
+    first, *others = pool.run(train_packed, name, dtype, steps, ADAMW, 5, 16, nprocs=4, timeout=300)
     wrong: list[str] = []
     for index, way in enumerate(chosen):
         wrong += differences(way, expected, [first[index], *(other[index] for other in others)], 1e-9, 1e-8)
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_calls_under_no_sync_train_as_one_device(micro_batches: int, pool: WorkerPool) -> None:
-    name, dtype, world = "gpt", torch.float64, 4
-    model = model_of(ZOO[name], dtype)
-    chosen = ways(micro_batches=micro_batches, accumulates=3)
-    steps = compile_ways(model, ZOO[name], dtype, world, chosen)
-    expected = train(model, ZOO[name], dtype, accumulates=3)
-    first, *others = pool.run(train_packed, name, dtype, steps, ADAMW, 5, 8, 3, nprocs=world, timeout=300)
-    wrong: list[str] = []
-    for index, way in enumerate(chosen):
-        wrong += differences(way, expected, [first[index], *(other[index] for other in others)], 1e-9, 1e-8)
-    assert not wrong, "\n".join(wrong)
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x)).square().mean()
+
+
+class TwoLosses(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x).mean(), super().forward(x).square().mean()
+
+
+class Squared(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mean().exp()
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (Norm(), LayoutError, "norm.*whole batch"),
+        (Squared(8, 8), LayoutError, "exp.*whole batch"),
+        (nn.Linear(8, 8), PlanError, "must return one scalar loss"),
+        (TwoLosses(8, 8), PlanError, "must return one scalar loss; 2 of its outputs"),
+    ],
+    ids=["batch norm", "exp of the loss", "loss outside", "two losses"],
+)
+def test_what_needs_the_whole_batch_is_refused(model: nn.Module, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        sw.plan(model, sw.Cluster.local(4), torch.randn(16, 8), options=sw.Options(micro_batches=2))
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    model, cluster = Squared(8, 8), sw.Cluster.local(4)
+    for force in ({}, {"*": "dp"}):
+        with pytest.raises(PlanError, match="batch of 12"):
+            sw.plan(model, cluster, torch.randn(12, 8), options=sw.Options(force=force, micro_batches=5))
+
+
+class Loss(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
+def test_a_plan_says_its_micro_batches() -> None:
+    model, cluster, x = Loss(nn.Linear(16, 64), nn.Linear(64, 16)), sw.Cluster.local(1), torch.randn(8, 16)
+    plan = sw.plan(model, cluster, x, options=sw.Options(micro_batches=4))
+    assert plan.micro_batches == 4 and sw.Plan.from_dict(plan.to_dict()) == plan
+    parallel = sw.compile_parallel(model, cluster, x, plan=plan)
+    assert parallel.spec.micro_batches == 4  # type: ignore[union-attr]
+    with pytest.raises(PlanError, match="for 4 micro-batches a call"):
+        sw.compile_parallel(model, cluster, x, plan=plan, options=sw.Options(micro_batches=2))
+
+
+def test_micro_batches_hold_less() -> None:
+    """The activations of one of four, and gradients added up where the plan says."""
+    mesh = mesh_of(2, 2)
+    model = Loss(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    peaks = {}
+    for count in (1, 4):
+        options = sw.Options(force={"*": preset("zero2", 0, mesh)}, micro_batches=count)
+        plan = sw.plan(model, sw.Cluster.local(4), torch.randn(4096, 64), options=options)
+        curve = plan.timeline().memory
+        peaks[count] = curve.at_peak().get("saved", 0)
+    assert 3.5 * peaks[4] < peaks[1]

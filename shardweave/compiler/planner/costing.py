@@ -229,7 +229,8 @@ class Costing:
     def _in_parts(self, node: fx.Node, choice: Choice, ratio: float) -> float:
         """What a fused op costs more in parts: it reads and writes its value again for each, and sums small results."""
         bound, rule = _bound(node), find_rule(node)
-        axes = [axis for axis, name in choice.assignment.items() if bound.factor(name).blocked]
+        split = [axis for axis, name in choice.assignment.items() if bound.factor(name).blocked]
+        axes = [axis for axis in split if axis.kind == "space"]
         if rule is None or rule.decompose is None or not axes:
             return 0.0
         work = self.prices.compute(node, Assignment.of(choice.assignment))
