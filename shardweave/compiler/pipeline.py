@@ -22,6 +22,7 @@ from shardweave.passes.shard import Shard, Sharder
 from shardweave.passes.tangents import drop_tangents
 from shardweave.passes.values import Rest
 from shardweave.passes.verify import verify
+from shardweave.precision import dtype_name
 
 
 @dataclass
@@ -156,7 +157,11 @@ def lower(
             specs.tangents,
             {**captured.buffers, **captured.inputs},
             captured.gradients,
-            {name: rests.get(name, Rest()) for name in captured.parameters.values()},
+            {
+                name: rests.get(name, Rest())._replace(master=captured.masters.get(name))
+                for name in captured.parameters.values()
+            },
+            options.mixed.reduce_dtype if options.mixed else None,
         ),
         graph,
     )
@@ -229,13 +234,13 @@ class _Boundary:
         self, local: fx.GraphModule, rests: Mapping[str, Layout], forward: fx.GraphModule, backward: fx.GraphModule
     ) -> StepSpec:
         captured = self.annotated.captured
-        dtype = {name: str(value.dtype).removeprefix("torch.") for name, value in self.values.items()}
+        dtype = {name: dtype_name(value.dtype) for name, value in self.values.items()}
         trainable = set(captured.gradients)
         parameters = tuple(
             ParameterSpec(
                 name,
                 rests.get(name, Layout.replicated(self.values[node].shape)),
-                dtype[node],
+                dtype_name(captured.masters.get(name, self.values[node].dtype)),
                 name in trainable,
                 captured.aliases.get(name, ()),
             )
@@ -253,7 +258,7 @@ class _Boundary:
         for index, (name, value) in enumerate(zip(captured.outputs, self.returned)):
             node = written[first + index]
             layout = self.wanted[first + index] or info(node).layouts[0]
-            outputs.append(ValueSpec(name, layout, str(value.dtype).removeprefix("torch."), index in active))
+            outputs.append(ValueSpec(name, layout, dtype_name(value.dtype), index in active))
         return StepSpec(
             self.mesh,
             parameters,

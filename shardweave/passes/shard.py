@@ -58,6 +58,8 @@ class Shard:
     """The parameters whose gradients are the last outputs."""
     rests: Mapping[str, Rest] = field(default_factory=dict)
     """The axes that a parameter and its states rest on, beside those of the layout that it is first needed in."""
+    reduce_dtype: torch.dtype | None = None
+    """In which gradients are summed over devices; by default the dtype that they are computed in."""
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         return Sharder(self, graph_module).run()
@@ -112,7 +114,8 @@ class Sharder(Values):
         layout = self.options.sources.get(node.name, Layout.replicated(value.shape))
         shown = name or self.options.names.get(node.name, node.name)
         origin = Origin(shown, backward=self.backward)
-        self.canonical[node] = self.local.placeholder(shown, value, layout, origin), layout
+        master = self.rest_axes.get(name or "", Rest()).master
+        self.canonical[node] = self.local.placeholder(shown, value.to(master or value.dtype), layout, origin), layout
         if name is not None:
             self.parameters[node] = name
             if node.name in self.options.sources:
@@ -138,13 +141,26 @@ class Sharder(Values):
             elif backward and name is not None:
                 self.backward = True
                 want = self.rests.get(name) or Layout.replicated(value.meta["val"].shape)
-                self.results[index] = self.value(value, want, Origin(name, "gradient", "gradient", True))
+                self.results[index] = self._gradient(name, value, want)
             elif backward:
                 self.backward = True
                 self.results[index] = self.value(value, self.options.outputs[index] or self._whole(value))
 
         if not written:
             self._tangents(graph, lies)
+
+    def _gradient(self, name: str, value: fx.Node, want: Layout) -> fx.Node:
+        """A parameter's gradient, summed in the dtype for that, then in its master's."""
+        origin = Origin(name, "gradient", "gradient", True)
+        dtype = value.meta["val"].dtype
+        reduce, rest = self.options.reduce_dtype or dtype, self.rest_axes.get(name, Rest())
+        have = self.layout(value)
+        if reduce == dtype or have == want:
+            written = self.value(value, want, origin)
+        else:
+            written = self.local.cast(self.value(value, have, origin), reduce, origin)
+            written = self.local.redistribute(written, have, want, origin, lambda *_: None)
+        return self.local.cast(written, rest.master or dtype, origin)
 
     def _tangents(self, graph: fx.Graph, lies: Mapping[int, Layout]) -> None:
         last = [node for node in self.local.graph.nodes if node.op == "placeholder"][-1]

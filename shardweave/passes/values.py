@@ -27,10 +27,14 @@ from shardweave.passes.rules.registry import tensor_args
 
 
 class Rest(NamedTuple):
-    """The axes that a parameter rests on in a step, and those on which its states rest besides, between steps."""
+    """The axes that a parameter rests on in a step, and those on which its states rest besides, between steps.
+
+    `master` is its dtype between steps, where that is not the one that the step computes in.
+    """
 
     parameter: tuple[Axis, ...] = ()
     states: tuple[Axis, ...] = ()
+    master: torch.dtype | None = None
 
 
 class Values:
@@ -171,19 +175,21 @@ class Values:
     def _rest(self, node: fx.Node, want: Layout) -> None:
         """Let a parameter rest as it is first needed, spread further over its axes of rest; its states further still.
 
-        Between steps it lies as its states do. It is gathered from there once, for both forward and backward.
+        Between steps it lies as its states do. It is gathered from there once, for both forward and backward; what the
+        step computes with in another dtype is cast before that.
         """
         name, written = self.parameters[node], self.canonical[node][0]
         axes = self.rest_axes.get(name, Rest())
-        free = [[axis for axis in part if axis not in want.shard_axes] for part in axes]
+        free = [[axis for axis in part if axis not in want.shard_axes] for part in (axes.parameter, axes.states)]
         in_step = rest_layout(want, free[0], self.mesh)
         layout = rest_layout(in_step, free[1], self.mesh)
         value = node.meta["val"]
         with self.local.fake:
-            written.meta["val"] = torch.empty(layout.local_shape, dtype=value.dtype, device=value.device)
+            written.meta["val"] = torch.empty(layout.local_shape, dtype=axes.master or value.dtype, device=value.device)
         written.meta[META] = replace(info(written), layouts=(layout,))
         origin = Origin(name, "gather for the step", "parameter", self.backward)
-        working = self.local.redistribute(written, layout, in_step, origin, lambda *_: None)
+        working = self.local.cast(written, value.dtype, origin)
+        working = self.local.redistribute(working, layout, in_step, origin, lambda *_: None)
         self.canonical[node] = working, in_step
         self.rests[name] = layout
 
