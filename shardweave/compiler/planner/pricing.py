@@ -6,10 +6,12 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
+from shardweave.compiler.capture import Captured
 from shardweave.compiler.planner.ops import Op, Role
 from shardweave.cost_model import Cluster, collective_seconds
 from shardweave.cost_model.compute import Work, node_work, work_seconds
@@ -21,6 +23,7 @@ from shardweave.passes.annotate import info
 from shardweave.passes.layouts import input_layouts, output_layouts, rest_layout, steps_between
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.registry import EVERY, tensor_args
+from shardweave.precision import Precision
 
 # What carries the gradient back where the forward moved the value this way.
 TRANSPOSED = {
@@ -103,6 +106,20 @@ class Prices:
         return work_seconds(local, self.cluster)
 
 
+class Sizes(NamedTuple):
+    """Bytes of one element of a parameter: between steps, as the step computes with it, of its gradient in sums."""
+
+    master: int
+    working: int
+    reduced: int
+
+    @classmethod
+    def of(cls, captured: Captured, parameter: str, value: torch.Tensor, precision: Precision | None) -> Sizes:
+        """Those of a parameter that the graph takes as `value`."""
+        reduced = (precision and precision.reduce_dtype) or value.dtype
+        return cls(captured.masters.get(parameter, value.dtype).itemsize, value.dtype.itemsize, reduced.itemsize)
+
+
 @dataclass(frozen=True)
 class OpPrice:
     """What one op costs at one strategy, on one device.
@@ -120,7 +137,7 @@ class OpPrice:
 
 
 def price_op(
-    op: Op, strategy: Strategy, shapes: Sequence[tuple[int, ...]], itemsize: int, prices: Prices, consumers: int
+    op: Op, strategy: Strategy, shapes: Sequence[tuple[int, ...]], sizes: Sizes, prices: Prices, consumers: int
 ) -> OpPrice:
     """The price of an op: its products, what its parameter moves, what it holds.
 
@@ -128,7 +145,7 @@ def price_op(
     ----------
     shapes : sequence of shapes
         Of its parameter and its companions.
-    itemsize : int
+    sizes : Sizes
         Bytes of one of their elements.
     consumers : int
         How many ops read the same activation: their input gradients are summed before they are reduced.
@@ -146,17 +163,20 @@ def price_op(
         master = rest_layout(rest, further, mesh)
         if prices.whole:
             rest = master = Layout.replicated(shape)
-        states += local_numel(master) * (2 * itemsize + prices.optimizer_bytes)
-        scratch += local_numel(master) * itemsize
-        if master != rest:  # gathered once, and held for the step
-            states += local_numel(rest) * itemsize
-            communication += prices.change(master, rest, itemsize)
+        states += local_numel(master) * (sizes.master + prices.optimizer_bytes)
+        scratch += local_numel(master) * sizes.master
+        copy, gradient = 0, local_numel(master) * sizes.master
+        if master != rest or sizes.master != sizes.working:  # gathered or cast once, and held for the step
+            copy = local_numel(rest) * sizes.working
+            communication += prices.change(master, rest, sizes.working)
+        # In mixed precision the copies are most of a step's states, and gone where the gradients come
+        states += max(copy, gradient) if sizes.master != sizes.working else copy + gradient
         batch = _batch_axes(op, assignments)
         partial = Layout(lies.dims, tuple((axis, "sum") for axis in mesh.ordered(batch) if axis not in lies.shard_axes))
-        communication += 2 * prices.change(rest, lies, itemsize)  # gathered for the forward and for the backward
-        communication += prices.change(partial, master, itemsize)
+        communication += 2 * prices.change(rest, lies, sizes.working)  # gathered for the forward and for the backward
+        communication += prices.change(partial, master, sizes.reduced)
         if rest != lies:  # its own copy, the next one's, and gradients on their way
-            transient = max(transient, 4 * local_numel(lies) * itemsize)
+            transient = max(transient, 2 * local_numel(lies) * (sizes.working + sizes.reduced))
     return OpPrice(compute + communication, communication, states, transient, scratch)
 
 
