@@ -31,7 +31,7 @@ from torch import fx
 from shardweave.cost_model.cluster import Cluster
 from shardweave.cost_model.collectives import crossed_level
 from shardweave.cost_model.curve import Change, MemoryCurve
-from shardweave.cost_model.graphs import collective, info, is_start, is_wait
+from shardweave.cost_model.graphs import collective, copied_from, info, is_start, is_wait, node_nodes
 from shardweave.cost_model.memory import Liveness, Storage, liveness, output_storages, storage_bytes
 from shardweave.cost_model.optimizer import optimizer_seconds
 from shardweave.cost_model.prices import Prices
@@ -121,6 +121,7 @@ class _Step:
                 f"the forward graph takes {len(holders)} tensors after the coordinates, expected {len(states)}: "
                 f"{len(spec.parameters)} parameters, {len(spec.buffers)} buffers, {len(spec.inputs)} inputs"
             )
+        parameters = set(holders[: len(spec.parameters)])
         names = ["parameters"] * len(spec.parameters) + ["buffers"] * len(spec.buffers) + ["inputs"] * len(spec.inputs)
         for holder, kind, state in zip(holders, names, states, strict=True):
             for storage in found.where[holder]:
@@ -134,6 +135,8 @@ class _Step:
         first = len(spec.mutated_buffers)
         last = first + len(spec.outputs)
         self._name(found, results[first:last], "outputs")
+        of_parameters = [result for result in node_nodes(results[last:]) if copied_from(result) in parameters]
+        self._name(found, of_parameters, "copies")
         self._name(found, results[last:], "saved")
         mutated = output_storages(results[:first], found)
         self._play(graph, found, "forward", _TRANSIENT, keep=set(mutated))
@@ -153,7 +156,7 @@ class _Step:
         self._name(found, _results(graph), "gradients")
         tangents = set(output_storages(holders[len(saved) :], found))  # the caller's until the backward returns
         gradients = set(output_storages(_results(graph), found))
-        self._play(graph, found, "backward", (*_TRANSIENT, "saved"), keep=tangents | gradients)
+        self._play(graph, found, "backward", (*_TRANSIENT, "copies", "saved"), keep=tangents | gradients)
         self._free(tangents - gradients, _TRANSIENT)
         return gradients
 
@@ -164,7 +167,7 @@ class _Step:
         self._change("scratch", scratch, "optimizer")
         self._run("optimizer", "optimizer", optimizer_seconds(self.trained, optimizer_ratio, self.cluster))
         self._change("scratch", -scratch, "optimizer")
-        self._free(gradients, ("gradients", "saved", *_TRANSIENT))
+        self._free(gradients, ("gradients", "copies", "saved", *_TRANSIENT))
 
     def timeline(self) -> Timeline:
         """What has been played, once all links have come to rest too."""
