@@ -122,19 +122,26 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: grad.clone() for name, grad in found.items()}
 
 
-def compile_ways(model: nn.Module, case: Case, dtype: torch.dtype, world: int, ways: Sequence[Way]) -> list[Packed]:
+def compile_ways(
+    model: nn.Module,
+    case: Case,
+    dtype: torch.dtype,
+    world: int,
+    ways: Sequence[Way],
+    precision: sw.Precision | None = None,
+) -> list[Packed]:
     """The model's step in each of these ways, ready to be sent to ranks.
 
     Done once and not in every rank, as eight ranks on two cores would be at it for minutes; that `compile_parallel`
     does the same on every rank is for test_api.py to show. The capture is the same for all ways.
     """
     cluster = sw.Cluster.local(world)
-    compiler = _Compiler(model, cluster, case.batch(0, BATCH, dtype), None, None)
+    compiler = _Compiler(model, cluster, case.batch(0, BATCH, dtype), Options(precision=precision), None)
     packed = []
     for way in ways:
         compiler = copy.copy(compiler)
         force = way.force(compiler.annotated.ops, cluster.mesh()) if callable(way.force) else way.force
-        compiler.options = Options(force=force, memory_limit=way.memory_limit)
+        compiler.options = Options(force=force, memory_limit=way.memory_limit, precision=precision)
         plan = tightest(compiler) if way.tight else compiler.plan()
         packed.append(Packed.of(compiler.lower(plan).step, compiler.captured.call, plan))
     return packed
