@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     'bfloat16'
     """
     return str(dtype).removeprefix("torch.")
+
+
+class Dtypes(NamedTuple):
+    """Of a parameter: its dtype between steps, and that in which its gradient is summed over devices."""
+
+    master: torch.dtype
+    reduced: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,10 @@ class Precision:
     def working(self, dtype: torch.dtype) -> torch.dtype:
         """In which dtype the step computes with a parameter that the model holds in `dtype`."""
         return self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype
+
+    def dtypes(self, master: torch.dtype) -> Dtypes:
+        """Those of a parameter that the model holds in `master`."""
+        return Dtypes(master, self.reduce_dtype or self.working(master))
 
     def to_dict(self) -> dict[str, Any]:
         """The dtypes by their names; `from_dict` is its inverse.

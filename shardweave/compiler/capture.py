@@ -19,10 +19,10 @@ from torch import Tensor, fx, nn
 
 from shardweave.compiler.adapters import traceable
 from shardweave.compiler.call import TENSOR, CallTree, as_call, canonical, leaf_names
-from shardweave.compiler.casts import working_copies
+from shardweave.compiler.casts import take_as_cast, working_copies
 from shardweave.compiler.refusal import readable_errors, refuse_effects, refuse_values, refused, where
 from shardweave.errors import CaptureError
-from shardweave.precision import Precision
+from shardweave.precision import Dtypes, Precision
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Captured:
         The mode of the model at capture.
     whole : bool
         Parameters belong to the user, whole on every rank; so are their gradients and the outputs.
-    masters : mapping of str to torch.dtype
-        The dtype that the model gives a parameter, where the graph takes it in another one: mixed precision.
+    dtypes : mapping of str to Dtypes
+        Of the parameters, for which the graph may take another one: mixed precision.
     """
 
     graph: fx.GraphModule
@@ -64,7 +64,7 @@ class Captured:
     call: CallTree | None
     training: bool
     whole: bool = False
-    masters: Mapping[str, torch.dtype] = field(default_factory=dict)
+    dtypes: Mapping[str, Dtypes] = field(default_factory=dict)
 
 
 def capture(model: nn.Module, example_inputs: Any, precision: Precision | None = None) -> Captured:
@@ -100,10 +100,11 @@ def capture(model: nn.Module, example_inputs: Any, precision: Precision | None =
         raise CaptureError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to train")
     graph, out_spec = _joint_graph(model, args, kwargs, precision)
     captured = _describe(graph, out_spec, model, signature, spec, names, leaves)
-    if precision is None:
-        return captured
-    dtypes = {name: model.get_parameter(name).dtype for name in captured.parameters.values()}
-    return replace(captured, masters={name: own for name, own in dtypes.items() if precision.working(own) != own})
+    take_as_cast(graph.graph, captured.parameters, captured.gradients)
+    graph.recompile()
+    policy = precision or Precision()
+    dtypes = {name: policy.dtypes(model.get_parameter(name).dtype) for name in captured.parameters.values()}
+    return replace(captured, dtypes=dtypes)
 
 
 def _joint_graph(

@@ -158,10 +158,9 @@ def lower(
             {**captured.buffers, **captured.inputs},
             captured.gradients,
             {
-                name: rests.get(name, Rest())._replace(master=captured.masters.get(name))
+                name: rests.get(name, Rest())._replace(dtypes=captured.dtypes.get(name))
                 for name in captured.parameters.values()
             },
-            options.mixed.reduce_dtype if options.mixed else None,
         ),
         graph,
     )
@@ -240,7 +239,7 @@ class _Boundary:
             ParameterSpec(
                 name,
                 rests.get(name, Layout.replicated(self.values[node].shape)),
-                dtype_name(captured.masters.get(name, self.values[node].dtype)),
+                dtype_name(captured.dtypes[name].master) if name in captured.dtypes else dtype[node],
                 name in trainable,
                 captured.aliases.get(name, ()),
             )

@@ -28,6 +28,7 @@ from shardweave.passes.local import LocalGraph, Origin
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.registry import tensor_args
 from shardweave.passes.values import Rest, Values, annotate_layouts, bound_rule, check_shape
+from shardweave.precision import Dtypes
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,6 @@ class Shard:
     """The parameters whose gradients are the last outputs."""
     rests: Mapping[str, Rest] = field(default_factory=dict)
     """The axes that a parameter and its states rest on, beside those of the layout that it is first needed in."""
-    reduce_dtype: torch.dtype | None = None
-    """In which gradients are summed over devices; by default the dtype that they are computed in."""
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         return Sharder(self, graph_module).run()
@@ -114,8 +113,9 @@ class Sharder(Values):
         layout = self.options.sources.get(node.name, Layout.replicated(value.shape))
         shown = name or self.options.names.get(node.name, node.name)
         origin = Origin(shown, backward=self.backward)
-        master = self.rest_axes.get(name or "", Rest()).master
-        self.canonical[node] = self.local.placeholder(shown, value.to(master or value.dtype), layout, origin), layout
+        dtypes = self.rest_axes.get(name or "", Rest()).dtypes
+        taken = value.to(dtypes.master) if dtypes else value
+        self.canonical[node] = self.local.placeholder(shown, taken, layout, origin), layout
         if name is not None:
             self.parameters[node] = name
             if node.name in self.options.sources:
@@ -153,14 +153,14 @@ class Sharder(Values):
         """A parameter's gradient, summed in the dtype for that, then in its master's."""
         origin = Origin(name, "gradient", "gradient", True)
         dtype = value.meta["val"].dtype
-        reduce, rest = self.options.reduce_dtype or dtype, self.rest_axes.get(name, Rest())
+        dtypes = self.rest_axes.get(name, Rest()).dtypes or Dtypes(dtype, dtype)
         have = self.layout(value)
-        if reduce == dtype or have == want:
+        if dtypes.reduced == dtype or have == want:
             written = self.value(value, want, origin)
         else:
-            written = self.local.cast(self.value(value, have, origin), reduce, origin)
+            written = self.local.cast(self.value(value, have, origin), dtypes.reduced, origin)
             written = self.local.redistribute(written, have, want, origin, lambda *_: None)
-        return self.local.cast(written, rest.master or dtype, origin)
+        return self.local.cast(written, dtypes.master, origin)
 
     def _tangents(self, graph: fx.Graph, lies: Mapping[int, Layout]) -> None:
         last = [node for node in self.local.graph.nodes if node.op == "placeholder"][-1]

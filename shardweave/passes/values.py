@@ -24,17 +24,18 @@ from shardweave.passes.layouts import drop, factors_of, rest_layout, through
 from shardweave.passes.local import LocalGraph, Origin
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.registry import tensor_args
+from shardweave.precision import Dtypes
 
 
 class Rest(NamedTuple):
     """The axes that a parameter rests on in a step, and those on which its states rest besides, between steps.
 
-    `master` is its dtype between steps, where that is not the one that the step computes in.
+    `dtypes` are those of its master and of its gradient's sum; None: as the step computes with it.
     """
 
     parameter: tuple[Axis, ...] = ()
     states: tuple[Axis, ...] = ()
-    master: torch.dtype | None = None
+    dtypes: Dtypes | None = None
 
 
 class Values:
@@ -184,8 +185,9 @@ class Values:
         in_step = rest_layout(want, free[0], self.mesh)
         layout = rest_layout(in_step, free[1], self.mesh)
         value = node.meta["val"]
+        dtype = axes.dtypes.master if axes.dtypes else value.dtype
         with self.local.fake:
-            written.meta["val"] = torch.empty(layout.local_shape, dtype=axes.master or value.dtype, device=value.device)
+            written.meta["val"] = torch.empty(layout.local_shape, dtype=dtype, device=value.device)
         written.meta[META] = replace(info(written), layouts=(layout,))
         origin = Origin(name, "gather for the step", "parameter", self.backward)
         working = self.local.cast(written, value.dtype, origin)

@@ -158,7 +158,7 @@ class Costing:
         shared = max((readers.get(_root(argument), 1) for role in op.roles if not info(role.node).backward
                       for argument in tensor_args(role.node)), default=1)  # fmt: skip
         values = [self.shapes[name] for name in (op.parameter, *op.companions)]
-        element = Sizes.of(self.annotated.captured, op.parameter, values[0], self.options.mixed)
+        element = Sizes.of(values[0].dtype, self.annotated.captured.dtypes.get(op.parameter))
         signature = self._number((
             element, tuple(op.sizes.items()), op.outputs, op.contracted, op.experts, op.batch, shared,
             tuple(value.shape for value in values),

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from shardweave.compiler.capture import Captured
 from shardweave.compiler.planner.ops import Op, Role
 from shardweave.cost_model import Cluster, collective_seconds
 from shardweave.cost_model.compute import Work, node_work, work_seconds
@@ -23,7 +22,7 @@ from shardweave.passes.annotate import info
 from shardweave.passes.layouts import input_layouts, output_layouts, rest_layout, steps_between
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.registry import EVERY, tensor_args
-from shardweave.precision import Precision
+from shardweave.precision import Dtypes
 
 # What carries the gradient back where the forward moved the value this way.
 TRANSPOSED = {
@@ -114,10 +113,10 @@ class Sizes(NamedTuple):
     reduced: int
 
     @classmethod
-    def of(cls, captured: Captured, parameter: str, value: torch.Tensor, precision: Precision | None) -> Sizes:
-        """Those of a parameter that the graph takes as `value`."""
-        reduced = (precision and precision.reduce_dtype) or value.dtype
-        return cls(captured.masters.get(parameter, value.dtype).itemsize, value.dtype.itemsize, reduced.itemsize)
+    def of(cls, working: torch.dtype, dtypes: Dtypes | None) -> Sizes:
+        """Those of a parameter that the graph takes in the dtype `working`."""
+        master, reduced = dtypes or (working, working)
+        return cls(master.itemsize, working.itemsize, reduced.itemsize)
 
 
 @dataclass(frozen=True)
