@@ -106,7 +106,7 @@ class _Request:
         if given.get("precision") is not None:
             raise ParallelError(
                 "the backend shardweave leaves parameters to you, whole and in your dtype, so that it takes no "
-                "precision: run the model under torch.autocast, or use compile_parallel"
+                "precision: convert the model yourself, model.to(torch.bfloat16), or use compile_parallel"
             )
         known = {field.name for field in fields(Options)} - {"outputs"}
         unknown = sorted(set(given) - known - {"cluster", "inspect"})
