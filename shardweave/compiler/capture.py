@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from shardweave.compiler.adapters import traceable
 from shardweave.compiler.call import TENSOR, CallTree, as_call, canonical, leaf_names
-from shardweave.compiler.casts import take_as_cast, working_copies
+from shardweave.compiler.casts import cast, take_as_cast, take_as_given, working_copies
 from shardweave.compiler.refusal import readable_errors, refuse_effects, refuse_values, refused, where
 from shardweave.errors import CaptureError
 from shardweave.precision import Dtypes, Precision
@@ -100,6 +100,8 @@ def capture(model: nn.Module, example_inputs: Any, precision: Precision | None =
         raise CaptureError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to train")
     graph, out_spec = _joint_graph(model, args, kwargs, precision)
     captured = _describe(graph, out_spec, model, signature, spec, names, leaves)
+    given = {name: leaf.dtype for name, leaf in zip(names, leaves) if isinstance(leaf, Tensor)}
+    take_as_given(graph.graph, {node: given[name] for node, name in captured.inputs.items()})
     take_as_cast(graph.graph, captured.parameters, captured.gradients)
     graph.recompile()
     policy = precision or Precision()
@@ -123,6 +125,8 @@ def _joint_graph(
         if any(parameter.is_meta for parameter in model.parameters()):
             model = _off_meta(model, fake)
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: _fake_like(t, fake), (args, kwargs))
+        if precision is not None and precision.cast_forward_inputs and precision.param_dtype is not None:
+            args, kwargs = cast((args, kwargs), precision.param_dtype)  # the graph will cast them: see take_as_given
         stack.enter_context(traceable(model))
         stack.enter_context(working_copies(model, precision, fake))
         # Not under `fake`: Dynamo makes its own mode, and under another one it mistakes buffers that are views.

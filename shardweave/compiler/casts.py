@@ -20,7 +20,7 @@ CAST = torch.ops.aten._to_copy.default
 
 @contextlib.contextmanager
 def working_copies(model: nn.Module, precision: Precision | None, fake: Any) -> Iterator[None]:
-    """While this runs, `model` has fake parameters of its working dtype, and casts its inputs and outputs.
+    """While this runs, `model` has fake parameters of its working dtype, and casts its outputs.
 
     The model is afterwards as it was. Buffers stay as they are.
 
@@ -49,12 +49,7 @@ def working_copies(model: nn.Module, precision: Precision | None, fake: Any) -> 
         for module, name, master in owned:
             if master in copies:
                 setattr(module, name, copies[master])  # so, as recurrent layers keep a list of theirs
-        param, output = precision.param_dtype, precision.output_dtype
-        if param is not None and precision.cast_forward_inputs:
-            hooks.append(
-                model.register_forward_pre_hook(lambda _, *call: cast(call, param), prepend=True, with_kwargs=True)
-            )
-        if output is not None:
+        if (output := precision.output_dtype) is not None:
             hooks.append(model.register_forward_hook(lambda _, inputs, result: cast(result, output)))
         yield
     finally:
@@ -71,6 +66,26 @@ def cast(values: Any, dtype: torch.dtype) -> Any:
     (tensor([1.], dtype=torch.float16), tensor([1], dtype=torch.int32), None)
     """
     return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+
+
+def take_as_given(graph: fx.Graph, given: Mapping[str, torch.dtype]) -> None:
+    """Let a captured graph take its inputs in the dtypes in which they are given, and cast them itself.
+
+    Parameters
+    ----------
+    given : mapping of str to torch.dtype
+        By placeholder.
+    """
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in [node for node in graph.nodes if node.name in given]:
+        value = node.meta["val"]
+        if value.dtype == given[node.name]:
+            continue
+        with graph.inserting_before(first):
+            copy = graph.call_function(CAST, (node,), {"dtype": value.dtype})
+        node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+        copy.meta["val"] = value
+        node.meta["val"] = value.to(given[node.name])
 
 
 def take_as_cast(graph: fx.Graph, parameters: Mapping[str, str], gradients: Sequence[str]) -> None:
