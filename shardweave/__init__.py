@@ -24,6 +24,7 @@ from shardweave.errors import (
 from shardweave.ir import Grid, Strategy
 from shardweave.options import Options
 from shardweave.passes.rules import rule
+from shardweave.precision import Precision
 from shardweave.runtime import (
     ParallelModule,
     Saving,
@@ -53,6 +54,7 @@ __all__ = [
     "ParallelModule",
     "Plan",
     "PlanError",
+    "Precision",
     "RuleError",
     "Saving",
     "Strategy",

@@ -47,6 +47,7 @@ def plan(
     cluster: Annotated[str, typer.Option(help="A preset's name, or the path of a YAML file.")],
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes, for a preset.")] = None,
     memory_limit: Annotated[float | None, typer.Option(min=0, help="Memory limit a device, in GiB.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Mixed precision: bf16 or fp16.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to save the plan (JSON).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Where to save the simulated step (Chrome trace).")] = None,
 ) -> None:
@@ -62,7 +63,8 @@ def plan(
     if is_file and nodes is not None:
         raise InputError(f"--nodes {nodes} goes with a preset, but {cluster!r} is a file, which has its own levels")
     machine = sw.Cluster.load(cluster) if is_file else sw.Cluster.preset(cluster, nodes=nodes)
-    options = sw.Options() if memory_limit is None else sw.Options(memory_limit=int(memory_limit * 2**30))
+    limit = None if memory_limit is None else int(memory_limit * 2**30)
+    options = sw.Options(memory_limit=limit, precision=precision)
     made = sw.plan(model, machine, inputs, options=options)
     _console().print(made.explain())
     if out is not None:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from shardweave.errors import PlanError
 from shardweave.ir import Strategy
+from shardweave.precision import Precision
 
 OPTIMIZER_STATE_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "adamw": 8}
 
@@ -29,6 +30,8 @@ class Options:
         (also ``"mics"``) and ``"hpz"`` (with a degree of the inner sharding: ``"hsdp:8"``; see `planner.presets`), a
         `Grid`, its sizes as a tuple ``(x, y, z, data)`` or ``(x, y, z, data, experts)``, or a `Strategy`. Where several
         patterns match, the last one holds.
+    precision : Precision or str, optional
+        Mixed precision: a `Precision`, ``"bf16"`` or ``"fp16"``. By default nothing is cast.
     outputs : {"auto", "sharded", "part", "whole"}
         Where the outputs other than a loss lie: as they were computed (a DTensor where that is more than a part of the
         batch), this rank's part of the batch, or whole on every rank. ``"auto"`` is ``"sharded"`` where the model
@@ -53,6 +56,7 @@ class Options:
     memory_limit: int | None = None
     optimizer: str | int = "adamw"
     force: Mapping[str, str | tuple[int, ...] | Strategy] = field(default_factory=dict)
+    precision: Precision | str | None = None
     outputs: Literal["auto", "sharded", "part", "whole"] = "auto"
     time_limit: float = 30.0
     lookahead: int = 1
@@ -67,6 +71,7 @@ class Options:
             raise PlanError(
                 f"optimizer {self.optimizer!r} is unknown; expected one of {known}, or its bytes of state per parameter"
             )
+        Precision.of(self.precision)
         if self.time_limit <= 0:
             raise PlanError(f"time_limit is in seconds and must be positive, got {self.time_limit}")
         if self.outputs not in ("auto", "sharded", "part", "whole"):
@@ -75,6 +80,11 @@ class Options:
             raise PlanError(f"micro_batches counts parts of a batch and must be positive, got {self.micro_batches}")
         if self.lookahead < 0:
             raise PlanError(f"lookahead counts gathers and cannot be negative, got {self.lookahead}")
+
+    @property
+    def mixed(self) -> Precision | None:
+        """The dtypes of the step; None where nothing is cast."""
+        return Precision.of(self.precision)
 
     @property
     def optimizer_bytes(self) -> int:

@@ -175,7 +175,7 @@ class _Compiler:
         self.annotated: Annotated = annotate(self.captured, self.options)
 
     def _capture(self, example_inputs: Any) -> Captured:
-        return capture(self.model, example_inputs)
+        return capture(self.model, example_inputs, self.options.mixed)
 
     @property
     def model_key(self) -> ModelKey:
@@ -183,6 +183,7 @@ class _Compiler:
         return ModelKey(
             {name: tuple(nodes[node].shape) for node, name in self.captured.parameters.items()},
             {name: tuple(nodes[node].shape) for node, name in self.captured.inputs.items()},
+            self.options.mixed,
         )
 
     # -- planning

@@ -53,8 +53,8 @@ def shardweave(
         Dynamo's graph and its inputs.
     options : mapping, optional
         ``"cluster"``: a `Cluster`, by default the running world. ``"memory_limit"``, ``"force"``, ``"time_limit"``
-        and the others: as in `Options` (outputs are always whole). ``"inspect"``: called with the `Plan` and the graph
-        after each stage, of every step that is compiled.
+        and the others: as in `Options` (outputs are always whole, and a precision is refused). ``"inspect"``: called
+        with the `Plan` and the graph after each stage, of every step that is compiled.
     mode : str, optional
         There are none.
 
@@ -103,6 +103,11 @@ class _Request:
     def of(cls, given: Mapping[str, Any], mode: str | None) -> _Request:
         if mode is not None:
             raise ParallelError(f"the backend shardweave has no modes, got mode={mode!r}: leave it out")
+        if given.get("precision") is not None:
+            raise ParallelError(
+                "the backend shardweave leaves parameters to you, whole and in your dtype, so that it takes no "
+                "precision: convert the model yourself, model.to(torch.bfloat16), or use compile_parallel"
+            )
         known = {field.name for field in fields(Options)} - {"outputs"}
         unknown = sorted(set(given) - known - {"cluster", "inspect"})
         if unknown:

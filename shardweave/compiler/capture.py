@@ -9,8 +9,8 @@ import contextlib
 import copy
 import inspect
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ from torch import Tensor, fx, nn
 
 from shardweave.compiler.adapters import traceable
 from shardweave.compiler.call import TENSOR, CallTree, as_call, canonical, leaf_names
+from shardweave.compiler.casts import cast, take_as_cast, take_as_given, working_copies
 from shardweave.compiler.refusal import readable_errors, refuse_effects, refuse_values, refused, where
 from shardweave.errors import CaptureError
+from shardweave.precision import Dtypes, Precision
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Captured:
         The mode of the model at capture.
     whole : bool
         Parameters belong to the user, whole on every rank; so are their gradients and the outputs.
+    dtypes : mapping of str to Dtypes
+        Of the parameters, for which the graph may take another one: mixed precision.
     """
 
     graph: fx.GraphModule
@@ -60,9 +64,10 @@ class Captured:
     call: CallTree | None
     training: bool
     whole: bool = False
+    dtypes: Mapping[str, Dtypes] = field(default_factory=dict)
 
 
-def capture(model: nn.Module, example_inputs: Any) -> Captured:
+def capture(model: nn.Module, example_inputs: Any, precision: Precision | None = None) -> Captured:
     """Capture the forward and backward of `model` on inputs like `example_inputs` as one aten graph.
 
     Parameters
@@ -72,6 +77,8 @@ def capture(model: nn.Module, example_inputs: Any) -> Captured:
         checkpoints are kept; logging and warnings are left out.
     example_inputs : tensor, tuple, dict or (tuple, dict)
         The *global* batch of one call.
+    precision : Precision, optional
+        The graph takes parameters in their working dtype, and casts the inputs and outputs itself.
 
     Raises
     ------
@@ -91,11 +98,20 @@ def capture(model: nn.Module, example_inputs: Any) -> Captured:
             )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise CaptureError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to train")
-    graph, out_spec = _joint_graph(model, args, kwargs)
-    return _describe(graph, out_spec, model, signature, spec, names, leaves)
+    graph, out_spec = _joint_graph(model, args, kwargs, precision)
+    captured = _describe(graph, out_spec, model, signature, spec, names, leaves)
+    given = {name: leaf.dtype for name, leaf in zip(names, leaves) if isinstance(leaf, Tensor)}
+    take_as_given(graph.graph, {node: given[name] for node, name in captured.inputs.items()})
+    take_as_cast(graph.graph, captured.parameters, captured.gradients)
+    graph.recompile()
+    policy = precision or Precision()
+    dtypes = {name: policy.dtypes(model.get_parameter(name).dtype) for name in captured.parameters.values()}
+    return replace(captured, dtypes=dtypes)
 
 
-def _joint_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModule, pytree.TreeSpec]:
+def _joint_graph(
+    model: nn.Module, args: Any, kwargs: Any, precision: Precision | None
+) -> tuple[fx.GraphModule, pytree.TreeSpec]:
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -109,7 +125,10 @@ def _joint_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
         if any(parameter.is_meta for parameter in model.parameters()):
             model = _off_meta(model, fake)
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: _fake_like(t, fake), (args, kwargs))
+        if precision is not None and precision.cast_forward_inputs and precision.param_dtype is not None:
+            args, kwargs = cast((args, kwargs), precision.param_dtype)  # the graph will cast them: see take_as_given
         stack.enter_context(traceable(model))
+        stack.enter_context(working_copies(model, precision, fake))
         # Not under `fake`: Dynamo makes its own mode, and under another one it mistakes buffers that are views.
         module = dynamo_graph_capture_for_export(model)(*args, **kwargs)
         stack.enter_context(torch._guards.tracing(module.meta["tracing_context"]))

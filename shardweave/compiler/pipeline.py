@@ -36,6 +36,7 @@ from shardweave.passes.shard import Shard, Sharder
 from shardweave.passes.tangents import drop_tangents
 from shardweave.passes.values import Rest
 from shardweave.passes.verify import verify
+from shardweave.precision import dtype_name
 
 
 @dataclass
@@ -228,7 +229,10 @@ class _Lowering:
             {**captured.buffers, **captured.inputs},
             tuple(captured.inputs),
             captured.gradients,
-            {name: rests.get(name, Rest()) for name in captured.parameters.values()},
+            {
+                name: rests.get(name, Rest())._replace(dtypes=captured.dtypes.get(name))
+                for name in captured.parameters.values()
+            },
             accumulates,
         )
         sharder = Sharder(shard, copied(captured.graph))
@@ -310,13 +314,13 @@ class _Boundary:
     ) -> StepSpec:
         """How the step is called, given where its outputs lie and its parameters rest."""
         captured = self.annotated.captured
-        dtype = {name: str(value.dtype).removeprefix("torch.") for name, value in self.values.items()}
+        dtype = {name: dtype_name(value.dtype) for name, value in self.values.items()}
         trainable = set(captured.gradients)
         parameters = tuple(
             ParameterSpec(
                 name,
                 rests.get(name, Layout.replicated(self.values[node].shape)),
-                dtype[node],
+                dtype_name(captured.dtypes[name].master) if name in captured.dtypes else dtype[node],
                 name in trainable,
                 captured.aliases.get(name, ()),
             )
@@ -339,7 +343,7 @@ class _Boundary:
             layout = lies[first + index]
             pieces.append(layout)
             whole = drop(layout, times).without_partial()
-            outputs.append(ValueSpec(name, whole, str(value.dtype).removeprefix("torch."), index in active))
+            outputs.append(ValueSpec(name, whole, dtype_name(value.dtype), index in active))
         return StepSpec(
             self.mesh,
             parameters,

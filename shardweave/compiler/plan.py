@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from shardweave.cost_model.cluster import Cluster
 from shardweave.errors import ParallelError, PlanError
 from shardweave.ir import Grid, Strategy
+from shardweave.precision import Precision
 
 if TYPE_CHECKING:
     from shardweave.cost_model.timeline import Timeline
@@ -30,10 +31,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ModelKey:
-    """What a model and its call must agree in with the ones that a plan was made for: names and global shapes."""
+    """What a model and its call must agree in with the ones that a plan was made for: names, global shapes, dtypes."""
 
     parameters: Mapping[str, Shape]
     inputs: Mapping[str, Shape] = field(default_factory=dict)
+    precision: Precision | None = None
 
 
 class RunnerUp(NamedTuple):
@@ -197,6 +199,11 @@ class Plan:
         """
         differences = _differences("parameter", self.model_key.parameters, model_key.parameters)
         differences += _differences("input", self.model_key.inputs, model_key.inputs)
+        if self.model_key.precision != model_key.precision:
+            differences.append(
+                f"the plan is for the precision {_precision(self.model_key)}, the options ask for "
+                f"{_precision(model_key)} (precision= in Options)"
+            )
         planned, given = (
             [axis.size for axis in sorted(c.mesh().axes, key=lambda axis: axis.stride)] for c in (self.cluster, cluster)
         )
@@ -242,7 +249,7 @@ class Plan:
         return {
             "format": FORMAT,
             "version": VERSION,
-            "model": {"parameters": dict(self.model_key.parameters), "inputs": dict(self.model_key.inputs)},
+            "model": _key_to_dict(self.model_key),
             "cluster": self.cluster.to_dict(),
             **figures,
             "choices": {name: _choice_to_dict(choice) for name, choice in self.choices.items()},
@@ -256,11 +263,7 @@ class Plan:
         if data.get("version") != VERSION:
             raise PlanError(f"expected a plan of version {VERSION}, got {data.get('version')!r}: plan again")
         try:
-            model = data["model"]
-            key = ModelKey(
-                {name: tuple(shape) for name, shape in model["parameters"].items()},
-                {name: tuple(shape) for name, shape in model["inputs"].items()},
-            )
+            key = _key_from_dict(data["model"])
             choices = {name: _choice_from_dict(choice) for name, choice in data["choices"].items()}
             figures = {name: data[name] for name in _FIGURES}
             figures["forced"] = tuple(figures["forced"])
@@ -282,6 +285,23 @@ def _differences(what: str, planned: Mapping[str, Shape], given: Mapping[str, Sh
         for name, shape in planned.items()
         if name in given and tuple(given[name]) != tuple(shape)
     ]
+
+
+def _precision(key: ModelKey) -> str:
+    return "of the model" if key.precision is None else f"({key.precision})"
+
+
+def _key_to_dict(key: ModelKey) -> dict[str, Any]:
+    precision = {"precision": key.precision.to_dict()} if key.precision is not None else {}
+    return {"parameters": dict(key.parameters), "inputs": dict(key.inputs), **precision}
+
+
+def _key_from_dict(data: dict[str, Any]) -> ModelKey:
+    return ModelKey(
+        {name: tuple(shape) for name, shape in data["parameters"].items()},
+        {name: tuple(shape) for name, shape in data["inputs"].items()},
+        Precision.from_dict(data["precision"]) if data.get("precision") else None,
+    )
 
 
 def _strategy_to_dict(strategy: Strategy) -> dict[str, Any]:

@@ -28,6 +28,7 @@ _COLOURS = {  # of what a stream does
 _MEMORY = {
     "parameters": "#59A14F",
     "optimizer": "#8C6BB1",
+    "copies": "#7DBE76",
     "buffers": "#9D9DA1",
     "inputs": "#C4C4C8",
     "saved": "#4C78A8",

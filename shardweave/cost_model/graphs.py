@@ -15,6 +15,7 @@ from shardweave.ir import META, Collective, NodeInfo
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _COPIES_STRIDED = ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten")  # views where they can be
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten.reshape.default)
 _RESHAPES = ("aten::reshape", "aten::flatten")
 
 
@@ -80,6 +81,22 @@ def collective(node: fx.Node) -> Collective:
             "the pass that inserts it has to note it"
         )
     return found
+
+
+def copied_from(node: fx.Node) -> fx.Node | None:
+    """The placeholder whose values `node` has: looked at, cast, copied or gathered; None where something is computed.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> copy = graph.call_function(torch.ops.aten._to_copy.default, (x,), {"dtype": torch.bfloat16})
+    >>> copied_from(copy), copied_from(graph.call_function(torch.ops.aten.neg.default, (copy,)))
+    (x, None)
+    """
+    while node.op != "placeholder":
+        if not (node.target in _COPIES or is_start(node) or alias_of(node) is not None):
+            return None
+        node = node.all_input_nodes[0]
+    return node
 
 
 def alias_of(node: fx.Node) -> fx.Node | None:

@@ -16,10 +16,12 @@ from torch import fx
 from shardweave.cost_model.graphs import alias_of, is_start, is_wait, node_nodes, tensor_bytes, tensors
 
 KINDS = (
-    "parameters", "optimizer", "buffers", "inputs", "saved", "gathered", "working", "scratch", "gradients", "outputs"
+    "parameters", "optimizer", "copies", "buffers", "inputs", "saved", "gathered", "working", "scratch", "gradients",
+    "outputs",
 )  # fmt: skip
-"""What memory is used for, in the order in which plots stack it. *Saved* is what the backward needs of the forward,
-*gathered* a parameter that is whole (or less sharded) for a while, *working* every other value on its way, *scratch*
+"""What memory is used for, in the order in which plots stack it. *Copies* are parameters as a step computes
+with them, gathered or in another dtype, which the backward needs, too; *saved* is what else it needs of the forward;
+*gathered* a parameter that is whole (or less sharded) for a while; *working* every other value on its way; *scratch*
 what kernels, collectives and the optimizer take beside their results (`scratch.py`)."""
 
 Storage = tuple[fx.Node, int]

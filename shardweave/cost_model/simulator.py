@@ -31,7 +31,7 @@ from torch import fx
 from shardweave.cost_model.cluster import Cluster
 from shardweave.cost_model.collectives import crossed_level
 from shardweave.cost_model.curve import Change, MemoryCurve
-from shardweave.cost_model.graphs import collective, info, is_start, is_wait
+from shardweave.cost_model.graphs import collective, copied_from, info, is_start, is_wait, node_nodes
 from shardweave.cost_model.memory import Liveness, Storage, liveness, output_storages, storage_bytes
 from shardweave.cost_model.optimizer import optimizer_seconds
 from shardweave.cost_model.prices import Prices
@@ -177,8 +177,11 @@ class _Step:
         last = first + len(self.spec.outputs)
         if kept:
             self.gathered = [output_storages(result, found) for result in results[split:]]
-            self._name(found, results[split:], "gathered")
+            self._name(found, results[split:], "copies")
         self._name(found, results[first:last], "outputs")
+        holders = _placeholders(graph, self.spec, self.spec.draws)[: len(self.spec.parameters)]
+        of_parameters = [result for result in node_nodes(results[last:split]) if copied_from(result) in holders]
+        self._name(found, of_parameters, "copies")
         self._name(found, results[last:split], "saved")
         mutated = output_storages(results[:first], found)
         self._play(graph, found, "forward", _TRANSIENT, keep={*mutated, *self._shared})
@@ -208,11 +211,11 @@ class _Step:
         results = [output_storages(result, found) for result in _results(graph) if isinstance(result, fx.Node)]
         gradients = {storage for storages in results for storage in storages}
         before = {storage for storages in self.gradients for storage in storages}
-        freed = (*_TRANSIENT, "saved", *(("gradients",) if before else ()))
+        freed = (*_TRANSIENT, "copies", "saved", *(("gradients",) if before else ()))
         self._play(graph, found, "backward", freed, keep=tangents | gradients | self._shared)
         self._free(tangents - gradients, _TRANSIENT)
         if closes:
-            self._free(self._shared, ("gathered",))
+            self._free(self._shared, ("copies",))
         self.gradients = results
 
     def optimize(self) -> None:
@@ -224,7 +227,7 @@ class _Step:
         self._run("optimizer", "optimizer", optimizer_seconds(self.trained, optimizer_ratio, self.cluster))
         self._change("scratch", -scratch, "optimizer")
         gradients = {storage for storages in self.gradients for storage in storages}
-        self._free(gradients, ("gradients", "saved", *_TRANSIENT))
+        self._free(gradients, ("gradients", "copies", "saved", *_TRANSIENT))
 
     def timeline(self) -> Timeline:
         """What has been played, once all links have come to rest too."""

@@ -7,7 +7,7 @@ import keyword
 import operator
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -150,6 +150,14 @@ class LocalGraph:
         if node.meta["val"].is_contiguous():
             return node
         return self.call(origin, aten.clone.default, node, memory_format=torch.contiguous_format)
+
+    def cast(self, node: fx.Node, dtype: torch.dtype, origin: Origin) -> fx.Node:
+        """`node` in another dtype, itself where it has it already."""
+        if node.meta["val"].dtype == dtype:
+            return node
+        copy = self.call(origin, aten._to_copy.default, node, dtype=dtype)
+        copy.meta[META] = replace(copy.meta[META], layouts=node.meta[META].layouts)
+        return copy
 
     def redistribute(
         self, node: fx.Node, have: Layout, want: Layout, origin: Origin, on_reduced: Callable[[fx.Node, Layout], None]

@@ -21,6 +21,7 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 # What shard writes around a collective to bring its buffer into shape.
 GLUE = {aten.reshape.default, aten.permute.default, aten.clone.default, aten.t.default, aten.transpose.int,
         aten.select.int, WAIT}  # fmt: skip
+CAST = aten._to_copy.default
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class Schedule:
             starts = info(node).collective is not None
             if starts or (node.target in GLUE and node.users and all(user in before_start for user in node.users)):
                 before_start.add(node)
+            elif node.target is CAST and len(node.users) == 1 and not before_start.isdisjoint(node.users):
+                before_start.add(node)  # what is moved in another dtype; with more uses, it is made at the first
         for node in nodes:
             if node in before_start:
                 keys[node] = max((keys[arg] for arg in node.all_input_nodes), default=keys[node]) + 1e-5
@@ -106,8 +109,11 @@ def _lift(node: fx.Node, keys: dict[fx.Node, float], key: float) -> None:
     """Move a start, and the reshapes that only it needs, to `key`."""
     keys[node] = key
     for argument in node.all_input_nodes:
-        if argument.target in GLUE and argument.target is not WAIT and len(argument.users) == 1:
+        glue = argument.target is CAST or (argument.target in GLUE and argument.target is not WAIT)
+        if glue and len(argument.users) == 1:
             _lift(argument, keys, key - 1e-6)
+        elif argument.target is CAST:  # of a parameter that the backward gathers again
+            keys[argument] = min(keys[argument], key - 1e-6)
 
 
 def _drop_to(node: fx.Node, keys: dict[fx.Node, float], key: float) -> None:

@@ -29,6 +29,7 @@ from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.linear import linear_in
 from shardweave.passes.rules.registry import tensor_args
 from shardweave.passes.values import Rest, Values, annotate_layouts, bound_rule, check_shape
+from shardweave.precision import Dtypes
 
 aten = torch.ops.aten
 
@@ -125,7 +126,9 @@ class Sharder(Values):
         layout = self.options.sources.get(node.name, Layout.replicated(value.shape))
         shown = name or self.options.names.get(node.name, node.name)
         origin = Origin(shown, backward=self.backward)
-        self.canonical[node] = self.local.placeholder(shown, value, layout, origin), layout
+        dtypes = self.rest_axes.get(name or "", Rest()).dtypes
+        taken = value.to(dtypes.master) if dtypes else value
+        self.canonical[node] = self.local.placeholder(shown, taken, layout, origin), layout
         if name is not None:
             self.parameters[node] = name
             if node.name in self.options.sources:
@@ -149,7 +152,7 @@ class Sharder(Values):
                 self.lies[index] = want
             elif backward and name is not None:
                 self.backward = True
-                self.results[index] = self._gradient(value, name)
+                self.results[index] = self._gradient(name, value)
             elif backward:
                 self.backward = True
                 self.results[index] = self.value(value, self._returned(value, self.options.outputs[index]))
@@ -164,26 +167,41 @@ class Sharder(Values):
         times = tuple(item for item in have.partial if item[0].kind == "time" and item not in want.partial)
         return Layout(want.dims, (*want.partial, *times))
 
-    def _gradient(self, value: fx.Node, name: str) -> fx.Node:
-        """The gradient of a parameter where its states rest.
+    def _gradient(self, name: str, value: fx.Node) -> fx.Node:
+        """The gradient of a parameter where its states rest, summed in the dtype for that, then in its master's.
 
         Where gradients are added up, the one of this run is brought to where they are (over the other devices it stays
         a partial sum), added to the sum, and only that is brought to the states.
         """
         origin = Origin(name, "gradient", "gradient", True)
+        dtype = value.meta["val"].dtype
+        dtypes = self.rest_axes.get(name, Rest()).dtypes or Dtypes(dtype, dtype)
+        have = self.layout(value)
         rests = self.rests.get(name) or Layout.replicated(value.meta["val"].shape)
         if not self.options.accumulates:
-            return self.value(value, rests, origin)
+            return self.local.cast(self._summed(value, rests, dtypes.reduced, origin), dtypes.master, origin)
         sums = self.sums.get(name, rests)
-        partial = [item for item in self.layout(value).partial if item[0].kind == "space" and item[1] == "sum"]
-        kept = tuple(item for item in partial if item[0] not in sums.shard_axes)
-        mine = self.value(value, Layout(sums.dims, (*kept, *((axis, "sum") for axis in self.mesh.times))), origin)
-        lies = Layout(sums.dims, kept)
-        before = self.local.placeholder(f"sum_{name}", value.meta["val"], lies, origin, last=True)
+        partial = [item for item in have.partial if item[0].kind == "space" and item[1] == "sum"]
+        lies = Layout(sums.dims, tuple(item for item in partial if item[0] not in sums.shard_axes))
+        times = tuple((axis, "sum") for axis in self.mesh.times)
+        mine = self._summed(value, Layout(lies.dims, (*lies.partial, *times)), dtypes.reduced, origin)
+        with self.local.fake:
+            like = torch.empty((), dtype=dtypes.reduced, device=value.meta["val"].device)
+        before = self.local.placeholder(f"sum_{name}", like, lies, origin, last=True)
         total = self.local.call(origin, aten.add_.Tensor, before, mine)
         annotate_layouts(total, (lies,))
         self.accumulators[name] = total
-        return self.local.redistribute(total, lies, rests, origin, lambda *_: None)
+        return self.local.cast(
+            self.local.redistribute(total, lies, rests, origin, lambda *_: None), dtypes.master, origin
+        )
+
+    def _summed(self, value: fx.Node, want: Layout, dtype: torch.dtype, origin: Origin) -> fx.Node:
+        """A gradient at `want`, what is partial there summed in this dtype."""
+        have = self.layout(value)
+        if dtype == value.meta["val"].dtype or have == want:
+            return self.value(value, want, origin)
+        cast = self.local.cast(self.value(value, have, origin), dtype, origin)
+        return self.local.redistribute(cast, have, want, origin, lambda *_: None)
 
     def _tangents(self, graph: fx.Graph) -> None:
         last = [node for node in self.local.graph.nodes if node.op == "placeholder"][-1]

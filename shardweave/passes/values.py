@@ -24,15 +24,20 @@ from shardweave.passes.layouts import drop, factors_of, rest_layout, through
 from shardweave.passes.local import LocalGraph, Origin
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.registry import tensor_args
+from shardweave.precision import Dtypes
 
 
 class Rest(NamedTuple):
     """The axes that a parameter rests on in a step, those besides on which its gradient is added up, and those
-    besides on which its states rest between steps."""
+    besides on which its states rest between steps.
+
+    `dtypes` are those of its master and of its gradient's sum; None: as the step computes with it.
+    """
 
     parameter: tuple[Axis, ...] = ()
     gradient: tuple[Axis, ...] = ()
     states: tuple[Axis, ...] = ()
+    dtypes: Dtypes | None = None
 
 
 class Total(NamedTuple):
@@ -195,20 +200,24 @@ class Values:
     def _rest(self, node: fx.Node, want: Layout) -> None:
         """Let a parameter rest as it is first needed, spread further over its axes of rest; its states further still.
 
-        Between steps it lies as its states do. It is gathered from there once, for both forward and backward.
+        Between steps it lies as its states do. It is gathered from there once, for both forward and backward; what the
+        step computes with in another dtype is cast before that.
         """
         name, written = self.parameters[node], self.canonical[node][0]
         axes = self.rest_axes.get(name, Rest())
-        free = [[axis for axis in part if axis not in want.shard_axes] for part in axes]
+        every = axes.parameter, axes.gradient, axes.states
+        free = [[axis for axis in part if axis not in want.shard_axes] for part in every]
         in_step = rest_layout(want, free[0], self.mesh)
         self.sums[name] = rest_layout(in_step, free[1], self.mesh)
         layout = rest_layout(self.sums[name], free[2], self.mesh)
         value = node.meta["val"]
+        dtype = axes.dtypes.master if axes.dtypes else value.dtype
         with self.local.fake:
-            written.meta["val"] = torch.empty(layout.local_shape, dtype=value.dtype, device=value.device)
+            written.meta["val"] = torch.empty(layout.local_shape, dtype=dtype, device=value.device)
         written.meta[META] = replace(info(written), layouts=(layout,))
         origin = Origin(name, "gather for the step", "parameter", self.backward)
-        working = self.local.redistribute(written, layout, in_step, origin, lambda *_: None)
+        working = self.local.cast(written, value.dtype, origin)
+        working = self.local.redistribute(working, layout, in_step, origin, lambda *_: None)
         if working is not written:
             self.working.append(working)
         self.canonical[node] = working, in_step

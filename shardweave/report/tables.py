@@ -141,6 +141,9 @@ def diff(plan: Plan, other: Plan) -> Report:
         "peak memory " + _both(plan.peak_memory, other.peak_memory, readable_bytes),
         "exposed communication " + _both(plan.exposed_communication, other.exposed_communication, readable_seconds),
     ]
+    here, there = (str(key.precision or "the model's") for key in (plan.model_key, other.model_key))
+    if here != there:
+        lines.append(f"precision {here}; the other {there}")
     if plan.cluster != other.cluster:
         lines.append(f"made for {_cluster(plan)}, the other for {_cluster(other)}")
     return Report(tuple(lines), ("op", "this plan", "the other", "time ", "memory "), tuple(rows))
@@ -257,6 +260,8 @@ def _summary(plan: Plan) -> tuple[str, ...]:
         f"{readable_seconds(plan.exposed_communication)}; memory {readable_bytes(plan.peak_memory)}{limit} a device",
         f"{proof}; planned in {readable_seconds(plan.planning_seconds)}",
     ]
+    if plan.model_key.precision is not None:
+        lines.append(f"precision: {plan.model_key.precision}")
     if plan.forced:
         lines.append(f"forced: {', '.join(plan.forced)}")
     return tuple(lines)

@@ -8,16 +8,8 @@ import torch
 
 from shardweave.errors import InputError
 from shardweave.ir import ValueSpec
+from shardweave.precision import dtype_name
 from shardweave.runtime.parameters import local_part
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name under which specs hold a dtype.
-
-    >>> dtype_name(torch.bfloat16)
-    'bfloat16'
-    """
-    return str(dtype).removeprefix("torch.")
 
 
 def localize(

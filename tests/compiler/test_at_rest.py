@@ -74,7 +74,7 @@ def check_training(
     """Train in each of these ways, `size` rows a call, and on one device."""
     name, dtype, count, accumulates = "gpt", torch.float64, 5, chosen[0].accumulates
     model = model_of(ZOO[name], dtype)
-    steps = compile_ways(model, ZOO[name], dtype, world, chosen, size)
+    steps = compile_ways(model, ZOO[name], dtype, world, chosen, size=size)
     expected = train(model, ZOO[name], dtype, optimizer, None, None, count, size, accumulates)
     given = name, dtype, steps, optimizer, count, size, accumulates
     first, *others = pool.run(train_packed, *given, nprocs=world, timeout=300)

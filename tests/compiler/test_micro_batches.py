@@ -151,7 +151,7 @@ def test_a_real_model(pool: WorkerPool) -> None:
     name, dtype = "llama", torch.float64
     model = model_of(ZOO[name], dtype)
     chosen = [Way("planned", {}, micro_batches=2), Way("column", {"*_proj": "column:2"}, micro_batches=2)]
-    steps = compile_ways(model, ZOO[name], dtype, 4, chosen, 16)
+    steps = compile_ways(model, ZOO[name], dtype, 4, chosen, size=16)
     expected = train(model, ZOO[name], dtype, size=16)
     first, *others = pool.run(train_packed, name, dtype, steps, ADAMW, 5, 16, nprocs=4, timeout=300)
     wrong: list[str] = []

@@ -137,7 +137,13 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def compile_ways(
-    model: nn.Module, case: Case, dtype: torch.dtype, world: int, ways: Sequence[Way], size: int = BATCH
+    model: nn.Module,
+    case: Case,
+    dtype: torch.dtype,
+    world: int,
+    ways: Sequence[Way],
+    precision: sw.Precision | None = None,
+    size: int = BATCH,
 ) -> list[Packed]:
     """The model's step in each of these ways, ready to be sent to ranks.
 
@@ -145,12 +151,13 @@ def compile_ways(
     does the same on every rank is for test_api.py to show. The capture is the same for all ways.
     """
     cluster = sw.Cluster.local(world)
-    compiler = _Compiler(model, cluster, case.batch(0, size, dtype), None, None)
+    compiler = _Compiler(model, cluster, case.batch(0, size, dtype), Options(precision=precision), None)
     packed = []
     for way in ways:
         compiler = copy.copy(compiler)
         force = way.force(compiler.annotated.ops, cluster.mesh()) if callable(way.force) else way.force
-        compiler.options = Options(force=force, memory_limit=way.memory_limit, micro_batches=way.micro_batches)
+        given = Options(force=force, memory_limit=way.memory_limit, precision=precision)
+        compiler.options = replace(given, micro_batches=way.micro_batches)
         plan = tightest(compiler) if way.tight else compiler.plan()
         several = max(way.micro_batches, way.accumulates) > 1
         packed.append(Packed.of(compiler.lower(plan).step, compiler.captured.call, plan, several))

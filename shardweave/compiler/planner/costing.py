@@ -21,7 +21,7 @@ from shardweave.compiler.pipeline import Annotated, join_names, with_micro_batch
 from shardweave.compiler.planner import problem as program
 from shardweave.compiler.planner.candidates import legal
 from shardweave.compiler.planner.ops import Op
-from shardweave.compiler.planner.pricing import OpPrice, Prices, local_numel, price_op, tensor_outputs
+from shardweave.compiler.planner.pricing import OpPrice, Prices, Sizes, local_numel, price_op, tensor_outputs
 from shardweave.cost_model import Cluster, collective_seconds
 from shardweave.cost_model.compute import node_work
 from shardweave.errors import PlanError
@@ -164,8 +164,9 @@ class Costing:
         shared = max((readers.get(_root(argument), 1) for role in op.roles if not info(role.node).backward
                       for argument in tensor_args(role.node)), default=1)  # fmt: skip
         values = [self.shapes[name] for name in (op.parameter, *op.companions)]
+        element = Sizes.of(values[0].dtype, self.annotated.captured.dtypes.get(op.parameter))
         signature = self._number((
-            tuple(op.sizes.items()), op.outputs, op.contracted, op.experts, op.batch, shared,
+            element, tuple(op.sizes.items()), op.outputs, op.contracted, op.experts, op.batch, shared,
             tuple(value.shape for value in values),
             tuple((str(role.node.target), role.atoms, role.batch, _bound(role.node)) for role in op.roles),
             tuple(self.forced.get(op.name, ())),
@@ -180,9 +181,8 @@ class Costing:
                     f"of sizes {sizes} take up all of them. Use a batch that is a multiple of {devices}, other "
                     "sizes, or another number of devices"
                 )
-            itemsize = values[0].element_size()
             shapes = [tuple(value.shape) for value in values]
-            prices = [price_op(op, strategy, shapes, itemsize, self.prices, shared) for strategy in options]
+            prices = [price_op(op, strategy, shapes, element, self.prices, shared) for strategy in options]
             ports: dict[tuple[Assignment, ...], int] = {}
             port_of, listed = [], []
             for strategy in options:

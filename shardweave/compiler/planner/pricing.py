@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -21,6 +22,7 @@ from shardweave.passes.annotate import info
 from shardweave.passes.layouts import input_layouts, output_layouts, rest_layout, steps_between
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.registry import EVERY, tensor_args
+from shardweave.precision import Dtypes
 
 # What carries the gradient back where the forward moved the value this way.
 TRANSPOSED = {
@@ -106,6 +108,20 @@ class Prices:
         return work_seconds(local, self.cluster)
 
 
+class Sizes(NamedTuple):
+    """Bytes of one element of a parameter: between steps, as the step computes with it, of its gradient in sums."""
+
+    master: int
+    working: int
+    reduced: int
+
+    @classmethod
+    def of(cls, working: torch.dtype, dtypes: Dtypes | None) -> Sizes:
+        """Those of a parameter that the graph takes in the dtype `working`."""
+        master, reduced = dtypes or (working, working)
+        return cls(master.itemsize, working.itemsize, reduced.itemsize)
+
+
 @dataclass(frozen=True)
 class OpPrice:
     """What one op costs at one strategy, on one device.
@@ -123,7 +139,7 @@ class OpPrice:
 
 
 def price_op(
-    op: Op, strategy: Strategy, shapes: Sequence[tuple[int, ...]], itemsize: int, prices: Prices, consumers: int
+    op: Op, strategy: Strategy, shapes: Sequence[tuple[int, ...]], sizes: Sizes, prices: Prices, consumers: int
 ) -> OpPrice:
     """The price of an op: its products, what its parameter moves, what it holds.
 
@@ -131,7 +147,7 @@ def price_op(
     ----------
     shapes : sequence of shapes
         Of its parameter and its companions.
-    itemsize : int
+    sizes : Sizes
         Bytes of one of their elements.
     consumers : int
         How many ops read the same activation: their input gradients are summed before they are reduced.
@@ -154,27 +170,30 @@ def price_op(
         master = rest_layout(summed, further, mesh)
         if prices.whole:
             rest = summed = master = Layout.replicated(shape)
-        states += local_numel(master) * (2 * itemsize + prices.optimizer_bytes)
-        if turns > 1 and summed != master:  # the sums of the micro-batches, beside what they become
-            states += local_numel(summed) * itemsize
-        scratch += local_numel(master) * itemsize
-        if master != rest:  # gathered once, and held for the step
-            states += local_numel(rest) * itemsize
-            communication += prices.change(master, rest, itemsize)
+        states += local_numel(master) * (sizes.master + prices.optimizer_bytes)
+        scratch += local_numel(master) * sizes.master
+        copy, gradient = 0, local_numel(master) * sizes.master
+        if master != rest or sizes.master != sizes.working:  # gathered or cast once, and held for the step
+            copy = local_numel(rest) * sizes.working
+            communication += prices.change(master, rest, sizes.working)
+        # In mixed precision the copies are most of a step's states, and gone where the gradients come
+        states += max(copy, gradient) if sizes.master != sizes.working else copy + gradient
+        if turns > 1 and (summed != master or sizes.reduced != sizes.master):
+            states += local_numel(summed) * sizes.reduced  # the sums of the micro-batches, beside what they become
         batch = _batch_axes(op, assignments)
         over = tuple(
             (axis, "sum") for axis in mesh.ordered(batch) if axis.kind == "space" and axis not in lies.shard_axes
         )
         partial = Layout(lies.dims, over)
-        communication += turns * 2 * prices.change(rest, lies, itemsize)  # for the forward, and for the backward
+        communication += turns * 2 * prices.change(rest, lies, sizes.working)  # for the forward, for the backward
         if turns == 1:
-            communication += prices.change(partial, master, itemsize)
+            communication += prices.change(partial, master, sizes.reduced)
         else:  # AMSP IV-C: into the sums for each micro-batch, from there to the states once a step
             added = Layout(summed.dims, tuple(item for item in over if item[0] not in summed.shard_axes))
-            communication += turns * prices.change(partial, added, itemsize)
-            communication += prices.change(added, master, itemsize)
+            communication += turns * prices.change(partial, added, sizes.reduced)
+            communication += prices.change(added, master, sizes.reduced)
         if rest != lies:  # its own copy, the next one's, and gradients on their way
-            transient = max(transient, 4 * local_numel(lies) * itemsize)
+            transient = max(transient, 2 * local_numel(lies) * (sizes.working + sizes.reduced))
     return OpPrice(compute + communication, communication, states, transient, scratch)
 
 
