@@ -32,6 +32,7 @@ CASES = {**ZOO, **TODAY}
 WAYS: dict[str, dict[str, Any]] = {
     "dp": {"*": "dp"},
     "zdp": {"*": "zdp"},
+    "zero1": {"*": "zero1"},
     "zero2": {"*": "zero2"},
     "column": {"*": "column"},
     "row": {"*": "row"},
@@ -111,7 +112,8 @@ def prepare(case: Case, ranks: int, ways: list[str]) -> list[tuple[str, sw.Plan,
     found = []
     for way in ways:
         compiler = copy.copy(compiler)
-        compiler.options = Options(force=WAYS[way])
+        force, _, count = way.partition(" x")
+        compiler.options = Options(force=WAYS[force], micro_batches=int(count or 1))
         try:
             plan = compiler.plan()
         except sw.ParallelError as error:
@@ -125,7 +127,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(CASES), help="of " + ", ".join(CASES))
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--ways", nargs="*", default=list(WAYS), help="of " + ", ".join(WAYS))
+    ways = "of " + ", ".join(WAYS) + "; in four micro-batches: 'zero1 x4'"
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), help=ways)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     from docs.measure_memory import measure_all  # under a name by which the ranks find it

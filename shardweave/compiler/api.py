@@ -299,13 +299,11 @@ class _Compiler:
                 f"the plan is for {plan.micro_batches} micro-batches a call, Options(micro_batches="
                 f"{self.options.micro_batches}) asks for others: leave the option out, or make a plan with it"
             )
-        self.options = replace(self.options, micro_batches=plan.micro_batches)
-        return self._lowered(strategies, joins, self._stage)
+        options = replace(self.options, micro_batches=plan.micro_batches)
+        return lower(self.annotated, strategies, mesh, options, self._stage, joins)
 
-    def _lowered(
-        self, strategies: dict[str, Strategy], joins: dict[str, Assignment], on_stage: Stage | None = None
-    ) -> Compiled:
-        return lower(self.annotated, strategies, self.cluster.mesh(), self.options, on_stage, joins)
+    def _lowered(self, strategies: dict[str, Strategy], joins: dict[str, Assignment]) -> Compiled:
+        return lower(self.annotated, strategies, self.cluster.mesh(), self.options, None, joins)
 
     def _stage(self, name: str, _: fx.GraphModule) -> None:
         self.progress(name)

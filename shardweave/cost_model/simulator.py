@@ -143,7 +143,8 @@ class _Step:
         spec = self.spec
         holders = _placeholders(graph, spec, spec.draws)
         states: list[ParameterSpec | ValueSpec] = [*spec.parameters, *spec.buffers, *spec.inputs]
-        if len(holders) < len(states):
+        more = self.spec.micro_batches > 1  # then totals and gathered parameters may follow
+        if len(holders) < len(states) or (len(holders) > len(states) and not more):
             raise VerifyError(
                 f"the forward graph takes {len(holders)} tensors after the coordinates, expected {len(states)}: "
                 f"{len(spec.parameters)} parameters, {len(spec.buffers)} buffers, {len(spec.inputs)} inputs"

@@ -8,7 +8,7 @@ from docs.measure_memory import measure_all, prepare
 from shardweave.runtime.launch import WorkerPool
 from tests.models import ZOO
 
-WAYS = {"gpt": ["zdp", "zero2", "column"], "mlp": ["planned"]}
+WAYS = {"gpt": ["zdp", "zero2", "column", "zero1 x2", "zero2 x4"], "mlp": ["planned"]}
 
 
 @pytest.mark.parametrize("name", WAYS)
