@@ -12,12 +12,14 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+import shardweave.runtime.padding  # noqa: F401  (registers the ops)
 from shardweave.ir import META, SEED, Axis, Collective, Layout, Mesh, NodeInfo, axes_size, group_name
 from shardweave.passes.layouts import Step, digit_size, steps_between
 from shardweave.runtime.random import seeded
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
+own = torch.ops.shardweave
 
 Cause = Literal["parameter", "gradient", "activation"]
 
@@ -240,6 +242,21 @@ class LocalGraph:
         if node.meta["val"].is_contiguous():  # a view would keep the whole value alive
             node = self.call(origin, aten.clone.default, node)
         return self.contiguous(origin, self.reshape(origin, node, step.after.local_shape))
+
+    def pad(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+        """Spread the rows of a value to their places."""
+        padding = step.after.padding
+        assert padding is not None
+        return self.call(origin, own.pad.default, node, padding.dim, padding.size, list(padding.levels))
+
+    def unpad(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+        """Pack the rows of a value, which lie in places: where all of them lie in front, no more than a view."""
+        padding = step.before.padding
+        assert padding is not None
+        if padding.in_front and node.meta["val"].shape[padding.dim] == padding.padded:
+            node = self.call(origin, aten.narrow.default, node, padding.dim, 0, padding.size)
+            return self.contiguous(origin, node)
+        return self.call(origin, own.unpad.default, node, padding.dim, padding.size, list(padding.levels))
 
     def _permute(self, origin: Origin, node: fx.Node, order: list[int]) -> fx.Node:
         return node if order == sorted(order) else self.call(origin, aten.permute.default, node, order)

@@ -20,7 +20,7 @@ from shardweave.passes.annotate import info
 from shardweave.passes.constants import Part, part
 from shardweave.passes.emitter import OpEmitter
 from shardweave.passes.follow import Arrival
-from shardweave.passes.layouts import drop, factors_of, rest_layout, through
+from shardweave.passes.layouts import drop, factors_of, rest_layouts, through
 from shardweave.passes.local import LocalGraph, Origin
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.registry import tensor_args
@@ -45,9 +45,7 @@ class Values:
         What each parameter and its states rest on, beside the axes of the layout that it is first needed in.
     """
 
-    def __init__(
-        self, local: LocalGraph, mesh: Mesh, names: Mapping[str, str], rest_axes: Mapping[str, Rest]
-    ) -> None:
+    def __init__(self, local: LocalGraph, mesh: Mesh, names: Mapping[str, str], rest_axes: Mapping[str, Rest]) -> None:
         self.local, self.mesh = local, mesh
         self.names, self.rest_axes = names, rest_axes
         self.canonical: dict[fx.Node, tuple[fx.Node, Layout]] = {}
@@ -176,8 +174,7 @@ class Values:
         name, written = self.parameters[node], self.canonical[node][0]
         axes = self.rest_axes.get(name, Rest())
         free = [[axis for axis in part if axis not in want.shard_axes] for part in axes]
-        in_step = rest_layout(want, free[0], self.mesh)
-        layout = rest_layout(in_step, free[1], self.mesh)
+        in_step, layout = rest_layouts(want, free, self.mesh)
         value = node.meta["val"]
         with self.local.fake:
             written.meta["val"] = torch.empty(layout.local_shape, dtype=value.dtype, device=value.device)

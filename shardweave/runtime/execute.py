@@ -13,7 +13,7 @@ from torch import fx
 
 from shardweave.errors import ParallelError
 from shardweave.ir import StepSpec, axes_size
-from shardweave.runtime.parameters import like, local_tensor
+from shardweave.runtime.parameters import in_place, like, local_tensor
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 """Takes its arguments as one list, which it empties: so each argument lives no longer than the graph needs it."""
@@ -80,7 +80,9 @@ class Executor:
         buffers = self.buffers()
         mutated = len(self.spec.mutated_buffers)
         first = self.coordinates if self.seeds is None else (*self.coordinates, self.seeds())
-        results = list(self.forward([*first, *map(local_tensor, parameters), *map(local_tensor, buffers), *inputs]))
+        specs = self.spec.parameters
+        parts = [in_place(local_tensor(p), spec.layout) for p, spec in zip(parameters, specs, strict=True)]
+        results = list(self.forward([*first, *parts, *map(local_tensor, buffers), *inputs]))
         outputs = results[mutated : mutated + len(self.spec.outputs)]
         saved = results[mutated + len(self.spec.outputs) :]
         if mutated:

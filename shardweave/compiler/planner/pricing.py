@@ -18,7 +18,7 @@ from shardweave.cost_model.signature import signature, tensor_shape
 from shardweave.errors import LayoutError
 from shardweave.ir import Assignment, Axis, Layout, Mesh, Strategy, axes_size
 from shardweave.passes.annotate import info
-from shardweave.passes.layouts import input_layouts, output_layouts, rest_layout, steps_between
+from shardweave.passes.layouts import LOCAL, input_layouts, output_layouts, rest_layouts, steps_between
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.registry import EVERY, tensor_args
 
@@ -29,6 +29,8 @@ TRANSPOSED = {
     "slice": "all_gather",
     "all_to_all": "all_to_all",
     "all_reduce": None,
+    "pad": None,
+    "unpad": None,
 }
 
 
@@ -68,7 +70,7 @@ class Prices:
         total = 0.0
         for step in steps_between(have, want):
             whole = max(local_numel(step.before), local_numel(step.after)) * itemsize
-            kinds = [step.kind] if step.kind != "slice" else []
+            kinds = [step.kind] if step.kind not in LOCAL else []
             back = TRANSPOSED[step.kind] if with_backward else None
             total += sum(
                 collective_seconds(kind, whole, step.axes, self.cluster) for kind in (*kinds, *([back] if back else []))
@@ -141,9 +143,9 @@ def price_op(
     states = transient = scratch = 0
     for index, shape in enumerate(shapes):
         lies = op.compute_layout(strategy, mesh) if index == 0 else Layout.replicated(shape)
-        rest = rest_layout(lies, [axis for axis in axes.rest if axis not in lies.shard_axes], mesh)
+        free = [axis for axis in axes.rest if axis not in lies.shard_axes]
         further = [axis for axis in axes.states if axis not in (*axes.rest, *lies.shard_axes)]
-        master = rest_layout(rest, further, mesh)
+        rest, master = rest_layouts(lies, [free, further], mesh)
         if prices.whole:
             rest = master = Layout.replicated(shape)
         states += local_numel(master) * (2 * itemsize + prices.optimizer_bytes)
