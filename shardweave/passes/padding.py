@@ -44,8 +44,6 @@ def padded_rest(compute: Layout, rest: Layout, left: Sequence[Axis], mesh: Mesh)
     if len(axes) == len(mine) or order[axes[0]] < first or math.prod(compute.local_shape) < parts:
         return None
     padding = Padding(dim, size, tuple(axis.size for axis in axes))
-    if padding.place >= rest.local_shape[dim]:
-        return None
     dims = [*rest.dims]
     dims[dim] = normalise([*outer, *axes, padding.place])
     return replace(rest, dims=tuple(dims), padding=padding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import shardweave as sw
+from docs.measure_memory import Figures, measure
 from shardweave.compiler.planner.ops import Op
 from shardweave.demo.model import GPTConfig
 from shardweave.ir import Grid, Mesh, Strategy
@@ -35,6 +36,8 @@ def drawn(draw: Any, generator: torch.Generator, size: int) -> dict[str, Tensor]
     return found
 
 
+WIDE = (61, 127, 251, 89)
+LARGE = Case("large", partial(mlp.build, WIDE), partial(drawn, partial(mlp.batch, sizes=WIDE)))
 CASES = {
     "mlp": Case("mlp", partial(mlp.build, PRIMES), partial(drawn, partial(mlp.batch, sizes=PRIMES))),
     "gpt": Case("gpt", partial(gpt.build, ODD), partial(drawn, partial(gpt.batch, config=ODD))),
@@ -62,10 +65,11 @@ def ways(world: int) -> list[Way]:
     return found
 
 
-def steps_of(case: Case, world: int, *names: str) -> list[Packed]:
-    return compile_ways(
-        case.model(DOUBLE), case, DOUBLE, world, [w for w in ways(world) if not names or w.name in names]
-    )
+@cache
+def steps_of(case: Case, world: int, name: str = "") -> list[Packed]:
+    """The step in every way, or in this one; made once."""
+    chosen = [way for way in ways(world) if name in ("", way.name)]
+    return compile_ways(case.model(DOUBLE), case, DOUBLE, world, chosen)
 
 
 # The functions below run on every rank.
@@ -81,7 +85,7 @@ def looks_as_dtensors_do(case: Case, steps: Sequence[Packed]) -> list[int]:
     for packed in steps:
         parallel = packed.module(case.model(DOUBLE))
         optimizer = torch.optim.AdamW(parallel.parameters())
-        case.loss(parallel(**case.batch(0, dtype=DOUBLE))).backward()
+        case.loss(parallel(**case.batch(0, dtype=DOUBLE))).backward()  # type: ignore[no-untyped-call]
         gradients = [p.grad for p in parallel.parameters() if p.grad is not None]
         norm = parallel.clip_grad_norm_(1.0)
         whole = [gradient.full_tensor() for gradient in gradients]  # type: ignore[attr-defined]
@@ -119,7 +123,7 @@ def resumes(case: Case, step: Packed, folder: str, save: bool) -> tuple[list[flo
         sw.load_checkpoint(folder, parallel, optimizer)
     for index in range(2) if save else range(2, 4):
         loss = case.loss(parallel(**case.batch(index, dtype=DOUBLE)))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -155,6 +159,13 @@ def weights_come_and_go(case: Case, step: Packed, folder: str) -> None:
     check(parallel, sw.initialised(model, seed=5).state_dict())
 
 
+def measured(case: Case, options: sw.Options) -> tuple[Figures, int, int]:
+    """What a rank's memory holds at most and between steps, and what the plan says of both."""
+    parallel: Any = sw.compile_parallel(case.model(), sw.Cluster.local(3), case.batch(0), options=options)
+    timeline = parallel.plan.timeline()
+    return measure(case, parallel), timeline.peak_memory, sum(timeline.memory.at_rest().values())
+
+
 # The tests.
 
 
@@ -166,7 +177,7 @@ def test_training_equals_one_device(world: int, optimizer: partial[torch.optim.O
         expected = train(case.model(DOUBLE), case, DOUBLE, optimizer, clip=0.5)
         first, *others = pool.run(train_all, case, steps_of(case, world), optimizer, nprocs=world, timeout=300.0)
         for index, way in enumerate(ways(world)):
-            runs = [first[index], *(other[index].losses for other in others)]
+            runs: list[Run | list[float]] = [first[index], *(other[index].losses for other in others)]
             wrong += [f"{case.name}: {text}" for text in differences(way, expected, runs, 1e-9, 1e-8)]
     assert not wrong, "\n".join(wrong)
 
@@ -181,8 +192,6 @@ def test_tensors_look_as_dtensors_do(world: int, pool: WorkerPool) -> None:
 def test_a_checkpoint_goes_from_one_world_to_another(pool: WorkerPool, tmp_path: Any) -> None:
     case, folder = CASES["mlp"], str(tmp_path / "checkpoint")
     pool.run(resumes, case, steps_of(case, 4, "zdp")[0], folder, True, nprocs=4, timeout=120.0)
-    before = [case.loss(case.model(DOUBLE)(**case.batch(0, dtype=DOUBLE)))]
-    assert before
     runs = {}
     for world in (4, 3, 2, 1):
         runs[world] = pool.run(
@@ -201,3 +210,19 @@ def test_weights_come_and_go(world: int, pool: WorkerPool, tmp_path: Any) -> Non
     pool.run(
         weights_come_and_go, case, steps_of(case, world, "zdp")[0], str(tmp_path / "w"), nprocs=world, timeout=120.0
     )
+
+
+@pytest.mark.parametrize("word", ["zdp", "zero2"])
+def test_memory_is_what_is_predicted(word: str, pool: WorkerPool) -> None:
+    """To the byte between steps, but for the optimizer's counters, on ranks whose parts fill their places."""
+    options = sw.Options(force={"*": word})
+    ranks = pool.run(measured, LARGE, options, nprocs=3, timeout=120.0)
+    numbers = [parameter.numel() for parameter in LARGE.model().parameters()]
+    for found, peak, rest in ranks:
+        assert rest * 0.97 <= found.rest <= rest * 1.01 and found.peak <= peak * 1.02
+        # a third of parameters and both moments, rounded up to rows
+        assert found.rest <= 1.06 * 12 * sum(numbers) / 3
+    found, peak, rest = ranks[0]
+    counters = 4 * len(numbers)
+    assert found.rest == rest + counters
+    assert found.peak == pytest.approx(peak, rel=0.02)
