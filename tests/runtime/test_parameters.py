@@ -49,6 +49,7 @@ LAYOUTS = [
     Layout(((3, B, 2, A),)),
     Layout(((A, B, 2), (5,)), padding=Padding(0, 7, (2, 2))),
     Layout(((A, B), (C, 5)), padding=Padding(0, 3, (2, 2))),
+    Layout(((B, A), (C, 3)), padding=Padding(1, 5, (2,))),
     Layout(((A, B, 3), (3, C, 2)), padding=Padding(0, 5, (2,))),
 ]
 
@@ -127,10 +128,7 @@ def test_uneven_parts_are_dtensors(layout: Layout) -> None:
         coordinates = SIZES.coordinates(rank)
         part = local_part(full, layout, coordinates)
         assert part_shape(layout, coordinates) == tuple(part.shape)
-        if all(isinstance(placement, (Replicate, Shard)) for placement in placements(layout, SIZES)):
-            assert torch.equal(part, _cut(full, layout, rank))
-        else:
-            assert layout.padding is None
+        assert torch.equal(part, _cut(full, layout, rank))
         place = local_shard(full, layout, coordinates)
         assert place.is_contiguous() and tuple(place.shape) == layout.local_shape
         mine = own_part(place, part.shape)
@@ -149,12 +147,21 @@ def test_uneven_parts_are_dtensors(layout: Layout) -> None:
 
 
 def _cut(part: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
-    """What DTensor gives `rank` of a whole tensor: `torch.chunk`, axis by axis, with nothing where chunks run out."""
+    """What DTensor gives `rank` of a whole tensor: `torch.chunk`, axis by axis, with nothing where chunks run out.
+
+    Strided shards are even ones.
+    """
     for axis, placement in zip(SIZES.axes, placements(layout, SIZES), strict=True):
-        if isinstance(placement, Shard):
-            chunks = part.chunk(axis.size, placement.dim) if part.shape[placement.dim] else ()
-            index = axis.coordinate(rank)
-            part = chunks[index] if index < len(chunks) else part.narrow(placement.dim, 0, 0)
+        if isinstance(placement, Replicate):
+            continue
+        dim: int = placement.dim  # type: ignore[attr-defined]
+        strided = not isinstance(placement, Shard)
+        blocks = part.chunk(placement.split_factor, dim) if strided else [part]  # type: ignore[attr-defined]
+        chunks = [block.chunk(axis.size, dim) if block.shape[dim] else () for block in blocks]
+        assert not strided or all(len(found) == axis.size for found in chunks)
+        index = axis.coordinate(rank)
+        empty = part.narrow(dim, 0, 0)
+        part = torch.cat([found[index] if index < len(found) else empty for found in chunks], dim)
     return part
 
 
