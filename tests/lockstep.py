@@ -16,6 +16,7 @@ c10d = torch.ops._c10d_functional
 def shard(value: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
     """The part of `value` that each rank holds; over partial axes the first coordinate holds it all."""
     parts = []
+    value = in_places(value, layout)
     for rank in range(mesh.world_size):
         sizes = [d if isinstance(d, int) else d.size for dim in layout.dims for d in dim]
         part = value.reshape(sizes)
@@ -43,7 +44,33 @@ def unshard(parts: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.
         seen[key] = part
         index = tuple(slice(None) if isinstance(d, int) else d.coordinate(rank) for d in digits)
         whole[index] += part.reshape(local)
-    return whole.reshape(layout.global_shape)
+    whole = whole.reshape(layout.padded_shape)
+    if layout.padding is None:
+        return whole
+    places = in_places(torch.arange(1, layout.global_shape[layout.padding.dim] + 1), layout, 0)
+    return whole.index_select(layout.padding.dim, places.nonzero().flatten())
+
+
+def in_places(value: torch.Tensor, layout: Layout, dim: int | None = None) -> torch.Tensor:
+    """`value`, the blocks of its padded dimension cut as `torch.chunk` cuts, level after level; zeros elsewhere."""
+    if layout.padding is None:
+        return value
+    dim = layout.padding.dim if dim is None else dim
+    parts = list(value.split(layout.padding.size, dim))
+    for level in layout.padding.levels:
+        parts = [piece for part in parts for piece in _chunks(part, level, dim)]
+    places = []
+    for part in parts:
+        shape = list(part.shape)
+        shape[dim] = layout.padding.place - part.shape[dim]
+        places += [part, part.new_zeros(shape)]
+    return torch.cat(places, dim)
+
+
+def _chunks(part: torch.Tensor, level: int, dim: int) -> list[torch.Tensor]:
+    """What DTensor makes of `torch.chunk`: as many chunks as asked for, of which the last may be empty."""
+    found = list(part.chunk(level, dim)) if part.shape[dim] else []
+    return [*found, *(part.narrow(dim, 0, 0) for _ in range(level - len(found)))]
 
 
 def run(module: fx.GraphModule, mesh: Mesh, inputs: Sequence[Sequence[Any]], seed: int = 0) -> list[Any]:

@@ -14,7 +14,7 @@ Axes have prime sizes, so a view never has to cut one.
 """
 
 from shardweave.ir.axes import Axis, Digit, Mesh, axes_size, group_name, prime_factors
-from shardweave.ir.layout import Layout, normalise
+from shardweave.ir.layout import Layout, Padding, normalise
 from shardweave.ir.rule import Assignment, BoundRule, Dims, Factor
 from shardweave.ir.step import META, SEED, Collective, NodeInfo, ParameterSpec, StepSpec, ValueSpec
 from shardweave.ir.strategy import Grid, GridAxes, Strategy
@@ -33,6 +33,7 @@ __all__ = [
     "META",
     "Mesh",
     "NodeInfo",
+    "Padding",
     "ParameterSpec",
     "SEED",
     "StepSpec",

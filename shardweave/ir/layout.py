@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from shardweave.ir.axes import Axis, Digit
 
@@ -25,6 +26,78 @@ def normalise(digits: Iterable[Digit]) -> tuple[Digit, ...]:
 
 
 @dataclass(frozen=True)
+class Padding:
+    """How a dimension that its axes do not divide is cut all the same, into places of one length on all devices.
+
+    A block of `size` rows is cut over `levels`, outermost first, each time into equal parts rounded up, so that the
+    last ones are shorter or empty: as ``torch.chunk`` does, and DTensor. A part lies at the front of its place, which
+    has room for the longest; the rows behind it are no part of the value.
+
+    Parameters
+    ----------
+    dim : int
+        The dimension. Its blocks are its innermost rows; digits outside of them divide it.
+    size : int
+        Rows of a block.
+    levels : tuple of int
+        What each cut divides by.
+
+    Examples
+    --------
+    >>> padding = Padding(0, 10, (2, 2, 2))
+    >>> padding.counts, padding.place, padding.padded
+    ((2, 1, 1, 1, 2, 1, 1, 1), 2, 16)
+    """
+
+    dim: int
+    size: int
+    levels: tuple[int, ...]
+
+    @property
+    def place(self) -> int:
+        """Rows of the place of one part."""
+        return -(-self.size // math.prod(self.levels))
+
+    @property
+    def padded(self) -> int:
+        """Rows of all places of a block together."""
+        return self.place * math.prod(self.levels)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Rows of each part, in order."""
+        return _counts(self.size, self.levels)
+
+    @property
+    def in_front(self) -> bool:
+        """Whether the places of a block hold its rows one after another, with all that is to spare at the end.
+
+        >>> Padding(0, 7, (2, 2)).in_front, Padding(0, 5, (2, 2)).in_front
+        (True, False)
+        """
+        return self.counts == _counts(self.size, (math.prod(self.levels),))
+
+    def before(self, row: int) -> int:
+        """How many rows of the value lie before `row` of its places.
+
+        >>> [Padding(0, 10, (2, 2, 2)).before(row) for row in (0, 2, 4, 8, 16, 18)]
+        [0, 2, 3, 5, 10, 12]
+        """
+        blocks, row = divmod(row, self.padded)
+        part, row = divmod(row, self.place)
+        counts = self.counts
+        return blocks * self.size + sum(counts[:part]) + min(row, counts[part])
+
+
+@cache
+def _counts(size: int, levels: tuple[int, ...]) -> tuple[int, ...]:
+    parts = [size]
+    for level in levels:
+        parts = [max(0, min(-(-n // level), n - step * -(-n // level))) for n in parts for step in range(level)]
+    return tuple(parts)
+
+
+@dataclass(frozen=True)
 class Layout:
     """Where a value lies: the digits of each dimension, and the axes over which it is a partial result.
 
@@ -35,6 +108,9 @@ class Layout:
     partial : tuple of (Axis, str)
         Axes over which the value still has to be combined, and how: ``"sum"``, ``"max"``, ``"min"``, or ``"own"`` for
         a sum in which each entry lies on one rank and is zero on the others.
+    padding : Padding, optional
+        Of a dimension that its axes do not divide; its digits then are those of the places. Only states at rest and
+        gradients on their way there lie so.
 
     Examples
     --------
@@ -46,6 +122,7 @@ class Layout:
 
     dims: tuple[tuple[Digit, ...], ...]
     partial: tuple[tuple[Axis, str], ...] = ()
+    padding: Padding | None = None
 
     @classmethod
     def replicated(cls, shape: Sequence[int]) -> Layout:
@@ -54,10 +131,21 @@ class Layout:
 
     @property
     def global_shape(self) -> tuple[int, ...]:
+        shape = self.padded_shape
+        if (padding := self.padding) is None:
+            return shape
+        return tuple(
+            size // padding.padded * padding.size if dim == padding.dim else size for dim, size in enumerate(shape)
+        )
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """The shape of all places together: the global one, but for a dimension that is padded."""
         return tuple(math.prod(d if isinstance(d, int) else d.size for d in dim) for dim in self.dims)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
+        """The shape on each device; of a padded dimension that of the place, which the device's part may not fill."""
         return tuple(math.prod(d for d in dim if isinstance(d, int)) for dim in self.dims)
 
     @property
@@ -74,9 +162,11 @@ class Layout:
         return not self.partial and not self.shard_axes
 
     def without_partial(self) -> Layout:
-        return Layout(self.dims)
+        return replace(self, partial=())
 
     def __str__(self) -> str:
         dims = [" ".join(d.name if isinstance(d, Axis) else str(d) for d in dim) or "1" for dim in self.dims]
+        if self.padding is not None:
+            dims[self.padding.dim] += f" of {self.global_shape[self.padding.dim]}"
         partial = "".join(f" +{axis.name}" if op == "sum" else f" {op}({axis.name})" for axis, op in self.partial)
         return f"[{', '.join(dims)}]{partial}"

@@ -3,17 +3,18 @@
 A change of layout is a short list of steps, each of one kind: reduce what is partial (scattering it where it is
 wanted in parts), slice what can be sliced at once, exchange what only moves from one dimension to another, gather what
 lies in parts, slice the rest. All axes of a kind go together, so that a value is reduced once and gathered once, over
-joint groups.
+joint groups. Places with room to spare (`padding`) are packed once they are gathered, and spread before they are cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardweave.errors import LayoutError
 from shardweave.ir import Axis, BoundRule, Digit, Dims, Layout, Mesh, axes_size, normalise
+from shardweave.passes.padding import packed, padded_rest, spread
 
 Digits = tuple[Digit, ...]
 Units = list[tuple[Digit, Digit]]
@@ -121,7 +122,9 @@ def factors_of(dims: Sequence[Digits], names: Dims, sizes: Mapping[str, int]) ->
 
 
 def through(layout: Layout, source: Dims, target: Dims, sizes: Mapping[str, int]) -> Layout | None:
-    """The layout on the other side of a view; None where the view cuts an axis."""
+    """The layout on the other side of a view; None where the view cuts an axis, or rows lie in places with padding."""
+    if layout.padding is not None:
+        return None
     by_factor: dict[str, Digits] = {}
     for digits, names in zip(layout.dims, source):
         runs = cut(digits, [sizes[name] for name in names])
@@ -138,17 +141,35 @@ def through(layout: Layout, source: Dims, target: Dims, sizes: Mapping[str, int]
 
 
 def drop(layout: Layout, axes: Iterable[Axis]) -> Layout:
-    """`layout` with these axes gathered."""
+    """`layout` with these axes gathered; without its padding where that leaves no axis to pad for."""
     gone = set(axes)
     dims = tuple(normalise(d.size if isinstance(d, Axis) and d in gone else d for d in dim) for dim in layout.dims)
-    return Layout(dims, layout.partial)
+    return packed(replace(layout, dims=dims))
+
+
+def rest_layouts(compute: Layout, stages: Sequence[Sequence[Axis]], mesh: Mesh) -> list[Layout]:
+    """Where states rest: `compute`, sharded over the axes of the first stage, then over those of the next besides.
+
+    Axes that divide a dimension come first (`rest_layout`). Those that divide none pad one, for all stages together
+    (`padding.padded_rest`): the layout of a stage is that of the last, with the axes of the later ones gathered.
+    """
+    found, layout = [], compute
+    for axes in stages:
+        layout = rest_layout(layout, axes, mesh)
+        found.append(layout)
+    left = [axis for axes in stages for axis in axes if axis not in layout.shard_axes]
+    padded = padded_rest(compute, layout, left, mesh)
+    if padded is None:
+        return found
+    later = [[axis for axes in stages[index + 1 :] for axis in axes] for index, _ in enumerate(stages)]
+    return [drop(padded, axes) for axes in later]
 
 
 def rest_layout(compute: Layout, axes: Sequence[Axis], mesh: Mesh) -> Layout:
     """Where states rest: `compute`, with `axes` innermost on a dimension that they divide.
 
     Each axis takes the first dimension on which it is a plain shard, in mesh order; axes that divide none are left
-    out, so the states rest replicated over them.
+    out (see `rest_layouts`).
     """
     dims = [list(dim) for dim in compute.dims]
     order = {axis: index for index, axis in enumerate(mesh.axes)}
@@ -174,7 +195,9 @@ def rest_layout(compute: Layout, axes: Sequence[Axis], mesh: Mesh) -> Layout:
     return Layout(tuple(normalise(dim) for dim in dims))
 
 
-StepKind = Literal["all_reduce", "reduce_scatter", "slice", "all_to_all", "all_gather"]
+StepKind = Literal["all_reduce", "reduce_scatter", "slice", "all_to_all", "all_gather", "pad", "unpad"]
+LOCAL: tuple[StepKind, ...] = ("slice", "pad", "unpad")
+"""The kinds of steps without communication."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +251,34 @@ def steps_between(have: Layout, want: Layout) -> list[Step]:
         raise LayoutError(f"{have} and {want} are layouts of different shapes")
     if not set(want.partial) <= set(have.partial):
         raise LayoutError(f"a value at {have} cannot become the partial result {want}")
+    if have.padding is not None and have.padding != want.padding:
+        bare = want if want.padding is None else drop(want, axes_of(want.dims[want.padding.dim]))
+        places, whole = _with_places(bare, have)
+        return [*_steps(have, places), Step("unpad", (), places, whole), *steps_between(whole, want)]
+    if have.padding != want.padding:
+        places, whole = _with_places(have, want)
+        return [*_steps(have, whole), Step("pad", (), whole, places), *_steps(places, want)]
+    return _steps(have, want)
+
+
+def _with_places(layout: Layout, padded: Layout) -> tuple[Layout, Layout]:
+    """`layout` in the places of `padded`, and packed: itself, or with a dimension whole of which it cuts the blocks."""
+    assert padded.padding is not None
+    places = spread(layout, padded.padding)
+    if places is None:
+        layout = drop(layout, axes_of(layout.dims[padded.padding.dim]))
+        places = spread(layout, padded.padding)
+        assert places is not None
+    return places, layout
+
+
+def axes_of(digits: Digits) -> list[Axis]:
+    """The axes among the digits of a dimension."""
+    return [digit for digit in digits if isinstance(digit, Axis)]
+
+
+def _steps(have: Layout, want: Layout) -> list[Step]:
+    """The steps between two layouts in the same places."""
     steps: list[Step] = []
     current = have
 
@@ -245,9 +296,10 @@ def steps_between(have: Layout, want: Layout) -> list[Step]:
         mine = {axis for axis, other in pending if other == op}
         scattered = _replace(current, want, _taking(mine))
         gone = set(scattered.shard_axes) - set(current.shard_axes)
-        move("reduce_scatter", Layout(scattered.dims, tuple(p for p in current.partial if p[0] not in gone)), op)
+        left = tuple(p for p in current.partial if p[0] not in gone)
+        move("reduce_scatter", replace(scattered, partial=left), op)
         rest = mine - gone
-        move("all_reduce", Layout(current.dims, tuple(p for p in current.partial if p[0] not in rest)), op)
+        move("all_reduce", replace(current, partial=tuple(p for p in current.partial if p[0] not in rest)), op)
 
     def free(h: Digit, w: Digit) -> Digit:
         taken = current.shard_axes
@@ -258,8 +310,8 @@ def steps_between(have: Layout, want: Layout) -> list[Step]:
     move("all_to_all", _replace(current, want, lambda h, w: _other(h, w, moved)), moved=moved)
     # A dimension whose digits do not correspond is gathered whole.
     whole = [digits if _align(digits, after) is not None else (size,)
-             for digits, after, size in zip(current.dims, want.dims, current.global_shape)]  # fmt: skip
-    gathered = Layout(tuple(normalise(digits) for digits in whole), current.partial)
+             for digits, after, size in zip(current.dims, want.dims, current.padded_shape)]  # fmt: skip
+    gathered = replace(current, dims=tuple(normalise(digits) for digits in whole))
     move("all_gather", _replace(gathered, want, lambda h, w: h.size if isinstance(h, Axis) and h != w else h))
     move("slice", _replace(current, want, free))
     if current != want:
@@ -290,4 +342,4 @@ def _replace(current: Layout, want: Layout, choose: Callable[[Digit, Digit], Dig
     for digits, after in zip(current.dims, want.dims):
         units = _align(digits, after)
         dims.append(digits if units is None else normalise(choose(h, w) for h, w in units))
-    return Layout(tuple(dims), current.partial)
+    return replace(current, dims=tuple(dims))

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+import shardweave.runtime.padding  # noqa: F401  (registers the ops)
 from shardweave.errors import LayoutError
 from shardweave.ir import META, SEED, Axis, Collective, Layout, Mesh, NodeInfo, axes_size, group_name
 from shardweave.passes.layouts import Step, digit_size, steps_between
@@ -20,6 +21,7 @@ from shardweave.runtime.random import seeded
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
+own = torch.ops.shardweave
 
 Cause = Literal["parameter", "gradient", "activation"]
 
@@ -167,7 +169,7 @@ class LocalGraph:
         What is the same in all steps of a time axis becomes a partial sum over it as a share of each.
         """
         shared = tuple(item for item in want.partial if item[0].kind == "time" and item not in have.partial)
-        met = Layout(want.dims, tuple(item for item in want.partial if item not in shared))
+        met = replace(want, partial=tuple(item for item in want.partial if item not in shared))
         for step in steps_between(have, met):
             if step.kind != "slice" and any(axis.kind == "time" for axis in step.axes):
                 raise LayoutError(_NOT_IN_PARTS.format(op=origin.op, layout=have))
@@ -273,6 +275,21 @@ class LocalGraph:
         if node.meta["val"].is_contiguous():  # a view would keep the whole value alive
             node = self.call(origin, aten.clone.default, node)
         return self.contiguous(origin, self.reshape(origin, node, step.after.local_shape))
+
+    def pad(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+        """Spread the rows of a value to their places."""
+        padding = step.after.padding
+        assert padding is not None
+        return self.call(origin, own.pad.default, node, padding.dim, padding.size, list(padding.levels))
+
+    def unpad(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+        """Pack the rows of a value, which lie in places: where all of them lie in front, no more than a view."""
+        padding = step.before.padding
+        assert padding is not None
+        if padding.in_front and node.meta["val"].shape[padding.dim] == padding.padded:
+            node = self.call(origin, aten.narrow.default, node, padding.dim, 0, padding.size)
+            return self.contiguous(origin, node)
+        return self.call(origin, own.unpad.default, node, padding.dim, padding.size, list(padding.levels))
 
     def _permute(self, origin: Origin, node: fx.Node, order: list[int]) -> fx.Node:
         return node if order == sorted(order) else self.call(origin, aten.permute.default, node, order)

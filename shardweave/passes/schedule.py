@@ -14,13 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+import shardweave.runtime.padding  # noqa: F401  (registers the ops)
 from shardweave.passes.annotate import info
 
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 # What shard writes around a collective to bring its buffer into shape.
 GLUE = {aten.reshape.default, aten.permute.default, aten.clone.default, aten.t.default, aten.transpose.int,
-        aten.select.int, WAIT}  # fmt: skip
+        aten.select.int, aten.narrow.default, torch.ops.shardweave.pad.default, torch.ops.shardweave.unpad.default,
+         WAIT}  # fmt: skip
 CAST = aten._to_copy.default
 
 

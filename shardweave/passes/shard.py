@@ -165,7 +165,7 @@ class Sharder(Values):
         have = self.layout(value)
         want = wanted or have.without_partial()
         times = tuple(item for item in have.partial if item[0].kind == "time" and item not in want.partial)
-        return Layout(want.dims, (*want.partial, *times))
+        return replace(want, partial=(*want.partial, *times))
 
     def _gradient(self, name: str, value: fx.Node) -> fx.Node:
         """The gradient of a parameter where its states rest, summed in the dtype for that, then in its master's.
@@ -182,9 +182,9 @@ class Sharder(Values):
             return self.local.cast(self._summed(value, rests, dtypes.reduced, origin), dtypes.master, origin)
         sums = self.sums.get(name, rests)
         partial = [item for item in have.partial if item[0].kind == "space" and item[1] == "sum"]
-        lies = Layout(sums.dims, tuple(item for item in partial if item[0] not in sums.shard_axes))
+        lies = replace(sums, partial=tuple(item for item in partial if item[0] not in sums.shard_axes))
         times = tuple((axis, "sum") for axis in self.mesh.times)
-        mine = self._summed(value, Layout(lies.dims, (*lies.partial, *times)), dtypes.reduced, origin)
+        mine = self._summed(value, replace(lies, partial=(*lies.partial, *times)), dtypes.reduced, origin)
         with self.local.fake:
             like = torch.empty((), dtype=dtypes.reduced, device=value.meta["val"].device)
         before = self.local.placeholder(f"sum_{name}", like, lies, origin, last=True)

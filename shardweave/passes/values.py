@@ -20,7 +20,7 @@ from shardweave.passes.annotate import info
 from shardweave.passes.constants import Part, part
 from shardweave.passes.emitter import OpEmitter
 from shardweave.passes.follow import Arrival
-from shardweave.passes.layouts import drop, factors_of, rest_layout, through
+from shardweave.passes.layouts import drop, factors_of, rest_layouts, through
 from shardweave.passes.local import LocalGraph, Origin
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.registry import tensor_args
@@ -82,7 +82,7 @@ class Values:
         root = self._root(value)
         layout = self.layout(value)
         if value in self.given:  # it is found as a whole
-            layout = Layout(layout.dims, tuple(item for item in layout.partial if item[0].kind == "space"))
+            layout = replace(layout, partial=tuple(item for item in layout.partial if item[0].kind == "space"))
         return Arrival(layout, value.meta["val"].numel(), root in self.parameters, self._single_user(value))
 
     def _has_place(self, value: fx.Node) -> bool:
@@ -155,7 +155,7 @@ class Values:
             times = tuple(item for item in have.partial if item[0].kind == "time" and item not in want.partial)
             if not times:
                 return self.local.redistribute(written, have, want, origin, reduced)
-            part = self.local.redistribute(written, have, Layout(want.dims, times), origin, reduced)
+            part = self.local.redistribute(written, have, replace(want, partial=times), origin, reduced)
             self.canonical[node] = self._total(node, part, want), want
             return self.canonical[node][0]
         bound, rule = bound_rule(node), find_rule(node)
@@ -207,9 +207,7 @@ class Values:
         axes = self.rest_axes.get(name, Rest())
         every = axes.parameter, axes.gradient, axes.states
         free = [[axis for axis in part if axis not in want.shard_axes] for part in every]
-        in_step = rest_layout(want, free[0], self.mesh)
-        self.sums[name] = rest_layout(in_step, free[1], self.mesh)
-        layout = rest_layout(self.sums[name], free[2], self.mesh)
+        in_step, self.sums[name], layout = rest_layouts(want, free, self.mesh)
         value = node.meta["val"]
         dtype = axes.dtypes.master if axes.dtypes else value.dtype
         with self.local.fake:

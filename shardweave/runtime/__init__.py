@@ -1,6 +1,7 @@
 """What runs a generated step: it knows graphs and their calling convention, and nothing of the compiler."""
 
 import shardweave.runtime.convolution  # noqa: F401  (the ops that generated graphs call)
+import shardweave.runtime.padding  # noqa: F401
 from shardweave.runtime.checkpoint import load_checkpoint, save_checkpoint
 from shardweave.runtime.initialise import initialise, initialised
 from shardweave.runtime.launch import WorkerPool, launch

@@ -167,8 +167,9 @@ def optimizer_targets(
         local = torch.empty(
             layout.local_shape, dtype=stored.properties.dtype, device="cpu" if plain else mesh.device_type
         )
-        targets[path] = Part(local, layout, mesh.mesh.coordinates(mesh.rank))
-        state.setdefault(name, {})[key] = local if plain else distribute(local, layout, mesh)
+        value = local if plain else distribute(local, layout, mesh)
+        targets[path] = Part(local_tensor(value), layout, mesh.mesh.coordinates(mesh.rank))
+        state.setdefault(name, {})[key] = value
     return targets, state
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
 
 import torch
@@ -57,6 +57,8 @@ class Piece:
 def pieces(layout: Layout, coordinates: Mapping[str, int]) -> list[Piece]:
     """The boxes that make up the part at `coordinates` (by axis name) of a tensor that lies as `layout`.
 
+    A device that has no rows of a padded dimension has none.
+
     Examples
     --------
     >>> from shardweave.ir import Axis
@@ -66,14 +68,18 @@ def pieces(layout: Layout, coordinates: Mapping[str, int]) -> list[Piece]:
     Piece(offsets=(3, 0), starts=(0, 0), sizes=(3, 5))
     Piece(offsets=(9, 0), starts=(3, 0), sizes=(3, 5))
     """
-    found = ranges(layout, coordinates)
+    dims: list[list[tuple[slice, int]]] = []  # of each dimension the pieces, and where each starts in the part
+    for runs in ranges(layout, coordinates):
+        starts = accumulate((run.stop - run.start for run in runs), initial=0)
+        found = zip(runs, starts)
+        dims.append([(run, at) for run, at in found if run.stop > run.start or layout.padding is None])
     return [
         Piece(
-            tuple(run.start for _, run in runs),
-            tuple(index * (run.stop - run.start) for index, run in runs),  # the runs of a dimension are equally long
-            tuple(run.stop - run.start for _, run in runs),
+            tuple(run.start for run, _ in box),
+            tuple(start for _, start in box),
+            tuple(run.stop - run.start for run, _ in box),
         )
-        for runs in product(*(list(enumerate(runs)) for runs in found))
+        for box in product(*dims)
     ]
 
 

@@ -14,7 +14,7 @@ from shardweave.errors import ParallelError
 from shardweave.ir import StepSpec, ValueSpec, axes_size
 from shardweave.runtime.parameters import like, local_tensor
 from shardweave.runtime.pieces import cut, joined
-from shardweave.runtime.turns import Boxed, Gradients, Turns
+from shardweave.runtime.turns import Boxed, Gradients, Turns, in_places
 
 
 def boxed(gm: fx.GraphModule) -> Boxed:
@@ -162,7 +162,7 @@ class Executor:
             returned, saved = self.turns.forward(parameters, local, inputs, None, self._seed(), keeps=not self.syncs)
         else:
             first = [*self.coordinates, *self._seed()]
-            results = list(self.forward([*first, *map(local_tensor, parameters), *local, *inputs]))
+            results = list(self.forward([*first, *in_places(parameters, self.spec), *local, *inputs]))
             returned, saved = results[:count], results[count:]
         return self._written(returned, saved)
 

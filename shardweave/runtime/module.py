@@ -253,16 +253,18 @@ class ParallelModule(nn.Module):
         Tensor
             The norm before; a plain tensor, the same on all ranks. It costs one all-reduce, whatever the layouts are.
         """
-        found = [parameter for parameter in self.parameters() if parameter.grad is not None]
-        parts = [local_tensor(parameter.grad) for parameter in found if parameter.grad is not None]
+        found = {name: parameter for name, parameter in self.named_parameters() if parameter.grad is not None}
+        parts = [local_tensor(parameter.grad) for parameter in found.values() if parameter.grad is not None]
         if not parts:
             return torch.zeros((), device=self.mesh.device_type)
-        norms = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(parts, norm_type)])
+        some = [part if part.numel() else part.new_zeros(()) for part in parts]  # nothing has no maximum
+        norms = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(some, norm_type)])
         if math.isinf(norm_type):
             total = self._all_reduced(norms.max(), dist.ReduceOp.MAX)
         else:
             world = self.spec.mesh.world_size
-            copies = [world * part.numel() / max(1, whole.numel()) for whole, part in zip(found, parts, strict=True)]
+            layouts = [self.layout_of(name, parameter.shape) for name, parameter in found.items()]
+            copies = [world // axes_size(layout.shard_axes) for layout in layouts]
             sums = norms.pow(norm_type) / norms.new_tensor(copies)
             total = self._all_reduced(sums.sum(), dist.ReduceOp.SUM).pow(1.0 / norm_type)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)

@@ -16,9 +16,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardweave.errors import LayoutError
-from shardweave.ir import Axis, Digit, Layout, Mesh
+from shardweave.ir import Axis, Digit, Layout, Mesh, normalise
 from shardweave.runtime import dispatch
 from shardweave.runtime.mesh import RuntimeMesh
+from shardweave.runtime.padding import unpad
 
 _FLAG = "use_strided_shard_as_shard_order"
 _STRIDES_ARE_PLACES: dict[str, Any] = {_FLAG: False} if _FLAG in DTensorSpec.__dataclass_fields__ else {}
@@ -69,9 +70,18 @@ def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
 
 
 def local_part(full: torch.Tensor, layout: Layout, coordinates: Mapping[str, int]) -> torch.Tensor:
-    """A view (a copy where the part is no view) of what lies at `coordinates` of a whole tensor; see `local_shard`."""
+    """A view (a copy where the part is no view) of what lies at `coordinates` of a whole tensor; see `local_shard`.
+
+    Of a dimension that is padded it has no more than its own rows.
+    """
     if tuple(full.shape) != layout.global_shape:
         raise LayoutError(f"a tensor of shape {tuple(full.shape)} cannot lie as {layout}, {layout.global_shape}")
+    if (padding := layout.padding) is not None:
+        pieces = [full[(slice(None),) * padding.dim + (rows,)] for rows in ranges(layout, coordinates)[padding.dim]]
+        full = pieces[0] if len(pieces) == 1 else torch.cat(pieces, padding.dim)
+        dims = [*layout.dims]
+        dims[padding.dim] = normalise([full.shape[padding.dim]])
+        layout = Layout(tuple(dims))
     digits, index = _places(layout, coordinates)
     if layout.is_replicated:
         return full
@@ -80,6 +90,8 @@ def local_part(full: torch.Tensor, layout: Layout, coordinates: Mapping[str, int
 
 def local_shard(full: torch.Tensor, layout: Layout, coordinates: Mapping[str, int]) -> torch.Tensor:
     """A contiguous copy of the part of `full` that `layout` puts on the device at `coordinates` (by axis name).
+
+    It has the layout's local shape, with zeros where the part does not fill its place.
 
     Raises
     ------
@@ -92,13 +104,48 @@ def local_shard(full: torch.Tensor, layout: Layout, coordinates: Mapping[str, in
     >>> local_shard(torch.arange(8), Layout(((2, x, 2),)), {"gpu0": 1})
     tensor([2, 3, 6, 7])
     """
-    return local_part(full, layout, coordinates).clone(memory_format=torch.contiguous_format)
+    part = local_part(full, layout, coordinates)
+    return in_place(part.clone(memory_format=torch.contiguous_format), layout)
+
+
+def part_shape(layout: Layout, coordinates: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of the part at `coordinates`: the local shape, but where it does not fill its place.
+
+    >>> from shardweave.ir import Padding
+    >>> layout = Layout(((Axis("gpu0", 3), 3), (5,)), padding=Padding(0, 7, (3,)))
+    >>> [part_shape(layout, {"gpu0": rank}) for rank in range(3)]
+    [(3, 5), (3, 5), (1, 5)]
+    """
+    if layout.padding is None:
+        return layout.local_shape
+    return tuple(sum(run.stop - run.start for run in runs) for runs in ranges(layout, coordinates))
+
+
+def own_part(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The view of a device's own part, of `shape`, at the front of a tensor of its layout's local shape."""
+    return local[tuple(slice(size) for size in shape)] if tuple(local.shape) != tuple(shape) else local
+
+
+def in_place(part: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """A device's own part in a tensor of its layout's local shape: the inverse of `own_part`, and a view as that is.
+
+    A part that somebody else has made may have too little memory behind it: it is copied, with zeros behind it.
+    """
+    shape = layout.local_shape
+    if tuple(part.shape) == shape:
+        return part
+    end = part.storage_offset() + math.prod(shape)
+    if part.is_contiguous() and end * part.element_size() <= part.untyped_storage().nbytes():
+        return part.as_strided(shape, torch.empty(shape, device="meta").stride())
+    result = part.new_zeros(shape)
+    own_part(result, part.shape).copy_(part)
+    return result
 
 
 def ranges(layout: Layout, coordinates: Mapping[str, int]) -> list[list[slice]]:
     """Where the part at `coordinates` lies in the whole tensor: the contiguous pieces of each dimension, in order.
 
-    The part is their product, as `layout` cuts each dimension by itself.
+    The part is their product, as `layout` cuts each dimension by itself. A piece of a padded dimension may be empty.
 
     Examples
     --------
@@ -106,7 +153,11 @@ def ranges(layout: Layout, coordinates: Mapping[str, int]) -> list[list[slice]]:
     >>> ranges(Layout(((2, x, 2), (8,))), {"gpu0": 1})
     [[slice(2, 4, None), slice(6, 8, None)], [slice(0, 8, None)]]
     """
-    return [_runs(digits, coordinates) for digits in layout.dims]
+    found = [_runs(digits, coordinates) for digits in layout.dims]
+    if (padding := layout.padding) is not None:
+        runs = found[padding.dim]
+        found[padding.dim] = [slice(padding.before(run.start), padding.before(run.stop)) for run in runs]
+    return found
 
 
 def _runs(digits: Sequence[Digit], coordinates: Mapping[str, int]) -> list[slice]:
@@ -124,6 +175,8 @@ def _runs(digits: Sequence[Digit], coordinates: Mapping[str, int]) -> list[slice
 
 def assemble(shards: Mapping[int, torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tensor:
     """The whole tensor from its parts on ranks: the inverse of `local_shard`; partial results are combined.
+
+    What lies behind a part in its place does not matter.
 
     Parameters
     ----------
@@ -160,13 +213,16 @@ def assemble(shards: Mapping[int, torch.Tensor], layout: Layout, mesh: Mesh) -> 
     expected = math.prod(axis.size for axis in (*layout.shard_axes, *layout.partial_axes))
     if sum(map(len, filled.values())) != expected:
         raise LayoutError(f"ranks {sorted(shards)} do not hold all {expected} parts of a tensor that lies as {layout}")
-    return full.reshape(layout.global_shape)
+    full = full.reshape(layout.padded_shape)
+    padding = layout.padding
+    return full if padding is None else unpad(full, padding.dim, padding.size, padding.levels)
 
 
 def distribute(local: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.Tensor:
     """`local` as this rank's part of a DTensor that lies as `layout`; without communication, sharing its memory.
 
-    On a mesh without axes it is `local` itself.
+    `local` has the layout's local shape; of a padded dimension the DTensor has the rank's own rows of it, as DTensors
+    have uneven shards. On a mesh without axes it is `local` itself.
 
     Raises
     ------
@@ -179,6 +235,7 @@ def distribute(local: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.
         return local
     dispatch.install()
     shape = torch.Size(layout.global_shape)
+    local = own_part(local, part_shape(layout, mesh.mesh.coordinates(mesh.rank)))
     meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
     spec = DTensorSpec(mesh.device_mesh, placements(layout, mesh.mesh), meta, **_STRIDES_ARE_PLACES)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -190,9 +247,13 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """`local` as a DTensor that lies as `parameter` does: a gradient for it. Plain if the parameter is."""
+    """`local` as a DTensor that lies as `parameter` does: a gradient for it. Plain if the parameter is.
+
+    Behind its own part `local` may have more, as it has the layout's local shape.
+    """
     if not isinstance(parameter, DTensor):
         return local
+    local = own_part(local, parameter._local_tensor.shape)
     return DTensor(local, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 

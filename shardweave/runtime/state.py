@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardweave.errors import ParallelError
 from shardweave.ir import Layout, ParameterSpec
 from shardweave.runtime.mesh import RuntimeMesh
-from shardweave.runtime.parameters import assemble, distribute, local_shard, local_tensor
+from shardweave.runtime.parameters import assemble, distribute, in_place, local_shard, local_tensor
 
 
 def adopt(target: nn.Module, model: nn.Module, specs: Iterable[ParameterSpec], mesh: RuntimeMesh) -> dict[str, Layout]:
@@ -96,7 +96,7 @@ def shard_whole(state: dict[str, Any], prefix: str, layouts: Mapping[str, Layout
 
 def gather(tensor: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.Tensor:
     """The whole of `tensor`, which lies as `layout`, on every rank. Collective."""
-    local = local_tensor(tensor.detach())
+    local = in_place(local_tensor(tensor.detach()), layout)
     if not layout.shard_axes:
         return local.clone()
     group = mesh.group_over(layout.shard_axes)

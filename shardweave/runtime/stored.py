@@ -29,11 +29,12 @@ class Stored:
     read: Callable[[tuple[slice, ...]], torch.Tensor]
 
     def pieces(self, part: Part) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-        """The pieces of `part`, and where each lies within it."""
+        """The pieces of `part`, and where each lies within it; without those that are empty."""
         ends = [accumulate((piece.stop - piece.start for piece in pieces), initial=0) for pieces in part]
         places = [[slice(*bounds) for bounds in pairwise(of)] for of in ends]
         for place, index in zip(product(*places), product(*part)):
-            yield place, self.read(index)
+            if all(piece.stop > piece.start for piece in index):
+                yield place, self.read(index)
 
 
 def open_checkpoint(path: Path, files: ExitStack) -> dict[str, Stored]:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from shardweave.ir import StepSpec
-from shardweave.runtime.parameters import local_tensor
+from shardweave.runtime.parameters import in_place, local_tensor
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 """Takes its arguments as one list, which it empties: so each argument lives no longer than the graph needs it."""
@@ -81,7 +81,7 @@ class Turns:
         given = [] if fresh else self._working
         where = [*self.coordinates, *([] if step is None else [step]), *seed]
         run = self._run(self.forms.forward(fresh, keeps))
-        results = list(run([*where, *map(local_tensor, parameters), *rest, *inputs, *given]))
+        results = list(run([*where, *in_places(parameters, self.spec), *rest, *inputs, *given]))
         if fresh and keeps and self.forms.working:
             count = len(self.forms.working)
             self._working, results = results[-count:], results[:-count]
@@ -112,7 +112,7 @@ class Turns:
         sums: list[torch.Tensor] = []
         for step, inputs in enumerate(pieces):
             where = [*self.coordinates, step, *seed]
-            parts = run([*where, *map(local_tensor, parameters), *rest, *inputs])
+            parts = run([*where, *in_places(parameters, self.spec), *rest, *inputs])
             sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else list(parts)
         return sums
 
@@ -162,6 +162,12 @@ class Turns:
         if graph not in self._bound:
             self._bound[graph] = self._bind(graph)
         return self._bound[graph]
+
+
+def in_places(parameters: Sequence[torch.Tensor], spec: StepSpec) -> list[torch.Tensor]:
+    """This rank's parts of the parameters, as the graphs take them."""
+    pairs = zip(parameters, spec.parameters, strict=True)
+    return [in_place(local_tensor(parameter), known.layout) for parameter, known in pairs]
 
 
 def _owned(results: Gradients, held: set[int]) -> Gradients:

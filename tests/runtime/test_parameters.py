@@ -13,10 +13,24 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardweave.errors import LayoutError
-from shardweave.ir import Axis, Digit, Layout, Mesh, normalise
+from shardweave.ir import Axis, Digit, Layout, Mesh, Padding, normalise
+from shardweave.passes.layouts import rest_layouts
+from shardweave.runtime.chunks import pieces
 from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.mesh import RuntimeMesh
-from shardweave.runtime.parameters import assemble, distribute, like, local_shard, local_tensor, placements
+from shardweave.runtime.parameters import (
+    assemble,
+    distribute,
+    in_place,
+    like,
+    local_part,
+    local_shard,
+    local_tensor,
+    own_part,
+    part_shape,
+    placements,
+)
+from tests.passes.harness import examples
 
 CUBE = Mesh.of_levels([("gpu", 4), ("node", 2)])
 A, B, C = CUBE.axes
@@ -33,6 +47,10 @@ LAYOUTS = [
     Layout(((B, A, 2), (5, C, 2))),
     Layout(((3, A, B, 2), (C, 2))),
     Layout(((3, B, 2, A),)),
+    Layout(((A, B, 2), (5,)), padding=Padding(0, 7, (2, 2))),
+    Layout(((A, B), (C, 5)), padding=Padding(0, 3, (2, 2))),
+    Layout(((B, A), (C, 3)), padding=Padding(1, 5, (2,))),
+    Layout(((A, B, 3), (3, C, 2)), padding=Padding(0, 5, (2,))),
 ]
 
 
@@ -85,6 +103,66 @@ def test_assembling_combines_partial_results(layout: Layout, op: str) -> None:
     }
     expected = full * 2 + 1 if op == "sum" else full + 1
     assert torch.equal(assemble(shards, Layout(layout.dims, ((axis, op),)), SIZES), expected)
+
+
+@st.composite
+def uneven(draw: st.DrawFn, mesh: Mesh) -> Layout:
+    """Where states of a parameter rest whose sizes the axes may not divide, beside the axes of its op."""
+    sizes = draw(st.lists(st.sampled_from([1, 2, 3, 4, 5, 7, 9, 10, 25]), min_size=1, max_size=3))
+    dims = [list(dim) for dim in Layout.replicated(sizes).dims]
+    axes = list(mesh.axes)
+    for _ in range(draw(st.integers(0, 2))):
+        dim = draw(st.sampled_from(dims))
+        dim.insert(sum(isinstance(digit, Axis) for digit in dim), axes.pop(0))
+    free = draw(st.permutations(axes))
+    return rest_layouts(Layout(tuple(normalise(dim) for dim in dims)), [free[1:], free[:1]], mesh)[-1]
+
+
+@examples(150)
+@given(uneven(SIZES))
+def test_uneven_parts_are_dtensors(layout: Layout) -> None:
+    """Parts in their places make up the whole; they are what DTensor cuts, and what checkpoints have in pieces."""
+    full = torch.arange(1, math.prod(layout.global_shape) + 1).reshape(layout.global_shape)
+    shards, covered = {}, torch.zeros_like(full)
+    for rank in range(SIZES.world_size):
+        coordinates = SIZES.coordinates(rank)
+        part = local_part(full, layout, coordinates)
+        assert part_shape(layout, coordinates) == tuple(part.shape)
+        assert torch.equal(part, _cut(full, layout, rank))
+        place = local_shard(full, layout, coordinates)
+        assert place.is_contiguous() and tuple(place.shape) == layout.local_shape
+        mine = own_part(place, part.shape)
+        assert torch.equal(mine, part) and mine.is_contiguous()
+        assert in_place(mine, layout).data_ptr() == place.data_ptr() and in_place(mine, layout).shape == place.shape
+        assert torch.equal(own_part(in_place(mine.clone(), layout), part.shape), part)
+        shards[rank] = place
+        place[place == 0] = -1  # behind a part may be anything
+        for piece in pieces(layout, coordinates):
+            box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
+            assert torch.equal(full[box], piece.of(part)) and full[box].numel()
+            covered[box] += 1
+    assert torch.equal(assemble(shards, layout, SIZES), full)
+    copies = SIZES.world_size // math.prod(axis.size for axis in layout.shard_axes)
+    assert bool((covered == copies).all())
+
+
+def _cut(part: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    """What DTensor gives `rank` of a whole tensor: `torch.chunk`, axis by axis, with nothing where chunks run out.
+
+    Strided shards are even ones.
+    """
+    for axis, placement in zip(SIZES.axes, placements(layout, SIZES), strict=True):
+        if isinstance(placement, Replicate):
+            continue
+        dim: int = placement.dim  # type: ignore[attr-defined]
+        strided = not isinstance(placement, Shard)
+        blocks = part.chunk(placement.split_factor, dim) if strided else [part]  # type: ignore[attr-defined]
+        chunks = [block.chunk(axis.size, dim) if block.shape[dim] else () for block in blocks]
+        assert not strided or all(len(found) == axis.size for found in chunks)
+        index = axis.coordinate(rank)
+        empty = part.narrow(dim, 0, 0)
+        part = torch.cat([found[index] if index < len(found) else empty for found in chunks], dim)
+    return part
 
 
 def test_errors_name_shapes_and_parts() -> None:
@@ -145,7 +223,7 @@ def optimise(mesh: Mesh, index: int, max_norm: float) -> None:
         plain.step()
         sharded.step()
     for one, part, layout in zip(whole, parts, LAYOUTS, strict=True):
-        expected = local_shard(one.detach(), layout, mesh.coordinates(running.rank))
+        expected = local_part(one.detach(), layout, mesh.coordinates(running.rank))
         torch.testing.assert_close(local_tensor(part), expected)
         torch.testing.assert_close(part.full_tensor(), one)  # type: ignore[attr-defined]
         for key, state in sharded.state[part].items():

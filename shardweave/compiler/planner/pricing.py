@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from shardweave.cost_model.signature import signature, tensor_shape
 from shardweave.errors import LayoutError
 from shardweave.ir import Assignment, Axis, Layout, Mesh, Strategy, axes_size
 from shardweave.passes.annotate import info
-from shardweave.passes.layouts import input_layouts, output_layouts, rest_layout, steps_between
+from shardweave.passes.layouts import LOCAL, input_layouts, output_layouts, rest_layouts, steps_between
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.registry import EVERY, tensor_args
 from shardweave.precision import Dtypes
@@ -31,6 +31,8 @@ TRANSPOSED = {
     "slice": "all_gather",
     "all_to_all": "all_to_all",
     "all_reduce": None,
+    "pad": None,
+    "unpad": None,
 }
 
 
@@ -73,7 +75,7 @@ class Prices:
             if not axes:
                 continue
             whole = max(local_numel(step.before), local_numel(step.after)) * itemsize
-            kinds = [step.kind] if step.kind != "slice" else []
+            kinds = [step.kind] if step.kind not in LOCAL else []
             back = TRANSPOSED[step.kind] if with_backward else None
             total += sum(
                 collective_seconds(kind, whole, axes, self.cluster) for kind in (*kinds, *([back] if back else []))
@@ -162,12 +164,10 @@ def price_op(
     states = transient = scratch = 0
     for index, shape in enumerate(shapes):
         lies = op.compute_layout(strategy, mesh) if index == 0 else Layout.replicated(shape)
-        rest = rest_layout(lies, [axis for axis in axes.rest if axis not in lies.shard_axes], mesh)
-        summed = rest_layout(
-            rest, [axis for axis in axes.gradients if axis not in (*axes.rest, *lies.shard_axes)], mesh
-        )
-        further = [axis for axis in axes.states if axis not in (*axes.gradients, *lies.shard_axes)]
-        master = rest_layout(summed, further, mesh)
+        free = [axis for axis in axes.rest if axis not in lies.shard_axes]
+        further = [axis for axis in axes.gradients if axis not in (*axes.rest, *lies.shard_axes)]
+        furthest = [axis for axis in axes.states if axis not in (*axes.gradients, *lies.shard_axes)]
+        rest, summed, master = rest_layouts(lies, [free, further, furthest], mesh)
         if prices.whole:
             rest = summed = master = Layout.replicated(shape)
         states += local_numel(master) * (sizes.master + prices.optimizer_bytes)
@@ -189,7 +189,7 @@ def price_op(
         if turns == 1:
             communication += prices.change(partial, master, sizes.reduced)
         else:  # AMSP IV-C: into the sums for each micro-batch, from there to the states once a step
-            added = Layout(summed.dims, tuple(item for item in over if item[0] not in summed.shard_axes))
+            added = replace(summed, partial=tuple(item for item in over if item[0] not in summed.shard_axes))
             communication += turns * prices.change(partial, added, sizes.reduced)
             communication += prices.change(added, master, sizes.reduced)
         if rest != lies:  # its own copy, the next one's, and gradients on their way
