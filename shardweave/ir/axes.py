@@ -36,6 +36,11 @@ class Axis:
     stride: int = 1
     kind: Literal["space", "time"] = "space"
 
+    @property
+    def level(self) -> str:
+        """What the axes of one level of a cluster have in common: their name without its number."""
+        return self.name.rstrip("0123456789")
+
     def coordinate(self, rank: int) -> int:
         """Where `rank` stands along this axis, in ``[0, size)``."""
         return rank // self.stride % self.size

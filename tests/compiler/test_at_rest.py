@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import shardweave as sw
 from shardweave.compiler.planner.force import forced_strategies
@@ -41,15 +43,16 @@ def random_factors(seed: int, ops: Sequence[Op], mesh: Mesh) -> dict[str, Strate
 
 
 def ways(world: int, **several: int) -> list[Way]:
-    """Presets and random factors; `several` is how often a step is run (see `Way`)."""
-    half = world // 2
+    """Presets, and the plans of AMSP's Table IV, a node of two devices; `several` is how often a step is run."""
+    half, data = world // 2, Grid(data=world)
     forced: dict[str, Any] = {
+        "LLaMA-7B": {"*": Strategy(data, 1, gradients=1, states=2)},
+        "LLaMA-30B": {"*": Strategy(data, 2, gradients=2, states=world)},
         "zero1": {"*": "zero1"},
         "hsdp": {"*": f"hsdp:{half}"},
         "hpz": {"*": f"hpz:{half}"},
         "mixed": {"*": "zero3", "head": "dp", "*.up": "zero2", "*.down": f"mics:{half}"},
     }
-    forced |= {f"random {seed}": partial(random_factors, seed) for seed in range(3)}
     return [Way(name, force, **several) for name, force in forced.items()]
 
 
@@ -59,13 +62,30 @@ def ways(world: int, **several: int) -> list[Way]:
 def test_training_equals_one_device(
     micro_batches: int, world: int, optimizer: partial[torch.optim.Optimizer], pool: WorkerPool
 ) -> None:
-    check_training(pool, world, ways(world, micro_batches=micro_batches), optimizer, 8 * micro_batches)
+    every = ways(world, micro_batches=micro_batches)
+    half = every[::2] if (optimizer is ADAMW) == (world == 4) else every[1::2]
+    check_training(pool, world, half, optimizer, 8 * micro_batches)
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_random_factors_equal_one_device(world: int, pool: WorkerPool) -> None:
+    """Any legal factors, op by op."""
+
+    @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(seeds=st.tuples(st.integers(0, 9999), st.integers(0, 9999)), micro_batches=st.sampled_from([1, 4]))
+    def law(seeds: tuple[int, int], micro_batches: int) -> None:
+        chosen = [Way(f"random {seed}", partial(random_factors, seed), micro_batches=micro_batches) for seed in seeds]
+        check_training(pool, world, chosen, ADAMW, 8 * micro_batches)
+
+    law()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_calls_under_no_sync_equal_one_device(micro_batches: int, pool: WorkerPool) -> None:
     """Three calls a step, gradients in none of them but the last; one device adds up three losses."""
-    check_training(pool, 4, ways(4, micro_batches=micro_batches, accumulates=3), ADAMW, 8)
+    chosen = ways(4, micro_batches=micro_batches, accumulates=3)
+    random = Way("random", partial(random_factors, 1), micro_batches=micro_batches, accumulates=3)
+    check_training(pool, 4, [*chosen[::2], random], ADAMW, 8)
 
 
 def check_training(

@@ -17,7 +17,10 @@ from shardweave.ir import Axis, Grid, Mesh, Strategy, axes_size
 def strategies(mesh: Mesh, experts: bool = False) -> Iterator[Strategy]:
     """Every strategy on `mesh`: each grid with its parameters resting replicated, over z, or over z and data.
 
-    The last also with the optimizer's states there alone: gathered once a step, and whole until its end (ZeRO-2).
+    The last also with the optimizer's states there alone: gathered once a step, and whole until its end (ZeRO-2). Where
+    gradients of micro-batches add up, also with these whole (ZeRO-1), and with each two of the factors of AMSP's
+    section IV-B alike and the third between, each over the devices of a node or over all: states inside of a node, of
+    parameters that are whole; parameters inside of a node, of states over all devices, their gradients with either.
 
     With `experts` also those that spread experts.
 
@@ -36,6 +39,21 @@ def strategies(mesh: Mesh, experts: bool = False) -> Iterator[Strategy]:
                 for third in range(len(rest) + 1 if experts else 1):
                     grid = Grid(x, y, experts=axes_size(rest[:third]))
                     yield from _rests(grid, y_inside, rest[third:])
+                    if mesh.times:
+                        yield from _adding_up(replace(grid, data=axes_size(rest[third:])), y_inside, rest[third:])
+
+
+def _adding_up(grid: Grid, y_inside: bool, free: list[Axis]) -> Iterator[Strategy]:
+    """What differs only where gradients of several micro-batches add up, or pays only there."""
+    whole = axes_size(free)
+    if free:
+        yield Strategy(grid, 1, y_inside, whole, 1)
+    for length in range(1, len(free)):
+        if free[length - 1].level == free[length].level:
+            continue
+        inner = axes_size(free[:length])
+        for rest, gradients, states in ((1, 1, inner), (inner, inner, whole), (inner, whole, whole)):
+            yield Strategy(grid, rest, y_inside, states, gradients)
 
 
 def _rests(grid: Grid, y_inside: bool, free: list[Axis]) -> Iterator[Strategy]:
@@ -58,6 +76,6 @@ def legal(op: Op, mesh: Mesh) -> list[Strategy]:
         except LayoutError:
             continue
         axes = strategy.axes(mesh)
-        rest = tuple(axis.name for axis in axes.rest), tuple(axis.name for axis in axes.states)
+        rest = tuple(tuple(axis.name for axis in part) for part in (axes.rest, axes.gradients, axes.states))
         found.setdefault((tuple(sorted((name, str(a)) for name, a in assignments.items())), rest), strategy)
     return list(found.values())

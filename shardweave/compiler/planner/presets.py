@@ -76,6 +76,5 @@ def preset(word: str, degree: int, mesh: Mesh) -> Strategy:
 
 
 def _devices_of_a_node(mesh: Mesh) -> int:
-    """The axes of one level are numbered: ``gpu0``, ``gpu1``."""
     axes = sorted(mesh.axes, key=lambda axis: axis.stride)
-    return axes_size(axis for axis in axes if axis.name.rstrip("0123456789") == axes[0].name.rstrip("0123456789"))
+    return axes_size(axis for axis in axes if axis.level == axes[0].level)
