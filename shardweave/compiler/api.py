@@ -145,12 +145,17 @@ class LazyParallelModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self._first("state_dict").state_dict(*args, **kwargs)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, of which there are none before the first call."""
+        if self.compiled is not None:
+            self.compiled.zero_grad(set_to_none)
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self._first("load_state_dict").load_state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("graphs", "plan", "data_rank", "data_world_size", "sampler", "local", "clip_grad_norm_", "spec",
-                    "full_state_dict", "mesh"):  # fmt: skip
+                    "full_state_dict", "mesh", "no_sync", "manual_seed", "layout_of", "unset"):  # fmt: skip
             return getattr(self._first(name), name)
         return super().__getattr__(name)
 

@@ -260,6 +260,8 @@ def _summary(plan: Plan) -> tuple[str, ...]:
         f"{readable_seconds(plan.exposed_communication)}; memory {readable_bytes(plan.peak_memory)}{limit} a device",
         f"{proof}; planned in {readable_seconds(plan.planning_seconds)}",
     ]
+    if plan.micro_batches > 1:
+        lines.append(f"{plan.micro_batches} micro-batches a call")
     if plan.model_key.precision is not None:
         lines.append(f"precision: {plan.model_key.precision}")
     if plan.forced:

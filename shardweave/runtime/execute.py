@@ -12,6 +12,7 @@ from torch import fx
 
 from shardweave.errors import ParallelError
 from shardweave.ir import StepSpec, ValueSpec, axes_size
+from shardweave.runtime.autograd import MicroBatches, Step
 from shardweave.runtime.parameters import like, local_tensor
 from shardweave.runtime.pieces import cut, joined
 from shardweave.runtime.turns import Boxed, Gradients, Turns, in_places
@@ -121,7 +122,7 @@ class Executor:
         self._tangent = torch.where(usable, tangent, self.tangent()).detach()
 
     @property
-    def _adds_up(self) -> bool:
+    def adds_up(self) -> bool:
         """Whether gradients of earlier runs wait to be summed with those of the next."""
         return self._turns is not None and self._turns.sums is not None
 
@@ -140,7 +141,7 @@ class Executor:
                 "was compiled, so that it has no gradient for them. Compile the model with them unfrozen, and freeze "
                 "them by requires_grad_(False) until they are to be trained; or keep them frozen"
             )
-        seam = _MicroBatches if several else _Step
+        seam = MicroBatches if several else Step
         return list(seam.apply(self, inputs, parameters, *self.trained(parameters)))  # type: ignore[no-untyped-call]
 
     def trained(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -200,7 +201,7 @@ class Executor:
         pieces = [list(piece) for piece in zip(*cuts, strict=True)]
         buffers, seed = [local_tensor(buffer) for buffer in self.buffers()], self._seed()
         totals = self.turns.totals(parameters, buffers, pieces, seed)
-        closes = self.syncs and not self._adds_up
+        closes = self.syncs and not self.adds_up
         sums: Gradients | None = None
         parts = []
         for step, piece in enumerate(pieces):
@@ -214,6 +215,8 @@ class Executor:
             mutated = len(self.spec.mutated_buffers)
             parts.append(returned[mutated:])
         self._written(returned, [])
+        if tangent is None and self.syncs:
+            self.turns.release()
         outputs = layouts[len(inputs) :]
         return [joined(part, lies, axis) for part, lies in zip(zip(*parts), outputs, strict=True)], sums or [], closes
 
@@ -274,7 +277,7 @@ class Executor:
         self._reached |= given
         if not syncs:
             return [None] * len(parameters)
-        if self._adds_up:
+        if self.adds_up:
             found = _summed(found, self.turns.finish())
         reached, self._reached = self._reached, frozenset()
         mine = [
@@ -283,77 +286,6 @@ class Executor:
             if sources
         ]
         return [None if g is None else like(g, parameter) for g, parameter in zip(mine, parameters, strict=True)]
-
-
-class _Step(torch.autograd.Function):
-    """The seam to autograd: one node that takes the DTensor parameters and gives their gradients.
-
-    What the forward graph saves is held in a plain list and not by autograd, so that the backward graph frees each
-    value after its last use; so a step can be run backward once only.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, executor: Executor, inputs: list[torch.Tensor], parameters: list[torch.Tensor], *_: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.several = not executor.syncs or executor._adds_up
-        outputs, saved = executor.run(parameters, inputs, ctx.several)
-        # an output that held itself through its own autograd node would never be freed
-        ctx.saved = [x.detach() if any(x is output for output in outputs) else x for x in saved]
-        ctx.executor, ctx.syncs = executor, executor.syncs
-        ctx.inputs = [x for x in inputs if any(x is other for other in saved)]
-        ctx.versions = _versions([*parameters, *ctx.inputs])
-        _mark(ctx, executor, outputs)
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if ctx.saved is None:
-            raise ParallelError(_ONCE)
-        if ctx.versions != _versions([*ctx.executor.parameters(), *ctx.inputs]):
-            raise ParallelError(
-                "a parameter or an input was changed in place between forward and backward, so the gradients would "
-                "belong to neither value: call backward before optimizer.step(), and before inputs are written to"
-            )
-        saved, ctx.saved, ctx.inputs = ctx.saved, None, None
-        executor: Executor = ctx.executor
-        return (None, None, None, *executor.gradients(saved, tangents, ctx.several, ctx.syncs))
-
-
-class _MicroBatches(torch.autograd.Function):
-    """The seam for a call of several micro-batches.
-
-    Each runs backward right after its forward, so that only its own activations are held: with the tangent that the
-    loss had last time, 1 at first. What its own tangent differs by is made up for when it is known, as gradients are
-    linear in it.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, executor: Executor, inputs: list[torch.Tensor], parameters: list[torch.Tensor], *_: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.executor, ctx.syncs, ctx.tangent = executor, executor.syncs, executor.tangent()
-        outputs, ctx.found, ctx.closed = executor.run_parts(parameters, inputs, ctx.tangent)
-        _mark(ctx, executor, outputs)
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if ctx.found is None:
-            raise ParallelError(_ONCE)
-        found, ctx.found = ctx.found, None
-        executor: Executor = ctx.executor
-        (tangent,) = [x for x, spec in zip(tangents, executor.spec.outputs, strict=True) if spec.differentiable]
-        if tangent is None:  # what the user computes from the loss gives it no gradient at all
-            return (None, None, None, *(None for _ in executor.trained(executor.parameters())))
-        executor.expect(tangent)
-        return (None, None, None, *executor.finished(found, ctx.closed, ctx.syncs, tangent / ctx.tangent))
-
-
-def _mark(ctx: Any, executor: Executor, outputs: Sequence[torch.Tensor]) -> None:
-    specs = executor.spec.outputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*(x for x, spec in zip(outputs, specs, strict=True) if not spec.differentiable))
 
 
 def _summed(found: Gradients, more: Gradients) -> Gradients:
@@ -374,13 +306,3 @@ def _owned(gradient: torch.Tensor, taken: set[int]) -> torch.Tensor:
 
 def _zeros(output: ValueSpec, device: torch.device) -> torch.Tensor:
     return torch.zeros(output.layout.local_shape, dtype=getattr(torch, output.dtype), device=device)
-
-
-_ONCE = (
-    "this step has been run backward already, and what it saved is freed: call the module again, or add "
-    "the losses up before one backward"
-)
-
-
-def _versions(tensors: list[torch.Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors if not tensor.is_inference()]

@@ -134,7 +134,7 @@ class Turns:
             before.clear()
         results = list(run(boxed))
         if closes:
-            self._working = []
+            self.release()
         elif not adds:
             results = _owned(results, held)
         return results
@@ -150,13 +150,19 @@ class Turns:
     def finish(self) -> Gradients:
         """Bring the sums to the states."""
         assert self.sums is not None
-        sums, self.sums, self._working = self.sums, None, []
+        sums = self.sums
+        self.drop()
         times = [0] * len(self.spec.mesh.times)
         return list(self._run(self.forms.finish)([*self.coordinates, *times, *(x for x in sums if x is not None)]))
 
+    def release(self) -> None:
+        """Let go of what was gathered for several turns."""
+        self._working, self._gathered_from = [], []
+
     def drop(self) -> None:
         """Forget sums and gathered parameters."""
-        self.sums, self._working, self._gathered_from = None, [], []
+        self.sums = None
+        self.release()
 
     def _run(self, graph: fx.GraphModule) -> Boxed:
         if graph not in self._bound:

@@ -1,0 +1,119 @@
+"""The border of a step: where inputs, outputs, tangents and parameters lie, and how the step is called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from shardweave.compiler.codegen import graph_hash
+from shardweave.errors import PlanError
+from shardweave.ir import SEED, Axis, Layout, Mesh, ParameterSpec, StepSpec, ValueSpec, axes_size, normalise
+from shardweave.options import Options
+from shardweave.passes.annotate import graph_outputs
+from shardweave.passes.layouts import drop
+from shardweave.precision import dtype_name
+
+if TYPE_CHECKING:
+    from shardweave.compiler.pipeline import Annotated
+
+
+class Boundary:
+    """Where what crosses the border of the step lies: inputs, outputs, tangents, parameters."""
+
+    def __init__(self, annotated: Annotated, mesh: Mesh, data: tuple[Axis, ...], options: Options) -> None:
+        self.annotated, self.mesh, self.data = annotated, mesh, data
+        captured = annotated.captured
+        nodes = {node.name: node for node in captured.graph.graph.nodes if node.op == "placeholder"}
+        self.values = {name: node.meta["val"] for name, node in nodes.items()}
+        self.sources = {name: self._batch(self.values[name]) for name in captured.inputs}
+        results = graph_outputs(captured.graph.graph)
+        first = len(captured.mutated_buffers)
+        self.returned = [node.meta["val"] for node in results[first : first + len(captured.outputs)]]
+        mode = "whole" if captured.whole else options.outputs
+        if mode == "auto":
+            mode = "sharded" if annotated.loss_inside else "part"
+        outputs: list[Layout | None] = []
+        for value in self.returned:
+            if value.dim() == 0 or mode == "whole":
+                outputs.append(Layout.replicated(value.shape))
+            else:
+                outputs.append(None if mode == "sharded" else self._batch(value))
+        if captured.whole:
+            self.sources |= {name: Layout.replicated(self.values[name].shape) for name in captured.parameters}
+        self.tangents = {name: first + captured.tangents[name] for name in annotated.tangents}
+        if captured.whole:  # a tangent comes whole, as its output went; each rank takes its part
+            self.sources |= {name: self._batch(self.values[name]) for name in self.tangents}
+            self.tangents = {}
+        mutated = [Layout.replicated(node.meta["val"].shape) for node in results[:first]]
+        self.wanted = [*mutated, *outputs, *(None for _ in captured.gradients)]
+
+    def _batch(self, value: torch.Tensor) -> Layout:
+        """The first dimension spread over the data axes, and over micro-batches, where it is the batch."""
+        shape = value.shape
+        layout = Layout.replicated(shape)
+        axes = (*self.mesh.times, *self.data)
+        if not shape or shape[0] != self.annotated.batch:
+            return layout
+        if shape[0] % axes_size(axes):
+            if self.mesh.times:
+                raise PlanError(
+                    f"the batch of {shape[0]} is no multiple of {axes_size(axes)}: {axes_size(self.mesh.times)} "
+                    f"micro-batches on {axes_size(self.data)} parts of the batch; use another batch or micro_batches"
+                )
+            return layout
+        return Layout((normalise([*axes, shape[0] // axes_size(axes)]), *layout.dims[1:]))
+
+    def finish(
+        self,
+        lies: Mapping[int, Layout],
+        rests: Mapping[str, Layout],
+        forward: fx.GraphModule,
+        backward: fx.GraphModule,
+    ) -> StepSpec:
+        """How the step is called, given where its outputs lie and its parameters rest."""
+        captured = self.annotated.captured
+        dtype = {name: dtype_name(value.dtype) for name, value in self.values.items()}
+        trainable = set(captured.gradients)
+        parameters = tuple(
+            ParameterSpec(
+                name,
+                rests.get(name, Layout.replicated(self.values[node].shape)),
+                dtype_name(captured.dtypes[name].master) if name in captured.dtypes else dtype[node],
+                name in trainable,
+                captured.aliases.get(name, ()),
+            )
+            for node, name in captured.parameters.items()
+        )
+        buffers = tuple(
+            ParameterSpec(name, Layout.replicated(self.values[node].shape), dtype[node], False)
+            for node, name in captured.buffers.items()
+        )
+        times = self.mesh.times
+        pieces = [self.sources[node] for node in captured.inputs]
+        inputs = tuple(
+            ValueSpec(name, drop(lies, times), dtype[node])
+            for (node, name), lies in zip(captured.inputs.items(), pieces)
+        )
+        first = len(captured.mutated_buffers)
+        outputs = []
+        active = {captured.tangents[name] for name in self.annotated.tangents}
+        for index, (name, value) in enumerate(zip(captured.outputs, self.returned)):
+            layout = lies[first + index]
+            pieces.append(layout)
+            whole = drop(layout, times).without_partial()
+            outputs.append(ValueSpec(name, whole, dtype_name(value.dtype), index in active))
+        return StepSpec(
+            self.mesh,
+            parameters,
+            buffers,
+            inputs,
+            tuple(outputs),
+            captured.mutated_buffers,
+            self.data,
+            graph_hash(forward, backward),
+            any(node.op == "placeholder" and node.name == SEED for node in forward.graph.nodes),
+            tuple(pieces) if times else (),
+        )
