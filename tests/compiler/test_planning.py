@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +135,24 @@ def test_the_laws_of_memory_hold_on_any_machine(cluster: sw.Cluster, factor: flo
     plans, error = falling(other, factor)
     for plan in plans:
         assert_sound(plan)
-    times = [plan.step_time for plan in plans]
+    for looser, tighter in pairwise(plans):
+        assert tighter.step_time >= looser.bound  # what was proven with more memory holds with less
+    times = [plan.step_time for plan in plans if plan.status == "optimal"]
     assert times == sorted(times)
     assert_sound(other.plan(memory_limit=smallest_named(error)))
+
+
+@pytest.mark.xfail(strict=True, reason="a plan that is repaired after simulation may be beaten with less memory")
+def test_less_memory_is_never_faster() -> None:
+    """Found by the test above: 0.1 % between two plans of the same size, the slower one called feasible."""
+    device = Device(
+        "any", {"float32": 1e6}, memory=2**30, memory_bandwidth=62981847.34111548, launch_latency=0.0,
+        collective_latency=1.9793807669718013e-06,
+    )  # fmt: skip
+    levels = (Level("gpu", 4, 993606497.5087544, 3.5122861999103832e-06),)
+    plans, _ = falling(small_mlp().on(sw.Cluster("any", levels, device)), 0.9647206999747739)
+    times = [plan.step_time for plan in plans]
+    assert times == sorted(times)
 
 
 @cache

@@ -92,6 +92,16 @@ def resumes(step: Packed, folder: Path, optimizer: Optimizer) -> tuple[list[floa
     return losses, parallel.full_state_dict()
 
 
+def passes_on(step: Packed, folder: Path | None, then: Path, first: int) -> list[float]:
+    """Two steps after a checkpoint (None: after none), and another checkpoint."""
+    parallel, steps = made(step, seed=0 if folder is None else 1)
+    if folder is not None:
+        assert sw.load_checkpoint(folder, parallel, steps) == {"step": first}
+    losses = trained(parallel, steps, first, 2)
+    sw.save_checkpoint(then, parallel, steps, extra={"step": first + 2})
+    return losses
+
+
 def alone(optimizer: Optimizer) -> tuple[list[float], dict[str, Tensor]]:
     """What one device sees."""
     model = CASE.model(DOUBLE)
@@ -113,6 +123,20 @@ def test_any_plan_and_world_goes_on_as_if_nothing_had_happened(
         torch.testing.assert_close(then, parameters, **CLOSE)
     expected, whole = alone(optimizer)
     torch.testing.assert_close((losses, parameters), (expected, whole), rtol=1e-9, atol=1e-9)
+
+
+def test_training_goes_from_world_to_world(
+    pool: WorkerPool, plans: dict[tuple[int, str], Packed], tmp_path: Path
+) -> None:
+    """Two steps on each of 4, 8, 2 and 1 ranks are eight steps on one device."""
+    losses: list[float] = []
+    before: Path | None = None
+    for index, (world, name) in enumerate([(4, "zdp"), (8, "row"), (2, "row"), (1, "dp")]):
+        folder = tmp_path / str(world)
+        losses += pool.run(passes_on, plans[world, name], before, folder, 2 * index, nprocs=world)[0]
+        before = folder
+    model = CASE.model(DOUBLE)
+    assert losses == pytest.approx(trained(model, ADAMW(model.parameters()), 0, 8), rel=1e-9)
 
 
 def test_pieces_are_the_shard() -> None:
