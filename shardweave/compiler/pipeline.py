@@ -205,7 +205,7 @@ class _Lowering:
         for op in self.annotated.ops:
             assignments.update(op.assignments(self.strategies[op.name], self.mesh))
             axes = self.strategies[op.name].axes(self.mesh)
-            rest = Rest(axes.rest, axes.gradients[len(axes.rest) :], axes.states[len(axes.gradients) :])
+            rest = Rest(*axes.stages)
             rests.update(dict.fromkeys((op.parameter, *op.companions), rest))
         for node, name in join_names(captured.graph.graph).items():
             if name in self.joins:

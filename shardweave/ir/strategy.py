@@ -50,6 +50,11 @@ class GridAxes:
     states: tuple[Axis, ...]
     """What the optimizer's states and the master copy rest on."""
 
+    @property
+    def stages(self) -> tuple[tuple[Axis, ...], tuple[Axis, ...], tuple[Axis, ...]]:
+        """`rest`, what `gradients` have besides, and what `states` have besides these."""
+        return self.rest, self.gradients[len(self.rest) :], self.states[len(self.gradients) :]
+
 
 @dataclass(frozen=True)
 class Strategy:

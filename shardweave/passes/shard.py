@@ -240,7 +240,8 @@ class Sharder(Values):
         if partner is not None:
             explicit = self.assigned[partner]
         arrivals = [self.arrival(argument) for argument in arguments]
-        choice = follow(bound, rule, arrivals, self.mesh, linear_in(node))
+        linear = linear_in(node)
+        choice = follow(bound, rule, arrivals, self.mesh, linear)
         if explicit is not None:
             explicit = _with_times(explicit, choice.assignment)
         if explicit is not None and (blocked := {axis for axis, name in explicit.items if bound.factor(name).blocked}):
@@ -253,7 +254,7 @@ class Sharder(Values):
         if explicit is not None and explicit != Assignment.of(choice.assignment):
             assignment = explicit.as_dict()
             wanted = accepting(rule, assignment, input_layouts(bound, assignment, self.mesh))
-            times = passing_times(linear_in(node), arrivals, self.mesh)
+            times = passing_times(linear, arrivals, self.mesh)
             wanted = tuple(
                 met(want, self.layout(argument)) for want, argument in zip(times.of_inputs(wanted), arguments)
             )

@@ -26,8 +26,9 @@ _STRIDES_ARE_PLACES: dict[str, Any] = {_FLAG: False} if _FLAG in DTensorSpec.__d
 """By default DTensor takes strided shards for plain ones cut in another order. That is not what a fused projection's
 are: ``full_tensor()`` was wrong or failed for ``(3, x, y, 2)`` on two axes (torch 2.13)."""
 
-_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
+    "own": torch.add,
     "max": torch.maximum,
     "min": torch.minimum,
 }
@@ -208,7 +209,7 @@ def assemble(shards: Mapping[int, torch.Tensor], layout: Layout, mesh: Mesh) -> 
         if term in terms:
             continue
         part = shard.reshape(full[index].shape)
-        full[index] = _COMBINE[layout.partial[0][1]](full[index], part) if terms else part
+        full[index] = COMBINE[layout.partial[0][1]](full[index], part) if terms else part
         terms.add(term)
     expected = math.prod(axis.size for axis in (*layout.shard_axes, *layout.partial_axes))
     if sum(map(len, filled.values())) != expected:

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from shardweave.ir import Axis, Layout
-
-_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
-    "own": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
+from shardweave.runtime.parameters import COMBINE
 
 
 def cut(value: torch.Tensor, layout: Layout, axis: Axis) -> list[torch.Tensor]:
@@ -46,7 +40,7 @@ def joined(parts: Sequence[torch.Tensor], layout: Layout, axis: Axis) -> torch.T
     if combine is not None:
         total = parts[0]
         for part in parts[1:]:
-            total = _COMBINE[combine](total, part)
+            total = COMBINE[combine](total, part)
         return total
     place = _place(layout, axis)
     if place is None:

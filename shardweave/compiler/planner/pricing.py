@@ -164,10 +164,8 @@ def price_op(
     states = transient = scratch = 0
     for index, shape in enumerate(shapes):
         lies = op.compute_layout(strategy, mesh) if index == 0 else Layout.replicated(shape)
-        free = [axis for axis in axes.rest if axis not in lies.shard_axes]
-        further = [axis for axis in axes.gradients if axis not in (*axes.rest, *lies.shard_axes)]
-        furthest = [axis for axis in axes.states if axis not in (*axes.gradients, *lies.shard_axes)]
-        rest, summed, master = rest_layouts(lies, [free, further, furthest], mesh)
+        free = [[axis for axis in stage if axis not in lies.shard_axes] for stage in axes.stages]
+        rest, summed, master = rest_layouts(lies, free, mesh)
         if prices.whole:
             rest = summed = master = Layout.replicated(shape)
         states += local_numel(master) * (sizes.master + prices.optimizer_bytes)
