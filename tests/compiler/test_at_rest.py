@@ -20,7 +20,7 @@ from shardweave.compiler.planner.presets import PRESETS, preset
 from shardweave.errors import LayoutError, PlanError
 from shardweave.ir import Grid, Mesh, Strategy
 from shardweave.runtime.launch import WorkerPool
-from tests.compiler.training import ADAMW, Way, compile_ways, differences, model_of, train, train_packed
+from tests.compiler.training import ADAMW, ALL_CASES, Way, compile_ways, differences, model_of, train, train_packed
 from tests.models import ZOO
 from tests.passes.harness import collectives, mesh_of
 from tests.passes.joint import joint
@@ -71,7 +71,7 @@ def test_training_equals_one_device(
 def test_random_factors_equal_one_device(world: int, pool: WorkerPool) -> None:
     """Any legal factors, op by op."""
 
-    @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=8 if ALL_CASES else 16 // world - 1, deadline=None, suppress_health_check=list(HealthCheck))
     @given(seeds=st.tuples(st.integers(0, 9999), st.integers(0, 9999)), micro_batches=st.sampled_from([1, 4]))
     def law(seeds: tuple[int, int], micro_batches: int) -> None:
         chosen = [Way(f"random {seed}", partial(random_factors, seed), micro_batches=micro_batches) for seed in seeds]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -10,7 +9,16 @@ import torch
 
 import shardweave as sw
 from shardweave.runtime.launch import WorkerPool
-from tests.compiler.training import Way, compile_ways, differences, model_of, train, train_packed
+from tests.compiler.training import (
+    ALL_CASES,
+    Way,
+    compile_ways,
+    differences,
+    model_of,
+    only_with_all_cases,
+    train,
+    train_packed,
+)  # fmt: skip
 from tests.models import ZOO
 
 TOLERANCES = {torch.float32: (1e-5, 1e-4), torch.float64: (1e-9, 1e-9)}
@@ -72,9 +80,7 @@ def transformer_ways(name: str, world: int) -> list[Way]:
     ]
 
 
-ALL = bool(os.environ.get("SHARDWEAVE_ALL_CASES"))
-"""All ways in all cells, which takes some minutes; without it every way, world and dtype still meets every model."""
-WHOLE = {("gpt", 4, torch.float32), ("gpt", 8, torch.float64), ("llama", 4, torch.float32), ("llama", 8, torch.float64)}
+WHOLE = {("gpt", 4, torch.float32), ("llama", 8, torch.float64)}
 FEW = ("tensor", "3d", "mixed", "planner")
 
 
@@ -82,10 +88,9 @@ FEW = ("tensor", "3d", "mixed", "planner")
 @pytest.mark.parametrize("world", [4, 8])
 @pytest.mark.parametrize("name", list(ZOO))
 def test_training_equals_one_device(name: str, world: int, dtype: torch.dtype, pool: WorkerPool) -> None:
-    if name.endswith("-tied") and (world == 4) != (dtype == torch.float32) and not ALL:
-        pytest.skip("set SHARDWEAVE_ALL_CASES to run it")
+    only_with_all_cases(name != "mlp" and (world == 4) != (dtype == torch.float32))
     case, listed = ZOO[name], ways(name, world)
-    if not (ALL or name == "mlp" or (name, world, dtype) in WHOLE):
+    if not (ALL_CASES or name == "mlp" or (name, world, dtype) in WHOLE):
         listed = [way for way in listed if way.name in FEW]
     model = model_of(case, dtype)
     steps = compile_ways(model, case, dtype, world, listed)

@@ -22,7 +22,7 @@ from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.parameters import local_tensor
 from tests.compiler.packing import Packed
 from tests.compiler.test_at_rest import MOMENTUM
-from tests.compiler.training import ADAMW, Run, Way, compile_ways, differences, train
+from tests.compiler.training import ADAMW, Run, Way, compile_ways, differences, only_with_all_cases, train
 from tests.models import Case, gpt, mlp
 
 DOUBLE = torch.float64
@@ -166,6 +166,7 @@ def measured(case: Case, options: sw.Options) -> tuple[Figures, int, int]:
 @pytest.mark.parametrize("world", [3, 4, 8])
 @pytest.mark.parametrize(("name", "optimizer"), [("mlp", MOMENTUM), ("mlp", ADAMW), ("gpt", ADAMW)])
 def test_training_equals_one_device(name: str, optimizer: Any, world: int, pool: WorkerPool) -> None:
+    only_with_all_cases((name, optimizer) != ("mlp", MOMENTUM) if world == 4 else optimizer is MOMENTUM)
     case = CASES[name]
     expected = train(case.model(DOUBLE), case, DOUBLE, optimizer, clip=0.5)
     first, *others = pool.run(train_all, case, steps_of(case, world), optimizer, nprocs=world, timeout=300.0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,6 +28,17 @@ from tests.models import TODAY, ZOO, Case
 
 STEPS = 5
 BATCH = 8
+
+ALL_CASES = bool(os.environ.get("SHARDWEAVE_ALL_CASES"))
+"""All cells of the tables of models, worlds, dtypes and optimizers, which takes half an hour; without it a cell stands
+for its neighbours, and every way, world, dtype and optimizer is still met."""
+
+
+def only_with_all_cases(left_out: bool) -> None:
+    """Skip this cell of a table, unless all are asked for."""
+    if left_out and not ALL_CASES:
+        pytest.skip("set SHARDWEAVE_ALL_CASES to run it")
+
 
 # Adam divides a gradient by its own size, so that one that is zero but for rounding (the bias of a key: a softmax does
 # not see it) would move its parameter as far as any other. An eps above float32's rounding, and far below true
