@@ -104,7 +104,8 @@ class Boundary:
             layout = lies[first + index]
             pieces.append(layout)
             whole = drop(layout, times).without_partial()
-            outputs.append(ValueSpec(name, whole, dtype_name(value.dtype), index in active))
+            left_out = index in captured.tangents.values() and index not in active
+            outputs.append(ValueSpec(name, whole, dtype_name(value.dtype), index in active, left_out))
         return StepSpec(
             self.mesh,
             parameters,

@@ -85,12 +85,17 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class ValueSpec:
-    """A tensor that a user passes in or gets back: its name, global layout and dtype (``"float32"``)."""
+    """A tensor that a user passes in or gets back: its name, global layout and dtype (``"float32"``).
+
+    A backward starts at outputs that are `differentiable`. One that is `left_out` has a gradient in the model, but not
+    in the step, whose backward starts at the model's own loss.
+    """
 
     name: str
     layout: Layout
     dtype: str
     differentiable: bool = False
+    left_out: bool = False
 
 
 @dataclass(frozen=True)

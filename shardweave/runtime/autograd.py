@@ -41,6 +41,7 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        _check_tangents(ctx.executor, tangents)
         if ctx.saved is None:
             raise ParallelError(_ONCE)
         if ctx.versions != _versions([*ctx.executor.parameters(), *ctx.inputs]):
@@ -72,6 +73,7 @@ class MicroBatches(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        _check_tangents(ctx.executor, tangents)
         if ctx.found is None:
             raise ParallelError(_ONCE)
         found, ctx.found = ctx.found, None
@@ -86,7 +88,19 @@ class MicroBatches(torch.autograd.Function):
 def _mark(ctx: Any, executor: Executor, outputs: Sequence[torch.Tensor]) -> None:
     specs = executor.spec.outputs
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*(x for x, spec in zip(outputs, specs, strict=True) if not spec.differentiable))
+    pairs = zip(outputs, specs, strict=True)
+    ctx.mark_non_differentiable(*(x for x, spec in pairs if not (spec.differentiable or spec.left_out)))
+
+
+def _check_tangents(executor: Executor, tangents: Sequence[torch.Tensor | None]) -> None:
+    """Refuse a gradient of an output that the step has none for."""
+    pairs = zip(tangents, executor.spec.outputs, strict=True)
+    if asked := [spec.name for tangent, spec in pairs if tangent is not None and spec.left_out]:
+        raise ParallelError(
+            f"the loss depends on the output {', '.join(asked)}, but where a model returns a loss of its own, its "
+            "backward starts there and at nothing else: compute the whole loss in the model, or none of it; or detach "
+            "the output, if no gradient is wanted through it"
+        )
 
 
 def _versions(tensors: list[torch.Tensor]) -> list[int]:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
+import shardweave as sw
 from shardweave.errors import InputError, ParallelError
 from shardweave.ir import Axis, Layout, Mesh, StepSpec
 from shardweave.runtime.launch import WorkerPool
@@ -310,3 +311,29 @@ def test_one_device_without_process_group() -> None:
     for ours, theirs in zip(parallel.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
     torch.testing.assert_close(parallel.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+
+
+class LossAndLogits(nn.Module):
+    """Its own loss, what it is computed from, and something that has no gradient anyway."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = self.line(x)
+        return logits.pow(2).mean(), logits, logits.argmax(-1)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_loss_of_outputs_beside_the_models_own_is_refused(micro_batches: int) -> None:
+    """Its gradient would be lost without a word."""
+    x, options = torch.randn(4, 8), sw.Options(micro_batches=micro_batches)
+    parallel = sw.compile_parallel(LossAndLogits(), sw.Cluster.local(1), x, options=options)
+    loss, logits, best = parallel(x)
+    assert logits.requires_grad and not best.requires_grad
+    (loss + logits.detach().sum()).backward()
+    assert parallel.line.weight.grad.norm() > 0
+    loss, logits, _ = parallel(x)
+    with pytest.raises(ParallelError, match="the loss depends on the output output1, .* detach"):
+        (loss + logits.sum()).backward()

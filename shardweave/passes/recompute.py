@@ -1,0 +1,136 @@
+"""Recompute: what the backward computes again instead of keeping it from the forward.
+
+Of a layer that is recomputed, only what it reads of others is kept: in mode ``"full"`` its collectives run again in the
+backward, in mode ``"fine"`` their results are kept, too, so that recomputation repeats no communication (Oases,
+section 3.2). Copies lie in the backward graph, which holds them and the gradients as one dependence graph: the schedule
+may compute a layer again while the gradients of another are on their way.
+
+What the backward gathers anyway is not gathered once more for a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from torch import fx
+
+from shardweave.cost_model.graphs import is_start, is_wait
+from shardweave.ir import META
+from shardweave.passes.annotate import graph_outputs, info
+from shardweave.passes.local import in_order, remove_dead
+
+Mode = Literal["none", "full", "fine"]
+MODES: tuple[Mode, ...] = ("none", "full", "fine")
+
+
+def layer_of(name: str) -> str:
+    """The layer that a module is a part of: its name up to the first number; "" outside of all layers.
+
+    >>> layer_of("model.layers.3.mlp.up"), layer_of("head")
+    ('model.layers.3', '')
+    """
+    parts = name.split(".")
+    at = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+    return "" if at is None else ".".join(parts[: at + 1])
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Compute again in the backward.
+
+    Requires a local graph whose nodes know their modules; ensures the same values.
+
+    Parameters
+    ----------
+    modes : mapping of str to {"none", "full", "fine"}
+        By patterns as in a shell, matched against the names of modules; of several that match the last one holds.
+        Where none does, what the user's activation checkpoints say holds (``"full"`` inside of them).
+    """
+
+    name = "recompute"
+    modes: Mapping[str, Mode] = field(default_factory=dict)
+
+    def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        _Recomputation(graph_module.graph, self.mode).write()
+        remove_dead(graph_module.graph)
+        graph_module.graph.lint()
+        graph_module.recompile()
+        return graph_module
+
+    def mode(self, node: fx.Node) -> Mode:
+        """How a node of the forward is recomputed."""
+        known = info(node)
+        parts = known.op.split(".")
+        names = [".".join(parts[: length + 1]) for length in range(len(parts))]
+        found: Mode = "full" if known.tagged else "none"
+        for pattern, mode in self.modes.items():
+            if any(fnmatchcase(name, pattern) for name in names) and (known.tagged or layer_of(known.op)):
+                found = mode
+        return found
+
+
+class _Recomputation:
+    def __init__(self, graph: fx.Graph, mode: Any) -> None:
+        self.graph, self.mode = graph, mode
+        nodes = list(graph.nodes)
+        self.modes: dict[fx.Node, Mode] = {
+            node: mode(node) for node in nodes if node.op == "call_function" and not info(node).backward
+        }
+        outputs = {value for value in graph_outputs(graph) if isinstance(value, fx.Node)}
+        self.kept = {node for node in self.modes if self._is_kept(node, outputs)}
+        self.again: dict[fx.Node, fx.Node] = {}
+        self.known: dict[Hashable, fx.Node] = {}
+        """The backward's own gathers, by what they do."""
+        self.place = {node: index for index, node in enumerate(nodes)}
+
+    def _is_kept(self, node: fx.Node, outputs: set[fx.Node]) -> bool:
+        """Whether the backward finds a value where the forward left it."""
+        if self.modes[node] == "none" or node in outputs:
+            return True
+        if is_start(node):
+            return False
+        if is_wait(node) and self.modes[node] == "fine":
+            what = info(node.all_input_nodes[0]).collective
+            return what is not None and what.cause == "activation"
+        mine = layer_of(info(node).op)
+        return any(user in self.modes and layer_of(info(user).op) != mine for user in node.users)
+
+    def write(self) -> None:
+        """Let the backward read copies of what is not kept."""
+        if all(mode == "none" for mode in self.modes.values()):
+            return
+        late = [node for node in self.graph.nodes if info(node).backward and node.op == "call_function"]
+        gathers: set[fx.Node] = set()
+        for node in late:
+            if all(source.op != "call_function" or source in gathers for source in node.all_input_nodes):
+                self.known.setdefault(_key(node, node.args, node.kwargs), node)
+                gathers.add(node)
+        for node in late:
+            for source in list(node.all_input_nodes):
+                if source in self.modes and source not in self.kept:
+                    node.replace_input_with(source, self._copy(source, self.place[node]))
+        in_order(self.graph, self.place)
+
+    def _copy(self, node: fx.Node, place: int) -> fx.Node:
+        """`node` in the backward, for what stands at `place` there."""
+        if node not in self.modes or node in self.kept:
+            return node
+        if node not in self.again:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda leaf: self._copy(leaf, place))
+            found = self.known.get(_key(node, args, kwargs))
+            if found is None:
+                name = f"{node.name}_again"
+                found = self.graph.create_node("call_function", node.target, args, kwargs, name)  # type: ignore[arg-type]
+                found.meta = {**node.meta, "partitioner_tag": "is_backward"}
+                found.meta[META] = replace(info(node), backward=True, recomputed=True)
+                self.place[found] = place
+            self.again[node] = found
+        return self.again[node]
+
+
+def _key(node: fx.Node, args: Any, kwargs: Any) -> Hashable:
+    """What two nodes that compute the same have in common."""
+    return node.target, repr(args), repr(kwargs)

@@ -1,0 +1,97 @@
+"""Tasks: a part of a local graph as a scheduler sees it: who needs whom, what takes how long, who holds what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from shardweave.cost_model.collectives import Demand
+from shardweave.cost_model.graphs import collective, is_start, is_wait
+from shardweave.cost_model.memory import Storage, liveness
+from shardweave.cost_model.prices import Prices
+from shardweave.ir import Collective, group_name
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """What a start moves: its group, what it asks of the links, and why."""
+
+    group: str
+    demand: Demand
+    what: Collective
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The nodes of one part of a graph, numbered in its order.
+
+    Parameters
+    ----------
+    nodes : sequence of Node
+    needs, users : for each task the tasks that it needs, and those that need it
+    seconds : for each task those of its kernel, 0 where it runs none
+    transfers : for each task what it starts; None where it starts nothing
+    started : for each wait the task that starts what it waits for, else -1
+    born : for each task the bytes that it allocates
+    lives : for each task the storages that it uses, by number
+    sizes : bytes of each storage
+    kept : whether each storage outlives the part
+    """
+
+    nodes: Sequence[fx.Node]
+    needs: Sequence[Sequence[int]]
+    users: Sequence[Sequence[int]]
+    seconds: Sequence[float]
+    transfers: Sequence[Transfers | None]
+    started: Sequence[int]
+    born: Sequence[Sequence[int]]
+    lives: Sequence[Sequence[int]]
+    sizes: Sequence[int]
+    kept: Sequence[bool]
+
+    @classmethod
+    def of(cls, graph: fx.Graph, nodes: Sequence[fx.Node], prices: Prices) -> Tasks:
+        """The tasks of these nodes, which lie in the order of `graph`."""
+        number = {node: index for index, node in enumerate(nodes)}
+        needs = [[number[source] for source in node.all_input_nodes if source in number] for node in nodes]
+        users: list[list[int]] = [[] for _ in nodes]
+        for index, sources in enumerate(needs):
+            for source in sources:
+                users[source].append(index)
+        found = liveness(graph)
+        storages: dict[Storage, int] = {}
+        sizes: list[int] = []
+        kept: list[bool] = []
+
+        def storage(key: Storage) -> int:
+            if key not in storages:
+                storages[key] = len(sizes)
+                sizes.append(prices.of(key[0]).sizes[key[1]])
+                kept.append(key[0].op != "call_function")
+            return storages[key]
+
+        lives: list[list[int]] = []
+        born: list[list[int]] = []
+        for node in nodes:
+            used = [node, *node.all_input_nodes]
+            if is_wait(node):
+                used += [source for start in node.all_input_nodes for source in start.all_input_nodes]
+            lives.append(list(dict.fromkeys(storage(key) for value in used for key in found.where[value])))
+            born.append([storage(key) for key in found.born.get(node, ())])
+        inside = set(number)
+        for node in graph.nodes:
+            if node.op == "output" or node not in inside:
+                for source in node.all_input_nodes:
+                    if source in inside:
+                        for key in found.where[source]:
+                            kept[storage(key)] = True
+        transfers: list[Transfers | None] = []
+        for node in nodes:
+            what = collective(node) if is_start(node) else None
+            moved = None if what is None else Transfers(group_name(what.axes), prices.collective(what), what)
+            transfers.append(moved)
+        started = [number.get(node.all_input_nodes[0], -1) if is_wait(node) else -1 for node in nodes]
+        seconds = [prices.of(node).seconds if prices.of(node).kernel else 0.0 for node in nodes]
+        return cls(nodes, needs, users, seconds, transfers, started, born, lives, sizes, kept)

@@ -1,0 +1,204 @@
+"""Weave: a list scheduler over a device's compute stream and the streams of its groups.
+
+Tasks are taken in the order of their keys, as far as their data allow: when the first one has to wait for a collective,
+one of those behind it that need not runs meanwhile. Time passes as it does in the simulator (`cost_model.streams`), so
+that what is found here is what will be predicted.
+
+Two things are held back, for memory: the gather of a parameter until the one used `lookahead` moments before it is
+about to be used, and the start of a gradient's reduction until no more than `lookahead` others are under way.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardweave.cost_model.streams import Streams, Transfer
+from shardweave.passes.tasks import Tasks
+
+Key = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The gathers of the parameters that are first used together.
+
+    Parameters
+    ----------
+    starts : tuple of int
+        Their tasks, in order.
+    uses : tuple of int
+        The tasks of which the first one begins the moment.
+    """
+
+    starts: tuple[int, ...]
+    uses: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Woven:
+    """An order of tasks, and what it comes to.
+
+    Parameters
+    ----------
+    order : sequence of int
+    seconds : float
+        From the first task to the last.
+    peak_bytes : int
+        The most that the part holds at once beyond what it found, and gave back, at its beginning.
+    """
+
+    order: Sequence[int]
+    seconds: float
+    peak_bytes: int
+
+
+def weave(
+    tasks: Tasks,
+    keys: Sequence[Key],
+    moments: Sequence[Moment] = (),
+    *,
+    lookahead: int,
+    reductions: int,
+    slowdown: float = 1.0,
+) -> Woven:
+    """Order `tasks`.
+
+    Parameters
+    ----------
+    keys : sequence of tuples of int
+        What comes first, of tasks that are ready at once; each larger than those of what is never to come later.
+    moments : sequence of Moment
+        The gathers that are held back, in the order of their uses.
+    lookahead : int
+        How many moments are gathered ahead of the one in use.
+    reductions : int
+        How many gradients may be on their way to their states when another one starts.
+    slowdown : float
+        What compute takes, as a multiple, while a collective runs.
+    """
+    return _Weaver(tasks, keys, moments, lookahead, reductions, slowdown).run()
+
+
+_NOW: Key = (-2,)
+_NOW_TOO: Key = (-1,)
+
+
+class _Weaver:
+    def __init__(
+        self,
+        tasks: Tasks,
+        keys: Sequence[Key],
+        moments: Sequence[Moment],
+        lookahead: int,
+        reductions: int,
+        slowdown: float,
+    ) -> None:
+        self.tasks, self.keys, self.moments = tasks, keys, moments
+        self.lookahead, self.reductions = lookahead, reductions
+        self.streams = Streams(slowdown)
+        self.order: list[int] = []
+        self.done = [False] * len(tasks.nodes)
+        self.missing = [len(needs) for needs in tasks.needs]
+        self.ready: list[tuple[Key, int]] = []
+        self.transfers: dict[int, Transfer] = {}
+        self.waiting: list[int] = []  # waits whose collective is under way
+        self.reducing: deque[int] = deque()  # the waits of gradients on their way, oldest first
+        self.readers = [0] * len(tasks.sizes)
+        for used in tasks.lives:
+            for storage in used:
+                self.readers[storage] += 1
+        self.held = self.peak = 0
+        self.moment_of: dict[int, int] = {}  # of held-back starts and of what only they need
+        self.begins: dict[int, int] = {}  # the moment that a use begins
+        for index, moment in enumerate(moments):
+            for start in moment.starts:
+                self._hold(start, index)
+            for use in moment.uses:
+                self.begins[use] = max(index, self.begins.get(use, 0))
+        self.released = lookahead - 1
+
+    def _hold(self, task: int, moment: int) -> None:
+        self.moment_of[task] = moment
+        for need in self.tasks.needs[task]:
+            if len(self.tasks.users[need]) == 1 and self.tasks.started[need] < 0:
+                self._hold(need, moment)
+
+    def run(self) -> Woven:
+        for task, missing in enumerate(self.missing):
+            if not missing:
+                self._offer(task)
+        while len(self.order) < len(self.done):
+            self._arrive()
+            while self.ready and self.done[self.ready[0][1]]:
+                heapq.heappop(self.ready)
+            if self.ready:
+                self._take(heapq.heappop(self.ready)[1])
+            else:
+                self.streams.advance()
+        return Woven(self.order, self.streams.now, self.peak)
+
+    def _arrive(self) -> None:
+        """Offer the waits whose collectives are done."""
+        if any(self.transfers[self.tasks.started[wait]].end is not None for wait in self.waiting):
+            still = []
+            for wait in self.waiting:
+                if self.transfers[self.tasks.started[wait]].end is None:
+                    still.append(wait)
+                elif not self.done[wait]:
+                    heapq.heappush(self.ready, (self.keys[wait], wait))
+            self.waiting = still
+
+    def _offer(self, task: int) -> None:
+        """All that a task needs is there, but for the end of a collective."""
+        if self.tasks.started[task] >= 0:
+            self.waiting.append(task)
+            return
+        moment = self.moment_of.get(task)
+        at_once = self.tasks.transfers[task] is not None if moment is None else moment <= self.released
+        heapq.heappush(self.ready, (_NOW if at_once else self.keys[task], task))
+
+    def _take(self, task: int) -> None:
+        """Run a task now."""
+        moment = self.begins.get(task)
+        if moment is not None and moment + self.lookahead > self.released:
+            self.released = moment + self.lookahead
+            early = [other for _, other in self.ready if self.moment_of.get(other, self.released + 1) <= self.released]
+            for other in early:
+                heapq.heappush(self.ready, (_NOW, other))
+            if early:  # they start before the one that begins the moment
+                heapq.heappush(self.ready, (_NOW_TOO, task))
+                return
+        transfers = self.tasks.transfers[task]
+        if transfers is not None:
+            if transfers.what.cause == "gradient":
+                while len(self.reducing) > self.reductions:
+                    wait = self.reducing.popleft()
+                    self.streams.wait(self.transfers[self.tasks.started[wait]])
+                    self._finish(wait)
+                self.reducing.extend(self.tasks.users[task])
+            self.transfers[task] = Transfer(transfers.group, transfers.demand)
+            self.streams.start(self.transfers[task])
+        elif self.tasks.seconds[task]:
+            self.streams.compute(self.tasks.seconds[task])
+        if self.tasks.started[task] >= 0 and task in self.reducing:
+            self.reducing.remove(task)
+        self._finish(task)
+
+    def _finish(self, task: int) -> None:
+        self.order.append(task)
+        self.done[task] = True
+        tasks = self.tasks
+        for storage in tasks.born[task]:
+            self.held += tasks.sizes[storage]
+        self.peak = max(self.peak, self.held)
+        for storage in tasks.lives[task]:
+            self.readers[storage] -= 1
+            if not self.readers[storage] and not tasks.kept[storage]:
+                self.held -= tasks.sizes[storage]
+        for user in tasks.users[task]:
+            self.missing[user] -= 1
+            if not self.missing[user]:
+                self._offer(user)
