@@ -49,6 +49,8 @@ def plan(
     memory_limit: Annotated[float | None, typer.Option(min=0, help="Memory limit a device, in GiB.")] = None,
     precision: Annotated[str | None, typer.Option(help="Mixed precision: bf16 or fp16.")] = None,
     micro_batches: Annotated[int, typer.Option(min=1, help="Parts of a batch, one computed after another.")] = 1,
+    sub_batches: Annotated[int, typer.Option(min=1, help="Parts of each, one computing while another sends.")] = 1,
+    recompute: Annotated[str, typer.Option(help="Of each layer, in the backward: none, full or fine.")] = "none",
     out: Annotated[Path | None, typer.Option(help="Where to save the plan (JSON).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Where to save the simulated step (Chrome trace).")] = None,
 ) -> None:
@@ -65,7 +67,8 @@ def plan(
         raise InputError(f"--nodes {nodes} goes with a preset, but {cluster!r} is a file, which has its own levels")
     machine = sw.Cluster.load(cluster) if is_file else sw.Cluster.preset(cluster, nodes=nodes)
     limit = None if memory_limit is None else int(memory_limit * 2**30)
-    options = sw.Options(memory_limit=limit, precision=precision, micro_batches=micro_batches)
+    weaving: dict[str, Any] = {"sub_batches": sub_batches, "recompute": {} if recompute == "none" else recompute}
+    options = sw.Options(memory_limit=limit, precision=precision, micro_batches=micro_batches, **weaving)
     made = sw.plan(model, machine, inputs, options=options)
     _console().print(made.explain())
     if out is not None:

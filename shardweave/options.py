@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Literal
 
 from shardweave.errors import PlanError
-from shardweave.ir import Strategy
+from shardweave.ir import Mode, Strategy, Weaving
 from shardweave.precision import Precision
 
+if TYPE_CHECKING:
+    from shardweave.cost_model import Cluster
+
+RESERVE = 0.1
+"""The part of a device's memory that a plan leaves alone by default: context, fragments, the user's own tensors."""
 OPTIMIZER_STATE_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "adamw": 8}
 
 
@@ -38,12 +43,25 @@ class Options:
         returns a scalar loss, else ``"part"``.
     time_limit : float
         Seconds that the solver may take.
-    lookahead : int
-        How many parameters are gathered ahead of their use.
+    lookahead : int, optional
+        How many parameters at most are gathered ahead of their use, and gradients left under way to their states. By
+        default as many as pay and fit.
     micro_batches : int
         Into how many parts a call's batch is cut, computed one after another with their gradients added up, so that
         only one part's activations are held. The model has to return a scalar loss. What needs the whole batch at once
         (the statistics of a batch norm) is refused.
+    sub_batches : int
+        Into how many parts each of these is cut besides, all of them in one graph, so that one part computes while
+        another communicates. The same things are refused.
+    recompute : {"none", "full", "fine"} or mapping from a name pattern to one of these
+        What the backward computes again instead of keeping it: all of a layer (a module in a list), or all but the
+        results of its collectives, so that no communication is repeated. Patterns as in `force`. Without any, what
+        lies in activation checkpoints of the model (``torch.utils.checkpoint``) is ``"full"``.
+    buckets : bool
+        Small collectives of parameters and gradients are put together. Not yet with several micro-batches.
+    cross_pass : bool
+        The backward may compute a layer again while the gradients of another are on their way. Without it a layer is
+        recomputed when the gradients of the one behind it are there, as Megatron-LM does: to see what it is worth.
     allow_unruled : bool
         Compute ops without a sharding rule whole on every device, instead of refusing the model.
 
@@ -59,8 +77,12 @@ class Options:
     precision: Precision | str | None = None
     outputs: Literal["auto", "sharded", "part", "whole"] = "auto"
     time_limit: float = 30.0
-    lookahead: int = 1
+    lookahead: int | None = None
     micro_batches: int = 1
+    sub_batches: int = 1
+    recompute: Mode | Mapping[str, Mode] = field(default_factory=dict)
+    buckets: bool = False
+    cross_pass: bool = True
     allow_unruled: bool = False
 
     def __post_init__(self) -> None:
@@ -78,8 +100,21 @@ class Options:
             raise PlanError(f"outputs must be 'auto', 'sharded', 'part' or 'whole', got {self.outputs!r}")
         if self.micro_batches < 1:
             raise PlanError(f"micro_batches counts parts of a batch and must be positive, got {self.micro_batches}")
-        if self.lookahead < 0:
-            raise PlanError(f"lookahead counts gathers and cannot be negative, got {self.lookahead}")
+        assert self.weaving is not None  # which checks what it is made of
+
+    @property
+    def weaving(self) -> Weaving:
+        """What is asked of the whole step."""
+        recompute = {"*": self.recompute} if isinstance(self.recompute, str) else self.recompute
+        return Weaving(self.sub_batches, recompute, self.buckets, self.cross_pass, self.lookahead)
+
+    def woven(self, weaving: Weaving) -> Options:
+        """These options with what a plan says of the whole step."""
+        return replace(self, **{each.name: getattr(weaving, each.name) for each in fields(weaving)})
+
+    def limit(self, cluster: Cluster) -> int:
+        """Bytes that a device may use."""
+        return self.memory_limit if self.memory_limit is not None else int(cluster.device.memory * (1 - RESERVE))
 
     @property
     def mixed(self) -> Precision | None:

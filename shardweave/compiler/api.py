@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from shardweave.compiler.capture import Captured, capture
 from shardweave.compiler.choose import Chosen, choose
-from shardweave.compiler.pipeline import Annotated, Compiled, annotate, lower, with_micro_batches
+from shardweave.compiler.pipeline import Annotated, Compiled, annotate, lower, with_times
 from shardweave.compiler.plan import ModelKey, OpChoice, Plan, RunnerUp
 from shardweave.compiler.planner.alternatives import alternatives
 from shardweave.compiler.planner.costing import Costing
@@ -21,12 +21,9 @@ from shardweave.compiler.planner.force import forced_strategies
 from shardweave.cost_model import Cluster, Timeline, simulate
 from shardweave.cost_model.compute import node_work
 from shardweave.errors import ParallelError, PlanError
-from shardweave.ir import Assignment, Mesh, Strategy
+from shardweave.ir import Assignment, Mesh, Strategy, Weaving
 from shardweave.options import Options
 from shardweave.runtime import ParallelModule
-
-RESERVE = 0.1
-"""The part of a device's memory that a plan leaves alone by default: context, fragments, the user's own tensors."""
 
 Progress = Callable[[str], None]
 Stage = Callable[[str, fx.GraphModule], None]
@@ -199,12 +196,10 @@ class _Compiler:
             raise PlanError(
                 f"{type(self.model).__name__} has no matrix product with a parameter: there is nothing to spread"
             )
-        options = self.options
-        if options.memory_limit is None:
-            options = replace(options, memory_limit=int(self.cluster.device.memory * (1 - RESERVE)))
+        options = replace(self.options, memory_limit=self.options.limit(self.cluster))
         self.progress("price")
         mesh = self.cluster.mesh()
-        forced = self._forced(with_micro_batches(mesh, options.micro_batches))
+        forced = self._forced(with_times(mesh, options))
         costed = Costing(self.annotated, self.cluster, options, forced).build()
         self.progress("solve")
         chosen = choose(costed, options.time_limit, lambda *found: self.timeline(self._lowered(*found)))
@@ -260,6 +255,7 @@ class _Compiler:
                 for name, a in chosen.joins.items()
             },
             micro_batches=options.micro_batches,
+            weaving=options.weaving,
         )
         return found.with_timeline(lambda: self.timeline(self.lower(found)))
 
@@ -304,11 +300,19 @@ class _Compiler:
                 f"the plan is for {plan.micro_batches} micro-batches a call, Options(micro_batches="
                 f"{self.options.micro_batches}) asks for others: leave the option out, or make a plan with it"
             )
-        options = replace(self.options, micro_batches=plan.micro_batches)
-        return lower(self.annotated, strategies, mesh, options, self._stage, joins)
+        if self.options.weaving not in (Weaving(), plan.weaving):
+            raise PlanError(
+                f"the plan is woven with {str(plan.weaving) or 'no options'}, the options ask for "
+                f"{str(self.options.weaving) or 'none'}: "
+                "leave sub_batches, recompute, buckets, cross_pass and lookahead out, or make a plan with them"
+            )
+        options = replace(self.options, micro_batches=plan.micro_batches).woven(plan.weaving)
+        same = plan.cluster.mesh() == mesh  # then all ranks schedule by the figures that one of them found
+        cluster = plan.cluster if same else self.cluster
+        return lower(self.annotated, strategies, mesh, options, self._stage, joins, cluster)
 
     def _lowered(self, strategies: dict[str, Strategy], joins: dict[str, Assignment]) -> Compiled:
-        return lower(self.annotated, strategies, self.cluster.mesh(), self.options, None, joins)
+        return lower(self.annotated, strategies, self.cluster.mesh(), self.options, None, joins, self.cluster, False)
 
     def _stage(self, name: str, _: fx.GraphModule) -> None:
         self.progress(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,14 +55,16 @@ class Boundary:
         """The first dimension spread over the data axes, and over micro-batches, where it is the batch."""
         shape = value.shape
         layout = Layout.replicated(shape)
-        axes = (*self.mesh.times, *self.data)
+        axes = (*self.mesh.all_times, *self.data)
         if not shape or shape[0] != self.annotated.batch:
             return layout
         if shape[0] % axes_size(axes):
-            if self.mesh.times:
+            if times := self.mesh.all_times:
+                cuts = " of ".join(f"{axis.size} {axis.name}-batches" for axis in reversed(times))
+                names = " or ".join(f"{axis.name}_batches" for axis in times)
                 raise PlanError(
-                    f"the batch of {shape[0]} is no multiple of {axes_size(axes)}: {axes_size(self.mesh.times)} "
-                    f"micro-batches on {axes_size(self.data)} parts of the batch; use another batch or micro_batches"
+                    f"the batch of {shape[0]} is no multiple of {axes_size(axes)}: {cuts} "
+                    f"on {axes_size(self.data)} parts of the batch; use another batch or {names}"
                 )
             return layout
         return Layout((normalise([*axes, shape[0] // axes_size(axes)]), *layout.dims[1:]))
@@ -92,7 +95,7 @@ class Boundary:
             for node, name in captured.buffers.items()
         )
         times = self.mesh.times
-        pieces = [self.sources[node] for node in captured.inputs]
+        pieces = [drop(self.sources[node], self.mesh.woven) for node in captured.inputs]
         inputs = tuple(
             ValueSpec(name, drop(lies, times), dtype[node])
             for (node, name), lies in zip(captured.inputs.items(), pieces)
@@ -107,7 +110,7 @@ class Boundary:
             left_out = index in captured.tangents.values() and index not in active
             outputs.append(ValueSpec(name, whole, dtype_name(value.dtype), index in active, left_out))
         return StepSpec(
-            self.mesh,
+            replace(self.mesh, woven=()),
             parameters,
             buffers,
             inputs,

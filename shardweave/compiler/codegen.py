@@ -75,12 +75,12 @@ def split(module: fx.GraphModule, num_results: int, tangents: Sequence[str]) -> 
     return as_module(module, forward, "Forward"), as_module(module, backward, "Backward")
 
 
-def set_apart(module: fx.GraphModule, totals: Sequence[fx.Node], name: str) -> fx.GraphModule:
+def set_apart(module: fx.GraphModule, holders: Sequence[str], name: str) -> fx.GraphModule:
     """Take the last outputs off a local graph: they become one that takes what the forward takes.
 
     Parameters
     ----------
-    totals : sequence of Node
+    holders : sequence of str
         The placeholders of the forward that take the sums of these outputs.
 
     Raises
@@ -88,7 +88,8 @@ def set_apart(module: fx.GraphModule, totals: Sequence[fx.Node], name: str) -> f
     LayoutError
         Where one of these sums is needed to compute another.
     """
-    count = len(totals)
+    count = len(holders)
+    totals = {node for node in module.graph.nodes if node.name in holders}
     outputs = graph_outputs(module.graph)
     needed = {node for node in outputs[len(outputs) - count :] if isinstance(node, fx.Node)}
     for node in reversed(list(module.graph.nodes)):

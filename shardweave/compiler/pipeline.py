@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,8 @@ from shardweave.compiler.capture import Captured
 from shardweave.compiler.codegen import Step, set_apart, split
 from shardweave.compiler.planner.ops import Op, batch_classes, find_ops
 from shardweave.compiler.turns import Turns
+from shardweave.cost_model import Cluster
+from shardweave.cost_model.scratch import rounded
 from shardweave.errors import PlanError
 from shardweave.ir import (
     Assignment,
@@ -23,10 +26,13 @@ from shardweave.ir import (
 )
 from shardweave.options import Options
 from shardweave.passes.annotate import Annotate, graph_outputs, info, op_name
+from shardweave.passes.bucket import Bucket
 from shardweave.passes.classes import Classes, find_classes
 from shardweave.passes.layouts import outermost_first
+from shardweave.passes.recompute import Recompute
 from shardweave.passes.schedule import Schedule
 from shardweave.passes.shard import Shard, Sharder
+from shardweave.passes.split import Split
 from shardweave.passes.tangents import drop_tangents
 from shardweave.passes.values import Rest
 from shardweave.passes.verify import verify
@@ -122,24 +128,34 @@ def lower(
     options: Options,
     on_stage: Callable[[str, fx.GraphModule], None] | None = None,
     joins: Mapping[str, Assignment] | None = None,
+    cluster: Cluster | None = None,
+    stages: bool = True,
 ) -> Compiled:
     """The local forward and backward graphs of a step under these strategies, one an op.
 
-    `joins` say how ops that bring several of them together are spread, by `join_names`; the others follow.
+    `joins` say how ops that bring several of them together are spread, by `join_names`; the others follow. Nodes are
+    ordered by what they take on `cluster`; left out, on this machine. Without `stages` only the last graphs are kept.
 
     Raises
     ------
     LayoutError
         Where a strategy does not fit its op.
     """
-    mesh = with_micro_batches(mesh_for(mesh, strategies), options.micro_batches)
-    lowering = _Lowering(annotated, strategies, mesh, options, joins or {}, on_stage)
+    mesh = with_times(mesh_for(mesh, strategies), options)
+    cluster = cluster or Cluster.local(mesh.world_size)
+    lowering = _Lowering(annotated, strategies, mesh, options, joins or {}, on_stage, cluster, stages)
     return lowering.turns() if mesh.times else lowering.step()
 
 
-def with_micro_batches(mesh: Mesh, count: int) -> Mesh:
-    """`mesh` with a time axis over the micro-batches of a call; its stride puts it outside all axes of devices."""
-    return replace(mesh, times=(Axis("micro", count, mesh.world_size, "time"),)) if count > 1 else mesh
+def with_times(mesh: Mesh, options: Options) -> Mesh:
+    """`mesh` with a time axis over the micro-batches of a call, and one over the sub-batches of each of these.
+
+    Their strides put them outside all axes of devices.
+    """
+    micro, sub, world = options.micro_batches, options.sub_batches, mesh.world_size
+    times = (Axis("micro", micro, world * sub, "time"),) if micro > 1 else ()
+    woven = (Axis("sub", sub, world, "time"),) if sub > 1 else ()
+    return replace(mesh, times=times, woven=woven)
 
 
 @dataclass
@@ -152,14 +168,16 @@ class _Lowering:
     options: Options
     joins: Mapping[str, Assignment]
     on_stage: Callable[[str, fx.GraphModule], None] | None
+    cluster: Cluster
+    stages: bool
     graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
 
     def step(self) -> Compiled:
         """The graphs of a step that is run once."""
         sharder, specs, local = self._local(accumulates=False)
         forward, backward = split(local, self._num_results, self.annotated.tangents)
-        self._stage("forward", forward)
-        self._stage("backward", backward)
+        self._stage("forward", forward, last=True)
+        self._stage("backward", backward, last=True)
         spec = specs.finish(sharder.lies, sharder.rests, forward, backward)
         again = replace(self, graphs={}, on_stage=None)
         return Compiled(Step(forward, backward, spec, lambda: again._turns()[0]), self.graphs)
@@ -176,13 +194,13 @@ class _Lowering:
             )
         turns, spec = self._turns()
         forward, backward = turns.forward(True, False), turns.backward(True, True)
-        self._stage("forward", forward)
-        self._stage("backward", backward)
+        self._stage("forward", forward, last=True)
+        self._stage("backward", backward, last=True)
         return Compiled(Step(forward, backward, spec, lambda: turns), self.graphs)
 
     def _turns(self) -> tuple[Turns, StepSpec]:
         sharder, specs, local = self._local(accumulates=True)
-        holders = [total.placeholder for total in sharder.totals]
+        holders = [total.placeholder.name for total in sharder.totals]
         totals = set_apart(local, holders, "Totals") if holders else None
         forward, backward = split(local, self._num_results, self.annotated.tangents)
         inside = {node.name for node in forward.graph.nodes}
@@ -231,14 +249,43 @@ class _Lowering:
         sharder = Sharder(shard, copied(captured.graph))
         local = sharder.run()
         verify(local, "shard")
-        self._stage("shard", copied(local))
-        local = Schedule(self.options.lookahead)(local)
+        self._stage("shard", local)
+        weaving = self.options.weaving
+        local = Recompute(weaving.recompute)(local)
+        verify(local, "recompute")
+        self._stage("recompute", local)
+        if self.mesh.woven:
+            local = Split(self.mesh.woven)(local)
+            verify(local, "split")
+            self._stage("split", local)
+        schedule = self._schedule(sharder)
+        if weaving.buckets:
+            single, local = local, Bucket(self.cluster, self.annotated.tangents)(copied(local))
+            verify(local, "bucket")
+            if not schedule.order(local.graph)[1]:  # a bucket is held as one
+                local = single
+            self._stage("bucket", local)
+        local = schedule(local)
         verify(local, "schedule")
-        self._stage("schedule", local)
+        self._stage("schedule", local, last=True)
         return sharder, specs, local
 
-    def _stage(self, name: str, module: fx.GraphModule) -> None:
-        self.graphs[name] = module
+    def _schedule(self, sharder: Sharder) -> Schedule:
+        options, trained = self.options, set(self.annotated.captured.gradients)
+        numbers = [math.prod(sharder.rests[name].local_shape) for name in trained if name in sharder.rests]
+        states = sum(rounded(number * options.optimizer_bytes, self.cluster.device) for number in numbers)
+        return Schedule(
+            self.cluster,
+            options.lookahead,
+            options.limit(self.cluster),
+            states,
+            options.cross_pass,
+        )
+
+    def _stage(self, name: str, module: fx.GraphModule, last: bool = False) -> None:
+        """Keep the graph after a pass; one that later passes write to as it is now."""
+        if last or self.stages:
+            self.graphs[name] = module if last else copied(module)
         if self.on_stage is not None:
             self.on_stage(name, module)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardweave.cost_model.cluster import Cluster
 from shardweave.errors import ParallelError, PlanError
-from shardweave.ir import Grid, Strategy
+from shardweave.ir import Grid, Strategy, Weaving
 from shardweave.precision import Precision
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardweave.report.tables import Report
 
 FORMAT = "shardweave plan"
-VERSION = 1
+VERSION = 2
 """Of the JSON file; raised whenever a change would make an older reader go wrong."""
 
 Shape = tuple[int, ...]
@@ -122,6 +122,8 @@ class Plan:
         How ops that bring several values together (a residual sum, attention) are spread: each axis' factor.
     micro_batches : int
         Into how many parts a call's batch is cut, one computed after another.
+    weaving : Weaving
+        What else is chosen for the whole step: sub-batches, recomputation, the schedule.
     """
 
     model_key: ModelKey
@@ -142,6 +144,7 @@ class Plan:
     forced: tuple[str, ...] = ()
     joins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     micro_batches: int = 1
+    weaving: Weaving = field(default_factory=Weaving)
     _timeline: Callable[[], Timeline] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -252,6 +255,7 @@ class Plan:
             "model": _key_to_dict(self.model_key),
             "cluster": self.cluster.to_dict(),
             **figures,
+            "weaving": self.weaving.to_dict(),
             "choices": {name: _choice_to_dict(choice) for name, choice in self.choices.items()},
         }
 
@@ -267,6 +271,7 @@ class Plan:
             choices = {name: _choice_from_dict(choice) for name, choice in data["choices"].items()}
             figures = {name: data[name] for name in _FIGURES}
             figures["forced"] = tuple(figures["forced"])
+            figures["weaving"] = Weaving.from_dict(data["weaving"])
             return cls(model_key=key, cluster=Cluster.from_dict(data["cluster"]), choices=choices, **figures)
         except KeyError as error:
             raise PlanError(f"the plan lacks the key {error}: it is damaged, plan again") from error
@@ -274,7 +279,8 @@ class Plan:
             raise PlanError(f"the plan has a value of a wrong type: {error}; it is damaged, plan again") from error
 
 
-_FIGURES = tuple(f.name for f in fields(Plan) if f.name not in ("model_key", "cluster", "choices", "_timeline"))
+_APART = ("model_key", "cluster", "choices", "weaving", "_timeline")
+_FIGURES = tuple(each.name for each in fields(Plan) if each.name not in _APART)
 
 
 def _differences(what: str, planned: Mapping[str, Shape], given: Mapping[str, Shape]) -> list[str]:

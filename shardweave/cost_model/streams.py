@@ -137,6 +137,10 @@ class Streams:
             self._pass(self._next_end())
         return self.now - begin
 
+    def advance(self) -> None:
+        """Let time pass until the next of the running collectives ends its latency or its bytes."""
+        self._pass(self._next_end())
+
     @property
     def running(self) -> list[Transfer]:
         """What was started and is not done, in the order of groups."""

@@ -18,6 +18,7 @@ from shardweave.ir.layout import Layout, Padding, normalise
 from shardweave.ir.rule import Assignment, BoundRule, Dims, Factor
 from shardweave.ir.step import META, SEED, Collective, NodeInfo, ParameterSpec, StepSpec, ValueSpec
 from shardweave.ir.strategy import Grid, GridAxes, Strategy
+from shardweave.ir.weaving import MODES, Mode, Weaving
 
 __all__ = [
     "Assignment",
@@ -31,7 +32,9 @@ __all__ = [
     "GridAxes",
     "Layout",
     "META",
+    "MODES",
     "Mesh",
+    "Mode",
     "NodeInfo",
     "Padding",
     "ParameterSpec",
@@ -39,6 +42,7 @@ __all__ = [
     "StepSpec",
     "Strategy",
     "ValueSpec",
+    "Weaving",
     "axes_size",
     "group_name",
     "normalise",

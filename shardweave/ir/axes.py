@@ -80,8 +80,9 @@ class Mesh:
     that tensor parallelism uses first and those that parameters rest on after them, so that every layout is a plain
     DTensor placement.
 
-    `times` are the axes whose steps each device takes one after another. On a dimension they lie outside all others, so
-    that each step is the same part of it however many devices share that: their strides are the world's size.
+    `times` are the axes whose steps each device takes in one run of the generated graphs after another, `woven` those
+    whose steps all lie in these graphs. On a dimension they lie outside all others, so that each step is the same part
+    of it however many devices share that: their strides are at least the world's size.
 
     Examples
     --------
@@ -94,6 +95,7 @@ class Mesh:
 
     axes: tuple[Axis, ...]
     times: tuple[Axis, ...] = ()
+    woven: tuple[Axis, ...] = ()
 
     @classmethod
     def of_levels(cls, levels: Sequence[tuple[str, int]]) -> Mesh:
@@ -106,6 +108,11 @@ class Mesh:
         return cls(tuple(axes))
 
     @property
+    def all_times(self) -> tuple[Axis, ...]:
+        """Every axis whose steps a device takes one after another."""
+        return *self.times, *self.woven
+
+    @property
     def world_size(self) -> int:
         return axes_size(self.axes)
 
@@ -116,7 +123,7 @@ class Mesh:
     def ordered(self, axes: Iterable[Axis]) -> tuple[Axis, ...]:
         """`axes` in layout order."""
         wanted = set(axes)
-        return tuple(axis for axis in (*self.axes, *self.times) if axis in wanted)
+        return tuple(axis for axis in (*self.axes, *self.all_times) if axis in wanted)
 
     def axis(self, name: str) -> Axis:
         """The axis called `name`; `LayoutError` if there is none."""

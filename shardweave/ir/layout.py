@@ -164,6 +164,21 @@ class Layout:
     def without_partial(self) -> Layout:
         return replace(self, partial=())
 
+    def place(self, axis: Axis) -> tuple[int, int, int]:
+        """The dimension that an axis lies on, and how many local steps lie outside and inside of it there.
+
+        >>> micro, gpu = Axis("micro", 2, 2, "time"), Axis("gpu0", 2)
+        >>> Layout(((16,), (3, micro, gpu, 4))).place(micro)
+        (1, 3, 4)
+        """
+        dim = next(dim for dim, digits in enumerate(self.dims) if axis in digits)
+        at = self.dims[dim].index(axis)
+        outer, inner = (
+            math.prod(digit for digit in part if isinstance(digit, int))
+            for part in (self.dims[dim][:at], self.dims[dim][at + 1 :])
+        )
+        return dim, outer, inner
+
     def __str__(self) -> str:
         dims = [" ".join(d.name if isinstance(d, Axis) else str(d) for d in dim) or "1" for dim in self.dims]
         if self.padding is not None:

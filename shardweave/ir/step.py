@@ -59,6 +59,12 @@ class NodeInfo:
         The node runs in the backward graph.
     collective : Collective or None
         Set on the node that starts a collective.
+    checkpoint : str
+        Which activation checkpoint of the user's the node lies inside of.
+    recomputed : bool
+        The node of the backward is the copy of one of the forward.
+    steps : tuple of (str, int)
+        The woven time axes of which the node computes one step, and which one; set by `split`.
     """
 
     rule: BoundRule | None = None
@@ -66,6 +72,9 @@ class NodeInfo:
     op: str = ""
     backward: bool = False
     collective: Collective | None = None
+    checkpoint: str = ""
+    recomputed: bool = False
+    steps: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

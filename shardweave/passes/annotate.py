@@ -157,6 +157,10 @@ def bind_new(nodes: Sequence[fx.Node], parents: Sequence[fx.Node]) -> list[fx.No
     return list(nodes)
 
 
+_INHERITED = ("partitioner_tag", "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "recompute", "ac_graph_id")
+"""What the parts of a node that is decomposed have from it."""
+
+
 def decompose(node: fx.Node, form: Callable[..., Any]) -> list[fx.Node]:
     """Replace `node` by what `form` does on its arguments; the new nodes."""
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -183,9 +187,7 @@ def decompose(node: fx.Node, form: Callable[..., Any]) -> list[fx.Node]:
                 result = fx.node.map_arg(inner.args[0], lambda leaf: mapping[leaf])
             else:
                 copy = node.graph.node_copy(inner, lambda leaf: mapping[leaf])
-                for key in ("partitioner_tag", "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "recompute"):
-                    if key in node.meta:
-                        copy.meta[key] = node.meta[key]
+                copy.meta |= {key: node.meta[key] for key in _INHERITED if key in node.meta}
                 mapping[inner] = copy
                 added.append(copy)
     if isinstance(result, (tuple, list)):

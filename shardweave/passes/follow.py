@@ -134,8 +134,8 @@ class PassingTimes:
 def passing_times(linear: Sequence[tuple[int, ...]], arrivals: Sequence[Arrival], mesh: Mesh) -> PassingTimes:
     """Which partial sums over time axes pass an op that is linear in these sets of its inputs."""
     partial = {axis: {index for index, arrival in enumerate(arrivals) if (axis, "sum") in arrival.layout.partial}
-               for axis in mesh.times}  # fmt: skip
-    axes = [axis for axis in mesh.times if partial[axis]]
+               for axis in mesh.all_times}  # fmt: skip
+    axes = [axis for axis in mesh.all_times if partial[axis]]
     if not axes or any(axis in arrival.layout.shard_axes for axis in axes for arrival in arrivals):
         return PassingTimes()
     for together in linear:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import keyword
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,7 +17,8 @@ from torch import fx
 import shardweave.runtime.padding  # noqa: F401  (registers the ops)
 from shardweave.errors import LayoutError
 from shardweave.ir import META, SEED, Axis, Collective, Layout, Mesh, NodeInfo, axes_size, group_name
-from shardweave.passes.layouts import Step, digit_size, steps_between
+from shardweave.passes.layouts import Step, digit_size, drop, steps_between
+from shardweave.passes.times import coordinate, joined, total
 from shardweave.runtime.random import seeded
 
 aten = torch.ops.aten
@@ -25,10 +27,18 @@ own = torch.ops.shardweave
 
 Cause = Literal["parameter", "gradient", "activation"]
 
+TAKEN = "step of an input"
+"""The reason for a slice of what lives as long as the step does."""
 _NOT_IN_PARTS = (
     "{op} needs the whole batch at once (its value lies at {layout}), so the batch cannot be computed in "
-    "micro-batches: use micro_batches=1, or move what needs the whole batch out of the model"
+    "{parts}: use {option}=1, or move what needs the whole batch out of the model"
 )
+
+
+def not_in_parts(op: str, layout: Layout, axis: Axis) -> LayoutError:
+    """What to say where the steps of a time axis cannot be computed one after another."""
+    parts, option = (f"{axis.name}-batches", f"{axis.name}_batches")
+    return LayoutError(_NOT_IN_PARTS.format(op=op, layout=layout, parts=parts, option=option))
 
 
 @dataclass(frozen=True)
@@ -49,10 +59,12 @@ class LocalGraph:
     fake: Any
     graph: fx.Graph = field(default_factory=fx.Graph)
     coordinates: dict[str, fx.Node] = field(default_factory=dict)
+    checkpoint: str = ""
+    """Which activation checkpoint of the user's that which is written lies inside of."""
 
     def __post_init__(self) -> None:
-        for axis in (*self.mesh.axes, *self.mesh.times):
-            node = self.graph.placeholder(f"coord_{axis.name}")
+        for axis in (*self.mesh.axes, *self.mesh.all_times):
+            node = self.graph.placeholder(coordinate(axis.name))
             node.meta["val"] = 0
             node.meta[META] = NodeInfo(op=f"coordinate on {axis.name}")
             self.coordinates[axis.name] = node
@@ -102,7 +114,10 @@ class LocalGraph:
         values = fx.node.map_arg((args, kwargs), lambda leaf: leaf.meta["val"])
         with self.fake:
             node.meta["val"] = target(*values[0], **values[1])
-        node.meta[META] = NodeInfo(op=origin.op, backward=origin.backward, collective=collective)
+        checkpoint = "" if origin.backward else self.checkpoint
+        node.meta[META] = NodeInfo(
+            op=origin.op, backward=origin.backward, collective=collective, checkpoint=checkpoint
+        )
         if origin.backward:
             node.meta["partitioner_tag"] = "is_backward"
         return node
@@ -171,16 +186,30 @@ class LocalGraph:
         shared = tuple(item for item in want.partial if item[0].kind == "time" and item not in have.partial)
         met = replace(want, partial=tuple(item for item in want.partial if item not in shared))
         for step in steps_between(have, met):
-            if step.kind != "slice" and any(axis.kind == "time" for axis in step.axes):
-                raise LayoutError(_NOT_IN_PARTS.format(op=origin.op, layout=have))
+            if step.kind != "slice" and (times := [axis for axis in step.axes if axis.kind == "time"]):
+                raise not_in_parts(origin.op, have, times[0])
             node = getattr(self, step.kind)(node, step, origin)
             if step.kind in ("all_reduce", "reduce_scatter"):
                 on_reduced(node, step.after)
         if shared:
             if not node.meta["val"].is_floating_point():
-                raise LayoutError(_NOT_IN_PARTS.format(op=origin.op, layout=have))
+                raise not_in_parts(origin.op, have, shared[0][0])
             node = self.call(origin, aten.div.Scalar, node, axes_size(axis for axis, _ in shared))
         return node
+
+    def ended(self, node: fx.Node, have: Layout, origin: Origin) -> tuple[fx.Node, Layout]:
+        """The value of `node` with all steps of the woven axes together, and where it then lies."""
+        for axis in self.mesh.woven:
+            if axis in have.partial_axes:
+                have = replace(have, partial=tuple(item for item in have.partial if item[0] != axis))
+                node = self.call(origin, total, node, axis.name, axis.size)
+            elif axis in have.shard_axes:
+                node = self.call(origin, joined, node, axis.name, axis.size, *have.place(axis))
+                have = drop(have, (axis,))
+            else:
+                continue
+            node.meta[META] = replace(node.meta[META], layouts=(have,))
+        return node, have
 
     def _collect(self, kind: Any, target: Any, node: fx.Node, step: Step, origin: Origin, *args: Any) -> fx.Node:
         """Start a collective and wait for it; `schedule` moves the two apart."""
@@ -272,7 +301,7 @@ class LocalGraph:
                 node = self.call(origin, aten.select.int, node, index, self.coordinates[w.name])
             else:
                 index += 1
-        if node.meta["val"].is_contiguous():  # a view would keep the whole value alive
+        if node.meta["val"].is_contiguous() and origin.reason != TAKEN:  # a view would keep the whole value alive
             node = self.call(origin, aten.clone.default, node)
         return self.contiguous(origin, self.reshape(origin, node, step.after.local_shape))
 
@@ -307,6 +336,25 @@ def _short_name(target: Callable[..., Any]) -> str:
     schema = getattr(target, "_schema", None)
     name = schema.name.split("::")[-1] if schema is not None else getattr(target, "__name__", "call")
     return str(name).lstrip("_").replace("scaled_dot_product", "sdpa")
+
+
+def in_order(graph: fx.Graph, place: Mapping[fx.Node, int]) -> None:
+    """Bring the nodes of a graph into the order of their places, as far as their data allow; of one place, what was
+    made last comes first."""
+    made = {node: index for index, node in enumerate(graph.nodes)}
+    missing = {node: len(node.all_input_nodes) for node in graph.nodes}
+    ready = [(place[node], -made[node], node) for node in graph.nodes if not missing[node]]
+    heapq.heapify(ready)
+    last = None
+    while ready:
+        _, _, node = heapq.heappop(ready)
+        if last is not None:
+            last.append(node)
+        last = node
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (place[user], -made[user], user))
 
 
 def remove_dead(graph: fx.Graph) -> None:

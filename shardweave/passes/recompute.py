@@ -13,17 +13,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from shardweave.cost_model.graphs import is_start, is_wait
-from shardweave.ir import META
+from shardweave.ir import META, Mode
 from shardweave.passes.annotate import graph_outputs, info
 from shardweave.passes.local import in_order, remove_dead
-
-Mode = Literal["none", "full", "fine"]
-MODES: tuple[Mode, ...] = ("none", "full", "fine")
 
 
 def layer_of(name: str) -> str:
@@ -35,6 +33,18 @@ def layer_of(name: str) -> str:
     parts = name.split(".")
     at = next((index for index, part in enumerate(parts) if part.isdigit()), None)
     return "" if at is None else ".".join(parts[: at + 1])
+
+
+def checkpoint_of(node: fx.Node) -> str:
+    """The activation checkpoint that a node of a captured graph lies inside of, and is not to be kept in; else ""."""
+    again = node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return f"checkpoint {node.meta.get('ac_graph_id', '')}" if again else ""
+
+
+def region_of(node: fx.Node) -> str:
+    """What a node is recomputed with: its checkpoint or its layer."""
+    known = info(node)
+    return known.checkpoint or layer_of(known.op)
 
 
 @dataclass(frozen=True)
@@ -65,9 +75,9 @@ class Recompute:
         known = info(node)
         parts = known.op.split(".")
         names = [".".join(parts[: length + 1]) for length in range(len(parts))]
-        found: Mode = "full" if known.tagged else "none"
+        found: Mode = "full" if known.checkpoint else "none"
         for pattern, mode in self.modes.items():
-            if any(fnmatchcase(name, pattern) for name in names) and (known.tagged or layer_of(known.op)):
+            if any(fnmatchcase(name, pattern) for name in names) and region_of(node):
                 found = mode
         return found
 
@@ -95,8 +105,8 @@ class _Recomputation:
         if is_wait(node) and self.modes[node] == "fine":
             what = info(node.all_input_nodes[0]).collective
             return what is not None and what.cause == "activation"
-        mine = layer_of(info(node).op)
-        return any(user in self.modes and layer_of(info(user).op) != mine for user in node.users)
+        mine = region_of(node)
+        return any(user in self.modes and region_of(user) != mine for user in node.users)
 
     def write(self) -> None:
         """Let the backward read copies of what is not kept."""
@@ -123,7 +133,7 @@ class _Recomputation:
             found = self.known.get(_key(node, args, kwargs))
             if found is None:
                 name = f"{node.name}_again"
-                found = self.graph.create_node("call_function", node.target, args, kwargs, name)  # type: ignore[arg-type]
+                found = self.graph.create_node("call_function", node.target, args, kwargs, name)
                 found.meta = {**node.meta, "partitioner_tag": "is_backward"}
                 found.meta[META] = replace(info(node), backward=True, recomputed=True)
                 self.place[found] = place

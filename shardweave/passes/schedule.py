@@ -1,21 +1,31 @@
-"""Schedule: start collectives early, wait for them late, without holding more than the memory allows.
+"""Schedule: one order of starts, waits and compute for each graph, in which compute hides communication.
 
-A stable topological order by keys: a node's key is its place in the graph as it was written. The start of a
-collective moves up to its operands, its wait down to its first use. What is gathered ahead of its use, or still being
-reduced after it, takes memory: a parameter is gathered while the op before its own computes (`lookahead`), and a
-gradient's reduction is waited for once the next ones have started.
+A list scheduler (`weave`) runs the nodes in the order of their keys, and takes what is ready where that order has to
+wait. The keys follow the graph as it was written, but for two things, between one activation's collective and the next:
+what leads to the collective comes first (so that it is under way while gradients of weights are computed: AxoNN,
+section IV-A), and the sub-batches come one after the other (so that one communicates while the other computes: Oases,
+Algorithm 1 and 2). Prefetched gathers, gradients reduced under the backward and reduce-scatters drained late (AxoNN
+IV-B and IV-C, AMSP V-C) need no rule: a start never waits for its turn.
+
+Of a few such orders, which hold more or less back for memory, the fastest that fits is taken.
 """
 
 from __future__ import annotations
 
-import heapq
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 import shardweave.runtime.padding  # noqa: F401  (registers the ops)
+from shardweave.cost_model import Cluster
+from shardweave.cost_model.prices import Prices
 from shardweave.passes.annotate import info
+from shardweave.passes.recompute import layer_of
+from shardweave.passes.tasks import Tasks
+from shardweave.passes.weave import Key, Moment, Woven, weave
 
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -25,6 +35,15 @@ GLUE = {aten.reshape.default, aten.permute.default, aten.clone.default, aten.t.d
          WAIT}  # fmt: skip
 CAST = aten._to_copy.default
 
+SHAPING = (GLUE - {WAIT}) | {CAST, operator.getitem, aten.add.Tensor, aten.add_.Tensor, aten.cat.default}
+"""What may lie between a value and the start of its collective."""
+AHEAD = (4, 1)
+"""How many moments are gathered ahead where the user does not say it."""
+ALL = 2**31
+_SPAN = 4
+_CLOSE = 1.005
+"""An order this close to the best one, or to the bound, is as good, and the one that holds less is taken."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -32,118 +51,260 @@ class Schedule:
 
     Requires a local graph in which every start is followed by its wait; ensures the same values with starts early and
     waits late, forward before backward.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        What kernels and collectives take.
+    lookahead : int, optional
+        How many gathered parameters (and gradients being reduced) may be under way beside the ones in use. Left out:
+        as many as pay, and fit.
+    memory_limit : int, optional
+        Bytes that a device may use.
+    optimizer_bytes : int
+        Bytes of the optimizer's states on a device.
+    cross_pass : bool
+        Recomputation and gradients of different layers may overlap.
     """
 
     name = "schedule"
-    lookahead: int = 1
-    """How many gathered parameters (and gradients being reduced) may be under way beside the ones in use."""
+    cluster: Cluster
+    lookahead: int | None = None
+    memory_limit: int | None = None
+    optimizer_bytes: int = 0
+    cross_pass: bool = True
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        graph = graph_module.graph
-        nodes = list(graph.nodes)
-        keys = {node: float(index) for index, node in enumerate(nodes)}
-        self._sink_waits(nodes, keys)
-        self._raise_starts(nodes, keys)
-        self._bound_gathers(nodes, keys)
-        self._bound_reductions(nodes, keys)
-        _reorder(graph, keys)
-        graph.lint()
+        order, _ = self.order(graph_module.graph)
+        _reorder(graph_module.graph, order)
+        graph_module.graph.lint()
         graph_module.recompile()
         return graph_module
 
-    def _sink_waits(self, nodes: list[fx.Node], keys: dict[fx.Node, float]) -> None:
-        """Let a wait, and the reshapes after it, come just before their first use."""
-        after_wait = set()
-        for node in nodes:
-            if node.target is WAIT or (node.target in GLUE and any(arg in after_wait for arg in node.all_input_nodes)):
-                after_wait.add(node)
-        for node in reversed(nodes):
-            if node in after_wait and node.users:
-                keys[node] = min(keys[user] for user in node.users) - 1e-4
-
-    def _raise_starts(self, nodes: list[fx.Node], keys: dict[fx.Node, float]) -> None:
-        """Let a start, and the reshapes before it, come just after their operands."""
-        before_start = set()
-        for node in reversed(nodes):
-            starts = info(node).collective is not None
-            if starts or (node.target in GLUE and node.users and all(user in before_start for user in node.users)):
-                before_start.add(node)
-            elif node.target is CAST and len(node.users) == 1 and not before_start.isdisjoint(node.users):
-                before_start.add(node)  # what is moved in another dtype; with more uses, it is made at the first
-        for node in nodes:
-            if node in before_start:
-                keys[node] = max((keys[arg] for arg in node.all_input_nodes), default=keys[node]) + 1e-5
-
-    def _bound_gathers(self, nodes: list[fx.Node], keys: dict[fx.Node, float]) -> None:
-        """Start the gather of a parameter when the op `lookahead` gathers before it begins."""
+    def order(self, graph: fx.Graph) -> tuple[list[fx.Node], bool]:
+        """The order of the nodes, and whether it keeps to the memory limit."""
+        fits = True
+        prices = Prices(self.cluster)
+        order = [node for node in graph.nodes if node.op == "placeholder"]
+        held = self.optimizer_bytes + sum(sum(prices.of(node).sizes) for node in order)
         for backward in (False, True):
-            gathers = [node for node in nodes if _moves(node, "parameter") and info(node).backward == backward]
-            uses = sorted((_first_use(node, keys), index, node) for index, node in enumerate(gathers))
-            mine = [node for node in nodes if info(node).backward == backward and node.op == "call_function"]
-            first = min((keys[node] for node in mine), default=0.0)
-            moments = sorted({use for use, _, _ in uses})  # one op may use several at once
-            for use, _, node in uses:
-                earlier = moments.index(use) - self.lookahead
-                floor = moments[earlier] - 1e-3 if earlier >= 0 else first - 1e-3
-                _lift(node, keys, floor)
+            nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and info(n).backward == backward]
+            if not nodes:
+                continue
+            tasks = Tasks.of(graph, nodes, prices)
+            if not self.cross_pass:
+                tasks = tasks.after(barriers(tasks))
+            room = None if self.memory_limit is None else self.memory_limit - held
+            best = self._best(tasks, room)
+            fits &= room is None or best.peak_bytes <= room
+            order += [nodes[task] for task in _sunk(tasks, best.order)]
+            held += sum(tasks.sizes[storage] for born in tasks.born for storage in born if tasks.kept[storage])
+        return order, fits
 
-    def _bound_reductions(self, nodes: list[fx.Node], keys: dict[fx.Node, float]) -> None:
-        """Wait for a gradient's reduction once `lookahead` later ones have started."""
-        reductions = sorted((node for node in nodes if _moves(node, "gradient")), key=lambda node: keys[node])
-        for position, node in enumerate(reductions):
-            later = position + self.lookahead
-            if later < len(reductions):
-                _drop_to(node, keys, keys[reductions[later]] + 1e-3)
+    def _best(self, tasks: Tasks, room: int | None) -> Woven:
+        """The fastest order that fits; where none does, the one that holds least."""
+        bound = _bound(tasks) * _CLOSE
+        best: Woven | None = None
+        for found in self._orders(tasks):
+            if best is None or _better(found, best, room):
+                best = found
+            if best.seconds <= bound and (room is None or best.peak_bytes <= room):
+                break
+        assert best is not None
+        return best
 
-
-def _moves(node: fx.Node, cause: str) -> bool:
-    collective = info(node).collective
-    return collective is not None and collective.cause == cause
-
-
-def _first_use(node: fx.Node, keys: dict[fx.Node, float]) -> float:
-    """The key of the first compute that needs what `node` starts."""
-    uses = [_first_use(user, keys) if user.target in GLUE else keys[user] for user in node.users]
-    return min(uses, default=keys[node])
-
-
-def _lift(node: fx.Node, keys: dict[fx.Node, float], key: float) -> None:
-    """Move a start, and the reshapes that only it needs, to `key`."""
-    keys[node] = key
-    for argument in node.all_input_nodes:
-        glue = argument.target is CAST or (argument.target in GLUE and argument.target is not WAIT)
-        if glue and len(argument.users) == 1:
-            _lift(argument, keys, key - 1e-6)
-        elif argument.target is CAST:  # of a parameter that the backward gathers again
-            keys[argument] = min(keys[argument], key - 1e-6)
+    def _orders(self, tasks: Tasks) -> Iterator[Woven]:
+        slowdown = self.cluster.device.overlap_slowdown
+        depths = [(ahead, ALL) for ahead in AHEAD] + [(min(AHEAD), min(AHEAD))]
+        if self.lookahead is not None:
+            depths = [(self.lookahead, self.lookahead)]
+        for keys in _orderings(tasks):
+            moments = _moments(tasks, keys)
+            for ahead, reductions in depths:
+                held = _hold_back(tasks, keys, moments)
+                yield weave(tasks, held, moments, lookahead=ahead, reductions=reductions, slowdown=slowdown)
 
 
-def _drop_to(node: fx.Node, keys: dict[fx.Node, float], key: float) -> None:
-    """Move the waits of a start, and the reshapes after them, to `key` if they come later."""
-    for user in node.users:
-        if user.target in GLUE and keys[user] > key:
-            keys[user] = key
-            _drop_to(user, keys, key + 1e-6)
+def _better(one: Woven, other: Woven, room: int | None) -> bool:
+    fits, others = (room is None or woven.peak_bytes <= room for woven in (one, other))
+    if fits != others:
+        return fits
+    if not fits:
+        return one.peak_bytes < other.peak_bytes
+    if one.seconds * _CLOSE < other.seconds:
+        return True
+    return one.seconds < other.seconds * _CLOSE and one.peak_bytes < other.peak_bytes
 
 
-def _reorder(graph: fx.Graph, keys: dict[fx.Node, float]) -> None:
-    """The nodes in the order of their keys, as far as their data allow; forward before backward."""
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    missing = {node: len(node.all_input_nodes) for node in graph.nodes}
+def _bound(tasks: Tasks) -> float:
+    """No order takes less: its compute, or what one level's links or one group have to move."""
+    levels: dict[str, float] = {}
+    for transfers in tasks.transfers:
+        if transfers is not None:
+            demand = transfers.demand
+            levels[transfers.group] = levels.get(transfers.group, 0.0) + demand.seconds
+            for level, part in demand.use.items():
+                levels[f"level {level}"] = levels.get(f"level {level}", 0.0) + part * demand.transfer
+    return max(sum(tasks.seconds), *levels.values()) if levels else sum(tasks.seconds)
 
-    def rank(node: fx.Node) -> tuple[int, float, int]:
-        stage = 0 if node.op == "placeholder" else 3 if node.op == "output" else 1 + info(node).backward
-        return stage, keys[node], order[node]
 
-    ready = [(rank(node), node) for node in graph.nodes if not missing[node]]
-    heapq.heapify(ready)
+def barriers(tasks: Tasks) -> list[tuple[int, int]]:
+    """What comes before what where a layer is recomputed as a whole before its gradients, and these before the next."""
+    groups: dict[tuple[str, bool], list[int]] = {}
+    feeds = [info(node).recomputed for node in tasks.nodes]
+    for task in reversed(range(len(feeds))):
+        feeds[task] |= any(feeds[user] for user in tasks.users[task])
+    for task, node in enumerate(tasks.nodes):
+        layer = layer_of(info(node).op)
+        # what is gathered for both is of neither
+        if layer and tasks.seconds[task] and feeds[task] == info(node).recomputed and node.target not in SHAPING:
+            groups.setdefault((layer, info(node).recomputed), []).append(task)
+    layers = list(dict.fromkeys(layer for layer, _ in groups))
+    steps = [groups[layer, again] for layer in layers for again in (True, False) if (layer, again) in groups]
+    found = []
+    for before, after in zip(steps, steps[1:]):
+        inside, then = set(before), set(after)
+        last = [task for task in before if not inside.intersection(tasks.users[task])]
+        first = [task for task in after if not then.intersection(tasks.needs[task])]
+        found += [(one, other) for one in last for other in first if one < other]  # else another layer needs it
+    return found
+
+
+# -- keys
+
+
+def _cause(tasks: Tasks, task: int) -> str:
+    transfers = tasks.transfers[task]
+    return transfers.what.cause if transfers is not None else ""
+
+
+def _orderings(tasks: Tasks) -> Iterator[list[Key]]:
+    """The keys of each order that is tried; the last part of a key is the task's number."""
+    if any(_cause(tasks, task) == "activation" for task in range(len(tasks.nodes))):
+        yield _early_starts(tasks, _by_segments(tasks))
+    yield _early_starts(tasks, [(task,) for task in range(len(tasks.nodes))])
+
+
+def _early_starts(tasks: Tasks, keys: list[Key]) -> list[Key]:
+    """`keys` with what brings a value into shape for a start right behind that value: it is written late."""
+    leads = [transfers is not None for transfers in tasks.transfers]
+    for task in reversed(range(len(keys))):
+        users = tasks.users[task]
+        if users and tasks.nodes[task].target in SHAPING and all(leads[user] for user in users):
+            leads[task] = True
+    for task, leading in enumerate(leads):
+        if leading and tasks.needs[task]:
+            keys[task] = (*max(keys[need] for need in tasks.needs[task]), task)
+    return keys
+
+
+def _by_segments(tasks: Tasks) -> list[Key]:
+    """Segment, what leads to the collectives at its end before what does not, sub-batch, place."""
+    segments, segment, moments = [], 0, 0
+    steps = [info(node).steps for node in tasks.nodes]
+    for task, mine in enumerate(steps):
+        segments.append(segment)
+        following = steps[task + 1] if task + 1 < len(steps) else ()
+        complete = not mine or not following or following[-1][1] <= mine[-1][1]  # the last step of a node
+        moments += _cause(tasks, task) == "parameter"
+        if complete and (_cause(tasks, task) == "activation" or moments > _SPAN):
+            segment, moments = segment + 1, 0
+    leads = [False] * len(steps)
+    ending = set()
+    for task in reversed(range(len(steps))):
+        leads[task] = _cause(tasks, task) == "activation" or any(
+            leads[user] and segments[user] == segments[task] for user in tasks.users[task]
+        )
+        if leads[task]:
+            ending.add(segments[task])
+    keys: list[Key] = []
+    for task, mine in enumerate(steps):
+        if segments[task] in ending:
+            keys.append((segments[task], 0 if leads[task] else 1, *(step for _, step in mine[:1] or (("", 0),)), task))
+        else:
+            keys.append((segments[task], task))
+    return keys
+
+
+def _moments(tasks: Tasks, keys: Sequence[Key]) -> list[Moment]:
+    """The gathers of parameters, by the task that uses them first."""
+    by_use: dict[int, list[int]] = {}
+    uses: dict[int, set[int]] = {}
+    for task in range(len(tasks.nodes)):
+        if _cause(tasks, task) == "parameter":
+            found = _first_uses(tasks, task)
+            if found:
+                use = min(found, key=keys.__getitem__)
+                by_use.setdefault(use, []).append(task)
+                uses.setdefault(use, set()).update(found)
+    return [Moment(tuple(by_use[use]), tuple(sorted(uses[use]))) for use in sorted(by_use, key=keys.__getitem__)]
+
+
+def _first_uses(tasks: Tasks, task: int) -> set[int]:
+    """The tasks that compute with what a start brings."""
+    found: set[int] = set()
+    for user in tasks.users[task]:
+        found |= _first_uses(tasks, user) if tasks.nodes[user].target in GLUE else {user}
+    return found
+
+
+def _hold_back(tasks: Tasks, keys: Sequence[Key], moments: Sequence[Moment]) -> list[Key]:
+    """`keys` with what is gathered, and what brings arrivals into shape, as late as its first use."""
+    late = list(keys)
+    arriving = [False] * len(late)
+    for task, node in enumerate(tasks.nodes):
+        start = tasks.started[task]
+        arriving[task] = start >= 0 and _cause(tasks, start) != "gradient"
+        arriving[task] |= node.target in GLUE and any(arriving[need] for need in tasks.needs[task])
+    for task in reversed(range(len(late))):
+        if arriving[task] and tasks.users[task]:
+            late[task] = min(late[user] for user in tasks.users[task])
+
+    def hold(task: int, key: Key) -> None:
+        late[task] = min(late[task], key) if len(tasks.users[task]) > 1 else key
+        for need in tasks.needs[task]:
+            if len(tasks.users[need]) == 1 and tasks.started[need] < 0:
+                hold(need, key)
+
+    for moment in moments:
+        for start in moment.starts:
+            hold(start, min(late[use] for use in moment.uses))
+    return late
+
+
+# -- the order
+
+
+def _sunk(tasks: Tasks, order: Sequence[int]) -> list[int]:
+    """`order` with waits for what is computed with, and views of it, just before their first use."""
+    found: list[int] = []
+    late: set[int] = set()
+
+    def write(task: int) -> None:
+        late.discard(task)
+        for need in tasks.needs[task]:
+            if need in late:
+                write(need)
+        found.append(task)
+
+    for task in order:
+        start = tasks.started[task]
+        arrives = start >= 0 and _cause(tasks, start) != "gradient"
+        free = not tasks.seconds[task] and tasks.transfers[task] is None
+        if arrives or (free and late.intersection(tasks.needs[task])):
+            late.add(task)
+        else:
+            write(task)
+    for task in sorted(late):
+        if task in late:
+            write(task)
+    return found
+
+
+def _reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
+    """Put the nodes into this order, the output behind them."""
     last = None
-    while ready:
-        _, node = heapq.heappop(ready)
+    for node in order:
         if last is not None:
             last.append(node)
         last = node
-        for user in node.users:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, (rank(user), user))

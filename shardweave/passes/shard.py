@@ -20,11 +20,9 @@ from shardweave.ir import META, Assignment, Axis, Layout, Mesh, NodeInfo
 from shardweave.passes.annotate import bind_new, decompose, depends_on_inputs, graph_outputs, info, source_of
 from shardweave.passes.emitter import OpEmitter
 from shardweave.passes.follow import accepting, follow, met, passing_times
-from shardweave.passes.layouts import (
-    input_layouts,
-    output_layouts,
-)
-from shardweave.passes.local import LocalGraph, Origin, remove_dead
+from shardweave.passes.layouts import drop, input_layouts, output_layouts
+from shardweave.passes.local import TAKEN, LocalGraph, Origin, remove_dead
+from shardweave.passes.recompute import checkpoint_of
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.linear import linear_in
 from shardweave.passes.rules.registry import tensor_args
@@ -86,6 +84,8 @@ class Sharder(Values):
         self.assigned: dict[fx.Node, Assignment] = {}
         self.lies: dict[int, Layout] = {}
         """Where the outputs of the forward lie."""
+        self.inside: dict[int, Layout] = {}
+        """Where they lie in each step of the woven axes."""
         self.accumulators: dict[str, fx.Node] = {}
         """For each parameter with a gradient the node that adds the gradient to the sum of those before."""
 
@@ -96,6 +96,7 @@ class Sharder(Values):
         for node in list(graph.nodes):
             self._note_given(node)
             self.backward = info(node).backward
+            self.local.checkpoint = checkpoint_of(node)
             if node.op == "placeholder":
                 self._placeholder(node)
             elif node.op == "output":
@@ -128,11 +129,21 @@ class Sharder(Values):
         origin = Origin(shown, backward=self.backward)
         dtypes = self.rest_axes.get(name or "", Rest()).dtypes
         taken = value.to(dtypes.master) if dtypes else value
-        self.canonical[node] = self.local.placeholder(shown, taken, layout, origin), layout
+        holder = self.local.placeholder(shown, taken, drop(layout, self.mesh.woven), origin)
+        self.canonical[node] = self._step_of(holder, layout, origin), layout
         if name is not None:
             self.parameters[node] = name
             if node.name in self.options.sources:
                 self.rests[name] = layout
+
+    def _step_of(self, holder: fx.Node, layout: Layout, origin: Origin) -> fx.Node:
+        """The step at `layout` of what comes into the graph with all steps of the woven axes."""
+        whole = drop(layout, self.mesh.woven)
+        if whole == layout:
+            return holder
+        step = self.local.redistribute(holder, whole, layout, replace(origin, reason=TAKEN), lambda *_: None)
+        annotate_layouts(step, (layout,))
+        return step
 
     def _outputs(self, graph: fx.Graph, backward: bool) -> None:
         """Write the outputs of the forward, before its first backward node, or those of the backward."""
@@ -147,25 +158,36 @@ class Sharder(Values):
                 self.results[index] = value
             elif name is None and not info(value).backward:
                 self.backward = False
-                want = self._returned(value, self.options.outputs[index])
-                self.results[index] = self.value(value, want)
-                self.lies[index] = want
+                self.inside[index] = (self.options.outputs[index] or self.layout(value)).without_partial()
+                self.results[index], self.lies[index] = self._returned(value, self.options.outputs[index])
             elif backward and name is not None:
                 self.backward = True
                 self.results[index] = self._gradient(name, value)
             elif backward:
                 self.backward = True
-                self.results[index] = self.value(value, self._returned(value, self.options.outputs[index]))
+                self.results[index], _ = self._returned(value, self.options.outputs[index])
 
         if not written:
             self._tangents(graph)
 
-    def _returned(self, value: fx.Node, wanted: Layout | None) -> Layout:
-        """Where an output goes: as it is wanted, or as it lies; to sum it over micro-batches is for the caller."""
+    def _returned(self, value: fx.Node, wanted: Layout | None) -> tuple[fx.Node, Layout]:
+        """An output, and where it goes: as it is wanted, or as it lies, with the steps of woven axes together.
+
+        To sum it over micro-batches is for the caller.
+        """
         have = self.layout(value)
-        want = wanted or have.without_partial()
-        times = tuple(item for item in have.partial if item[0].kind == "time" and item not in want.partial)
-        return replace(want, partial=(*want.partial, *times))
+        want = drop(wanted or have.without_partial(), self.mesh.woven)
+        times = tuple((axis, op) for axis, op in have.partial if axis in self.mesh.times)
+        want = replace(want, partial=(*want.partial, *times))
+        if not self._is_woven(have):
+            return self.value(value, want), want
+        origin = self._origin(value, have)
+        node, have = self.local.ended(self.value(value, have), have, origin)
+        return self.local.redistribute(node, have, want, origin, lambda *_: None), want
+
+    def _is_woven(self, layout: Layout) -> bool:
+        """Whether a value differs from step to step of a woven axis."""
+        return not set(self.mesh.woven).isdisjoint((*layout.shard_axes, *layout.partial_axes))
 
     def _gradient(self, name: str, value: fx.Node) -> fx.Node:
         """The gradient of a parameter where its states rest, summed in the dtype for that, then in its master's.
@@ -180,6 +202,7 @@ class Sharder(Values):
         rests = self.rests.get(name) or Layout.replicated(value.meta["val"].shape)
         if not self.options.accumulates:
             return self.local.cast(self._summed(value, rests, dtypes.reduced, origin), dtypes.master, origin)
+        have = drop(have, self.mesh.woven)
         sums = self.sums.get(name, rests)
         partial = [item for item in have.partial if item[0].kind == "space" and item[1] == "sum"]
         lies = replace(sums, partial=tuple(item for item in partial if item[0] not in sums.shard_axes))
@@ -196,11 +219,12 @@ class Sharder(Values):
         )
 
     def _summed(self, value: fx.Node, want: Layout, dtype: torch.dtype, origin: Origin) -> fx.Node:
-        """A gradient at `want`, what is partial there summed in this dtype."""
+        """A gradient at `want`, what is partial there summed in this dtype; over woven axes first."""
         have = self.layout(value)
-        if dtype == value.meta["val"].dtype or have == want:
+        if not self._is_woven(have) and (dtype == value.meta["val"].dtype or have == want):
             return self.value(value, want, origin)
         cast = self.local.cast(self.value(value, have, origin), dtype, origin)
+        cast, have = self.local.ended(cast, have, origin)
         return self.local.redistribute(cast, have, want, origin, lambda *_: None)
 
     def _tangents(self, graph: fx.Graph) -> None:
@@ -208,10 +232,11 @@ class Sharder(Values):
         for node in graph.nodes:
             if node.op == "placeholder" and node.name in self.options.tangents:
                 # Each part of a sum has the sum's tangent.
-                layout = self.lies[self.options.tangents[node.name]].without_partial()
+                layout = self.inside[self.options.tangents[node.name]]
+                origin = Origin(node.name, backward=True)
                 with self.local.graph.inserting_after(last):
-                    last = self.local.placeholder(node.name, node.meta["val"], layout, Origin(node.name, backward=True))
-                self.canonical[node] = last, layout
+                    last = self.local.placeholder(node.name, node.meta["val"], drop(layout, self.mesh.woven), origin)
+                self.canonical[node] = self._step_of(last, layout, origin), layout
 
     def _note_given(self, node: fx.Node) -> None:
         """Whether a value depends on inputs alone."""

@@ -82,8 +82,9 @@ class _Unrolled:
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), taken)
         if all(isinstance(arg, int) for arg in args) and not kwargs:  # arithmetic on the coordinate
+            assert callable(node.target)
             return node.target(*args)
-        copy = self.graph.create_node(node.op, node.target, args, kwargs, f"{node.name}_{self.axis.name}{step}")  # type: ignore[arg-type]
+        copy = self.graph.create_node(node.op, node.target, args, kwargs, f"{node.name}_{self.axis.name}{step}")
         copy.meta = dict(node.meta)
         known = info(node)
         copy.meta[META] = replace(known, steps=(*known.steps, (self.axis.name, step)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -36,6 +36,8 @@ class Tasks:
     started : for each wait the task that starts what it waits for, else -1
     born : for each task the bytes that it allocates
     lives : for each task the storages that it uses, by number
+    scratch : for each task the bytes that it takes while it runs
+    sending : for each start the bytes that it takes until its wait, beside its input and its result
     sizes : bytes of each storage
     kept : whether each storage outlives the part
     """
@@ -48,6 +50,8 @@ class Tasks:
     started: Sequence[int]
     born: Sequence[Sequence[int]]
     lives: Sequence[Sequence[int]]
+    scratch: Sequence[int]
+    sending: Sequence[int]
     sizes: Sequence[int]
     kept: Sequence[bool]
 
@@ -94,4 +98,14 @@ class Tasks:
             transfers.append(moved)
         started = [number.get(node.all_input_nodes[0], -1) if is_wait(node) else -1 for node in nodes]
         seconds = [prices.of(node).seconds if prices.of(node).kernel else 0.0 for node in nodes]
-        return cls(nodes, needs, users, seconds, transfers, started, born, lives, sizes, kept)
+        scratch, sending = [prices.of(node).scratch for node in nodes], [prices.of(node).held for node in nodes]
+        return cls(nodes, needs, users, seconds, transfers, started, born, lives, scratch, sending, sizes, kept)
+
+    def after(self, edges: Sequence[tuple[int, int]]) -> Tasks:
+        """These tasks where the second of each pair also needs the first."""
+        needs, users = [list(each) for each in self.needs], [list(each) for each in self.users]
+        for before, task in set(edges):
+            if before not in needs[task]:
+                needs[task].append(before)
+                users[before].append(task)
+        return replace(self, needs=needs, users=users)

@@ -155,9 +155,13 @@ class Values:
             times = tuple(item for item in have.partial if item[0].kind == "time" and item not in want.partial)
             if not times:
                 return self.local.redistribute(written, have, want, origin, reduced)
+            self._check_given(node, times[0][0])
             part = self.local.redistribute(written, have, replace(want, partial=times), origin, reduced)
-            self.canonical[node] = self._total(node, part, want), want
-            return self.canonical[node][0]
+            part, lies = self.local.ended(part, replace(want, partial=times), origin)
+            if lies != want:
+                part = self._total(node, part, want)
+            self.canonical[node] = part, want
+            return part
         bound, rule = bound_rule(node), find_rule(node)
         source = tensor_args(node)[0]
         back = through(want, bound.outputs[0], bound.inputs[0], bound.sizes())
@@ -221,15 +225,18 @@ class Values:
         self.canonical[node] = working, in_step
         self.rests[name] = layout
 
-    def _total(self, node: fx.Node, part: fx.Node, want: Layout) -> fx.Node:
-        """The sum over all micro-batches of a value that inputs alone decide: it is found before the first of them."""
+    def _check_given(self, node: fx.Node, axis: Axis) -> None:
+        """Refuse a sum over a time axis inside of its steps, unless inputs alone decide it."""
         if node not in self.given:
             reader = self.current or node
             raise LayoutError(
                 f"{info(reader).op}: {reader.target} needs the sum over the whole batch of {info(node).op} "
-                f"({node.name}), so the batch cannot be computed in micro-batches, one after another: use "
-                "micro_batches=1, or move what needs the whole batch out of the model"
+                f"({node.name}), so the batch cannot be computed in {axis.name}-batches, one after another: use "
+                f"{axis.name}_batches=1, or move what needs the whole batch out of the model"
             )
+
+    def _total(self, node: fx.Node, part: fx.Node, want: Layout) -> fx.Node:
+        """The sum over all micro-batches of a value that inputs alone decide: it is found before the first of them."""
         origin = Origin(info(node).op)
         total = self.local.placeholder(f"total_{len(self.totals)}", node.meta["val"], want, origin, last=True)
         self.totals.append(Total(total, part))

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardweave.cost_model.streams import Streams, Transfer
+from shardweave.errors import VerifyError
 from shardweave.passes.tasks import Tasks
 
 Key = tuple[int, ...]
@@ -118,6 +119,8 @@ class _Weaver:
                 self._hold(start, index)
             for use in moment.uses:
                 self.begins[use] = max(index, self.begins.get(use, 0))
+        self.parked: dict[int, list[int]] = {}  # by the moment: what is ready but for its release
+        self.begun = -1
         self.released = lookahead - 1
 
     def _hold(self, task: int, moment: int) -> None:
@@ -131,25 +134,48 @@ class _Weaver:
             if not missing:
                 self._offer(task)
         while len(self.order) < len(self.done):
-            self._arrive()
+            self._arrive(idle=False)
+            if not self.ready:
+                self._idle()
             while self.ready and self.done[self.ready[0][1]]:
                 heapq.heappop(self.ready)
             if self.ready:
                 self._take(heapq.heappop(self.ready)[1])
-            else:
-                self.streams.advance()
         return Woven(self.order, self.streams.now, self.peak)
 
-    def _arrive(self) -> None:
-        """Offer the waits whose collectives are done."""
-        if any(self.transfers[self.tasks.started[wait]].end is not None for wait in self.waiting):
+    def _arrive(self, idle: bool) -> None:
+        """Offer the waits whose collectives are done; the newest gradient's not while there is something to compute."""
+        newest = self.reducing[-1] if self.reducing and not idle else -1
+        if any(self.transfers[self.tasks.started[wait]].end is not None for wait in self.waiting if wait != newest):
             still = []
             for wait in self.waiting:
-                if self.transfers[self.tasks.started[wait]].end is None:
+                if self.transfers[self.tasks.started[wait]].end is None or wait == newest:
                     still.append(wait)
                 elif not self.done[wait]:
                     heapq.heappush(self.ready, (self.keys[wait], wait))
             self.waiting = still
+
+    def _idle(self) -> None:
+        """Nothing can run: let a parameter be gathered that is needed now, or time pass."""
+        if self.released <= self.begun < len(self.moments) - 1:
+            self._release(self.begun + 1)
+        elif self.streams.running:
+            self.streams.advance()
+        elif self.parked:
+            self._release(self.released + 1)
+        else:
+            self._arrive(idle=True)
+            if not self.ready:
+                left = [node.name for node, done in zip(self.tasks.nodes, self.done) if not done]
+                raise VerifyError(f"nothing can run, but {len(left)} nodes have not: {left[:5]} need each other")
+
+    def _release(self, moment: int) -> bool:
+        """Let the gathers up to this moment start; whether some do now."""
+        early = [task for index in range(self.released + 1, moment + 1) for task in self.parked.pop(index, ())]
+        self.released = max(self.released, moment)
+        for task in early:
+            heapq.heappush(self.ready, (_NOW, task))
+        return bool(early)
 
     def _offer(self, task: int) -> None:
         """All that a task needs is there, but for the end of a collective."""
@@ -157,18 +183,18 @@ class _Weaver:
             self.waiting.append(task)
             return
         moment = self.moment_of.get(task)
-        at_once = self.tasks.transfers[task] is not None if moment is None else moment <= self.released
+        if moment is not None and moment > self.released:
+            self.parked.setdefault(moment, []).append(task)
+            return
+        at_once = moment is not None or self.tasks.transfers[task] is not None
         heapq.heappush(self.ready, (_NOW if at_once else self.keys[task], task))
 
     def _take(self, task: int) -> None:
         """Run a task now."""
         moment = self.begins.get(task)
-        if moment is not None and moment + self.lookahead > self.released:
-            self.released = moment + self.lookahead
-            early = [other for _, other in self.ready if self.moment_of.get(other, self.released + 1) <= self.released]
-            for other in early:
-                heapq.heappush(self.ready, (_NOW, other))
-            if early:  # they start before the one that begins the moment
+        if moment is not None and moment > self.begun:
+            self.begun = moment
+            if self._release(moment + self.lookahead):  # they start before the one that begins the moment
                 heapq.heappush(self.ready, (_NOW_TOO, task))
                 return
         transfers = self.tasks.transfers[task]
@@ -193,7 +219,10 @@ class _Weaver:
         tasks = self.tasks
         for storage in tasks.born[task]:
             self.held += tasks.sizes[storage]
-        self.peak = max(self.peak, self.held)
+        self.held += tasks.sending[task]
+        self.peak = max(self.peak, self.held + tasks.scratch[task])
+        if tasks.started[task] >= 0:
+            self.held -= tasks.sending[tasks.started[task]]
         for storage in tasks.lives[task]:
             self.readers[storage] -= 1
             if not self.readers[storage] and not tasks.kept[storage]:

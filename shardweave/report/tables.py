@@ -262,6 +262,8 @@ def _summary(plan: Plan) -> tuple[str, ...]:
     ]
     if plan.micro_batches > 1:
         lines.append(f"{plan.micro_batches} micro-batches a call")
+    if text := str(plan.weaving):
+        lines.append(text)
     if plan.model_key.precision is not None:
         lines.append(f"precision: {plan.model_key.precision}")
     if plan.forced:

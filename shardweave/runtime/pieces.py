@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -18,10 +17,9 @@ def cut(value: torch.Tensor, layout: Layout, axis: Axis) -> list[torch.Tensor]:
     >>> cut(torch.arange(4), Layout(((micro, 2),)), micro)
     [tensor([0, 1]), tensor([2, 3])]
     """
-    place = _place(layout, axis)
-    if place is None:
+    if axis not in layout.shard_axes:
         return [value] * axis.size
-    dim, outer, inner = place
+    dim, outer, inner = layout.place(axis)
     shape = value.shape
     steps = value.reshape(*shape[:dim], outer, axis.size, inner, *shape[dim + 1 :]).unbind(dim + 1)
     return [step.flatten(dim, dim + 1).contiguous() for step in steps]
@@ -42,22 +40,9 @@ def joined(parts: Sequence[torch.Tensor], layout: Layout, axis: Axis) -> torch.T
         for part in parts[1:]:
             total = COMBINE[combine](total, part)
         return total
-    place = _place(layout, axis)
-    if place is None:
+    if axis not in layout.shard_axes:
         return parts[-1]
-    dim, outer, inner = place
+    dim, outer, inner = layout.place(axis)
     shape = parts[0].shape
     steps = [part.reshape(*shape[:dim], outer, inner, *shape[dim + 1 :]) for part in parts]
     return torch.stack(steps, dim + 1).flatten(dim, dim + 2)
-
-
-def _place(layout: Layout, axis: Axis) -> tuple[int, int, int] | None:
-    """The dimension that an axis lies on, and the local steps outside and inside of it."""
-    for dim, digits in enumerate(layout.dims):
-        if axis in digits:
-            at = digits.index(axis)
-            outer, inner = (
-                math.prod(d for d in part if isinstance(d, int)) for part in (digits[:at], digits[at + 1 :])
-            )
-            return dim, outer, inner
-    return None

@@ -93,6 +93,8 @@ class Way:
     micro_batches: int = 1
     accumulates: int = 1
     """Calls a step, all but the last of them under `no_sync`."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """More of `Options`."""
 
 
 @dataclass
@@ -169,7 +171,7 @@ def compile_ways(
     for way in ways:
         compiler = copy.copy(compiler)
         force = way.force(compiler.annotated.ops, cluster.mesh()) if callable(way.force) else way.force
-        given = Options(force=force, memory_limit=way.memory_limit, precision=precision)
+        given = Options(force=force, memory_limit=way.memory_limit, precision=precision, **way.options)
         compiler.options = replace(given, micro_batches=way.micro_batches)
         plan = tightest(compiler) if way.tight else compiler.plan()
         several = max(way.micro_batches, way.accumulates) > 1

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardweave.compiler.pipeline import Compiled, copied, lower
 from shardweave.compiler.planner.candidates import legal
+from shardweave.cost_model import Cluster
 from shardweave.errors import VerifyError
 from shardweave.ir import META, Collective, Grid, NodeInfo, Strategy
 from shardweave.options import Options
@@ -280,7 +281,7 @@ def by_hand() -> fx.GraphModule:
 
 def test_by_hand() -> None:
     """The start goes up to where its operand is, the wait stays at its use; with no lookahead nothing moves."""
-    names = [node.name for node in Schedule(lookahead=1)(by_hand()).graph.nodes]
+    names = [node.name for node in Schedule(Cluster.local(4), lookahead=1)(by_hand()).graph.nodes]
     assert names == ["w", "x", "start", "neg_default", "exp_default", "wait", "mm_default", "output"]
-    names = [node.name for node in Schedule(lookahead=0)(by_hand()).graph.nodes]
+    names = [node.name for node in Schedule(Cluster.local(4), lookahead=0)(by_hand()).graph.nodes]
     assert names == ["w", "x", "neg_default", "exp_default", "start", "wait", "mm_default", "output"]

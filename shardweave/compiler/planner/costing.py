@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import fx
 
-from shardweave.compiler.pipeline import Annotated, join_names, with_micro_batches
+from shardweave.compiler.pipeline import Annotated, join_names, with_times
 from shardweave.compiler.planner import problem as program
 from shardweave.compiler.planner.candidates import legal
 from shardweave.compiler.planner.ops import Op
@@ -78,9 +78,8 @@ class Costing:
     ) -> None:
         self.annotated, self.options, self.forced = annotated, options, forced
         mesh = cluster.mesh()
-        self.mesh = with_micro_batches(
-            Mesh(tuple(sorted(mesh.axes, key=lambda axis: -axis.stride))), options.micro_batches
-        )
+        timed = with_times(Mesh(tuple(sorted(mesh.axes, key=lambda axis: -axis.stride))), options)
+        self.legal_mesh, self.mesh = timed, replace(timed, woven=())
         self.prices = Prices(self.mesh, cluster, options.optimizer_bytes, annotated.captured.whole)
         self.graph = annotated.captured.graph.graph
         self.dependent = depends_on_inputs(self.graph)
@@ -173,7 +172,7 @@ class Costing:
         ))  # fmt: skip
         known = self.priced.get(signature)
         if known is None:
-            options = self.forced.get(op.name) or legal(op, self.mesh)
+            options = self.forced.get(op.name) or legal(op, self.legal_mesh)
             if not options:
                 devices, sizes = self.mesh.world_size, list(op.sizes.values())
                 raise PlanError(

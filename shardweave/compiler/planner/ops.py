@@ -98,12 +98,12 @@ class Op:
         """The assignment of each node of the op, by node name; `LayoutError` where the grid does not fit."""
         axes = strategy.axes(mesh)
         atoms = self.atoms_of(strategy, mesh)
-        rows = [*axes.z, *axes.data, *mesh.times]
+        rows = [*axes.z, *axes.data, *mesh.all_times]
         if self.batch > 1:
             left = self.batch
             for axis in rows:
                 if left % axis.size:
-                    parts = "".join(f" * {time.size} micro-batches" for time in mesh.times)
+                    parts = "".join(f" * {time.size} {time.name}-batches" for time in mesh.all_times)
                     raise LayoutError(
                         f"{self.name}: z * data = {strategy.grid.z * strategy.grid.data}{parts} does not divide "
                         f"the batch of {self.batch}"

@@ -1,0 +1,128 @@
+"""The list scheduler against the best order that there is, which CP-SAT proves, on layers and on random tasks."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ortools.sat.python import cp_model
+from torch import fx
+
+from shardweave.compiler.pipeline import Compiled, lower
+from shardweave.compiler.planner.force import forced_strategies
+from shardweave.cost_model import Cluster
+from shardweave.cost_model.collectives import Demand
+from shardweave.cost_model.prices import Prices
+from shardweave.ir import Axis, Collective
+from shardweave.options import Options
+from shardweave.passes.annotate import info
+from shardweave.passes.schedule import Schedule
+from shardweave.passes.tasks import Tasks, Transfers
+from shardweave.passes.weave import weave
+from tests.compiler.test_weaving import megatron
+from tests.passes.harness import examples
+from tests.passes.joint import joint
+
+TICKS = 1e7
+"""A second's, for CP-SAT."""
+
+
+def best_seconds(tasks: Tasks, time_limit: float = 20.0) -> tuple[float, bool]:
+    """The least that any order takes, or as low as it is known to be; one collective of a group at a time."""
+    model = cp_model.CpModel()
+    ticks = [round((t.demand.seconds if t else s) * TICKS) for t, s in zip(tasks.transfers, tasks.seconds)]
+    horizon = sum(ticks)
+    begins = [model.new_int_var(0, horizon, f"b{task}") for task in range(len(ticks))]
+    end = model.new_int_var(0, horizon, "end")
+    machines: dict[str, list[cp_model.IntervalVar]] = {}
+    for task, (begin, length) in enumerate(zip(begins, ticks)):
+        for need in tasks.needs[task]:
+            model.add(begin >= begins[need] + ticks[need])
+        model.add(end >= begin + length)
+        transfers = tasks.transfers[task]
+        if length:
+            machine = "compute" if transfers is None else transfers.group
+            machines.setdefault(machine, []).append(model.new_fixed_size_interval_var(begin, length, f"i{task}"))
+    for intervals in machines.values():
+        model.add_no_overlap(intervals)
+    model.minimize(end)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = time_limit
+    solver.parameters.num_workers = 2
+    status = solver.solve(model)
+    return solver.best_objective_bound / TICKS, status == cp_model.OPTIMAL
+
+
+def random_tasks(seed: int) -> Tasks:
+    """Chains of compute with collectives of two groups between them, and leaves beside them."""
+    rng = random.Random(seed)
+    count = rng.randint(6, 14)
+    needs: list[list[int]] = []
+    seconds: list[float] = []
+    transfers: list[Transfers | None] = []
+    started: list[int] = []
+    while len(needs) < count:
+        pick = [task for task in range(len(needs)) if transfers[task] is None]
+        needs.append(sorted(rng.sample(pick, min(len(pick), rng.randint(0, 2)))))
+        seconds.append(rng.choice([0.0, 0.001, 0.002, 0.004]))
+        transfers.append(None)
+        started.append(-1)
+        if rng.random() < 0.4:
+            group = rng.choice(["a", "b"])
+            demand = Demand(0.0, rng.choice([0.001, 0.003]), {group: 1.0})
+            what = Collective("all_reduce", (Axis(group, 2),), 8, "", "", rng.choice(["activation", "gradient"]))
+            needs += [[len(needs) - 1], [len(needs)]]
+            seconds += [0.0, 0.0]
+            transfers += [Transfers(group, demand, what), None]
+            started += [-1, len(needs) - 2]
+    users: list[list[int]] = [[] for _ in needs]
+    for task, mine in enumerate(needs):
+        for need in mine:
+            users[need].append(task)
+    none: list[list[int]] = [[] for _ in needs]
+    zero = [0] * len(needs)
+    graph = fx.Graph()
+    nodes = [graph.placeholder(f"t{task}") for task in range(len(needs))]
+    return Tasks(nodes, needs, users, seconds, transfers, started, none, none, zero, zero, (), ())
+
+
+@examples(40, shrink=False)
+@given(seed=st.integers(0, 10**6))
+def test_an_order_is_one(seed: int) -> None:
+    """Each task once, behind what it needs; it takes no less than the best, and no more than all one after another."""
+    tasks = random_tasks(seed)
+    woven = weave(tasks, [(task,) for task in range(len(tasks.nodes))], lookahead=1, reductions=1)
+    assert sorted(woven.order) == list(range(len(tasks.nodes)))
+    at = {task: index for index, task in enumerate(woven.order)}
+    assert all(at[need] < at[task] for task, needs in enumerate(tasks.needs) for need in needs)
+    bound, _ = best_seconds(tasks)
+    whole = sum(tasks.seconds) + sum(t.demand.seconds for t in tasks.transfers if t is not None)
+    assert bound - 1e-6 <= woven.seconds <= whole + 1e-9
+
+
+def layer(preset: str, sub_batches: int, recompute: str) -> tuple[Compiled, Cluster]:
+    """A GPT of one layer under tensor parallelism."""
+    cluster, step = Cluster.preset(preset, nodes=1), joint("gpt").annotated
+    cluster = replace(cluster, device=replace(cluster.device, overlap_slowdown=1.0))  # which CP-SAT does not know
+    mesh = cluster.mesh()
+    found = forced_strategies(megatron("gpt", mesh.world_size), step.ops, mesh, step.batch)
+    strategies = {op.name: found[op.name][0] for op in step.ops}
+    options = Options(sub_batches=sub_batches, recompute={"*": recompute})  # type: ignore[dict-item]
+    return lower(step, strategies, mesh, options, cluster=cluster), cluster
+
+
+@pytest.mark.parametrize("preset", ["rtx3090-nvlink", "rtx3090-pcie"])
+@pytest.mark.parametrize(("sub_batches", "recompute"), [(1, "none"), (2, "none"), (1, "fine")])
+def test_a_layer_is_within_five_percent_of_the_best_order(preset: str, sub_batches: int, recompute: str) -> None:
+    compiled, cluster = layer(preset, sub_batches, recompute)
+    graph = compiled.graphs["split" if sub_batches > 1 else "recompute"].graph
+    for backward in (False, True):
+        nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and info(n).backward == backward]
+        tasks = Tasks.of(graph, nodes, Prices(cluster))
+        best, _ = best_seconds(tasks)  # where CP-SAT runs out of time, what it has proven so far
+        assert best > 0
+        found = Schedule(cluster)._best(tasks, None).seconds
+        assert best * 0.999 <= found <= 1.05 * best
