@@ -100,7 +100,7 @@ class Options:
             raise PlanError(f"outputs must be 'auto', 'sharded', 'part' or 'whole', got {self.outputs!r}")
         if self.micro_batches < 1:
             raise PlanError(f"micro_batches counts parts of a batch and must be positive, got {self.micro_batches}")
-        assert self.weaving is not None  # which checks what it is made of
+        _ = self.weaving  # which checks what it is made of
 
     @property
     def weaving(self) -> Weaving:

@@ -14,6 +14,7 @@ from shardweave.errors import LayoutError, VerifyError
 from shardweave.ir import StepSpec, axes_size
 from shardweave.passes.annotate import graph_outputs, info
 from shardweave.passes.local import remove_dead
+from shardweave.passes.times import is_coordinate
 from shardweave.units import readable_bytes
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def split(module: fx.GraphModule, num_results: int, tangents: Sequence[str]) -> 
     """
     graph = module.graph
     outputs = graph_outputs(graph)
-    coordinates = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("coord_")]
+    coordinates = [node for node in graph.nodes if is_coordinate(node)]
     late = {node for node in graph.nodes if node.name in tangents or info(node).backward}
     for index, value in enumerate(outputs[:num_results]):
         if isinstance(value, fx.Node) and value in late:

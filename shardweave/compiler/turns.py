@@ -17,6 +17,7 @@ from torch import fx
 from shardweave.compiler.codegen import as_module
 from shardweave.passes.annotate import graph_outputs
 from shardweave.passes.local import remove_dead
+from shardweave.passes.times import is_coordinate
 
 
 @dataclass
@@ -105,7 +106,7 @@ class Turns:
 
 
 def _coordinates(module: fx.GraphModule) -> list[str]:
-    return [node.name for node in module.graph.nodes if node.op == "placeholder" and node.name.startswith("coord_")]
+    return [node.name for node in module.graph.nodes if is_coordinate(node)]
 
 
 def _edited(

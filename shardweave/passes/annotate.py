@@ -211,6 +211,16 @@ def op_name(node: fx.Node) -> str:
     return node.name
 
 
+def modules_around(name: str) -> list[str]:
+    """The names of a module and of all that it lies in, outermost first.
+
+    >>> modules_around("blocks.0.up")
+    ['blocks', 'blocks.0', 'blocks.0.up']
+    """
+    parts = name.split(".")
+    return [".".join(parts[: length + 1]) for length in range(len(parts))]
+
+
 def describe(node: fx.Node) -> str:
     """A node for an error message: its op, its module, the user's line."""
     trace = str(node.meta.get("stack_trace", ""))

@@ -169,19 +169,21 @@ def _merge(graph: fx.Graph, bucket: Sequence[_Member], place: dict[fx.Node, int]
     ranks = first.args[1] if kind == "all_gather" else first.args[2] if kind == "reduce_scatter" else 1
     assert isinstance(ranks, int)
     with graph.inserting_before(graph.output_node()):
-        sizes = [start.args[0].meta["val"].numel() for start in starts]  # type: ignore[union-attr]
+        operands = [start.all_input_nodes[0] for start in starts]
+        sizes = [operand.meta["val"].numel() for operand in operands]
         if kind == "reduce_scatter":
-            parts = [call(aten.reshape.default, s.args[0], [ranks, n // ranks]) for s, n in zip(starts, sizes)]
+            parts = [call(aten.reshape.default, each, [ranks, n // ranks]) for each, n in zip(operands, sizes)]
             whole = call(aten.reshape.default, call(aten.cat.default, parts, 1), [sum(sizes)])
             sizes = [size // ranks for size in sizes]
         else:
-            parts = [call(aten.reshape.default, s.args[0], [n]) for s, n in zip(starts, sizes)]
+            parts = [call(aten.reshape.default, each, [n]) for each, n in zip(operands, sizes)]
             whole = call(aten.cat.default, parts)
-        start = call(first.target, whole, *first.args[1:])  # type: ignore[arg-type]
+        assert callable(first.target) and callable(waits[0].target)
+        start = call(first.target, whole, *first.args[1:])
         owners = f"{bucket[0].what.owner} and {len(bucket) - 1} more"
         what = replace(bucket[0].what, bytes=sum(member.what.bytes for member in bucket), owner=owners)
         start.meta[META] = replace(info(start), collective=what)
-        arrived = call(waits[0].target, start)  # type: ignore[arg-type]
+        arrived = call(waits[0].target, start)
         rows = call(aten.reshape.default, arrived, [ranks, sum(sizes)]) if kind == "all_gather" else arrived
         dim, offset = int(kind == "all_gather"), 0
         for wait, size in zip(waits, sizes):

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from shardweave.cost_model.graphs import is_start, is_wait
 from shardweave.ir import META, Mode
-from shardweave.passes.annotate import graph_outputs, info
+from shardweave.passes.annotate import graph_outputs, info, modules_around
 from shardweave.passes.local import in_order, remove_dead
 
 
@@ -73,8 +73,7 @@ class Recompute:
     def mode(self, node: fx.Node) -> Mode:
         """How a node of the forward is recomputed."""
         known = info(node)
-        parts = known.op.split(".")
-        names = [".".join(parts[: length + 1]) for length in range(len(parts))]
+        names = modules_around(known.op)
         found: Mode = "full" if known.checkpoint else "none"
         for pattern, mode in self.modes.items():
             if any(fnmatchcase(name, pattern) for name in names) and region_of(node):

@@ -120,8 +120,8 @@ class Schedule:
             depths = [(self.lookahead, self.lookahead)]
         for keys in _orderings(tasks):
             moments = _moments(tasks, keys)
+            held = _hold_back(tasks, keys, moments)
             for ahead, reductions in depths:
-                held = _hold_back(tasks, keys, moments)
                 yield weave(tasks, held, moments, lookahead=ahead, reductions=reductions, slowdown=slowdown)
 
 

@@ -11,12 +11,17 @@ from torch import Tensor, fx
 
 from shardweave.errors import VerifyError
 
-COORDINATE = "coord_"
+_COORDINATE = "coord_"
 
 
 def coordinate(axis: str) -> str:
     """The placeholder of an axis' coordinate."""
-    return f"{COORDINATE}{axis}"
+    return f"{_COORDINATE}{axis}"
+
+
+def is_coordinate(node: fx.Node) -> bool:
+    """Whether a node of a local graph is the placeholder of some axis' coordinate."""
+    return node.op == "placeholder" and node.name.startswith(_COORDINATE)
 
 
 def total(value: Tensor, axis: str, size: int) -> Tensor:
@@ -35,14 +40,6 @@ def joined(value: Tensor, axis: str, size: int, dim: int, outer: int, inner: int
     shape = list(value.shape)
     shape[dim] *= size
     return value.new_empty(shape)
-
-
-ENDS = {total, joined}
-
-
-def ends(node: fx.Node) -> bool:
-    """Whether a node brings the steps of a time axis together."""
-    return node.target in ENDS
 
 
 def _only_in_graphs(value: Tensor) -> Tensor:

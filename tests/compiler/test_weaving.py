@@ -24,6 +24,7 @@ from shardweave.passes.annotate import info
 from shardweave.passes.recompute import layer_of
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.test_equality import LINEAR
+from tests.compiler.test_micro_batches import Norm
 from tests.compiler.training import ALL_CASES, Way, compile_ways, differences, model_of, train, train_packed
 from tests.models import ZOO, gpt
 from tests.passes.harness import examples, mesh_of
@@ -192,15 +193,6 @@ def test_the_users_checkpoints_are_honoured() -> None:
     assert compiled.step.backward is not None
     again = {info(node).op for node in compiled.step.backward.graph.nodes if info(node).recomputed}
     assert again and all(name.startswith("first") for name in again)
-
-
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.linear(x)).square().mean()
 
 
 def test_what_needs_the_whole_batch_is_refused_by_name() -> None:

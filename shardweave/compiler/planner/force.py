@@ -11,6 +11,7 @@ from shardweave.compiler.planner.ops import Op
 from shardweave.compiler.planner.presets import PRESETS, preset
 from shardweave.errors import LayoutError, PlanError
 from shardweave.ir import Grid, Mesh, Strategy
+from shardweave.passes.annotate import modules_around
 
 Forced = str | tuple[int, ...] | Grid | Strategy
 WORDS = ("column", "row", "expert", "3d")
@@ -18,12 +19,7 @@ WORDS = ("column", "row", "expert", "3d")
 
 def matches(pattern: str, op: Op) -> bool:
     """Whether a pattern names an op: by its module, a module around it, or its parameter."""
-    return any(fnmatchcase(name, pattern) for name in (op.parameter, *_modules(op.name)))
-
-
-def _modules(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[: length + 1]) for length in range(len(parts))]
+    return any(fnmatchcase(name, pattern) for name in (op.parameter, *modules_around(op.name)))
 
 
 def forced_strategies(
