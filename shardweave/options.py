@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from shardweave.errors import PlanError
-from shardweave.ir import Mode, Strategy, Weaving
+from shardweave.ir import ALL, Mode, Strategy, Weaving
 from shardweave.precision import Precision
 
 if TYPE_CHECKING:
@@ -57,6 +57,12 @@ class Options:
         What the backward computes again instead of keeping it: all of a layer (a module in a list), or all but the
         results of its collectives, so that no communication is repeated. Patterns as in `force`. Without any, what
         lies in activation checkpoints of the model (``torch.utils.checkpoint``) is ``"full"``.
+    operator_slices : int or mapping from a name pattern to int
+        Into how many slices an op with a parameter is cut, computed one after another, so that only a slice of the
+        parameter is gathered at a time. Patterns as in `force`; what a number does not divide stays whole.
+    keep_gathered : bool or mapping from a name pattern to bool or int
+        What is gathered for the forward is kept for the backward, instead of gathered again. Of an op in slices a
+        number says how many of them; the others are gathered again.
     buckets : bool
         Small collectives of parameters and gradients are put together. Not yet with several micro-batches.
     cross_pass : bool
@@ -81,6 +87,8 @@ class Options:
     micro_batches: int = 1
     sub_batches: int = 1
     recompute: Mode | Mapping[str, Mode] = field(default_factory=dict)
+    operator_slices: int | Mapping[str, int] = field(default_factory=dict)
+    keep_gathered: bool | Mapping[str, int] = field(default_factory=dict)
     buckets: bool = False
     cross_pass: bool = True
     allow_unruled: bool = False
@@ -106,7 +114,12 @@ class Options:
     def weaving(self) -> Weaving:
         """What is asked of the whole step."""
         recompute = {"*": self.recompute} if isinstance(self.recompute, str) else self.recompute
-        return Weaving(self.sub_batches, recompute, self.buckets, self.cross_pass, self.lookahead)
+        slices = {"*": self.operator_slices} if isinstance(self.operator_slices, int) else self.operator_slices
+        kept = {"*": self.keep_gathered} if isinstance(self.keep_gathered, bool) else self.keep_gathered
+        kept = {pattern: ALL if number is True else int(number) for pattern, number in kept.items()}
+        return Weaving(
+            self.sub_batches, recompute, slices, kept, self.buckets, self.cross_pass, self.lookahead
+        )
 
     def woven(self, weaving: Weaving) -> Options:
         """These options with what a plan says of the whole step."""

@@ -304,7 +304,7 @@ class _Compiler:
             raise PlanError(
                 f"the plan is woven with {str(plan.weaving) or 'no options'}, the options ask for "
                 f"{str(self.options.weaving) or 'none'}: "
-                "leave sub_batches, recompute, buckets, cross_pass and lookahead out, or make a plan with them"
+                "leave these options out, or make a plan with them"
             )
         options = replace(self.options, micro_batches=plan.micro_batches).woven(plan.weaving)
         same = plan.cluster.mesh() == mesh  # then all ranks schedule by the figures that one of them found

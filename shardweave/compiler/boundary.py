@@ -110,7 +110,7 @@ class Boundary:
             left_out = index in captured.tangents.values() and index not in active
             outputs.append(ValueSpec(name, whole, dtype_name(value.dtype), index in active, left_out))
         return StepSpec(
-            replace(self.mesh, woven=()),
+            replace(self.mesh, woven=(), slices=()),
             parameters,
             buffers,
             inputs,

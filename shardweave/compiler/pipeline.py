@@ -12,6 +12,7 @@ from torch import fx
 from shardweave.compiler.boundary import Boundary
 from shardweave.compiler.capture import Captured
 from shardweave.compiler.codegen import Step, set_apart, split
+from shardweave.compiler.planner.force import sliced_ops
 from shardweave.compiler.planner.ops import Op, batch_classes, find_ops
 from shardweave.compiler.turns import Turns
 from shardweave.cost_model import Cluster
@@ -28,6 +29,7 @@ from shardweave.options import Options
 from shardweave.passes.annotate import Annotate, graph_outputs, info, op_name
 from shardweave.passes.bucket import Bucket
 from shardweave.passes.classes import Classes, find_classes
+from shardweave.passes.keep import Keep
 from shardweave.passes.layouts import outermost_first
 from shardweave.passes.recompute import Recompute
 from shardweave.passes.schedule import Schedule
@@ -150,12 +152,14 @@ def lower(
 def with_times(mesh: Mesh, options: Options) -> Mesh:
     """`mesh` with a time axis over the micro-batches of a call, and one over the sub-batches of each of these.
 
-    Their strides put them outside all axes of devices.
+    Their strides put them outside all axes of devices. Those over the slices of ops are inside of these.
     """
     micro, sub, world = options.micro_batches, options.sub_batches, mesh.world_size
     times = (Axis("micro", micro, world * sub, "time"),) if micro > 1 else ()
     woven = (Axis("sub", sub, world, "time"),) if sub > 1 else ()
-    return replace(mesh, times=times, woven=woven)
+    counts = sorted({count for count in options.weaving.operator_slices.values() if count > 1})
+    slices = tuple(Axis(f"slice{count}", count, 0, "time") for count in counts)
+    return replace(mesh, times=times, woven=woven, slices=slices)
 
 
 @dataclass
@@ -220,8 +224,9 @@ class _Lowering:
         self.graphs["capture"] = captured.graph
         assignments = {}
         rests: dict[str, Rest] = {}
+        slices = sliced_ops(self.options.weaving.operator_slices, self.annotated.ops, self.strategies, self.mesh)
         for op in self.annotated.ops:
-            assignments.update(op.assignments(self.strategies[op.name], self.mesh))
+            assignments.update(op.assignments(self.strategies[op.name], self.mesh, slices.get(op.name, 1)))
             axes = self.strategies[op.name].axes(self.mesh)
             rest = Rest(*axes.stages)
             rests.update(dict.fromkeys((op.parameter, *op.companions), rest))
@@ -254,10 +259,14 @@ class _Lowering:
         local = Recompute(weaving.recompute)(local)
         verify(local, "recompute")
         self._stage("recompute", local)
-        if self.mesh.woven:
-            local = Split(self.mesh.woven)(local)
+        if self.mesh.unrolled:
+            local = Split(self.mesh.unrolled)(local)
             verify(local, "split")
             self._stage("split", local)
+        if weaving.keep_gathered:
+            local = Keep(weaving.keep_gathered, self.mesh.slices)(local)
+            verify(local, "keep")
+            self._stage("keep", local)
         schedule = self._schedule(sharder)
         if weaving.buckets:
             single, local = local, Bucket(self.cluster, self.annotated.tangents)(copied(local))

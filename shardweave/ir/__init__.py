@@ -18,9 +18,10 @@ from shardweave.ir.layout import Layout, Padding, normalise
 from shardweave.ir.rule import Assignment, BoundRule, Dims, Factor
 from shardweave.ir.step import META, SEED, Collective, NodeInfo, ParameterSpec, StepSpec, ValueSpec
 from shardweave.ir.strategy import Grid, GridAxes, Strategy
-from shardweave.ir.weaving import MODES, Mode, Weaving
+from shardweave.ir.weaving import ALL, MODES, Mode, Weaving
 
 __all__ = [
+    "ALL",
     "Assignment",
     "Axis",
     "BoundRule",

@@ -82,7 +82,8 @@ class Mesh:
 
     `times` are the axes whose steps each device takes in one run of the generated graphs after another, `woven` those
     whose steps all lie in these graphs. On a dimension they lie outside all others, so that each step is the same part
-    of it however many devices share that: their strides are at least the world's size.
+    of it however many devices share that: their strides are at least the world's size. `slices` are axes whose steps
+    lie in these graphs, too, but each in a single op: they cut what a device computes, and lie inside all others.
 
     Examples
     --------
@@ -96,6 +97,7 @@ class Mesh:
     axes: tuple[Axis, ...]
     times: tuple[Axis, ...] = ()
     woven: tuple[Axis, ...] = ()
+    slices: tuple[Axis, ...] = ()
 
     @classmethod
     def of_levels(cls, levels: Sequence[tuple[str, int]]) -> Mesh:
@@ -109,8 +111,13 @@ class Mesh:
 
     @property
     def all_times(self) -> tuple[Axis, ...]:
-        """Every axis whose steps a device takes one after another."""
+        """Every axis on the batch whose steps a device takes one after another."""
         return *self.times, *self.woven
+
+    @property
+    def unrolled(self) -> tuple[Axis, ...]:
+        """Every axis whose steps all lie in the generated graphs."""
+        return *self.woven, *self.slices
 
     @property
     def world_size(self) -> int:
@@ -123,7 +130,7 @@ class Mesh:
     def ordered(self, axes: Iterable[Axis]) -> tuple[Axis, ...]:
         """`axes` in layout order."""
         wanted = set(axes)
-        return tuple(axis for axis in (*self.axes, *self.all_times) if axis in wanted)
+        return tuple(axis for axis in (*self.axes, *self.all_times, *self.slices) if axis in wanted)
 
     def axis(self, name: str) -> Axis:
         """The axis called `name`; `LayoutError` if there is none."""

@@ -8,6 +8,7 @@ joint groups. Places with room to spare (`padding`) are packed once they are gat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -147,6 +148,30 @@ def drop(layout: Layout, axes: Iterable[Axis]) -> Layout:
     return packed(replace(layout, dims=dims))
 
 
+def cut_as(layout: Layout, other: Layout, axes: Iterable[Axis]) -> Layout | None:
+    """`layout` cut by those of `axes` that cut `other`, in the same places; None where its own axes cross these.
+
+    >>> part, gpu = Axis("slice2", 2, 0, "time"), Axis("gpu0", 2)
+    >>> str(cut_as(Layout(((8,), (gpu, 4))), Layout(((part, 4), (8,))), [part]))
+    '[slice2 4, gpu0 4]'
+    >>> cut_as(Layout(((gpu, 4), (8,))), Layout(((part, 4), (8,))), [part])
+    """
+    dims = list(layout.dims)
+    for axis in axes:
+        if axis not in other.shard_axes:
+            continue
+        dim = next(dim for dim, digits in enumerate(other.dims) if axis in digits)
+        at = other.dims[dim].index(axis)
+        outer, inner = (
+            math.prod(map(digit_size, digits)) for digits in (other.dims[dim][:at], other.dims[dim][at + 1 :])
+        )
+        runs = cut(dims[dim], [outer, axis.size, inner])
+        if runs is None or runs[1] != (axis.size,):
+            return None
+        dims[dim] = normalise([*runs[0], axis, *runs[2]])
+    return replace(layout, dims=tuple(dims))
+
+
 def rest_layouts(compute: Layout, stages: Sequence[Sequence[Axis]], mesh: Mesh) -> list[Layout]:
     """Where states rest: `compute`, sharded over the axes of the first stage, then over those of the next besides.
 
@@ -172,7 +197,7 @@ def rest_layout(compute: Layout, axes: Sequence[Axis], mesh: Mesh) -> Layout:
     out (see `rest_layouts`).
     """
     dims = [list(dim) for dim in compute.dims]
-    order = {axis: index for index, axis in enumerate(mesh.axes)}
+    order: dict[Digit, int] = {axis: index for index, axis in enumerate(mesh.axes)}
     for axis in mesh.ordered(axes):
         best: tuple[int, int] | None = None
         for dim, digits in enumerate(dims):
@@ -181,8 +206,8 @@ def rest_layout(compute: Layout, axes: Sequence[Axis], mesh: Mesh) -> Layout:
             if not isinstance(local, int) or local % axis.size:
                 continue
             before = digits[:at]
-            strided = any(isinstance(digit, int) for digit in before)
-            disordered = any(isinstance(digit, Axis) and order[digit] > order[axis] for digit in before)
+            strided = any(digit not in order for digit in before)  # local steps, or an op's slices
+            disordered = any(order.get(digit, -1) > order[axis] for digit in before)
             score = 2 * strided + disordered
             if best is None or score < best[0]:
                 best = score, dim

@@ -63,7 +63,7 @@ class LocalGraph:
     """Which activation checkpoint of the user's that which is written lies inside of."""
 
     def __post_init__(self) -> None:
-        for axis in (*self.mesh.axes, *self.mesh.all_times):
+        for axis in (*self.mesh.axes, *self.mesh.times, *self.mesh.unrolled):
             node = self.graph.placeholder(coordinate(axis.name))
             node.meta["val"] = 0
             node.meta[META] = NodeInfo(op=f"coordinate on {axis.name}")
@@ -197,9 +197,11 @@ class LocalGraph:
             node = self.call(origin, aten.div.Scalar, node, axes_size(axis for axis, _ in shared))
         return node
 
-    def ended(self, node: fx.Node, have: Layout, origin: Origin) -> tuple[fx.Node, Layout]:
-        """The value of `node` with all steps of the woven axes together, and where it then lies."""
-        for axis in self.mesh.woven:
+    def ended(
+        self, node: fx.Node, have: Layout, origin: Origin, axes: Sequence[Axis]
+    ) -> tuple[fx.Node, Layout]:
+        """The value of `node` with all steps of these unrolled axes together, and where it then lies."""
+        for axis in axes:
             if axis in have.partial_axes:
                 have = replace(have, partial=tuple(item for item in have.partial if item[0] != axis))
                 node = self.call(origin, total, node, axis.name, axis.size)
@@ -301,6 +303,8 @@ class LocalGraph:
                 node = self.call(origin, aten.select.int, node, index, self.coordinates[w.name])
             else:
                 index += 1
+        if step.axes and set(step.axes) <= set(self.mesh.slices):
+            return self.reshape(origin, node, step.after.local_shape)
         if node.meta["val"].is_contiguous() and origin.reason != TAKEN:  # a view would keep the whole value alive
             node = self.call(origin, aten.clone.default, node)
         return self.contiguous(origin, self.reshape(origin, node, step.after.local_shape))

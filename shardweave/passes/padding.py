@@ -34,12 +34,12 @@ def padded_rest(compute: Layout, rest: Layout, left: Sequence[Axis], mesh: Mesh)
     if dim is None or not left:
         return None
     *outer, size = compute.dims[dim]
-    order = {axis: index for index, axis in enumerate(mesh.axes)}
-    first = max((order[digit] for digit in outer if isinstance(digit, Axis)), default=-1)
+    order: dict[int | Axis, int] = {axis: index for index, axis in enumerate(mesh.axes)}
+    first = max((order.get(digit, -1) for digit in outer), default=-1)
     mine = [digit for digit in rest.dims[dim] if isinstance(digit, Axis) and digit not in outer]
     axes = mesh.ordered([*mine, *(axis for axis in left if order[axis] > first)])
     parts = axes_size({*rest.shard_axes, *axes} - {*compute.shard_axes})
-    if not isinstance(size, int) or any(isinstance(digit, int) for digit in outer):
+    if not isinstance(size, int) or any(digit not in order for digit in outer):
         return None
     if len(axes) == len(mine) or order[axes[0]] < first or math.prod(compute.local_shape) < parts:
         return None

@@ -115,7 +115,7 @@ class _Recomputation:
         gathers: set[fx.Node] = set()
         for node in late:
             if all(source.op != "call_function" or source in gathers for source in node.all_input_nodes):
-                self.known.setdefault(_key(node, node.args, node.kwargs), node)
+                self.known.setdefault(same(node, node.args, node.kwargs), node)
                 gathers.add(node)
         for node in late:
             for source in list(node.all_input_nodes):
@@ -129,7 +129,7 @@ class _Recomputation:
             return node
         if node not in self.again:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda leaf: self._copy(leaf, place))
-            found = self.known.get(_key(node, args, kwargs))
+            found = self.known.get(same(node, args, kwargs))
             if found is None:
                 name = f"{node.name}_again"
                 found = self.graph.create_node("call_function", node.target, args, kwargs, name)
@@ -140,6 +140,6 @@ class _Recomputation:
         return self.again[node]
 
 
-def _key(node: fx.Node, args: Any, kwargs: Any) -> Hashable:
-    """What two nodes that compute the same have in common."""
+def same(node: fx.Node, args: Any, kwargs: Any) -> Hashable:
+    """What two nodes that compute the same have in common; `node`'s, if it had these arguments."""
     return node.target, repr(args), repr(kwargs)

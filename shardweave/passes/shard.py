@@ -20,7 +20,7 @@ from shardweave.ir import META, Assignment, Axis, Layout, Mesh, NodeInfo
 from shardweave.passes.annotate import bind_new, decompose, depends_on_inputs, graph_outputs, info, source_of
 from shardweave.passes.emitter import OpEmitter
 from shardweave.passes.follow import accepting, follow, met, passing_times
-from shardweave.passes.layouts import drop, input_layouts, output_layouts
+from shardweave.passes.layouts import cut_as, drop, input_layouts, output_layouts
 from shardweave.passes.local import TAKEN, LocalGraph, Origin, remove_dead
 from shardweave.passes.recompute import checkpoint_of
 from shardweave.passes.rules import find_rule
@@ -182,12 +182,12 @@ class Sharder(Values):
         if not self._is_woven(have):
             return self.value(value, want), want
         origin = self._origin(value, have)
-        node, have = self.local.ended(self.value(value, have), have, origin)
+        node, have = self.local.ended(self.value(value, have), have, origin, self.mesh.unrolled)
         return self.local.redistribute(node, have, want, origin, lambda *_: None), want
 
     def _is_woven(self, layout: Layout) -> bool:
-        """Whether a value differs from step to step of a woven axis."""
-        return not set(self.mesh.woven).isdisjoint((*layout.shard_axes, *layout.partial_axes))
+        """Whether a value differs from step to step of an unrolled axis."""
+        return not set(self.mesh.unrolled).isdisjoint((*layout.shard_axes, *layout.partial_axes))
 
     def _gradient(self, name: str, value: fx.Node) -> fx.Node:
         """The gradient of a parameter where its states rest, summed in the dtype for that, then in its master's.
@@ -202,7 +202,7 @@ class Sharder(Values):
         rests = self.rests.get(name) or Layout.replicated(value.meta["val"].shape)
         if not self.options.accumulates:
             return self.local.cast(self._summed(value, rests, dtypes.reduced, origin), dtypes.master, origin)
-        have = drop(have, self.mesh.woven)
+        have = drop(have, self.mesh.unrolled)
         sums = self.sums.get(name, rests)
         partial = [item for item in have.partial if item[0].kind == "space" and item[1] == "sum"]
         lies = replace(sums, partial=tuple(item for item in partial if item[0] not in sums.shard_axes))
@@ -219,13 +219,17 @@ class Sharder(Values):
         )
 
     def _summed(self, value: fx.Node, want: Layout, dtype: torch.dtype, origin: Origin) -> fx.Node:
-        """A gradient at `want`, what is partial there summed in this dtype; over woven axes first."""
+        """A gradient at `want`, what is partial there summed in this dtype; over woven axes first, slice by slice."""
         have = self.layout(value)
         if not self._is_woven(have) and (dtype == value.meta["val"].dtype or have == want):
             return self.value(value, want, origin)
         cast = self.local.cast(self.value(value, have, origin), dtype, origin)
-        cast, have = self.local.ended(cast, have, origin)
-        return self.local.redistribute(cast, have, want, origin, lambda *_: None)
+        cast, have = self.local.ended(cast, have, origin, self.mesh.woven)
+        cut = cut_as(want, have, self.mesh.slices)
+        if cut is None:
+            cast, have = self.local.ended(cast, have, origin, self.mesh.slices)
+        cast = self.local.redistribute(cast, have, cut or want, origin, lambda *_: None)
+        return self.local.ended(cast, cut or want, origin, self.mesh.slices)[0]
 
     def _tangents(self, graph: fx.Graph) -> None:
         last = [node for node in self.local.graph.nodes if node.op == "placeholder"][-1]
@@ -320,7 +324,7 @@ class Sharder(Values):
         if isinstance(value, torch.Tensor):
             check_shape(node, written.meta["val"], layouts[0])
             annotate_layouts(written, layouts)
-            self.canonical[node] = written, layouts[0]
+            self.canonical[node] = self._whole(node, written, layouts[0])
             return
         annotate_layouts(written, layouts)
         for user in node.users:
@@ -330,7 +334,26 @@ class Sharder(Values):
                 item = self.local.call(origin, operator.getitem, written, user.args[1])
                 check_shape(user, item.meta["val"], layouts[index])
                 annotate_layouts(item, (layouts[index],))
-                self.canonical[user] = item, layouts[index]
+                self.canonical[user] = self._whole(user, item, layouts[index])
+
+    def _whole(self, node: fx.Node, written: fx.Node, layout: Layout) -> tuple[fx.Node, Layout]:
+        """What an op gives, its slices together, and where; those of a gradient go to its states one by one."""
+        if _is_gradient(node):
+            return written, layout
+        return self.local.ended(written, layout, Origin(info(node).op, backward=self.backward), self.mesh.slices)
+
+
+def _is_gradient(node: fx.Node) -> bool:
+    """Whether nothing of the backward reads a value of it, views looked through, but its output."""
+
+    def is_view(user: fx.Node) -> bool:
+        rule = find_rule(user) if user.op == "call_function" else None
+        return rule is not None and rule.kind == "view"
+
+    users = list(node.users)
+    return info(node).backward and all(
+        user.op == "output" or (is_view(user) and _is_gradient(user)) for user in users
+    )
 
 
 def _with_times(explicit: Assignment, followed: Mapping[Axis, str]) -> Assignment:

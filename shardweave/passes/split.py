@@ -84,7 +84,7 @@ class _Unrolled:
         if all(isinstance(arg, int) for arg in args) and not kwargs:  # arithmetic on the coordinate
             assert callable(node.target)
             return node.target(*args)
-        copy = self.graph.create_node(node.op, node.target, args, kwargs, f"{node.name}_{self.axis.name}{step}")
+        copy = self.graph.create_node(node.op, node.target, args, kwargs, f"{node.name}_{self.axis.level}{step}")
         copy.meta = dict(node.meta)
         known = info(node)
         copy.meta[META] = replace(known, steps=(*known.steps, (self.axis.name, step)))

@@ -131,14 +131,19 @@ class Values:
         """The local node that holds a global value at `want`."""
         root = self._root(node)
         # A gathered parameter is freed after its forward use: the backward gathers it again. A constant is not kept
-        # either: the backward makes its own.
-        key = node, want, self.backward and (root in self.parameters or root in self.constants)
+        # either: the backward makes its own. Nor is a slice.
+        whole = drop(want, self.mesh.slices)
+        key = node, want, self.backward and (root in self.parameters or root in self.constants or whole != want)
         found = self.memo.get(key)
         if found is None:
             found = self.memo[key] = self._materialise(node, want, origin)
         return found
 
     def _materialise(self, node: fx.Node, want: Layout, origin: Origin | None) -> fx.Node:
+        whole = drop(want, self.mesh.slices)
+        if whole != want and self._is_cut_late(node):
+            origin = Origin(info(node).op, "slice", backward=self.backward)
+            return self.local.redistribute(self.value(node, whole), whole, want, origin, lambda *_: None)
         if node in self.constants:
             return self._constant(node, want)
         if node in self.canonical:
@@ -157,7 +162,7 @@ class Values:
                 return self.local.redistribute(written, have, want, origin, reduced)
             self._check_given(node, times[0][0])
             part = self.local.redistribute(written, have, replace(want, partial=times), origin, reduced)
-            part, lies = self.local.ended(part, replace(want, partial=times), origin)
+            part, lies = self.local.ended(part, replace(want, partial=times), origin, self.mesh.woven)
             if lies != want:
                 part = self._total(node, part, want)
             self.canonical[node] = part, want
@@ -171,6 +176,11 @@ class Values:
             return self.local.redistribute(self.value(node, lies), lies, want, where, lambda *_: None)
         inner = self.value(source, back, origin)
         return self._write(node, [inner], want, Part(rule, bound, {}, (back,)))
+
+    def _is_cut_late(self, node: fx.Node) -> bool:
+        """Whether slices of a value are taken of what is whole; a parameter's are gathered one by one."""
+        lies = self.layout(node)
+        return drop(lies, self.mesh.slices) == lies and self._root(node) not in self.parameters
 
     def _write(self, node: fx.Node, values: Sequence[fx.Node], want: Layout, made: Part) -> fx.Node:
         """A view or a constant in its local form, on local values of what it is made from."""
@@ -211,7 +221,8 @@ class Values:
         axes = self.rest_axes.get(name, Rest())
         every = axes.parameter, axes.gradient, axes.states
         free = [[axis for axis in part if axis not in want.shard_axes] for part in every]
-        in_step, self.sums[name], layout = rest_layouts(want, free, self.mesh)
+        stages = [drop(lies, self.mesh.slices) for lies in rest_layouts(want, free, self.mesh)]
+        in_step, self.sums[name], layout = stages
         value = node.meta["val"]
         dtype = axes.dtypes.master if axes.dtypes else value.dtype
         with self.local.fake:

@@ -55,6 +55,33 @@ def forced_strategies(
     return found
 
 
+def sliced_ops(
+    patterns: Mapping[str, int], ops: Sequence[Op], strategies: Mapping[str, Strategy], mesh: Mesh
+) -> dict[str, int]:
+    """Into how many slices each op is cut that a pattern names and that has a loop for it; the last pattern holds.
+
+    Raises
+    ------
+    PlanError
+        Where a pattern names nothing, or its number divides no loop of what it names.
+    """
+    found: dict[str, int] = {}
+    for pattern, slices in patterns.items():
+        meant = [op for op in ops if matches(pattern, op)]
+        if not meant:
+            raise _nothing(pattern, ops)
+        reasons = []
+        for op in meant:
+            try:
+                op.slice_atom(strategies[op.name], mesh, slices)
+                found[op.name] = slices
+            except LayoutError as error:
+                reasons.append(str(error))
+        if len(reasons) == len(meant):
+            raise PlanError(f"operator_slices[{pattern!r}] = {slices} fits nothing that it names: {reasons[0]}")
+    return found
+
+
 def _options(pattern: str, wanted: Forced, mesh: Mesh) -> list[Strategy]:
     if isinstance(wanted, Strategy):
         return [wanted]

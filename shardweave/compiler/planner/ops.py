@@ -15,7 +15,7 @@ from torch import fx
 
 from shardweave.compiler.capture import Captured
 from shardweave.errors import LayoutError
-from shardweave.ir import Assignment, Axis, Layout, Mesh, Strategy
+from shardweave.ir import Assignment, Axis, Layout, Mesh, Strategy, axes_size
 from shardweave.passes.annotate import graph_outputs, info
 from shardweave.passes.classes import Classes
 from shardweave.passes.layouts import dims_layout
@@ -94,10 +94,28 @@ class Op:
                     )
         return found
 
-    def assignments(self, strategy: Strategy, mesh: Mesh) -> dict[str, Assignment]:
-        """The assignment of each node of the op, by node name; `LayoutError` where the grid does not fit."""
+    def slice_atom(self, strategy: Strategy, mesh: Mesh, slices: int) -> Atom:
+        """The loop that is cut into slices, one computed after another; `LayoutError` where they divide none.
+
+        It is the parameter's last one that they divide, so that the parameter rests on its first one, as without them.
+        """
+        atoms = self.atoms_of(strategy, mesh)
+        steps = {atom: self.sizes[atom] // axes_size(axis for axis in atoms if atoms[axis] == atom)
+                 for atom in (*self.contracted, *self.outputs)}  # fmt: skip
+        fits = [atom for atom, size in steps.items() if size % slices == 0]
+        if not fits:
+            raise LayoutError(
+                f"{self.name}: {slices} slices divide none of its loops, of {[*steps.values()]} steps on a device"
+            )
+        return max(fits)
+
+    def assignments(self, strategy: Strategy, mesh: Mesh, slices: int = 1) -> dict[str, Assignment]:
+        """The assignment of each node of the op, by node name; `LayoutError` where the grid or slices do not fit."""
         axes = strategy.axes(mesh)
         atoms = self.atoms_of(strategy, mesh)
+        if slices > 1:
+            axis = next(axis for axis in mesh.slices if axis.size == slices)
+            atoms |= {axis: self.slice_atom(strategy, mesh, slices)}
         rows = [*axes.z, *axes.data, *mesh.all_times]
         if self.batch > 1:
             left = self.batch
