@@ -13,8 +13,8 @@ from torch import fx, nn
 
 from shardweave.compiler.capture import Captured, capture
 from shardweave.compiler.choose import Chosen, choose
-from shardweave.compiler.pipeline import Annotated, Compiled, annotate, lower, with_times
-from shardweave.compiler.plan import ModelKey, OpChoice, Plan, RunnerUp
+from shardweave.compiler.pipeline import Annotated, Compiled, Shards, annotate, lower, with_times
+from shardweave.compiler.plan import ModelKey, OpChoice, Plan, RunnerUp, Saving
 from shardweave.compiler.planner.alternatives import alternatives
 from shardweave.compiler.planner.costing import Costing
 from shardweave.compiler.planner.force import forced_strategies
@@ -203,13 +203,27 @@ class _Compiler:
         costed = Costing(self.annotated, self.cluster, options, forced).build()
         self.progress("solve")
         chosen = choose(costed, options.time_limit, lambda *found: self.timeline(self._lowered(*found)))
-        return self._describe(chosen, options, time.monotonic() - begun)
+        self.progress("weigh")
+        savings = self._savings(chosen, options)
+        return self._describe(chosen, options, savings, time.monotonic() - begun)
 
     def _forced(self, mesh: Mesh) -> dict[str, list[Strategy]]:
         """The strategies of the ops that may not have every one."""
         return forced_strategies(self.options.force, self.annotated.ops, mesh, self.annotated.batch)
 
-    def _describe(self, chosen: Chosen, options: Options, seconds: float) -> Plan:
+    def _savings(self, chosen: Chosen, options: Options) -> tuple[Saving, ...]:
+        """What each choice for the whole step is worth: simulated without it."""
+        shards: Shards = {}
+        found = []
+        for choice, weaving in options.weaving.without().items():
+            without = self.timeline(self._lowered(chosen.strategies, chosen.joins, options.woven(weaving), shards))
+            seconds, size = without.step_time - chosen.timeline.step_time, without.peak_memory
+            found.append(Saving(choice, seconds, size - chosen.timeline.peak_memory))
+        return tuple(found)
+
+    def _describe(
+        self, chosen: Chosen, options: Options, savings: tuple[Saving, ...], seconds: float
+    ) -> Plan:
         problem, solution = chosen.costed.problem, chosen.solution
         others = alternatives(problem, solution.choice)
         choices: dict[str, OpChoice] = {}
@@ -256,6 +270,7 @@ class _Compiler:
             },
             micro_batches=options.micro_batches,
             weaving=options.weaving,
+            savings=savings,
         )
         return found.with_timeline(lambda: self.timeline(self.lower(found)))
 
@@ -311,8 +326,15 @@ class _Compiler:
         cluster = plan.cluster if same else self.cluster
         return lower(self.annotated, strategies, mesh, options, self._stage, joins, cluster)
 
-    def _lowered(self, strategies: dict[str, Strategy], joins: dict[str, Assignment]) -> Compiled:
-        return lower(self.annotated, strategies, self.cluster.mesh(), self.options, None, joins, self.cluster, False)
+    def _lowered(
+        self,
+        strategies: dict[str, Strategy],
+        joins: dict[str, Assignment],
+        options: Options | None = None,
+        shards: Shards | None = None,
+    ) -> Compiled:
+        mesh, options = self.cluster.mesh(), options or self.options
+        return lower(self.annotated, strategies, mesh, options, None, joins, self.cluster, False, shards)
 
     def _stage(self, name: str, _: fx.GraphModule) -> None:
         self.progress(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -38,6 +38,9 @@ from shardweave.passes.split import Split
 from shardweave.passes.tangents import drop_tangents
 from shardweave.passes.values import Rest
 from shardweave.passes.verify import verify
+
+Shards = dict[Hashable, tuple[Sharder, Boundary, fx.GraphModule]]
+"""Sharded graphs of one step under one plan, by what of the options they depend on."""
 
 
 @dataclass
@@ -132,11 +135,13 @@ def lower(
     joins: Mapping[str, Assignment] | None = None,
     cluster: Cluster | None = None,
     stages: bool = True,
+    shards: Shards | None = None,
 ) -> Compiled:
     """The local forward and backward graphs of a step under these strategies, one an op.
 
     `joins` say how ops that bring several of them together are spread, by `join_names`; the others follow. Nodes are
     ordered by what they take on `cluster`; left out, on this machine. Without `stages` only the last graphs are kept.
+    Lowered again with the same `shards` and other options for what comes after `shard`, the step is not sharded anew.
 
     Raises
     ------
@@ -145,7 +150,8 @@ def lower(
     """
     mesh = with_times(mesh_for(mesh, strategies), options)
     cluster = cluster or Cluster.local(mesh.world_size)
-    lowering = _Lowering(annotated, strategies, mesh, options, joins or {}, on_stage, cluster, stages)
+    shards = {} if shards is None else shards
+    lowering = _Lowering(annotated, strategies, mesh, options, joins or {}, on_stage, cluster, stages, shards)
     return lowering.turns() if mesh.times else lowering.step()
 
 
@@ -174,6 +180,7 @@ class _Lowering:
     on_stage: Callable[[str, fx.GraphModule], None] | None
     cluster: Cluster
     stages: bool
+    shards: Shards
     graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
 
     def step(self) -> Compiled:
@@ -218,10 +225,9 @@ class _Lowering:
         captured = self.annotated.captured
         return len(captured.mutated_buffers) + len(captured.outputs)
 
-    def _local(self, accumulates: bool) -> tuple[Sharder, Boundary, fx.GraphModule]:
-        """The local graph, scheduled, and the run of `shard` that wrote it."""
+    def _sharded(self, accumulates: bool) -> tuple[Sharder, Boundary, fx.GraphModule]:
+        """The local graph, and the run of `shard` that wrote it."""
         captured = self.annotated.captured
-        self.graphs["capture"] = captured.graph
         assignments = {}
         rests: dict[str, Rest] = {}
         slices = sliced_ops(self.options.weaving.operator_slices, self.annotated.ops, self.strategies, self.mesh)
@@ -254,8 +260,18 @@ class _Lowering:
         sharder = Sharder(shard, copied(captured.graph))
         local = sharder.run()
         verify(local, "shard")
-        self._stage("shard", local)
+        return sharder, specs, local
+
+    def _local(self, accumulates: bool) -> tuple[Sharder, Boundary, fx.GraphModule]:
+        """The local graph, scheduled, and the run of `shard` that wrote it."""
+        self.graphs["capture"] = self.annotated.captured.graph
         weaving = self.options.weaving
+        key = self.mesh, accumulates, tuple(weaving.operator_slices.items())
+        if key not in self.shards:
+            self.shards[key] = self._sharded(accumulates)
+        sharder, specs, local = self.shards[key]
+        self._stage("shard", local)
+        local = copied(local)
         local = Recompute(weaving.recompute)(local)
         verify(local, "recompute")
         self._stage("recompute", local)

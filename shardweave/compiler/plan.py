@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardweave.report.tables import Report
 
 FORMAT = "shardweave plan"
-VERSION = 2
+VERSION = 3
 """Of the JSON file; raised whenever a change would make an older reader go wrong."""
 
 Shape = tuple[int, ...]
@@ -53,6 +53,21 @@ class RunnerUp(NamedTuple):
     strategy: Strategy
     seconds: float
     missing_bytes: int = 0
+
+
+class Saving(NamedTuple):
+    """What the simulator says that one choice for the whole step is worth, all others left as they are.
+
+    Parameters
+    ----------
+    choice : str
+    seconds, bytes : float, int
+        How much longer the step would take without it, and how much more memory it would need (negative: less).
+    """
+
+    choice: str
+    seconds: float
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -124,6 +139,8 @@ class Plan:
         Into how many parts a call's batch is cut, one computed after another.
     weaving : Weaving
         What else is chosen for the whole step: sub-batches, recomputation, the schedule.
+    savings : tuple of Saving
+        What each of these choices is worth.
     """
 
     model_key: ModelKey
@@ -145,6 +162,7 @@ class Plan:
     joins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     micro_batches: int = 1
     weaving: Weaving = field(default_factory=Weaving)
+    savings: tuple[Saving, ...] = ()
     _timeline: Callable[[], Timeline] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -272,6 +290,7 @@ class Plan:
             figures = {name: data[name] for name in _FIGURES}
             figures["forced"] = tuple(figures["forced"])
             figures["weaving"] = Weaving.from_dict(data["weaving"])
+            figures["savings"] = tuple(Saving(*saving) for saving in figures["savings"])
             return cls(model_key=key, cluster=Cluster.from_dict(data["cluster"]), choices=choices, **figures)
         except KeyError as error:
             raise PlanError(f"the plan lacks the key {error}: it is damaged, plan again") from error

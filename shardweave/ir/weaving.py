@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from shardweave.errors import PlanError
@@ -14,6 +14,7 @@ MODES: tuple[Mode, ...] = ("none", "full", "fine")
 
 ALL = 2**31
 """As many as there are."""
+_UNDER = "recomputation under other gradients"
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,30 @@ class Weaving:
         if self.lookahead is not None and self.lookahead < 0:
             raise PlanError(f"lookahead counts gathers and cannot be negative, got {self.lookahead}")
 
+    def without(self) -> dict[str, Weaving]:
+        """Each choice that was made, in words, and what is left without it.
+
+        >>> list(Weaving(sub_batches=2, recompute={"*": "fine"}).without())
+        ['2 sub-batches', 'recomputation * fine', 'recomputation under other gradients']
+        """
+        found = {f"{self.sub_batches} sub-batches": replace(self, sub_batches=1)} if self.sub_batches > 1 else {}
+        if again := [f"recomputation {pattern} {mode}" for pattern, mode in self.recompute.items()]:
+            found[" and ".join(again)] = replace(self, recompute={})
+            if self.cross_pass:
+                found[_UNDER] = replace(self, cross_pass=False)
+        if sliced := [f"{pattern} in {count} slices" for pattern, count in self.operator_slices.items()]:
+            found[" and ".join(sliced)] = replace(self, operator_slices={})
+        if kept := [f"{pattern} kept gathered{'' if count == ALL else f' in {count} slices'}"
+                    for pattern, count in self.keep_gathered.items() if count]:  # fmt: skip
+            found[" and ".join(kept)] = replace(self, keep_gathered={})
+        if self.buckets:
+            found["buckets"] = replace(self, buckets=False)
+        if not self.cross_pass:
+            found["a barrier between recomputation and backward"] = replace(self, cross_pass=True)
+        if self.lookahead is not None:
+            found[f"at most {self.lookahead} gathered ahead"] = replace(self, lookahead=None)
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """As plain types; `from_dict` is its inverse."""
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in vars(self).items()}
@@ -65,12 +90,4 @@ class Weaving:
         return cls(**data)
 
     def __str__(self) -> str:
-        parts = [f"{self.sub_batches} sub-batches"] if self.sub_batches > 1 else []
-        parts += [f"recomputation {pattern} {mode}" for pattern, mode in self.recompute.items()]
-        parts += [f"{pattern} in {count} slices" for pattern, count in self.operator_slices.items()]
-        parts += [f"{pattern} kept gathered{'' if kept == ALL else f' in {kept} slices'}"
-                  for pattern, kept in self.keep_gathered.items() if kept]  # fmt: skip
-        parts += ["buckets"] if self.buckets else []
-        parts += [] if self.cross_pass else ["a barrier between recomputation and backward"]
-        parts += [] if self.lookahead is None else [f"at most {self.lookahead} gathered ahead"]
-        return ", ".join(parts)
+        return ", ".join(choice for choice in self.without() if choice != _UNDER)

@@ -17,7 +17,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from shardweave.compiler.plan import OpChoice, Plan, RunnerUp
+from shardweave.compiler.plan import OpChoice, Plan, RunnerUp, Saving
 from shardweave.ir import Strategy
 from shardweave.units import readable_bytes, readable_seconds
 
@@ -239,6 +239,12 @@ def _signed(value: float, readable: Callable[[float], str]) -> str:
     return "±0" if not value else f"{'+' if value > 0 else '−'}{readable(abs(value))}"
 
 
+def _effect(saving: Saving) -> str:
+    """What a choice does to the step: ``2 sub-batches −12 ms, +30 MiB``."""
+    time, memory = _signed(-saving.seconds, readable_seconds), _signed(-saving.bytes, readable_bytes)
+    return f"{saving.choice} {time} a step, {memory}"
+
+
 def _both(here: float, there: float, readable: Callable[[float], str]) -> str:
     relative = f", {100 * (here / there - 1):+.1f} %" if there else ""
     return f"{readable(here)}, the other {readable(there)} ({_signed(here - there, readable)}{relative})"
@@ -264,6 +270,8 @@ def _summary(plan: Plan) -> tuple[str, ...]:
         lines.append(f"{plan.micro_batches} micro-batches a call")
     if text := str(plan.weaving):
         lines.append(text)
+    if plan.savings:
+        lines.append(f"what each is predicted to change: {'; '.join(map(_effect, plan.savings))}")
     if plan.model_key.precision is not None:
         lines.append(f"precision: {plan.model_key.precision}")
     if plan.forced:

@@ -320,6 +320,39 @@ def test_a_plan_is_woven_as_it_says(tmp_path: Any) -> None:
         sw.compile_parallel(model, cluster, x, plan=again, options=sw.Options(sub_batches=4))
 
 
+def test_a_plan_says_what_each_choice_is_worth(tmp_path: Any) -> None:
+    layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)]
+    model, batch = nn.Sequential(*layers), torch.randn(4096, 64)
+    cluster = sw.Cluster.preset("rtx3090-pcie", nodes=1)
+    force = {"*.0": "column", "*.2": (1, 2, 1, 2)}
+    asked = {"sub_batches": 2, "recompute": "full", "keep_gathered": True, "lookahead": 1}
+    asked |= {"operator_slices": {"1.2": 2}}
+
+    def timeline(**left_out: Any) -> sw.Timeline:
+        options = sw.Options(force=force, **{**asked, **left_out})
+        return sw.plan(model, cluster, batch, options=options).timeline()
+
+    plan = sw.plan(model, cluster, batch, options=sw.Options(force=force, **asked))
+    worth = {saving.choice: saving for saving in plan.savings}
+    whole = plan.timeline()
+    for choice, left_out in {
+        "2 sub-batches": {"sub_batches": 1},
+        "recomputation * full": {"recompute": {}},
+        "recomputation under other gradients": {"cross_pass": False},
+        "1.2 in 2 slices": {"operator_slices": {}},
+        "* kept gathered": {"keep_gathered": False},
+        "at most 1 gathered ahead": {"lookahead": None},
+    }.items():
+        other, saving = timeline(**left_out), worth.pop(choice)
+        assert saving.seconds == pytest.approx(other.step_time - whole.step_time, abs=1e-12), choice
+        assert saving.bytes == other.peak_memory - whole.peak_memory, choice
+    assert not worth and plan.savings[1].bytes > 0  # recomputation
+    plan.save(tmp_path / "plan.json")
+    assert sw.Plan.load(tmp_path / "plan.json").savings == plan.savings
+    assert "what each is predicted to change: 2 sub-batches" in str(plan.explain())
+    assert not sw.plan(model, cluster, batch, options=sw.Options(force=force)).savings
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"recompute": "some"}, "must be one of 'none', 'full', 'fine', got 'some'"), ({"sub_batches": 0}, "positive")],
