@@ -117,9 +117,8 @@ class Options:
         slices = {"*": self.operator_slices} if isinstance(self.operator_slices, int) else self.operator_slices
         kept = {"*": self.keep_gathered} if isinstance(self.keep_gathered, bool) else self.keep_gathered
         kept = {pattern: ALL if number is True else int(number) for pattern, number in kept.items()}
-        return Weaving(
-            self.sub_batches, recompute, slices, kept, self.buckets, self.cross_pass, self.lookahead
-        )
+        slices, kept = ({} if each == whole else each for each, whole in ((slices, {"*": 1}), (kept, {"*": 0})))
+        return Weaving(self.sub_batches, recompute, slices, kept, self.buckets, self.cross_pass, self.lookahead)
 
     def woven(self, weaving: Weaving) -> Options:
         """These options with what a plan says of the whole step."""

@@ -69,7 +69,7 @@ def plan(
     >>> found.status, sorted(found.choices)
     ('optimal', ['0', '2'])
     """
-    return _Compiler(model, cluster, example_inputs, options, progress).plan()
+    return _Compiler(model, cluster, example_inputs, options, progress).plan(weigh=True)
 
 
 def compile_parallel(
@@ -190,7 +190,8 @@ class _Compiler:
 
     # -- planning
 
-    def plan(self) -> Plan:
+    def plan(self, weigh: bool = False) -> Plan:
+        """The best plan; `weigh`: with what each choice for the whole step is worth, which takes as long again."""
         begun = time.monotonic()
         if not self.annotated.ops:
             raise PlanError(
@@ -203,8 +204,7 @@ class _Compiler:
         costed = Costing(self.annotated, self.cluster, options, forced).build()
         self.progress("solve")
         chosen = choose(costed, options.time_limit, lambda *found: self.timeline(self._lowered(*found)))
-        self.progress("weigh")
-        savings = self._savings(chosen, options)
+        savings = self._savings(chosen, options) if weigh else ()
         return self._describe(chosen, options, savings, time.monotonic() - begun)
 
     def _forced(self, mesh: Mesh) -> dict[str, list[Strategy]]:
@@ -215,6 +215,7 @@ class _Compiler:
         """What each choice for the whole step is worth: simulated without it."""
         shards: Shards = {}
         found = []
+        self.progress("weigh")
         for choice, weaving in options.weaving.without().items():
             without = self.timeline(self._lowered(chosen.strategies, chosen.joins, options.woven(weaving), shards))
             seconds, size = without.step_time - chosen.timeline.step_time, without.peak_memory

@@ -140,7 +140,7 @@ class Plan:
     weaving : Weaving
         What else is chosen for the whole step: sub-batches, recomputation, the schedule.
     savings : tuple of Saving
-        What each of these choices is worth.
+        What each of these choices is worth; not of a plan that `compile_parallel` makes on its way.
     """
 
     model_key: ModelKey

@@ -68,7 +68,8 @@ class Weaving:
             found[" and ".join(again)] = replace(self, recompute={})
             if self.cross_pass:
                 found[_UNDER] = replace(self, cross_pass=False)
-        if sliced := [f"{pattern} in {count} slices" for pattern, count in self.operator_slices.items()]:
+        sliced = [f"{pattern} in {count} slices" for pattern, count in self.operator_slices.items() if count > 1]
+        if sliced:
             found[" and ".join(sliced)] = replace(self, operator_slices={})
         if kept := [f"{pattern} kept gathered{'' if count == ALL else f' in {count} slices'}"
                     for pattern, count in self.keep_gathered.items() if count]:  # fmt: skip

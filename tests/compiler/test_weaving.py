@@ -26,7 +26,7 @@ from shardweave.runtime.launch import WorkerPool
 from tests.compiler.test_equality import LINEAR
 from tests.compiler.test_micro_batches import Norm
 from tests.compiler.training import ALL_CASES, Way, compile_ways, differences, model_of, train, train_packed
-from tests.models import ZOO, gpt
+from tests.models import TODAY, ZOO, gpt
 from tests.passes.harness import examples, mesh_of
 from tests.passes.joint import joint
 
@@ -65,15 +65,23 @@ def test_training_equals_one_device(name: str, pool: WorkerPool) -> None:
     law()
 
 
-def check(name: str, chosen: Sequence[Way], pool: WorkerPool) -> None:
-    dtype = torch.float64
-    model = model_of(ZOO[name], dtype)
-    steps = compile_ways(model, ZOO[name], dtype, 4, chosen, size=ROWS)
-    expected = train(model, ZOO[name], dtype, MOMENTUM, None, None, STEPS, ROWS)
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_slices_of_conv1d_tied_heads_and_experts(name: str, pool: WorkerPool) -> None:
+    check(name, [Way("slices", {"*": "zdp"}, options={"operator_slices": 2})], pool, torch.float32, 1e-5, 1e-4)
+
+
+def check(
+    name: str, chosen: Sequence[Way], pool: WorkerPool, dtype: torch.dtype = torch.float64, *tolerances: float
+) -> None:
+    case = {**ZOO, **TODAY}[name]
+    model = model_of(case, dtype)
+    steps = compile_ways(model, case, dtype, 4, chosen, size=ROWS)
+    expected = train(model, case, dtype, MOMENTUM, None, None, STEPS, ROWS)
     first, *others = pool.run(train_packed, name, dtype, steps, MOMENTUM, STEPS, ROWS, nprocs=4, timeout=300)
     wrong: list[str] = []
     for index, way in enumerate(chosen):
-        wrong += differences(way, expected, [first[index], *(other[index] for other in others)], 1e-10, 1e-10)
+        ranks = [first[index], *(other[index] for other in others)]
+        wrong += differences(way, expected, ranks, *(tolerances or (1e-10, 1e-10)))
     assert not wrong, "\n".join(wrong)
 
 
