@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 
 from torch import fx
 
@@ -26,7 +28,7 @@ from shardweave.ir import (
     Strategy,
 )
 from shardweave.options import Options
-from shardweave.passes.annotate import Annotate, graph_outputs, info, op_name
+from shardweave.passes.annotate import Annotate, graph_outputs, info, modules_around, op_name
 from shardweave.passes.bucket import Bucket
 from shardweave.passes.classes import Classes, find_classes
 from shardweave.passes.keep import Keep
@@ -150,9 +152,24 @@ def lower(
     """
     mesh = with_times(mesh_for(mesh, strategies), options)
     cluster = cluster or Cluster.local(mesh.world_size)
+    _check_patterns(annotated, options)
     shards = {} if shards is None else shards
     lowering = _Lowering(annotated, strategies, mesh, options, joins or {}, on_stage, cluster, stages, shards)
     return lowering.turns() if mesh.times else lowering.step()
+
+
+def _check_patterns(annotated: Annotated, options: Options) -> None:
+    """`PlanError` where a pattern of the weaving names nothing of the model."""
+    captured, weaving = annotated.captured, options.weaving
+    modules = {info(node).op for node in captured.graph.graph.nodes}
+    parameters = set(captured.parameters.values())
+    meant = ("recompute", weaving.recompute, modules), ("keep_gathered", weaving.keep_gathered, parameters)
+    for option, patterns, owners in meant:
+        names = {name for owner in owners for name in modules_around(owner)} if patterns else set()
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                near = difflib.get_close_matches(pattern, sorted(names), 3, 0.3)
+                raise PlanError(f"{option}[{pattern!r}] names nothing of the model; close to it: {', '.join(near)}")
 
 
 def with_times(mesh: Mesh, options: Options) -> Mesh:

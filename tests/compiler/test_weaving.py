@@ -241,10 +241,17 @@ def test_slices_that_fit_nothing_are_refused() -> None:
     options = sw.Options(operator_slices={"0": 4}, force={"*": "zdp"})
     with pytest.raises(PlanError, match=r"operator_slices\['0'\] = 4 fits nothing.*0: 4 slices divide none.*\[6, 10\]"):
         sw.plan(model, sw.Cluster.local(2), x, options=options)
-    with pytest.raises(PlanError, match="no op.*up"):
+    with pytest.raises(PlanError, match=r"operator_slices\['up'\] matches no op"):
         sw.plan(model, sw.Cluster.local(2), x, options=sw.Options(operator_slices={"up": 2}))
     with pytest.raises(PlanError, match="positive"):
         sw.Options(operator_slices=0)
+
+
+@pytest.mark.parametrize("option", ["recompute", "keep_gathered"])
+def test_patterns_that_name_nothing_are_refused(option: str) -> None:
+    choice = {"block.*": "full" if option == "recompute" else True}
+    with pytest.raises(PlanError, match=rf"{option}\['block.\*'\] names nothing of the model; close to it: .*blocks"):
+        lowered("gpt", {"*": "zdp"}, **{option: choice})
 
 
 def test_a_barrier_keeps_recomputation_from_the_gradients_of_other_layers() -> None:

@@ -36,7 +36,7 @@ def forced_strategies(
     for pattern, wanted in force.items():
         meant = [op for op in ops if matches(pattern, op)]
         if not meant:
-            raise _nothing(pattern, ops)
+            raise _nothing("force", pattern, ops)
         options = _options(pattern, wanted, mesh)
         for op in meant:
             fits, reasons = [], []
@@ -69,7 +69,7 @@ def sliced_ops(
     for pattern, slices in patterns.items():
         meant = [op for op in ops if matches(pattern, op)]
         if not meant:
-            raise _nothing(pattern, ops)
+            raise _nothing("operator_slices", pattern, ops)
         reasons = []
         for op in meant:
             try:
@@ -133,14 +133,14 @@ def _is(word: str, degree: int, option: Strategy) -> bool:
     return all(other == 1 for other in degrees.values()) and grid.z == 1 and (mine == degree if degree else mine > 1)
 
 
-def _nothing(pattern: str, ops: Sequence[Op]) -> PlanError:
+def _nothing(option: str, pattern: str, ops: Sequence[Op]) -> PlanError:
     companions = {companion: op.name for op in ops for companion in op.companions}
     for companion, owner in companions.items():
         if any(fnmatchcase(name, pattern) for name in (companion, companion.rpartition(".")[0])):
             return PlanError(
-                f"force[{pattern!r}] names {companion}, which has no op of its own: it rests as {owner} does; "
-                "force that"
+                f"{option}[{pattern!r}] names {companion}, which has no op of its own: it rests as {owner} does; "
+                "name that"
             )
     names = [op.name for op in ops]
     near = difflib.get_close_matches(pattern, names, 3, 0.3) or names[:5]
-    return PlanError(f"force[{pattern!r}] matches no op of the model; its ops are called {', '.join(near)}, ...")
+    return PlanError(f"{option}[{pattern!r}] matches no op of the model; its ops are called {', '.join(near)}, ...")
