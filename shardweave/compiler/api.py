@@ -13,11 +13,12 @@ from torch import fx, nn
 
 from shardweave.compiler.capture import Captured, capture
 from shardweave.compiler.choose import Chosen, choose
-from shardweave.compiler.pipeline import Annotated, Compiled, Shards, annotate, lower, with_times
+from shardweave.compiler.pipeline import Annotated, Compiled, Shards, annotate, lower
 from shardweave.compiler.plan import ModelKey, OpChoice, Plan, RunnerUp, Saving
 from shardweave.compiler.planner.alternatives import alternatives
 from shardweave.compiler.planner.costing import Costing
 from shardweave.compiler.planner.force import forced_strategies
+from shardweave.compiler.weaving import with_times
 from shardweave.cost_model import Cluster, Timeline, simulate
 from shardweave.cost_model.compute import node_work
 from shardweave.errors import ParallelError, PlanError

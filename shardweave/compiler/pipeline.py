@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 
 from torch import fx
 
 from shardweave.compiler.boundary import Boundary
 from shardweave.compiler.capture import Captured
 from shardweave.compiler.codegen import Step, set_apart, split
-from shardweave.compiler.planner.force import sliced_ops
 from shardweave.compiler.planner.ops import Op, batch_classes, find_ops
 from shardweave.compiler.turns import Turns
+from shardweave.compiler.weaving import check_patterns, sliced_ops, with_times
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.scratch import rounded
 from shardweave.errors import PlanError
-from shardweave.ir import (
-    Assignment,
-    Axis,
-    Mesh,
-    StepSpec,
-    Strategy,
-)
+from shardweave.ir import Assignment, Axis, Mesh, StepSpec, Strategy
 from shardweave.options import Options
-from shardweave.passes.annotate import Annotate, graph_outputs, info, modules_around, op_name
+from shardweave.passes.annotate import Annotate, graph_outputs, info, op_name
 from shardweave.passes.bucket import Bucket
 from shardweave.passes.classes import Classes, find_classes
 from shardweave.passes.keep import Keep
@@ -152,37 +144,10 @@ def lower(
     """
     mesh = with_times(mesh_for(mesh, strategies), options)
     cluster = cluster or Cluster.local(mesh.world_size)
-    _check_patterns(annotated, options)
+    check_patterns(annotated.captured, options.weaving)
     shards = {} if shards is None else shards
     lowering = _Lowering(annotated, strategies, mesh, options, joins or {}, on_stage, cluster, stages, shards)
     return lowering.turns() if mesh.times else lowering.step()
-
-
-def _check_patterns(annotated: Annotated, options: Options) -> None:
-    """`PlanError` where a pattern of the weaving names nothing of the model."""
-    captured, weaving = annotated.captured, options.weaving
-    modules = {info(node).op for node in captured.graph.graph.nodes}
-    parameters = set(captured.parameters.values())
-    meant = ("recompute", weaving.recompute, modules), ("keep_gathered", weaving.keep_gathered, parameters)
-    for option, patterns, owners in meant:
-        names = {name for owner in owners for name in modules_around(owner)} if patterns else set()
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                near = difflib.get_close_matches(pattern, sorted(names), 3, 0.3)
-                raise PlanError(f"{option}[{pattern!r}] names nothing of the model; close to it: {', '.join(near)}")
-
-
-def with_times(mesh: Mesh, options: Options) -> Mesh:
-    """`mesh` with a time axis over the micro-batches of a call, and one over the sub-batches of each of these.
-
-    Their strides put them outside all axes of devices. Those over the slices of ops are inside of these.
-    """
-    micro, sub, world = options.micro_batches, options.sub_batches, mesh.world_size
-    times = (Axis("micro", micro, world * sub, "time"),) if micro > 1 else ()
-    woven = (Axis("sub", sub, world, "time"),) if sub > 1 else ()
-    counts = sorted({count for count in options.weaving.operator_slices.values() if count > 1})
-    slices = tuple(Axis(f"slice{count}", count, 0, "time") for count in counts)
-    return replace(mesh, times=times, woven=woven, slices=slices)
 
 
 @dataclass

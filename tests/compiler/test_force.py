@@ -144,7 +144,7 @@ def test_a_pattern_that_names_nothing_is_told_with_near_names() -> None:
 
 def test_a_norm_is_told_whose_companion_it_is() -> None:
     text = refused({"blocks.0.norm2": "zdp"})
-    assert "blocks.0.norm2" in text and "blocks.0.up" in text and "force that" in text
+    assert "blocks.0.norm2" in text and "blocks.0.up" in text and "name that" in text
 
 
 @pytest.mark.parametrize("value", ["fsdp", "column:x", "column:3", (2, 2), (2, 2, 2, 1, 1, 1), 3, None])

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import fx
 
-from shardweave.compiler.pipeline import Annotated, join_names, with_times
+from shardweave.compiler.pipeline import Annotated, join_names
 from shardweave.compiler.planner import problem as program
 from shardweave.compiler.planner.candidates import legal
 from shardweave.compiler.planner.ops import Op
 from shardweave.compiler.planner.pricing import OpPrice, Prices, Sizes, local_numel, price_op, tensor_outputs
+from shardweave.compiler.weaving import with_times
 from shardweave.cost_model import Cluster, collective_seconds
 from shardweave.cost_model.compute import node_work
 from shardweave.errors import PlanError

@@ -36,7 +36,7 @@ def forced_strategies(
     for pattern, wanted in force.items():
         meant = [op for op in ops if matches(pattern, op)]
         if not meant:
-            raise _nothing("force", pattern, ops)
+            raise nothing_named("force", pattern, ops)
         options = _options(pattern, wanted, mesh)
         for op in meant:
             fits, reasons = [], []
@@ -52,33 +52,6 @@ def forced_strategies(
                     f"{mesh.world_size} devices). Force another grid there, or change the size that does not divide."
                 )
             found[op.name] = fits
-    return found
-
-
-def sliced_ops(
-    patterns: Mapping[str, int], ops: Sequence[Op], strategies: Mapping[str, Strategy], mesh: Mesh
-) -> dict[str, int]:
-    """Into how many slices each op is cut that a pattern names and that has a loop for it; the last pattern holds.
-
-    Raises
-    ------
-    PlanError
-        Where a pattern names nothing, or its number divides no loop of what it names.
-    """
-    found: dict[str, int] = {}
-    for pattern, slices in patterns.items():
-        meant = [op for op in ops if matches(pattern, op)]
-        if not meant:
-            raise _nothing("operator_slices", pattern, ops)
-        reasons = []
-        for op in meant:
-            try:
-                op.slice_atom(strategies[op.name], mesh, slices)
-                found[op.name] = slices
-            except LayoutError as error:
-                reasons.append(str(error))
-        if len(reasons) == len(meant):
-            raise PlanError(f"operator_slices[{pattern!r}] = {slices} fits nothing that it names: {reasons[0]}")
     return found
 
 
@@ -133,7 +106,7 @@ def _is(word: str, degree: int, option: Strategy) -> bool:
     return all(other == 1 for other in degrees.values()) and grid.z == 1 and (mine == degree if degree else mine > 1)
 
 
-def _nothing(option: str, pattern: str, ops: Sequence[Op]) -> PlanError:
+def nothing_named(option: str, pattern: str, ops: Sequence[Op]) -> PlanError:
     companions = {companion: op.name for op in ops for companion in op.companions}
     for companion, owner in companions.items():
         if any(fnmatchcase(name, pattern) for name in (companion, companion.rpartition(".")[0])):

@@ -1,0 +1,69 @@
+"""What is asked of the whole step, on one model: its time axes, and what patterns name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from shardweave.compiler.capture import Captured
+from shardweave.compiler.planner.force import matches, nothing_named
+from shardweave.compiler.planner.ops import Op
+from shardweave.errors import LayoutError, PlanError
+from shardweave.ir import Axis, Mesh, Strategy, Weaving
+from shardweave.options import Options
+from shardweave.passes.annotate import info, modules_around
+
+
+def with_times(mesh: Mesh, options: Options) -> Mesh:
+    """`mesh` with a time axis over the micro-batches of a call, and one over the sub-batches of each of these.
+
+    Their strides put them outside all axes of devices. Those over the slices of ops are inside of these.
+    """
+    micro, sub, world = options.micro_batches, options.sub_batches, mesh.world_size
+    times = (Axis("micro", micro, world * sub, "time"),) if micro > 1 else ()
+    woven = (Axis("sub", sub, world, "time"),) if sub > 1 else ()
+    counts = sorted({count for count in options.weaving.operator_slices.values() if count > 1})
+    slices = tuple(Axis(f"slice{count}", count, 0, "time") for count in counts)
+    return replace(mesh, times=times, woven=woven, slices=slices)
+
+
+def check_patterns(captured: Captured, weaving: Weaving) -> None:
+    """`PlanError` where a pattern of the weaving names nothing of the model."""
+    modules = {info(node).op for node in captured.graph.graph.nodes}
+    parameters = set(captured.parameters.values())
+    meant = ("recompute", weaving.recompute, modules), ("keep_gathered", weaving.keep_gathered, parameters)
+    for option, patterns, owners in meant:
+        names = {name for owner in owners for name in modules_around(owner)} if patterns else set()
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                near = difflib.get_close_matches(pattern, sorted(names), 3, 0.3)
+                raise PlanError(f"{option}[{pattern!r}] names nothing of the model; close to it: {', '.join(near)}")
+
+
+def sliced_ops(
+    patterns: Mapping[str, int], ops: Sequence[Op], strategies: Mapping[str, Strategy], mesh: Mesh
+) -> dict[str, int]:
+    """Into how many slices each op is cut that a pattern names and that has a loop for it; the last pattern holds.
+
+    Raises
+    ------
+    PlanError
+        Where a pattern names nothing, or its number divides no loop of what it names.
+    """
+    found: dict[str, int] = {}
+    for pattern, slices in patterns.items():
+        meant = [op for op in ops if matches(pattern, op)]
+        if not meant:
+            raise nothing_named("operator_slices", pattern, ops)
+        reasons = []
+        for op in meant:
+            try:
+                op.slice_atom(strategies[op.name], mesh, slices)
+                found[op.name] = slices
+            except LayoutError as error:
+                reasons.append(str(error))
+        if len(reasons) == len(meant):
+            raise PlanError(f"operator_slices[{pattern!r}] = {slices} fits nothing that it names: {reasons[0]}")
+    return found
