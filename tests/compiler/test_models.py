@@ -60,7 +60,7 @@ EXPERTS = Way("experts", most(lambda s: (s.grid.experts > 1, s.grid.x > 1, s.gri
 @pytest.mark.parametrize("world", [4, 8])
 @pytest.mark.parametrize("name", list(TODAY))
 def test_training_equals_one_device(name: str, world: int, pool: WorkerPool) -> None:
-    only_with_all_cases(name != "mixtral" and (world == 8) != (name in DOUBLE))
+    only_with_all_cases((world == 8) != (name in DOUBLE - {"unet"}))  # on eight ranks the U-Net takes minutes
     case = TODAY[name]
     dtype = torch.float64 if world == 8 and name in DOUBLE else torch.float32
     model = model_of(case, dtype)
