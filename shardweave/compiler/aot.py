@@ -22,8 +22,9 @@ from shardweave.compiler.codegen import Step
 from shardweave.compiler.pipeline import copied
 from shardweave.compiler.refusal import refuse_open_sizes
 from shardweave.errors import CaptureError
-from shardweave.ir import SEED, Mesh
+from shardweave.ir import SEED, Axis, Mesh
 from shardweave.passes.annotate import graph_outputs, info
+from shardweave.passes.layouts import digit_size
 from shardweave.passes.rules.random import draws
 from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.random import Seeds, mixed, seeded
@@ -254,10 +255,12 @@ def _take_parts(graph: fx.Graph, whole: Sequence[fx.Node], mesh: RuntimeMesh) ->
         part, users = node, list(node.users)
         with graph.inserting_before(first):
             if layout.shard_axes:  # the batch, in its first dimension
-                index, size = 0, layout.local_shape[0]
-                for axis in layout.shard_axes:
-                    index = index * axis.size + coordinates[axis.name]
-                part = graph.call_function(aten.slice.Tensor, (part, 0, index * size, (index + 1) * size))
+                sizes = [digit_size(digit) for digit in layout.dims[0]]
+                part = graph.call_function(aten.reshape.default, (part, [*sizes, *layout.local_shape[1:]]))
+                for index, digit in reversed(list(enumerate(layout.dims[0]))):
+                    if isinstance(digit, Axis):
+                        part = graph.call_function(aten.select.int, (part, index, coordinates[digit.name]))
+                part = graph.call_function(aten.reshape.default, (part, list(layout.local_shape)))
             if not given.meta["val"].is_contiguous():  # the step was compiled for row-major memory
                 part = graph.call_function(aten.clone.default, (part,), {"memory_format": torch.contiguous_format})
         for user in users:

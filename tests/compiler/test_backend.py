@@ -102,6 +102,17 @@ def test_training_gives_the_numbers_of_one_device(
         assert run.collectives and expected <= run.collectives
 
 
+def test_weaving_gives_the_numbers_of_one_device(pool: WorkerPool) -> None:
+    """Each rank takes its rows of every sub-batch, which do not lie together in the whole batch."""
+    (alone,) = pool.run(train, "mlp", torch.float64, True, None, nprocs=1)
+    options = {"cluster": sw.Cluster.local(RANKS), "force": {"*": "dp", "first": (2, 1, 1, 2)}, "sub_batches": 2}
+    options |= {"recompute": "fine", "operator_slices": 2, "buckets": True}
+    for run in pool.run(train, "mlp", torch.float64, True, options, nprocs=RANKS):
+        assert run.losses == pytest.approx(alone.losses, rel=1e-9)
+        assert_close(run.gradients, alone.gradients, 1e-9)
+        assert_close(run.parameters, alone.parameters, 1e-9)
+
+
 def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
