@@ -64,7 +64,7 @@ class Options:
         What is gathered for the forward is kept for the backward, instead of gathered again. Of an op in slices a
         number says how many of them; the others are gathered again.
     buckets : bool
-        Small collectives of parameters and gradients are put together. Not yet with several micro-batches.
+        Small collectives of parameters and gradients are put together.
     cross_pass : bool
         The backward may compute a layer again while the gradients of another are on their way. Without it a layer is
         recomputed when the gradients of the one behind it are there, as Megatron-LM does: to see what it is worth.

@@ -267,7 +267,7 @@ class _Lowering:
             self._stage("keep", local)
         schedule = self._schedule(sharder)
         if weaving.buckets:
-            single, local = local, Bucket(self.cluster, self.annotated.tangents)(copied(local))
+            single, local = local, Bucket(self.cluster, self._borders(sharder))(copied(local))
             verify(local, "bucket")
             if not schedule.order(local.graph)[1]:  # a bucket is held as one
                 local = single
@@ -276,6 +276,12 @@ class _Lowering:
         verify(local, "schedule")
         self._stage("schedule", local, last=True)
         return sharder, specs, local
+
+    def _borders(self, sharder: Sharder) -> list[list[str]]:
+        """Where the graphs may be cut: at each tangent, and between turns."""
+        shared = sharder.working, sharder.accumulators.values()
+        turns = [[node.name for node in nodes] for nodes in shared] if sharder.options.accumulates else []
+        return [[tangent] for tangent in self.annotated.tangents] + turns
 
     def _schedule(self, sharder: Sharder) -> Schedule:
         options, trained = self.options, set(self.annotated.captured.gradients)

@@ -9,7 +9,7 @@ for memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,9 +25,12 @@ from shardweave.passes.local import in_order, remove_dead
 from shardweave.passes.recompute import layer_of
 
 aten = torch.ops.aten
+reshape, permute = aten.reshape.default, aten.permute.default
 _FULL = 9.0
 """A bucket is full when its bytes take this many times its latency."""
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+_VIEWS = {reshape, permute, aten.clone.default}
+"""What brings a gathered value into its shape."""
 
 
 @dataclass(frozen=True)
@@ -40,21 +43,22 @@ class Bucket:
     ----------
     cluster : Cluster
         Whose links say what is small.
-    tangents : sequence of str
-        The placeholders that a backward starts from. Gradients that come of different ones stay apart: some backwards
-        have only a few of them.
+    borders : sequence of collections of str
+        Sets of nodes where the graph may be cut later, so that what lies on one side is run without the other: a
+        backward that has only a few of the tangents, the turns of a step that share gathered parameters. Only what lies
+        on the same side of each border is put together.
     """
 
     name = "bucket"
     cluster: Cluster
-    tangents: Sequence[str] = ()
+    borders: Sequence[Collection[str]] = ()
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         graph = graph_module.graph
         prices = Prices(self.cluster)
         place = {node: index for index, node in enumerate(graph.nodes)}
-        for bucket in _buckets(graph, prices, self._sources(graph)):
-            _merge(graph, bucket, place)
+        for bucket in _buckets(graph, prices, sides(graph, self.borders)):
+            _Merged(graph, bucket, place).write()
         in_order(graph, place)
         remove_dead(graph)
         graph.lint()
@@ -62,13 +66,19 @@ class Bucket:
         return graph_module
 
 
-    def _sources(self, graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
-        """The tangents that each node comes of."""
-        found: dict[fx.Node, frozenset[str]] = {}
-        for node in graph.nodes:
-            mine = frozenset({node.name}) if node.name in self.tangents else frozenset()
-            found[node] = mine.union(*(found[source] for source in node.all_input_nodes))
-        return found
+Side = tuple[frozenset[int], frozenset[int]]
+
+
+def sides(graph: fx.Graph, borders: Sequence[Collection[str]]) -> dict[fx.Node, Side]:
+    """Of each node the borders that it lies behind, and those that it lies before."""
+    behind: dict[fx.Node, frozenset[int]] = {}
+    before: dict[fx.Node, frozenset[int]] = {}
+    at = {node: frozenset(i for i, names in enumerate(borders) if node.name in names) for node in graph.nodes}
+    for node in graph.nodes:
+        behind[node] = at[node].union(*(behind[source] for source in node.all_input_nodes))
+    for node in reversed(graph.nodes):
+        before[node] = at[node].union(*(before[user] for user in node.users))
+    return {node: (behind[node], before[node]) for node in graph.nodes}
 
 
 @dataclass(frozen=True)
@@ -81,28 +91,48 @@ class _Member:
     place: int
 
 
-def _buckets(graph: fx.Graph, prices: Prices, sources: Mapping[fx.Node, frozenset[str]]) -> list[list[_Member]]:
+def _candidate(node: fx.Node) -> Collective | None:
+    what = info(node).collective
+    return what if what is not None and what.cause != "activation" and what.kind in _KINDS else None
+
+
+def _buckets(graph: fx.Graph, prices: Prices, side: Mapping[fx.Node, Side]) -> list[list[_Member]]:
     """The starts that become one, each with those before it."""
     found: list[list[_Member]] = []
+    depth = {cause: _depths(graph, cause) for cause in ("parameter", "gradient")}
     for backward in (False, True):
         nodes = [n for n in graph.nodes if n.op == "call_function" and info(n).backward == backward]
         reached, now = {}, 0.0
         for node in nodes:
             reached[node] = now
             now += prices.of(node).seconds if prices.of(node).kernel else 0.0
-        groups: dict[Any, list[_Member]] = {}
+        groups: dict[Hashable, list[_Member]] = {}
         for index, node in enumerate(nodes):
-            what = info(node).collective
-            if what is None or what.cause == "activation" or what.kind not in _KINDS:
+            what = _candidate(node)
+            if what is None:
                 continue
             at = _first_use(node) if what.cause == "parameter" else _last_operand(node)
             member = _Member(node, what, reached.get(at, 0.0), index)
-            unit = layer_of(what.owner) if what.cause == "parameter" else sources[node]
-            key = what.kind, what.axes, what.cause, node.meta["val"].dtype, str(node.args[1:]), unit
-            groups.setdefault(key, []).append(member)
+            same = what.kind, what.axes, what.cause, node.meta["val"].dtype, str(node.args[1:])
+            layer = layer_of(what.owner) if what.cause == "parameter" else ""
+            groups.setdefault((same, layer, side[node], depth[what.cause][node]), []).append(member)
         for members in groups.values():
             found += _together(sorted(members, key=lambda m: (m.seconds, m.place)), prices, now)
     return found
+
+
+def _depths(graph: fx.Graph, cause: str) -> dict[fx.Node, int]:
+    """How many candidates of this cause lie on the way to each node: none of a bucket may need another one's."""
+    depth: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        ways = [depth[source] + int(_is_candidate(source, cause)) for source in node.all_input_nodes]
+        depth[node] = max(ways, default=0)
+    return depth
+
+
+def _is_candidate(node: fx.Node, cause: str) -> bool:
+    what = _candidate(node)
+    return what is not None and what.cause == cause
 
 
 def _together(members: Sequence[_Member], prices: Prices, end: float) -> list[list[_Member]]:
@@ -144,57 +174,88 @@ def _last_operand(start: fx.Node) -> fx.Node:
     return node
 
 
-_GLUE = {aten.reshape.default, aten.permute.default, aten.clone.default, aten.t.default, aten._to_copy.default}
+_GLUE = {reshape, permute, aten.clone.default, aten.t.default, aten._to_copy.default}
 
 
-def _merge(graph: fx.Graph, bucket: Sequence[_Member], place: dict[fx.Node, int]) -> None:
-    """Write one collective in the place of several."""
-    starts = [member.start for member in bucket]
-    first, kind = starts[0], bucket[0].what.kind
-    waits = [next(iter(start.users)) for start in starts]
-    assert all(is_wait(wait) for wait in waits)
-    late = bucket[0].what.cause == "gradient"
-    spot = max(map(place.__getitem__, starts)) if late else min(map(place.__getitem__, starts))
-    backward = info(first).backward
+class _Merged:
+    """One collective in the place of several."""
 
-    def call(target: Callable[..., Any], *args: Any, like: fx.Node = first) -> fx.Node:
-        node = graph.create_node("call_function", target, args)
-        values = fx.node.map_arg(args, lambda leaf: leaf.meta["val"])
-        with first.meta["val"].fake_mode:
-            node.meta["val"] = target(*values)
-        node.meta[META] = replace(info(like), layouts=(), collective=None, backward=backward)
-        place[node] = spot
+    def __init__(self, graph: fx.Graph, bucket: Sequence[_Member], place: dict[fx.Node, int]) -> None:
+        self.graph, self.bucket, self.place = graph, bucket, place
+        self.first, self.what = bucket[0].start, bucket[0].what
+        self.starts = [member.start for member in bucket]
+        spots = [place[start] for start in self.starts]
+        self.spot = max(spots) if self.what.cause == "gradient" else min(spots)
+
+    def write(self) -> None:
+        """Replace the collectives; the waits' names go to what takes their places."""
+        first, kind = self.first, self.what.kind
+        waits = [next(iter(start.users)) for start in self.starts]
+        assert all(is_wait(wait) for wait in waits)
+        ranks = first.args[1] if kind == "all_gather" else first.args[2] if kind == "reduce_scatter" else 1
+        assert isinstance(ranks, int) and callable(first.target) and callable(waits[0].target)
+        with self.graph.inserting_before(self.graph.output_node()):
+            operands = [start.all_input_nodes[0] for start in self.starts]
+            sizes = [operand.meta["val"].numel() for operand in operands]
+            if kind == "reduce_scatter":
+                sizes = [size // ranks for size in sizes]
+                rows = [self._call(reshape, each, [ranks, n]) for each, n in zip(operands, sizes)]
+                whole = self._call(reshape, self._call(aten.cat.default, rows, 1), [ranks * sum(sizes)])
+            else:
+                flat = [self._call(reshape, each, [n]) for each, n in zip(operands, sizes)]
+                whole = self._call(aten.cat.default, flat)
+            start = self._call(first.target, whole, *first.args[1:])
+            owners = f"{self.what.owner} and {len(self.bucket) - 1} more"
+            size = sum(member.what.bytes for member in self.bucket)
+            start.meta[META] = replace(info(start), collective=replace(self.what, bytes=size, owner=owners))
+            arrived = self._call(waits[0].target, start)
+            if kind == "all_gather":
+                arrived = self._call(reshape, arrived, [ranks, sum(sizes)])
+            offset = 0
+            for wait, size in zip(waits, sizes):
+                piece = self._call(aten.narrow.default, arrived, int(kind == "all_gather"), offset, size, like=wait)
+                self._hand_over(wait, piece)
+                offset += size
+
+    def _call(self, target: Callable[..., Any], *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
+        node = self.graph.create_node("call_function", target, args, kwargs)
+        node.meta[META] = replace(info(like or self.first), layouts=(), collective=None)
+        self.place[node] = self.spot if like is None else max(self.spot, self.place[like])
+        self._evaluate(node)
         return node
 
-    ranks = first.args[1] if kind == "all_gather" else first.args[2] if kind == "reduce_scatter" else 1
-    assert isinstance(ranks, int)
-    with graph.inserting_before(graph.output_node()):
-        operands = [start.all_input_nodes[0] for start in starts]
-        sizes = [operand.meta["val"].numel() for operand in operands]
-        if kind == "reduce_scatter":
-            parts = [call(aten.reshape.default, each, [ranks, n // ranks]) for each, n in zip(operands, sizes)]
-            whole = call(aten.reshape.default, call(aten.cat.default, parts, 1), [sum(sizes)])
-            sizes = [size // ranks for size in sizes]
-        else:
-            parts = [call(aten.reshape.default, each, [n]) for each, n in zip(operands, sizes)]
-            whole = call(aten.cat.default, parts)
-        assert callable(first.target) and callable(waits[0].target)
-        start = call(first.target, whole, *first.args[1:])
-        owners = f"{bucket[0].what.owner} and {len(bucket) - 1} more"
-        what = replace(bucket[0].what, bytes=sum(member.what.bytes for member in bucket), owner=owners)
-        start.meta[META] = replace(info(start), collective=what)
-        arrived = call(waits[0].target, start)
-        rows = call(aten.reshape.default, arrived, [ranks, sum(sizes)]) if kind == "all_gather" else arrived
-        dim, offset = int(kind == "all_gather"), 0
-        for wait, size in zip(waits, sizes):
-            piece = call(aten.narrow.default, rows, dim, offset, size, like=wait)
-            piece = call(aten.reshape.default, piece, list(wait.meta["val"].shape), like=wait)
-            piece.meta[META] = replace(info(wait))
-            for node in (piece, *piece.all_input_nodes):
-                place[node] = max(spot, place[wait])
-            offset += size
-            wait.replace_all_uses_with(piece)
-            old, begun = wait.name, wait.all_input_nodes[0]
-            graph.erase_node(wait)
-            graph.erase_node(begun)
-            piece.name = old
+    def _evaluate(self, node: fx.Node) -> None:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda leaf: leaf.meta["val"])
+        assert callable(node.target)
+        with self.first.meta["val"].fake_mode:
+            node.meta["val"] = node.target(*args, **kwargs)
+
+    def _hand_over(self, wait: fx.Node, piece: fx.Node) -> None:
+        """Let the users of `wait` read `piece`, which has as many elements.
+
+        In the shape of `wait`, which copies what is strided; not where a permutation follows, which is copied anyway.
+        """
+        users = list(wait.users)
+        alone = len(users) == 1 and users[0].target is reshape
+        if not (alone and all(each.target is permute for each in users[0].users)):
+            piece = self._call(reshape, piece, list(wait.meta["val"].shape), like=wait)
+            piece.meta[META] = info(wait)
+        wait.replace_all_uses_with(piece)
+        if piece.meta["val"].stride() != wait.meta["val"].stride():
+            self._reread(piece)
+        name, start = wait.name, wait.all_input_nodes[0]
+        self.graph.erase_node(wait)
+        self.graph.erase_node(start)
+        piece.name = name
+
+    def _reread(self, value: fx.Node) -> None:
+        """Evaluate the views of what has become strided; others that read it take a copy in row-major order."""
+        for user in list(value.users):
+            if user.target in _VIEWS:
+                strides = user.meta["val"].stride()
+                self._evaluate(user)
+                if user.meta["val"].stride() != strides:
+                    self._reread(user)
+            else:
+                copy = self._call(aten.clone.default, value, like=value, memory_format=torch.contiguous_format)
+                user.replace_input_with(value, copy)

@@ -74,10 +74,11 @@ def check(
     name: str, chosen: Sequence[Way], pool: WorkerPool, dtype: torch.dtype = torch.float64, *tolerances: float
 ) -> None:
     case = {**ZOO, **TODAY}[name]
-    model = model_of(case, dtype)
+    model, accumulates = model_of(case, dtype), chosen[0].accumulates
     steps = compile_ways(model, case, dtype, 4, chosen, size=ROWS)
-    expected = train(model, case, dtype, MOMENTUM, None, None, STEPS, ROWS)
-    first, *others = pool.run(train_packed, name, dtype, steps, MOMENTUM, STEPS, ROWS, nprocs=4, timeout=300)
+    expected = train(model, case, dtype, MOMENTUM, None, None, STEPS, ROWS, accumulates)
+    given = name, dtype, steps, MOMENTUM, STEPS, ROWS, accumulates
+    first, *others = pool.run(train_packed, *given, nprocs=4, timeout=300)
     wrong: list[str] = []
     for index, way in enumerate(chosen):
         ranks = [first[index], *(other[index] for other in others)]
@@ -88,6 +89,19 @@ def check(
 def test_sub_batches_of_micro_batches_equal_one_device(pool: WorkerPool) -> None:
     options = {"sub_batches": 2, "recompute": "fine"}
     check("gpt", [Way("both", megatron("gpt"), micro_batches=2, options=options)], pool)
+
+
+@pytest.mark.parametrize(("micro_batches", "accumulates"), [(2, 1), (1, 3), (2, 2)])
+def test_buckets_of_several_runs_equal_one_device(micro_batches: int, accumulates: int, pool: WorkerPool) -> None:
+    """Every form of a step, with parameters gathered once and at each use, gradients reduced before and behind sums."""
+    rests = {"*": "zero3", "head": "dp", "*.up": "zero2", "*.down": "mics:2", "*.qkv": "hpz:2", "*.out": "zero1"}
+    chosen = [
+        Way(name, force, micro_batches=micro_batches, accumulates=accumulates, options={"buckets": True})
+        for name, force in {"zero1": {"*": "zero1"}, "hsdp": {"*": "hsdp:2"}, "mixed": rests}.items()
+    ]
+    woven = Way("woven", rests, micro_batches=micro_batches, accumulates=accumulates,
+                options={"buckets": True, "sub_batches": 2, "recompute": "full"})  # fmt: skip
+    check("gpt", [*chosen, woven], pool)
 
 
 # -- the graphs

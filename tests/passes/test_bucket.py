@@ -1,0 +1,155 @@
+"""Bucket: fewer collectives that move the same bytes, on one side of every border, with no copy more than needed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardweave.compiler.pipeline import Compiled, lower
+from shardweave.compiler.planner.force import forced_strategies
+from shardweave.compiler.turns import Turns
+from shardweave.cost_model import Cluster
+from shardweave.cost_model.graphs import alias_of
+from shardweave.ir import Grid, Strategy
+from shardweave.options import Options
+from shardweave.passes.annotate import info
+from shardweave.passes.bucket import Bucket, sides
+from shardweave.passes.verify import verify
+from tests.cost_model.handmade import Builder
+from tests.passes.harness import collectives, mesh_of
+from tests.passes.joint import joint
+
+aten = torch.ops.aten
+CLUSTER = Cluster.local(4)
+AXES = CLUSTER.mesh().axes
+
+
+def lowered(force: dict[str, Any], **options: Any) -> Compiled:
+    mesh, step = mesh_of(2, 2), joint("gpt").annotated
+    found = forced_strategies(force, step.ops, mesh, step.batch)
+    return lower(step, {op.name: found[op.name][0] for op in step.ops}, mesh, Options(**options))
+
+
+def moved(module: fx.GraphModule) -> Counter[tuple[str, str, int]]:
+    """How many bytes are moved, by kind, cause and group."""
+    found: Counter[tuple[str, str, int]] = Counter()
+    for what in collectives(module):
+        found[what.kind, what.cause, len(what.axes)] += what.bytes
+    return found
+
+
+def count(module: fx.GraphModule) -> int:
+    return sum(what.cause != "activation" for what in collectives(module))
+
+
+@pytest.mark.parametrize("word", ["zero1", "zero2", "zero3", "hsdp:2", "hpz:2"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_every_form_of_a_step_moves_the_same_in_fewer_collectives(word: str, micro_batches: int) -> None:
+    """What turns share is gathered by the first, what is behind the sums is reduced by the last."""
+    several = [lowered({"*": word}, micro_batches=micro_batches, buckets=on).step.turns for on in (False, True)]
+    plain, merged = (turns() for turns in several if turns is not None)
+    for before, after in zip(forms(plain), forms(merged)):
+        assert moved(before) == moved(after)
+        assert count(after) < count(before) or not count(before)
+
+
+def forms(turns: Turns) -> list[fx.GraphModule]:
+    flags = [(one, other) for one in (False, True) for other in (False, True)]
+    return [turns.finish, *(turns.forward(*each) for each in flags), *(turns.backward(*each) for each in flags)]
+
+
+def test_all_that_a_layer_gathers_is_one_collective() -> None:
+    """What is small against the latency of the link; and so are all gradients."""
+    step = lowered({"*": "zero2"}, buckets=True).step
+    assert step.backward is not None
+    gathered, reduced = (
+        [what.owner for what in collectives(module) if what.cause != "activation"]
+        for module in (step.forward, step.backward)
+    )
+    assert len(gathered) == 2 and len(reduced) == 1  # of the only layer, and of all outside
+    assert sum(owner.startswith("blocks.0") for owner in gathered) == 1
+
+
+# -- copies
+
+
+def copies(module: fx.GraphModule) -> Counter[str]:
+    """The nodes that do nothing but copy."""
+    shaping = {aten.reshape.default: "shape", aten.clone.default: "shape", aten.cat.default: "cat"}
+    return Counter(shaping[n.target] for n in module.graph.nodes if n.target in shaping and alias_of(n) is None)
+
+
+def test_what_arrives_is_copied_once() -> None:
+    """A gather that a permutation follows is copied by that; one at rest on its first dimension once, by its piece. All
+    of a reduction is a view."""
+    for force in ({"*": "zero3"}, {"*": Strategy(Grid(x=2, data=2), rest=2)}):
+        plain, merged = lowered(force), lowered(force, buckets=True)
+        for part in ("forward", "backward"):
+            before, after = copies(plain.graphs[part]), copies(merged.graphs[part])
+            gathers = [n for n in plain.graphs[part].graph.nodes if (what := info(n).collective) is not None
+                       and what.kind == "all_gather" and what.cause == "parameter"]  # fmt: skip
+            permuted = [n for n in gathers for wait in n.users if any(_permutes(user) for user in wait.users)]
+            assert after["cat"] - before["cat"] == count(merged.graphs[part])
+            assert after["shape"] - before["shape"] == len(gathers) - len(permuted)
+
+
+def _permutes(node: fx.Node) -> bool:
+    return node.target is aten.permute.default or (
+        node.target is aten.reshape.default and any(map(_permutes, node.users))
+    )
+
+
+# -- by hand
+
+
+def gathers(builder: Builder, name: str, depth: int) -> fx.Node:
+    """A parameter gathered in so many steps."""
+    value = builder.tensor(name, 4, 4)
+    for _ in range(depth):
+        value = builder.wait(builder.start("all_gather", value, AXES, name, "parameter"))
+    return value
+
+
+def bucketed(builder: Builder, outputs: Sequence[fx.Node], borders: Sequence[Sequence[str]] = ()) -> list[str]:
+    """The owners of what the bucketed graph moves."""
+    module = Bucket(CLUSTER, borders)(builder.module(outputs))
+    verify(module, "bucket")
+    return sorted(what.owner for what in collectives(module))
+
+
+def test_no_member_of_a_bucket_needs_another() -> None:
+    with FakeTensorMode():
+        builder = Builder(AXES)
+        outputs = [gathers(builder, name, depth) for name, depth in (("a", 2), ("b", 1), ("c", 2))]
+    assert bucketed(builder, outputs) == ["a and 1 more", "a and 2 more"]
+
+
+def test_what_lies_on_different_sides_of_a_border_stays_apart() -> None:
+    with FakeTensorMode():
+        builder = Builder(AXES)
+        outputs = [gathers(builder, name, 1) for name in "abcd"]
+        outputs[0] = builder.call(aten.neg.default, outputs[0])
+        outputs[1] = builder.call(aten.neg.default, outputs[1])
+    shared = [output.name for output in outputs[:2]]
+    found = sides(builder.graph, [shared])
+    assert found[builder.graph.find_nodes(op="placeholder", target="a")[0]] == (frozenset(), frozenset({0}))
+    assert found[outputs[0]] == (frozenset({0}), frozenset({0}))
+    assert found[outputs[2]] == (frozenset(), frozenset())
+    assert bucketed(builder, outputs, [shared]) == ["a and 1 more", "c and 1 more"]
+
+
+def test_what_would_keep_its_first_user_waiting_stays_apart() -> None:
+    """A bucket ends where more bytes cost more than a latency saves."""
+    with FakeTensorMode():
+        builder = Builder(AXES)
+        outputs = []
+        for name, rows in (("small", 4), ("large", 2**22)):
+            start = builder.start("all_gather", builder.tensor(name, rows, 4), AXES, name, "parameter")
+            outputs.append(builder.wait(start))
+    assert bucketed(builder, outputs) == ["large", "small"]
