@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from shardweave.cost_model.graphs import alias_of, is_start, is_wait, node_nodes, tensor_bytes, tensors
+from shardweave.cost_model.prices import Prices
 
 KINDS = (
     "parameters", "optimizer", "copies", "buffers", "inputs", "saved", "gathered", "working", "scratch", "gradients",
@@ -103,6 +104,43 @@ def liveness(graph: fx.Graph, given: Mapping[fx.Node, tuple[Storage, ...]] | Non
 def output_storages(value: object, found: Liveness) -> tuple[Storage, ...]:
     """The storages of the nodes in `value`, a part of a graph's output."""
     return tuple(storage for node in node_nodes(value) for storage in found.where[node])
+
+
+def most_held(graph: fx.Graph, prices: Prices) -> tuple[int, fx.Node | None]:
+    """The most bytes that a graph holds at once in its order, with what kernels and collectives take, and where.
+
+    All that it takes is there from the beginning, all that it gives stays.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from shardweave.cost_model import Cluster
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> y = graph.call_function(torch.ops.aten.neg.default, (x,))
+    >>> z = graph.call_function(torch.ops.aten.neg.default, (y,))
+    >>> for node in (x, y, z):
+    ...     node.meta["val"] = torch.empty(4, device="meta")
+    >>> _ = graph.output(z)
+    >>> most_held(graph, Prices(Cluster.local(1)))
+    (48, neg_default_1)
+    """
+    found = liveness(graph)
+    stays = {*output_storages(graph.output_node().args, found)}
+    now = sum(sum(prices.of(node).sizes) for node in graph.nodes if node.op in ("placeholder", "get_attr"))
+    most, where = now, None
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        price = prices.of(node)
+        now += sum(price.sizes[index] for _, index in found.born.get(node, ())) + price.held
+        if now + price.scratch > most:
+            most, where = now + price.scratch, node
+        if is_wait(node):
+            now -= sum(prices.of(start).held for start in node.all_input_nodes)
+        ended = (storage for storage in found.dead.get(node, ()) if storage not in stays)
+        now -= sum(prices.of(key).sizes[index] for key, index in ended if key.op == "call_function")
+    return most, where
 
 
 def _storages(node: fx.Node, where: Mapping[fx.Node, tuple[Storage, ...]]) -> tuple[Storage, ...]:

@@ -72,7 +72,7 @@ class Prices:
         """The price of a node whose ``meta["val"]`` is local."""
         found = self._nodes.get(node)
         if found is None:
-            key = _key(node)
+            key = node_key(node)
             found = self._distinct.get(key)
             if found is None:
                 found = self._distinct[key] = self._price(node)
@@ -97,8 +97,8 @@ class Prices:
         return Price(seconds, work is not None, 0 if work is None else work.flops, sizes, scratch, held)
 
 
-def _key(node: fx.Node) -> Hashable:
-    """What the price of a node depends on; equal for equal nodes of equal layers."""
+def node_key(node: fx.Node) -> Hashable:
+    """What the price of a node depends on, and its value; equal for equal nodes of equal layers."""
     if node.op != "call_function":
         return node.op, _signed(node)
     what = info(node).collective

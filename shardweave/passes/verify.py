@@ -1,44 +1,234 @@
-"""Verify: what must hold of a local graph after every pass."""
+"""Verify: what must hold of a local graph after every pass.
+
+Each law is a function that finds what breaks it. None of them knows what the passes do: they compare the graph with
+itself, what its nodes compute with what is noted on them. All are one walk over the nodes, so that a graph may be
+checked after every pass of every plan that is tried.
+"""
 
 from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Hashable, Iterator
+from functools import cache
+from typing import Any
 
 import torch
 from torch import fx
 
+from shardweave.cost_model import Cluster
+from shardweave.cost_model.graphs import is_start, is_wait, node_nodes, tensor_bytes, tensors
+from shardweave.cost_model.memory import Storage, liveness, most_held
+from shardweave.cost_model.prices import Prices, node_key
 from shardweave.errors import VerifyError
+from shardweave.ir import Axis, Collective, group_name
 from shardweave.passes.annotate import info
+from shardweave.units import readable_bytes
 
-WAIT = torch.ops._c10d_functional.wait_tensor.default
+c10d = torch.ops._c10d_functional
 
 
 def verify(graph_module: fx.GraphModule, after: str) -> None:
     """Check a local graph.
 
-    - every collective that is started is waited for exactly once, and only its wait sees what it started,
-    - nothing of the forward needs anything of the backward,
-    - every value has the shape of its layout on one device.
+    - Every value is computed before it is read; nothing of the forward needs anything of the backward. All ranks run
+      this one graph, so that this is the order of the collectives of each group on all of them.
+    - Every collective that is started is waited for exactly once, and only its wait sees what it started.
+    - What is noted of a collective is what it does.
+    - Every value has the shape of its layout on one device, and what differs from rank to rank along an axis does so
+      until a collective over that axis: no partial sum is taken for the whole one.
+    - Every value has the shape and the dtype that its op makes of its inputs.
+    - Nothing is written into what a collective may still read, or read as it was before something was written into it.
 
     Raises
     ------
     VerifyError
         Naming the pass, the node and the rule that it breaks.
     """
-    for node in graph_module.graph.nodes:
-        known = info(node)
-        if known.collective is not None:
-            waits = [user for user in node.users if user.target is WAIT]
-            if len(waits) != 1 or len(node.users) != 1:
-                raise VerifyError(
-                    f"after {after}: the {known.collective.kind} {node.name} of {known.collective.owner} must be "
-                    f"waited for once and read by nothing else, it has the users {[user.name for user in node.users]}"
-                )
-        if node.op == "call_function" and not known.backward:
+    for law in (_order, _pairs, _notes, _layouts, _values, _writes):
+        for broken in law(graph_module.graph):
+            raise VerifyError(f"after {after}: {broken}")
+
+
+def verify_memory(graph_module: fx.GraphModule, after: str, cluster: Cluster, limit: int, states: int = 0) -> None:
+    """Check that what a local graph holds at once, in its order, is within a limit.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        Whose allocator gives the memory.
+    limit : int
+        Bytes that a device may use.
+    states : int
+        Bytes of the optimizer's states, which lie there besides.
+
+    Raises
+    ------
+    VerifyError
+        Naming the pass, the node at which it holds most, and the bytes.
+    """
+    most, node = most_held(graph_module.graph, Prices(cluster))
+    if most + states > limit:
+        where = f" at {node.name} of {info(node).op}" if node is not None else ""
+        raise VerifyError(
+            f"after {after}: {readable_bytes(most + states)} ({most + states:,} bytes) are held{where}, "
+            f"the limit is {readable_bytes(limit)} ({limit:,} bytes)"
+        )
+
+
+def _order(graph: fx.Graph) -> Iterator[str]:
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        for argument in node.all_input_nodes:
+            if argument not in seen:
+                yield f"{node.name} reads {argument.name} before it is computed"
+        seen.add(node)
+        if node.op == "call_function" and not info(node).backward:
             late = [argument.name for argument in node.all_input_nodes if info(argument).backward]
             if late:
-                raise VerifyError(f"after {after}: {node.name} of the forward needs {late} of the backward")
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and known.layouts and tuple(value.shape) != known.layouts[0].local_shape:
-            raise VerifyError(
-                f"after {after}: {node.name} has the shape {tuple(value.shape)}, its layout {known.layouts[0]} says "
-                f"{known.layouts[0].local_shape}"
+                yield f"{node.name} of the forward needs {late} of the backward"
+
+
+def _pairs(graph: fx.Graph) -> Iterator[str]:
+    for node in graph.nodes:
+        if is_wait(node) and not all(map(is_start, node.all_input_nodes)):
+            yield f"{node.name} waits for {node.all_input_nodes[0].name}, which starts no collective"
+        if not is_start(node):
+            continue
+        what = info(node).collective
+        if what is None:
+            yield f"{node.name} starts a collective that nothing is noted of"
+        elif len(node.users) != 1 or not all(map(is_wait, node.users)):
+            yield (
+                f"the {what.kind} {node.name} of {what.owner} must be waited for once and read by nothing else, it has "
+                f"the users {[user.name for user in node.users]}"
             )
+
+
+_KINDS = {
+    c10d.all_reduce.default: "all_reduce",
+    c10d.all_gather_into_tensor.default: "all_gather",
+    c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    c10d.all_to_all_single.default: "all_to_all",
+}
+
+
+def _notes(graph: fx.Graph) -> Iterator[str]:
+    for node in graph.nodes:
+        what = info(node).collective
+        if what is None:
+            continue
+        whole = node if what.kind == "all_gather" else node.all_input_nodes[0]
+        does = _KINDS.get(node.target), node.args[-1], tensor_bytes(whole.meta["val"])
+        noted = what.kind, group_name(what.axes), what.bytes
+        if does != noted:
+            yield f"{node.name} of {what.owner} does {does} (kind, group, bytes), and {noted} is noted"
+
+
+def _values(graph: fx.Graph) -> Iterator[str]:
+    right: set[Hashable] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        key = node_key(node)
+        if key not in right:  # equal layers have equal nodes
+            made, has = _shown(_evaluated(node)), _shown(node.meta.get("val"))
+            if made != has:
+                yield f"{node.name} has the value {has}, its op makes {made} of its inputs"
+            right.add(key)
+
+
+def _evaluated(node: fx.Node) -> Any:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda leaf: leaf.meta["val"])
+    given = tensors([node.meta.get("val"), *(leaf.meta["val"] for leaf in node.all_input_nodes)])
+    mode = next((each.fake_mode for each in given if hasattr(each, "fake_mode")), contextlib.nullcontext())
+    assert callable(node.target)
+    with mode, torch.no_grad():
+        try:
+            return node.target(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            return f"an error, {error}"
+
+
+def _shown(value: Any) -> Any:
+    shown = [(tuple(each.shape), str(each.dtype)) for each in tensors(value)]
+    return shown if shown or not isinstance(value, str) else value
+
+
+def _layouts(graph: fx.Graph) -> Iterator[str]:
+    differs: dict[fx.Node, frozenset[Axis]] = {}
+    for node in graph.nodes:
+        layouts = info(node).layouts
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and layouts and tuple(value.shape) != layouts[0].local_shape:
+            yield (
+                f"{node.name} has the shape {tuple(value.shape)}, its layout {layouts[0]} says {layouts[0].local_shape}"
+            )
+        comes = frozenset[Axis]().union(*(differs[source] for source in _read(node)))
+        if not layouts:
+            what = info(node).collective
+            differs[node] = comes - _made_equal(what)
+            continue
+        axes = {axis for layout in layouts for axis in (*layout.shard_axes, *layout.partial_axes)}
+        differs[node] = frozenset(axis for axis in axes if axis.kind == "space")
+        if lost := comes - differs[node]:
+            shown = ", ".join(str(layout) for layout in layouts)
+            yield (
+                f"what {node.name} reads differs along {sorted(axis.name for axis in lost)}, and no collective comes "
+                f"before its layout {shown}"
+            )
+
+
+def _made_equal(what: Collective | None) -> frozenset[Axis]:
+    """The axes along which a value is the same after a collective."""
+    return frozenset(what.axes) if what is not None and what.kind in ("all_reduce", "all_gather") else frozenset()
+
+
+_APART = {torch.ops.aten.cat.default, operator.getitem}
+"""What of several values behind these differs along which axis is not followed."""
+_LIKE = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"}
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose numbers a node reads, of which it makes one value."""
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    return [] if node.target in _APART or name in _LIKE else node.all_input_nodes
+
+
+def _writes(graph: fx.Graph) -> Iterator[str]:
+    where = liveness(graph).where
+    place: dict[fx.Node, int] = {}
+    sent: dict[Storage, fx.Node] = {}
+    written: dict[Storage, fx.Node] = {}
+    for index, node in enumerate(graph.nodes):
+        place[node] = index
+        for argument in node.all_input_nodes:
+            for storage in where[argument]:
+                writer = written.get(storage)
+                if writer is not None and place[argument] < place[writer]:
+                    yield f"{node.name} reads {argument.name}, into which {writer.name} has been written"
+        for argument in _written(node):
+            for storage in where[argument]:
+                if storage in sent:
+                    yield f"{node.name} is written into {argument.name}, which {sent[storage].name} may still read"
+                written[storage] = node
+        for source in node.all_input_nodes:
+            if is_start(node):
+                sent.update(dict.fromkeys(where[source], node))
+            elif is_wait(node):
+                sent = {storage: start for storage, start in sent.items() if start is not source}
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The inputs that a node is written into."""
+    if node.op != "call_function":
+        return []
+    arguments = [node.args[index] for index in _mutable(node.target) if index < len(node.args)]
+    return list(node_nodes(arguments))
+
+
+@cache
+def _mutable(target: Callable[..., Any]) -> tuple[int, ...]:
+    schema = getattr(target, "_schema", None)
+    arguments = schema.arguments if schema is not None else ()
+    return tuple(i for i, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write)

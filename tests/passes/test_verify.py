@@ -1,0 +1,186 @@
+"""Verify: graphs that are broken on purpose, each against one law, are refused with the pass, the node and the law."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from shardweave.compiler.pipeline import copied, lower
+from shardweave.compiler.planner.force import forced_strategies
+from shardweave.cost_model import Cluster
+from shardweave.cost_model.memory import most_held
+from shardweave.cost_model.prices import Prices
+from shardweave.errors import VerifyError
+from shardweave.ir import META
+from shardweave.options import Options
+from shardweave.passes.annotate import info
+from shardweave.passes.verify import verify, verify_memory
+from tests.passes.harness import mesh_of
+from tests.passes.joint import joint
+
+aten = torch.ops.aten
+CLUSTER = Cluster.local(4)
+
+
+@pytest.fixture(scope="module")
+def step() -> fx.GraphModule:
+    """A GPT in tensor and sharded data parallelism, with all that weaving does."""
+    mesh, annotated = mesh_of(2, 2), joint("gpt").annotated
+    force: dict[str, Any] = {"*": "zdp", "*.up": "column:2", "*.down": "row:2"}
+    found = forced_strategies(force, annotated.ops, mesh, annotated.batch)
+    options = Options(sub_batches=2, recompute="fine", buckets=True)
+    return lower(annotated, {op.name: found[op.name][0] for op in annotated.ops}, mesh, options).graphs["schedule"]
+
+
+def start_of(module: fx.GraphModule, kind: str, cause: str) -> fx.Node:
+    noted: list[tuple[fx.Node, Any]] = [(node, info(node).collective) for node in module.graph.nodes]
+    return next(node for node, what in noted if what is not None and (what.kind, what.cause) == (kind, cause))
+
+
+def wait_of(start: fx.Node) -> fx.Node:
+    (wait,) = start.users
+    return wait
+
+
+def product(module: fx.GraphModule) -> fx.Node:
+    found: fx.Node = next(node for node in module.graph.nodes if node.target is aten.mm.default)
+    return found
+
+
+def written_into(module: fx.GraphModule, value: fx.Node) -> fx.Node:
+    """A node that is written into a value, to be put somewhere."""
+    node = module.graph.call_function(aten.neg_.default, (value,))
+    node.meta = {"val": value.meta["val"], META: replace(info(value), collective=None)}
+    return node
+
+
+def read_too_early(module: fx.GraphModule) -> str:
+    node = product(module)
+    first = next(node for node in module.graph.nodes if node.op == "call_function")
+    first.prepend(node)
+    return f"{node.name} reads .* before it is computed"
+
+
+def wait_before_its_start(module: fx.GraphModule) -> str:
+    start = start_of(module, "all_reduce", "activation")
+    start.prepend(wait_of(start))
+    return f"{wait_of(start).name} reads {start.name} before it is computed"
+
+
+def wait_for_nothing(module: fx.GraphModule) -> str:
+    node = start_of(module, "all_gather", "parameter")
+    wait = wait_of(node)
+    wait.replace_input_with(node, node.all_input_nodes[0])
+    module.graph.erase_node(node)
+    return f"{wait.name} waits for .*, which starts no collective"
+
+
+def unknown_collective(module: fx.GraphModule) -> str:
+    node = start_of(module, "all_gather", "parameter")
+    node.meta[META] = replace(info(node), collective=None)
+    return f"{node.name} starts a collective that nothing is noted of"
+
+
+def other_bytes(module: fx.GraphModule) -> str:
+    node = start_of(module, "all_gather", "parameter")
+    what = info(node).collective
+    assert what is not None
+    node.meta[META] = replace(info(node), collective=replace(what, bytes=what.bytes + 1))
+    return f"{node.name} of .* is noted"
+
+
+def other_group(module: fx.GraphModule) -> str:
+    node = start_of(module, "all_reduce", "activation")
+    node.args = (*node.args[:-1], "another")
+    return f"{node.name} of .*'another'.* is noted"
+
+
+def sum_left_out(module: fx.GraphModule) -> str:
+    """The partial sums of a row-parallel product have the shape of the whole one."""
+    node = start_of(module, "all_reduce", "activation")
+    wait_of(node).replace_all_uses_with(node.all_input_nodes[0])
+    module.graph.erase_node(wait_of(node))
+    module.graph.erase_node(node)
+    return "reads differs along .*, and no collective comes before its layout"
+
+
+def gather_left_out(module: fx.GraphModule) -> str:
+    node = start_of(module, "all_gather", "parameter")
+    wait_of(node).replace_all_uses_with(node.all_input_nodes[0])
+    module.graph.erase_node(wait_of(node))
+    module.graph.erase_node(node)
+    return "its op makes"
+
+
+def another_operand(module: fx.GraphModule) -> str:
+    node = product(module)
+    node.args = (node.args[1], node.args[1])
+    return f"{node.name} has the value .*, its op makes"
+
+
+def another_dtype(module: fx.GraphModule) -> str:
+    node = product(module)
+    node.meta["val"] = node.meta["val"].float()
+    return f"{node.name} has the value .*float32.*, its op makes .*float64"
+
+
+def sent_and_written(module: fx.GraphModule) -> str:
+    node = start_of(module, "reduce_scatter", "gradient")
+    wait_of(node).prepend(written_into(module, node.all_input_nodes[0]))
+    return f"neg_.* is written into .*, which {node.name} may still read"
+
+
+def sent_and_written_through_a_view(module: fx.GraphModule) -> str:
+    node = start_of(module, "reduce_scatter", "gradient")
+    source = node.all_input_nodes[0]
+    view = module.graph.call_function(aten.view.default, (source, [-1]))
+    view.meta = {"val": source.meta["val"].view(-1), META: replace(info(source), layouts=())}
+    wait_of(node).prepend(view)
+    wait_of(node).prepend(written_into(module, view))
+    return f"neg_.* is written into view.*, which {node.name} may still read"
+
+
+def read_after_it_was_overwritten(module: fx.GraphModule) -> str:
+    node = product(module)
+    node.append(written_into(module, node))
+    return f"reads {node.name}, into which neg_.* has been written"
+
+
+BREAKS = [
+    read_too_early, wait_before_its_start, wait_for_nothing, unknown_collective, other_bytes, other_group,
+    sum_left_out, gather_left_out, another_operand, another_dtype, sent_and_written, sent_and_written_through_a_view,
+    read_after_it_was_overwritten,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", BREAKS)
+def test_a_broken_graph_is_refused(damage: Callable[[fx.GraphModule], str], step: fx.GraphModule) -> None:
+    module = copied(step)
+    verify(module, "schedule")
+    message = damage(module)
+    with pytest.raises(VerifyError, match=f"^after a pass: .*{message}"):
+        verify(module, "a pass")
+
+
+def test_a_sum_may_be_written_into_a_value_that_nothing_else_reads(step: fx.GraphModule) -> None:
+    """As gradients of sub-batches are."""
+    module = copied(step)
+    assert any(node.target is aten.add_.Tensor for node in module.graph.nodes)
+    verify(module, "schedule")
+
+
+# -- memory
+
+
+def test_memory_beyond_the_limit_is_refused(step: fx.GraphModule) -> None:
+    most, node = most_held(step.graph, Prices(CLUSTER))
+    assert node is not None
+    verify_memory(step, "schedule", CLUSTER, most + 8, states=8)
+    with pytest.raises(VerifyError, match=f"^after schedule: .*{most + 8:,} bytes.* at {node.name} .*{most + 7:,}"):
+        verify_memory(step, "schedule", CLUSTER, most + 7, states=8)
+
