@@ -11,6 +11,7 @@ import copy
 import gc
 import time
 import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -99,27 +100,34 @@ def constants(parallel: Any) -> list[torch.Tensor]:
     return [getattr(module, name) for name, module in found.items()]
 
 
-def measure_all(name: str, ranks: int, plans: list[dict[str, Any]]) -> list[Figures]:
+def measure_all(case: Case, ranks: int, plans: list[dict[str, Any]]) -> list[Figures]:
     """In one rank: the step of each plan in turn, compiled as `compile_parallel` does."""
-    case = CASES[name]
     compiler = _Compiler(case.model(), sw.Cluster.local(ranks), case.batch(0), None, None)
     return [measure(case, compiler.compile(sw.Plan.from_dict(plan))) for plan in plans]
 
 
-def prepare(case: Case, ranks: int, ways: list[str]) -> list[tuple[str, sw.Plan, Timeline]]:
+def prepare(case: Case, ranks: int, ways: Mapping[str, Options]) -> list[tuple[str, sw.Plan, Timeline]]:
     """A plan in each of these ways, and what the simulator says of its step."""
     compiler = _Compiler(case.model(), sw.Cluster.local(ranks), case.batch(0), None, None)
     found = []
-    for way in ways:
+    for way, options in ways.items():
         compiler = copy.copy(compiler)
-        force, _, count = way.partition(" x")
-        compiler.options = Options(force=WAYS[force], micro_batches=int(count or 1))
+        compiler.options = options
         try:
             plan = compiler.plan()
         except sw.ParallelError as error:
             print(f"{case.name}, {way}: {type(error).__name__}: {str(error)[:90]}", flush=True)
             continue
         found.append((way, plan, plan.timeline()))
+    return found
+
+
+def ways_of(words: Iterable[str]) -> dict[str, Options]:
+    """What each of `WAYS` asks for, or in several micro-batches: 'zero1 x2'."""
+    found = {}
+    for word in words:
+        force, _, count = word.partition(" x")
+        found[word] = Options(force=WAYS[force], micro_batches=int(count or 1))
     return found
 
 
@@ -138,9 +146,9 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- |")
     with WorkerPool() as pool:
         for name in given.models or CASES:
-            prepared = prepare(CASES[name], given.ranks, given.ways)
+            prepared = prepare(CASES[name], given.ranks, ways_of(given.ways))
             plans = [plan.to_dict() for _, plan, _ in prepared]
-            ranks = pool.run(measure_all, name, given.ranks, plans, nprocs=given.ranks, timeout=600.0)
+            ranks = pool.run(measure_all, CASES[name], given.ranks, plans, nprocs=given.ranks, timeout=600.0)
             for (way, _, timeline), *figures in zip(prepared, *ranks, strict=True):
                 worst = max(figures, key=lambda found: found.peak)
                 off = timeline.peak_memory / worst.peak - 1

@@ -22,6 +22,7 @@ parameters as they rest, so that none are gathered ahead of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
@@ -163,6 +164,9 @@ class _Step:
                     self.trained.append(storage_bytes(storage))
                     size = int(self.optimizer_ratio * self.trained[-1])
                     self._change("optimizer", rounded(size, self.cluster.device), state.name)
+                if isinstance(state, ValueSpec):  # a micro-batch's piece is a view of what the call is given
+                    size = math.prod(state.layout.local_shape) * storage[0].meta["val"].element_size()
+                    self._change("inputs", rounded(size, self.cluster.device) - self._size(storage), state.name)
         return found
 
     def prepare(self, graph: fx.Graph) -> None:
