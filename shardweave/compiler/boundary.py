@@ -120,4 +120,5 @@ class Boundary:
             graph_hash(forward, backward),
             any(node.op == "placeholder" and node.name == SEED for node in forward.graph.nodes),
             tuple(pieces) if times else (),
+            axes_size(self.mesh.woven),
         )

@@ -133,6 +133,8 @@ class StepSpec:
     pieces: tuple[Layout, ...] = ()
     """In a step of several micro-batches, where each input and then each output of one of them lies: on the time axis
     of `mesh`, too."""
+    sub_batches: int = 1
+    """How many parts of each micro-batch the graphs compute; each is spread over the devices for itself."""
 
     @property
     def micro_batches(self) -> int:

@@ -234,9 +234,9 @@ class ParallelModule(nn.Module):
         InputError
             If the tensor's first dimension does not divide by `data_world_size`.
         """
-        parts, steps = self.data_world_size, self.spec.micro_batches
+        parts, steps = self.data_world_size, self.spec.micro_batches * self.spec.sub_batches
         if parts > 1 and (tensor.ndim == 0 or tensor.shape[0] % (steps * parts)):
-            each = f" in each of {steps} micro-batches" if steps > 1 else ""
+            each = f" in each of its {steps} micro- or sub-batches" if steps > 1 else ""
             raise InputError(
                 f"a tensor of shape {tuple(tensor.shape)} does not divide into the {parts} parts of a batch{each}"
             )

@@ -311,22 +311,28 @@ def test_what_needs_the_whole_batch_is_refused_by_name() -> None:
         sw.plan(nn.Linear(8, 8), sw.Cluster.local(4), torch.randn(7, 8), options=options)
 
 
-def test_a_loss_outside_of_the_model(pool: WorkerPool) -> None:
-    """Outputs are those of the whole part of the batch, in its order, and so are tangents."""
-    for found, expected in pool.run(outside, nprocs=2):
+@pytest.mark.parametrize("outputs", ["whole", "part"])
+def test_a_loss_outside_of_the_model(outputs: Any, pool: WorkerPool) -> None:
+    """Outputs are those of the whole batch or of this rank's part, in its order, and so are tangents."""
+    for found, expected in pool.run(outside, outputs, nprocs=2):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def outside() -> tuple[list[Tensor], list[Tensor]]:
+def outside(outputs: Any) -> tuple[list[Tensor], list[Tensor]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).double()
     x, weight = torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
-    options = sw.Options(sub_batches=2, force={"*": "zdp"}, outputs="whole")
+    options = sw.Options(sub_batches=2, force={"*": "zdp"}, outputs=outputs)
     parallel = sw.compile_parallel(model, sw.Cluster.local(2), x, options=options)
     y = parallel(x)
-    (y * weight).sum().backward()
+    (y * (weight if outputs == "whole" else parallel.local(weight))).sum().backward()
     expected = model(x)
     (expected * weight).sum().backward()
+    if outputs == "part":  # losses of parts are averaged
+        expected = parallel.local(expected)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= 2
     mine = [y.detach(), *(p.grad.full_tensor() for p in parallel.parameters() if p.grad is not None)]  # type: ignore[attr-defined]
     return mine, [expected.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
