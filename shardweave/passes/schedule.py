@@ -7,14 +7,17 @@ section IV-A), and the sub-batches come one after the other (so that one communi
 Algorithm 1 and 2). Prefetched gathers, gradients reduced under the backward and reduce-scatters drained late (AxoNN
 IV-B and IV-C, AMSP V-C) need no rule: a start never waits for its turn.
 
-Of a few such orders, which hold more or less back for memory, the fastest that fits is taken.
+Of a few such orders, which hold more or less back for memory, the fastest that fits is taken. What it computes ahead of
+its turn, to fill the time of a wait, is then cut to what is worth its memory.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import fx
@@ -37,12 +40,14 @@ CAST = aten._to_copy.default
 
 SHAPING = (GLUE - {WAIT}) | {CAST, operator.getitem, aten.add.Tensor, aten.add_.Tensor, aten.cat.default}
 """What may lie between a value and the start of its collective."""
-AHEAD = (4, 1)
+AHEAD = (8, 4, 1)
 """How many moments are gathered ahead where the user does not say it."""
 ALL = 2**31
-_SPAN = 4
 _CLOSE = 1.005
 """An order this close to the best one, or to the bound, is as good, and the one that holds less is taken."""
+_FINE = 0.1
+"""No memory is saved that is less than this part of it."""
+_Order = Callable[..., Woven]
 
 
 @dataclass(frozen=True)
@@ -104,16 +109,19 @@ class Schedule:
     def _best(self, tasks: Tasks, room: int | None) -> Woven:
         """The fastest order that fits; where none does, the one that holds least."""
         bound = _bound(tasks) * _CLOSE
+        limit = math.inf if room is None else room
         best: Woven | None = None
-        for found in self._orders(tasks):
-            if best is None or _better(found, best, room):
-                best = found
-            if best.seconds <= bound and (room is None or best.peak_bytes <= room):
+        for order in self._orders(tasks):
+            found = order(room=limit)
+            if best is None or _better(found, best, limit):
+                best, fastest = found, order
+            if best.seconds <= bound and best.peak_bytes <= limit:
                 break
         assert best is not None
-        return best
+        return _thriftier(best, fastest, limit)
 
-    def _orders(self, tasks: Tasks) -> Iterator[Woven]:
+    def _orders(self, tasks: Tasks) -> Iterator[_Order]:
+        """The orders that are tried, each given the room that it has."""
         slowdown = self.cluster.device.overlap_slowdown
         depths = [(ahead, ALL) for ahead in AHEAD] + [(min(AHEAD), min(AHEAD))]
         if self.lookahead is not None:
@@ -122,11 +130,26 @@ class Schedule:
             moments = _moments(tasks, keys)
             held = _hold_back(tasks, keys, moments)
             for ahead, reductions in depths:
-                yield weave(tasks, held, moments, lookahead=ahead, reductions=reductions, slowdown=slowdown)
+                yield partial(weave, tasks, held, moments, lookahead=ahead, reductions=reductions, slowdown=slowdown)
 
 
-def _better(one: Woven, other: Woven, room: int | None) -> bool:
-    fits, others = (room is None or woven.peak_bytes <= room for woven in (one, other))
+def _thriftier(best: Woven, order: _Order, limit: float) -> Woven:
+    """`best` with as little computed ahead of its turn as takes no longer; with less, where only that fits."""
+    seconds = best.seconds * _CLOSE
+    low, high = order(room=0).peak_bytes, best.peak_bytes
+    room = low
+    while high - low > _FINE * high:
+        found = order(room=room)
+        if found.peak_bytes < best.peak_bytes and (found.seconds <= seconds or best.peak_bytes > limit):
+            best, high = found, room
+        else:
+            low = room
+        room = (low + high) // 2
+    return best
+
+
+def _better(one: Woven, other: Woven, limit: float) -> bool:
+    fits, others = (woven.peak_bytes <= limit for woven in (one, other))
     if fits != others:
         return fits
     if not fits:
@@ -200,15 +223,13 @@ def _early_starts(tasks: Tasks, keys: list[Key]) -> list[Key]:
 
 def _by_segments(tasks: Tasks) -> list[Key]:
     """Segment, what leads to the collectives at its end before what does not, sub-batch, place."""
-    segments, segment, moments = [], 0, 0
+    segments, segment = [], 0
     steps = [info(node).steps for node in tasks.nodes]
     for task, mine in enumerate(steps):
         segments.append(segment)
         following = steps[task + 1] if task + 1 < len(steps) else ()
         complete = not mine or not following or following[-1][1] <= mine[-1][1]  # the last step of a node
-        moments += _cause(tasks, task) == "parameter"
-        if complete and (_cause(tasks, task) == "activation" or moments > _SPAN):
-            segment, moments = segment + 1, 0
+        segment += complete and _cause(tasks, task) == "activation"
     leads = [False] * len(steps)
     ending = set()
     for task in reversed(range(len(steps))):

@@ -4,13 +4,15 @@ Tasks are taken in the order of their keys, as far as their data allow: when the
 one of those behind it that need not runs meanwhile. Time passes as it does in the simulator (`cost_model.streams`), so
 that what is found here is what will be predicted.
 
-Two things are held back, for memory: the gather of a parameter until the one used `lookahead` moments before it is
-about to be used, and the start of a gradient's reduction until no more than `lookahead` others are under way.
+Three things are held back, for memory: the gather of a parameter until the one used `lookahead` moments before it is
+about to be used, the start of a gradient's reduction until no more than `reductions` others are under way, and what
+would be computed before its turn until it fits into `room`.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,6 +65,7 @@ def weave(
     *,
     lookahead: int,
     reductions: int,
+    room: float = math.inf,
     slowdown: float = 1.0,
 ) -> Woven:
     """Order `tasks`.
@@ -77,10 +80,12 @@ def weave(
         How many moments are gathered ahead of the one in use.
     reductions : int
         How many gradients may be on their way to their states when another one starts.
+    room : float
+        Bytes. What would hold more is not computed before its turn, as long as time may pass instead.
     slowdown : float
         What compute takes, as a multiple, while a collective runs.
     """
-    return _Weaver(tasks, keys, moments, lookahead, reductions, slowdown).run()
+    return _Weaver(tasks, keys, moments, lookahead, reductions, room, slowdown).run()
 
 
 _NOW: Key = (-2,)
@@ -95,10 +100,11 @@ class _Weaver:
         moments: Sequence[Moment],
         lookahead: int,
         reductions: int,
+        room: float,
         slowdown: float,
     ) -> None:
         self.tasks, self.keys, self.moments = tasks, keys, moments
-        self.lookahead, self.reductions = lookahead, reductions
+        self.lookahead, self.reductions, self.room = lookahead, reductions, room
         self.streams = Streams(slowdown)
         self.order: list[int] = []
         self.done = [False] * len(tasks.nodes)
@@ -119,6 +125,9 @@ class _Weaver:
                 self._hold(start, index)
             for use in moment.uses:
                 self.begins[use] = max(index, self.begins.get(use, 0))
+        self.turns = iter(sorted(range(len(keys)), key=keys.__getitem__))
+        self.turn = next(self.turns, -1)
+        """The first task, by the keys, that has not run."""
         self.parked: dict[int, list[int]] = {}  # by the moment: what is ready but for its release
         self.begun = -1
         self.released = lookahead - 1
@@ -135,13 +144,28 @@ class _Weaver:
                 self._offer(task)
         while len(self.order) < len(self.done):
             self._arrive(idle=False)
-            if not self.ready:
-                self._idle()
             while self.ready and self.done[self.ready[0][1]]:
                 heapq.heappop(self.ready)
-            if self.ready:
+            if not self.ready or self._too_early(*self.ready[0]):
+                self._idle()
+            else:
                 self._take(heapq.heappop(self.ready)[1])
         return Woven(self.order, self.streams.now, self.peak)
+
+    def _too_early(self, key: Key, task: int) -> bool:
+        """Whether a task is to wait for its turn, for memory."""
+        if self.room == math.inf or key < (0,) or not self.streams.running:
+            return False
+        while self.done[self.turn]:
+            self.turn = next(self.turns)
+        tasks, sizes = self.tasks, self.tasks.sizes
+        more = sum(sizes[storage] for storage in tasks.born[task])
+        less = sum(sizes[each] for each in tasks.lives[task] if self._ends(each, self.readers[each] - 1))
+        return task != self.turn and more > less and self.held + more > self.room
+
+    def _ends(self, storage: int, readers: int) -> bool:
+        """Whether a storage that so many tasks are still to use is freed."""
+        return not readers and not self.tasks.kept[storage]
 
     def _arrive(self, idle: bool) -> None:
         """Offer the waits whose collectives are done; the newest gradient's not while there is something to compute."""
@@ -225,7 +249,7 @@ class _Weaver:
             self.held -= tasks.sending[tasks.started[task]]
         for storage in tasks.lives[task]:
             self.readers[storage] -= 1
-            if not self.readers[storage] and not tasks.kept[storage]:
+            if self._ends(storage, self.readers[storage]):
                 self.held -= tasks.sizes[storage]
         for user in tasks.users[task]:
             self.missing[user] -= 1
