@@ -1,28 +1,38 @@
-"""The list scheduler against the best order that there is, which CP-SAT proves, on layers and on random tasks."""
+"""The list scheduler against the best order that there is, and against what none can beat.
+
+On layers and on random tasks CP-SAT proves the best order; for whole models there are the bounds of `bounds`.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ortools.sat.python import cp_model
 from torch import fx
 
-from shardweave.compiler.pipeline import Compiled, lower
+from shardweave.compiler.capture import capture
+from shardweave.compiler.pipeline import Annotated, Compiled, annotate, lower
 from shardweave.compiler.planner.force import forced_strategies
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.collectives import Demand
 from shardweave.cost_model.prices import Prices
-from shardweave.ir import Axis, Collective
+from shardweave.demo.model import GPT, GPTConfig
+from shardweave.ir import Axis, Collective, Grid, Strategy
 from shardweave.options import Options
 from shardweave.passes.annotate import info
 from shardweave.passes.schedule import Schedule
 from shardweave.passes.tasks import Tasks, Transfers
 from shardweave.passes.weave import weave
 from tests.compiler.test_weaving import megatron
+from tests.passes.bounds import exposed_at_least, seconds_at_least
 from tests.passes.harness import examples
 from tests.passes.joint import joint
 
@@ -98,9 +108,46 @@ def test_an_order_is_one(seed: int) -> None:
     assert sorted(woven.order) == list(range(len(tasks.nodes)))
     at = {task: index for index, task in enumerate(woven.order)}
     assert all(at[need] < at[task] for task, needs in enumerate(tasks.needs) for need in needs)
-    bound, _ = best_seconds(tasks)
+    bound, proven = best_seconds(tasks)
+    assert not proven or seconds_at_least(tasks) <= bound + 1e-6
     whole = sum(tasks.seconds) + sum(t.demand.seconds for t in tasks.transfers if t is not None)
     assert bound - 1e-6 <= woven.seconds <= whole + 1e-9
+
+
+@examples(40, shrink=False)
+@given(seed=st.integers(0, 10**6), ahead=st.booleans())
+def test_less_room_holds_less(seed: int, ahead: bool) -> None:
+    """What grows memory waits for its turn where there is no room; with all the room that it takes, it does not."""
+    tasks = random_tasks(seed)
+    count = len(tasks.nodes)
+    lives = [[task, *needs] for task, needs in enumerate(tasks.needs)]
+    kept = [not users for users in tasks.users]
+    tasks = replace(tasks, born=[[task] for task in range(count)], lives=lives, sizes=[1] * count, kept=kept)
+    keys = [(task,) for task in range(count)]
+    free = weave(tasks, keys, lookahead=1, reductions=1)
+    if ahead:
+        assert weave(tasks, keys, lookahead=1, reductions=1, room=free.peak_bytes).order == free.order
+    else:
+        least = weave(tasks, keys, lookahead=1, reductions=1, room=0)
+        assert sorted(least.order) == list(range(count)) and least.peak_bytes <= free.peak_bytes
+
+
+def parts_of(graph: fx.Graph, cluster: Cluster) -> Iterator[Tasks]:
+    """The forward and the backward."""
+    for backward in (False, True):
+        nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and info(n).backward == backward]
+        yield Tasks.of(graph, nodes, Prices(cluster))
+
+
+@examples(40, shrink=False)
+@given(seed=st.integers(0, 10**6), part=st.sampled_from([0.3, 0.6, 1.0]))
+def test_no_order_beats_the_bound(seed: int, part: float) -> None:
+    """Two groups that each take a part of the same links, together no more than these have or more."""
+    tasks = random_tasks(seed)
+    shared = [t and replace(t, demand=replace(t.demand, use={"links": part})) for t in tasks.transfers]
+    tasks = replace(tasks, transfers=shared)
+    woven = weave(tasks, [(task,) for task in range(len(tasks.nodes))], lookahead=1, reductions=1)
+    assert seconds_at_least(tasks) <= woven.seconds + 1e-9
 
 
 def layer(preset: str, sub_batches: int, recompute: str) -> tuple[Compiled, Cluster]:
@@ -119,10 +166,56 @@ def layer(preset: str, sub_batches: int, recompute: str) -> tuple[Compiled, Clus
 def test_a_layer_is_within_five_percent_of_the_best_order(preset: str, sub_batches: int, recompute: str) -> None:
     compiled, cluster = layer(preset, sub_batches, recompute)
     graph = compiled.graphs["split" if sub_batches > 1 else "recompute"].graph
-    for backward in (False, True):
-        nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and info(n).backward == backward]
-        tasks = Tasks.of(graph, nodes, Prices(cluster))
+    for tasks in parts_of(graph, cluster):
         best, _ = best_seconds(tasks)  # where CP-SAT runs out of time, what it has proven so far
         assert best > 0
         found = Schedule(cluster)._best(tasks, None).seconds
         assert best * 0.999 <= found <= 1.05 * best
+
+
+@cache
+def step_of(layers: int, width: int, batch: int) -> Annotated:
+    """The step of a GPT that is as large as those that are trained, on no device."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(50304, 1024, layers, width // 64, width))
+        tokens = torch.zeros(batch, 1024, dtype=torch.long)
+    options = Options(precision="fp16")
+    return annotate(capture(model, (tokens, tokens), precision=options.mixed), options)
+
+
+def forced(plan: str, degree: int, devices: int) -> dict[str, Any]:
+    """Sharded data parallelism; or Megatron's, its weights resting whole or sharded over the data axes."""
+    if plan == "zdp":
+        return {"*": "zdp"}
+    data = devices // degree
+    rest = data if plan == "tensor and zdp" else 1
+    columns, rows = (Strategy(grid, rest=rest) for grid in (Grid(x=degree, data=data), Grid(y=degree, data=data)))
+    return {"*": rows, "*.qkv": columns, "*.up": columns, "head": columns}
+
+
+@pytest.mark.parametrize(
+    ("preset", "plan", "layers", "width", "sub_batches", "recompute"),
+    [
+        ("rtx3090-nvlink", "tensor", 24, 2048, 2, "fine"),
+        ("rtx3090-nvlink", "zdp", 24, 2048, 2, "none"),
+        ("rtx3090-nvlink", "tensor and zdp", 24, 2048, 1, "fine"),
+        ("rtx3090-pcie", "tensor and zdp", 24, 2048, 2, "fine"),
+        ("rtx3090-nvlink", "tensor", 8, 8192, 2, "fine"),
+    ],
+)
+def test_models_expose_what_they_must(
+    preset: str, plan: str, layers: int, width: int, sub_batches: int, recompute: str
+) -> None:
+    """No more than a tenth above what no order can hide."""
+    cluster = Cluster.preset(preset, nodes=8)
+    cluster = replace(cluster, device=replace(cluster.device, overlap_slowdown=1.0))  # which the bound does not know
+    step, mesh = step_of(layers, width, 128 if width == 2048 else 64), cluster.mesh()
+    found = forced_strategies(forced(plan, 4 if width == 2048 else 8, 32), step.ops, mesh, step.batch)
+    strategies = {op.name: found[op.name][0] for op in step.ops}
+    options = Options(precision="fp16", sub_batches=sub_batches, recompute={"*": recompute})  # type: ignore[dict-item]
+    graph = lower(step, strategies, mesh, options, cluster=cluster).graphs["split" if sub_batches > 1 else "recompute"]
+    exposed = bound = 0.0
+    for tasks in parts_of(graph.graph, cluster):
+        exposed += Schedule(cluster)._best(tasks, None).seconds - sum(tasks.seconds)
+        bound += exposed_at_least(tasks)
+    assert 0 < bound * 0.999 <= exposed <= 1.1 * bound
