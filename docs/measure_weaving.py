@@ -1,4 +1,4 @@
-"""What each kind of weaving is worth, simulated: the table of docs/weaving.md.
+"""What each kind of weaving is worth, simulated: the table and the figure of docs/weaving.md.
 
 python -m docs.measure_weaving             GPTs of Oases' Table 3 on both of its clusters
 python -m docs.measure_weaving --write     and put them into docs/weaving.md
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
 import shardweave as sw
 from shardweave.compiler.api import _Compiler
@@ -21,12 +22,16 @@ from shardweave.compiler.planner.force import forced_strategies
 from shardweave.cost_model import Timeline
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.options import Options
+from shardweave.precision import Precision
 from shardweave.units import readable_bytes, readable_seconds
 
 PAGE = Path(__file__).parent / "weaving.md"
+FIGURE = Path(__file__).parent / "images" / "weaving.png"
 BEGIN, END = "<!-- measured: python -m docs.measure_weaving --write -->\n", "<!-- end -->\n"
 CLUSTERS = ("rtx3090-nvlink", "rtx3090-pcie")
 NODES, CONTEXT, VOCABULARY = 8, 1024, 50304
+PRECISION = Precision(torch.float16)
+"""Gradients are reduced in the dtype that they are computed in: Megatron-LM's default in fp16."""
 
 STAGES: dict[str, dict[str, Any]] = {
     "tensor parallel": {"recompute": "full", "cross_pass": False},
@@ -39,16 +44,17 @@ STAGES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A row of Oases' Table 4."""
+    """A row of Oases' Table 4, computed so many times for a reduction of the gradients and a step of the optimizer."""
 
     hidden: int
     layers: int
     heads: int
     tensor: int
     batch: int
+    micro_batches: int = 1
 
 
-SETTINGS = (Setting(2048, 24, 32, 4, 128), Setting(8192, 8, 128, 8, 8))
+SETTINGS = (Setting(2048, 24, 32, 4, 128), Setting(8192, 8, 128, 8, 8), Setting(8192, 8, 128, 8, 8, micro_batches=8))
 
 
 def compiler(setting: Setting, cluster: sw.Cluster) -> _Compiler:
@@ -56,8 +62,9 @@ def compiler(setting: Setting, cluster: sw.Cluster) -> _Compiler:
     config = GPTConfig(VOCABULARY, CONTEXT, setting.layers, setting.heads, setting.hidden)
     with torch.device("meta"):
         model = GPT(config)
-        tokens = torch.zeros(setting.batch, CONTEXT, dtype=torch.long)
-    return _Compiler(model, cluster, (tokens, tokens), Options(precision="fp16"), None)
+        tokens = torch.zeros(setting.batch * setting.micro_batches, CONTEXT, dtype=torch.long)
+    options = Options(precision=PRECISION, micro_batches=setting.micro_batches)
+    return _Compiler(model, cluster, (tokens, tokens), options, None)
 
 
 def megatron(setting: Setting) -> dict[str, Any]:
@@ -69,7 +76,7 @@ def megatron(setting: Setting) -> dict[str, Any]:
 def simulated(found: _Compiler, setting: Setting, **weaving: Any) -> Timeline:
     """The step under Megatron's tensor parallelism, woven so."""
     mesh = found.cluster.mesh()
-    found.options = Options(precision="fp16", **weaving)
+    found.options = Options(precision=PRECISION, micro_batches=setting.micro_batches, **weaving)
     forced = forced_strategies(megatron(setting), found.annotated.ops, mesh, found.annotated.batch)
     strategies = {name: options[0] for name, options in forced.items()}
     return found.timeline(lower(found.annotated, strategies, mesh, found.options, cluster=found.cluster, stages=False))
@@ -86,23 +93,54 @@ def measure() -> Iterator[tuple[str, Setting, str, Timeline]]:
 def table(rows: list[tuple[str, Setting, str, Timeline]]) -> str:
     """Markdown: a row a stage, and how much faster it is than the first one."""
     lines = [
-        "| cluster | hidden size | | a step | exposed communication | memory | faster than tensor parallel |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| cluster | hidden size | micro-batches | | a step | exposed communication | memory "
+        "| faster than tensor parallel |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     first = 0.0
     for preset, setting, name, timeline in rows:
         first = timeline.step_time if name == next(iter(STAGES)) else first
         lines.append(
-            f"| {preset} | {setting.hidden:,} | {name} | {readable_seconds(timeline.step_time)} "
-            f"| {readable_seconds(timeline.exposed_communication)} | {readable_bytes(timeline.peak_memory)} "
-            f"| {first / timeline.step_time:.2f} |"
+            f"| {preset} | {setting.hidden:,} | {setting.micro_batches} | {name} "
+            f"| {readable_seconds(timeline.step_time)} | {readable_seconds(timeline.exposed_communication)} "
+            f"| {readable_bytes(timeline.peak_memory)} | {first / timeline.step_time:.2f} |"
         )
     return "\n".join(lines) + "\n"
 
 
+def draw(rows: list[tuple[str, Setting, str, Timeline]]) -> Figure:
+    """A bar a stage, of what the step takes: compute, and communication that nothing hides."""
+    groups: dict[tuple[str, Setting], list[tuple[str, Timeline]]] = {}
+    for preset, setting, name, timeline in rows:
+        groups.setdefault((preset, setting), []).append((name, timeline))
+    figure = Figure(figsize=(10, 5.6), layout="constrained")
+    axes = figure.subplots(len(SETTINGS), len(CLUSTERS), squeeze=False)
+    for (preset, setting), stages in groups.items():
+        axis = axes[SETTINGS.index(setting)][CLUSTERS.index(preset)]
+        names = [name for name, _ in stages]
+        compute = [timeline.compute_time for _, timeline in stages]
+        exposed = [timeline.exposed_communication for _, timeline in stages]
+        axis.barh(names, compute, color="#4878b0", label="compute")
+        axis.barh(names, exposed, left=compute, color="#e0a458", label="exposed communication")
+        for index, (_, timeline) in enumerate(stages):
+            gain = stages[0][1].step_time / timeline.step_time
+            axis.text(timeline.step_time, index, f" {gain:.2f}x", va="center", fontsize=8)
+        batches = f", {setting.micro_batches} micro-batches" if setting.micro_batches > 1 else ""
+        axis.set_title(f"{preset}, hidden size {setting.hidden:,}{batches}", fontsize=9)
+        axis.margins(x=0.15)
+        axis.invert_yaxis()
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes[-1]:
+        axis.set_xlabel("seconds a step", fontsize=8)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=8, frameon=False)
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/weaving.md")
+    parser.add_argument("--write", action="store_true", help="put the table and the figure into docs/")
     arguments = parser.parse_args()
     rows = []
     for row in measure():
@@ -112,6 +150,7 @@ def main() -> None:
         text = PAGE.read_text()
         before, after = text.split(BEGIN)[0], text.split(END)[1]
         PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
+        draw(rows).savefig(FIGURE, dpi=150)
 
 
 if __name__ == "__main__":
