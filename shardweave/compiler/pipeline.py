@@ -31,7 +31,7 @@ from shardweave.passes.shard import Shard, Sharder
 from shardweave.passes.split import Split
 from shardweave.passes.tangents import drop_tangents
 from shardweave.passes.values import Rest
-from shardweave.passes.verify import verify
+from shardweave.passes.verify import verify, verify_memory
 
 Shards = dict[Hashable, tuple[Sharder, Boundary, fx.GraphModule]]
 """Sharded graphs of one step under one plan, by what of the options they depend on."""
@@ -265,17 +265,25 @@ class _Lowering:
             local = Keep(weaving.keep_gathered, self.mesh.slices)(local)
             verify(local, "keep")
             self._stage("keep", local)
-        schedule = self._schedule(sharder)
-        if weaving.buckets:
-            single, local = local, Bucket(self.cluster, self._borders(sharder))(copied(local))
-            verify(local, "bucket")
-            if not schedule.order(local.graph)[1]:  # a bucket is held as one
-                local = single
-            self._stage("bucket", local)
-        local = schedule(local)
+        local = self._scheduled(local, self._schedule(sharder), self._borders(sharder))
         verify(local, "schedule")
         self._stage("schedule", local, last=True)
         return sharder, specs, local
+
+    def _scheduled(self, local: fx.GraphModule, schedule: Schedule, borders: list[list[str]]) -> fx.GraphModule:
+        """`local` in order; in buckets, where these are wanted and fit: each is held as one."""
+        fits = False
+        if self.options.weaving.buckets:
+            bucketed = Bucket(self.cluster, borders)(copied(local))
+            verify(bucketed, "bucket")
+            self._stage("bucket", bucketed)
+            ordered, fits = schedule.scheduled(bucketed)
+        if not fits:
+            self.graphs.pop("bucket", None)
+            ordered, fits = schedule.scheduled(local)
+        if fits:
+            verify_memory(ordered, "schedule", self.cluster, schedule.memory_limit, schedule.optimizer_bytes)
+        return ordered
 
     def _borders(self, sharder: Sharder) -> list[list[str]]:
         """Where the graphs may be cut: at each tangent, and between turns."""

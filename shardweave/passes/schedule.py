@@ -80,11 +80,15 @@ class Schedule:
     cross_pass: bool = True
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        order, _ = self.order(graph_module.graph)
+        return self.scheduled(graph_module)[0]
+
+    def scheduled(self, graph_module: fx.GraphModule) -> tuple[fx.GraphModule, bool]:
+        """The graph in its order, and whether it keeps to the memory limit."""
+        order, fits = self.order(graph_module.graph)
         _reorder(graph_module.graph, order)
         graph_module.graph.lint()
         graph_module.recompile()
-        return graph_module
+        return graph_module, fits
 
     def order(self, graph: fx.Graph) -> tuple[list[fx.Node], bool]:
         """The order of the nodes, and whether it keeps to the memory limit."""
@@ -101,8 +105,9 @@ class Schedule:
                 tasks = tasks.after(barriers(tasks))
             room = None if self.memory_limit is None else self.memory_limit - held
             best = self._best(tasks, room)
-            fits &= room is None or best.peak_bytes <= room
-            order += [nodes[task] for task in _sunk(tasks, best.order)]
+            sunk = _sunk(tasks, best.order)
+            fits &= room is None or tasks.peak_bytes(sunk) <= room
+            order += [nodes[task] for task in sunk]
             held += sum(tasks.sizes[storage] for born in tasks.born for storage in born if tasks.kept[storage])
         return order, fits
 

@@ -101,6 +101,24 @@ class Tasks:
         scratch, sending = [prices.of(node).scratch for node in nodes], [prices.of(node).held for node in nodes]
         return cls(nodes, needs, users, seconds, transfers, started, born, lives, scratch, sending, sizes, kept)
 
+    def peak_bytes(self, order: Sequence[int]) -> int:
+        """The most that the part holds at once in this order, beyond what it found there and gave back."""
+        readers = [0] * len(self.sizes)
+        for used in self.lives:
+            for storage in used:
+                readers[storage] += 1
+        held = peak = 0
+        for task in order:
+            held += sum(self.sizes[storage] for storage in self.born[task]) + self.sending[task]
+            peak = max(peak, held + self.scratch[task])
+            if self.started[task] >= 0:
+                held -= self.sending[self.started[task]]
+            for storage in self.lives[task]:
+                readers[storage] -= 1
+                if not readers[storage] and not self.kept[storage]:
+                    held -= self.sizes[storage]
+        return peak
+
     def after(self, edges: Sequence[tuple[int, int]]) -> Tasks:
         """These tasks where the second of each pair also needs the first."""
         needs, users = [list(each) for each in self.needs], [list(each) for each in self.users]

@@ -50,15 +50,17 @@ def verify(graph_module: fx.GraphModule, after: str) -> None:
             raise VerifyError(f"after {after}: {broken}")
 
 
-def verify_memory(graph_module: fx.GraphModule, after: str, cluster: Cluster, limit: int, states: int = 0) -> None:
+def verify_memory(
+    graph_module: fx.GraphModule, after: str, cluster: Cluster, limit: int | None, states: int = 0
+) -> None:
     """Check that what a local graph holds at once, in its order, is within a limit.
 
     Parameters
     ----------
     cluster : Cluster
         Whose allocator gives the memory.
-    limit : int
-        Bytes that a device may use.
+    limit : int, optional
+        Bytes that a device may use; None: as many as there are.
     states : int
         Bytes of the optimizer's states, which lie there besides.
 
@@ -68,7 +70,7 @@ def verify_memory(graph_module: fx.GraphModule, after: str, cluster: Cluster, li
         Naming the pass, the node at which it holds most, and the bytes.
     """
     most, node = most_held(graph_module.graph, Prices(cluster))
-    if most + states > limit:
+    if limit is not None and most + states > limit:
         where = f" at {node.name} of {info(node).op}" if node is not None else ""
         raise VerifyError(
             f"after {after}: {readable_bytes(most + states)} ({most + states:,} bytes) are held{where}, "

@@ -19,6 +19,7 @@ from shardweave.errors import VerifyError
 from shardweave.ir import META
 from shardweave.options import Options
 from shardweave.passes.annotate import info
+from shardweave.passes.schedule import Schedule
 from shardweave.passes.verify import verify, verify_memory
 from tests.passes.harness import mesh_of
 from tests.passes.joint import joint
@@ -184,3 +185,19 @@ def test_memory_beyond_the_limit_is_refused(step: fx.GraphModule) -> None:
     with pytest.raises(VerifyError, match=f"^after schedule: .*{most + 8:,} bytes.* at {node.name} .*{most + 7:,}"):
         verify_memory(step, "schedule", CLUSTER, most + 7, states=8)
 
+
+@pytest.mark.parametrize("sub_batches", [1, 2])
+@pytest.mark.parametrize("recompute", ["none", "fine"])
+def test_a_schedule_fits_exactly_where_liveness_says_so(sub_batches: int, recompute: Any) -> None:
+    mesh, annotated = mesh_of(2, 2), joint("llama").annotated
+    found = forced_strategies({"*": "zdp"}, annotated.ops, mesh, annotated.batch)
+    options = Options(sub_batches=sub_batches, recompute=recompute, operator_slices=2)
+    strategies = {op.name: found[op.name][0] for op in annotated.ops}
+    graphs = lower(annotated, strategies, mesh, options).graphs
+
+    free, _ = Schedule(CLUSTER, 1).scheduled(copied(graphs["split"]))
+    most, _ = most_held(free.graph, Prices(CLUSTER))
+    for limit in (most, most - 1):
+        ordered, fits = Schedule(CLUSTER, 1, memory_limit=limit).scheduled(copied(graphs["split"]))
+        held, _ = most_held(ordered.graph, Prices(CLUSTER))
+        assert fits == (held <= limit)
