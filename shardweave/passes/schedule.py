@@ -8,7 +8,8 @@ Algorithm 1 and 2). Prefetched gathers, gradients reduced under the backward and
 IV-B and IV-C, AMSP V-C) need no rule: a start never waits for its turn.
 
 Of a few such orders, which hold more or less back for memory, the fastest that fits is taken. What it computes ahead of
-its turn, to fill the time of a wait, is then cut to what is worth its memory.
+its turn, to fill the time of a wait, is then cut to what is worth its memory. Where that leaves communication exposed,
+orders that were found from both ends (`justify`) compete with it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ import shardweave.runtime.padding  # noqa: F401  (registers the ops)
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.prices import Prices
 from shardweave.passes.annotate import info
+from shardweave.passes.justify import justified
 from shardweave.passes.recompute import layer_of
 from shardweave.passes.tasks import Tasks
-from shardweave.passes.weave import Key, Moment, Woven, weave
+from shardweave.passes.weave import Key, Moment, Woven, played, weave
 
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -47,6 +49,8 @@ _CLOSE = 1.005
 """An order this close to the best one, or to the bound, is as good, and the one that holds less is taken."""
 _FINE = 0.1
 """No memory is saved that is less than this part of it."""
+_PLAYED = 4
+"""How many of the orders from both ends are tried, the most promising ones."""
 _Order = Callable[..., Woven]
 
 
@@ -105,14 +109,13 @@ class Schedule:
                 tasks = tasks.after(barriers(tasks))
             room = None if self.memory_limit is None else self.memory_limit - held
             best = self._best(tasks, room)
-            sunk = _sunk(tasks, best.order)
-            fits &= room is None or tasks.peak_bytes(sunk) <= room
-            order += [nodes[task] for task in sunk]
+            fits &= room is None or best.peak_bytes <= room
+            order += [nodes[task] for task in best.order]
             held += sum(tasks.sizes[storage] for born in tasks.born for storage in born if tasks.kept[storage])
         return order, fits
 
     def _best(self, tasks: Tasks, room: int | None) -> Woven:
-        """The fastest order that fits; where none does, the one that holds least."""
+        """The fastest order that fits; where none does, the one that holds least, whatever the limit is."""
         bound = _bound(tasks) * _CLOSE
         limit = math.inf if room is None else room
         best: Woven | None = None
@@ -123,7 +126,15 @@ class Schedule:
             if best.seconds <= bound and best.peak_bytes <= limit:
                 break
         assert best is not None
-        return _thriftier(best, fastest, limit)
+        if best.peak_bytes <= limit:
+            best = _thriftier(best, fastest)
+        else:
+            best = min((order(room=0) for order in self._orders(tasks)), key=lambda woven: woven.peak_bytes)
+        if self.lookahead is None and (best.seconds > bound or best.peak_bytes > limit):
+            for each in justified(tasks.after(_ahead_of_use(tasks)))[:_PLAYED]:
+                other = _sunk(tasks, played(tasks, each.order, self.cluster.device.overlap_slowdown))
+                best = other if _better(other, best, limit) else best
+        return best
 
     def _orders(self, tasks: Tasks) -> Iterator[_Order]:
         """The orders that are tried, each given the room that it has."""
@@ -135,17 +146,23 @@ class Schedule:
             moments = _moments(tasks, keys)
             held = _hold_back(tasks, keys, moments)
             for ahead, reductions in depths:
-                yield partial(weave, tasks, held, moments, lookahead=ahead, reductions=reductions, slowdown=slowdown)
+                order = partial(weave, tasks, held, moments, lookahead=ahead, reductions=reductions, slowdown=slowdown)
+                yield partial(_late, tasks, order)
 
 
-def _thriftier(best: Woven, order: _Order, limit: float) -> Woven:
-    """`best` with as little computed ahead of its turn as takes no longer; with less, where only that fits."""
+def _late(tasks: Tasks, order: _Order, room: float) -> Woven:
+    """An order with its waits where they belong."""
+    return _sunk(tasks, order(room=room))
+
+
+def _thriftier(best: Woven, order: _Order) -> Woven:
+    """`best` with as little computed ahead of its turn as takes no longer."""
     seconds = best.seconds * _CLOSE
     low, high = order(room=0).peak_bytes, best.peak_bytes
     room = low
     while high - low > _FINE * high:
         found = order(room=room)
-        if found.peak_bytes < best.peak_bytes and (found.seconds <= seconds or best.peak_bytes > limit):
+        if found.peak_bytes < best.peak_bytes and found.seconds <= seconds:
             best, high = found, room
         else:
             low = room
@@ -266,6 +283,14 @@ def _moments(tasks: Tasks, keys: Sequence[Key]) -> list[Moment]:
     return [Moment(tuple(by_use[use]), tuple(sorted(uses[use]))) for use in sorted(by_use, key=keys.__getitem__)]
 
 
+def _ahead_of_use(tasks: Tasks) -> list[tuple[int, int]]:
+    """What comes before what where no more moments are gathered ahead of the one in use than `AHEAD`'s most."""
+    moments = _moments(tasks, [(task,) for task in range(len(tasks.nodes))])
+    return [
+        (min(used.uses), start) for used, gathered in zip(moments, moments[max(AHEAD) :]) for start in gathered.starts
+    ]
+
+
 def _first_uses(tasks: Tasks, task: int) -> set[int]:
     """The tasks that compute with what a start brings."""
     found: set[int] = set()
@@ -301,8 +326,8 @@ def _hold_back(tasks: Tasks, keys: Sequence[Key], moments: Sequence[Moment]) -> 
 # -- the order
 
 
-def _sunk(tasks: Tasks, order: Sequence[int]) -> list[int]:
-    """`order` with waits for what is computed with, and views of it, just before their first use."""
+def _sunk(tasks: Tasks, woven: Woven) -> Woven:
+    """An order with waits for what is computed with, and views of it, just before their first use."""
     found: list[int] = []
     late: set[int] = set()
 
@@ -313,7 +338,7 @@ def _sunk(tasks: Tasks, order: Sequence[int]) -> list[int]:
                 write(need)
         found.append(task)
 
-    for task in order:
+    for task in woven.order:
         start = tasks.started[task]
         arrives = start >= 0 and _cause(tasks, start) != "gradient"
         free = not tasks.seconds[task] and tasks.transfers[task] is None
@@ -324,7 +349,7 @@ def _sunk(tasks: Tasks, order: Sequence[int]) -> list[int]:
     for task in sorted(late):
         if task in late:
             write(task)
-    return found
+    return Woven(found, woven.seconds, tasks.peak_bytes(found))
 
 
 def _reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:

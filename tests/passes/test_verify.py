@@ -201,3 +201,7 @@ def test_a_schedule_fits_exactly_where_liveness_says_so(sub_batches: int, recomp
         ordered, fits = Schedule(CLUSTER, 1, memory_limit=limit).scheduled(copied(graphs["split"]))
         held, _ = most_held(ordered.graph, Prices(CLUSTER))
         assert fits == (held <= limit)
+    ordered, fits = Schedule(CLUSTER, memory_limit=1).scheduled(copied(graphs["split"]))
+    least, _ = most_held(ordered.graph, Prices(CLUSTER))
+    assert not fits  # and what it then holds is what it can do with
+    assert Schedule(CLUSTER, memory_limit=least).scheduled(copied(graphs["split"]))[1]
