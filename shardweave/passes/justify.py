@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from shardweave.passes.tasks import Tasks
 
 COMPUTE = "compute"
-_ROUNDS = 2
-"""Schedules of a kind in each direction."""
 
 
 @dataclass(frozen=True)
@@ -133,14 +131,17 @@ class _Plain:
 
 
 def _schedules(plain: _Plain) -> Iterator[tuple[float, list[float]]]:
-    """Schedules with the seconds that they take: by the longest way that is left, or as the graph was written."""
+    """Schedules with the seconds that they take: by the longest way that is left, or as the graph was written.
+
+    In both directions, each with the one that it is justified to.
+    """
     mirror = plain.reversed()
     written = [float(task) for task in range(len(plain.needs))]
     for backwards in (False, True):
         longest = (mirror if backwards else plain).remaining()
         for first in ([-seconds for seconds in longest], [-task for task in written] if backwards else written):
             priority, turned = first, backwards
-            for _ in range(2 * _ROUNDS):
+            for _ in range(2):
                 end, begins = (mirror if turned else plain).scheduled(priority, -1 if turned else 1)
                 if turned:
                     begins = [end - begin - seconds for begin, seconds in zip(begins, plain.seconds)]
