@@ -20,7 +20,8 @@ from shardweave.errors import VerifyError
 from shardweave.ir import META, Collective, Grid, NodeInfo, Strategy
 from shardweave.options import Options
 from shardweave.passes.annotate import info
-from shardweave.passes.schedule import GLUE, WAIT, Schedule
+from shardweave.passes.keys import GLUE, WAIT
+from shardweave.passes.schedule import Schedule
 from shardweave.passes.verify import verify
 from tests.passes.harness import examples, mesh_of
 from tests.passes.joint import joint
