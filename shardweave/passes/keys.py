@@ -121,9 +121,7 @@ def moments_of(tasks: Tasks, keys: Sequence[Key]) -> list[Moment]:
 def ahead_of_use(tasks: Tasks, most: int) -> list[tuple[int, int]]:
     """What comes before what where at most so many moments are gathered ahead of the one in use."""
     moments = moments_of(tasks, [(task,) for task in range(len(tasks.nodes))])
-    return [
-        (min(used.uses), start) for used, gathered in zip(moments, moments[most:]) for start in gathered.starts
-    ]
+    return [(min(used.uses), start) for used, gathered in zip(moments, moments[most:]) for start in gathered.starts]
 
 
 def _first_uses(tasks: Tasks, task: int) -> set[int]:
