@@ -52,11 +52,11 @@ class Keep:
             if twin is None:
                 continue
             twins[node] = twin
-            if self._is_kept(node) or kept.issuperset(node.all_input_nodes):
+            if self._is_kept(node) or (node.all_input_nodes and kept.issuperset(node.all_input_nodes)):
                 kept.add(node)
-        for node in kept:
-            if not info(node).collective:
-                node.replace_all_uses_with(twins[node])
+        for node, twin in twins.items():
+            if node in kept and not info(node).collective:
+                node.replace_all_uses_with(twin)
         remove_dead(graph)
         graph.lint()
         graph_module.recompile()
