@@ -59,10 +59,11 @@ def sliced_ops(
             raise nothing_named("operator_slices", pattern, ops)
         reasons = []
         for op in meant:
+            found[op.name] = slices
             try:
                 op.slice_atom(strategies[op.name], mesh, slices)
-                found[op.name] = slices
             except LayoutError as error:
+                found[op.name] = 1
                 reasons.append(str(error))
         if len(reasons) == len(meant):
             raise PlanError(f"operator_slices[{pattern!r}] = {slices} fits nothing that it names: {reasons[0]}")

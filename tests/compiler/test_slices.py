@@ -84,6 +84,13 @@ def test_slices_take_less_memory() -> None:
     assert peaks[0] - peaks[1] > 0.4 * weight and peaks[1] - peaks[2] > 0.2 * weight
 
 
+def test_the_last_pattern_holds() -> None:
+    """Also where its number divides no loop: such an op stays whole."""
+    step = lowered("gpt", {"*": "zdp"}, operator_slices={"blocks.*": 2, "*": 3, "blocks.0.down": 4}).step
+    names = ("blocks.0.up", "blocks.0.down", "head")
+    assert [len(gathers(step.forward, f"{name}.weight")) for name in names] == [1, 4, 3]
+
+
 def test_slices_that_fit_nothing_are_refused() -> None:
     model, x = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6)), torch.randn(8, 6)
     options = sw.Options(operator_slices={"0": 4}, force={"*": "zdp"})
