@@ -127,17 +127,24 @@ def _notes(graph: fx.Graph) -> Iterator[str]:
             yield f"{node.name} of {what.owner} does {does} (kind, group, bytes), and {noted} is noted"
 
 
+_RIGHT: set[Hashable] = set()
+"""The nodes, by what their values depend on, whose values were found to be what their ops make."""
+_MOST = 2**16
+
+
 def _values(graph: fx.Graph) -> Iterator[str]:
-    right: set[Hashable] = set()
+    if len(_RIGHT) > _MOST:
+        _RIGHT.clear()
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         key = node_key(node)
-        if key not in right:  # equal layers have equal nodes
+        if key not in _RIGHT:  # equal layers have equal nodes, and so has the graph after the next pass
             made, has = _shown(_evaluated(node)), _shown(node.meta.get("val"))
             if made != has:
                 yield f"{node.name} has the value {has}, its op makes {made} of its inputs"
-            right.add(key)
+            else:
+                _RIGHT.add(key)
 
 
 def _evaluated(node: fx.Node) -> Any:

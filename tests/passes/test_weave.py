@@ -252,10 +252,10 @@ def forced(plan: str, degree: int, devices: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("preset", "plan", "layers", "width", "sub_batches", "recompute"),
     [
-        ("rtx3090-nvlink", "tensor", 24, 2048, 2, "fine"),
-        ("rtx3090-nvlink", "zdp", 24, 2048, 2, "none"),
-        ("rtx3090-nvlink", "tensor and zdp", 24, 2048, 1, "fine"),
-        ("rtx3090-pcie", "tensor and zdp", 24, 2048, 2, "fine"),
+        ("rtx3090-nvlink", "tensor", 12, 2048, 2, "fine"),
+        ("rtx3090-nvlink", "zdp", 12, 2048, 2, "none"),
+        ("rtx3090-nvlink", "tensor and zdp", 12, 2048, 1, "fine"),
+        ("rtx3090-pcie", "tensor and zdp", 12, 2048, 2, "fine"),
         ("rtx3090-nvlink", "tensor", 8, 8192, 2, "fine"),
     ],
 )
