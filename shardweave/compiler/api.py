@@ -223,9 +223,7 @@ class _Compiler:
             found.append(Saving(choice, seconds, size - chosen.timeline.peak_memory))
         return tuple(found)
 
-    def _describe(
-        self, chosen: Chosen, options: Options, savings: tuple[Saving, ...], seconds: float
-    ) -> Plan:
+    def _describe(self, chosen: Chosen, options: Options, savings: tuple[Saving, ...], seconds: float) -> Plan:
         problem, solution = chosen.costed.problem, chosen.solution
         others = alternatives(problem, solution.choice)
         choices: dict[str, OpChoice] = {}
@@ -320,8 +318,7 @@ class _Compiler:
         if self.options.weaving not in (Weaving(), plan.weaving):
             raise PlanError(
                 f"the plan is woven with {str(plan.weaving) or 'no options'}, the options ask for "
-                f"{str(self.options.weaving) or 'none'}: "
-                "leave these options out, or make a plan with them"
+                f"{str(self.options.weaving) or 'none'}: leave these options out, or make a plan with them"
             )
         options = replace(self.options, micro_batches=plan.micro_batches).woven(plan.weaving)
         same = plan.cluster.mesh() == mesh  # then all ranks schedule by the figures that one of them found

@@ -6,9 +6,10 @@ import operator
 import re
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -21,6 +22,8 @@ from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.decompositions import form_of
 from shardweave.passes.rules.random import draws
 from shardweave.passes.rules.registry import output_shapes, tensor_args
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -219,6 +222,17 @@ def modules_around(name: str) -> list[str]:
     """
     parts = name.split(".")
     return [".".join(parts[: length + 1]) for length in range(len(parts))]
+
+
+def last_match(patterns: Mapping[str, T], name: str, default: T) -> T:
+    """What the last pattern says that matches a module or one that it lies in.
+
+    >>> last_match({"*": 1, "blocks.*": 2}, "blocks.0.up", 0), last_match({}, "head", 0)
+    (2, 0)
+    """
+    names = modules_around(name)
+    said = [value for pattern, value in patterns.items() if any(fnmatchcase(each, pattern) for each in names)]
+    return said[-1] if said else default
 
 
 def describe(node: fx.Node) -> str:

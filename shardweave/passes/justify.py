@@ -15,9 +15,8 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from shardweave.cost_model.timeline import COMPUTE
 from shardweave.passes.tasks import Tasks
-
-COMPUTE = "compute"
 
 
 @dataclass(frozen=True)

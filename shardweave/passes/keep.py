@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 from torch import fx
 
 from shardweave.ir import Axis
-from shardweave.passes.annotate import info, modules_around
+from shardweave.passes.annotate import info, last_match
 from shardweave.passes.local import remove_dead
 from shardweave.passes.recompute import same
 
@@ -67,9 +66,6 @@ class Keep:
         what = info(node).collective
         if what is None or what.cause != "parameter":
             return False
-        kept = 0
-        for pattern, slices in self.slices.items():
-            if any(fnmatchcase(name, pattern) for name in modules_around(what.owner)):
-                kept = slices
         names = {axis.name for axis in self.axes}
-        return next((step for axis, step in info(node).steps if axis in names), 0) < kept
+        mine = next((step for axis, step in info(node).steps if axis in names), 0)
+        return mine < last_match(self.slices, what.owner, 0)

@@ -115,9 +115,7 @@ class LocalGraph:
         with self.fake:
             node.meta["val"] = target(*values[0], **values[1])
         checkpoint = "" if origin.backward else self.checkpoint
-        node.meta[META] = NodeInfo(
-            op=origin.op, backward=origin.backward, collective=collective, checkpoint=checkpoint
-        )
+        node.meta[META] = NodeInfo(op=origin.op, backward=origin.backward, collective=collective, checkpoint=checkpoint)
         if origin.backward:
             node.meta["partitioner_tag"] = "is_backward"
         return node
@@ -197,9 +195,7 @@ class LocalGraph:
             node = self.call(origin, aten.div.Scalar, node, axes_size(axis for axis, _ in shared))
         return node
 
-    def ended(
-        self, node: fx.Node, have: Layout, origin: Origin, axes: Sequence[Axis]
-    ) -> tuple[fx.Node, Layout]:
+    def ended(self, node: fx.Node, have: Layout, origin: Origin, axes: Sequence[Axis]) -> tuple[fx.Node, Layout]:
         """The value of `node` with all steps of these unrolled axes together, and where it then lies."""
         for axis in axes:
             if axis in have.partial_axes:

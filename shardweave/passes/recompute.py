@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import fx
@@ -20,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from shardweave.cost_model.graphs import is_start, is_wait
 from shardweave.ir import META, Mode
-from shardweave.passes.annotate import graph_outputs, info, modules_around
+from shardweave.passes.annotate import graph_outputs, info, last_match
 from shardweave.passes.local import in_order, remove_dead
 
 
@@ -73,12 +72,8 @@ class Recompute:
     def mode(self, node: fx.Node) -> Mode:
         """How a node of the forward is recomputed."""
         known = info(node)
-        names = modules_around(known.op)
-        found: Mode = "full" if known.checkpoint else "none"
-        for pattern, mode in self.modes.items():
-            if any(fnmatchcase(name, pattern) for name in names) and region_of(node):
-                found = mode
-        return found
+        default: Mode = "full" if known.checkpoint else "none"
+        return last_match(self.modes, known.op, default) if region_of(node) else default
 
 
 class _Recomputation:

@@ -23,6 +23,7 @@ from torch import fx
 
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.prices import Prices
+from shardweave.ir import ALL
 from shardweave.passes.annotate import info
 from shardweave.passes.justify import justified
 from shardweave.passes.keys import ahead_of_use, barriers, cause_of, hold_back, moments_of, orderings
@@ -31,7 +32,6 @@ from shardweave.passes.weave import Woven, played, weave
 
 AHEAD = (8, 4, 1)
 """How many moments are gathered ahead where the user does not say it."""
-ALL = 2**31
 _CLOSE = 1.005
 """An order this close to the best one, or to the bound, is as good, and the one that holds less is taken."""
 _FINE = 0.1

@@ -23,7 +23,7 @@ from shardweave.passes.follow import accepting, follow, met, passing_times
 from shardweave.passes.layouts import cut_as, drop, input_layouts, output_layouts
 from shardweave.passes.local import TAKEN, LocalGraph, Origin, remove_dead
 from shardweave.passes.recompute import checkpoint_of
-from shardweave.passes.rules import find_rule
+from shardweave.passes.rules import find_rule, is_view
 from shardweave.passes.rules.linear import linear_in
 from shardweave.passes.rules.registry import tensor_args
 from shardweave.passes.values import Rest, Values, annotate_layouts, bound_rule, check_shape
@@ -345,15 +345,8 @@ class Sharder(Values):
 
 def _is_gradient(node: fx.Node) -> bool:
     """Whether nothing of the backward reads a value of it, views looked through, but its output."""
-
-    def is_view(user: fx.Node) -> bool:
-        rule = find_rule(user) if user.op == "call_function" else None
-        return rule is not None and rule.kind == "view"
-
     users = list(node.users)
-    return info(node).backward and all(
-        user.op == "output" or (is_view(user) and _is_gradient(user)) for user in users
-    )
+    return info(node).backward and all(user.op == "output" or (is_view(user) and _is_gradient(user)) for user in users)
 
 
 def _with_times(explicit: Assignment, followed: Mapping[Axis, str]) -> Assignment:

@@ -101,12 +101,17 @@ class Tasks:
         scratch, sending = [prices.of(node).scratch for node in nodes], [prices.of(node).held for node in nodes]
         return cls(nodes, needs, users, seconds, transfers, started, born, lives, scratch, sending, sizes, kept)
 
-    def peak_bytes(self, order: Sequence[int]) -> int:
-        """The most that the part holds at once in this order, beyond what it found there and gave back."""
-        readers = [0] * len(self.sizes)
+    def readers(self) -> list[int]:
+        """How many tasks use each storage."""
+        found = [0] * len(self.sizes)
         for used in self.lives:
             for storage in used:
-                readers[storage] += 1
+                found[storage] += 1
+        return found
+
+    def peak_bytes(self, order: Sequence[int]) -> int:
+        """The most that the part holds at once in this order, beyond what it found there and gave back."""
+        readers = self.readers()
         held = peak = 0
         for task in order:
             held += sum(self.sizes[storage] for storage in self.born[task]) + self.sending[task]

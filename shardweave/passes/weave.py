@@ -90,29 +90,19 @@ def weave(
 
 def played(tasks: Tasks, order: Sequence[int], slowdown: float = 1.0) -> Woven:
     """`tasks` in this order, but that what a collective brings is waited for as late as it is read."""
-    streams = Streams(slowdown)
-    transfers: dict[int, Transfer] = {}
+    device = _Device(tasks, slowdown)
     found: list[int] = []
     done = [False] * len(order)
     late: list[int] = []  # waits for collectives that are under way, and views of what they bring
 
     def has_arrived(task: int) -> bool:
-        if tasks.started[task] >= 0:
-            return transfers[tasks.started[task]].end is not None
-        return all(done[need] for need in tasks.needs[task])
+        return device.has_arrived(task) if tasks.started[task] >= 0 else all(done[need] for need in tasks.needs[task])
 
     def run(task: int) -> None:
         for need in tasks.needs[task]:
             if not done[need]:
                 run(need)
-        moved = tasks.transfers[task]
-        if tasks.started[task] >= 0:
-            streams.wait(transfers[tasks.started[task]])
-        elif moved is not None:
-            transfers[task] = Transfer(moved.group, moved.demand)
-            streams.start(transfers[task])
-        elif tasks.seconds[task]:
-            streams.compute(tasks.seconds[task])
+        device.run(task)
         done[task] = True
         found.append(task)
 
@@ -130,7 +120,30 @@ def played(tasks: Tasks, order: Sequence[int], slowdown: float = 1.0) -> Woven:
     for task in late:
         if not done[task]:
             run(task)
-    return Woven(found, streams.now, tasks.peak_bytes(found))
+    return Woven(found, device.streams.now, tasks.peak_bytes(found))
+
+
+class _Device:
+    """A device's streams, on which tasks are run one after another."""
+
+    def __init__(self, tasks: Tasks, slowdown: float) -> None:
+        self.tasks, self.streams = tasks, Streams(slowdown)
+        self.transfers: dict[int, Transfer] = {}
+
+    def run(self, task: int) -> None:
+        """Wait for a collective, start one or compute, as the task does."""
+        tasks, moved = self.tasks, self.tasks.transfers[task]
+        if tasks.started[task] >= 0:
+            self.streams.wait(self.transfers[tasks.started[task]])
+        elif moved is not None:
+            self.transfers[task] = Transfer(moved.group, moved.demand)
+            self.streams.start(self.transfers[task])
+        elif tasks.seconds[task]:
+            self.streams.compute(tasks.seconds[task])
+
+    def has_arrived(self, wait: int) -> bool:
+        """Whether what a task waits for is there."""
+        return self.transfers[self.tasks.started[wait]].end is not None
 
 
 _NOW: Key = (-2,)
@@ -150,18 +163,15 @@ class _Weaver:
     ) -> None:
         self.tasks, self.keys, self.moments = tasks, keys, moments
         self.lookahead, self.reductions, self.room = lookahead, reductions, room
-        self.streams = Streams(slowdown)
+        self.device = _Device(tasks, slowdown)
+        self.streams = self.device.streams
         self.order: list[int] = []
         self.done = [False] * len(tasks.nodes)
         self.missing = [len(needs) for needs in tasks.needs]
         self.ready: list[tuple[Key, int]] = []
-        self.transfers: dict[int, Transfer] = {}
         self.waiting: list[int] = []  # waits whose collective is under way
         self.reducing: deque[int] = deque()  # the waits of gradients on their way, oldest first
-        self.readers = [0] * len(tasks.sizes)
-        for used in tasks.lives:
-            for storage in used:
-                self.readers[storage] += 1
+        self.readers = tasks.readers()
         self.held = self.peak = 0
         self.moment_of: dict[int, int] = {}  # of held-back starts and of what only they need
         self.begins: dict[int, int] = {}  # the moment that a use begins
@@ -215,10 +225,10 @@ class _Weaver:
     def _arrive(self, idle: bool) -> None:
         """Offer the waits whose collectives are done; the newest gradient's not while there is something to compute."""
         newest = self.reducing[-1] if self.reducing and not idle else -1
-        if any(self.transfers[self.tasks.started[wait]].end is not None for wait in self.waiting if wait != newest):
+        if any(self.device.has_arrived(wait) for wait in self.waiting if wait != newest):
             still = []
             for wait in self.waiting:
-                if self.transfers[self.tasks.started[wait]].end is None or wait == newest:
+                if wait == newest or not self.device.has_arrived(wait):
                     still.append(wait)
                 elif not self.done[wait]:
                     heapq.heappush(self.ready, (self.keys[wait], wait))
@@ -267,17 +277,13 @@ class _Weaver:
                 heapq.heappush(self.ready, (_NOW_TOO, task))
                 return
         transfers = self.tasks.transfers[task]
-        if transfers is not None:
-            if transfers.what.cause == "gradient":
-                while len(self.reducing) > self.reductions:
-                    wait = self.reducing.popleft()
-                    self.streams.wait(self.transfers[self.tasks.started[wait]])
-                    self._finish(wait)
-                self.reducing.extend(self.tasks.users[task])
-            self.transfers[task] = Transfer(transfers.group, transfers.demand)
-            self.streams.start(self.transfers[task])
-        elif self.tasks.seconds[task]:
-            self.streams.compute(self.tasks.seconds[task])
+        if transfers is not None and transfers.what.cause == "gradient":
+            while len(self.reducing) > self.reductions:
+                wait = self.reducing.popleft()
+                self.device.run(wait)
+                self._finish(wait)
+            self.reducing.extend(self.tasks.users[task])
+        self.device.run(task)
         if self.tasks.started[task] >= 0 and task in self.reducing:
             self.reducing.remove(task)
         self._finish(task)

@@ -48,6 +48,14 @@ def wait_of(start: fx.Node) -> fx.Node:
     return wait
 
 
+def leave_out(module: fx.GraphModule, start: fx.Node) -> None:
+    """Let what reads the result of a collective read its operand."""
+    wait = wait_of(start)
+    wait.replace_all_uses_with(start.all_input_nodes[0])
+    module.graph.erase_node(wait)
+    module.graph.erase_node(start)
+
+
 def product(module: fx.GraphModule) -> fx.Node:
     found: fx.Node = next(node for node in module.graph.nodes if node.target is aten.mm.default)
     return found
@@ -103,18 +111,12 @@ def other_group(module: fx.GraphModule) -> str:
 
 def sum_left_out(module: fx.GraphModule) -> str:
     """The partial sums of a row-parallel product have the shape of the whole one."""
-    node = start_of(module, "all_reduce", "activation")
-    wait_of(node).replace_all_uses_with(node.all_input_nodes[0])
-    module.graph.erase_node(wait_of(node))
-    module.graph.erase_node(node)
+    leave_out(module, start_of(module, "all_reduce", "activation"))
     return "reads differs along .*, and no collective comes before its layout"
 
 
 def gather_left_out(module: fx.GraphModule) -> str:
-    node = start_of(module, "all_gather", "parameter")
-    wait_of(node).replace_all_uses_with(node.all_input_nodes[0])
-    module.graph.erase_node(wait_of(node))
-    module.graph.erase_node(node)
+    leave_out(module, start_of(module, "all_gather", "parameter"))
     return "its op makes"
 
 

@@ -6,7 +6,7 @@ On layers and on random tasks CP-SAT proves the best order; for whole models the
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -19,13 +19,13 @@ from ortools.sat.python import cp_model
 from torch import fx
 
 from shardweave.compiler.capture import capture
-from shardweave.compiler.pipeline import Annotated, Compiled, annotate, lower
+from shardweave.compiler.pipeline import Annotated, annotate, lower
 from shardweave.compiler.planner.force import forced_strategies
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.collectives import Demand
 from shardweave.cost_model.prices import Prices
 from shardweave.demo.model import GPT, GPTConfig
-from shardweave.ir import Axis, Collective, Grid, Strategy
+from shardweave.ir import Axis, Collective, Grid, Mode, Strategy
 from shardweave.options import Options
 from shardweave.passes.annotate import info
 from shardweave.passes.justify import justified
@@ -156,23 +156,30 @@ def test_no_order_beats_the_bound(seed: int, part: float) -> None:
     assert seconds_at_least(tasks) <= woven.seconds + 1e-9
 
 
-def layer(preset: str, sub_batches: int, recompute: str) -> tuple[Compiled, Cluster]:
-    """A GPT of one layer under tensor parallelism."""
-    cluster, step = Cluster.preset(preset, nodes=1), joint("gpt").annotated
-    cluster = replace(cluster, device=replace(cluster.device, overlap_slowdown=1.0))  # which CP-SAT does not know
+def without_slowdown(preset: str, nodes: int) -> Cluster:
+    """A cluster on which overlapped compute is not slowed down, which CP-SAT and the bounds do not know."""
+    cluster = Cluster.preset(preset, nodes=nodes)
+    return replace(cluster, device=replace(cluster.device, overlap_slowdown=1.0))
+
+
+def unordered(cluster: Cluster, step: Annotated, force: dict[str, Any], options: Options) -> list[Tasks]:
+    """The forward and the backward of a step under forced strategies, as they come to the schedule."""
     mesh = cluster.mesh()
-    found = forced_strategies(megatron("gpt", mesh.world_size), step.ops, mesh, step.batch)
-    strategies = {op.name: found[op.name][0] for op in step.ops}
-    options = Options(sub_batches=sub_batches, recompute={"*": recompute})  # type: ignore[dict-item]
-    return lower(step, strategies, mesh, options, cluster=cluster), cluster
+    found = forced_strategies(force, step.ops, mesh, step.batch)
+    graphs = lower(step, {op.name: found[op.name][0] for op in step.ops}, mesh, options, cluster=cluster).graphs
+    return list(parts_of(graphs["split" if options.sub_batches > 1 else "recompute"].graph, cluster))
 
 
 @pytest.mark.parametrize("preset", ["rtx3090-nvlink", "rtx3090-pcie"])
 @pytest.mark.parametrize(("sub_batches", "recompute"), [(1, "none"), (2, "none"), (1, "fine")])
-def test_a_layer_is_within_five_percent_of_the_best_order(preset: str, sub_batches: int, recompute: str) -> None:
-    compiled, cluster = layer(preset, sub_batches, recompute)
-    graph = compiled.graphs["split" if sub_batches > 1 else "recompute"].graph
-    for tasks in parts_of(graph, cluster):
+def test_a_layer_is_within_five_percent_of_the_best_order(preset: str, sub_batches: int, recompute: Mode) -> None:
+    cluster, options = without_slowdown(preset, 1), Options(sub_batches=sub_batches, recompute=recompute)
+    force = megatron("gpt", cluster.mesh().world_size)
+    check_within_five_percent(cluster, unordered(cluster, joint("gpt").annotated, force, options))
+
+
+def check_within_five_percent(cluster: Cluster, parts: Sequence[Tasks]) -> None:
+    for tasks in parts:
         best, _ = best_seconds(tasks)  # where CP-SAT runs out of time, what it has proven so far
         assert best > 0
         found = Schedule(cluster)._best(tasks, None).seconds
@@ -189,28 +196,13 @@ def test_a_layer_is_within_five_percent_of_the_best_order(preset: str, sub_batch
     ],
 )
 def test_a_wide_layer_is_within_five_percent_of_the_best_order(
-    preset: str, nodes: int, plan: str, sub_batches: int, recompute: str
+    preset: str, nodes: int, plan: str, sub_batches: int, recompute: Mode
 ) -> None:
     """A layer as wide as those that are trained."""
-    cluster, tasks = wide(preset, nodes, step_of(1, 2048, 32), plan, 4, sub_batches, recompute)
-    for part in tasks:
-        best, _ = best_seconds(part)
-        found = Schedule(cluster)._best(part, None).seconds
-        assert best - rounding(part) <= found <= 1.05 * best
-
-
-def wide(
-    preset: str, nodes: int, step: Annotated, plan: str, degree: int, sub_batches: int, recompute: str
-) -> tuple[Cluster, list[Tasks]]:
-    """The parts of a step, unordered, on a cluster without the slowdown of overlapped compute."""
-    cluster = Cluster.preset(preset, nodes=nodes)
-    cluster = replace(cluster, device=replace(cluster.device, overlap_slowdown=1.0))  # no bound knows it
-    mesh = cluster.mesh()
-    found = forced_strategies(forced(plan, degree, mesh.world_size), step.ops, mesh, step.batch)
-    strategies = {op.name: found[op.name][0] for op in step.ops}
-    options = Options(precision="fp16", sub_batches=sub_batches, recompute={"*": recompute})  # type: ignore[dict-item]
-    graph = lower(step, strategies, mesh, options, cluster=cluster).graphs["split" if sub_batches > 1 else "recompute"]
-    return cluster, list(parts_of(graph.graph, cluster))
+    cluster = without_slowdown(preset, nodes)
+    options = Options(precision="fp16", sub_batches=sub_batches, recompute=recompute)
+    force = forced(plan, 4, cluster.mesh().world_size)
+    check_within_five_percent(cluster, unordered(cluster, step_of(1, 2048, 32), force, options))
 
 
 @examples(40, shrink=False)
@@ -260,13 +252,14 @@ def forced(plan: str, degree: int, devices: int) -> dict[str, Any]:
     ],
 )
 def test_models_expose_what_they_must(
-    preset: str, plan: str, layers: int, width: int, sub_batches: int, recompute: str
+    preset: str, plan: str, layers: int, width: int, sub_batches: int, recompute: Mode
 ) -> None:
     """No more than a tenth above what no order can hide."""
+    cluster = without_slowdown(preset, 8)
     step, degree = step_of(layers, width, 128 if width == 2048 else 64), 4 if width == 2048 else 8
-    cluster, parts = wide(preset, 8, step, plan, degree, sub_batches, recompute)
+    options = Options(precision="fp16", sub_batches=sub_batches, recompute=recompute)
     exposed = bound = 0.0
-    for tasks in parts:
+    for tasks in unordered(cluster, step, forced(plan, degree, cluster.mesh().world_size), options):
         exposed += Schedule(cluster)._best(tasks, None).seconds - sum(tasks.seconds)
         bound += exposed_at_least(tasks)
     assert 0 < bound * 0.999 <= exposed <= 1.1 * bound

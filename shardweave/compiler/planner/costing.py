@@ -31,7 +31,7 @@ from shardweave.options import Options
 from shardweave.passes.annotate import depends_on_inputs, graph_outputs, info, source_of
 from shardweave.passes.follow import Arrival, Choice, accepting, follow, met
 from shardweave.passes.layouts import drop, factors_of, input_layouts, output_layouts, through
-from shardweave.passes.rules import find_rule
+from shardweave.passes.rules import find_rule, is_view
 from shardweave.passes.rules.linear import linear_in
 from shardweave.passes.rules.registry import tensor_args
 
@@ -119,7 +119,7 @@ class Costing:
                 self._op_node(node, readers)
             elif node.target is operator.getitem:
                 self._getitem(node)
-            elif (rule := find_rule(node)) is not None and rule.kind == "view":
+            elif is_view(node):
                 self._view(node)
             else:
                 self._follower(node, ratio)
@@ -387,9 +387,9 @@ class Costing:
     def _needed_by_backward(self, node: fx.Node) -> bool:
         """Whether a backward op other than an op's own product reads a forward value."""
         for user in node.users:
-            if info(user).backward and user not in self.roles and not _is_view(user):
+            if info(user).backward and user not in self.roles and not is_view(user):
                 return True
-            if _is_view(user) and self._needed_by_backward(user):
+            if is_view(user) and self._needed_by_backward(user):
                 return True
         return False
 
@@ -458,11 +458,6 @@ def _bound(node: fx.Node) -> BoundRule:
 
 
 def _root(value: fx.Node) -> fx.Node:
-    while _is_view(value):
+    while is_view(value):
         value = tensor_args(value)[0]
     return value
-
-
-def _is_view(node: fx.Node) -> bool:
-    rule = find_rule(node) if node.op == "call_function" else None
-    return rule is not None and rule.kind == "view"

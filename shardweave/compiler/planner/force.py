@@ -107,6 +107,7 @@ def _is(word: str, degree: int, option: Strategy) -> bool:
 
 
 def nothing_named(option: str, pattern: str, ops: Sequence[Op]) -> PlanError:
+    """What to say of a pattern of an option that names no op: whose companion it names, or what is close to it."""
     companions = {companion: op.name for op in ops for companion in op.companions}
     for companion, owner in companions.items():
         if any(fnmatchcase(name, pattern) for name in (companion, companion.rpartition(".")[0])):

@@ -19,7 +19,7 @@ from shardweave.ir import Assignment, Axis, Layout, Mesh, Strategy, axes_size
 from shardweave.passes.annotate import graph_outputs, info
 from shardweave.passes.classes import Classes
 from shardweave.passes.layouts import dims_layout
-from shardweave.passes.rules import find_rule
+from shardweave.passes.rules import find_rule, is_view
 from shardweave.passes.rules.registry import tensor_args
 
 Atom = tuple[int, int]  # a dimension of the parameter, and the number of the atom in it
@@ -258,15 +258,10 @@ def _numel(node: fx.Node) -> int:
     return int(node.meta["val"].numel()) if hasattr(node.meta["val"], "numel") else 0
 
 
-def _is_view(node: fx.Node) -> bool:
-    rule = find_rule(node) if node.op == "call_function" else None
-    return rule is not None and rule.kind == "view"
-
-
 def _users_through_views(node: fx.Node) -> list[fx.Node]:
     found = []
     for user in node.users:
-        found += _users_through_views(user) if _is_view(user) else [user] if user.op != "output" else []
+        found += _users_through_views(user) if is_view(user) else [user] if user.op != "output" else []
     return found
 
 
@@ -302,7 +297,7 @@ def _roles(parameter: fx.Node, gradient: fx.Node | None, classes: Classes, batch
             rule = info(user).rule
             if user.op == "output" or rule is None:
                 continue
-            if _is_view(user):
+            if is_view(user):
                 forward(user, _through(rule.inputs[0], rule.outputs[0], meaning))
                 continue
             for argument, dims in zip(tensor_args(user), rule.inputs):
@@ -320,7 +315,7 @@ def _roles(parameter: fx.Node, gradient: fx.Node | None, classes: Classes, batch
         rule = info(value).rule
         if value.op == "placeholder" or value.target is operator.getitem or rule is None:
             return
-        if _is_view(value):
+        if is_view(value):
             back(tensor_args(value)[0], _through(rule.outputs[0], rule.inputs[0], meaning))
         elif _sums(value):
             for argument in tensor_args(value):

@@ -30,7 +30,7 @@ from shardweave.passes.rules.grammar import bind, parse
 from shardweave.passes.rules.pointwise import ADDITIONS, POINTWISE
 from shardweave.passes.rules.registry import RULES, Emitter, Rule, rule, tensor_args
 
-__all__ = ["RULES", "Emitter", "Rule", "bind", "find_rule", "parse", "rule"]
+__all__ = ["RULES", "Emitter", "Rule", "bind", "find_rule", "is_view", "parse", "rule"]
 
 
 def find_rule(node: fx.Node) -> Rule | None:
@@ -43,3 +43,9 @@ def find_rule(node: fx.Node) -> Rule | None:
         if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
             return POINTWISE
     return found
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node is an op that only looks at its input in another way."""
+    found = find_rule(node)
+    return found is not None and found.kind == "view"
