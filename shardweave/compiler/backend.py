@@ -9,6 +9,7 @@ Only this module and `aot` touch torch's private backend interfaces.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from inspect import currentframe
@@ -125,7 +126,7 @@ class _Request:
 
 def _compiled(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
     """A graph as AOTAutograd calls it; also that of a call without gradients, which every rank computes whole."""
-    run = boxed(gm)
+    run = boxed(gm, copy.deepcopy(gm.graph))
 
     def call(arguments: list[Any]) -> Any:
         return run(arguments)

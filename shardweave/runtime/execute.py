@@ -18,19 +18,18 @@ from shardweave.runtime.pieces import cut, joined
 from shardweave.runtime.turns import Boxed, Gradients, Turns, in_places
 
 
-def boxed(gm: fx.GraphModule) -> Boxed:
-    """The code of `gm` with its arguments in one list.
+def boxed(constants: fx.GraphModule, graph: fx.Graph) -> Boxed:
+    """The code of `graph`, which it takes over, with its arguments in one list; `constants` holds its tensors.
 
     >>> double = fx.symbolic_trace(lambda x: [x + x])
     >>> arguments = [torch.ones(())]
-    >>> boxed(double)(arguments), arguments
+    >>> boxed(double, copy.deepcopy(double.graph))(arguments), arguments
     ([tensor(2.)], [])
     """
-    graph = copy.deepcopy(gm.graph)
     generator = copy.copy(graph._codegen)
     generator.gen_fn_def = MethodType(_boxed_definition, generator)  # type: ignore[method-assign]
     graph.set_codegen(generator)
-    run: Boxed = fx.GraphModule(gm, graph).forward
+    run: Boxed = fx.GraphModule(constants, graph).forward
     return run
 
 

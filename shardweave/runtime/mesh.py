@@ -99,19 +99,23 @@ class RuntimeMesh:
         return self.process_group(group_name(axes))
 
     def bind(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """A generated graph that this rank can run: see `bound`."""
+        module = fx.GraphModule(gm, self.bound(gm.graph))
+        module.meta.update(gm.meta)
+        return module
+
+    def bound(self, graph: fx.Graph) -> fx.Graph:
         """A copy of a generated graph with the real names of process groups in place of the symbolic ones.
 
         The groups are made in the order of their names, so all ranks make them in the same order.
         """
-        bound = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-        bound.meta.update(gm.meta)
-        starts = [(node, *place) for node in bound.graph.nodes if (place := _group_argument(node))]
+        found = copy.deepcopy(graph)
+        starts = [(node, *place) for node in found.nodes if (place := _group_argument(node))]
         for name in sorted({name for _, _, name in starts}):
             self.process_group(name)
         for node, index, name in starts:
             node.update_arg(index, self.process_group(name).group_name)
-        bound.recompile()
-        return bound
+        return found
 
 
 def rank_tensor(mesh: Mesh) -> torch.Tensor:

@@ -140,7 +140,7 @@ class ParallelModule(nn.Module):
         )
 
     def _bound(self, graph: fx.GraphModule) -> Boxed:
-        return boxed(self.mesh.bind(graph))
+        return boxed(graph, self.mesh.bound(graph.graph))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
