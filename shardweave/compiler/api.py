@@ -172,6 +172,7 @@ class _Compiler:
         self.model, self.cluster = model, cluster
         self.options = options or Options()
         self.progress = progress or (lambda _: None)
+        self._last: tuple[tuple[object, ...], Shards] = (), {}
         self.progress("capture")
         self.captured: Captured = self._capture(example_inputs)
         self.progress("annotate")
@@ -214,11 +215,10 @@ class _Compiler:
 
     def _savings(self, chosen: Chosen, options: Options) -> tuple[Saving, ...]:
         """What each choice for the whole step is worth: simulated without it."""
-        shards: Shards = {}
         found = []
         self.progress("weigh")
         for choice, weaving in options.weaving.without().items():
-            without = self.timeline(self._lowered(chosen.strategies, chosen.joins, options.woven(weaving), shards))
+            without = self.timeline(self._lowered(chosen.strategies, chosen.joins, options.woven(weaving)))
             seconds, size = without.step_time - chosen.timeline.step_time, without.peak_memory
             found.append(Saving(choice, seconds, size - chosen.timeline.peak_memory))
         return tuple(found)
@@ -323,17 +323,22 @@ class _Compiler:
         options = replace(self.options, micro_batches=plan.micro_batches).woven(plan.weaving)
         same = plan.cluster.mesh() == mesh  # then all ranks schedule by the figures that one of them found
         cluster = plan.cluster if same else self.cluster
-        return lower(self.annotated, strategies, mesh, options, self._stage, joins, cluster)
+        shards = self._shards(strategies, joins, options)
+        return lower(self.annotated, strategies, mesh, options, self._stage, joins, cluster, True, shards)
 
     def _lowered(
-        self,
-        strategies: dict[str, Strategy],
-        joins: dict[str, Assignment],
-        options: Options | None = None,
-        shards: Shards | None = None,
+        self, strategies: dict[str, Strategy], joins: dict[str, Assignment], options: Options | None = None
     ) -> Compiled:
         mesh, options = self.cluster.mesh(), options or self.options
+        shards = self._shards(strategies, joins, options)
         return lower(self.annotated, strategies, mesh, options, None, joins, self.cluster, False, shards)
+
+    def _shards(self, strategies: dict[str, Strategy], joins: dict[str, Assignment], options: Options) -> Shards:
+        """What `shard` made of these, kept for the next time: what is planned is mostly lowered then."""
+        key = strategies, joins, options.woven(Weaving())
+        if self._last[0] != key:
+            self._last = key, {}
+        return self._last[1]
 
     def _stage(self, name: str, _: fx.GraphModule) -> None:
         self.progress(name)

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardweave as sw
+from shardweave.compiler import pipeline
+from shardweave.compiler.api import _Compiler
 from shardweave.compiler.planner import costing
 from shardweave.cost_model import Device, Level
 from shardweave.demo.model import GPT, GPTConfig
@@ -207,6 +209,26 @@ def test_equal_layers_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return list(calls)
 
     assert priced(2) == priced(5)
+
+
+def test_what_was_planned_is_not_sharded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[str] = []
+
+    class Counted(pipeline.Sharder):
+        def run(self) -> Any:
+            runs.append("run")
+            return super().run()
+
+    monkeypatch.setattr(pipeline, "Sharder", Counted)
+    compiler = _Compiler(ZOO["mlp"].model(), sw.Cluster.local(4), ZOO["mlp"].batch(0), None, None)
+    plans = []
+    for word in ("dp", "zdp"):
+        compiler.options = sw.Options(force={"*": word})
+        plans.append(compiler.plan())
+        runs.clear()
+        assert "reduce" in compiler.lower(plans[-1]).step.backward.code and not runs
+    code = compiler.lower(plans[0]).step.backward.code
+    assert len(runs) == 1 and code != compiler.lower(plans[1]).step.backward.code
 
 
 def test_equal_layers_get_equal_plans() -> None:
