@@ -19,12 +19,12 @@ from torch import Tensor, fx, nn
 
 from shardweave.compiler.capture import Captured
 from shardweave.compiler.codegen import Step
-from shardweave.compiler.pipeline import copied
 from shardweave.compiler.refusal import refuse_open_sizes
 from shardweave.errors import CaptureError
 from shardweave.ir import SEED, Axis, Mesh
 from shardweave.passes.annotate import graph_outputs, info
 from shardweave.passes.layouts import digit_size
+from shardweave.passes.modules import copied
 from shardweave.passes.rules.random import draws
 from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.random import Seeds, mixed, seeded

@@ -14,6 +14,7 @@ from shardweave.errors import LayoutError, VerifyError
 from shardweave.ir import StepSpec, axes_size
 from shardweave.passes.annotate import graph_outputs, info
 from shardweave.passes.local import remove_dead
+from shardweave.passes.modules import module_of
 from shardweave.passes.times import is_coordinate
 from shardweave.units import readable_bytes
 
@@ -116,7 +117,7 @@ def as_module(constants: fx.GraphModule, graph: fx.Graph, name: str) -> fx.Graph
     """A generated graph as a module: its code says whose each collective is; `constants` holds its tensors."""
     graph.on_generate_code(lambda _: commented(graph))
     graph.lint()
-    return fx.GraphModule(constants, graph, name)
+    return module_of(constants, graph, name)
 
 
 def commented(graph: fx.Graph) -> Callable[[list[str]], list[str]]:

@@ -25,6 +25,7 @@ from shardweave.passes.bucket import Bucket
 from shardweave.passes.classes import Classes, find_classes
 from shardweave.passes.keep import Keep
 from shardweave.passes.layouts import outermost_first
+from shardweave.passes.modules import copied
 from shardweave.passes.recompute import Recompute
 from shardweave.passes.schedule import Schedule
 from shardweave.passes.shard import Shard, Sharder
@@ -309,12 +310,3 @@ class _Lowering:
             self.graphs[name] = module if last else copied(module)
         if self.on_stage is not None:
             self.on_stage(name, module)
-
-
-def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """`module` with a graph of its own; tensors and the nodes' values are shared."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    copy = fx.GraphModule(module, graph)
-    copy.meta.update(module.meta)
-    return copy

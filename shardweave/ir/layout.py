@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 from shardweave.ir.axes import Axis, Digit
 
@@ -129,7 +129,7 @@ class Layout:
         """The layout of a value of `shape` that is whole on every device."""
         return cls(tuple(normalise([int(size)]) for size in shape))
 
-    @property
+    @cached_property
     def global_shape(self) -> tuple[int, ...]:
         shape = self.padded_shape
         if (padding := self.padding) is None:
@@ -138,12 +138,12 @@ class Layout:
             size // padding.padded * padding.size if dim == padding.dim else size for dim, size in enumerate(shape)
         )
 
-    @property
+    @cached_property
     def padded_shape(self) -> tuple[int, ...]:
         """The shape of all places together: the global one, but for a dimension that is padded."""
         return tuple(math.prod(d if isinstance(d, int) else d.size for d in dim) for dim in self.dims)
 
-    @property
+    @cached_property
     def local_shape(self) -> tuple[int, ...]:
         """The shape on each device; of a padded dimension that of the place, which the device's part may not fill."""
         return tuple(math.prod(d for d in dim if isinstance(d, int)) for dim in self.dims)

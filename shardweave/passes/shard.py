@@ -22,6 +22,7 @@ from shardweave.passes.emitter import OpEmitter
 from shardweave.passes.follow import accepting, follow, met, passing_times
 from shardweave.passes.layouts import cut_as, drop, input_layouts, output_layouts
 from shardweave.passes.local import TAKEN, LocalGraph, Origin, remove_dead
+from shardweave.passes.modules import module_of
 from shardweave.passes.recompute import checkpoint_of
 from shardweave.passes.rules import find_rule, is_view
 from shardweave.passes.rules.linear import linear_in
@@ -113,9 +114,7 @@ class Sharder(Values):
         if not self.local.seed.users:
             self.local.graph.erase_node(self.local.seed)
         self.local.graph.lint()
-        module = fx.GraphModule(self.module, self.local.graph)
-        module.meta.update(self.module.meta)
-        return module
+        return module_of(self.module, self.local.graph)
 
     # -- sources and sinks
 

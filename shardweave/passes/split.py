@@ -18,6 +18,7 @@ from shardweave.errors import VerifyError
 from shardweave.ir import META, Axis
 from shardweave.passes.annotate import graph_outputs, info
 from shardweave.passes.local import remove_dead
+from shardweave.passes.modules import module_of
 from shardweave.passes.times import coordinate, joined, total
 
 aten = torch.ops.aten
@@ -40,9 +41,7 @@ class Split:
             graph = _Unrolled(axis).of(graph)
         remove_dead(graph)
         graph.lint()
-        module = fx.GraphModule(graph_module, graph)
-        module.meta.update(graph_module.meta)
-        return module
+        return module_of(graph_module, graph)
 
 
 class _Unrolled:

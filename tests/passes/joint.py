@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from shardweave.compiler.capture import Captured, capture
-from shardweave.compiler.pipeline import Annotated, annotate, copied
+from shardweave.compiler.pipeline import Annotated, annotate
 from shardweave.demo.model import GPTConfig
 from shardweave.options import Options
+from shardweave.passes.modules import copied
 from tests.models import TODAY, ZOO, Case, gpt, llama, mlp
 
 

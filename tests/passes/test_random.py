@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from shardweave.compiler.capture import Captured, capture
-from shardweave.compiler.pipeline import annotate, copied
+from shardweave.compiler.pipeline import annotate
 from shardweave.ir import SEED, Assignment, Mesh
 from shardweave.options import Options
 from shardweave.passes.annotate import info
 from shardweave.passes.layouts import input_layouts, output_layouts
+from shardweave.passes.modules import copied
 from shardweave.passes.rules import RULES
 from shardweave.passes.rules.random import draws
 from shardweave.passes.rules.registry import tensor_args

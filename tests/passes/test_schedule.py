@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardweave.compiler.pipeline import Compiled, copied, lower
+from shardweave.compiler.pipeline import Compiled, lower
 from shardweave.compiler.planner.candidates import legal
 from shardweave.cost_model import Cluster
 from shardweave.errors import VerifyError
@@ -21,6 +21,7 @@ from shardweave.ir import META, Collective, Grid, NodeInfo, Strategy
 from shardweave.options import Options
 from shardweave.passes.annotate import info
 from shardweave.passes.keys import GLUE, WAIT
+from shardweave.passes.modules import copied
 from shardweave.passes.schedule import Schedule
 from shardweave.passes.verify import verify
 from tests.passes.harness import examples, mesh_of

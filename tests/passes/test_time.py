@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from shardweave.compiler.pipeline import copied
 from shardweave.ir import SEED, Assignment, Axis, BoundRule, Dims, Layout, Mesh
 from shardweave.passes.annotate import depends_on_inputs, source_of
 from shardweave.passes.layouts import input_layouts, outermost_first, output_layouts
+from shardweave.passes.modules import copied
 from shardweave.passes.rules import RULES, find_rule
 from shardweave.passes.rules.random import draws
 from shardweave.passes.rules.registry import tensor_args

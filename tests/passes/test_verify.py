@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from shardweave.compiler.pipeline import copied, lower
+from shardweave.compiler.pipeline import lower
 from shardweave.compiler.planner.force import forced_strategies
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.memory import most_held
@@ -19,6 +19,7 @@ from shardweave.errors import VerifyError
 from shardweave.ir import META
 from shardweave.options import Options
 from shardweave.passes.annotate import info
+from shardweave.passes.modules import copied
 from shardweave.passes.schedule import Schedule
 from shardweave.passes.verify import verify, verify_memory
 from tests.passes.harness import mesh_of
