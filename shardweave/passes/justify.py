@@ -29,7 +29,7 @@ class Justified:
 
 def justified(tasks: Tasks) -> list[Justified]:
     """Orders of `tasks`, the fastest one first."""
-    found = sorted(_schedules(_Plain.of(tasks)), key=lambda each: each[0])
+    found = sorted(_schedules(Machines.of(tasks)), key=lambda each: each[0])
     return [Justified(seconds, in_order_of(tasks, begins)) for seconds, begins in found]
 
 
@@ -58,7 +58,7 @@ def in_order_of(tasks: Tasks, begins: Sequence[float]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Plain:
+class Machines:
     """Tasks on machines that do one thing at a time; a task without a machine takes no time."""
 
     needs: Sequence[Sequence[int]]
@@ -67,15 +67,15 @@ class _Plain:
     machine: Sequence[str]
 
     @classmethod
-    def of(cls, tasks: Tasks) -> _Plain:
+    def of(cls, tasks: Tasks) -> Machines:
         pairs = list(zip(tasks.transfers, tasks.seconds))
         seconds = [moved.demand.seconds if moved is not None else kernel for moved, kernel in pairs]
         machine = [moved.group if moved is not None else COMPUTE if kernel else "" for moved, kernel in pairs]
         return cls(tasks.needs, tasks.users, seconds, machine)
 
-    def reversed(self) -> _Plain:
+    def reversed(self) -> Machines:
         """The same, from the last to the first."""
-        return _Plain(self.users, self.needs, self.seconds, self.machine)
+        return Machines(self.users, self.needs, self.seconds, self.machine)
 
     def remaining(self) -> list[float]:
         """For each task the seconds of the longest way from its beginning to the end."""
@@ -129,23 +129,23 @@ class _Plain:
         return found
 
 
-def _schedules(plain: _Plain) -> Iterator[tuple[float, list[float]]]:
+def _schedules(machines: Machines) -> Iterator[tuple[float, list[float]]]:
     """Schedules with the seconds that they take: by the longest way that is left, or as the graph was written.
 
     In both directions, each with the one that it is justified to.
     """
-    mirror = plain.reversed()
-    written = [float(task) for task in range(len(plain.needs))]
+    mirror = machines.reversed()
+    written = [float(task) for task in range(len(machines.needs))]
     for backwards in (False, True):
-        longest = (mirror if backwards else plain).remaining()
+        longest = (mirror if backwards else machines).remaining()
         for first in ([-seconds for seconds in longest], [-task for task in written] if backwards else written):
             priority, turned = first, backwards
             for _ in range(2):
-                end, begins = (mirror if turned else plain).scheduled(priority, -1 if turned else 1)
+                end, begins = (mirror if turned else machines).scheduled(priority, -1 if turned else 1)
                 if turned:
-                    begins = [end - begin - seconds for begin, seconds in zip(begins, plain.seconds)]
+                    begins = [end - begin - seconds for begin, seconds in zip(begins, machines.seconds)]
                 yield end, begins
                 turned = not turned
                 priority = begins
                 if turned:
-                    priority = [-(begin + seconds) for begin, seconds in zip(begins, plain.seconds)]
+                    priority = [-(begin + seconds) for begin, seconds in zip(begins, machines.seconds)]

@@ -5,7 +5,8 @@ wait. The keys follow the graph as it was written, but for two things, between o
 what leads to the collective comes first (so that it is under way while gradients of weights are computed: AxoNN,
 section IV-A), and the sub-batches come one after the other (so that one communicates while the other computes: Oases,
 Algorithm 1 and 2). Prefetched gathers, gradients reduced under the backward and reduce-scatters drained late (AxoNN
-IV-B and IV-C, AMSP V-C) need no rule: a start never waits for its turn.
+IV-B and IV-C, AMSP V-C) need no rule: a start never waits for its turn, but where that would keep an activation waiting
+(`pace`).
 
 Of a few such orders, which hold more or less back for memory, the fastest that fits is taken. What it computes ahead of
 its turn, to fill the time of a wait, is then cut to what is worth its memory. Where that leaves communication exposed,
@@ -27,6 +28,7 @@ from shardweave.ir import ALL
 from shardweave.passes.annotate import info
 from shardweave.passes.justify import justified
 from shardweave.passes.keys import ahead_of_use, barriers, cause_of, hold_back, moments_of, orderings
+from shardweave.passes.pace import paced
 from shardweave.passes.tasks import Tasks
 from shardweave.passes.weave import Woven, played, weave
 
@@ -129,12 +131,17 @@ class Schedule:
         depths = [(ahead, ALL) for ahead in AHEAD] + [(min(AHEAD), min(AHEAD))]
         if self.lookahead is not None:
             depths = [(self.lookahead, self.lookahead)]
+
+        def order(tasks: Tasks, ahead: int, reductions: int) -> _Order:
+            found = partial(weave, tasks, held, moments, lookahead=ahead, reductions=reductions, slowdown=slowdown)
+            return partial(_late, tasks, found)
+
         for keys in orderings(tasks):
             moments = moments_of(tasks, keys)
             held = hold_back(tasks, keys, moments)
-            for ahead, reductions in depths:
-                order = partial(weave, tasks, held, moments, lookahead=ahead, reductions=reductions, slowdown=slowdown)
-                yield partial(_late, tasks, order)
+            yield from (order(tasks, *depth) for depth in depths)
+            if self.lookahead is None:
+                yield from (order(tasks.after(edges), max(AHEAD), ALL) for edges in paced(tasks, keys, max(AHEAD)))
 
 
 def _late(tasks: Tasks, order: _Order, room: float) -> Woven:

@@ -89,7 +89,9 @@ def random_tasks(seed: int) -> Tasks:
         if rng.random() < 0.4:
             group = rng.choice(["a", "b"])
             demand = Demand(0.0, rng.choice([0.001, 0.003]), {group: 1.0})
-            what = Collective("all_reduce", (Axis(group, 2),), 8, "", "", rng.choice(["activation", "gradient"]))
+            what = Collective(
+                "all_reduce", (Axis(group, 2),), 8, "", "", rng.choice(["activation", "gradient", "parameter"])
+            )
             needs += [[len(needs) - 1], [len(needs)]]
             seconds += [0.0, 0.0]
             transfers += [Transfers(group, demand, what), None]

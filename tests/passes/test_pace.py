@@ -1,0 +1,130 @@
+"""Gathers in the pauses of activations' collectives, and reductions beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
+
+from shardweave.cost_model.collectives import Demand
+from shardweave.ir import Axis, Collective
+from shardweave.passes.keys import WAIT, cause_of, orderings
+from shardweave.passes.pace import paced
+from shardweave.passes.schedule import AHEAD, Schedule
+from shardweave.passes.tasks import Tasks, Transfers
+from shardweave.passes.weave import weave
+from tests.passes.bounds import seconds_at_least
+from tests.passes.harness import examples
+from tests.passes.test_weave import random_tasks, without_slowdown
+
+
+class Task(NamedTuple):
+    """What is computed, or what a collective moves: its cause, and the links that it takes."""
+
+    seconds: float
+    needs: tuple[int, ...] = ()
+    cause: str = ""
+    links: str = ""
+
+
+def chain(tasks: Sequence[Task]) -> Tasks:
+    """Tasks of which each collective's wait is the one behind its start."""
+    needs: list[list[int]] = []
+    place: list[int] = []  # of what others need of a task
+    transfers: list[Transfers | None] = []
+    started: list[int] = []
+    for task in tasks:
+        moved = None
+        if task.cause:
+            demand = Demand(0.0, task.seconds, dict.fromkeys(task.links.split(), 1.0))
+            what = Collective("all_gather", (Axis(task.cause, 2),), 8, "", "", task.cause)
+            moved = Transfers(f"{task.cause} {task.links}", demand, what)
+        needs.append([place[need] for need in task.needs])
+        transfers.append(moved)
+        started.append(-1)
+        if moved is not None:
+            needs.append([len(needs) - 1])
+            transfers.append(None)
+            started.append(len(needs) - 2)
+        place.append(len(needs) - 1)
+    count = len(needs)
+    seconds = [0.0] * count
+    for task, at in zip(tasks, place):
+        seconds[at] = 0.0 if task.cause else task.seconds
+    users: list[list[int]] = [[] for _ in range(count)]
+    for task, mine in enumerate(needs):
+        for need in mine:
+            users[need].append(task)
+    graph, none, zero = fx.Graph(), [list[int]() for _ in range(count)], [0] * count
+    nodes = [graph.call_function(WAIT if start >= 0 else torch.neg) for start in started]
+    return Tasks(nodes, needs, users, seconds, transfers, started, none, none, zero, zero, (), ())
+
+
+def seconds_of(tasks: Tasks) -> float:
+    return Schedule(without_slowdown("dgx-a100", 1))._best(tasks, None).seconds
+
+
+def unpaced(tasks: Tasks) -> float:
+    """The best of the orders that hold nothing for free links."""
+    keys = next(iter(orderings(tasks)))
+    return min(weave(tasks, keys, lookahead=ahead, reductions=1).seconds for ahead in AHEAD)
+
+
+def test_gathers_move_between_activations() -> None:
+    """Layers of 3 s of activations, then 2 s of compute with a weight that takes 2 s of the same links."""
+    tasks: list[Task] = []
+    before: tuple[int, ...] = ()
+    for _ in range(6):
+        tasks += [Task(2, (), "parameter", "a"), Task(3, before, "activation", "a")]
+        tasks += [Task(2, (len(tasks) - 2, len(tasks) - 1))]
+        before = (len(tasks) - 1,)
+    found = chain(tasks)
+    assert unpaced(found) > 1.1 * seconds_of(found)
+    assert seconds_of(found) <= 1.01 * seconds_at_least(found) == 1.01 * (2 + 6 * 5)
+
+
+def test_reductions_run_beside_activations_that_leave_their_links_alone() -> None:
+    """They cross "b", as the gathers do that need "a" as well; the activations cross "a"."""
+    tasks: list[Task] = []
+    before: tuple[int, ...] = ()
+    for _ in range(6):
+        tasks += [Task(2, (), "parameter", "a b"), Task(2, before, "activation", "a")]
+        tasks += [Task(2, (len(tasks) - 2, len(tasks) - 1))]
+        before = (len(tasks) - 1,)
+        tasks += [Task(2, before, "gradient", "b")]
+    found = chain(tasks)
+    keys = next(iter(orderings(found)))
+    _, beside = paced(found, keys, max(AHEAD))
+    assert len(beside) == 5  # behind the last one nothing is left to be kept waiting
+    assert all((cause_of(found, one), cause_of(found, two)) == ("activation", "gradient") for one, two in beside)
+    assert all(found.needs[one] == found.needs[two] for one, two in beside)  # the next one of the same compute
+    assert seconds_of(found) <= 1.01 * seconds_at_least(found)
+
+
+def test_where_no_links_are_shared_nothing_is_held() -> None:
+    tasks = [
+        Task(2, (), "parameter", "a"),
+        Task(3, (), "activation", "b"),
+        Task(2, (0, 1)),
+        Task(2, (2,), "gradient", "c"),
+    ]
+    found = chain(tasks)
+    assert paced(found, [(task,) for task in range(len(found.nodes))], max(AHEAD)) == []
+
+
+@examples(60, shrink=False)
+@given(seed=st.integers(0, 10**6))
+def test_what_is_held_can_run(seed: int) -> None:
+    """Each task once, behind what it needs and what it is held for."""
+    tasks = random_tasks(seed)
+    keys = [(task,) for task in range(len(tasks.nodes))]
+    for edges in paced(tasks, keys, 2):
+        woven = weave(tasks.after(edges), keys, lookahead=1, reductions=1)
+        at = {task: index for index, task in enumerate(woven.order)}
+        assert len(at) == len(woven.order) == len(tasks.nodes)
+        assert all(at[before] < at[start] for before, start in edges)
+        assert all(at[need] < at[task] for task, needs in enumerate(tasks.needs) for need in needs)
