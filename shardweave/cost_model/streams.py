@@ -65,6 +65,12 @@ def fair_rates(usages: Sequence[Mapping[str, float]]) -> list[float]:
     >>> fair_rates([{"a": 1.0}, {"a": 1.0, "b": 1.0}, {"b": 0.5}])
     [0.5, 0.5, 1.0]
     """
+    asked: defaultdict[str, float] = defaultdict(float)
+    for usage in usages:
+        for level, part in usage.items():
+            asked[level] += part
+    if max(asked.values(), default=0.0) <= 1.0:  # as nearly always
+        return [1.0] * len(usages)
     rates = [0.0] * len(usages)
     free = dict.fromkeys((level for usage in usages for level in usage), 1.0)
     rising = set(range(len(usages)))

@@ -9,6 +9,7 @@ do, and share these with the gathers and reductions in the pauses: it is held fo
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -54,6 +55,11 @@ def _starts(tasks: Tasks, *causes: str) -> list[tuple[int, Transfers]]:
     return [(task, moved) for task, moved in found if moved is not None and moved.what.cause in causes]
 
 
+def _kinds(starts: Sequence[tuple[int, Transfers]]) -> list[Transfers]:
+    """One collective of each group and use of links."""
+    return list({(moved.group, *moved.demand.use.items()): moved for _, moved in starts}.values())
+
+
 @dataclass
 class _Pause:
     """Seconds in which no activation's collective runs, and the wait for the one before; -1 for the first."""
@@ -80,7 +86,7 @@ def _in_pauses(tasks: Tasks, begins: Sequence[float], keys: Sequence[Key], most:
 def _pauses(tasks: Tasks, begins: Sequence[float]) -> Iterator[_Pause]:
     """The times between activations' collectives that share links with gathers."""
     waits = {start: wait for wait, start in enumerate(tasks.started) if start >= 0}
-    gathers = [moved for _, moved in _starts(tasks, "parameter")]
+    gathers = _kinds(_starts(tasks, "parameter"))
     busy = [
         (begins[start], begins[start] + moved.demand.seconds, waits[start])
         for start, moved in _starts(tasks, "activation")
@@ -107,17 +113,17 @@ def _last_with_room(pauses: Sequence[_Pause], seconds: float, earliest: float, d
 
 def _beside(tasks: Tasks, begins: Sequence[float]) -> list[Edge]:
     activations = sorted(_starts(tasks, "activation"), key=lambda each: begins[each[0]])
-    others = [moved for _, moved in _starts(tasks, "parameter", "gradient")]
+    times = [begins[start] for start, _ in activations]
+    others = _kinds(_starts(tasks, "parameter", "gradient"))
     edges: list[Edge] = []
     for start, moved in _starts(tasks, "gradient"):
         if _is_needed(tasks, start) or not any(o.group != moved.group and crowd(moved, o) for o in others):
             continue
+        following = activations[bisect.bisect_left(times, begins[start]) :]
         long = moved.demand.seconds / 4  # some room for it
-        following = [
-            each for each in activations if begins[each[0]] >= begins[start] and each[1].demand.seconds >= long
-        ]
-        if following and not crowd(moved, following[0][1]):
-            edges.append((following[0][0], start))
+        beside = next((each for each in following if each[1].demand.seconds >= long), None)
+        if beside is not None and not crowd(moved, beside[1]):
+            edges.append((beside[0], start))
     return edges
 
 

@@ -234,12 +234,17 @@ def step_of(layers: int, width: int, batch: int) -> Annotated:
 
 
 def forced(plan: str, degree: int, devices: int) -> dict[str, Any]:
-    """Sharded data parallelism; or Megatron's, its weights resting whole or sharded over the data axes."""
+    """Sharded data parallelism; or Megatron's, its weights resting whole or sharded over the data axes.
+
+    "attention": each for its part of a layer.
+    """
     if plan == "zdp":
         return {"*": "zdp"}
     data = devices // degree
     rest = data if plan == "tensor and zdp" else 1
     columns, rows = (Strategy(grid, rest=rest) for grid in (Grid(x=degree, data=data), Grid(y=degree, data=data)))
+    if plan == "attention":
+        return {"*": "zdp", "*.qkv": columns, "*.out": rows}
     return {"*": rows, "*.qkv": columns, "*.up": columns, "head": columns}
 
 
@@ -251,6 +256,7 @@ def forced(plan: str, degree: int, devices: int) -> dict[str, Any]:
         ("rtx3090-nvlink", "tensor and zdp", 12, 2048, 1, "fine"),
         ("rtx3090-pcie", "tensor and zdp", 12, 2048, 2, "fine"),
         ("rtx3090-nvlink", "tensor", 8, 8192, 2, "fine"),
+        ("rtx3090-nvlink", "attention", 12, 2048, 2, "none"),
     ],
 )
 def test_models_expose_what_they_must(
