@@ -64,12 +64,12 @@ def test_training_equals_one_device(name: str, world: int, pool: WorkerPool) -> 
     case = TODAY[name]
     dtype = torch.float64 if world == 8 and name in DOUBLE else torch.float32
     model = model_of(case, dtype)
-    ways = [*WAYS, EXPERTS] if name == "mixtral" else WAYS
-    if name == "unet" and not ALL_CASES:
-        ways = [way for way in ways if way.name != "rows"]
+    ways = WAYS if ALL_CASES else [WAYS[0], *WAYS[2 - list(TODAY).index(name) % 2 :: 2]]
+    if name == "mixtral":
+        ways = [*ways, EXPERTS]
     steps = compile_ways(model, case, dtype, world, ways)
     planned, *forced = [{name: choice["strategy"] for name, choice in step.plan["choices"].items()} for step in steps]
-    assert len({str(choices) for choices in forced if choices != planned}) >= 3
+    assert len({str(choices) for choices in forced if choices != planned}) >= len(forced) - 1
     expected = train(model, case, dtype, MOMENTUM, count=STEPS)
     first, *others = pool.run(train_packed, name, dtype, steps, MOMENTUM, STEPS, nprocs=world, timeout=300)
     failures = []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -22,6 +22,7 @@ from shardweave.demo.model import GPT, GPTConfig
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.planners import WIDE, Planner, kinds, smallest_named
 from tests.models import ZOO
+from tests.passes.harness import examples
 
 
 def wide_mlp() -> tuple[nn.Module, torch.Tensor]:
@@ -130,7 +131,7 @@ def clusters(draw: st.DrawFn) -> sw.Cluster:
     return sw.Cluster("any", tuple(levels), device)
 
 
-@settings(max_examples=10, deadline=None)
+@examples(7)
 @given(clusters(), st.floats(0.8, 0.97))
 def test_the_laws_of_memory_hold_on_any_machine(cluster: sw.Cluster, factor: float) -> None:
     other = small_mlp().on(cluster)
