@@ -1,6 +1,6 @@
 """Plan a Llama from `transformers` for machines that are not here, as the memory limit falls:
 
-python examples/plan_llama.py --preset dgx-a100 --nodes 2 --layers 4
+    python examples/plan_llama.py --preset dgx-a100 --nodes 2 --layers 4
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train the demo's GPT with a planned step. On every machine of a cluster, or on this one:
 
-torchrun --standalone --nproc-per-node 4 examples/train.py
+    torchrun --standalone --nproc-per-node 4 examples/train.py
 """
 
 from __future__ import annotations

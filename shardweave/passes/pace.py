@@ -15,24 +15,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardweave.passes.justify import Machines
-from shardweave.passes.keys import cause_of, moments_of
+from shardweave.passes.keys import cause_of
 from shardweave.passes.tasks import Tasks, Transfers
-from shardweave.passes.weave import Key
+from shardweave.passes.weave import Key, Moment
 
 Edge = tuple[int, int]
 """Two tasks, of which the first comes before the second."""
 
 
-def paced(tasks: Tasks, keys: Sequence[Key], most: int) -> list[list[Edge]]:
+def paced(tasks: Tasks, keys: Sequence[Key], moments: Sequence[Moment], most: int) -> list[list[Edge]]:
     """What comes before what where gathers are held for pauses, and where reductions are held for what they run beside.
 
     Each is left out where it holds nothing. Gathers are at most `most` moments ahead of their use.
     """
     begins = _begins(tasks, keys)
-    return [edges for edges in (_in_pauses(tasks, begins, keys, most), _beside(tasks, begins)) if edges]
+    return [edges for edges in (_in_pauses(tasks, begins, moments, most), _beside(tasks, begins)) if edges]
 
 
-def crowd(one: Transfers, other: Transfers) -> bool:
+def _crowd(one: Transfers, other: Transfers) -> bool:
     """Whether two collectives that run at the same time ask more of a level's links than these have."""
     return any(part + other.demand.use.get(level, 0.0) > 1.0 for level, part in one.demand.use.items())
 
@@ -69,9 +69,8 @@ class _Pause:
     end: float
 
 
-def _in_pauses(tasks: Tasks, begins: Sequence[float], keys: Sequence[Key], most: int) -> list[Edge]:
+def _in_pauses(tasks: Tasks, begins: Sequence[float], moments: Sequence[Moment], most: int) -> list[Edge]:
     pauses = list(_pauses(tasks, begins))
-    moments = moments_of(tasks, keys)
     due = [min(begins[use] for use in moment.uses) for moment in moments]
     edges: list[Edge] = []
     for number in reversed(range(len(moments))):
@@ -90,7 +89,7 @@ def _pauses(tasks: Tasks, begins: Sequence[float]) -> Iterator[_Pause]:
     busy = [
         (begins[start], begins[start] + moved.demand.seconds, waits[start])
         for start, moved in _starts(tasks, "activation")
-        if start in waits and any(crowd(moved, gather) for gather in gathers)
+        if start in waits and any(_crowd(moved, gather) for gather in gathers)
     ]
     free, before = 0.0, -1
     for begin, end, wait in [*sorted(busy), (math.inf, math.inf, -1)]:
@@ -117,12 +116,12 @@ def _beside(tasks: Tasks, begins: Sequence[float]) -> list[Edge]:
     others = _kinds(_starts(tasks, "parameter", "gradient"))
     edges: list[Edge] = []
     for start, moved in _starts(tasks, "gradient"):
-        if _is_needed(tasks, start) or not any(o.group != moved.group and crowd(moved, o) for o in others):
+        if _is_needed(tasks, start) or not any(o.group != moved.group and _crowd(moved, o) for o in others):
             continue
         following = activations[bisect.bisect_left(times, begins[start]) :]
         long = moved.demand.seconds / 4  # some room for it
         beside = next((each for each in following if each[1].demand.seconds >= long), None)
-        if beside is not None and not crowd(moved, beside[1]):
+        if beside is not None and not _crowd(moved, beside[1]):
             edges.append((beside[0], start))
     return edges
 

@@ -141,7 +141,9 @@ class Schedule:
             held = hold_back(tasks, keys, moments)
             yield from (order(tasks, *depth) for depth in depths)
             if self.lookahead is None:
-                yield from (order(tasks.after(edges), max(AHEAD), ALL) for edges in paced(tasks, keys, max(AHEAD)))
+                yield from (
+                    order(tasks.after(edges), max(AHEAD), ALL) for edges in paced(tasks, keys, moments, max(AHEAD))
+                )
 
 
 def _late(tasks: Tasks, order: _Order, room: float) -> Woven:

@@ -6,23 +6,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import fx
 
 from shardweave.cost_model.collectives import Demand
 from shardweave.ir import Axis, Collective
 from shardweave.options import Options
 from shardweave.passes import schedule
-from shardweave.passes.keys import WAIT, cause_of, orderings
-from shardweave.passes.pace import paced
+from shardweave.passes.keys import cause_of, moments_of, orderings
+from shardweave.passes.pace import Edge, paced
 from shardweave.passes.schedule import AHEAD, Schedule
 from shardweave.passes.tasks import Tasks, Transfers
 from shardweave.passes.weave import weave
 from tests.passes.bounds import exposed_at_least, seconds_at_least
 from tests.passes.harness import examples
-from tests.passes.test_weave import forced, random_tasks, step_of, unordered, without_slowdown
+from tests.passes.test_weave import forced, random_tasks, step_of, tasks_of, unordered, without_slowdown
 
 
 class Task(NamedTuple):
@@ -58,13 +56,28 @@ def chain(tasks: Sequence[Task]) -> Tasks:
     seconds = [0.0] * count
     for task, at in zip(tasks, place):
         seconds[at] = 0.0 if task.cause else task.seconds
-    users: list[list[int]] = [[] for _ in range(count)]
-    for task, mine in enumerate(needs):
-        for need in mine:
-            users[need].append(task)
-    graph, none, zero = fx.Graph(), [list[int]() for _ in range(count)], [0] * count
-    nodes = [graph.call_function(WAIT if start >= 0 else torch.neg) for start in started]
-    return Tasks(nodes, needs, users, seconds, transfers, started, none, none, zero, zero, (), ())
+    return tasks_of(needs, seconds, transfers, started)
+
+
+def layers(gather: str, activation: float, reduces: str = "") -> Tasks:
+    """Six of them: 2 s of compute with what is gathered in 2 s and an activation's collective over "a" of the last.
+
+    Where a layer reduces a gradient, that takes 2 s too.
+    """
+    tasks: list[Task] = []
+    before: tuple[int, ...] = ()
+    for _ in range(6):
+        tasks += [Task(2, (), "parameter", gather), Task(activation, before, "activation", "a")]
+        tasks.append(Task(2, (len(tasks) - 2, len(tasks) - 1)))
+        before = (len(tasks) - 1,)
+        tasks += [Task(2, before, "gradient", reduces)] if reduces else []
+    return chain(tasks)
+
+
+def held(tasks: Tasks) -> list[list[Edge]]:
+    """As the first order holds them."""
+    keys = next(iter(orderings(tasks)))
+    return paced(tasks, keys, moments_of(tasks, keys), max(AHEAD))
 
 
 def seconds_of(tasks: Tasks) -> float:
@@ -73,18 +86,11 @@ def seconds_of(tasks: Tasks) -> float:
 
 def test_gathers_move_between_activations() -> None:
     """Layers of 3 s of activations, then 2 s of compute with a weight that takes 2 s of the same links."""
-    tasks: list[Task] = []
-    before: tuple[int, ...] = ()
-    for _ in range(6):
-        tasks += [Task(2, (), "parameter", "a"), Task(3, before, "activation", "a")]
-        tasks += [Task(2, (len(tasks) - 2, len(tasks) - 1))]
-        before = (len(tasks) - 1,)
-    found = chain(tasks)
-    (held,) = paced(found, next(iter(orderings(found))), max(AHEAD))
-    gathers, activations = (
-        [t for t in range(30) if cause_of(found, t) == cause] for cause in ("parameter", "activation")
-    )
-    assert sorted(held) == [(start + 1, gather) for start, gather in zip(activations, gathers[1:])]  # its wait
+    found = layers("a", 3)
+    (edges,) = held(found)
+    causes = [cause_of(found, task) for task in range(len(found.nodes))]
+    gathers, activations = ([t for t, cause in enumerate(causes) if cause == c] for c in ("parameter", "activation"))
+    assert sorted(edges) == [(start + 1, gather) for start, gather in zip(activations, gathers[1:])]  # its wait
     assert seconds_of(found) <= 1.01 * seconds_at_least(found) == 1.01 * (2 + 6 * 5)
 
 
@@ -102,16 +108,8 @@ def test_a_model_exposes_less_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_reductions_run_beside_activations_that_leave_their_links_alone() -> None:
     """They cross "b", as the gathers do that need "a" as well; the activations cross "a"."""
-    tasks: list[Task] = []
-    before: tuple[int, ...] = ()
-    for _ in range(6):
-        tasks += [Task(2, (), "parameter", "a b"), Task(2, before, "activation", "a")]
-        tasks += [Task(2, (len(tasks) - 2, len(tasks) - 1))]
-        before = (len(tasks) - 1,)
-        tasks += [Task(2, before, "gradient", "b")]
-    found = chain(tasks)
-    keys = next(iter(orderings(found)))
-    _, beside = paced(found, keys, max(AHEAD))
+    found = layers("a b", 2, reduces="b")
+    _, beside = held(found)
     assert len(beside) == 5  # behind the last one nothing is left to be kept waiting
     assert all((cause_of(found, one), cause_of(found, two)) == ("activation", "gradient") for one, two in beside)
     assert all(found.needs[one] == found.needs[two] for one, two in beside)  # the next one of the same compute
@@ -125,8 +123,7 @@ def test_where_no_links_are_shared_nothing_is_held() -> None:
         Task(2, (0, 1)),
         Task(2, (2,), "gradient", "c"),
     ]
-    found = chain(tasks)
-    assert paced(found, [(task,) for task in range(len(found.nodes))], max(AHEAD)) == []
+    assert held(chain(tasks)) == []
 
 
 @examples(200, shrink=False)
@@ -135,7 +132,7 @@ def test_what_is_held_can_run(seed: int) -> None:
     """Each task once, behind what it needs and what it is held for."""
     tasks = random_tasks(seed)
     keys = [(task,) for task in range(len(tasks.nodes))]
-    for edges in paced(tasks, keys, 2):
+    for edges in paced(tasks, keys, moments_of(tasks, keys), 2):
         woven = weave(tasks.after(edges), keys, lookahead=1, reductions=1)
         at = {task: index for index, task in enumerate(woven.order)}
         assert len(at) == len(woven.order) == len(tasks.nodes)

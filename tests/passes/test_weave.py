@@ -29,6 +29,7 @@ from shardweave.ir import Axis, Collective, Grid, Mode, Strategy
 from shardweave.options import Options
 from shardweave.passes.annotate import info
 from shardweave.passes.justify import justified
+from shardweave.passes.keys import WAIT
 from shardweave.passes.schedule import Schedule
 from shardweave.passes.tasks import Tasks, Transfers
 from shardweave.passes.weave import played, weave
@@ -89,21 +90,28 @@ def random_tasks(seed: int) -> Tasks:
         if rng.random() < 0.4:
             group = rng.choice(["a", "b"])
             demand = Demand(0.0, rng.choice([0.001, 0.003]), {group: 1.0})
-            what = Collective(
-                "all_reduce", (Axis(group, 2),), 8, "", "", rng.choice(["activation", "gradient", "parameter"])
-            )
+            cause = rng.choice(["activation", "gradient", "parameter"])
+            what = Collective("all_reduce", (Axis(group, 2),), 8, "", "", cause)
             needs += [[len(needs) - 1], [len(needs)]]
             seconds += [0.0, 0.0]
             transfers += [Transfers(group, demand, what), None]
             started += [-1, len(needs) - 2]
+    return tasks_of(needs, seconds, transfers, started)
+
+
+def tasks_of(
+    needs: Sequence[Sequence[int]],
+    seconds: Sequence[float],
+    transfers: Sequence[Transfers | None],
+    started: Sequence[int],
+) -> Tasks:
+    """Tasks that hold no memory, of nodes that only tell waits from the others."""
     users: list[list[int]] = [[] for _ in needs]
     for task, mine in enumerate(needs):
         for need in mine:
             users[need].append(task)
-    none: list[list[int]] = [[] for _ in needs]
-    zero = [0] * len(needs)
-    graph = fx.Graph()
-    nodes = [graph.placeholder(f"t{task}") for task in range(len(needs))]
+    graph, none, zero = fx.Graph(), [list[int]() for _ in needs], [0] * len(needs)
+    nodes = [graph.call_function(WAIT if start >= 0 else torch.neg) for start in started]
     return Tasks(nodes, needs, users, seconds, transfers, started, none, none, zero, zero, (), ())
 
 
