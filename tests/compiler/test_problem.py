@@ -88,3 +88,21 @@ def test_an_alternative_is_what_the_change_of_one_op_does(problem: Problem, data
         assert other is not None and now + other.seconds == pytest.approx(min(times), abs=1e-9)
         then = (*choice[:op], other.candidate, *choice[op + 1 :])
         assert other.missing_bytes == max(0, problem.memory(then) - problem.memory_limit)
+
+
+def test_a_window_takes_as_long_as_its_busiest_stream() -> None:
+    """Two windows; what an edge loads on a stream and keeps counts as a candidate's does."""
+    hidden = Candidate("gathers", 1.0, state_bytes=4, loads=(2.0, 1.0, 0.0))
+    plain = Candidate("computes", 0.0, loads=(3.0, 0.0, 5.0))
+    loads = np.array([[[0.0]], [[4.5]], [[0.0]]])
+    edge = Edge(0, 1, np.array([[0.25]]), loads, np.array([[7]]))
+    windows = ("compute", "link"), ("compute",)
+    problem = Problem((Op("up", (hidden,)), Op("down", (plain,))), (edge,), windows=windows)
+    assert problem.objective((0, 0)) == 1.0 + 0.25 + max(2.0 + 3.0, 1.0 + 4.5) + 5.0
+    assert problem.memory((0, 0)) == 4 + 7
+
+
+@pytest.mark.parametrize("loads", [(1.0,), (1.0, -1.0)])
+def test_loads_that_are_undefined_are_refused(loads: tuple[float, ...]) -> None:
+    with pytest.raises(PlanError, match="loads|negative"):
+        Problem((Op("up", (Candidate("", 1.0, loads=loads),)),), windows=(("compute", "link"),))

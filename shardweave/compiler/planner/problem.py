@@ -4,10 +4,16 @@ The one idea: whoever prices candidates knows graphs, layouts and clusters; whoe
 these. Between the two lies a `Problem`: pick one candidate for each op so that
 
     time   = fixed_seconds + sum of the candidates' seconds + sum of the edges' seconds[out port, in port]
+             + sum over the windows of the largest of their streams' loads
 
 is smallest while
 
-    memory = fixed_bytes + sum of (state_bytes + saved_bytes) + largest transient_bytes  <=  memory_limit.
+    memory = fixed_bytes + sum of (state_bytes + saved_bytes) + sum of the edges' bytes[out port, in port]
+             + largest transient_bytes  <=  memory_limit.
+
+A *window* is a part of the step (the forward, the backward) in which streams (compute, the links of a level) work at
+once: it takes as long as the busiest of them, the sum of what the candidates and edges load on it. So communication
+that others hide costs nothing until its link is full.
 
 Times are counted in ticks of ``2**-40`` s (0.9 ps), each term rounded to the nearest tick. Sums of ticks are exact,
 whatever their order, so the laws of the optimum (more memory never makes it slower) hold to the last bit.
@@ -65,6 +71,8 @@ class Candidate:
         The layout it wants its inputs in and the one that it leaves its output in: indices into `Edge.seconds`.
     data : object
         The caller's own (a strategy, say); the planner does not look at it.
+    loads : tuple of float
+        Seconds on each stream of each window, in the order of `Problem.windows`; none of them where it is empty.
     """
 
     label: str
@@ -75,6 +83,7 @@ class Candidate:
     in_port: int = 0
     out_port: int = 0
     data: object = None
+    loads: tuple[float, ...] = ()
 
     @property
     def kept_bytes(self) -> int:
@@ -84,6 +93,10 @@ class Candidate:
     @cached_property
     def ticks(self) -> int:
         return to_ticks(self.seconds)
+
+    @cached_property
+    def load_ticks(self) -> tuple[int, ...]:
+        return tuple(map(to_ticks, self.loads))
 
 
 @dataclass(frozen=True)
@@ -110,12 +123,15 @@ class Edge:
     """What it costs to bring the output of op `producer` to op `consumer` (indices into `Problem.ops`).
 
     ``seconds[i, j]`` is for a producer's candidate with `out_port` i and a consumer's with `in_port` j; ``inf``
-    where the two cannot go together.
+    where the two cannot go together. `loads` has such a table for each stream of `Problem.windows`, `kept` one of bytes
+    that are kept; None stands for zeros.
     """
 
     producer: int
     consumer: int
     seconds: NDArray[np.float64]
+    loads: NDArray[np.float64] | None = None
+    kept: NDArray[np.int64] | None = None
 
     @cached_property
     def ticks(self) -> NDArray[np.int64]:
@@ -125,13 +141,20 @@ class Edge:
         return np.where(finite, ticks, FORBIDDEN)
 
     @cached_property
+    def load_ticks(self) -> NDArray[np.int64] | None:
+        """`loads` in ticks."""
+        return None if self.loads is None else np.rint(self.loads * TICKS_PER_SECOND).astype(np.int64)
+
+    @cached_property
     def most_ticks(self) -> int:
-        return int(self.ticks.max(initial=0))
+        loads = 0 if self.load_ticks is None else int(self.load_ticks.sum(axis=0).max(initial=0))
+        return int(self.ticks.max(initial=0)) + loads
 
     @cached_property
     def is_defined(self) -> bool:
         """Whether every entry is a time."""
-        return not (np.isnan(self.seconds).any() or (self.seconds < 0).any())
+        tables = [table for table in (self.seconds, self.loads, self.kept) if table is not None]
+        return all(bool((table >= 0).all()) for table in tables)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +170,8 @@ class Problem:
         Bytes a device.
     fixed_bytes, fixed_seconds : int, float
         What every choice costs.
+    windows : tuple of tuples of str
+        The names of the streams of each window.
 
     Raises
     ------
@@ -167,14 +192,15 @@ class Problem:
     memory_limit: int = 2**62
     fixed_bytes: int = 0
     fixed_seconds: float = 0.0
+    windows: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         largest = 0
         checked: dict[int, int] = {}  # equal layers share one table
         for op in self.ops:
             if id(op.candidates) not in checked:
-                _check_op(op)
-                checked[id(op.candidates)] = max(candidate.ticks for candidate in op.candidates)
+                _check_op(op, self.num_streams)
+                checked[id(op.candidates)] = max(c.ticks + sum(c.load_ticks) for c in op.candidates)
             largest += checked[id(op.candidates)]
         for edge in self.edges:
             self._check_edge(edge)
@@ -201,8 +227,20 @@ class Problem:
                 f"the edge {producer.name} -> {consumer.name} has a table of shape {shape}, expected at least "
                 f"{needed}: one row an out port, one column an in port"
             )
+        expected = {"loads": (self.num_streams, *shape), "kept": shape}
+        for name, table in (("loads", edge.loads), ("kept", edge.kept)):
+            if table is not None and table.shape != expected[name]:
+                raise PlanError(
+                    f"the edge {producer.name} -> {consumer.name} has {name} of shape {table.shape}, expected "
+                    f"{expected[name]}"
+                )
         if not edge.is_defined:
-            raise PlanError(f"the edge {producer.name} -> {consumer.name} has a negative or undefined time")
+            raise PlanError(f"the edge {producer.name} -> {consumer.name} has a negative or undefined figure")
+
+    @cached_property
+    def num_streams(self) -> int:
+        """Streams of all windows together."""
+        return sum(map(len, self.windows))
 
     def ticks(self, choice: Sequence[int]) -> int | None:
         """The time of `choice` in ticks; None where it puts two ports together that cannot be."""
@@ -213,6 +251,26 @@ class Problem:
             if cost == FORBIDDEN:
                 return None
             total += cost
+        return total + self.window_ticks(self.load_ticks(choice))
+
+    def load_ticks(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """What `choice` loads on each stream of each window, in ticks."""
+        chosen = self.chosen(choice)
+        total = np.zeros(self.num_streams, dtype=np.int64)
+        for candidate in chosen:
+            if candidate.loads:
+                total += candidate.load_ticks
+        for edge in self.edges:
+            if edge.load_ticks is not None:
+                total += edge.load_ticks[:, chosen[edge.producer].out_port, chosen[edge.consumer].in_port]
+        return tuple(map(int, total))
+
+    def window_ticks(self, loads: Sequence[int]) -> int:
+        """What the windows take at these loads, one a stream: each as long as its busiest stream."""
+        total, first = 0, 0
+        for streams in self.windows:
+            total += max(loads[first : first + len(streams)], default=0)
+            first += len(streams)
         return total
 
     def objective(self, choice: Sequence[int]) -> float:
@@ -224,7 +282,11 @@ class Problem:
         """The memory of `choice` in bytes a device."""
         chosen = self.chosen(choice)
         transient = max((candidate.transient_bytes for candidate in chosen), default=0)
-        return self.fixed_bytes + sum(candidate.kept_bytes for candidate in chosen) + transient
+        kept = sum(candidate.kept_bytes for candidate in chosen)
+        for edge in self.edges:
+            if edge.kept is not None:
+                kept += int(edge.kept[chosen[edge.producer].out_port, chosen[edge.consumer].in_port])
+        return self.fixed_bytes + kept + transient
 
     def feasible(self, choice: Sequence[int]) -> bool:
         """Whether `choice` fits into the memory limit and all its ports go together."""
@@ -258,7 +320,7 @@ def largest_terms(terms: Iterable[tuple[str, int]], count: int = 5) -> list[tupl
     return [(name, times[name], value) for name, value in sorted(sums.items(), key=lambda item: -item[1])[:count]]
 
 
-def _check_op(op: Op) -> None:
+def _check_op(op: Op, num_streams: int) -> None:
     if not op.candidates:
         raise PlanError(f"op {op.name} has no candidates: no grid divides its sizes, or `force` leaves none")
     for candidate in op.candidates:
@@ -269,7 +331,13 @@ def _check_op(op: Op) -> None:
             candidate.transient_bytes,
             candidate.in_port,
             candidate.out_port,
+            *candidate.loads,
         )
+        if candidate.loads and len(candidate.loads) != num_streams:
+            raise PlanError(
+                f"candidate {candidate.label!r} of op {op.name} has {len(candidate.loads)} loads, expected one "
+                f"for each of the windows' {num_streams} streams"
+            )
         if not all(0 <= figure < math.inf for figure in figures):
             raise PlanError(
                 f"candidate {candidate.label!r} of op {op.name} has a negative or undefined figure: {candidate}"
