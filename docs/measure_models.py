@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import shardweave as sw
 from docs.large_models import LARGE, LAYERS
 from shardweave.compiler.api import _Compiler
+from shardweave.compiler.pipeline import Annotated
 from shardweave.compiler.planner.candidates import legal
 from shardweave.cost_model import flops_by_op, replicated, sharded_share
 from shardweave.ir import Mesh, Strategy
@@ -70,8 +71,8 @@ class Measured(_Compiler):
     def of(cls, model: nn.Module, inputs: dict[str, Tensor], cluster: sw.Cluster) -> Measured:
         return cls(model, cluster, inputs, None, None)
 
-    def _forced(self, mesh: Mesh) -> dict[str, list[Strategy]]:
-        return {op.name: most_tensor(legal(op, mesh)) for op in self.annotated.ops} if self.tensor else {}
+    def _forced(self, annotated: Annotated, mesh: Mesh) -> dict[str, list[Strategy]]:
+        return {op.name: most_tensor(legal(op, mesh)) for op in annotated.ops} if self.tensor else {}
 
     def shared(self, plan: sw.Plan) -> Share:
         """What is sharded under a plan."""

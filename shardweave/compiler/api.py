@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,15 +11,13 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from shardweave.compiler.capture import Captured, capture
-from shardweave.compiler.choose import Chosen, choose
-from shardweave.compiler.pipeline import Annotated, Compiled, Shards, annotate, lower
-from shardweave.compiler.plan import ModelKey, OpChoice, Plan, RunnerUp, Saving
-from shardweave.compiler.planner.alternatives import alternatives
-from shardweave.compiler.planner.costing import Costing
+from shardweave.compiler.judge import Decision, Judge
+from shardweave.compiler.pipeline import Annotated, Compiled, Shards, lower
+from shardweave.compiler.plan import ModelKey, Plan
 from shardweave.compiler.planner.force import forced_strategies
-from shardweave.compiler.weaving import with_times
+from shardweave.compiler.planning import Planning
+from shardweave.compiler.steps import Steps
 from shardweave.cost_model import Cluster, Timeline, simulate
-from shardweave.cost_model.compute import node_work
 from shardweave.errors import ParallelError, PlanError
 from shardweave.ir import Assignment, Mesh, Strategy, Weaving
 from shardweave.options import Options
@@ -172,14 +169,18 @@ class _Compiler:
         self.model, self.cluster = model, cluster
         self.options = options or Options()
         self.progress = progress or (lambda _: None)
-        self._last: tuple[tuple[object, ...], Shards] = (), {}
+        self._last: tuple[tuple[object, ...], dict[int, Shards]] = (), {}
         self.progress("capture")
         self.captured: Captured = self._capture(example_inputs)
-        self.progress("annotate")
-        self.annotated: Annotated = annotate(self.captured, self.options)
+        self.steps = Steps(self.captured, self.options)
 
     def _capture(self, example_inputs: Any) -> Captured:
         return capture(self.model, example_inputs, self.options.mixed)
+
+    @property
+    def annotated(self) -> Annotated:
+        """The whole step, its ops with their rules."""
+        return self.steps.whole
 
     @property
     def model_key(self) -> ModelKey:
@@ -194,93 +195,14 @@ class _Compiler:
 
     def plan(self, weigh: bool = False) -> Plan:
         """The best plan; `weigh`: with what each choice for the whole step is worth, which takes as long again."""
-        begun = time.monotonic()
-        if not self.annotated.ops:
-            raise PlanError(
-                f"{type(self.model).__name__} has no matrix product with a parameter: there is nothing to spread"
-            )
         options = replace(self.options, memory_limit=self.options.limit(self.cluster))
-        self.progress("price")
-        mesh = self.cluster.mesh()
-        forced = self._forced(with_times(mesh, options))
-        costed = Costing(self.annotated, self.cluster, options, forced).build()
-        self.progress("solve")
-        chosen = choose(costed, options.time_limit, lambda *found: self.timeline(self._lowered(*found)))
-        savings = self._savings(chosen, options) if weigh else ()
-        return self._describe(chosen, options, savings, time.monotonic() - begun)
-
-    def _forced(self, mesh: Mesh) -> dict[str, list[Strategy]]:
-        """The strategies of the ops that may not have every one."""
-        return forced_strategies(self.options.force, self.annotated.ops, mesh, self.annotated.batch)
-
-    def _savings(self, chosen: Chosen, options: Options) -> tuple[Saving, ...]:
-        """What each choice for the whole step is worth: simulated without it."""
-        found = []
-        self.progress("weigh")
-        for choice, weaving in options.weaving.without().items():
-            without = self.timeline(self._lowered(chosen.strategies, chosen.joins, options.woven(weaving)))
-            seconds, size = without.step_time - chosen.timeline.step_time, without.peak_memory
-            found.append(Saving(choice, seconds, size - chosen.timeline.peak_memory))
-        return tuple(found)
-
-    def _describe(self, chosen: Chosen, options: Options, savings: tuple[Saving, ...], seconds: float) -> Plan:
-        problem, solution = chosen.costed.problem, chosen.solution
-        others = alternatives(problem, solution.choice)
-        choices: dict[str, OpChoice] = {}
-        for variable, row, index, other in zip(chosen.costed.variables, problem.ops, solution.choice, others):
-            if variable.op is None:
-                continue
-            candidate, price = row.candidates[index], variable.prices[index]
-            runner_up = None
-            if other is not None:
-                runner_up = RunnerUp(variable.strategies[other.candidate], other.seconds, other.missing_bytes)
-            choices[variable.name] = OpChoice(
-                variable.strategies[index],
-                candidate.seconds,
-                price.communication,
-                candidate.state_bytes,
-                candidate.saved_bytes,
-                candidate.transient_bytes,
-                runner_up,
-                (variable.op.parameter, *variable.op.companions),
-            )
-        inputs = list(self.model_key.inputs.values())
-        tokens = int(torch.Size(inputs[0][:2] if self._is_sequence() else inputs[0][:1]).numel()) if inputs else 1
-        flops = sum(work.flops for node in self.captured.graph.graph.nodes if (work := node_work(node)) is not None)
-        found = Plan(
-            self.model_key,
-            self.cluster,
-            choices,
-            step_time=solution.objective,
-            peak_memory=chosen.peak_memory,
-            exposed_communication=chosen.timeline.exposed_communication,
-            compute_time=chosen.timeline.compute_time,
-            tokens=tokens,
-            model_flops=float(flops),
-            dtype=self._dtype(),
-            status=solution.status,
-            bound=solution.bound,
-            gap=solution.gap,
-            planning_seconds=seconds,
-            memory_limit=options.memory_limit or 0,
-            forced=tuple(options.force),
-            joins={
-                name: {axis.name: factor for axis, factor in a.items if axis.kind == "space"}
-                for name, a in chosen.joins.items()
-            },
-            micro_batches=options.micro_batches,
-            weaving=options.weaving,
-            savings=savings,
-        )
+        planning = Planning(self.steps, self.cluster, options, self._forced, self.judge, self.progress)
+        found = planning.plan(self.model_key, weigh)
         return found.with_timeline(lambda: self.timeline(self.lower(found)))
 
-    def _is_sequence(self) -> bool:
-        first = next((n for n in self.captured.graph.graph.nodes if n.name in self.captured.inputs), None)
-        return first is not None and first.meta["val"].dim() > 1 and not first.meta["val"].is_floating_point()
-
-    def _dtype(self) -> str:
-        first = next(n for n in self.captured.graph.graph.nodes if n.name in self.captured.parameters)
-        return str(first.meta["val"].dtype).removeprefix("torch.")
+    def _forced(self, annotated: Annotated, mesh: Mesh) -> dict[str, list[Strategy]]:
+        """The strategies of the ops that may not have every one."""
+        return forced_strategies(self.options.force, annotated.ops, mesh, annotated.batch)
 
     def timeline(self, compiled: Compiled) -> Timeline:
         """The simulated schedule of a lowered step."""
@@ -297,7 +219,20 @@ class _Compiler:
             turns=turns,
         )
 
+    @property
+    def judge(self) -> Judge:
+        """Simulates plans of this step."""
+        return Judge(self.steps, self._lowered, self.timeline)
+
     # -- compiling
+
+    def joins_of(self, plan: Plan) -> dict[str, Assignment]:
+        """How the ops are spread that bring several others together."""
+        mesh = self.cluster.mesh()
+        return {
+            name: Assignment.of({mesh.axis(axis): factor for axis, factor in assignment.items()})
+            for name, assignment in plan.joins.items()
+        }
 
     def lower(self, plan: Plan) -> Compiled:
         """The generated step of a plan."""
@@ -305,11 +240,7 @@ class _Compiler:
         missing = [op.name for op in self.annotated.ops if op.name not in strategies]
         if missing:
             raise PlanError(f"the plan has no strategy for {', '.join(missing)}: make a plan for this model")
-        mesh = self.cluster.mesh()
-        joins = {
-            name: Assignment.of({mesh.axis(axis): factor for axis, factor in assignment.items()})
-            for name, assignment in plan.joins.items()
-        }
+        mesh, joins = self.cluster.mesh(), self.joins_of(plan)
         if self.options.micro_batches not in (1, plan.micro_batches):
             raise PlanError(
                 f"the plan is for {plan.micro_batches} micro-batches a call, Options(micro_batches="
@@ -323,22 +254,22 @@ class _Compiler:
         options = replace(self.options, micro_batches=plan.micro_batches).woven(plan.weaving)
         same = plan.cluster.mesh() == mesh  # then all ranks schedule by the figures that one of them found
         cluster = plan.cluster if same else self.cluster
-        shards = self._shards(strategies, joins, options)
+        shards = self._shards(self.annotated, strategies, joins, options)
         return lower(self.annotated, strategies, mesh, options, self._stage, joins, cluster, True, shards)
 
-    def _lowered(
-        self, strategies: dict[str, Strategy], joins: dict[str, Assignment], options: Options | None = None
-    ) -> Compiled:
-        mesh, options = self.cluster.mesh(), options or self.options
-        shards = self._shards(strategies, joins, options)
-        return lower(self.annotated, strategies, mesh, options, None, joins, self.cluster, False, shards)
+    def _lowered(self, annotated: Annotated, decision: Decision, options: Options) -> Compiled:
+        strategies, joins = decision.strategies, decision.joins
+        shards = self._shards(annotated, strategies, joins, options)
+        return lower(annotated, strategies, self.cluster.mesh(), options, None, joins, self.cluster, False, shards)
 
-    def _shards(self, strategies: dict[str, Strategy], joins: dict[str, Assignment], options: Options) -> Shards:
+    def _shards(
+        self, annotated: Annotated, strategies: dict[str, Strategy], joins: dict[str, Assignment], options: Options
+    ) -> Shards:
         """What `shard` made of these, kept for the next time: what is planned is mostly lowered then."""
-        key = strategies, joins, options.woven(Weaving())
-        if self._last[0] != key:
-            self._last = key, {}
-        return self._last[1]
+        decided = strategies, joins, replace(options.woven(Weaving()), memory_limit=None)
+        if self._last[0] != decided:
+            self._last = decided, {}
+        return self._last[1].setdefault(id(annotated), {})
 
     def _stage(self, name: str, _: fx.GraphModule) -> None:
         self.progress(name)

@@ -23,6 +23,7 @@ from shardweave.compiler.aot import Source, bind, captured_from, seed_draws, sou
 from shardweave.compiler.api import _Compiler, check_world
 from shardweave.compiler.capture import Captured
 from shardweave.compiler.codegen import graph_hash
+from shardweave.compiler.pipeline import Annotated
 from shardweave.compiler.plan import Plan
 from shardweave.compiler.planner.candidates import legal
 from shardweave.cost_model import Cluster
@@ -188,11 +189,11 @@ class _WholeCompiler(_Compiler):
     def _capture(self, _: Any) -> Captured:
         return self._given
 
-    def _forced(self, mesh: Mesh) -> dict[str, list[Strategy]]:
+    def _forced(self, annotated: Annotated, mesh: Mesh) -> dict[str, list[Strategy]]:
         """The strategies that spread no parameter at rest beyond the z of its grid, which is compute alone here."""
         found = {}
-        forced = super()._forced(mesh)
-        for op in self.annotated.ops:
+        forced = super()._forced(annotated, mesh)
+        for op in annotated.ops:
             options = forced.get(op.name) or [option for option in legal(op, mesh) if option.states == 1]
             fits = [
                 replace(option, rest=1, states=1, gradients=1)

@@ -6,19 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from shardweave.compiler.judge import Decision, Judged
 from shardweave.compiler.planner.costing import Costed
 from shardweave.compiler.planner.problem import Problem
 from shardweave.compiler.planner.solver import Solution, smallest, solve
-from shardweave.cost_model import Timeline
 from shardweave.errors import InfeasibleError
-from shardweave.ir import Assignment, Strategy
 from shardweave.units import readable_bytes
 
 UNLIMITED = 2**62
 """Bytes that no device has."""
 
-Simulate = Callable[[dict[str, Strategy], dict[str, Assignment]], Timeline]
-"""From the strategies of the ops and the assignments of the joins to the timeline of the generated step."""
+Simulate = Callable[[Decision], Judged]
+"""From what is decided of each op and join to what the generated step takes."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +26,13 @@ class Chosen:
 
     costed: Costed
     solution: Solution
-    timeline: Timeline
+    judged: Judged
     peak_memory: int
 
     @property
-    def strategies(self) -> dict[str, Strategy]:
-        """The strategy of each op."""
-        return _parts(self.costed, self.solution)[0]
-
-    @property
-    def joins(self) -> dict[str, Assignment]:
-        """How the ops that bring several values together are spread."""
-        return _parts(self.costed, self.solution)[1]
+    def decision(self) -> Decision:
+        """What it says of each op and join."""
+        return _decision(self.costed, self.solution)
 
 
 def choose(costed: Costed, time_limit: float, simulate: Simulate) -> Chosen:
@@ -56,7 +50,7 @@ def choose(costed: Costed, time_limit: float, simulate: Simulate) -> Chosen:
     """
     problem, limit = costed.problem, costed.problem.memory_limit
     fastest = _simulated(costed, solve(replace(problem, memory_limit=UNLIMITED), time_limit), simulate)
-    if fastest.timeline.peak_memory <= limit:
+    if fastest.judged.peak_memory <= limit:
         return _within(fastest, limit)
     found = _under(costed, limit, fastest, time_limit, simulate)
     if found is not None:
@@ -71,7 +65,7 @@ def choose(costed: Costed, time_limit: float, simulate: Simulate) -> Chosen:
         least, needed = smaller, smaller.peak_memory  # counted as more than the smallest, simulated as less
     if needed <= limit:  # asked from above, the program came by a plan that it had skipped when asked for this limit
         return least
-    parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(least.timeline.memory.at_peak())]
+    parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(least.judged.at_peak)]
     raise InfeasibleError(
         f"no plan fits into the memory limit of {limit} bytes ({readable_bytes(limit)}) a device; the smallest memory "
         f"that does is {needed} bytes ({readable_bytes(needed)}): {', '.join(parts)}. Raise memory_limit, "
@@ -105,17 +99,17 @@ def _last_resort(costed: Costed, choice: tuple[int, ...], fastest: Chosen, simul
 
 
 def _peak(chosen: Chosen) -> int:
-    return chosen.timeline.peak_memory
+    return chosen.judged.peak_memory
 
 
 def _simulated(costed: Costed, solution: Solution, simulate: Simulate) -> Chosen:
-    timeline = simulate(*_parts(costed, solution))
-    return Chosen(costed, solution, timeline, max(costed.problem.memory(solution.choice), timeline.peak_memory))
+    judged = simulate(_decision(costed, solution))
+    return Chosen(costed, solution, judged, max(costed.problem.memory(solution.choice), judged.peak_memory))
 
 
 def _within(chosen: Chosen, limit: int) -> Chosen:
     """What the plan says that it needs: the larger figure, unless only the program's is above the limit."""
-    return chosen if chosen.peak_memory <= limit else replace(chosen, peak_memory=chosen.timeline.peak_memory)
+    return chosen if chosen.peak_memory <= limit else replace(chosen, peak_memory=chosen.judged.peak_memory)
 
 
 def _bounded(problem: Problem, solution: Solution, first: Solution) -> Solution:
@@ -137,12 +131,12 @@ def largest(sizes: Mapping[str, int], count: int = 3) -> list[tuple[str, int]]:
     return sorted(sizes.items(), key=lambda item: -item[1])[:count]
 
 
-def _parts(costed: Costed, solution: Solution) -> tuple[dict[str, Strategy], dict[str, Assignment]]:
-    strategies: dict[str, Strategy] = {}
-    joins: dict[str, Assignment] = {}
-    for variable, index in zip(costed.variables, solution.choice):
+def _decision(costed: Costed, solution: Solution) -> Decision:
+    found = Decision({}, {}, {})
+    for variable, candidate, index in zip(costed.variables, costed.problem.chosen(solution.choice), solution.choice):
+        found.kept_bytes[variable.name] = candidate.kept_bytes
         if variable.op is not None:
-            strategies[variable.name] = variable.strategies[index]
+            found.strategies[variable.name] = variable.strategies[index]
         else:
-            joins[variable.name] = next(iter(variable.ports[index].values()))
-    return strategies, joins
+            found.joins[variable.name] = next(iter(variable.ports[index].values()))
+    return found

@@ -1,0 +1,178 @@
+"""Planning: from a captured step and a cluster to the best plan.
+
+The step is folded to a few of its equal layers, priced, written out as a problem of all of them, and solved; the answer
+is judged by the simulator.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from shardweave.compiler.capture import Captured
+from shardweave.compiler.choose import Chosen, choose
+from shardweave.compiler.fold import Fold, Run
+from shardweave.compiler.judge import Judge
+from shardweave.compiler.pipeline import Annotated
+from shardweave.compiler.plan import ModelKey, OpChoice, Plan, RunnerUp, Saving
+from shardweave.compiler.planner.alternatives import alternatives
+from shardweave.compiler.planner.costing import Costed, Costing
+from shardweave.compiler.planner.unfold import unfold
+from shardweave.compiler.steps import Steps
+from shardweave.compiler.weaving import with_times
+from shardweave.cost_model import Cluster
+from shardweave.cost_model.compute import node_work
+from shardweave.errors import PlanError
+from shardweave.ir import Mesh, Strategy
+from shardweave.options import Options
+from shardweave.passes.annotate import info
+from shardweave.passes.recompute import layer_of
+
+Forced = Callable[[Annotated, Mesh], dict[str, list[Strategy]]]
+FIRST_LEFT = 2
+"""Layers of a run to begin with: the last of them has a neighbour that is like it."""
+
+
+class Planning:
+    """Plans one step on one cluster, under options that have a memory limit."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        cluster: Cluster,
+        options: Options,
+        forced: Forced,
+        judge: Judge,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.steps, self.cluster, self.options, self.forced = steps, cluster, options, forced
+        self.judge, self.progress = judge, progress
+
+    def plan(self, key: ModelKey, weigh: bool) -> Plan:
+        """The best plan, for the model of `key`; `weigh`: with what each choice for the whole step is worth."""
+        begun = time.monotonic()
+        costed, fold, annotated = self._costed()
+        self.progress("solve")
+        chosen = choose(costed, self.options.time_limit, lambda decision: self.judge(decision, self.options))
+        savings = self._savings(chosen) if weigh else ()
+        return self._described(key, chosen, fold, annotated, savings, time.monotonic() - begun)
+
+    def _costed(self) -> tuple[Costed, Fold, Annotated]:
+        """The problem of the whole step, by way of a folded one: the smallest that tells how layers meet."""
+        runs = self.steps.runs(self.options)
+        mesh = with_times(self.cluster.mesh(), self.options)
+        left = FIRST_LEFT
+        while True:
+            self.progress("annotate")
+            counts: dict[Run, int] = {run: min(left, len(run.layers)) for run in runs}
+            fold, annotated = self.steps.folded(counts)
+            if not annotated.ops:
+                raise PlanError("the model has no matrix product with a parameter: there is nothing to spread")
+            self.progress("price")
+            costed = Costing(annotated, self.cluster, self.options, self.forced(annotated, mesh)).build()
+            before = {run.layers[count - 1]: run.layers[count - 2] for run, count in fold.runs}
+            whole = unfold(costed, fold.stands_for, before)
+            if whole is not None:
+                buffers = _buffer_bytes(self.steps.captured) - _buffer_bytes(annotated.captured)
+                problem = replace(whole.problem, fixed_bytes=whole.problem.fixed_bytes + buffers)
+                return replace(whole, problem=problem), fold, annotated
+            left += 1
+
+    def _savings(self, chosen: Chosen) -> tuple[Saving, ...]:
+        """What each choice for the whole step is worth: simulated without it."""
+        found = []
+        self.progress("weigh")
+        for choice, weaving in self.options.weaving.without().items():
+            without = self.judge(chosen.decision, self.options.woven(weaving))
+            seconds = without.step_time - chosen.judged.step_time
+            found.append(Saving(choice, seconds, without.peak_memory - chosen.judged.peak_memory))
+        return tuple(found)
+
+    def _described(
+        self,
+        key: ModelKey,
+        chosen: Chosen,
+        fold: Fold,
+        annotated: Annotated,
+        savings: tuple[Saving, ...],
+        seconds: float,
+    ) -> Plan:
+        problem, solution, options = chosen.costed.problem, chosen.solution, self.options
+        others = alternatives(problem, solution.choice)
+        choices: dict[str, OpChoice] = {}
+        for variable, row, index, other in zip(chosen.costed.variables, problem.ops, solution.choice, others):
+            if variable.op is None:
+                continue
+            candidate, price = row.candidates[index], variable.prices[index]
+            runner_up = None
+            if other is not None:
+                runner_up = RunnerUp(variable.strategies[other.candidate], other.seconds, other.missing_bytes)
+            choices[variable.name] = OpChoice(
+                variable.strategies[index],
+                candidate.seconds,
+                price.communication,
+                candidate.state_bytes,
+                candidate.saved_bytes,
+                candidate.transient_bytes,
+                runner_up,
+                (variable.op.parameter, *variable.op.companions),
+            )
+        return Plan(
+            key,
+            self.cluster,
+            choices,
+            step_time=solution.objective,
+            peak_memory=chosen.peak_memory,
+            exposed_communication=chosen.judged.exposed_communication,
+            compute_time=chosen.judged.compute_time,
+            tokens=_tokens(annotated),
+            model_flops=_model_flops(annotated, fold),
+            dtype=_dtype(annotated),
+            status=solution.status,
+            bound=solution.bound,
+            gap=solution.gap,
+            planning_seconds=seconds,
+            memory_limit=options.memory_limit or 0,
+            forced=tuple(options.force),
+            joins={
+                name: {axis.name: factor for axis, factor in a.items if axis.kind == "space"}
+                for name, a in chosen.decision.joins.items()
+            },
+            micro_batches=options.micro_batches,
+            weaving=options.weaving,
+            savings=savings,
+        )
+
+
+def _buffer_bytes(captured: Captured) -> int:
+    values = [node.meta["val"] for node in captured.graph.graph.nodes if node.name in captured.buffers]
+    return sum(value.numel() * value.element_size() for value in values)
+
+
+def _tokens(annotated: Annotated) -> int:
+    """Elements of the first input: tokens of a sequence, samples of anything else."""
+    inputs = annotated.captured.inputs
+    first = next((node.meta["val"] for node in annotated.captured.graph.graph.nodes if node.name in inputs), None)
+    if first is None:
+        return 1
+    is_sequence = first.dim() > 1 and not first.is_floating_point()
+    return int(torch.Size(first.shape[:2] if is_sequence else first.shape[:1]).numel())
+
+
+def _model_flops(annotated: Annotated, fold: Fold) -> float:
+    """Of the whole model: a layer counts for all that it stands for."""
+    times = {layer: 1 + len(others) for layer, others in fold.stands_for.items()}
+    found = 0.0
+    for node in annotated.captured.graph.graph.nodes:
+        if (work := node_work(node)) is not None:
+            found += work.flops * times.get(layer_of(info(node).op), 1)
+    return found
+
+
+def _dtype(annotated: Annotated) -> str:
+    captured = annotated.captured
+    first = next(node for node in captured.graph.graph.nodes if node.name in captured.parameters)
+    return str(first.meta["val"].dtype).removeprefix("torch.")

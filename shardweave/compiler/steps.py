@@ -1,0 +1,56 @@
+"""Steps: one captured step, annotated whole and folded, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+from shardweave.compiler.capture import Captured
+from shardweave.compiler.fold import Fold, Run, find_runs, fold
+from shardweave.compiler.pipeline import Annotated, annotate
+from shardweave.options import Options
+from shardweave.passes.annotate import modules_around
+from shardweave.passes.modules import copied
+
+
+class Steps:
+    """A captured step, in as many of its equal layers as are wanted."""
+
+    def __init__(self, captured: Captured, options: Options) -> None:
+        self.captured, self.options = captured, options
+        self._runs: dict[Hashable, list[Run]] = {}
+        self._folded: dict[Hashable, tuple[Fold, Annotated]] = {}
+
+    @cached_property
+    def whole(self) -> Annotated:
+        """The whole step, annotated."""
+        return self._annotated(self.captured)
+
+    def runs(self, options: Options) -> list[Run]:
+        """The runs of layers that are equal and of which the options say the same."""
+        weaving = options.weaving
+        patterns = (*options.force, *weaving.recompute, *weaving.operator_slices, *weaving.keep_gathered)
+
+        def said(name: str) -> Hashable:
+            names = modules_around(name)
+            return tuple(pattern for pattern in patterns if any(fnmatchcase(each, pattern) for each in names))
+
+        if patterns not in self._runs:
+            self._runs[patterns] = find_runs(self.captured, said)
+        return self._runs[patterns]
+
+    def folded(self, left: Mapping[Run, int]) -> tuple[Fold, Annotated]:
+        """The step with so many layers of each run, annotated."""
+        left = {run: count for run, count in left.items() if count < len(run.layers)}
+        if not left:
+            return Fold(self.whole.captured, ()), self.whole
+        key = frozenset(left.items())
+        if key not in self._folded:
+            found = fold(self.captured, left)
+            self._folded[key] = found, self._annotated(found.captured)
+        return self._folded[key]
+
+    def _annotated(self, captured: Captured) -> Annotated:
+        return annotate(replace(captured, graph=copied(captured.graph)), self.options)

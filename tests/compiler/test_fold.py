@@ -1,0 +1,189 @@
+"""A folded step is the step of a smaller model; what it says, unfolded, is what the whole one says."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import shardweave as sw
+from shardweave.compiler.api import _Compiler
+from shardweave.compiler.capture import Captured, capture
+from shardweave.compiler.fold import find_runs, fold
+from shardweave.compiler.judge import Decision
+from shardweave.compiler.pipeline import annotate
+from shardweave.compiler.planner.costing import Costing
+from shardweave.compiler.planner.unfold import unfold
+from shardweave.demo.model import GPT, GPTConfig
+from shardweave.ir import Grid, Strategy
+from shardweave.passes.modules import copied
+
+SMALL = GPTConfig(vocabulary=32, context=8, layers=6, heads=2, width=16, bias=True, tied=True)
+BATCH = 8
+
+
+def gpt(layers: int, config: GPTConfig = SMALL, batch: int = BATCH) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    with torch.device("meta"):
+        tokens = torch.zeros(batch, config.context, dtype=torch.long)
+        return GPT(replace(config, layers=layers)), (tokens, tokens)
+
+
+@cache
+def captured(layers: int) -> Captured:
+    return capture(*gpt(layers))
+
+
+def described(graph: fx.Graph) -> list[Any]:
+    """Each node's op, the positions of its arguments and its value's shape."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    shapes = {node: str(getattr(node.meta.get("val"), "shape", None)) for node in graph.nodes}
+    return [
+        (node.op, str(node.target) if node.op == "call_function" else "", shapes[node],
+         str(fx.map_arg((node.args, node.kwargs), lambda argument: str(position[argument]))))
+        for node in graph.nodes
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("left", [1, 2, 3, 4])
+def test_a_folded_step_is_that_of_a_model_with_fewer_layers(left: int) -> None:
+    """Four inner layers of six are equal; with so many of them left it is a model of two more."""
+    (run,) = find_runs(captured(6))
+    assert run.layers == ("blocks.1", "blocks.2", "blocks.3", "blocks.4")
+    folded, smaller = fold(captured(6), {run: left}), captured(left + 2)
+    assert described(folded.captured.graph.graph) == described(smaller.graph.graph)
+    assert len(folded.captured.gradients) == len(smaller.gradients)
+    assert folded.stands_for == ({run.layers[left - 1]: run.layers[left:]} if left < 4 else {})
+
+
+def test_the_graph_that_is_folded_stays_as_it_is() -> None:
+    before = described(captured(6).graph.graph)
+    (run,) = find_runs(captured(6))
+    fold(captured(6), {run: 1})
+    assert described(captured(6).graph.graph) == before
+
+
+class Stack(nn.Module):
+    """Layers of which one may differ, and whose values may be wanted outside."""
+
+    def __init__(self, widths: list[int], returns: bool = False) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(8, width) for width in widths)
+        self.down = nn.ModuleList(nn.Linear(width, 8) for width in widths)
+        self.returns = returns
+
+    def forward(self, x: Tensor) -> Any:
+        seen = []
+        for up, down in zip(self.up, self.down):
+            x = x + down(torch.relu(up(x)))
+            seen.append(x)
+        return (x.sum(), seen[2]) if self.returns else x.sum()
+
+
+class Blocks(nn.Module):
+    def __init__(self, blocks: list[nn.Module], gathers: bool = False) -> None:
+        super().__init__()
+        self.blocks, self.gathers = nn.ModuleList(blocks), gathers
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = []
+        for block in self.blocks:
+            x = torch.relu(block(x))
+            seen.append(x.mean())
+        return x.sum() + (torch.stack(seen).sum() if self.gathers else 0.0)
+
+
+def runs_of(model: nn.Module, said: Any = lambda name: None) -> list[tuple[str, ...]]:
+    return [run.layers for run in find_runs(capture(model, torch.zeros(4, 8)), said)]
+
+
+def test_layers_that_differ_end_a_run() -> None:
+    same = [nn.Linear(8, 8) for _ in range(7)]
+    assert runs_of(Blocks(same)) == [("blocks.1", "blocks.2", "blocks.3", "blocks.4")]
+    frozen = [nn.Linear(8, 8) for _ in range(7)]
+    frozen[3].requires_grad_(False)
+    assert all("blocks.3" not in run for run in runs_of(Blocks(frozen)))
+    other = [*same[:3], nn.Linear(8, 8, bias=False), *same[3:]]
+    assert all("blocks.3" not in run for run in runs_of(Blocks(other)))
+
+
+def test_layers_that_are_read_from_outside_are_no_run() -> None:
+    assert runs_of(Blocks([nn.Linear(8, 8) for _ in range(6)], gathers=True)) == []
+    assert runs_of(Stack([16] * 5, returns=True)) == []
+
+
+def test_layers_of_which_the_options_differ_are_not_equal() -> None:
+    same = [nn.Linear(8, 8) for _ in range(7)]
+    apart = runs_of(Blocks(same), said=lambda name: name.startswith("blocks.3"))
+    assert apart == [("blocks.1", "blocks.2")]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_unfolded_problem_is_that_of_the_whole_step(nodes: int) -> None:
+    cluster, options = sw.Cluster.preset("dgx-a100", nodes=nodes), sw.Options(memory_limit=10**9)
+    step = captured(7)
+    (run,) = find_runs(step)
+
+    def costed(part: Captured) -> Any:
+        annotated = annotate(replace(part, graph=copied(part.graph)), options)
+        return Costing(annotated, cluster, options, {}).build()
+
+    folded = fold(step, {run: 2})
+    found = unfold(costed(folded.captured), folded.stands_for, {"blocks.2": "blocks.1"})
+    whole = costed(step)
+    assert found is not None and [op.name for op in found.problem.ops] == [op.name for op in whole.problem.ops]
+    for mine, theirs in zip(found.problem.ops, whole.problem.ops):
+        assert [c.data for c in mine.candidates] == [c.data for c in theirs.candidates]
+        for figure in ("seconds", "kept_bytes", "transient_bytes", "in_port", "out_port"):
+            got, expected = ([getattr(c, figure) for c in op.candidates] for op in (mine, theirs))
+            assert got == pytest.approx(expected, rel=0.02), (mine.name, figure)
+    assert [(e.producer, e.consumer) for e in found.problem.edges] == [
+        (e.producer, e.consumer) for e in whole.problem.edges
+    ]
+    for mine, theirs in zip(found.problem.edges, whole.problem.edges):
+        assert np.array_equal(mine.seconds, theirs.seconds)
+    assert [v.op.parameter for v in found.variables if v.op] == [v.op.parameter for v in whole.variables if v.op]
+
+
+WIDE = GPTConfig(vocabulary=512, context=512, layers=8, heads=16, width=1024)
+TENSOR = Strategy(Grid(x=8, data=2), 2)
+PLANS = {
+    "data": {"*": "dp"},
+    "sharded": {"*": "zero3"},
+    "tensor": {"*": TENSOR},
+    "two stretches": {"*": "zero3", "blocks.[4567]": TENSOR},
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "sub_batches"), [("data", 1), ("sharded", 2), ("tensor", 1), ("tensor", 2), ("two stretches", 1)]
+)
+def test_a_few_layers_tell_what_all_of_them_take(way: str, sub_batches: int) -> None:
+    """A plan's judged time and memory are those of the whole step's simulation."""
+    compiler = copy.copy(wide())
+    options = sw.Options(force=PLANS[way], sub_batches=sub_batches, memory_limit=10**13)
+    compiler.options = options
+    plan = compiler.plan()
+    timeline = compiler.timeline(compiler.lower(plan))
+    assert sum(len(run.layers) for run in compiler.steps.runs(options)) > 4
+    judged = compiler.judge(decided(compiler, plan), options)
+    assert judged.step_time == pytest.approx(timeline.step_time, rel=0.02)
+    assert judged.peak_memory == pytest.approx(timeline.peak_memory, rel=0.03)
+    assert judged.compute_time == pytest.approx(timeline.compute_time, rel=0.02)
+
+
+@cache
+def wide() -> _Compiler:
+    model, inputs = gpt(WIDE.layers, WIDE, 64)
+    return _Compiler(model, sw.Cluster.preset("dgx-a100", nodes=2), inputs, None, None)
+
+
+def decided(compiler: _Compiler, plan: sw.Plan) -> Decision:
+    strategies = {name: choice.strategy for name, choice in plan.choices.items()}
+    kept = {name: choice.state_bytes + choice.saved_bytes for name, choice in plan.choices.items()}
+    return Decision(strategies, compiler.joins_of(plan), kept)
