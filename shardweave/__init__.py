@@ -7,6 +7,7 @@
 
 from shardweave.compiler.api import compile_parallel, plan
 from shardweave.compiler.plan import Plan
+from shardweave.compiler.sweep import Sweep
 from shardweave.cost_model import Cluster, Timeline
 from shardweave.errors import (
     CaptureError,
@@ -58,6 +59,7 @@ __all__ = [
     "RuleError",
     "Saving",
     "Strategy",
+    "Sweep",
     "Timeline",
     "VerifyError",
     "compile_parallel",

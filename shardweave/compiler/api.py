@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from shardweave.compiler.plan import ModelKey, Plan
 from shardweave.compiler.planner.force import forced_strategies
 from shardweave.compiler.planning import Planning
 from shardweave.compiler.steps import Steps
+from shardweave.compiler.sweep import Sweep, What, sweep
 from shardweave.cost_model import Cluster, Timeline, simulate
 from shardweave.errors import ParallelError, PlanError
 from shardweave.ir import Assignment, Mesh, Strategy, Weaving
@@ -27,6 +29,7 @@ Progress = Callable[[str], None]
 Stage = Callable[[str, fx.GraphModule], None]
 
 
+@overload
 def plan(
     model: nn.Module,
     cluster: Cluster,
@@ -34,7 +37,31 @@ def plan(
     *,
     options: Options | None = None,
     progress: Progress | None = None,
-) -> Plan:
+    sweep: None = None,
+) -> Plan: ...
+
+
+@overload
+def plan(
+    model: nn.Module,
+    cluster: Cluster,
+    example_inputs: Any,
+    *,
+    options: Options | None = None,
+    progress: Progress | None = None,
+    sweep: What,
+) -> Sweep: ...
+
+
+def plan(
+    model: nn.Module,
+    cluster: Cluster,
+    example_inputs: Any,
+    *,
+    options: Options | None = None,
+    progress: Progress | None = None,
+    sweep: What | None = None,
+) -> Plan | Sweep:
     """The best plan to train `model` on `cluster`: no GPU, no process group and no memory for the model are needed.
 
     Parameters
@@ -47,11 +74,15 @@ def plan(
     options : Options, optional
     progress : callable, optional
         Told the name of each stage as it begins.
+    sweep : "memory", sequence of int, or sequence of Cluster, optional
+        Plan again and again: from what the fastest plan needs down to the smallest memory that does, under each of
+        these memory limits, or on each of these clusters.
 
     Returns
     -------
-    Plan
-        Never silently worse than proven: see its `status`, `bound` and `gap`.
+    Plan or Sweep
+        Never silently worse than proven: see its `status`, `bound` and `gap`. Of a sweep all plans, with the Pareto
+        curve of memory against time and the fastest.
 
     Raises
     ------
@@ -67,7 +98,8 @@ def plan(
     >>> found.status, sorted(found.choices)
     ('optimal', ['0', '2'])
     """
-    return _Compiler(model, cluster, example_inputs, options, progress).plan(weigh=True)
+    compiler = _Compiler(model, cluster, example_inputs, options, progress)
+    return compiler.plan(weigh=True) if sweep is None else compiler.sweep(sweep)
 
 
 def compile_parallel(
@@ -193,12 +225,44 @@ class _Compiler:
 
     # -- planning
 
-    def plan(self, weigh: bool = False) -> Plan:
-        """The best plan; `weigh`: with what each choice for the whole step is worth, which takes as long again."""
+    def plan(self, weigh: bool = False, start: Plan | None = None) -> Plan:
+        """The best plan.
+
+        Parameters
+        ----------
+        weigh : bool
+            With what each choice for the whole step is worth, which takes as long again.
+        start : Plan, optional
+            A plan of the same model, to begin with.
+        """
         options = replace(self.options, memory_limit=self.options.limit(self.cluster))
         planning = Planning(self.steps, self.cluster, options, self._forced, self.judge, self.progress)
-        found = planning.plan(self.model_key, weigh)
-        return found.with_timeline(lambda: self.timeline(self.lower(found)))
+        found = planning.plan(self.model_key, weigh, start)
+        return found.with_model(lambda: self.timeline(self.lower(found)), self._resolved)
+
+    def _resolved(self, start: Plan, changes: dict[str, Any]) -> Plan:
+        """A plan with other options, from an earlier one."""
+        known = {each.name for each in fields(Options)} - {"precision", "allow_unruled"}  # those change the capture
+        if unknown := [name for name in changes if name not in known]:
+            raise PlanError(f"resolve can change {', '.join(sorted(known))}, not {', '.join(unknown)}: plan anew")
+        if "force" in changes:
+            changes = {**changes, "force": {**self.options.force, **changes["force"]}}
+        return self._with(options=replace(self.options, **changes)).plan(weigh=True, start=start)
+
+    def _with(self, cluster: Cluster | None = None, options: Options | None = None) -> _Compiler:
+        """This compiler, its capture shared, for another cluster or with other options."""
+        other = copy.copy(self)
+        other.cluster, other.options = cluster or self.cluster, options or self.options
+        return other
+
+    def sweep(self, what: What) -> Sweep:
+        """The plans of a sweep."""
+
+        def planned(cluster: Cluster, limit: int | None, start: Plan | None) -> Plan:
+            options = self.options if limit is None else replace(self.options, memory_limit=limit)
+            return self._with(cluster, options).plan(start=start)
+
+        return sweep(what, self.cluster, planned)
 
     def _forced(self, annotated: Annotated, mesh: Mesh) -> dict[str, list[Strategy]]:
         """The strategies of the ops that may not have every one."""

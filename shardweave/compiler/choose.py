@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -35,13 +35,13 @@ class Chosen:
         return _decision(self.costed, self.solution)
 
 
-def choose(costed: Costed, time_limit: float, simulate: Simulate) -> Chosen:
+def choose(costed: Costed, time_limit: float, simulate: Simulate, hint: Sequence[int] | None = None) -> Chosen:
     """The best choice whose generated step, simulated, fits.
 
     The program adds up what its ops hold, mostly a little too much; the simulator follows every value of the generated
     step, and is the judge. Where the fastest plan of all fits, it is the answer. Otherwise the program is asked under
     the limit, and again under a smaller one as long as its answer needs more than it thought; its first answer remains
-    the bound. The smallest plan is the last resort.
+    the bound. The smallest plan is the last resort. `hint` is a choice to begin with.
 
     Raises
     ------
@@ -49,10 +49,10 @@ def choose(costed: Costed, time_limit: float, simulate: Simulate) -> Chosen:
         With the smallest memory that would do, and what takes it.
     """
     problem, limit = costed.problem, costed.problem.memory_limit
-    fastest = _simulated(costed, solve(replace(problem, memory_limit=UNLIMITED), time_limit), simulate)
+    fastest = _simulated(costed, solve(replace(problem, memory_limit=UNLIMITED), time_limit, hint=hint), simulate)
     if fastest.judged.peak_memory <= limit:
         return _within(fastest, limit)
-    found = _under(costed, limit, fastest, time_limit, simulate)
+    found = _under(costed, limit, fastest, time_limit, simulate, hint)
     if found is not None:
         return found
     choice = smallest(problem, time_limit)
@@ -69,17 +69,25 @@ def choose(costed: Costed, time_limit: float, simulate: Simulate) -> Chosen:
     raise InfeasibleError(
         f"no plan fits into the memory limit of {limit} bytes ({readable_bytes(limit)}) a device; the smallest memory "
         f"that does is {needed} bytes ({readable_bytes(needed)}): {', '.join(parts)}. Raise memory_limit, "
-        "or use more devices or a smaller batch"
+        "or use more devices or a smaller batch",
+        needed,
     )
 
 
-def _under(costed: Costed, limit: int, fastest: Chosen, time_limit: float, simulate: Simulate) -> Chosen | None:
+def _under(
+    costed: Costed,
+    limit: int,
+    fastest: Chosen,
+    time_limit: float,
+    simulate: Simulate,
+    hint: Sequence[int] | None = None,
+) -> Chosen | None:
     """The program's best choice that fits into `limit` when simulated, too; None where it runs out of choices."""
     problem, first = replace(costed.problem, memory_limit=limit), fastest.solution
     answers = 0
     while True:
         try:
-            solution = solve(problem, time_limit, hint=first.choice)
+            solution = solve(problem, time_limit, hint=hint or first.choice)
         except InfeasibleError:
             return None
         first = solution if not answers else first

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardweave.report.tables import Report
 
 FORMAT = "shardweave plan"
-VERSION = 3
+VERSION = 4
 """Of the JSON file; raised whenever a change would make an older reader go wrong."""
 
 Shape = tuple[int, ...]
@@ -116,7 +116,7 @@ class Plan:
     choices : mapping of str to OpChoice
         By the op's name, in the order of the model.
     step_time, compute_time, exposed_communication : float
-        Seconds a step; the last is communication that no compute hides.
+        Seconds a step, as the simulator plays the generated graphs; the last is communication that no compute hides.
     peak_memory, memory_limit : int
         Bytes a device.
     tokens : int
@@ -127,8 +127,9 @@ class Plan:
         The dtype that matmuls run in, for the device's peak.
     status : {"optimal", "feasible"}
         Whether no other choice is faster in the program, or that is not known.
-    bound, gap : float
-        No choice is faster than `bound` seconds; how far the plan is from it at most, relative to the plan.
+    program_time, bound, gap : float
+        What the integer program says that a step takes; no choice takes less than `bound` seconds in it; how far the
+        plan is from that bound at most, relative to `program_time`.
     planning_seconds : float
         What making it took.
     forced : tuple of str
@@ -154,6 +155,7 @@ class Plan:
     model_flops: float = 0.0
     dtype: str = "float32"
     status: Literal["optimal", "feasible"] = "feasible"
+    program_time: float = 0.0
     bound: float = 0.0
     gap: float = 0.0
     planning_seconds: float = 0.0
@@ -164,6 +166,7 @@ class Plan:
     weaving: Weaving = field(default_factory=Weaving)
     savings: tuple[Saving, ...] = ()
     _timeline: Callable[[], Timeline] | None = field(default=None, repr=False, compare=False)
+    _resolve: Callable[[Plan, dict[str, Any]], Plan] | None = field(default=None, repr=False, compare=False)
 
     @property
     def tokens_per_second(self) -> float:
@@ -203,6 +206,39 @@ class Plan:
                 "compile_parallel(model, cluster, example_inputs, plan=plan).plan"
             )
         return self._timeline()
+
+    def resolve(self, **options: Any) -> Plan:
+        """The best plan with some options changed, beginning at this one: the model is not captured again.
+
+        Parameters
+        ----------
+        **options
+            Fields of `Options`; the patterns of `force` are added to those that this plan was made with.
+
+        Raises
+        ------
+        PlanError
+            This plan was loaded, or there is no such option; besides what `shardweave.plan` raises.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import shardweave as sw
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+        >>> plan = sw.plan(model, sw.Cluster.local(4), torch.randn(32, 64))
+        >>> str(plan.resolve(force={"0": "zero3"}).choices["0"].strategy)
+        '(1, 1, 1, 4) ZDP'
+        """
+        if self._resolve is None:
+            raise PlanError(
+                "a plan that was loaded cannot be resolved, which needs the model's graph: make one with "
+                "shardweave.plan(model, cluster, example_inputs)"
+            )
+        return self._resolve(self, options)
+
+    def with_model(self, timeline: Callable[[], Timeline], resolve: Callable[[Plan, dict[str, Any]], Plan]) -> Plan:
+        """This plan, able to show the timeline that the call `timeline()` makes, and to be made again."""
+        return replace(self, _timeline=timeline, _resolve=resolve)
 
     def with_timeline(self, timeline: Callable[[], Timeline]) -> Plan:
         """This plan, able to show the timeline that the call `timeline()` makes."""
@@ -298,7 +334,7 @@ class Plan:
             raise PlanError(f"the plan has a value of a wrong type: {error}; it is damaged, plan again") from error
 
 
-_APART = ("model_key", "cluster", "choices", "weaving", "_timeline")
+_APART = ("model_key", "cluster", "choices", "weaving", "_timeline", "_resolve")
 _FIGURES = tuple(each.name for each in fields(Plan) if each.name not in _APART)
 
 

@@ -26,7 +26,7 @@ from shardweave.compiler.weaving import with_times
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.compute import node_work
 from shardweave.errors import PlanError
-from shardweave.ir import Mesh, Strategy
+from shardweave.ir import Assignment, Mesh, Strategy
 from shardweave.options import Options
 from shardweave.passes.annotate import info
 from shardweave.passes.recompute import layer_of
@@ -51,12 +51,21 @@ class Planning:
         self.steps, self.cluster, self.options, self.forced = steps, cluster, options, forced
         self.judge, self.progress = judge, progress
 
-    def plan(self, key: ModelKey, weigh: bool) -> Plan:
-        """The best plan, for the model of `key`; `weigh`: with what each choice for the whole step is worth."""
+    def plan(self, key: ModelKey, weigh: bool, start: Plan | None = None) -> Plan:
+        """The best plan, for the model of `key`.
+
+        Parameters
+        ----------
+        weigh : bool
+            With what each choice for the whole step is worth.
+        start : Plan, optional
+            A plan of the same model, to begin with.
+        """
         begun = time.monotonic()
         costed, fold, annotated = self._costed()
         self.progress("solve")
-        chosen = choose(costed, self.options.time_limit, lambda decision: self.judge(decision, self.options))
+        hint = None if start is None else _hint(costed, start)
+        chosen = choose(costed, self.options.time_limit, lambda decision: self.judge(decision, self.options), hint)
         savings = self._savings(chosen) if weigh else ()
         return self._described(key, chosen, fold, annotated, savings, time.monotonic() - begun)
 
@@ -124,7 +133,7 @@ class Planning:
             key,
             self.cluster,
             choices,
-            step_time=solution.objective,
+            step_time=chosen.judged.step_time,
             peak_memory=chosen.peak_memory,
             exposed_communication=chosen.judged.exposed_communication,
             compute_time=chosen.judged.compute_time,
@@ -132,19 +141,39 @@ class Planning:
             model_flops=_model_flops(annotated, fold),
             dtype=_dtype(annotated),
             status=solution.status,
+            program_time=solution.objective,
             bound=solution.bound,
             gap=solution.gap,
             planning_seconds=seconds,
             memory_limit=options.memory_limit or 0,
             forced=tuple(options.force),
-            joins={
-                name: {axis.name: factor for axis, factor in a.items if axis.kind == "space"}
-                for name, a in chosen.decision.joins.items()
-            },
+            joins={name: _spread(assignment) for name, assignment in chosen.decision.joins.items()},
             micro_batches=options.micro_batches,
             weaving=options.weaving,
             savings=savings,
         )
+
+
+def _hint(costed: Costed, start: Plan) -> tuple[int, ...] | None:
+    """The choice that a plan stands for; None where it has another one for some op."""
+    found = []
+    for variable in costed.variables:
+        given = start.choices.get(variable.name)
+        if variable.op is not None and given is not None and given.strategy in variable.strategies:
+            found.append(variable.strategies.index(given.strategy))
+        elif variable.op is None and variable.name in start.joins:
+            lies = [_spread(next(iter(port.values()))) for port in variable.ports]
+            if dict(start.joins[variable.name]) not in lies:
+                return None
+            found.append(lies.index(dict(start.joins[variable.name])))
+        else:
+            return None
+    return tuple(found)
+
+
+def _spread(assignment: Assignment) -> dict[str, str]:
+    """The factor that each space axis is on, by its name."""
+    return {axis.name: factor for axis, factor in assignment.items if axis.kind == "space"}
 
 
 def _buffer_bytes(captured: Captured) -> int:

@@ -260,11 +260,12 @@ def _summary(plan: Plan) -> tuple[str, ...]:
     mfu = f", MFU {100 * plan.mfu:.1f} %" if plan.model_flops else ""
     limit = f" of {readable_bytes(plan.memory_limit)}" if plan.memory_limit else ""
     proof = "optimal" if plan.status == "optimal" else f"feasible, at most {100 * plan.gap:.2g} % from the optimum"
+    program = f" in the program, which says {readable_seconds(plan.program_time)} a step" if plan.program_time else ""
     lines = [
         f"{_cluster(plan)}: {readable_seconds(plan.step_time)} a step{rate}{mfu}",
         f"compute {readable_seconds(plan.compute_time)}, exposed communication "
         f"{readable_seconds(plan.exposed_communication)}; memory {readable_bytes(plan.peak_memory)}{limit} a device",
-        f"{proof}; planned in {readable_seconds(plan.planning_seconds)}",
+        f"{proof}{program}; planned in {readable_seconds(plan.planning_seconds)}",
     ]
     if plan.micro_batches > 1:
         lines.append(f"{plan.micro_batches} micro-batches a call")

@@ -1,0 +1,143 @@
+"""Sweeps: one model planned again and again, under other memory limits or on other clusters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from shardweave.compiler.plan import Plan
+from shardweave.cost_model import Cluster
+from shardweave.errors import InfeasibleError, PlanError
+
+if TYPE_CHECKING:
+    from shardweave.report.tables import Report
+
+What = Literal["memory"] | Sequence[int] | Sequence[Cluster]
+POINTS = 8
+"""Memory limits of a curve that is asked for by ``"memory"``: the first and the last one, and some between."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One planning: its memory limit (0: what the device has) and cluster, and the plan or why there is none."""
+
+    memory_limit: int
+    cluster: Cluster
+    plan: Plan | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a model takes under several memory limits or on several clusters.
+
+    Parameters
+    ----------
+    points : tuple of Point
+        In the order they were asked for; of ``"memory"`` from the most memory to the least.
+    """
+
+    points: tuple[Point, ...]
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans of the points that have one."""
+        return tuple(point.plan for point in self.points if point.plan is not None)
+
+    @property
+    def pareto(self) -> tuple[Plan, ...]:
+        """The plans than which no other is both as fast and as small, from the smallest on."""
+        found: list[Plan] = []
+        for plan in sorted(self.plans, key=lambda plan: (plan.peak_memory, plan.step_time)):
+            if not found or plan.step_time < found[-1].step_time:
+                found.append(plan)
+        return tuple(found)
+
+    @property
+    def best(self) -> Plan:
+        """The fastest plan: of clusters of one price, the shape to take.
+
+        Raises
+        ------
+        InfeasibleError
+            No point has a plan.
+        """
+        if not self.plans:
+            raise InfeasibleError(f"none of {len(self.points)} points has a plan: {self.points[0].reason}")
+        return min(self.plans, key=lambda plan: (plan.step_time, plan.peak_memory))
+
+    def explain(self) -> Report:
+        """The points as a table."""
+        # As `Plan.explain`: a report knows plans, a plan no report.
+        from shardweave.report.sweeps import explain
+
+        return explain(self)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw step time over memory, and the curve that nothing is below, into a picture."""
+        from shardweave.report.sweeps import plot
+
+        plot(self, path)
+
+
+Planned = Callable[[Cluster, int | None, Plan | None], Plan]
+"""Plans on a cluster, under a memory limit, beginning at a plan."""
+
+
+def sweep(what: What, cluster: Cluster, planned: Planned) -> Sweep:
+    """The points of a sweep, each planned from the one before.
+
+    Raises
+    ------
+    PlanError
+        `what` is none of its kinds.
+    """
+    if what == "memory":
+        return Sweep(tuple(_falling(cluster, planned)))
+    if isinstance(what, str) or not what:
+        raise PlanError(
+            f"sweep must be 'memory', memory limits in bytes, or clusters, got {what!r}: "
+            "for example sweep=[40 * 10**9, 80 * 10**9]"
+        )
+    found: list[Point] = []
+    for each in what:
+        last = found[-1].plan if found else None
+        if isinstance(each, Cluster):
+            found.append(_point(each, None, None, planned))
+        else:
+            found.append(_point(cluster, int(each), last, planned))
+    return Sweep(tuple(found))
+
+
+def _falling(cluster: Cluster, planned: Planned) -> Iterator[Point]:
+    """From what the fastest plan needs down to the smallest memory of all, in equal ratios."""
+    first = planned(cluster, None, None)
+    yield Point(first.memory_limit, cluster, first)
+    least = _smallest(cluster, planned)
+    ratio = (least / first.peak_memory) ** (1 / (POINTS - 1))
+    last = first
+    for index in range(1, POINTS):
+        limit = least if index == POINTS - 1 else int(first.peak_memory * ratio**index)
+        point = _point(cluster, limit, last, planned)
+        yield point
+        last = point.plan or last
+
+
+def _smallest(cluster: Cluster, planned: Planned) -> int:
+    """The smallest memory that some plan does with."""
+    try:
+        return planned(cluster, 1, None).peak_memory
+    except InfeasibleError as error:
+        if error.needed_bytes is None:
+            raise
+        return error.needed_bytes
+
+
+def _point(cluster: Cluster, limit: int | None, start: Plan | None, planned: Planned) -> Point:
+    try:
+        plan = planned(cluster, limit, start)
+    except InfeasibleError as error:
+        return Point(limit or 0, cluster, None, str(error))
+    return Point(plan.memory_limit, cluster, plan)

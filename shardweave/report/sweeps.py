@@ -1,0 +1,71 @@
+"""Sweeps as a table and as a picture."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from shardweave.compiler.sweep import Point, Sweep
+from shardweave.report.tables import Report
+from shardweave.units import readable_bytes, readable_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def explain(sweep: Sweep) -> Report:
+    """Each point: its limit, what its plan takes and holds, and whether another one is both faster and smaller."""
+    best = {id(plan) for plan in sweep.pareto}
+    columns = ("cluster", "memory limit ", "step ", "memory ", "exposed comm. ", "tokens/s ", "gap ", "")
+    rows = tuple(_row(point, point.plan is not None and id(point.plan) in best) for point in sweep.points)
+    title = f"{len(sweep.plans)} of {len(sweep.points)} points have a plan; * nothing is both faster and smaller"
+    return Report((title,), columns, rows)
+
+
+def _row(point: Point, is_best: bool) -> tuple[str, ...]:
+    cluster = f"{point.cluster.name} ({point.cluster.world_size})"
+    limit = readable_bytes(point.memory_limit) if point.memory_limit else "the device's"
+    plan = point.plan
+    if plan is None:
+        return cluster, limit, "-", "-", "-", "-", "-", "nothing fits"
+    return (
+        cluster,
+        limit,
+        readable_seconds(plan.step_time),
+        readable_bytes(plan.peak_memory),
+        readable_seconds(plan.exposed_communication),
+        f"{plan.tokens_per_second:,.0f}",
+        f"{100 * plan.gap:.2g} %",
+        "*" if is_best else "",
+    )
+
+
+def plot(sweep: Sweep, path: str | os.PathLike[str]) -> None:
+    """Step time over memory."""
+    figure = draw(sweep)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+def draw(sweep: Sweep) -> Figure:
+    """The points, one colour a cluster, and the curve of those that nothing is both faster and smaller than."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4))
+    axes = figure.add_subplot()
+    clusters = dict.fromkeys((plan.cluster.name, plan.cluster.world_size) for plan in sweep.plans)
+    for name, devices in clusters:
+        own = [plan for plan in sweep.plans if (plan.cluster.name, plan.cluster.world_size) == (name, devices)]
+        memory, times = [plan.peak_memory / 2**30 for plan in own], [plan.step_time * 1e3 for plan in own]
+        axes.scatter(memory, times, label=f"{name}, {devices} devices", zorder=2)
+    curve = sweep.pareto
+    axes.step(
+        [plan.peak_memory / 2**30 for plan in curve],
+        [plan.step_time * 1e3 for plan in curve],
+        where="post",
+        color="0.6",
+        zorder=1,
+    )
+    axes.set_xlabel("memory a device (GiB)")
+    axes.set_ylabel("step time (ms)")
+    axes.legend(frameon=False)
+    return figure

@@ -1,0 +1,99 @@
+"""Planning again: with other options, under other limits, on other clusters."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardweave as sw
+from shardweave.compiler import api
+
+
+def mlp() -> tuple[nn.Module, torch.Tensor]:
+    with torch.device("meta"):
+        layers = (nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256), nn.ReLU(), nn.Linear(256, 8))
+        return nn.Sequential(*layers), torch.zeros(64, 256)
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A name for each capture that is made."""
+    made: list[str] = []
+    capture = api.capture
+
+    def counted(*args: Any) -> Any:
+        made.append("capture")
+        return capture(*args)
+
+    monkeypatch.setattr(api, "capture", counted)
+    return made
+
+
+def test_a_plan_is_resolved_with_a_constraint_added(captures: list[str]) -> None:
+    model, inputs = mlp()
+    plan = sw.plan(model, sw.Cluster.local(4), inputs, options=sw.Options(force={"0": "column"}))
+    again = plan.resolve(force={"2": "zero3"})
+    assert captures == ["capture"]
+    assert (again.choices["0"].strategy.grid.x, again.choices["2"].strategy.rest) == (4, 4)
+    assert again.forced == ("0", "2") and again.program_time >= plan.program_time
+    smaller = again.resolve(memory_limit=again.peak_memory)
+    assert smaller.memory_limit == again.peak_memory and smaller.forced == again.forced
+    assert captures == ["capture"]
+
+
+def test_resolving_says_what_it_cannot_change(tmp_path: Path) -> None:
+    model, inputs = mlp()
+    plan = sw.plan(model, sw.Cluster.local(2), inputs)
+    with pytest.raises(sw.PlanError, match="not memory_limits: plan anew"):
+        plan.resolve(memory_limits=3)
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(sw.PlanError, match="loaded cannot be resolved"):
+        sw.Plan.load(tmp_path / "plan.json").resolve(memory_limit=10**9)
+
+
+def test_a_sweep_of_memory_goes_from_the_fastest_plan_to_the_smallest(captures: list[str], tmp_path: Path) -> None:
+    model, inputs = mlp()
+    found = sw.plan(model, sw.Cluster.local(4), inputs, sweep="memory")
+    assert captures == ["capture"]
+    assert all(point.plan is not None for point in found.points)
+    limits = [point.memory_limit for point in found.points[1:]]
+    assert limits == sorted(limits, reverse=True)
+    with pytest.raises(sw.InfeasibleError):
+        sw.plan(model, sw.Cluster.local(4), inputs, options=sw.Options(memory_limit=limits[-1] - 1))
+    for plan in found.plans:
+        assert plan.peak_memory <= plan.memory_limit
+    curve = found.pareto
+    assert len(curve) > 1
+    for smaller, larger in pairwise(curve):
+        assert smaller.peak_memory <= larger.peak_memory and smaller.step_time > larger.step_time
+    assert found.best in curve
+    found.plot(tmp_path / "sweep.png")
+    assert (tmp_path / "sweep.png").stat().st_size > 1000
+    assert str(found.explain()).count("*") >= len(curve)
+
+
+def test_a_sweep_of_limits_says_where_nothing_fits() -> None:
+    model, inputs = mlp()
+    found = sw.plan(model, sw.Cluster.local(2), inputs, sweep=[10**9, 1])
+    assert [point.plan is None for point in found.points] == [False, True]
+    assert "smallest memory" in found.points[1].reason and "nothing fits" in str(found.explain())
+
+
+def test_a_sweep_of_clusters_finds_the_best_shape() -> None:
+    model, inputs = mlp()
+    clusters = [sw.Cluster.preset("dgx-a100", nodes=1), sw.Cluster.preset("rtx3090-pcie", nodes=1)]
+    found = sw.plan(model, clusters[0], inputs, sweep=clusters)
+    assert [plan.cluster.name for plan in found.plans] == [cluster.name for cluster in clusters]
+    assert found.best.step_time == min(plan.step_time for plan in found.plans)
+
+
+@pytest.mark.parametrize("what", ["time", []])
+def test_what_is_no_sweep_is_refused(what: Any) -> None:
+    model, inputs = mlp()
+    with pytest.raises(sw.PlanError, match="sweep must be"):
+        sw.plan(model, sw.Cluster.local(2), inputs, sweep=what)
