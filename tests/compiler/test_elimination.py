@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 
 from shardweave.compiler.planner import elimination as module
 from shardweave.compiler.planner.descent import descend
-from shardweave.compiler.planner.duality import Part, cross, dual, least_memory
+from shardweave.compiler.planner.duality import Part, dual, least_memory
 from shardweave.compiler.planner.elimination import Elimination
 from shardweave.compiler.planner.labels import Walker
+from shardweave.compiler.planner.mixing import mix
 from shardweave.compiler.planner.problem import Candidate, Edge, Op, Problem
 from shardweave.compiler.planner.solver import solve
+from shardweave.compiler.planner.tables import Tables
 from shardweave.errors import InfeasibleError, PlanError
 from tests.compiler.problems import brute_force, problems
 from tests.compiler.test_solver import layers
@@ -45,25 +47,30 @@ def every_graph_too_wide() -> Iterator[None]:
 
 
 @settings(max_examples=100, deadline=None)
-@given(problems())
-def test_elimination_finds_the_least_sum_and_a_choice_that_has_it(problem: Problem) -> None:
+@given(problems(), st.lists(st.floats(0, 2), min_size=8, max_size=8))
+def test_elimination_finds_the_least_sum_and_a_choice_that_has_it(problem: Problem, weights: list[float]) -> None:
     elimination = eliminated(problem)
-    found = elimination.minimum([table.ticks for table in elimination.ops])
-    free = replace(problem, memory_limit=2**62, fixed_seconds=0.0)
-    times = [ticks for choice in choices(free) if (ticks := free.ticks(choice)) is not None]
-    assert (found is None) == (not times)
-    assert found is None or (found.value, free.ticks(found.choice)) == (min(times), min(times))
+    weighed = np.array([1.0, *weights[: problem.num_streams + 1]])
+    found = elimination.minimum(weighed)
+    totals = [elimination.tables.total(choice) for choice in choices(problem)]
+    sums = [weighed @ figures for figures in totals if figures is not None]
+    assert (found is None) == (not sums)
+    if found is not None:
+        figures = elimination.tables.total(found.choice)
+        assert figures is not None
+        rounding = len(problem.ops) + len(problem.edges) + 1
+        assert min(sums) - rounding <= found.value <= weighed @ figures + 1 <= min(sums) + rounding + 1
 
 
 @settings(max_examples=60, deadline=None)
 @given(problems())
 def test_what_the_rest_costs_completes_each_steps_table_to_the_minimum(problem: Problem) -> None:
     elimination = eliminated(problem)
-    found = elimination.minimum([table.ticks for table in elimination.ops])
+    found = elimination.minimum(np.ones(2 + problem.num_streams))
     if found is None:
         return
     for kind, outside in zip(elimination.kinds, elimination.outside(found), strict=True):
-        whole = elimination.joint(kind, found.states, found.least) + outside[None]
+        whole = elimination.joint(kind, found) + outside[None]
         assert whole.min() == found.value
 
 
@@ -84,7 +91,7 @@ def test_no_choice_of_a_part_is_faster_than_its_bound(problem: Problem, at: floa
         assert found is not None or not times
         assert found is None or not times or found.bound <= min(times)
         if found is not None:
-            cross(problem, found.over, found.under, offered.append)
+            mix(elimination.tables, found.weights, found.columns, offered.append)
     assert all(len(choice) == len(problem.ops) for choice in offered)
 
 
@@ -115,7 +122,9 @@ def test_the_least_memory_is_that_of_brute_force(problem: Problem) -> None:
 def test_equal_layers_are_computed_once() -> None:
     few, many = (eliminated(layers(count)) for count in (8, 32))
     assert len(many.steps) > 3 * len(few.steps)
-    assert len(many.ops) == len(few.ops) and len(many.tables) == len(few.tables)
+    assert len(many.ops) == len(few.ops) and len(many.edges) == len(few.edges)
+    kinds = [len(eliminated(layers(count)).kinds) for count in (8, 16, 24)]
+    assert kinds[2] - kinds[1] == kinds[1] - kinds[0] <= 2 * 8  # a few steps a layer, whatever it is made of
 
 
 def test_equal_layers_mix_under_a_limit_in_the_middle() -> None:
@@ -149,7 +158,7 @@ def test_wide_graphs_have_the_same_smallest_memory() -> None:
 def test_a_descent_finds_a_choice_where_no_layouts_are_forbidden(problem: Problem) -> None:
     offered: list[Choice] = []
     loose = replace(problem, memory_limit=2**62)
-    descend(loose, offered.append)
+    descend(Tables(loose), offered.append)
     assert any(loose.feasible(choice) for choice in offered)
 
 

@@ -66,7 +66,7 @@ def test_the_order_of_ops_changes_nothing(problem: Problem, random: object) -> N
     shuffled = replace(
         problem,
         ops=tuple(problem.ops[op] for op in order),
-        edges=tuple(Edge(where[e.producer], where[e.consumer], e.seconds) for e in problem.edges),
+        edges=tuple(replace(e, producer=where[e.producer], consumer=where[e.consumer]) for e in problem.edges),
     )
     choice = tuple(len(op.candidates) - 1 for op in problem.ops)
     moved = tuple(choice[op] for op in order)

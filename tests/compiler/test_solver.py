@@ -15,6 +15,7 @@ from shardweave.compiler.planner.program import Program, prove, relax
 from shardweave.compiler.planner.search import Progress
 from shardweave.compiler.planner.solver import Solution, solve
 from shardweave.compiler.planner.sweep import sweep
+from shardweave.compiler.planner.tables import Tables
 from shardweave.errors import InfeasibleError, PlanError
 from tests.compiler.problems import brute_force, problems
 
@@ -59,7 +60,7 @@ def test_a_sweep_keeps_its_word_however_narrow(problem: Problem, width: int, sla
         return
     ticks = math.inf if best is None else best * TICKS_PER_SECOND
     assert relaxation.bound <= ticks + relaxation.error
-    found = sweep(problem, relaxation, slack * TICKS_PER_SECOND, width, math.inf)
+    found = sweep(Tables(problem), relaxation, slack * TICKS_PER_SECOND, width, math.inf)
     assert found.choice is None or problem.feasible(found.choice)
     if ticks < relaxation.bound + found.complete - relaxation.error:
         assert found.choice is not None and problem.ticks(found.choice) == ticks

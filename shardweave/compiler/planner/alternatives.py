@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardweave.compiler.planner.problem import FORBIDDEN, TICKS_PER_SECOND, Edge, Problem
+import numpy as np
+
+from shardweave.compiler.planner.problem import TICKS_PER_SECOND, Problem
+from shardweave.compiler.planner.tables import KEPT, Tables
 
 
 class Alternative(NamedTuple):
@@ -36,30 +39,22 @@ def alternatives(problem: Problem, choice: Sequence[int]) -> tuple[Alternative |
     >>> alternatives(Problem((op,), memory_limit=6), (1,))
     (Alternative(candidate=0, seconds=-0.5, missing_bytes=2),)
     """
-    chosen = problem.chosen(choice)
-    total = problem.memory(choice) - max((candidate.transient_bytes for candidate in chosen), default=0)
-
-    def edge_ticks(edge: Edge, op: int, index: int) -> int:
-        out = (problem.ops[op].candidates[index] if edge.producer == op else chosen[edge.producer]).out_port
-        into = (problem.ops[op].candidates[index] if edge.consumer == op else chosen[edge.consumer]).in_port
-        return int(edge.ticks[out, into])
-
-    def ticks(op: int, index: int) -> int | None:
-        edges = [edge_ticks(edge, op, index) for edge in problem.edges_of[op]]
-        return None if FORBIDDEN in edges else problem.ops[op].candidates[index].ticks + sum(edges)
-
+    tables, chosen = Tables(problem), problem.chosen(choice)
+    total, _ = tables.sums(choice)
+    now = tables.ticks(total)
     peaks = sorted((candidate.transient_bytes for candidate in chosen), reverse=True)
     found: list[Alternative | None] = []
     for op, own in enumerate(choice):
-        now = ticks(op, own)
+        mine, allowed = tables.around(op, choice)
+        then = (total - mine[:, own])[:, None] + mine
+        seconds = (tables.ticks(then) - now) / TICKS_PER_SECOND
         others_peak = peaks[0] if chosen[op].transient_bytes < peaks[0] else max(peaks[1:], default=0)
-        options = []
-        for index, candidate in enumerate(problem.ops[op].candidates):
-            then = ticks(op, index)
-            if index == own or then is None or now is None:
-                continue
-            memory = total - chosen[op].kept_bytes + candidate.kept_bytes + max(others_peak, candidate.transient_bytes)
-            missing = max(0, memory - problem.memory_limit)
-            options.append(Alternative(index, (then - now) / TICKS_PER_SECOND, missing))
+        peak = np.maximum(others_peak, tables.ops[tables.op_of[op]].transient)
+        missing = np.maximum(0, then[KEPT] + peak - tables.room)
+        options = [
+            Alternative(index, float(seconds[index]), int(missing[index]))
+            for index in range(len(mine[0]))
+            if index != own and allowed[index] and allowed[own]
+        ]
         found.append(min(options, key=lambda option: (option.seconds, option.missing_bytes), default=None))
     return tuple(found)

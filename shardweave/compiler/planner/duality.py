@@ -1,11 +1,14 @@
-"""The bound of a problem whose graph `Elimination` can walk: what memory is worth, and choices near that bound.
+"""The bound of a problem whose graph `Elimination` can walk: what memory and streams are worth.
 
-With a price of ``u`` >= 0 ticks a byte, every choice within the limit takes at least
+A window takes at least the mean of its streams, whatever their weights. So with weights ``w_s >= 0`` of the streams, at
+most 1 in each window, and a price of ``u >= 0`` ticks a byte every choice within the limit takes at least
 
-    L(u) = min over all choices of (ticks + sum of floor(u * kept bytes)) - u * room,
+    L(u, w) = min over all choices of (ticks + sum of w_s load_s + u kept bytes) - u * room,
 
-whose minimum `Elimination` finds exactly. The best u is where the two lines cross that the choices on either side of
-the memory limit draw (Handler and Zang, 1980): each step evaluates that crossing.
+whose minimum `Elimination` finds exactly. The best weights come from the other side (Dantzig and Wolfe, 1960):
+`Master` mixes the choices found so far as if they could be divided; what memory and streams are worth to the mixture
+are the next weights, and a choice that is worth more than they say enters it. Where none does, mixture and bound are
+one. Weights are taken from between those of the mixture and the best ones so far (Wentges, 1997): far steadier.
 
 The largest transient is no sum. A `Part` of all choices is those whose largest transient lies in an interval: its
 candidates are capped from above, and its room is what the lower end leaves. Parts are split where that is too little.
@@ -13,20 +16,29 @@ candidates are capped from above, and its room is what the lower end leaves. Par
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from ortools.math_opt.python import mathopt
 
 from shardweave.compiler.planner.elimination import Elimination, Floats, Minimum
-from shardweave.compiler.planner.problem import Problem, to_ticks
+from shardweave.compiler.planner.tables import KEPT, LOADS, TICKS, Ints, Tables
 
 Choice = tuple[int, ...]
 Offer = Callable[[Choice], None]
 
-_STEPS = 40
-"""Evaluations at most for one price; five to ten do."""
+_STEPS = 200
+"""Evaluations at most for one part; five to forty do."""
+
+_STEADY = 0.5
+"""Where the next weights lie between those of the mixture and the best so far."""
+
+_PRECISE = 1e-9
+"""How far mixture and bound may lie apart in the end, as a part of the bound."""
+
+_UNIT = 2.0**40
+"""Weights of streams are multiples of ``1 / _UNIT``, so that their sum is exact."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,34 +48,44 @@ class Part:
     low: int
     high: int
 
-    def room(self, problem: Problem) -> int:
-        """What its choices may keep."""
-        return problem.memory_limit - problem.fixed_bytes - self.low
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """A choice, its figures and its largest transient."""
+
+    choice: Choice
+    figures: Ints
+    peak: int
+
+    @classmethod
+    def of(cls, tables: Tables, choice: Choice) -> Column | None:
+        figures = tables.total(choice)
+        if figures is None:
+            return None
+        return cls(choice, figures, int(tables.picked(choice).transient.max(initial=0)))
 
 
 @dataclass(frozen=True, eq=False)
 class Dual:
-    """Every choice of `part` takes at least `bound` ticks, at a price of `price` ticks a byte.
+    """Every choice of `part` takes at least `bound` ticks, at these `weights` of the figures.
 
-    `minimum` belongs to that price; `over` and `under` are the choices on either side of the limit (or one twice).
-    `error` covers the rounding of sums, in ticks: none while they stay below ``2**52``, as those of real steps do.
+    `minimum` belongs to these weights; `columns` are all choices that it came by, `mixed` those that the best mixture
+    is made of. `error` covers the rounding of sums, in ticks: none while they stay below ``2**52``, as those of real
+    steps do.
     """
 
     part: Part
     bound: float
-    price: float
+    weights: Floats
     minimum: Minimum
-    over: Choice
-    under: Choice
+    columns: list[Column]
+    mixed: list[Column]
     error: float
 
-
-def costs_of(elimination: Elimination, part: Part, price: float) -> list[Floats]:
-    """Each candidate's ticks with its kept memory paid for; infinite above the part's cap."""
-    return [
-        np.where(table.transient <= part.high, table.ticks + np.floor(price * table.kept), np.inf)
-        for table in elimination.ops
-    ]
+    @property
+    def price(self) -> float:
+        """Ticks a byte."""
+        return float(self.weights[KEPT])
 
 
 def least_memory(elimination: Elimination) -> Choice | None:
@@ -77,8 +99,7 @@ def least_memory(elimination: Elimination) -> Choice | None:
         """The least that can be kept with no transient above a level; lower levels keep no less."""
         nonlocal best
         if cap not in known:
-            costs = [np.where(table.transient <= levels[cap], table.kept, np.inf) for table in elimination.ops]
-            found = elimination.minimum(costs, with_edges=False)
+            found = elimination.minimum(_only(elimination, KEPT), levels[cap])
             known[cap] = None if found is None else int(found.value)
             if found is not None and (best is None or problem.memory(found.choice) < best[0]):
                 best = problem.memory(found.choice), found.choice
@@ -95,97 +116,149 @@ def least_memory(elimination: Elimination) -> Choice | None:
     return None if best is None else best[1]
 
 
-def dual(elimination: Elimination, part: Part, offer: Offer, price: float = 0.0) -> Dual | None:
-    """The best bound of a part, beginning at `price`; None where it has no choice within the limit.
+def _only(elimination: Elimination, row: int) -> Floats:
+    weights = np.zeros(LOADS + elimination.problem.num_streams)
+    weights[row] = 1.0
+    return weights
 
-    Every choice that it comes by is offered.
+
+def dual(
+    elimination: Elimination,
+    part: Part,
+    offer: Offer,
+    start: Dual | None = None,
+    enough: Callable[[float], bool] = lambda bound: False,
+) -> Dual | None:
+    """The best bound of a part, or the first that is `enough`; None where it has no choice within the limit.
+
+    Every choice that it comes by is offered. `start` is the dual of a part that has this one's choices.
     """
-    problem, room = elimination.problem, part.room(elimination.problem)
-    fixed = to_ticks(problem.fixed_seconds)
+    tables = elimination.tables
+    room = tables.room - part.low
+    columns = [column for column in start.columns if column.peak <= part.high] if start else []
 
-    def evaluate(at: float) -> tuple[Minimum, float, float] | None:
-        found = elimination.minimum(costs_of(elimination, part, at))
-        if found is None:
+    def priced(weights: Floats) -> Minimum | None:
+        found = elimination.minimum(weights, part.high)
+        if found is not None:
+            column = Column.of(tables, found.choice)
+            assert column is not None
+            if all(found.choice != old.choice for old in columns):
+                columns.append(column)
+                offer(found.choice)
+        return found
+
+    if not any(column.figures[KEPT] <= room for column in columns):
+        least = priced(_only(elimination, KEPT))
+        if least is None or least.value > room:
             return None
-        offer(found.choice)
-        chosen = problem.chosen(found.choice)
-        kept = float(sum(candidate.kept_bytes for candidate in chosen))
-        return found, float(problem.ticks(found.choice) or 0) - fixed, kept
-
-    def result(found: Minimum, at: float, over: Choice, under: Choice) -> Dual:
-        largest = abs(fixed) + found.value + at * room
-        error = 0.0 if largest < 2**52 else largest * (len(problem.ops) + len(problem.edges) + 4) * 2.0**-52
-        # One tick covers the rounding of price * room.
-        bound = fixed + found.value - (at * room + 1.0 if at else 0.0) - error
-        return Dual(part, bound, at, found, over, under, error)
-
-    first = evaluate(0.0)
-    if first is None:
-        return None
-    found, ticks, kept = first
-    if kept <= room:
-        return result(found, 0.0, found.choice, found.choice)
-    over = found.choice, ticks, kept
-    under: tuple[Choice, float, float] | None = None
-    if price:
-        tried = evaluate(price)
-        assert tried is not None
-        found, ticks, kept = tried
-        if kept <= room:
-            under = found.choice, ticks, kept
-        else:
-            over = found.choice, ticks, kept
-    if under is None:
-        least = elimination.minimum(
-            [np.where(t.transient <= part.high, t.kept, np.inf) for t in elimination.ops], with_edges=False
-        )
-        assert least is not None
-        if least.value > room:
-            return None
-        offer(least.choice)
-        under = least.choice, float(problem.ticks(least.choice) or 0) - fixed, least.value
+    weights = start.weights if start else _first_weights(tables)
+    master = Master(tables, room)
     best: Dual | None = None
+    steady = 0.0
     for _ in range(_STEPS):
-        at = max(0.0, (under[1] - over[1]) / (over[2] - under[2]))
-        crossing = over[1] + at * over[2]
-        tried = evaluate(at)
-        assert tried is not None
-        found, ticks, kept = tried
-        now = result(found, at, over[0], under[0])
-        if best is None or now.bound > best.bound:
-            best = now
-        if ticks + at * kept >= crossing - len(problem.ops) - 1e-12 * abs(crossing):
+        count = len(columns)
+        found = priced(weights)
+        assert found is not None
+        bound, error = _bound(tables, found, weights, room)
+        if best is None or bound > best.bound:
+            best = Dual(part, bound, weights, found, columns, [], error)
+        mixture = master.solved(columns)
+        if mixture is None or mixture.value - best.bound <= _PRECISE * abs(mixture.value) or enough(best.bound):
             break
-        if kept <= room:
-            under = found.choice, ticks, kept
-        else:
-            over = found.choice, ticks, kept
+        if len(columns) == count and steady == 0.0:
+            break  # what the mixture's own weights find is known: only rounding is left
+        steady = _STEADY if len(columns) > count else 0.0
+        weights = _rounded(tables, steady * best.weights + (1.0 - steady) * mixture.weights)
     assert best is not None
-    return replace(best, over=over[0], under=under[0])
+    mixed = mixture.mixed if mixture else columns
+    return Dual(part, best.bound, best.weights, best.minimum, columns, mixed, best.error)
 
 
-def cross(problem: Problem, first: Choice, second: Choice, offer: Offer) -> None:
-    """Offer the fastest choice within the limit that is `first` for the ops up to some one, and `second` after it."""
-    count = len(first)
-    if first == second or not count:
-        return
-    a, b = problem.chosen(first), problem.chosen(second)
-    ticks = np.concatenate([[0.0], np.cumsum([float(x.ticks - y.ticks) for x, y in zip(a, b)])])
-    kept = np.concatenate([[0.0], np.cumsum([float(x.kept_bytes - y.kept_bytes) for x, y in zip(a, b)])])
-    kept += sum(y.kept_bytes for y in b)
-    peak_a = np.concatenate([[0.0], np.maximum.accumulate([float(x.transient_bytes) for x in a])])
-    peak_b = np.concatenate([np.maximum.accumulate([float(y.transient_bytes) for y in reversed(b)])[::-1], [0.0]])
-    steps = np.zeros(count + 2)
-    for edge in problem.edges:
-        early, late = sorted((edge.producer, edge.consumer))
-        for begin, end, ins in ((0, early + 1, (b, b)), (early + 1, late + 1, (a, b)), (late + 1, count + 1, (a, a))):
-            which = {early: ins[0], late: ins[1]}
-            out = which[edge.producer][edge.producer].out_port
-            cost = edge.ticks[out, which[edge.consumer][edge.consumer].in_port]
-            steps[begin] += math.inf if cost < 0 and begin == 0 and end > count else max(0.0, float(cost))
-            steps[end] -= max(0.0, float(cost))
-    ticks = ticks + np.cumsum(steps)[: count + 1]
-    fits = kept + np.maximum(peak_a, peak_b) <= problem.memory_limit - problem.fixed_bytes
-    for at in np.argsort(np.where(fits, ticks, np.inf), kind="stable")[:3]:
-        if fits[at]:
-            offer((*first[: int(at)], *second[int(at) :]))
+def _first_weights(tables: Tables) -> Floats:
+    weights = np.zeros(LOADS + tables.problem.num_streams)
+    weights[TICKS] = 1.0
+    for rows in tables.windows:
+        weights[rows] = 1.0
+    return _rounded(tables, weights)
+
+
+def _rounded(tables: Tables, weights: Floats) -> Floats:
+    """The weights, none negative, those of each window adding up to 1 or a little less."""
+    weights = np.maximum(weights, 0.0)
+    for rows in tables.windows:
+        total = weights[rows].sum()
+        shares = weights[rows] / total if total > 0.0 else np.full(len(weights[rows]), 1.0 / len(weights[rows]))
+        weights[rows] = np.maximum(np.floor(shares * _UNIT) - 1.0, 0.0) / _UNIT
+    return weights
+
+
+def _bound(tables: Tables, found: Minimum, weights: Floats, room: int) -> tuple[float, float]:
+    """The bound that a minimum gives, and the error of its sums (of which the bound is free)."""
+    paid = float(weights[KEPT]) * room
+    largest = abs(tables.fixed) + found.value + abs(paid)
+    terms = len(tables.op_of) + len(tables.edge_of)
+    error = 0.0 if largest < 2**52 else largest * (terms + 4) * 2.0**-52
+    # A tick for each weight covers the rounding of what it is multiplied by.
+    rounding = float(len(weights)) if weights[1:].any() else 0.0
+    return tables.fixed + found.value - paid - rounding - error, error
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """What the best mixture of columns takes, what it makes the figures worth, and its columns, the largest first."""
+
+    value: float
+    weights: Floats
+    mixed: list[Column]
+
+
+class Master:
+    """The best mixture of columns, as if choices could be divided, by GLOP.
+
+    With ``n[p]`` the share of column p and ``t[w]`` what window w takes:
+
+        minimise   sum of ticks[p] n[p] + sum of t[w]
+        subject to sum of n[p] = 1,   sum of kept[p] n[p] <= room,   t[w] >= sum of load[s, p] n[p] for its streams s.
+    """
+
+    def __init__(self, tables: Tables, room: int) -> None:
+        self.tables, self.room = tables, room
+
+    def solved(self, columns: Sequence[Column]) -> Mixture | None:
+        """None where GLOP finds no optimum."""
+        tables = self.tables
+        figures = np.stack([column.figures for column in columns], axis=1).astype(np.float64)
+        unit = max(1.0, float((figures[TICKS] + figures[LOADS:].sum(axis=0)).max()))
+        byte = max(1.0, float(self.room), float(figures[KEPT].max()))
+        scaled = figures / unit
+        scaled[KEPT] = figures[KEPT] / byte
+        model = mathopt.Model()
+        shares = [model.add_variable(lb=0.0) for _ in columns]
+        times = [model.add_variable(lb=0.0) for _ in tables.windows]
+        whole = model.add_linear_constraint(lb=1.0, ub=1.0)
+        kept = model.add_linear_constraint(ub=self.room / byte)
+        rows = {KEPT: kept}
+        for time, window in zip(times, tables.windows, strict=True):
+            model.objective.set_linear_coefficient(time, 1.0)
+            for row in range(window.start, window.stop):
+                rows[row] = model.add_linear_constraint(ub=0.0)
+                rows[row].set_coefficient(time, -1.0)
+        for share, column in zip(shares, scaled.T, strict=True):
+            model.objective.set_linear_coefficient(share, float(column[TICKS]))
+            whole.set_coefficient(share, 1.0)
+            for row, constraint in rows.items():
+                if column[row]:
+                    constraint.set_coefficient(share, float(column[row]))
+        result = mathopt.solve(model, mathopt.SolverType.GLOP)
+        if result.termination.reason != mathopt.TerminationReason.OPTIMAL or not result.has_dual_feasible_solution():
+            return None
+        duals, values = result.dual_values(), result.variable_values()
+        weights = np.zeros(len(figures))
+        weights[TICKS] = 1.0
+        for row, constraint in rows.items():
+            weights[row] = -duals[constraint]
+        weights[KEPT] *= unit / byte
+        order = sorted((number for number, share in enumerate(shares) if values[share] > 1e-9),
+                       key=lambda number: (-values[shares[number]], number))  # fmt: skip
+        value = result.objective_value() * unit + tables.fixed
+        return Mixture(value, _rounded(tables, weights), [columns[number] for number in order])

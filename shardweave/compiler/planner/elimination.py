@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardweave.compiler.planner.problem import FORBIDDEN, Candidate, Problem
+from shardweave.compiler.planner.problem import Candidate, Problem
+from shardweave.compiler.planner.tables import EdgeFigures, Ints, OpFigures, Tables
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 _LARGEST_TABLE = 2**22
 """Entries of a step's table, beyond which a graph is too wide for elimination."""
@@ -33,21 +33,17 @@ class OpTable:
     """The candidates of equal ops as columns, ordered by their state; `starts` has each state's first candidate."""
 
     order: Ints
-    ticks: Floats
-    kept: Floats
+    figures: Floats
     transient: Floats
     starts: Ints
     ports: Ints
 
     @classmethod
-    def of(cls, candidates: Sequence[Candidate]) -> OpTable:
-        figures = np.array(
-            [(c.in_port, c.out_port, c.ticks, c.kept_bytes, c.transient_bytes) for c in candidates], dtype=np.int64
-        )
-        order = np.lexsort((figures[:, 2], figures[:, 1], figures[:, 0]))
-        ports, starts = np.unique(figures[order, :2], axis=0, return_index=True)
-        ticks, kept, transient = (figures[order, column].astype(np.float64) for column in (2, 3, 4))
-        return cls(order, ticks, kept, transient, starts, ports)
+    def of(cls, op: OpFigures) -> OpTable:
+        order = np.lexsort((op.figures[0], op.outs, op.ins))
+        ports, starts = np.unique(np.stack([op.ins, op.outs])[:, order], axis=1, return_index=True)
+        figures, transient = op.figures[:, order].astype(np.float64), op.transient[order].astype(np.float64)
+        return cls(order, figures, transient, starts, ports.T)
 
     @property
     def states(self) -> int:
@@ -57,7 +53,23 @@ class OpTable:
         return np.append(self.starts[1:], len(self.order))
 
 
-_NOTHING = OpTable.of([Candidate("", 0.0)])
+@dataclass(frozen=True, eq=False)
+class EdgeTable:
+    """The figures of an edge between two tables' states, and which it forbids."""
+
+    figures: Floats
+    forbidden: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, edge: EdgeFigures, producer: OpTable, consumer: OpTable) -> EdgeTable:
+        at = np.ix_(producer.ports[:, 1], consumer.ports[:, 0])
+        figures = np.stack([row[at] for row in edge.figures]).astype(np.float64)
+        return cls(figures, ~edge.allowed[at])
+
+
+def weigh(figures: Floats, weights: Floats) -> Floats:
+    """One number for each column of figures; the weighed ones are rounded down, so that sums of numbers are exact."""
+    return np.asarray(weights[0] * figures[0] + np.floor(np.tensordot(weights[1:], figures[1:], axes=1)))
 
 
 @dataclass(frozen=True)
@@ -90,14 +102,18 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Minimum:
-    """The least sum, a choice that has it, and for each kind the least sum of what it took up (`least`)."""
+    """The least sum at some weights, and what it was made of.
+
+    `choice` has it; `costs` is what each candidate of each table costs, `states` the least of each state, `edges` what
+    the pairs of states cost, `least` for each kind the least sum of what it took up.
+    """
 
     value: float
     choice: tuple[int, ...]
-    costs: tuple[Floats, ...]
-    states: tuple[Floats, ...]
-    least: tuple[Floats, ...]
-    with_edges: bool
+    costs: list[Floats]
+    states: list[Floats]
+    edges: list[Floats]
+    least: list[Floats]
 
 
 class Elimination:
@@ -109,19 +125,20 @@ class Elimination:
     >>> up, down = Candidate("up", 1.0), Candidate("down", 1.0, in_port=1)
     >>> problem = Problem((Op("a", (up,)), Op("b", (up, down))), (Edge(0, 1, np.array([[0.5, 0.25]])),))
     >>> elimination = Elimination.of(problem)
-    >>> elimination.minimum([table.ticks for table in elimination.ops]).choice
+    >>> elimination.minimum(np.array([1.0, 0.0])).choice
     (0, 1)
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.ops: list[OpTable] = []
-        self.op_of = [*self._op_tables(), len(self.ops)]
-        self.ops.append(_NOTHING)  # a last op without costs takes up what the graph's components leave
-        self.tables: list[Floats] = []
+        self.problem, self.tables = problem, Tables(problem)
+        nothing = OpFigures.of((Candidate("", 0.0),), problem.num_streams)
+        # A last op without costs takes up what the graph's components leave.
+        self.ops = [OpTable.of(op) for op in (*self.tables.ops, nothing)]
+        self.op_of = [*self.tables.op_of, len(self.ops) - 1]
+        self.edges: list[EdgeTable] = []
         self.kinds: list[Kind] = []
         self.steps: list[Step] = []
-        self.edge_tables = self._edge_tables()
+        self.edge_of = self._edge_tables()
         self.too_wide = not self._eliminate()
 
     @classmethod
@@ -130,36 +147,17 @@ class Elimination:
         elimination = cls(problem)
         return None if elimination.too_wide else elimination
 
-    def _op_tables(self) -> list[int]:
-        known: dict[object, int] = {}
-        same: dict[int, int] = {}
-        for op in self.problem.ops:
-            if id(op.candidates) not in same:
-                table = OpTable.of(op.candidates)
-                key = tuple(
-                    column.tobytes() for column in (table.order, table.ticks, table.kept, table.transient, table.ports)
-                )
-                if key not in known:
-                    known[key] = len(self.ops)
-                    self.ops.append(table)
-                same[id(op.candidates)] = known[key]
-        return [same[id(op.candidates)] for op in self.problem.ops]
-
     def _edge_tables(self) -> list[int]:
-        known: dict[object, int] = {}
-        found = []
-        for edge in self.problem.edges:
-            ends = self.op_of[edge.producer], self.op_of[edge.consumer]
-            key = (id(edge.seconds), *ends)
+        known: dict[tuple[int, int, int], int] = {}
+        for edge, number in zip(self.problem.edges, self.tables.edge_of, strict=True):
+            key = number, self.op_of[edge.producer], self.op_of[edge.consumer]
             if key not in known:
-                ticks = edge.ticks[np.ix_(self.ops[ends[0]].ports[:, 1], self.ops[ends[1]].ports[:, 0])]
-                same = (ticks.shape, ticks.tobytes())
-                if same not in known:
-                    known[same] = len(self.tables)
-                    self.tables.append(np.where(ticks == FORBIDDEN, np.inf, ticks.astype(np.float64)))
-                known[key] = known[same]
-            found.append(known[key])
-        return found
+                known[key] = len(self.edges)
+                self.edges.append(EdgeTable.of(self.tables.edges[number], self.ops[key[1]], self.ops[key[2]]))
+        return [
+            known[number, self.op_of[edge.producer], self.op_of[edge.consumer]]
+            for edge, number in zip(self.problem.edges, self.tables.edge_of, strict=True)
+        ]
 
     def _eliminate(self) -> bool:
         """Put the ops in order, the smallest table first; False where a table grows too large."""
@@ -172,10 +170,18 @@ class Elimination:
         waiting: list[set[int]] = [set() for _ in range(last + 1)]
         known: dict[Kind, int] = {}
 
+        equal = Counter(self.op_of)
+
         def size(op: int) -> int:
             return math.prod(self.ops[self.op_of[other]].states for other in (op, *near[op]))
 
-        heap = [(size(op), op) for op in range(last)]
+        def key(op: int) -> tuple[int, int, int, int]:
+            """Equal layers shrink to one op each, in step, so that their steps are of one kind; then the smallest."""
+            own = self.op_of[op]
+            inner = len(near[op]) <= 2 and equal[own] > 1 and all(self.op_of[other] != own for other in near[op])
+            return (0, -equal[own], own, op) if inner else (size(op), -equal[own], own, op)
+
+        heap = [key(op) for op in range(last)]
         heapq.heapify(heap)
         done = [False] * last
         near.append(set())
@@ -183,10 +189,11 @@ class Elimination:
         while len(self.steps) <= last:
             op = last
             if len(self.steps) < last:
-                entries, op = heapq.heappop(heap)
-                if done[op] or entries != size(op):
+                entry = heapq.heappop(heap)
+                op = entry[-1]
+                if done[op] or entry != key(op):
                     continue
-                if entries > _LARGEST_TABLE:
+                if size(op) > _LARGEST_TABLE:
                     return False
                 done[op] = True
             scope, edges = tuple(sorted(near[op])), left_edges[op]
@@ -195,7 +202,7 @@ class Elimination:
             kind = Kind(
                 tuple(self.ops[self.op_of[other]].states for other in (op, *scope)),
                 self.op_of[op],
-                tuple(sorted((Term(self.edge_tables[n], (axis[self.problem.edges[n].producer],
+                tuple(sorted((Term(self.edge_of[n], (axis[self.problem.edges[n].producer],
                                                     axis[self.problem.edges[n].consumer])) for n in edges),
                              key=lambda term: (term.axes, term.table))),
                 tuple(Term(self.steps[n].kind, tuple(axis[other] for other in self.steps[n].scope)) for n in earlier),
@@ -212,7 +219,7 @@ class Elimination:
                 near[other] |= set(scope)
                 near[other] -= {op, other}
             for other in scope:
-                heapq.heappush(heap, (size(other), other))
+                heapq.heappush(heap, key(other))
             if not scope:
                 waiting[last].add(number)
         return True
@@ -226,50 +233,50 @@ class Elimination:
 
     # -- sums
 
-    def minimum(self, costs: Sequence[Floats], with_edges: bool = True) -> Minimum | None:
-        """The choice of least cost, `costs` having one figure for each candidate of each of `ops`; None if none.
-
-        Without edges, only their forbidden pairs count.
-        """
+    def minimum(self, weights: Floats, cap: float = math.inf) -> Minimum | None:
+        """The choice of least weighed figures, of candidates with no transient above `cap`; None if none."""
+        costs = [np.where(table.transient <= cap, weigh(table.figures, weights), np.inf) for table in self.ops]
         states = [np.minimum.reduceat(cost, table.starts) for cost, table in zip(costs, self.ops, strict=True)]
+        edges = [np.where(table.forbidden, np.inf, weigh(table.figures, weights)) for table in self.edges]
         least: list[Floats] = []
-        best: list[Ints] = []
+        found = Minimum(math.inf, (), costs, states, edges, least)
         for kind in self.kinds:
-            joint = self.joint(kind, states, least, with_edges)
-            best.append(joint.argmin(axis=0))
-            least.append(joint.min(axis=0))
+            least.append(self.joint(kind, found).min(axis=0))
         value = float(least[self.steps[-1].kind])
-        if not value < math.inf:
-            return None
-        chosen: dict[int, int] = {}
-        for step in reversed(self.steps):
-            chosen[step.op] = int(best[step.kind][tuple(chosen[other] for other in step.scope)])
-        choice = []
-        for op in range(len(self.problem.ops)):
-            table, cost = self.ops[self.op_of[op]], costs[self.op_of[op]]
-            first, end = table.starts[chosen[op]], table.ends()[chosen[op]]
-            choice.append(int(table.order[first + int(cost[first:end].argmin())]))
-        return Minimum(value, tuple(choice), tuple(costs), tuple(states), tuple(least), with_edges)
+        return replace(found, value=value, choice=self._choice(found)) if value < math.inf else None
 
-    def joint(
-        self,
-        kind: Kind,
-        states: Sequence[Floats],
-        least: Sequence[Floats],
-        with_edges: bool = True,
-        without: int | None = None,
-    ) -> Floats:
+    def _choice(self, found: Minimum) -> tuple[int, ...]:
+        """One candidate an op, from the last step back to the first; equal steps choose alike."""
+        states, known = [0] * len(self.op_of), dict[tuple[int, ...], int]()
+        for step in reversed(self.steps):
+            scope = [states[other] for other in step.scope]
+            key = step.kind, *scope
+            if key not in known:
+                kind = self.kinds[step.kind]
+                total = found.states[kind.op]
+                for table, axes in self._terms(kind, found):
+                    total = total + table[tuple(scope[axis - 1] if axis else slice(None) for axis in axes)]
+                known[key] = int(total.argmin())
+            states[step.op] = known[key]
+        firsts = [
+            [int(table.order[first + cost[first:end].argmin()]) for first, end in zip(table.starts, table.ends())]
+            for table, cost in zip(self.ops, found.costs, strict=True)
+        ]
+        return tuple(firsts[op][state] for op, state in zip(self.op_of[:-1], states))
+
+    def _terms(self, kind: Kind, found: Minimum, without: int | None = None) -> list[tuple[Floats, tuple[int, ...]]]:
+        """The tables that a step adds, with their axes."""
+        earlier = [term for number, term in enumerate(kind.earlier) if number != without]
+        terms = [(found.edges[term.table], term.axes) for term in kind.edges]
+        return terms + [(found.least[term.table], term.axes) for term in earlier]
+
+    def joint(self, kind: Kind, found: Minimum, without: int | None = None) -> Floats:
         """All that a step of this kind adds up, over its op's and its scope's states, `without` one earlier result."""
-        total: Floats = np.broadcast_to(spread(states[kind.op], (0,), len(kind.shape)), kind.shape)
-        for term in kind.edges:
-            table = self.tables[term.table]
-            total = total + spread(
-                table if with_edges else np.where(table < np.inf, 0.0, np.inf), term.axes, total.ndim
-            )
-        for number, term in enumerate(kind.earlier):
-            if number != without:
-                total = total + spread(least[term.table], term.axes, total.ndim)
-        return total
+        ndim = len(kind.shape)
+        total = spread(found.states[kind.op], (0,), ndim)
+        for table, axes in sorted(self._terms(kind, found, without), key=lambda term: max(term[1], default=0)):
+            total = total + spread(table, axes, ndim)
+        return total if total.shape == kind.shape else np.broadcast_to(total, kind.shape)
 
     def outside(self, minimum: Minimum) -> list[Floats]:
         """For each kind, over its scope: the least that all the rest costs, of all steps of the kind."""
@@ -285,7 +292,7 @@ class Elimination:
             for place, (other, term) in enumerate(zip(step.earlier, kind.earlier, strict=True)):
                 key = step.kind, place
                 if key not in rests:
-                    rests[key] = self.joint(kind, minimum.states, minimum.least, minimum.with_edges, place)
+                    rests[key] = self.joint(kind, minimum, place)
                 total = rests[key] + mine[None]
                 kept = total.min(axis=tuple(axis for axis in range(ndim[step.kind]) if axis not in term.axes))
                 steps[other] = np.transpose(kept, np.argsort(np.argsort(term.axes)))

@@ -1,9 +1,10 @@
 """All choices within a slack of the bound, kept as a few labels while one op after the other is eliminated.
 
-A label of a step is a choice for the ops eliminated so far in its branch, given the states of its scope: its time,
-its kept memory and its largest transient. `Elimination.minimum` says what the rest costs at least, exactly, at the
-price of memory that gave the bound (`Dual`): a label stays only where both together are within the slack. Of two
-labels for the same states, one that is no better in all three figures goes.
+A label of a step is a choice for the ops eliminated so far in its branch, given the states of its scope: its
+figures and its largest transient. `Elimination.minimum` says what the rest costs at least, exactly, at the weights that
+gave the bound (`Dual`): a label stays only where both together are within the slack, which loses nothing, as what a
+choice weighs is never more than its time. Of two labels for the same states, one that is no better whatever follows
+goes (`shardweave.compiler.planner.dominance`).
 
 These are labels for shortest paths with a resource (Desrochers and Soumis, 1988), on graphs of small width. Equal
 layers share their labels: a step of a kind is walked through once, for the best of the places where it stands.
@@ -17,9 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardweave.compiler.planner.duality import Dual, costs_of
-from shardweave.compiler.planner.elimination import Elimination, Floats, Ints
-from shardweave.compiler.planner.sweep import undominated
+from shardweave.compiler.planner.dominance import undominated
+from shardweave.compiler.planner.duality import Dual
+from shardweave.compiler.planner.elimination import Elimination, Floats
+from shardweave.compiler.planner.tables import KEPT, Ints
 
 _MOST_PAIRS = 2**21
 """Labels of a step before the dominated ones go."""
@@ -34,8 +36,7 @@ class Labels:
     """
 
     entry: Ints
-    ticks: Ints
-    kept: Ints
+    figures: Ints
     peak: Ints
     above: Floats
     candidate: Ints
@@ -44,8 +45,7 @@ class Labels:
     def take(self, indices: NDArray[np.intp] | NDArray[np.bool_]) -> Labels:
         return Labels(
             self.entry[indices],
-            self.ticks[indices],
-            self.kept[indices],
+            self.figures[:, indices],
             self.peak[indices],
             self.above[indices],
             self.candidate[indices],
@@ -70,11 +70,12 @@ class Walker:
     def __init__(self, elimination: Elimination, found: Dual) -> None:
         self.elimination, self.dual = elimination, found
         self.outside = elimination.outside(found.minimum)
-        self.costs = costs_of(elimination, found.part, found.price)
-        problem = elimination.problem
-        self.limit = problem.memory_limit - problem.fixed_bytes
-        tables = [elimination.tables[number] for number in elimination.edge_tables]
-        most = sum(_most(self.costs[op]) for op in elimination.op_of) + sum(map(_most, tables))
+        self.costs = found.minimum.costs
+        self.limit = elimination.tables.room
+        edges = [_most(edge) for edge in found.minimum.edges]
+        most = sum(_most(self.costs[op]) for op in elimination.op_of) + sum(
+            edges[number] for number in elimination.edge_of
+        )
         self.farthest = most - found.minimum.value
         """No choice lies farther above the minimum."""
 
@@ -90,21 +91,23 @@ class Walker:
                 return Walk(None, -1.0)
             known.append(self._labels(kind, known))
         last = known[self.elimination.steps[-1].kind]
-        fits = np.flatnonzero(last.kept + last.peak <= self.limit)
+        fits = np.flatnonzero(last.figures[KEPT] + last.peak <= self.limit)
         if not len(fits):
             return Walk(None, self.complete - self.dual.error)
-        return Walk(self._choice(known, int(fits[np.argmin(last.ticks[fits])])), self.complete - self.dual.error)
+        fastest = fits[np.argmin(self.elimination.tables.time(last.figures[:, fits]))]
+        return Walk(self._choice(known, int(fastest)), self.complete - self.dual.error)
 
     def _labels(self, number: int, known: list[Labels]) -> Labels:
         elimination, minimum = self.elimination, self.dual.minimum
         kind = elimination.kinds[number]
-        joint = elimination.joint(kind, minimum.states, minimum.least)
+        joint = elimination.joint(kind, minimum)
         excess = joint + self.outside[number][None] - minimum.value
         where = np.flatnonzero(excess.ravel() <= self.slack)
         at = np.unravel_index(where, kind.shape)
-        edges = np.zeros(len(where))
+        figures = np.zeros((len(elimination.ops[0].figures), len(where)), dtype=np.int64)
         for term in kind.edges:
-            edges += elimination.tables[term.table][tuple(at[axis] for axis in term.axes)]
+            table = elimination.edges[term.table].figures
+            figures += table[:, at[term.axes[0]], at[term.axes[1]]].astype(np.int64)
         sources = [(self._own(kind.op), at[0])]
         for term in kind.earlier:
             shape = minimum.least[term.table].shape
@@ -112,8 +115,7 @@ class Walker:
             flat = np.ravel_multi_index(mine, shape) if mine else np.zeros(len(where), dtype=np.int64)
             sources.append((known[term.table], flat))
         row = np.arange(len(where))
-        above, ticks = excess.ravel()[where], edges.astype(np.int64)
-        kept = np.zeros(len(where), dtype=np.int64)
+        above = excess.ravel()[where]
         peak = np.full(len(where), self.dual.part.low, dtype=np.int64)
         picked: list[Ints] = []
         for source, entry in sources:
@@ -125,18 +127,18 @@ class Walker:
                 fit = int(np.searchsorted(np.cumsum(many[order]), _MOST_PAIRS))
                 self.complete = min(self.complete, float(above[order[fit]]) - 1.0)
                 order = np.sort(order[:fit])
-                row, above, ticks, kept, peak = row[order], above[order], ticks[order], kept[order], peak[order]
+                row, above, figures, peak = row[order], above[order], figures[:, order], peak[order]
                 picked, many = [column[order] for column in picked], many[order]
             index = np.repeat(np.arange(len(row)), many)
             begins = np.cumsum(many) - many
             other = np.arange(len(index)) - begins[index] + first[row[index]]
             total = above[index] + source.above[other]
-            held = kept[index] + source.kept[other]
+            held = figures[KEPT, index] + source.figures[KEPT, other]
             high = np.maximum(peak[index], source.peak[other])
             stay = np.flatnonzero((total <= self.slack) & (held + high <= self.limit))
             index, other = index[stay], other[stay]
-            row, above, kept, peak = row[index], total[stay], held[stay], high[stay]
-            ticks = ticks[index] + source.ticks[other]
+            row, above, peak = row[index], total[stay], high[stay]
+            figures = figures[:, index] + source.figures[:, other]
             picked = [*(column[index] for column in picked), other]
         scope = tuple(axis[row] for axis in at[1:])
         flat = np.ravel_multi_index(scope, kind.shape[1:]) if scope else np.zeros(len(row), dtype=np.int64)
@@ -144,8 +146,7 @@ class Walker:
         least = minimum.least[number].ravel()[flat]
         labels = Labels(
             np.asarray(flat, dtype=np.int64),
-            ticks,
-            kept,
+            figures,
             peak,
             above - (outside + least - minimum.value),
             picked[0],
@@ -153,7 +154,7 @@ class Walker:
         )
         if not len(row):
             return labels
-        stay = undominated(labels.ticks, labels.kept, labels.peak, labels.entry)
+        stay = undominated(elimination.tables, labels.figures, labels.peak, labels.entry)
         if len(stay) > self.width:
             total = above[stay]
             order = np.argsort(total, kind="stable")
@@ -168,8 +169,7 @@ class Walker:
         rows = np.arange(len(state))
         return Labels(
             state,
-            table.ticks.astype(np.int64),
-            table.kept.astype(np.int64),
+            table.figures.astype(np.int64),
             table.transient.astype(np.int64),
             cost - np.minimum(self.dual.minimum.states[op][state], cost.max(initial=0.0, where=cost < np.inf)),
             rows,

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from ortools.math_opt.python import mathopt
 from ortools.sat.python import cp_model
 
-from shardweave.compiler.planner.problem import FORBIDDEN, Edge, Problem, to_ticks
+from shardweave.compiler.planner.problem import FORBIDDEN, Edge, Problem
+from shardweave.compiler.planner.tables import KEPT, TICKS, Tables
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,12 @@ class Row:
 class Program:
     """Columns (integers from 0 to `upper`, with their `cost`) and rows of one problem.
 
-    `choices` has the column of every ``x[o, c]``, `flows` that of every ``f[e, i, j]``, `peak` that of ``T``.
+    `choices` has the column of every ``x[o, c]``, `flows` that of every ``f[e, i, j]``, `peak` that of ``T``, `times`
+    that of every ``t[w]``.
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        self.problem, self.tables = problem, Tables(problem)
         self.upper: list[int] = []
         self.cost: list[int] = []
         self.offset = 0
@@ -46,6 +48,7 @@ class Program:
         self.choose_one()
         self.flows = [self.connect(edge) for edge in problem.edges]
         self.peak = self.hold()
+        self.times: list[int] = []
 
     def _column(self, upper: int = 1) -> int:
         self.upper.append(upper)
@@ -75,21 +78,42 @@ class Program:
             self.rows.append(Row([peak, *columns], [1, *(-figure for figure in figures)], 0, None))
         return peak
 
+    def _figures(self, row: int) -> tuple[list[int], list[int]]:
+        """All ``x`` and ``f`` that have some of one figure, and how much."""
+        columns: list[int] = []
+        figures: list[int] = []
+        for choices, number in zip(self.choices, self.tables.op_of, strict=True):
+            columns += choices
+            figures += self.tables.ops[number].figures[row].tolist()
+        for flow, number in zip(self.flows, self.tables.edge_of, strict=True):
+            table = self.tables.edges[number].figures[row]
+            if table.any():
+                columns += flow.values()
+                figures += [int(table[ports]) for ports in flow]
+        return columns, figures
+
     def _memory(self) -> tuple[list[int], list[int]]:
-        kept = [candidate.kept_bytes for op in self.problem.ops for candidate in op.candidates]
-        return [column for columns in self.choices for column in columns] + [self.peak], [*kept, 1]
+        columns, figures = self._figures(KEPT)
+        return [*columns, self.peak], [*figures, 1]
 
     def limit_memory(self) -> None:
-        self.rows.append(Row(*self._memory(), None, self.problem.memory_limit - self.problem.fixed_bytes))
+        self.rows.append(Row(*self._memory(), None, self.tables.room))
+
+    def fill_windows(self) -> None:
+        for rows in self.tables.windows:
+            streams = [self._figures(row) for row in range(rows.start, rows.stop)]
+            time = self._column(max(sum(figures) for _, figures in streams))
+            for columns, figures in streams:
+                self.rows.append(Row([time, *columns], [1, *(-figure for figure in figures)], 0, None))
+            self.times.append(time)
 
     def minimise_time(self) -> None:
-        for columns, op in zip(self.choices, self.problem.ops, strict=True):
-            for column, candidate in zip(columns, op.candidates, strict=True):
-                self.cost[column] = candidate.ticks
-        for flow, edge in zip(self.flows, self.problem.edges, strict=True):
-            for ports, column in flow.items():
-                self.cost[column] = int(edge.ticks[ports])
-        self.offset = to_ticks(self.problem.fixed_seconds)
+        self.fill_windows()
+        for column, figure in zip(*self._figures(TICKS), strict=True):
+            self.cost[column] = figure
+        for column in self.times:
+            self.cost[column] = 1
+        self.offset = self.tables.fixed
 
     def minimise_memory(self) -> None:
         for column, figure in zip(*self._memory(), strict=True):
@@ -144,7 +168,7 @@ def relax(program: Program, time_limit: float) -> Relaxation | None:
         for ports, column in flow.items():
             table[ports] = excess[column]
         edges.append(above_least(table))
-    bound += min(0.0, excess[program.peak] * upper[program.peak])
+    bound += sum(min(0.0, float(excess[column] * upper[column])) for column in (program.peak, *program.times))
     return Relaxation(bound, candidates, tuple(edges), 1.0 + 1e-12 * (size + abs(bound)))
 
 
@@ -192,8 +216,12 @@ def prove(
     time_limit: float,
     hint: Sequence[int] | None = None,
     report: Callable[[float, float], None] | None = None,
+    gap: float = 0.0,
 ) -> Proof:
-    """Solve the program by CP-SAT, one worker and a fixed seed; `report` gets objective and bound of better choices."""
+    """Solve the program by CP-SAT, one worker and a fixed seed, until objective and bound are within `gap`.
+
+    `report` gets objective and bound of better choices.
+    """
     model = cp_model.CpModel()
     variables = [model.new_int_var(0, top, "") for top in program.upper]
     for row in program.rows:
@@ -210,6 +238,7 @@ def prove(
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = max(0.0, time_limit)
     solver.parameters.num_workers = 1
+    solver.parameters.relative_gap_limit = gap
     solver.parameters.random_seed = 0
     status = solver.solve(model, _Reporter(report) if report else None)
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)

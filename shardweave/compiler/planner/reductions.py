@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shardweave.compiler.planner.problem import FORBIDDEN, Candidate, Edge, Problem
+from shardweave.compiler.planner.problem import Candidate, Problem
+from shardweave.compiler.planner.tables import KEPT, Bools, Ints, Tables
 
 Kept = tuple[tuple[int, ...], ...]
 """For each op, which of its candidates the smaller problem has (their indices in the first one)."""
@@ -54,8 +54,11 @@ class UnitScaling:
     name = "unit scaling"
 
     def apply(self, problem: Problem) -> tuple[Problem, Kept]:
+        ops = {id(op.candidates): op.candidates for op in problem.ops}
+        edges = {id(edge.kept): edge.kept for edge in problem.edges if edge.kept is not None}
         unit = math.gcd(
-            *(figure for op in problem.ops for c in op.candidates for figure in (c.kept_bytes, c.transient_bytes))
+            *(figure for table in ops.values() for c in table for figure in (c.kept_bytes, c.transient_bytes)),
+            *(int(np.gcd.reduce(kept.ravel())) for kept in edges.values()),
         )
         unit = unit or 1
 
@@ -67,13 +70,16 @@ class UnitScaling:
                 transient_bytes=candidate.transient_bytes // unit,
             )
 
-        tables: dict[int, tuple[Candidate, ...]] = {}
-        for op in problem.ops:
-            if id(op.candidates) not in tables:
-                tables[id(op.candidates)] = tuple(map(scaled, op.candidates))
-        ops = tuple(replace(op, candidates=tables[id(op.candidates)]) for op in problem.ops)
-        limit = (problem.memory_limit - problem.fixed_bytes) // unit
-        return replace(problem, ops=ops, memory_limit=limit, fixed_bytes=0), _all(problem)
+        tables = {key: tuple(map(scaled, table)) for key, table in ops.items()}
+        kept = {key: table // unit for key, table in edges.items()}
+        smaller = replace(
+            problem,
+            ops=tuple(replace(op, candidates=tables[id(op.candidates)]) for op in problem.ops),
+            edges=tuple(replace(edge, kept=kept.get(id(edge.kept))) for edge in problem.edges),
+            memory_limit=(problem.memory_limit - problem.fixed_bytes) // unit,
+            fixed_bytes=0,
+        )
+        return smaller, _all(problem)
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ class TooLarge:
         kept_by = {key: min(candidate.kept_bytes for candidate in table) for key, table in tables.items()}
         least = [kept_by[id(op.candidates)] for op in problem.ops]
         peak = max((min(candidate.transient_bytes for candidate in table) for table in tables.values()), default=0)
-        room = problem.memory_limit - problem.fixed_bytes - sum(least)
+        room = problem.memory_limit - problem.fixed_bytes - sum(least) - sum(_least_kept(problem))
 
         def fits(candidate: Candidate, own: int) -> bool:
             return candidate.kept_bytes - own + max(candidate.transient_bytes, peak) <= room
@@ -112,8 +118,9 @@ class TooLarge:
 class Dominance:
     """Drop a candidate where another of its op needs no more memory and, whatever its neighbours choose, no more time.
 
-    b dominates a if ``kept_b <= kept_a``, ``transient_b <= transient_a`` and
-    ``seconds_b - seconds_a + sum over edges of max over the neighbour's ports of (edge_b - edge_a) <= 0``.
+    With ``more(figure) = figure_b - figure_a + sum over edges of max over the neighbour's ports of (edge_b - edge_a)``,
+    b dominates a if ``more(kept) <= 0``, ``transient_b <= transient_a`` and ``more(ticks) + sum over windows of max
+    over their streams of more(load) <= 0``: whatever else loads a window, b prolongs it by no more than that maximum.
     The relation is transitive, so all dominated candidates of all ops may go at once; of equal ones the first stays.
 
     >>> from shardweave.compiler.planner.problem import Op
@@ -125,16 +132,16 @@ class Dominance:
     name = "dominance"
 
     def apply(self, problem: Problem) -> tuple[Problem, Kept]:
-        kept = _all(problem)
+        kept, excesses = _all(problem), _Excesses()
         while True:
+            tables = Tables(problem)
             known: dict[object, tuple[int, ...]] = {}
             found: list[tuple[int, ...]] = []
-            for index, op in enumerate(problem.ops):
-                edges = problem.edges_of[index]
-                sides = ((id(e.seconds), e.producer == index, _others(problem, e, index)) for e in edges)
-                key = id(op.candidates), *sides  # equal layers have the same answer
+            for op, number in enumerate(tables.op_of):
+                sides = ((tables.edge_of[edge], *_side(tables, edge, op)) for edge in tables.edges_at[op])
+                key = number, *sides  # equal layers have the same answer
                 if key not in known:
-                    known[key] = self._undominated(problem, index)
+                    known[key] = self._undominated(tables, op, excesses)
                 found.append(known[key])
             smaller = tuple(found)
             if smaller == _all(problem):
@@ -142,46 +149,59 @@ class Dominance:
             problem = restricted(problem, smaller)
             kept = _composed(kept, smaller)
 
-    def _undominated(self, problem: Problem, index: int) -> tuple[int, ...]:
-        candidates = problem.ops[index].candidates
-
-        def no_more(figures: Sequence[int]) -> NDArray[np.bool_]:
-            column = np.array(figures, dtype=np.int64)
-            return column[None, :] <= column[:, None]  # [a, b]: b needs no more than a
-
-        ticks = np.array([candidate.ticks for candidate in candidates], dtype=np.int64)
-        slower = ticks[None, :] - ticks[:, None]
-        possible = no_more([c.kept_bytes for c in candidates]) & no_more([c.transient_bytes for c in candidates])
-        for edge in problem.edges_of[index]:
-            rows = _rows(problem, edge, index)
-            worst, allowed = _worst_excess(rows)
-            own = [c.out_port if edge.producer == index else c.in_port for c in candidates]
-            slower += worst[np.ix_(own, own)]
-            possible &= allowed[np.ix_(own, own)]
-        dominates = possible & (slower <= 0)
-        first = np.arange(len(candidates))
+    def _undominated(self, tables: Tables, op: int, excesses: _Excesses) -> tuple[int, ...]:
+        own = tables.ops[tables.op_of[op]]
+        more = own.figures[:, None, :] - own.figures[:, :, None]  # [figure, a, b]: b's less a's
+        possible = own.transient[None, :] <= own.transient[:, None]
+        for edge in tables.edges_at[op]:
+            produces, other = _side(tables, edge, op)
+            ports, far = (own.outs, tables.ops[other].ins) if produces else (own.ins, tables.ops[other].outs)
+            worst, allowed = excesses.of(tables, tables.edge_of[edge], produces, np.unique(far))
+            more = more + worst[:, ports[:, None], ports]
+            possible &= allowed[ports[:, None], ports]
+        dominates = possible & (more[KEPT] <= 0) & (tables.time(more) <= 0)
+        first = np.arange(len(own.ins))
         strictly = dominates & (~dominates.T | (first[None, :] < first[:, None]))
         return tuple(int(a) for a in np.flatnonzero(~strictly.any(axis=1)))
 
 
-def _others(problem: Problem, edge: Edge, index: int) -> tuple[int, ...]:
-    """The ports that the candidates of the edge's other op have."""
-    return problem.ops[edge.consumer].in_ports if edge.producer == index else problem.ops[edge.producer].out_ports
+def _side(tables: Tables, edge: int, op: int) -> tuple[bool, int]:
+    """Whether `op` is the edge's producer, and the table of its other op."""
+    produces = bool(tables.producers[edge] == op)
+    return produces, tables.op_of[tables.consumers[edge] if produces else tables.producers[edge]]
 
 
-def _rows(problem: Problem, edge: Edge, index: int) -> NDArray[np.int64]:
-    """The edge's ticks as [port of op `index`, port that some candidate of its neighbour has]."""
-    ticks = edge.ticks if edge.producer == index else edge.ticks.T
-    return ticks[:, _others(problem, edge, index)]
+class _Excesses:
+    """How much more one port can need than another, each found once; the edges' tables stay as they are."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[int, bool, bytes], tuple[Ints, Bools]] = {}
+
+    def of(self, tables: Tables, edge: int, produces: bool, others: Ints) -> tuple[Ints, Bools]:
+        """For ports a, b: how much more b has of each figure at worst, and whether b is allowed wherever a is.
+
+        `others` are the ports that the candidates of the edge's other op have.
+        """
+        key = edge, produces, others.tobytes()
+        if key not in self.known:
+            table = tables.edges[edge] if produces else tables.edges[edge].turned()
+            figures, allowed = table.figures[:, :, others], table.allowed[:, others]
+            both = allowed[:, None, :] & allowed[None, :, :]
+            worst = np.zeros((len(figures), len(allowed), len(allowed)), dtype=np.int64)
+            for row, figure in enumerate(figures):
+                if figure.any():
+                    more = np.where(both, figure[None, :, :] - figure[:, None, :], np.iinfo(np.int64).min)
+                    worst[row] = np.where(both.any(axis=2), more.max(axis=2), 0)
+            never = (allowed[:, None, :] & ~allowed[None, :, :]).any(axis=2)
+            self.known[key] = worst, np.logical_not(never)
+        return self.known[key]
 
 
-def _worst_excess(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """For ports [a, b]: how much longer b takes than a at worst, and whether b is allowed wherever a is."""
-    allowed = rows != FORBIDDEN
-    both = allowed[:, None, :] & allowed[None, :, :]
-    excess = np.where(both, rows[None, :, :] - rows[:, None, :], np.iinfo(np.int64).min)
-    worst = np.where(both.any(axis=2), excess.max(axis=2), 0)
-    return worst, ~(allowed[:, None, :] & ~allowed[None, :, :]).any(axis=2)
+def _least_kept(problem: Problem) -> list[int]:
+    """What each edge keeps at least."""
+    tables = {id(edge.kept): edge.kept for edge in problem.edges if edge.kept is not None}
+    least = {key: int(kept.min()) for key, kept in tables.items()}
+    return [least.get(id(edge.kept), 0) for edge in problem.edges]
 
 
 def _all(problem: Problem) -> Kept:
@@ -198,11 +218,12 @@ def restricted(problem: Problem, kept: Kept) -> Problem:
     tables: dict[tuple[int, tuple[int, ...]], tuple[Candidate, ...]] = {}
     ops = []
     for op, indices in zip(problem.ops, kept, strict=True):
-        key = id(op.candidates), indices
-        if key not in tables:  # equal layers share one table before and after
-            whole = len(indices) == len(op.candidates)
-            tables[key] = op.candidates if whole else tuple(op.candidates[index] for index in indices)
-        ops.append(replace(op, candidates=tables[key]))
+        if len(indices) < len(op.candidates):
+            key = id(op.candidates), indices
+            if key not in tables:  # equal layers share one table before and after
+                tables[key] = tuple(op.candidates[index] for index in indices)
+            op = replace(op, candidates=tables[key])
+        ops.append(op)
     return replace(problem, ops=tuple(ops))
 
 

@@ -17,13 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardweave.compiler.planner.descent import descend
-from shardweave.compiler.planner.duality import Dual, Part, cross, dual
+from shardweave.compiler.planner.duality import Dual, Part, dual
 from shardweave.compiler.planner.elimination import Elimination
 from shardweave.compiler.planner.labels import Walker
+from shardweave.compiler.planner.mixing import mix
 from shardweave.compiler.planner.problem import TICKS_PER_SECOND, Problem
 from shardweave.compiler.planner.program import Program, Relaxation, prove, relax
 from shardweave.compiler.planner.reductions import invert, reduce, restricted
 from shardweave.compiler.planner.sweep import sweep
+from shardweave.compiler.planner.tables import KEPT, Tables
 
 NARROW, WIDE = 2**10, 2**16
 """Labels that a step keeps: enough to find a choice, and more than the proof needs on chains by far."""
@@ -50,9 +52,12 @@ class Progress:
 class Search:
     """The best choice and the bound so far, which each step betters."""
 
-    def __init__(self, problem: Problem, deadline: float, progress: Callable[[Progress], None] | None) -> None:
-        self.start, self.deadline, self.progress = time.monotonic(), deadline, progress
+    def __init__(
+        self, problem: Problem, deadline: float, progress: Callable[[Progress], None] | None, gap: float = 0.0
+    ) -> None:
+        self.start, self.deadline, self.progress, self.gap = time.monotonic(), deadline, progress, gap
         self.problem, self.kept = reduce(problem)
+        self.tables = Tables(self.problem)
         self.best: tuple[int, ...] | None = None
         """The best choice for the reduced problem."""
         self.ticks = math.inf
@@ -71,12 +76,28 @@ class Search:
 
     def offer(self, choice: tuple[int, ...] | None) -> None:
         """Keep `choice` if it is feasible and the best so far."""
-        if choice is None or self.problem.memory(choice) > self.problem.memory_limit:
+        if choice is None:
             return
-        ticks = self.problem.ticks(choice)
-        if ticks is not None and ticks < self.ticks:
+        figures = self.tables.total(choice)
+        if figures is None:
+            return
+        ticks = int(self.tables.ticks(figures))
+        if (
+            ticks < self.ticks
+            and figures[KEPT] + self.tables.picked(choice).transient.max(initial=0) <= self.tables.room
+        ):
             self.best, self.ticks = choice, ticks
             self.report(ticks, self.bound)
+
+    @property
+    def enough(self) -> float:
+        """A bound that ends the search: the best choice is then as good as was asked for."""
+        return self.ticks - self.gap * max(0.0, self.ticks)
+
+    @property
+    def done(self) -> bool:
+        """Whether the best choice is proven to be as good as was asked for."""
+        return self.proven or self.bound >= self.enough
 
     def report(self, ticks: float, bound: float) -> None:
         if self.progress:
@@ -90,9 +111,9 @@ class Search:
         if elimination is not None:
             Branching(self, elimination).run()
         else:
-            descend(self.problem, self.offer)
+            descend(self.tables, self.offer)
             self.sweep()
-        if not self.proven:
+        if not self.done:
             self.prove()
 
     # -- wide graphs
@@ -111,9 +132,9 @@ class Search:
         half = (self.deadline + time.monotonic()) / 2
         farthest = error + sum(float(op.max()) for op in relaxation.candidates)
         farthest += sum(float(edge[np.isfinite(edge)].max()) for edge in relaxation.edges)
-        while not self.proven:
+        while not self.done:
             width = NARROW if self.best is None else WIDE
-            found = sweep(self.problem, relaxation, slack, width, half)
+            found = sweep(self.tables, relaxation, slack, width, half)
             self.offer(found.choice)
             self.bound = max(self.bound, bound + found.complete - error)
             self.proven = self.ticks <= self.bound or found.complete >= farthest
@@ -121,7 +142,7 @@ class Search:
                 return
             # A first choice can be far from the best one: do not jump to where it would be proven.
             grown = _GROWTH * (slack if self.best is None else max(first, found.complete))
-            slack = min(farthest, self.ticks - bound + 2 * error, grown)
+            slack = min(farthest, self.enough - bound + 2 * error, grown)
 
     relaxation: Relaxation | None = None
 
@@ -140,9 +161,9 @@ class Search:
         program = Program(problem)
         program.limit_memory()
         program.minimise_time()
-        proof = prove(program, self.deadline - time.monotonic(), hint, self.report)
+        proof = prove(program, self.deadline - time.monotonic(), hint, self.report, self.gap)
         self.offer(None if proof.choice is None else invert(proof.choice, near))
-        self.proven = proof.status in ("OPTIMAL", "INFEASIBLE")
+        self.proven = proof.status == "INFEASIBLE" or (proof.status == "OPTIMAL" and not self.gap)
         if not self.proven:
             self.bound = max(self.bound, min(self.ticks, proof.bound))
 
@@ -164,12 +185,13 @@ class Branching:
         """Search until the proof or the deadline."""
         search = self.search
         floor = max((int(table.transient.min()) for table in self.elimination.ops), default=0)
-        self._enter(Part(floor, self.levels[-1]), 0.0)
+        self._enter(Part(floor, self.levels[-1]), None)
         while self.open and time.monotonic() < search.deadline:
             bound, number, found, walked = heapq.heappop(self.open)
             search.bound = max(search.bound, min(bound, self.left))
-            if bound >= search.ticks:
+            if bound >= search.enough:
                 self.open = []
+                self.left = min(self.left, bound)
                 break
             if walked == 0.0 and self._split(found):
                 continue
@@ -178,26 +200,26 @@ class Branching:
         search.bound = max(search.bound, lowest if lowest < math.inf else 0.0)
         search.proven = not self.open and self.left >= search.ticks
 
-    def _enter(self, part: Part, price: float) -> None:
+    def _enter(self, part: Part, whole: Dual | None) -> None:
         search = self.search
-        found = dual(self.elimination, part, search.offer, price)
+        found = dual(self.elimination, part, search.offer, whole, lambda bound: bound >= search.enough)
         if found is None:
             return
-        cross(search.problem, found.over, found.under, search.offer)
-        cross(search.problem, found.under, found.over, search.offer)
+        if found.bound < search.enough:
+            mix(search.tables, found.weights, found.mixed, search.offer)
         self.numbers += 1
         heapq.heappush(self.open, (found.bound, self.numbers, found, 0.0))
 
     def _split(self, found: Dual) -> bool:
-        """Split a part at the largest transient of its dual's choices, where that makes the bound loose."""
-        part, problem = found.part, self.search.problem
-        peak = max(c.transient_bytes for choice in (found.over, found.under) for c in problem.chosen(choice)) \
-            if problem.ops else 0  # fmt: skip
+        """Split a part at the largest transient of its mixture's choices, where that makes the bound loose."""
+        part = found.part
+        peak = max((column.peak for column in found.mixed), default=0)
         below = max((level for level in self.levels if level < peak), default=-1)
-        if below < part.low or found.price * (peak - part.low) <= _LOOSE * found.bound:
+        loose = max(_LOOSE, self.search.gap / 4)
+        if below < part.low or found.price * (peak - part.low) <= loose * found.bound:
             return False
-        self._enter(Part(part.low, below), found.price)
-        self._enter(Part(peak, part.high), found.price)
+        self._enter(Part(part.low, below), found)
+        self._enter(Part(peak, part.high), found)
         return True
 
     def _walk(self, bound: float, number: int, found: Dual, walked: float) -> None:
@@ -207,7 +229,7 @@ class Branching:
             self.walkers[number] = Walker(self.elimination, found)
         walker = self.walkers[number]
         slack = max(_GROWTH * walked, 1.0 + _FIRST_SLACK * max(0.0, found.bound))
-        slack = min(slack, search.ticks - found.bound + 2 * found.error, walker.farthest)
+        slack = min(slack, search.enough - found.bound + 2 * found.error, walker.farthest)
         width = NARROW if search.best is None else WIDE
         walk = walker.walk(slack, width, search.deadline)
         search.offer(walk.choice)

@@ -69,7 +69,7 @@ class Solution:
     gap : float
         ``(objective - bound) / objective``; 0 where optimal.
     status : {"optimal", "feasible"}
-        Feasible where the time limit ended the proof.
+        Feasible where the time limit, or the gap that was asked for, ended the proof.
     seconds : float
         What solving took.
     """
@@ -87,6 +87,7 @@ def solve(
     time_limit: float = 60.0,
     progress: Callable[[Progress], None] | None = None,
     hint: Sequence[int] | None = None,
+    gap: float = 0.0,
 ) -> Solution:
     """The fastest choice within the memory limit, with a proof.
 
@@ -101,6 +102,8 @@ def solve(
         Called at every better choice.
     hint : sequence of int, optional
         A choice to begin with, such as that of a similar problem; of use where it is feasible.
+    gap : float, optional
+        The search ends where it has proven that the best choice is at most this part slower than the fastest.
 
     Raises
     ------
@@ -118,7 +121,7 @@ def solve(
     (2.5, 'optimal', 1)
     """
     start = time.monotonic()
-    search = Search(problem, start + time_limit, progress)
+    search = Search(problem, start + time_limit, progress, gap)
     if hint is not None:
         search.hint(hint)
     search.run()
