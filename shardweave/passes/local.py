@@ -59,6 +59,8 @@ class LocalGraph:
     fake: Any
     graph: fx.Graph = field(default_factory=fx.Graph)
     coordinates: dict[str, fx.Node] = field(default_factory=dict)
+    known: dict[object, Any] = field(default_factory=dict)
+    """Values of calls, by what is called with values of which shapes, dtypes and strides."""
     checkpoint: str = ""
     """Which activation checkpoint of the user's that which is written lies inside of."""
 
@@ -111,9 +113,12 @@ class LocalGraph:
         node = self.graph.create_node(
             "call_function", target, args, kwargs, name=_short_name(args[0] if target is seeded else target)
         )
-        values = fx.node.map_arg((args, kwargs), lambda leaf: leaf.meta["val"])
-        with self.fake:
-            node.meta["val"] = target(*values[0], **values[1])
+        key = target, repr(fx.node.map_arg((args, kwargs), _described))
+        if key not in self.known:  # equal layers ask for the same again
+            values = fx.node.map_arg((args, kwargs), lambda leaf: leaf.meta["val"])
+            with self.fake:
+                self.known[key] = target(*values[0], **values[1])
+        node.meta["val"] = self.known[key]
         checkpoint = "" if origin.backward else self.checkpoint
         node.meta[META] = NodeInfo(op=origin.op, backward=origin.backward, collective=collective, checkpoint=checkpoint)
         if origin.backward:
@@ -322,6 +327,14 @@ class LocalGraph:
 
     def _permute(self, origin: Origin, node: fx.Node, order: list[int]) -> fx.Node:
         return node if order == sorted(order) else self.call(origin, aten.permute.default, node, order)
+
+
+def _described(leaf: fx.Node) -> str:
+    """What the shapes and dtypes of an op's results follow from."""
+    value = leaf.meta["val"]
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
+    return repr(value)
 
 
 def _unreshaped(node: fx.Node) -> fx.Node:
