@@ -50,7 +50,10 @@ def plan(
     precision: Annotated[str | None, typer.Option(help="Mixed precision: bf16 or fp16.")] = None,
     micro_batches: Annotated[int, typer.Option(min=1, help="Parts of a batch, one computed after another.")] = 1,
     sub_batches: Annotated[int, typer.Option(min=1, help="Parts of each, one computing while another sends.")] = 1,
-    recompute: Annotated[str, typer.Option(help="Of each layer, in the backward: none, full or fine.")] = "none",
+    recompute: Annotated[
+        str | None,
+        typer.Option(help="Of each layer, in the backward: none, full or fine; else the planner chooses."),
+    ] = None,
     operator_slices: Annotated[int, typer.Option(min=1, help="Parts of an op, gathered one after another.")] = 1,
     keep_gathered: Annotated[bool, typer.Option(help="Gather parameters once for forward and backward.")] = False,
     out: Annotated[Path | None, typer.Option(help="Where to save the plan (JSON).")] = None,
@@ -69,7 +72,7 @@ def plan(
         raise InputError(f"--nodes {nodes} goes with a preset, but {cluster!r} is a file, which has its own levels")
     machine = sw.Cluster.load(cluster) if is_file else sw.Cluster.preset(cluster, nodes=nodes)
     limit = None if memory_limit is None else int(memory_limit * 2**30)
-    weaving: dict[str, Any] = {"sub_batches": sub_batches, "recompute": {} if recompute == "none" else recompute}
+    weaving: dict[str, Any] = {"sub_batches": sub_batches, "recompute": recompute}
     weaving |= {"operator_slices": operator_slices, "keep_gathered": keep_gathered}
     options = sw.Options(memory_limit=limit, precision=precision, micro_batches=micro_batches, **weaving)
     made = sw.plan(model, machine, inputs, options=options)

@@ -53,10 +53,11 @@ class Options:
     sub_batches : int
         Into how many parts each of these is cut besides, all of them in one graph, so that one part computes while
         another communicates. The same things are refused.
-    recompute : {"none", "full", "fine"} or mapping from a name pattern to one of these
+    recompute : {"none", "full", "fine"} or mapping from a name pattern to one of these, optional
         What the backward computes again instead of keeping it: all of a layer (a module in a list), or all but the
-        results of its collectives, so that no communication is repeated. Patterns as in `force`. Without any, what
-        lies in activation checkpoints of the model (``torch.utils.checkpoint``) is ``"full"``.
+        results of its collectives, so that no communication is repeated. Patterns as in `force`. By default what lies
+        in activation checkpoints of the model (``torch.utils.checkpoint``) is ``"full"``; of a model without any the
+        planner chooses for each layer, where memory asks for it.
     operator_slices : int or mapping from a name pattern to int
         Into how many slices an op with a parameter is cut, computed one after another, so that only a slice of the
         parameter is gathered at a time. Patterns as in `force`; what a number does not divide stays whole.
@@ -86,7 +87,7 @@ class Options:
     lookahead: int | None = None
     micro_batches: int = 1
     sub_batches: int = 1
-    recompute: Mode | Mapping[str, Mode] = field(default_factory=dict)
+    recompute: Mode | Mapping[str, Mode] | None = None
     operator_slices: int | Mapping[str, int] = field(default_factory=dict)
     keep_gathered: bool | Mapping[str, int] = field(default_factory=dict)
     buckets: bool = False
@@ -113,7 +114,7 @@ class Options:
     @property
     def weaving(self) -> Weaving:
         """What is asked of the whole step."""
-        recompute = {"*": self.recompute} if isinstance(self.recompute, str) else self.recompute
+        recompute = {"*": self.recompute} if isinstance(self.recompute, str) else self.recompute or {}
         slices = {"*": self.operator_slices} if isinstance(self.operator_slices, int) else self.operator_slices
         kept = {"*": self.keep_gathered} if isinstance(self.keep_gathered, bool) else self.keep_gathered
         kept = {pattern: ALL if number is True else int(number) for pattern, number in kept.items()}

@@ -9,12 +9,16 @@ from typing import Literal
 from shardweave.compiler.judge import Decision, Judged
 from shardweave.compiler.planner.costing import Costed
 from shardweave.compiler.planner.problem import Problem
+from shardweave.compiler.planner.recomputation import layer_named
 from shardweave.compiler.planner.solver import Solution, smallest, solve
 from shardweave.errors import InfeasibleError
 from shardweave.units import readable_bytes
 
 UNLIMITED = 2**62
 """Bytes that no device has."""
+
+Start = Callable[[Costed], Sequence[int] | None]
+"""From a problem to a choice to begin with."""
 
 Simulate = Callable[[Decision], Judged]
 """From what is decided of each op and join to what the generated step takes."""
@@ -35,13 +39,20 @@ class Chosen:
         return _decision(self.costed, self.solution)
 
 
-def choose(costed: Costed, time_limit: float, simulate: Simulate, hint: Sequence[int] | None = None) -> Chosen:
+def choose(
+    costed: Costed,
+    time_limit: float,
+    simulate: Simulate,
+    smaller: Callable[[], Costed] | None = None,
+    start: Start = lambda costed: None,
+) -> Chosen:
     """The best choice whose generated step, simulated, fits.
 
     The program adds up what its ops hold, mostly a little too much; the simulator follows every value of the generated
     step, and is the judge. Where the fastest plan of all fits, it is the answer. Otherwise the program is asked under
-    the limit, and again under a smaller one as long as its answer needs more than it thought; its first answer remains
-    the bound. The smallest plan is the last resort. `hint` is a choice to begin with.
+    the limit, `smaller` with all ways to save memory, and again under a smaller limit as long as its answer needs more
+    than it thought; its first answer remains the bound. The smallest plan is the last resort. `start` knows a choice to
+    begin with.
 
     Raises
     ------
@@ -49,10 +60,15 @@ def choose(costed: Costed, time_limit: float, simulate: Simulate, hint: Sequence
         With the smallest memory that would do, and what takes it.
     """
     problem, limit = costed.problem, costed.problem.memory_limit
-    fastest = _simulated(costed, solve(replace(problem, memory_limit=UNLIMITED), time_limit, hint=hint), simulate)
+    fastest = _simulated(
+        costed, solve(replace(problem, memory_limit=UNLIMITED), time_limit, hint=start(costed)), simulate
+    )
     if fastest.judged.peak_memory <= limit:
         return _within(fastest, limit)
-    found = _under(costed, limit, fastest, time_limit, simulate, hint)
+    if smaller is not None:
+        costed = smaller()
+        problem = costed.problem
+    found = _under(costed, limit, fastest, time_limit, simulate, start(costed))
     if found is not None:
         return found
     choice = smallest(problem, time_limit)
@@ -61,8 +77,8 @@ def choose(costed: Costed, time_limit: float, simulate: Simulate, hint: Sequence
     if _peak(least) <= limit:
         return _within(least, limit)
     needed = _peak(least)
-    while (smaller := _under(costed, needed - 1, fastest, time_limit, simulate)) is not None:
-        least, needed = smaller, smaller.peak_memory  # counted as more than the smallest, simulated as less
+    while (found := _under(costed, needed - 1, fastest, time_limit, simulate)) is not None:
+        least, needed = found, found.peak_memory  # counted as more than the smallest, simulated as less
     if needed <= limit:  # asked from above, the program came by a plan that it had skipped when asked for this limit
         return least
     parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(least.judged.at_peak)]
@@ -83,15 +99,16 @@ def _under(
     hint: Sequence[int] | None = None,
 ) -> Chosen | None:
     """The program's best choice that fits into `limit` when simulated, too; None where it runs out of choices."""
-    problem, first = replace(costed.problem, memory_limit=limit), fastest.solution
-    answers = 0
+    problem = replace(costed.problem, memory_limit=limit)
+    first: Solution | None = None
+    if hint is None and costed is fastest.costed:
+        hint = fastest.solution.choice
     while True:
         try:
-            solution = solve(problem, time_limit, hint=hint or first.choice)
+            solution = solve(problem, time_limit, hint=hint)
         except InfeasibleError:
             return None
-        first = solution if not answers else first
-        answers += 1
+        first, hint = first or solution, hint if first is None else first.choice
         chosen = _simulated(costed, _bounded(costed.problem, solution, first), simulate)
         if _peak(chosen) <= limit:
             return _within(chosen, limit)
@@ -140,11 +157,14 @@ def largest(sizes: Mapping[str, int], count: int = 3) -> list[tuple[str, int]]:
 
 
 def _decision(costed: Costed, solution: Solution) -> Decision:
-    found = Decision({}, {}, {})
-    for variable, candidate, index in zip(costed.variables, costed.problem.chosen(solution.choice), solution.choice):
-        found.kept_bytes[variable.name] = candidate.kept_bytes
+    found = Decision({}, {}, {}, {})
+    kept = costed.problem.kept_by_op(solution.choice)
+    for variable, index, size in zip(costed.variables, solution.choice, kept, strict=True):
+        found.kept_bytes[variable.name] = size
         if variable.op is not None:
             found.strategies[variable.name] = variable.strategies[index]
+        elif variable.modes:
+            found.modes[layer_named(variable.name)] = variable.modes[index]
         else:
             found.joins[variable.name] = next(iter(variable.ports[index].values()))
     return found

@@ -16,7 +16,7 @@ from shardweave.compiler.pipeline import Annotated, Compiled
 from shardweave.compiler.planner.unfold import inside, renamed
 from shardweave.compiler.steps import Steps
 from shardweave.cost_model import Timeline
-from shardweave.ir import Assignment, Strategy
+from shardweave.ir import Assignment, Mode, Strategy
 from shardweave.options import Options
 
 LEFT = 2
@@ -24,10 +24,12 @@ LEFT = 2
 
 
 class Decision(NamedTuple):
-    """What a plan says of each op and each join, by name, and the bytes that each keeps for longer than it runs."""
+    """What a plan says of each op, each join and each layer, by name, and the bytes that each keeps."""
 
     strategies: dict[str, Strategy]
     joins: dict[str, Assignment]
+    modes: dict[str, Mode]
+    """How layers are recomputed that the planner chose it for."""
     kept_bytes: dict[str, int]
 
 
@@ -114,7 +116,12 @@ class Judge:
         gone = [layer for layers in fold.stands_for.values() for layer in layers]
         held = sum(size for name, size in decision.kept_bytes.items() if any(inside(name, layer) for layer in gone))
         assert options.memory_limit is not None
-        smaller = replace(options, memory_limit=max(1, options.memory_limit - held))
+        left_modes = {layer: mode for layer, mode in decision.modes.items() if layer not in gone}
+        smaller = replace(
+            options,
+            memory_limit=max(1, options.memory_limit - held),
+            recompute={**options.weaving.recompute, **left_modes},
+        )
         return Judged.of(self.simulate(self.lower(annotated, decision, smaller)))
 
     def _stretches(self, decision: Decision, options: Options) -> list[Run]:
@@ -123,7 +130,10 @@ class Judge:
         names = [*decision.strategies, *decision.joins]
         for run in self.steps.runs(options):
             first = [name for name in names if inside(name, run.layers[0])]
-            said = [_said(decision, [renamed(name, run.layers[0], layer) for name in first]) for layer in run.layers]
+            said = [
+                (decision.modes.get(layer), _said(decision, [renamed(name, run.layers[0], layer) for name in first]))
+                for layer in run.layers
+            ]
             begin = 0
             for end in range(1, len(said) + 1):
                 if end == len(said) or said[end] != said[begin]:

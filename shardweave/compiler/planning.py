@@ -7,28 +7,31 @@ is judged by the simulator.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from shardweave.compiler.capture import Captured
 from shardweave.compiler.choose import Chosen, choose
 from shardweave.compiler.fold import Fold, Run
-from shardweave.compiler.judge import Judge
+from shardweave.compiler.judge import Decision, Judge
 from shardweave.compiler.pipeline import Annotated
 from shardweave.compiler.plan import ModelKey, OpChoice, Plan, RunnerUp, Saving
 from shardweave.compiler.planner.alternatives import alternatives
 from shardweave.compiler.planner.costing import Costed, Costing
+from shardweave.compiler.planner.recomputation import layer_named, with_modes
 from shardweave.compiler.planner.unfold import unfold
 from shardweave.compiler.steps import Steps
 from shardweave.compiler.weaving import with_times
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.compute import node_work
 from shardweave.errors import PlanError
-from shardweave.ir import Assignment, Mesh, Strategy
+from shardweave.ir import Assignment, Mesh, Mode, Strategy, Weaving
 from shardweave.options import Options
-from shardweave.passes.annotate import info
+from shardweave.passes.annotate import info, last_match
 from shardweave.passes.recompute import layer_of
 
 Forced = Callable[[Annotated, Mesh], dict[str, list[Strategy]]]
@@ -62,15 +65,21 @@ class Planning:
             A plan of the same model, to begin with.
         """
         begun = time.monotonic()
-        costed, fold, annotated = self._costed()
+        priced = self._priced()
         self.progress("solve")
-        hint = None if start is None else _hint(costed, start)
-        chosen = choose(costed, self.options.time_limit, lambda decision: self.judge(decision, self.options), hint)
-        savings = self._savings(chosen) if weigh else ()
-        return self._described(key, chosen, fold, annotated, savings, time.monotonic() - begun)
+        chosen = choose(
+            priced.whole(priced.costed),
+            self.options.time_limit,
+            lambda decision: self.judge(decision, self.options),
+            priced.with_modes if self.options.recompute is None and not priced.has_checkpoints else None,
+            lambda costed: None if start is None else _hint(costed, start),
+        )
+        weaving = _woven(self.options.weaving, chosen.decision)
+        savings = self._savings(chosen, weaving) if weigh else ()
+        return self._described(key, chosen, priced, weaving, savings, time.monotonic() - begun)
 
-    def _costed(self) -> tuple[Costed, Fold, Annotated]:
-        """The problem of the whole step, by way of a folded one: the smallest that tells how layers meet."""
+    def _priced(self) -> _Priced:
+        """The folded step's problem: the smallest that tells how layers meet."""
         runs = self.steps.runs(self.options)
         mesh = with_times(self.cluster.mesh(), self.options)
         left = FIRST_LEFT
@@ -81,21 +90,20 @@ class Planning:
             if not annotated.ops:
                 raise PlanError("the model has no matrix product with a parameter: there is nothing to spread")
             self.progress("price")
-            costed = Costing(annotated, self.cluster, self.options, self.forced(annotated, mesh)).build()
-            before = {run.layers[count - 1]: run.layers[count - 2] for run, count in fold.runs}
-            whole = unfold(costed, fold.stands_for, before)
-            if whole is not None:
-                buffers = _buffer_bytes(self.steps.captured) - _buffer_bytes(annotated.captured)
-                problem = replace(whole.problem, fixed_bytes=whole.problem.fixed_bytes + buffers)
-                return replace(whole, problem=problem), fold, annotated
+            costing = Costing(annotated, self.cluster, self.options, self.forced(annotated, mesh))
+            priced = _Priced(fold, annotated, costing, costing.build(), _buffer_bytes(self.steps.captured))
+            if priced.unfolds:
+                return priced
             left += 1
 
-    def _savings(self, chosen: Chosen) -> tuple[Saving, ...]:
+    def _savings(self, chosen: Chosen, weaving: Weaving) -> tuple[Saving, ...]:
         """What each choice for the whole step is worth: simulated without it."""
         found = []
         self.progress("weigh")
-        for choice, weaving in self.options.weaving.without().items():
-            without = self.judge(chosen.decision, self.options.woven(weaving))
+        for choice, other in weaving.without().items():
+            modes = chosen.decision.modes if other.recompute else {}
+            options = self.options.woven(replace(other, recompute={} if modes else other.recompute))
+            without = self.judge(chosen.decision._replace(modes=modes), options)
             seconds = without.step_time - chosen.judged.step_time
             found.append(Saving(choice, seconds, without.peak_memory - chosen.judged.peak_memory))
         return tuple(found)
@@ -104,15 +112,17 @@ class Planning:
         self,
         key: ModelKey,
         chosen: Chosen,
-        fold: Fold,
-        annotated: Annotated,
+        priced: _Priced,
+        weaving: Weaving,
         savings: tuple[Saving, ...],
         seconds: float,
     ) -> Plan:
         problem, solution, options = chosen.costed.problem, chosen.solution, self.options
+        annotated, kept = priced.annotated, problem.kept_by_op(solution.choice)
         others = alternatives(problem, solution.choice)
         choices: dict[str, OpChoice] = {}
-        for variable, row, index, other in zip(chosen.costed.variables, problem.ops, solution.choice, others):
+        rows = zip(chosen.costed.variables, problem.ops, solution.choice, others, kept)
+        for variable, row, index, other, own_bytes in rows:
             if variable.op is None:
                 continue
             candidate, price = row.candidates[index], variable.prices[index]
@@ -124,7 +134,7 @@ class Planning:
                 candidate.seconds,
                 price.communication,
                 candidate.state_bytes,
-                candidate.saved_bytes,
+                own_bytes - candidate.state_bytes,
                 candidate.transient_bytes,
                 runner_up,
                 (variable.op.parameter, *variable.op.companions),
@@ -138,7 +148,7 @@ class Planning:
             exposed_communication=chosen.judged.exposed_communication,
             compute_time=chosen.judged.compute_time,
             tokens=_tokens(annotated),
-            model_flops=_model_flops(annotated, fold),
+            model_flops=_model_flops(annotated, priced.fold),
             dtype=_dtype(annotated),
             status=solution.status,
             program_time=solution.objective,
@@ -149,9 +159,57 @@ class Planning:
             forced=tuple(options.force),
             joins={name: _spread(assignment) for name, assignment in chosen.decision.joins.items()},
             micro_batches=options.micro_batches,
-            weaving=options.weaving,
+            weaving=weaving,
             savings=savings,
         )
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """A folded step with its problem."""
+
+    fold: Fold
+    annotated: Annotated
+    costing: Costing
+    costed: Costed
+    buffer_bytes: int
+    """Of the whole step's buffers."""
+
+    @cached_property
+    def unfolds(self) -> bool:
+        """Whether the last layer of each run that is left is like the one before it."""
+        return self._unfolded(self.costed) is not None
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether the user says what is recomputed, by activation checkpoints in the model."""
+        return any(info(node).checkpoint for node in self.annotated.captured.graph.graph.nodes)
+
+    def with_modes(self) -> Costed:
+        """The whole step's problem with a choice of recomputation for each layer."""
+        return self.whole(with_modes(self.costing, self.costed))
+
+    def whole(self, costed: Costed) -> Costed:
+        """The problem of the whole step."""
+        found = self._unfolded(costed)
+        if found is None:
+            raise PlanError("layers that are equal are not priced alike: a bug in shardweave")
+        left_out = self.buffer_bytes - _buffer_bytes(self.annotated.captured)
+        return replace(found, problem=replace(found.problem, fixed_bytes=found.problem.fixed_bytes + left_out))
+
+    def _unfolded(self, costed: Costed) -> Costed | None:
+        before = {run.layers[count - 1]: run.layers[count - 2] for run, count in self.fold.runs}
+        return unfold(costed, self.fold.stands_for, before)
+
+
+def _woven(weaving: Weaving, decision: Decision) -> Weaving:
+    """What is said of the whole step, with the modes that were decided: the most frequent one by the pattern ``*``."""
+    if not any(mode != "none" for mode in decision.modes.values()):
+        return weaving
+    most = Counter(decision.modes.values()).most_common(1)[0][0]
+    said: dict[str, Mode] = {"*": most} if most != "none" else {}
+    others = {layer: mode for layer, mode in decision.modes.items() if mode != most}
+    return replace(weaving, recompute={**said, **others})
 
 
 def _hint(costed: Costed, start: Plan) -> tuple[int, ...] | None:
@@ -159,6 +217,10 @@ def _hint(costed: Costed, start: Plan) -> tuple[int, ...] | None:
     found = []
     for variable in costed.variables:
         given = start.choices.get(variable.name)
+        if variable.modes:
+            mode = last_match(start.weaving.recompute, layer_named(variable.name), "none")
+            found.append(variable.modes.index(mode))
+            continue
         if variable.op is not None and given is not None and given.strategy in variable.strategies:
             found.append(variable.strategies.index(given.strategy))
         elif variable.op is None and variable.name in start.joins:

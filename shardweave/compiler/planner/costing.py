@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,7 +26,7 @@ from shardweave.compiler.weaving import with_times
 from shardweave.cost_model import Cluster, collective_seconds
 from shardweave.cost_model.compute import node_work
 from shardweave.errors import PlanError
-from shardweave.ir import Assignment, BoundRule, Layout, Mesh, Strategy
+from shardweave.ir import Assignment, BoundRule, Layout, Mesh, Mode, Strategy
 from shardweave.options import Options
 from shardweave.passes.annotate import depends_on_inputs, graph_outputs, info, source_of
 from shardweave.passes.follow import Arrival, Choice, accepting, follow, met
@@ -60,6 +60,8 @@ class Variable:
     seconds: np.ndarray = field(default_factory=lambda: np.zeros(0))
     saved: np.ndarray = field(default_factory=lambda: np.zeros(0))
     working: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    modes: tuple[Mode, ...] = ()
+    """Of a layer's recomputation, in which case it has none of the others."""
 
 
 @dataclass
@@ -106,17 +108,18 @@ class Costing:
         self.names = join_names(self.graph)
         self.returned = {_root(value) for value in graph_outputs(self.graph) if isinstance(value, fx.Node)}
         self.steps: dict[int, np.ndarray] = {}
+        self.readers: dict[fx.Node, int] = {}
         self.fixed_bytes = 0
 
     def build(self) -> Costed:
         """Price every variable and every edge."""
         ratio = self._backward_ratio()
-        readers = self._readers()
+        self.readers = self._readers()
         for node in self.graph.nodes:
             if node.op != "call_function" or info(node).backward or node not in self.dependent:
                 continue
             if node in self.roles:
-                self._op_node(node, readers)
+                self._op_node(node)
             elif node.target is operator.getitem:
                 self._getitem(node)
             elif is_view(node):
@@ -135,11 +138,11 @@ class Costing:
 
     # -- variables
 
-    def _op_node(self, node: fx.Node, readers: dict[fx.Node, int]) -> None:
+    def _op_node(self, node: fx.Node) -> None:
         op = self.roles[node]
         if op.name not in self.numbers:
             self.numbers[op.name] = len(self.variables)
-            self.variables.append(self._op_variable(op, readers))
+            self.variables.append(self._op_variable(op))
         number = self.numbers[op.name]
         variable = self.variables[number]
         names = [role.node.name for role in op.roles]
@@ -154,14 +157,23 @@ class Costing:
             self.placed[key] = wants, outputs, self._number(tuple(outputs))
         wants, outputs, signature = self.placed[key]
         self._edges_into(number, node, wants, key)
-        for position, argument in enumerate(tensor_args(node)):
-            if argument in self.follows:  # its weight's gradient needs its input as the product reads it
-                copies = np.array([local_numel(want[position]) for want in wants], dtype=float)
-                variable.saved += copies * argument.meta["val"].element_size() / readers.get(_root(argument), 1)
+        variable.saved += self.read_bytes(node)
         self._settle(node, number, outputs, signature)
 
-    def _op_variable(self, op: Op, readers: dict[fx.Node, int]) -> Variable:
-        shared = max((readers.get(_root(argument), 1) for role in op.roles if not info(role.node).backward
+    def read_bytes(self, node: fx.Node, of: Callable[[fx.Node], bool] = lambda argument: True) -> np.ndarray:
+        """What a product keeps of its inputs, as it reads them, for its weight's gradient: by its port."""
+        variable = self.variables[self.numbers[self.roles[node].name]]
+        names = [role.node.name for role in self.roles[node].roles]
+        wants, _, _ = self.placed[variable.signature, names.index(node.name)]
+        total = np.zeros(len(wants))
+        for position, argument in enumerate(tensor_args(node)):
+            if argument in self.follows and of(argument):
+                copies = np.array([local_numel(want[position]) for want in wants], dtype=float)
+                total += copies * argument.meta["val"].element_size() / self.readers.get(_root(argument), 1)
+        return total
+
+    def _op_variable(self, op: Op) -> Variable:
+        shared = max((self.readers.get(_root(argument), 1) for role in op.roles if not info(role.node).backward
                       for argument in tensor_args(role.node)), default=1)  # fmt: skip
         values = [self.shapes[name] for name in (op.parameter, *op.companions)]
         element = Sizes.of(values[0].dtype, self.annotated.captured.dtypes.get(op.parameter))
@@ -374,7 +386,7 @@ class Costing:
         sizes = self.numels[signature] * itemsize
         variable = self.variables[self.follows[node]]
         variable.working = np.maximum(variable.working, sizes)
-        if node in self.returned or self._needed_by_backward(node):
+        if node in self.returned or self.needed_by_backward(node):
             variable.saved += sizes
             if rule is not None and rule.decompose is not None:  # in parts, it leaves its shifted input, too
                 blocked = {factor.name for factor in _bound(node).factors if factor.blocked}
@@ -384,12 +396,12 @@ class Costing:
         bound = _bound(node)
         return any(name in factors for name in factors_of(layout.dims, bound.outputs[0], bound.sizes()).values())
 
-    def _needed_by_backward(self, node: fx.Node) -> bool:
+    def needed_by_backward(self, node: fx.Node) -> bool:
         """Whether a backward op other than an op's own product reads a forward value."""
         for user in node.users:
             if info(user).backward and user not in self.roles and not is_view(user):
                 return True
-            if is_view(user) and self._needed_by_backward(user):
+            if is_view(user) and self.needed_by_backward(user):
                 return True
         return False
 

@@ -295,6 +295,15 @@ class Problem:
                 kept += int(edge.kept[chosen[edge.producer].out_port, chosen[edge.consumer].in_port])
         return self.fixed_bytes + kept + transient
 
+    def kept_by_op(self, choice: Sequence[int]) -> list[int]:
+        """The bytes that each op keeps under `choice`; what an edge keeps belongs to its producer."""
+        chosen = self.chosen(choice)
+        found = [candidate.kept_bytes for candidate in chosen]
+        for edge in self.edges:
+            if edge.kept is not None:
+                found[edge.producer] += int(edge.kept[chosen[edge.producer].out_port, chosen[edge.consumer].in_port])
+        return found
+
     def feasible(self, choice: Sequence[int]) -> bool:
         """Whether `choice` fits into the memory limit and all its ports go together."""
         return self.memory(choice) <= self.memory_limit and self.ticks(choice) is not None

@@ -1,0 +1,199 @@
+"""Recomputation as a choice: one more op of the problem for each layer, whose candidates are the modes.
+
+What a mode costs follows from how the layer's ops are spread, so it lies on the edges between these and it: with
+``"none"`` they keep what their backward needs; with ``"full"`` only what other layers read, and their forward runs
+again; with ``"fine"`` the results of collectives besides, which then are not repeated (Oases, arXiv 2305.16121,
+section 3.2).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from shardweave.compiler.planner.costing import Costed, Costing, Variable
+from shardweave.compiler.planner.pricing import local_numel
+from shardweave.compiler.planner.problem import Candidate, Edge, Problem
+from shardweave.compiler.planner.problem import Op as Row
+from shardweave.cost_model import collective_seconds
+from shardweave.cost_model.compute import node_work, work_seconds
+from shardweave.ir import Mode
+from shardweave.passes.annotate import info
+from shardweave.passes.recompute import region_of
+from shardweave.passes.rules import is_view
+
+MODES: tuple[Mode, ...] = ("none", "fine", "full")
+Floats = NDArray[np.float64]
+
+
+@dataclass
+class _Share:
+    """What a layer's values that follow one variable come to, by the variable's port: bytes and seconds."""
+
+    inside: Floats
+    """Kept for the layer's own backward alone."""
+    reduced: Floats
+    """Results of collectives among these."""
+    again: Floats
+    """Computing them again."""
+    moved: Floats
+    """The collectives of computing them again."""
+
+    @classmethod
+    def none(cls, ports: int) -> _Share:
+        return cls(*(np.zeros(ports) for _ in range(4)))
+
+    def kept(self, mode: Mode) -> Floats:
+        return {"none": self.inside, "fine": self.reduced, "full": np.zeros_like(self.inside)}[mode]
+
+    def seconds(self, mode: Mode) -> Floats:
+        return {"none": np.zeros_like(self.again), "fine": self.again, "full": self.again + self.moved}[mode]
+
+
+@dataclass
+class _Layer:
+    name: str
+    shares: dict[int, _Share] = field(default_factory=dict)
+
+
+_SUFFIX = ":recompute"
+
+
+def mode_name(layer: str) -> str:
+    """The name of the op that stands for a layer's mode."""
+    return layer + _SUFFIX
+
+
+def layer_named(name: str) -> str:
+    """The layer whose mode an op of this name stands for: the inverse of `mode_name`."""
+    return name.removesuffix(_SUFFIX)
+
+
+def with_modes(costing: Costing, costed: Costed) -> Costed:
+    """The problem with a choice of recomputation for each layer whose backward keeps anything for itself."""
+    layers = _layers(costing)
+    problem, same = costed.problem, _Same()
+    ends: dict[int, list[_Layer]] = {}
+    inside: dict[int, Floats] = {}
+    for layer in layers:
+        ends.setdefault(max(layer.shares), []).append(layer)
+        for index, share in layer.shares.items():
+            inside[index] = inside.get(index, 0.0) + share.inside
+    rows: list[Row] = []
+    variables: list[Variable] = []
+    place: dict[int, int] = {}
+    edges: list[Edge] = []
+    for index, (row, variable) in enumerate(zip(problem.ops, costed.variables, strict=True)):
+        place[index] = len(rows)
+        rows.append(same.without(row, inside[index]) if index in inside else row)
+        variables.append(variable)
+        for layer in ends.get(index, ()):
+            own = [place[number] for number in layer.shares]
+            tables = [same.edge(share, costing.options.micro_batches, problem) for share in layer.shares.values()]
+            edges += [replace(table, producer=number, consumer=len(rows)) for number, table in zip(own, tables)]
+            rows.append(same.row(layer))
+            variables.append(Variable(mode_name(layer.name), -1, modes=MODES))
+    edges += [replace(edge, producer=place[edge.producer], consumer=place[edge.consumer]) for edge in problem.edges]
+    edges.sort(key=lambda edge: (edge.producer, edge.consumer))
+    return replace(costed, problem=replace(problem, ops=tuple(rows), edges=tuple(edges)), variables=variables)
+
+
+class _Same:
+    """Equal layers share their tables here too."""
+
+    def __init__(self) -> None:
+        self.rows: dict[object, tuple[Candidate, ...]] = {}
+        self.tables: dict[object, Edge] = {}
+
+    def without(self, row: Row, inside: Floats) -> Row:
+        """An op that keeps what is inside of its layer by way of the edge to the layer's mode."""
+        key = id(row.candidates), inside.tobytes()
+        if key not in self.rows:
+            self.rows[key] = tuple(
+                replace(each, saved_bytes=max(0, each.saved_bytes - int(inside[each.out_port])))
+                for each in row.candidates
+            )
+        return replace(row, candidates=self.rows[key])
+
+    def row(self, layer: _Layer) -> Row:
+        """The modes of a layer; one that computes again holds the layer's values a while, at the least these."""
+        held = int(sum(share.inside.min() for share in layer.shares.values()))
+        if held not in self.rows:
+            self.rows[held] = tuple(
+                Candidate(mode, 0.0, transient_bytes=0 if mode == "none" else held, in_port=port, out_port=port)
+                for port, mode in enumerate(MODES)
+            )
+        return Row(mode_name(layer.name), self.rows[held], re.sub(r"\d+", "*", layer.name))
+
+    def edge(self, share: _Share, turns: int, problem: Problem) -> Edge:
+        """What an op's values in a layer cost under each mode: in the backward, where nothing hides it."""
+        kept = np.stack([share.kept(mode) for mode in MODES], axis=1).astype(np.int64)
+        seconds = turns * np.stack([share.seconds(mode) for mode in MODES], axis=1)
+        key = kept.tobytes(), seconds.tobytes()
+        if key not in self.tables:
+            loads = None
+            if problem.windows:
+                loads = np.zeros((problem.num_streams, *seconds.shape))
+                loads[len(problem.windows[0])] = seconds
+                seconds = np.zeros_like(seconds)
+            self.tables[key] = Edge(0, 1, seconds, loads, kept)
+        return self.tables[key]
+
+
+def _layers(costing: Costing) -> list[_Layer]:
+    """The layers, and of each variable that has values in them what these come to."""
+    found: dict[str, _Layer] = {}
+    for node in costing.follows:
+        layer = region_of(node)
+        if layer and not info(node).backward and not is_view(node) and hasattr(node.meta["val"], "numel"):
+            own = found.setdefault(layer, _Layer(layer)).shares
+            number = costing.follows[node]
+            share = own.setdefault(number, _Share.none(len(costing.lies[node])))
+            _add(costing, number, share, node, layer)
+    return [layer for layer in found.values() if any(share.inside.any() for share in layer.shares.values())]
+
+
+def _add(costing: Costing, number: int, share: _Share, node: fx.Node, layer: str) -> None:
+    itemsize = node.meta["val"].element_size()
+    lies = [port[0] for port in costing.lies[node]]
+    sizes = np.array([float(local_numel(layout)) for layout in lies]) * itemsize
+    share.again += _compute(costing, number, node, sizes)
+    partial = [tuple(axis for axis in layout.partial_axes if axis.kind == "space") for layout in lies]
+    across = any(region_of(user) != layer and not info(user).backward for user in _readers(node))
+    if not across and node not in costing.returned:
+        if costing.needed_by_backward(node):
+            share.inside += sizes
+            share.reduced += np.where([bool(axes) for axes in partial], sizes, 0.0)
+        for port, axes in enumerate(partial):
+            if axes:
+                share.moved[port] += collective_seconds("all_reduce", int(sizes[port]), axes, costing.prices.cluster)
+    if node in costing.roles:
+        share.inside += costing.read_bytes(node, lambda argument: region_of(argument) == layer)
+
+
+def _compute(costing: Costing, number: int, node: fx.Node, sizes: Floats) -> Floats:
+    """Seconds of a forward op by the port of the variable that it follows; of one that follows by its part."""
+    if node in costing.roles:
+        at = [role.node for role in costing.roles[node].roles].index(node)
+        ports = costing.variables[number].ports  # of the first of equal ops: its nodes have other names
+        return np.array([costing.prices.compute(node, [*port.values()][at]) for port in ports])
+    work = node_work(node)
+    if work is None:
+        return np.zeros(len(sizes))
+    parts = sizes / max(1, node.meta["val"].numel() * node.meta["val"].element_size())
+    seconds = {}
+    for part in set(parts):
+        local = replace(work, flops=int(work.flops * part), num_bytes=int(work.num_bytes * part), product=None)
+        seconds[part] = work_seconds(local, costing.prices.cluster)
+    return np.array([seconds[part] for part in parts])
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    for user in node.users:
+        found += _readers(user) if is_view(user) else [user]
+    return found

@@ -1,0 +1,119 @@
+"""The planner chooses what is computed again: never without need, and as little as fits."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import shardweave as sw
+from shardweave.compiler.planner.costing import Costing
+from shardweave.compiler.planner.problem import FORBIDDEN
+from shardweave.compiler.planner.recomputation import MODES, with_modes
+from shardweave.demo.model import GPT, GPTConfig
+from tests.compiler.planners import Planner
+
+CONFIG = GPTConfig(vocabulary=128, context=256, layers=4, heads=4, width=256)
+BATCH = 32
+
+
+@cache
+def planner() -> Planner:
+    with torch.device("meta"):
+        tokens = torch.zeros(BATCH, CONFIG.context, dtype=torch.long)
+        return Planner(GPT(CONFIG), sw.Cluster.preset("dgx-a100", nodes=1), (tokens, tokens))
+
+
+def test_what_fits_is_not_computed_again() -> None:
+    plan = planner().plan()
+    assert not plan.weaving.recompute and plan.peak_memory <= plan.memory_limit
+
+
+def test_where_memory_is_short_layers_are_computed_again() -> None:
+    """Below what any plan that keeps everything needs; the generated step fits, and does compute again."""
+    with pytest.raises(sw.InfeasibleError) as error:
+        planner().plan(memory_limit=1, recompute={})
+    assert error.value.needed_bytes is not None
+    limit = error.value.needed_bytes - 1
+    with pytest.raises(sw.InfeasibleError):
+        planner().plan(memory_limit=limit, recompute="none")
+    plan = planner().plan(memory_limit=limit)
+    assert set(plan.weaving.recompute.values()) & {"fine", "full"}
+    timeline = plan.timeline()
+    assert timeline.peak_memory <= plan.peak_memory <= limit
+    assert timeline.compute_time > planner().plan().timeline().compute_time
+    text = str(plan.explain())
+    assert "recomputation" in text
+
+
+def test_more_is_computed_again_only_as_memory_falls() -> None:
+    least, most = _least(), planner().plan().peak_memory
+    again = []
+    for part in (0.3, 0.7):
+        limit = int(least + part * (most - least))
+        plan = planner().plan(memory_limit=limit)
+        assert plan.timeline().peak_memory <= limit
+        again.append(plan.timeline().compute_time)
+    assert again == sorted(again, reverse=True)
+
+
+@cache
+def _least() -> int:
+    with pytest.raises(sw.InfeasibleError) as error:
+        planner().plan(memory_limit=1)
+    assert error.value.needed_bytes is not None
+    return error.value.needed_bytes
+
+
+def test_keeping_everything_is_the_problem_without_modes() -> None:
+    """The law of this reduction's inverse: with every layer's mode "none", times and memory are as they were."""
+    compiler = planner()._compiler
+    options = sw.Options(memory_limit=10**10)
+    costing = Costing(compiler.annotated, compiler.cluster, options, {})
+    before = costing.build()
+    after = with_modes(costing, before)
+    layers = [variable.modes for variable in after.variables if variable.modes]
+    assert layers == [MODES] * CONFIG.layers
+    rng = random.Random(0)
+    tried = 0
+    for _ in range(50):
+        picked = [rng.randrange(len(op.candidates)) for op in before.problem.ops]
+        known = dict(zip((op.name for op in before.problem.ops), picked))
+        choice = [known.get(op.name, 0) for op in after.problem.ops]
+        assert after.problem.memory(choice) == pytest.approx(before.problem.memory(picked), rel=1e-6)
+        assert after.problem.ticks(choice) == before.problem.ticks(picked)
+        tried += before.problem.ticks(picked) != FORBIDDEN
+        for mode, (less, slower) in enumerate(((False, False), (True, True), (True, True))):
+            other = [known.get(op.name, mode) for op in after.problem.ops]
+            assert (after.problem.memory(other) < after.problem.memory(choice)) == less
+            assert (after.problem.objective(other) > after.problem.objective(choice)) == slower
+    assert tried
+
+
+def test_what_the_user_says_of_recomputation_holds() -> None:
+    plan = planner().plan(recompute={"blocks.1": "fine"})
+    assert plan.weaving.recompute == {"blocks.1": "fine"}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = x + (torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if index % 2 else layer(x))
+        return x.square().mean()
+
+
+def test_a_model_with_checkpoints_keeps_them() -> None:
+    """Where the user says by checkpoints what is computed again, the planner adds nothing."""
+    model, x = Checkpointed(), torch.zeros(64, 64)
+    with pytest.raises(sw.InfeasibleError) as error:
+        sw.plan(model, sw.Cluster.local(2), x, options=sw.Options(memory_limit=1))
+    assert error.value.needed_bytes is not None
+    plan = sw.plan(model, sw.Cluster.local(2), x, options=sw.Options(memory_limit=error.value.needed_bytes))
+    assert not plan.weaving.recompute
