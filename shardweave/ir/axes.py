@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from shardweave.errors import LayoutError
@@ -35,6 +36,9 @@ class Axis:
     size: int
     stride: int = 1
     kind: Literal["space", "time"] = "space"
+
+    def __hash__(self) -> int:
+        return hash((self.stride, self.size))  # two numbers say nearly all, and layouts are hashed often
 
     @property
     def level(self) -> str:
@@ -119,9 +123,18 @@ class Mesh:
         """Every axis whose steps all lie in the generated graphs."""
         return *self.woven, *self.slices
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return axes_size(self.axes)
+
+    @cached_property
+    def innermost_first(self) -> tuple[Axis, ...]:
+        """The axes in the order of ranks."""
+        return tuple(sorted(self.axes, key=lambda axis: axis.stride))
+
+    @cached_property
+    def _order(self) -> dict[Axis, int]:
+        return {axis: index for index, axis in enumerate((*self.axes, *self.all_times, *self.slices))}
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinate of `rank` on every axis, by the axis' name."""
@@ -129,8 +142,7 @@ class Mesh:
 
     def ordered(self, axes: Iterable[Axis]) -> tuple[Axis, ...]:
         """`axes` in layout order."""
-        wanted = set(axes)
-        return tuple(axis for axis in (*self.axes, *self.all_times, *self.slices) if axis in wanted)
+        return tuple(sorted({axis for axis in axes if axis in self._order}, key=self._order.__getitem__))
 
     def axis(self, name: str) -> Axis:
         """The axis called `name`; `LayoutError` if there is none."""

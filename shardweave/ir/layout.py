@@ -124,6 +124,13 @@ class Layout:
     partial: tuple[tuple[Axis, str], ...] = ()
     padding: Padding | None = None
 
+    @cached_property
+    def _hash(self) -> int:  # of numbers alone: the same in a process that reads a pickled layout
+        return hash((self.dims, self.partial_axes))
+
+    def __hash__(self) -> int:
+        return self._hash
+
     @classmethod
     def replicated(cls, shape: Sequence[int]) -> Layout:
         """The layout of a value of `shape` that is whole on every device."""
@@ -148,12 +155,12 @@ class Layout:
         """The shape on each device; of a padded dimension that of the place, which the device's part may not fill."""
         return tuple(math.prod(d for d in dim if isinstance(d, int)) for dim in self.dims)
 
-    @property
+    @cached_property
     def shard_axes(self) -> tuple[Axis, ...]:
         """The axes that some dimension is sharded over, in the order of the dimensions."""
         return tuple(d for dim in self.dims for d in dim if isinstance(d, Axis))
 
-    @property
+    @cached_property
     def partial_axes(self) -> tuple[Axis, ...]:
         return tuple(axis for axis, _ in self.partial)
 

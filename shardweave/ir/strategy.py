@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardweave.errors import LayoutError
-from shardweave.ir.axes import Axis, Mesh, axes_size
+from shardweave.ir.axes import Axis, Mesh
 
 
 @dataclass(frozen=True)
@@ -119,20 +119,23 @@ class Strategy:
 
     def axes(self, mesh: Mesh) -> GridAxes:
         """The axes of `mesh` for each dimension of the grid; `LayoutError` where the sizes do not fit its axes."""
-        remaining = sorted(mesh.axes, key=lambda axis: axis.stride)
+        remaining = list(mesh.innermost_first)
         if self.grid.size != mesh.world_size:
             raise LayoutError(f"the grid {self.grid} has {self.grid.size} devices, the cluster {mesh.world_size}")
 
         def take(size: int, source: list[Axis], what: str) -> tuple[Axis, ...]:
-            taken: list[Axis] = []
-            while axes_size(taken) < size and source:
-                taken.append(source.pop(0))
-            if axes_size(taken) != size:
+            count, product = 0, 1
+            while product < size and count < len(source):
+                product *= source[count].size
+                count += 1
+            if product != size:
                 raise LayoutError(
                     f"{what} = {size} of the grid {self.grid} does not fit the axes {', '.join(map(str, mesh.axes))}: "
                     "each dimension of a grid takes whole axes, innermost first"
                 )
-            return tuple(taken)
+            taken = tuple(source[:count])
+            del source[:count]
+            return taken
 
         runs: dict[str, tuple[Axis, ...]] = {}
         for name in ("y", "x") if self.y_inside else ("x", "y"):

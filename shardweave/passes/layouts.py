@@ -42,42 +42,52 @@ def dims_layout(dims: Dims, sizes: Mapping[str, int], assignment: Mapping[Axis, 
     LayoutError
         Where the axes of a factor do not divide it.
     """
-    by_factor: dict[str, list[Axis]] = {}
+    return _dims_layout(dims, sizes, _by_factor(assignment))
+
+
+def _by_factor(assignment: Mapping[Axis, str]) -> dict[str, list[Axis]]:
+    """The axes of each factor, outermost first."""
+    found: dict[str, list[Axis]] = {}
     for axis in outermost_first(assignment):
-        by_factor.setdefault(assignment[axis], []).append(axis)
+        found.setdefault(assignment[axis], []).append(axis)
+    return found
+
+
+def _dims_layout(dims: Dims, sizes: Mapping[str, int], by_factor: Mapping[str, list[Axis]]) -> tuple[Digits, ...]:
     result = []
     for names in dims:
         digits: list[Digit] = []
         for name in names:
             axes = by_factor.get(name, [])
-            if sizes[name] % axes_size(axes):
+            local, rest = divmod(sizes[name], axes_size(axes))
+            if rest:
                 raise LayoutError(
                     f"the factor {name} of size {sizes[name]} cannot be split over {', '.join(map(str, axes))}"
                 )
-            digits += [*axes, sizes[name] // axes_size(axes)]
+            digits += [*axes, local]
         result.append(normalise(digits))
     return tuple(result)
 
 
 def output_layouts(rule: BoundRule, assignment: Mapping[Axis, str], mesh: Mesh) -> tuple[Layout, ...]:
     """Where the outputs lie: sharded on the factors that they have, partial over the axes of those they do not."""
-    sizes = rule.sizes()
+    sizes, by_factor, ordered = rule.sizes(), _by_factor(assignment), mesh.ordered(assignment)
     layouts = []
     for index, dims in enumerate(rule.outputs):
         present = {name for names in dims for name in names}
         partial = tuple(
             (axis, rule.factor(assignment[axis]).reduce)
-            for axis in mesh.ordered(assignment)
+            for axis in ordered
             if index not in rule.apart and assignment[axis] not in present and _in_inputs(rule, assignment[axis])
         )
-        layouts.append(Layout(dims_layout(dims, sizes, assignment, mesh), partial))
+        layouts.append(Layout(_dims_layout(dims, sizes, by_factor), partial))
     return tuple(layouts)
 
 
 def input_layouts(rule: BoundRule, assignment: Mapping[Axis, str], mesh: Mesh) -> tuple[Layout, ...]:
     """Where the op needs its inputs."""
-    sizes = rule.sizes()
-    return tuple(Layout(dims_layout(dims, sizes, assignment, mesh)) for dims in rule.inputs)
+    sizes, by_factor = rule.sizes(), _by_factor(assignment)
+    return tuple(Layout(_dims_layout(dims, sizes, by_factor)) for dims in rule.inputs)
 
 
 def _in_inputs(rule: BoundRule, factor: str) -> bool:

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardweave as sw
 import shardweave.runtime.experts  # noqa: F401  (registers the ops)
-from shardweave.compiler.planner.pricing import Prices
+from shardweave.compiler.planner.prices import Prices
 from shardweave.cost_model import Cluster, Measured, OpTable, OpTime, Work, node_seconds, node_work, op_profile
 from shardweave.cost_model.op_profile import profile_ops, profiled_ops
 from shardweave.cost_model.signature import signature
@@ -270,7 +270,7 @@ def test_the_planner_prices_an_op_by_the_time_at_its_local_shape() -> None:
         OpTime(float(place), Work(2 * 96, 1, signature=f"aten.mm.default{text}"))
         for place, text in enumerate(halves.values(), 1)
     ]
-    prices = Prices(mesh, replace(cluster, measured=Measured(ops=OpTable.of(times))), 8)
+    prices = Prices(mesh, replace(cluster, measured=Measured(ops=OpTable.of(times))))
     letters = {factor.name: factor.size for factor in rule.factors}
     names = {
         name: next(letter for letter, size in (("m", 8), ("k", 4), ("n", 6)) if size == letters[name])

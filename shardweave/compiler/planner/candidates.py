@@ -6,12 +6,12 @@ axes, not a product over placements. z and data are both batch; z > 1 says that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardweave.compiler.planner.ops import Op
 from shardweave.errors import LayoutError
-from shardweave.ir import Axis, Grid, Mesh, Strategy, axes_size
+from shardweave.ir import Assignment, Axis, Grid, Mesh, Strategy, axes_size
 
 
 def strategies(mesh: Mesh, experts: bool = False) -> Iterator[Strategy]:
@@ -69,13 +69,36 @@ def _rests(grid: Grid, y_inside: bool, free: list[Axis]) -> Iterator[Strategy]:
 
 def legal(op: Op, mesh: Mesh) -> list[Strategy]:
     """The strategies that fit `op`; where two mean the same for it, the first."""
+    options = [*strategies(mesh, bool(op.experts))]
     found: dict[object, Strategy] = {}
-    for strategy in strategies(mesh, bool(op.experts)):
+    for strategy, number in zip(options, spread(op, options, mesh)[1]):
+        if number != UNFIT:
+            axes = strategy.axes(mesh)
+            found.setdefault((number, axes.rest, axes.gradients, axes.states), strategy)
+    return list(found.values())
+
+
+UNFIT = -1
+
+
+def spread(op: Op, options: Sequence[Strategy], mesh: Mesh) -> tuple[list[dict[str, Assignment]], list[int]]:
+    """The different assignments that strategies give the nodes of `op`, and the number of each one's; `UNFIT` for none.
+
+    It makes no difference where parameters rest, so that there are far fewer assignments than strategies.
+    """
+    different: dict[tuple[Assignment, ...], int] = {}
+    found: list[dict[str, Assignment]] = []
+    numbers: dict[object, int] = {}
+    keys = [(s.grid.x, s.grid.y, s.grid.experts, s.y_inside) for s in options]
+    for key, strategy in zip(keys, options):
+        if key in numbers:
+            continue
         try:
             assignments = op.assignments(strategy, mesh)
         except LayoutError:
+            numbers[key] = UNFIT
             continue
-        axes = strategy.axes(mesh)
-        rest = tuple(tuple(axis.name for axis in part) for part in (axes.rest, axes.gradients, axes.states))
-        found.setdefault((tuple(sorted((name, str(a)) for name, a in assignments.items())), rest), strategy)
-    return list(found.values())
+        numbers[key] = different.setdefault(tuple(assignments.values()), len(different))
+        if len(different) > len(found):
+            found.append(assignments)
+    return found, [numbers[key] for key in keys]

@@ -19,9 +19,10 @@ from torch import fx
 
 from shardweave.compiler.pipeline import Annotated, join_names
 from shardweave.compiler.planner import problem as program
-from shardweave.compiler.planner.candidates import legal
+from shardweave.compiler.planner.candidates import legal, spread
 from shardweave.compiler.planner.ops import Op
-from shardweave.compiler.planner.pricing import OpPrice, Prices, Sizes, local_numel, price_op, tensor_outputs
+from shardweave.compiler.planner.prices import Prices, local_numel, tensor_outputs
+from shardweave.compiler.planner.pricing import OpPrice, Parameters, Sizes, price_op
 from shardweave.compiler.weaving import with_times
 from shardweave.cost_model import Cluster, collective_seconds
 from shardweave.cost_model.compute import node_work
@@ -29,7 +30,7 @@ from shardweave.errors import PlanError
 from shardweave.ir import Assignment, BoundRule, Layout, Mesh, Mode, Strategy
 from shardweave.options import Options
 from shardweave.passes.annotate import depends_on_inputs, graph_outputs, info, source_of
-from shardweave.passes.follow import Arrival, Choice, accepting, follow, met
+from shardweave.passes.follow import Arrival, Choice, accepting, follow
 from shardweave.passes.layouts import drop, factors_of, input_layouts, output_layouts, through
 from shardweave.passes.rules import find_rule, is_view
 from shardweave.passes.rules.linear import linear_in
@@ -83,7 +84,7 @@ class Costing:
         mesh = cluster.mesh()
         timed = with_times(Mesh(tuple(sorted(mesh.axes, key=lambda axis: -axis.stride))), options)
         self.legal_mesh, self.mesh = timed, replace(timed, woven=())
-        self.prices = Prices(self.mesh, cluster, options.optimizer_bytes, annotated.captured.whole)
+        self.prices = Prices(self.mesh, cluster)
         self.graph = annotated.captured.graph.graph
         self.dependent = depends_on_inputs(self.graph)
         self.variables: list[Variable] = []
@@ -194,17 +195,11 @@ class Costing:
                     "sizes, or another number of devices"
                 )
             shapes = [tuple(value.shape) for value in values]
-            prices = [price_op(op, strategy, shapes, element, self.prices, shared) for strategy in options]
-            ports: dict[tuple[Assignment, ...], int] = {}
-            port_of, listed = [], []
-            for strategy in options:
-                assignments = op.assignments(strategy, self.mesh)
-                key = tuple(assignments.values())
-                if key not in ports:
-                    ports[key] = len(ports)
-                    listed.append(assignments)
-                port_of.append(ports[key])
-            known = Variable(op.name, signature, op, None, options, prices, listed, port_of)
+            whole = self.annotated.captured.whole
+            parameters = Parameters(shapes, element, self.options.optimizer_bytes, whole)
+            ports, port_of = spread(op, options, self.mesh)
+            prices = price_op(op, options, ports, port_of, parameters, self.prices, shared)
+            known = Variable(op.name, signature, op, None, options, prices, ports, port_of)
             self.priced[signature] = known
         size = len(known.ports)
         return replace(known, name=op.name, op=op, seconds=np.zeros(size), saved=np.zeros(size), working=np.zeros(size))
@@ -224,12 +219,13 @@ class Costing:
         if key not in self.remembered:
             arrivals: Arrivals = []
             seconds = np.zeros(len(variable.ports))
-            for port in range(len(variable.ports)):
-                choice = self._choose(node, bound, dict.fromkeys(arguments, port))
-                for argument, want in zip(tensor_args(node), choice.inputs):
-                    if argument in self.follows:
-                        have, itemsize = self.lies[argument][port][0], argument.meta["val"].element_size()
-                        seconds[port] += self.prices.change(have, want, itemsize, True)
+            choices = [self._choose(node, bound, dict.fromkeys(arguments, p)) for p in range(len(variable.ports))]
+            for position, argument in enumerate(tensor_args(node)):
+                if argument in self.follows:
+                    haves, wants = [port[0] for port in self.lies[argument]], [c.inputs[position] for c in choices]
+                    links = self.prices.pairs(haves, wants, argument.meta["val"].element_size())
+                    seconds += links.sum(axis=(0, 1))
+            for port, choice in enumerate(choices):
                 seconds[port] += self.prices.compute(node, Assignment.of(choice.assignment)) * (1 + ratio)
                 seconds[port] += self._in_parts(node, choice, ratio)
                 arrivals.append(choice.outputs)
@@ -306,9 +302,9 @@ class Costing:
         number, bound, key = self.follows[source], _bound(node), self._key(node)
         if key not in self.remembered:
             arrivals: Arrivals = []
-            seconds = np.zeros(len(self.lies[source]))
-            for port, (have, *_) in enumerate(self.lies[source]):
-                result = through(have, bound.inputs[0], bound.outputs[0], bound.sizes())
+            haves, wants = [port[0] for port in self.lies[source]], []
+            for have in haves:
+                lies, result = have, through(have, bound.inputs[0], bound.outputs[0], bound.sizes())
                 if result is None:
                     kept = factors_of(have.dims, bound.inputs[0], bound.sizes())
                     lies = drop(have, set(have.shard_axes) - set(kept))
@@ -317,8 +313,9 @@ class Costing:
                         lies = drop(have, have.shard_axes)
                         result = through(lies, bound.inputs[0], bound.outputs[0], bound.sizes())
                     assert result is not None
-                    seconds[port] += self.prices.change(have, lies, source.meta["val"].element_size(), True)
+                wants.append(lies)
                 arrivals.append((result,))
+            seconds = self.prices.pairs(haves, wants, source.meta["val"].element_size()).sum(axis=(0, 1))
             self.remembered[key] = arrivals, self._number(tuple(arrivals)), seconds
         arrivals, signature, seconds = self.remembered[key]
         self.variables[number].seconds += seconds
@@ -356,12 +353,9 @@ class Costing:
             source = self.follows[argument]
             key = self.signatures[argument], signature, position
             if key not in self.matrices:
-                itemsize = argument.meta["val"].element_size()
-                matrix = np.zeros((len(self.lies[argument]), len(wants)))
-                for row, (have, *_) in enumerate(self.lies[argument]):
-                    for column, want in enumerate(wants):
-                        matrix[row, column] = self.prices.change(have, met(want[position], have), itemsize, True)
-                self.matrices[key] = matrix
+                haves, wanted = [port[0] for port in self.lies[argument]], [want[position] for want in wants]
+                table = self.prices.table(haves, wanted, argument.meta["val"].element_size())
+                self.matrices[key] = table.sum(axis=(0, 1))
             matrix = self.matrices[key]
             if source == number:
                 self.variables[number].seconds += np.diag(matrix)

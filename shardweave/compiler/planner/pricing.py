@@ -1,113 +1,27 @@
-"""Prices: seconds and bytes of ops and of changes of layout on one device of a cluster."""
+"""Pricing: what ops with a parameter cost at each of their strategies, on one device of a cluster."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import fx
 
 from shardweave.compiler.planner.ops import Op, Role
-from shardweave.cost_model import Cluster, collective_seconds
-from shardweave.cost_model.compute import Work, node_work, work_seconds
-from shardweave.cost_model.products import product_of
-from shardweave.cost_model.signature import signature, tensor_shape
-from shardweave.errors import LayoutError
-from shardweave.ir import Assignment, Axis, Layout, Mesh, Strategy, axes_size
+from shardweave.compiler.planner.prices import Prices, local_numel, tensor_outputs
+from shardweave.ir import Assignment, Axis, Layout, Strategy, axes_size
 from shardweave.passes.annotate import info
-from shardweave.passes.layouts import LOCAL, input_layouts, output_layouts, rest_layouts, steps_between
+from shardweave.passes.layouts import output_layouts
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.registry import EVERY, tensor_args
 from shardweave.precision import Dtypes
-
-# What carries the gradient back where the forward moved the value this way.
-TRANSPOSED = {
-    "all_gather": "reduce_scatter",
-    "reduce_scatter": "all_gather",
-    "slice": "all_gather",
-    "all_to_all": "all_to_all",
-    "all_reduce": None,
-    "pad": None,
-    "unpad": None,
-}
-
-
-def local_numel(layout: Layout) -> int:
-    """Elements on one device."""
-    return math.prod(layout.local_shape)
-
-
-def tensor_outputs(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors that a node computes."""
-    value = node.meta["val"]
-    return [item for item in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(item, torch.Tensor)]
-
-
-@dataclass
-class Prices:
-    """Prices on one cluster; changes of layout are remembered."""
-
-    mesh: Mesh
-    cluster: Cluster
-    optimizer_bytes: int
-    whole: bool = False
-    """Parameters and their gradients are whole on every rank."""
-    _changes: dict[tuple[Layout, Layout, int, bool], float] = field(default_factory=dict)
-    _works: dict[fx.Node, Work | None] = field(default_factory=dict)
-
-    def change(self, have: Layout, want: Layout, itemsize: int, with_backward: bool = False) -> float:
-        """Seconds to bring a value from one layout to another, and its gradient back."""
-        if have == want:
-            return 0.0
-        key = have, want, itemsize, with_backward
-        if key not in self._changes:
-            self._changes[key] = self._change(have, want, itemsize, with_backward)
-        return self._changes[key]
-
-    def _change(self, have: Layout, want: Layout, itemsize: int, with_backward: bool) -> float:
-        total = 0.0
-        for step in steps_between(have, want):
-            axes = tuple(axis for axis in step.axes if axis.kind == "space")
-            if not axes:
-                continue
-            whole = max(local_numel(step.before), local_numel(step.after)) * itemsize
-            kinds = [step.kind] if step.kind not in LOCAL else []
-            back = TRANSPOSED[step.kind] if with_backward else None
-            total += sum(
-                collective_seconds(kind, whole, axes, self.cluster) for kind in (*kinds, *([back] if back else []))
-            )
-        return total
-
-    def compute(self, node: fx.Node, assignment: Assignment) -> float:
-        """Seconds of an op at an assignment: the axes share its FLOPs, its bytes and its product follow the layouts."""
-        if node not in self._works:
-            self._works[node] = node_work(node)
-        work, bound = self._works[node], info(node).rule
-        if work is None or bound is None:
-            return 0.0
-        mapping = assignment.as_dict()
-        arguments = list(zip(tensor_args(node), input_layouts(bound, mapping, self.mesh)))
-        moved = sum(local_numel(layout) * argument.meta["val"].element_size() for argument, layout in arguments)
-        results = list(zip(tensor_outputs(node), output_layouts(bound, mapping, self.mesh)))
-        moved += sum(local_numel(layout) * value.element_size() for value, layout in results)
-        shapes = {argument: layout.local_shape for argument, layout in arguments}
-        shapes[node] = results[0][1].local_shape
-
-        def local_shape(source: fx.Node) -> tuple[int, ...]:
-            return shapes[source] if source in shapes else tensor_shape(source)
-
-        local = Work(
-            work.flops // axes_size(mapping),
-            min(moved, work.num_bytes),
-            work.dtype,
-            product_of(node, local_shape) if work.product is not None else None,
-            signature(node, local_shape) if self.cluster.measured is not None else "",
-        )
-        return work_seconds(local, self.cluster)
 
 
 class Sizes(NamedTuple):
@@ -140,10 +54,9 @@ class OpPrice:
     scratch_bytes: int = 0
 
 
-def price_op(
-    op: Op, strategy: Strategy, shapes: Sequence[tuple[int, ...]], sizes: Sizes, prices: Prices, consumers: int
-) -> OpPrice:
-    """The price of an op: its products, what its parameter moves, what it holds.
+@dataclass(frozen=True)
+class Parameters:
+    """What an op's parameters and their states are like.
 
     Parameters
     ----------
@@ -151,51 +64,109 @@ def price_op(
         Of its parameter and its companions.
     sizes : Sizes
         Bytes of one of their elements.
+    optimizer_bytes : int
+        Of the optimizer's states for one element.
+    whole : bool
+        They and their gradients are whole on every rank.
+    """
+
+    shapes: Sequence[tuple[int, ...]]
+    sizes: Sizes
+    optimizer_bytes: int
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What parameters of one shape move and hold, at each strategy of their op."""
+
+    links: NDArray[np.float64]
+    states: NDArray[np.int64]
+    transient: NDArray[np.int64]
+    scratch: NDArray[np.int64]
+
+
+def price_op(
+    op: Op,
+    strategies: Sequence[Strategy],
+    ports: Sequence[Mapping[str, Assignment]],
+    port_of: Sequence[int],
+    parameters: Parameters,
+    prices: Prices,
+    consumers: int,
+) -> list[OpPrice]:
+    """The price of an op at each of its strategies: its products, what its parameters move, what they hold.
+
+    Parameters
+    ----------
+    ports, port_of : sequences
+        The different assignments of its nodes, and the number of each strategy's (`candidates.spread`).
     consumers : int
         How many ops read the same activation: their input gradients are summed before they are reduced.
     """
     mesh = prices.mesh
     turns = axes_size(mesh.times)
-    assignments = op.assignments(strategy, mesh)
-    compute = turns * sum(prices.compute(role.node, assignments[role.node.name]) for role in op.roles)
-    sums = sum(_backward_sum(role, assignments[role.node.name], prices) for role in op.roles)
-    communication = turns * sums / consumers
-    axes = strategy.axes(mesh)
-    states = transient = scratch = 0
-    for index, shape in enumerate(shapes):
-        lies = op.compute_layout(strategy, mesh) if index == 0 else Layout.replicated(shape)
-        free = [[axis for axis in stage if axis not in lies.shard_axes] for stage in axes.stages]
-        rest, summed, master = rest_layouts(lies, free, mesh)
-        if prices.whole:
-            rest = summed = master = Layout.replicated(shape)
-        states += local_numel(master) * (sizes.master + prices.optimizer_bytes)
-        scratch += local_numel(master) * sizes.master
-        copy, gradient = 0, local_numel(master) * sizes.master
-        if master != rest or sizes.master != sizes.working:  # gathered or cast once, and held for the step
-            copy = local_numel(rest) * sizes.working
-            communication += prices.change(master, rest, sizes.working)
-        # In mixed precision the copies are most of a step's states, and gone where the gradients come
-        states += max(copy, gradient) if sizes.master != sizes.working else copy + gradient
-        if turns > 1 and (summed != master or sizes.reduced != sizes.master):
-            states += local_numel(summed) * sizes.reduced  # the sums of the micro-batches, beside what they become
-        batch = _batch_axes(op, assignments)
-        over = tuple(
-            (axis, "sum") for axis in mesh.ordered(batch) if axis.kind == "space" and axis not in lies.shard_axes
-        )
-        partial = Layout(lies.dims, over)
-        communication += turns * 2 * prices.change(rest, lies, sizes.working)  # for the forward, for the backward
-        if turns == 1:
-            communication += prices.change(partial, master, sizes.reduced)
-        else:  # AMSP IV-C: into the sums for each micro-batch, from there to the states once a step
-            added = replace(summed, partial=tuple(item for item in over if item[0] not in summed.shard_axes))
-            communication += turns * prices.change(partial, added, sizes.reduced)
-            communication += prices.change(added, master, sizes.reduced)
-        if rest != lies:  # its own copy, the next one's, and gradients on their way
-            transient = max(transient, 2 * local_numel(lies) * (sizes.working + sizes.reduced))
-    return OpPrice(compute + communication, communication, states, transient, scratch)
+    spread = np.zeros((len(ports), 2))  # compute and sums: the same wherever states rest
+    for row, assignments in zip(spread, ports):
+        compute = sum(prices.compute(role.node, assignments[role.node.name]) for role in op.roles)
+        sums = sum(_backward_sum(role, assignments[role.node.name], prices) for role in op.roles)
+        row[:] = turns * compute, turns * sums / consumers
+    compute, communication = spread[port_of].T
+
+    used = {port: op.compute_layout(strategy, mesh) for port, strategy in zip(port_of, strategies)}
+    batches = [_batch_axes(op, assignments) for assignments in ports]
+    stages, over = [strategy.axes(mesh).stages for strategy in strategies], [batches[port] for port in port_of]
+    companions = Counter(parameters.shapes[1:])
+    parts = [(_held([used[port] for port in port_of], stages, over, parameters, prices), 1)]
+    for shape, count in companions.items():
+        parts.append((_held([Layout.replicated(shape)] * len(stages), stages, over, parameters, prices), count))
+    communication = communication + np.sum([count * held.links for held, count in parts], axis=0)
+    states = np.sum([count * held.states for held, count in parts], axis=0)
+    scratch = np.sum([count * held.scratch for held, count in parts], axis=0)
+    transient = np.max([held.transient for held, _ in parts], axis=0)
+    columns = compute + communication, communication, states, transient, scratch
+    return [OpPrice(*figures) for figures in zip(*(column.tolist() for column in columns))]
 
 
-def _batch_axes(op: Op, assignments: dict[str, Assignment]) -> set[Axis]:
+def _held(
+    lies: Sequence[Layout],
+    stages: Sequence[tuple[tuple[Axis, ...], ...]],
+    over: Sequence[set[Axis]],
+    parameters: Parameters,
+    prices: Prices,
+) -> _Held:
+    """Of a parameter that the op needs at `lies`, that rests by `stages`, and whose gradient is partial `over` axes."""
+    mesh, sizes = prices.mesh, parameters.sizes
+    turns = axes_size(mesh.times)
+    rests, partials = [], []
+    for layout, axes, batch in zip(lies, stages, over):
+        whole = Layout.replicated(layout.global_shape)
+        rests.append([whole] * 3 if parameters.whole else prices.rests(layout, axes))
+        left = (axis for axis in mesh.axes if axis in batch and axis not in layout.shard_axes)
+        partials.append(Layout(layout.dims, tuple((axis, "sum") for axis in left)))
+    rest, summed, master = ([stage[number] for stage in rests] for number in range(3))
+    used, resting, adding, owning = (np.array([*map(local_numel, each)]) for each in (lies, rest, summed, master))
+
+    states = owning * (sizes.master + parameters.optimizer_bytes)
+    copied = np.array([a != b for a, b in zip(master, rest)]) | (sizes.master != sizes.working)
+    copy, gradient = copied * resting * sizes.working, owning * sizes.master  # gathered or cast once, held for the step
+    # In mixed precision the copies are most of a step's states, and gone where the gradients come
+    states = states + (np.maximum(copy, gradient) if sizes.master != sizes.working else copy + gradient)
+    links = prices.pairs(master, rest, sizes.working)[0] + 2 * turns * prices.pairs(rest, lies, sizes.working)[0]
+    if turns == 1:
+        links += prices.pairs(partials, master, sizes.reduced)[0]
+    else:  # AMSP IV-C: into the sums for each micro-batch, from there to the states once a step
+        added = [replace(to, partial=tuple(item for item in have.partial if item[0] not in to.shard_axes))
+                 for have, to in zip(partials, summed)]  # fmt: skip
+        links += turns * prices.pairs(partials, added, sizes.reduced)[0] + prices.pairs(added, master, sizes.reduced)[0]
+        apart = np.array([a != b for a, b in zip(summed, master)]) | (sizes.reduced != sizes.master)
+        states = states + apart * adding * sizes.reduced  # the sums of the micro-batches, beside what they become
+    gathered = np.array([a != b for a, b in zip(rest, lies)])
+    transient = gathered * 2 * used * (sizes.working + sizes.reduced)  # its own copy, the next one's, gradients
+    return _Held(links.sum(axis=0), states, transient, owning * sizes.master)
+
+
+def _batch_axes(op: Op, assignments: Mapping[str, Assignment]) -> set[Axis]:
     found: set[Axis] = set()
     for role in op.roles:
         found |= {axis for axis, name in assignments[role.node.name].items if name in role.batch}
@@ -211,19 +182,14 @@ def _backward_sum(role: Role, assignment: Assignment, prices: Prices) -> float:
     own = {name for _, name in role.atoms}
     mapping = {axis: name for axis, name in assignment.items if name in own or name in role.batch}
     (layout,) = output_layouts(bound, mapping, prices.mesh)
-    partial = tuple(item for item in layout.partial if mapping[item[0]] in own)
-    itemsize = tensor_outputs(role.node)[0].element_size()
-    apart = tuple(axis for axis, reduce in partial if reduce == "own")
-    summed = where_summed(role.node) if apart else None
-    seconds = 0.0
-    if summed is not None:
+    size = local_numel(layout) * tensor_outputs(role.node)[0].element_size()
+    mine = [(axis, reduce) for axis, reduce in layout.partial if mapping[axis] in own]
+    plain, apart = (tuple(axis for axis, reduce in mine if (reduce == "own") == owned) for owned in (False, True))
+    _, seconds = prices.collective("all_reduce", plain, size)
+    if apart and (summed := where_summed(role.node)) is not None:
         share = math.prod(summed.meta["val"].shape) / math.prod(role.node.meta["val"].shape)
-        seconds += collective_seconds("all_reduce", int(local_numel(layout) * share * itemsize), apart, prices.cluster)
-    partial = tuple(item for item in partial if item[0] not in apart)
-    try:
-        return seconds + prices.change(Layout(layout.dims, partial), Layout(layout.dims), itemsize)
-    except LayoutError:
-        return seconds
+        seconds += prices.collective("all_reduce", apart, int(size * share))[1]
+    return seconds
 
 
 def where_summed(node: fx.Node) -> fx.Node | None:

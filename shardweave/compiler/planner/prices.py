@@ -1,0 +1,164 @@
+"""Prices: seconds of compute, and of changes of layout, on one device of a cluster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import fx
+
+from shardweave.compiler.planner.changes import Ints, group_axes, moves_between
+from shardweave.cost_model import Cluster, collective_seconds
+from shardweave.cost_model.collectives import crossed_level
+from shardweave.cost_model.compute import Work, node_work, work_seconds
+from shardweave.cost_model.products import product_of
+from shardweave.cost_model.signature import signature, tensor_shape
+from shardweave.ir import Assignment, Axis, BoundRule, Dims, Layout, Mesh
+from shardweave.passes.annotate import info
+from shardweave.passes.layouts import LOCAL, StepKind, rest_layouts, steps_between
+from shardweave.passes.rules.registry import tensor_args
+
+# What carries the gradient back where the forward moved the value this way.
+TRANSPOSED: dict[StepKind, StepKind | None] = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "slice": "all_gather",
+    "all_to_all": "all_to_all",
+    "all_reduce": None,
+    "pad": None,
+    "unpad": None,
+}
+
+Links = NDArray[np.float64]
+"""Seconds on links: of the way there and of the gradient's way back, on each level of the cluster."""
+
+
+def local_numel(layout: Layout) -> int:
+    """Elements on one device."""
+    return math.prod(layout.local_shape)
+
+
+def tensor_outputs(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node computes."""
+    value = node.meta["val"]
+    return [item for item in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(item, torch.Tensor)]
+
+
+class Prices:
+    """Prices on one cluster; what has been priced is remembered."""
+
+    def __init__(self, mesh: Mesh, cluster: Cluster) -> None:
+        self.mesh, self.cluster = mesh, cluster
+        self._axes = (*mesh.axes, *mesh.all_times, *mesh.slices)
+        self._levels = [level.name for level in cluster.levels]
+        self._groups: dict[int, tuple[Axis, ...]] = {}
+        self._collectives: dict[tuple[str, tuple[Axis, ...]], dict[int, tuple[int, float]]] = {}
+        self._works: dict[fx.Node, Work | None] = {}
+        self._rests: dict[tuple[Layout, tuple[tuple[Axis, ...], ...]], list[Layout]] = {}
+        self._computed: dict[tuple[object, ...], float] = {}
+
+    def table(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: int) -> Links:
+        """From each of `haves` to each of `wants`: an array of two ways, the levels, and the two."""
+        links = np.zeros((2, len(self._levels), len(haves), len(wants)))
+        for move in moves_between(haves, wants, self._axes):
+            self._add(links, move.kind, move.groups, move.numel * itemsize)
+        return links
+
+    def pairs(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: int) -> Links:
+        """From each of `haves` to that of `wants` in the same place: an array of two ways, the levels, and these."""
+        links = np.zeros((2, len(self._levels), len(haves)))
+        plain = [index for index, pair in enumerate(zip(haves, wants)) if not any(layout.padding for layout in pair)]
+        found = np.zeros((*links.shape[:2], len(plain)))
+        for move in moves_between([haves[i] for i in plain], [wants[i] for i in plain], self._axes, paired=True):
+            self._add(found, move.kind, move.groups, move.numel * itemsize)
+        links[:, :, plain] = found
+        for index in sorted(set(range(len(haves))) - set(plain)):
+            for step in steps_between(haves[index], wants[index]):
+                size = max(local_numel(step.before), local_numel(step.after)) * itemsize
+                for way, kind in enumerate(_both_ways(step.kind)):
+                    level, seconds = self.collective(kind, step.axes, size) if kind else (0, 0.0)
+                    links[way, level, index] += seconds
+        return links
+
+    def _add(self, links: Links, kind: StepKind, groups: Ints, sizes: Ints) -> None:
+        """Add what one step of all changes takes; few of their groups and sizes differ."""
+        on = groups > 0
+        different, size_of = np.unique(sizes[on], return_inverse=True)
+        pairs, pair_of = np.unique(groups[on] * len(different) + size_of, return_inverse=True)
+        numbers = [divmod(int(pair), len(different)) for pair in pairs]
+        for way, name in enumerate(_both_ways(kind)):
+            if name is None:
+                continue
+            priced = [self.collective(name, self._group(group), int(different[size])) for group, size in numbers]
+            levels, seconds = (np.array(column)[pair_of] for column in zip(*priced))
+            for level in range(len(self._levels)):
+                links[way, level][on] += np.where(levels == level, seconds, 0.0)
+
+    def _group(self, group: int) -> tuple[Axis, ...]:
+        """The axes of one of a move's groups: the same tuple for the same group."""
+        if group not in self._groups:
+            self._groups[group] = group_axes(group, self._axes)
+        return self._groups[group]
+
+    def collective(self, kind: str, axes: tuple[Axis, ...], num_bytes: int) -> tuple[int, float]:
+        """The outermost level that a collective crosses, and its seconds: nothing over time axes."""
+        prices = self._collectives.setdefault((kind, axes), {})
+        if num_bytes not in prices:
+            space = tuple(axis for axis in axes if axis.kind == "space")
+            level = self._levels.index(crossed_level(space, self.cluster)) if space else 0
+            prices[num_bytes] = level, collective_seconds(kind, num_bytes, space, self.cluster)
+        return prices[num_bytes]
+
+    def rests(self, lies: Layout, stages: tuple[tuple[Axis, ...], ...]) -> list[Layout]:
+        """Where a parameter that its op needs at `lies` rests, its gradient is summed, and its states rest."""
+        key = lies, stages
+        if key not in self._rests:
+            free = [[axis for axis in stage if axis not in lies.shard_axes] for stage in stages]
+            self._rests[key] = rest_layouts(lies, free, self.mesh)
+        return self._rests[key]
+
+    def compute(self, node: fx.Node, assignment: Assignment) -> float:
+        """Seconds of an op at an assignment: the axes share its FLOPs, its bytes and its product follow local sizes."""
+        if node not in self._works:
+            self._works[node] = node_work(node)
+        work, bound = self._works[node], info(node).rule
+        if work is None or bound is None:
+            return 0.0
+        sizes, devices = bound.sizes(), 1
+        for axis, factor in assignment.items:
+            sizes[factor] //= axis.size
+            devices *= axis.size
+        key = node, devices, *sizes.values()
+        if key not in self._computed:
+            self._computed[key] = self._compute(node, work, bound, sizes, devices)
+        return self._computed[key]
+
+    def _compute(self, node: fx.Node, work: Work, bound: BoundRule, sizes: Mapping[str, int], devices: int) -> float:
+        def shape(dims: Dims) -> tuple[int, ...]:
+            return tuple(math.prod(sizes[name] for name in names) for names in dims)
+
+        inputs = [(argument, shape(dims)) for argument, dims in zip(tensor_args(node), bound.inputs)]
+        outputs = [(value, shape(dims)) for value, dims in zip(tensor_outputs(node), bound.outputs)]
+        moved = sum(math.prod(local) * source.meta["val"].element_size() for source, local in inputs)
+        moved += sum(math.prod(local) * value.element_size() for value, local in outputs)
+        shapes = {**dict(inputs), node: outputs[0][1]}
+
+        def local_shape(source: fx.Node) -> tuple[int, ...]:
+            return shapes[source] if source in shapes else tensor_shape(source)
+
+        local = Work(
+            work.flops // devices,
+            min(moved, work.num_bytes),
+            work.dtype,
+            product_of(node, local_shape) if work.product is not None else None,
+            signature(node, local_shape) if self.cluster.measured is not None else "",
+        )
+        return work_seconds(local, self.cluster)
+
+
+def _both_ways(kind: StepKind) -> tuple[str | None, str | None]:
+    """The collectives of a step, and of the gradient's."""
+    return None if kind in LOCAL else kind, TRANSPOSED[kind]
