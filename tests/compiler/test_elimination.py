@@ -104,7 +104,7 @@ def test_a_walk_keeps_its_word_however_narrow(problem: Problem, width: int, slac
     if found is None:
         return
     times = [problem.ticks(choice) or 0 for choice in choices(problem) if problem.feasible(choice)]
-    walk = Walker(elimination, found).walk(slack * 2**40, width, math.inf)
+    walk = Walker(found).walk(slack * 2**40, width, math.inf)
     assert walk.choice is None or problem.feasible(walk.choice)
     if times and min(times) <= found.bound + walk.complete:
         assert walk.choice is not None and problem.ticks(walk.choice) == min(times)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardweave.compiler.planner.incumbent import Progress
 from shardweave.compiler.planner.problem import TICKS_PER_SECOND, Candidate, Edge, Op, Problem
 from shardweave.compiler.planner.program import Program, prove, relax
-from shardweave.compiler.planner.search import Progress
 from shardweave.compiler.planner.solver import Solution, solve
 from shardweave.compiler.planner.sweep import sweep
 from shardweave.compiler.planner.tables import Tables

@@ -13,7 +13,7 @@ from shardweave.compiler.planner.tables import KEPT, TICKS, Ints, Tables
 LARGE = 2**56
 """What combined keys must stay below."""
 
-_BLOCK = 64
+_BLOCK = 32
 """Labels that are compared with each other at once."""
 
 

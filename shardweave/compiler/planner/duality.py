@@ -17,7 +17,7 @@ candidates are capped from above, and its room is what the lower end leaves. Par
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from ortools.math_opt.python import mathopt
@@ -67,13 +67,14 @@ class Column:
 
 @dataclass(frozen=True, eq=False)
 class Dual:
-    """Every choice of `part` takes at least `bound` ticks, at these `weights` of the figures.
+    """Every choice of `part` that `elimination` allows takes at least `bound` ticks, at these `weights` of the figures.
 
     `minimum` belongs to these weights; `columns` are all choices that it came by, `mixed` those that the best mixture
     is made of. `error` covers the rounding of sums, in ticks: none while they stay below ``2**52``, as those of real
     steps do.
     """
 
+    elimination: Elimination
     part: Part
     bound: float
     weights: Floats
@@ -131,11 +132,12 @@ def dual(
 ) -> Dual | None:
     """The best bound of a part, or the first that is `enough`; None where it has no choice within the limit.
 
-    Every choice that it comes by is offered. `start` is the dual of a part that has this one's choices.
+    Every choice that it comes by is offered. `start` is a dual whose choices include this one's.
     """
     tables = elimination.tables
     room = tables.room - part.low
-    columns = [column for column in start.columns if column.peak <= part.high] if start else []
+    before = start.columns if start else []
+    columns = [column for column in before if column.peak <= part.high and elimination.allows(column.choice)]
 
     def priced(weights: Floats) -> Minimum | None:
         found = elimination.minimum(weights, part.high)
@@ -154,14 +156,14 @@ def dual(
     weights = start.weights if start else _first_weights(tables)
     master = Master(tables, room)
     best: Dual | None = None
-    steady = 0.0
+    steady = 1.0
     for _ in range(_STEPS):
         count = len(columns)
         found = priced(weights)
         assert found is not None
         bound, error = _bound(tables, found, weights, room)
         if best is None or bound > best.bound:
-            best = Dual(part, bound, weights, found, columns, [], error)
+            best = Dual(elimination, part, bound, weights, found, columns, [], error)
         mixture = master.solved(columns)
         if mixture is None or mixture.value - best.bound <= _PRECISE * abs(mixture.value) or enough(best.bound):
             break
@@ -171,7 +173,7 @@ def dual(
         weights = _rounded(tables, steady * best.weights + (1.0 - steady) * mixture.weights)
     assert best is not None
     mixed = mixture.mixed if mixture else columns
-    return Dual(part, best.bound, best.weights, best.minimum, columns, mixed, best.error)
+    return replace(best, mixed=mixed)
 
 
 def _first_weights(tables: Tables) -> Floats:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardweave.compiler.planner.problem import Candidate, Problem
-from shardweave.compiler.planner.tables import EdgeFigures, Ints, OpFigures, Tables
+from shardweave.compiler.planner.tables import Bools, EdgeFigures, Ints, OpFigures, Tables
 
 Floats = NDArray[np.float64]
 
@@ -39,8 +40,9 @@ class OpTable:
     ports: Ints
 
     @classmethod
-    def of(cls, op: OpFigures) -> OpTable:
+    def of(cls, op: OpFigures, allowed: Bools | None = None) -> OpTable:
         order = np.lexsort((op.figures[0], op.outs, op.ins))
+        order = order if allowed is None else order[allowed[order]]
         ports, starts = np.unique(np.stack([op.ins, op.outs])[:, order], axis=1, return_index=True)
         figures, transient = op.figures[:, order].astype(np.float64), op.transient[order].astype(np.float64)
         return cls(order, figures, transient, starts, ports.T)
@@ -58,7 +60,7 @@ class EdgeTable:
     """The figures of an edge between two tables' states, and which it forbids."""
 
     figures: Floats
-    forbidden: NDArray[np.bool_]
+    forbidden: Bools
 
     @classmethod
     def of(cls, edge: EdgeFigures, producer: OpTable, consumer: OpTable) -> EdgeTable:
@@ -129,12 +131,15 @@ class Elimination:
     (0, 1)
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.tables = problem, Tables(problem)
-        nothing = OpFigures.of((Candidate("", 0.0),), problem.num_streams)
+    def __init__(self, tables: Tables, allowed: Mapping[int, Bools]) -> None:
+        self.problem, self.tables, self.allowed = tables.problem, tables, allowed
+        nothing = OpFigures.of((Candidate("", 0.0),), self.problem.num_streams)
         # A last op without costs takes up what the graph's components leave.
-        self.ops = [OpTable.of(op) for op in (*self.tables.ops, nothing)]
-        self.op_of = [*self.tables.op_of, len(self.ops) - 1]
+        self.ops = [OpTable.of(op) for op in (*tables.ops, nothing)]
+        self.op_of = [*tables.op_of, len(self.ops) - 1]
+        for op, own in allowed.items():
+            self.ops.append(OpTable.of(tables.ops[tables.op_of[op]], own))
+            self.op_of[op] = len(self.ops) - 1
         self.edges: list[EdgeTable] = []
         self.kinds: list[Kind] = []
         self.steps: list[Step] = []
@@ -144,8 +149,17 @@ class Elimination:
     @classmethod
     def of(cls, problem: Problem) -> Elimination | None:
         """The elimination of `problem`; None where its graph is too wide."""
-        elimination = cls(problem)
+        elimination = cls(Tables(problem), {})
         return None if elimination.too_wide else elimination
+
+    def restricted(self, op: int, allowed: Bools) -> Elimination:
+        """The same with only these candidates of one op, of those that it still has."""
+        own = allowed & self.allowed[op] if op in self.allowed else allowed
+        return Elimination(self.tables, {**self.allowed, op: own})
+
+    def allows(self, choice: Sequence[int]) -> bool:
+        """Whether it has all candidates of a choice."""
+        return all(own[choice[op]] for op, own in self.allowed.items())
 
     def _edge_tables(self) -> list[int]:
         known: dict[tuple[int, int, int], int] = {}

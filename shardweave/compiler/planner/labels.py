@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from shardweave.compiler.planner.dominance import undominated
 from shardweave.compiler.planner.duality import Dual
-from shardweave.compiler.planner.elimination import Elimination, Floats
+from shardweave.compiler.planner.elimination import Floats
 from shardweave.compiler.planner.tables import KEPT, Ints
 
-_MOST_PAIRS = 2**21
-"""Labels of a step before the dominated ones go."""
+_MOST_PAIRS = 2**5
+"""Labels of a step before the dominated ones go, for each that it may keep."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +67,9 @@ class Walk:
 class Walker:
     """Walks through the choices near one dual's bound, in any slack."""
 
-    def __init__(self, elimination: Elimination, found: Dual) -> None:
-        self.elimination, self.dual = elimination, found
+    def __init__(self, found: Dual) -> None:
+        self.elimination = elimination = found.elimination
+        self.dual = found
         self.outside = elimination.outside(found.minimum)
         self.costs = found.minimum.costs
         self.limit = elimination.tables.room
@@ -122,9 +123,9 @@ class Walker:
             first = np.searchsorted(source.entry, entry, side="left")
             count = np.searchsorted(source.entry, entry, side="right") - first
             many = count[row]
-            if many.sum() > _MOST_PAIRS:
+            if many.sum() > _MOST_PAIRS * self.width:
                 order = np.argsort(above, kind="stable")
-                fit = int(np.searchsorted(np.cumsum(many[order]), _MOST_PAIRS))
+                fit = int(np.searchsorted(np.cumsum(many[order]), _MOST_PAIRS * self.width))
                 self.complete = min(self.complete, float(above[order[fit]]) - 1.0)
                 order = np.sort(order[:fit])
                 row, above, figures, peak = row[order], above[order], figures[:, order], peak[order]

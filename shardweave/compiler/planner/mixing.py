@@ -10,6 +10,7 @@ closer to the mixture.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -50,22 +51,42 @@ def _fastest(found: Sequence[Found | None]) -> Found | None:
     return min((one for one in found if one is not None), default=None)
 
 
-def runs(tables: Tables, weights: Floats, first: Choice, middle: Choice, last: Choice) -> Found | None:
-    """The fastest choice within the limit that is `first` up to a cut, `middle` up to another, and then `last`."""
-    if middle in (first, last) and first != last:
-        return None  # a case of other runs
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Choices with a first run up to one of `begins`, a last one from one of `ends`, and another between.
+
+    `figures` (figure, begin, end) and `peak`, the largest transient, count where ports go together: `allowed`.
+    """
+
+    figures: Ints
+    peak: Ints
+    allowed: Bools
+    begins: Ints
+    ends: Ints
+
+
+def all_runs(tables: Tables, weights: Floats, first: Choice, middle: Choice, last: Choice) -> Runs:
+    """Those of three choices, at the cuts where changes weigh the least."""
     a, b, c = (tables.picked(choice) for choice in (first, middle, last))
     join = _Join(tables, a, b, c)
     begins = _cuts(np.not_equal(first, middle), join.penalty(weights, 0))
     ends = _cuts(np.not_equal(middle, last), join.penalty(weights, 1))
     figures, forbidden = join.between(begins, ends)
-    peak = _peaks(a.transient, b.transient, c.transient, begins, ends)
-    fits = (forbidden == 0) & (figures[KEPT] + peak <= tables.room) & (begins[:, None] <= ends)
+    allowed = (forbidden == 0) & (begins[:, None] <= ends)
+    return Runs(figures, _peaks(a.transient, b.transient, c.transient, begins, ends), allowed, begins, ends)
+
+
+def runs(tables: Tables, weights: Floats, first: Choice, middle: Choice, last: Choice) -> Found | None:
+    """The fastest choice within the limit that is `first` up to a cut, `middle` up to another, and then `last`."""
+    if middle in (first, last) and first != last:
+        return None  # a case of other runs
+    found = all_runs(tables, weights, first, middle, last)
+    fits = found.allowed & (found.figures[KEPT] + found.peak <= tables.room)
     if not fits.any():
         return None
-    ticks = np.where(fits, tables.ticks(figures), np.iinfo(np.int64).max)
+    ticks = np.where(fits, tables.ticks(found.figures), np.iinfo(np.int64).max)
     i, j = np.unravel_index(int(ticks.argmin()), ticks.shape)
-    begin, end = int(begins[i]), int(ends[j])
+    begin, end = int(found.begins[i]), int(found.ends[j])
     return int(ticks[i, j]), (*first[:begin], *middle[begin:end], *last[end:])
 
 

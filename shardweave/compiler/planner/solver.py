@@ -47,9 +47,10 @@ from typing import Literal
 
 from shardweave.compiler.planner.duality import least_memory
 from shardweave.compiler.planner.elimination import Elimination
+from shardweave.compiler.planner.incumbent import Progress
 from shardweave.compiler.planner.problem import TICKS_PER_SECOND, Problem, largest_terms
 from shardweave.compiler.planner.program import Program, Proof, prove
-from shardweave.compiler.planner.search import Progress, Search
+from shardweave.compiler.planner.search import Search
 from shardweave.errors import InfeasibleError, PlanError
 from shardweave.units import readable_bytes
 
@@ -125,17 +126,18 @@ def solve(
     if hint is not None:
         search.hint(hint)
     search.run()
+    found = search.incumbent
     if search.choice is None:
-        if search.proven:
+        if found.proven:
             raise _infeasible(problem, time_limit)
         raise PlanError(
             f"no choice for {len(problem.ops)} ops was found within time_limit = {time_limit:g} s: raise time_limit, "
             f"or memory_limit (now {problem.memory_limit} bytes)"
         )
     objective = problem.objective(search.choice)
-    bound = objective if search.proven else min(objective, max(0.0, search.bound / TICKS_PER_SECOND))
+    bound = objective if found.proven else min(objective, max(0.0, found.bound / TICKS_PER_SECOND))
     gap = (objective - bound) / objective if objective else 0.0
-    status: Literal["optimal", "feasible"] = "optimal" if search.proven else "feasible"
+    status: Literal["optimal", "feasible"] = "optimal" if found.proven else "feasible"
     return Solution(search.choice, objective, bound, gap, status, time.monotonic() - start)
 
 

@@ -1,0 +1,168 @@
+"""Parts of the choices of a narrow graph, each with the bound of duality (`dual`), the lowest bound first.
+
+What makes a bound loose is what a mixture of choices averages and a plan cannot:
+
+- the largest transient: a part is split at the largest that the mixture's choices have;
+- layouts: a plan has to change them somewhere between runs of two choices, a mixture does not. So an op is made to
+  take a candidate that goes better with the one choice, or with the other: the first such op, then the one that is
+  farthest from all ops so decided, until all that is left pays for its changes.
+
+What is left is walked through, ever farther from its bound (`Walker`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+
+from shardweave.compiler.planner.duality import Choice, Column, Dual, Part, dual
+from shardweave.compiler.planner.elimination import Elimination, Floats
+from shardweave.compiler.planner.incumbent import Incumbent
+from shardweave.compiler.planner.labels import Walker
+from shardweave.compiler.planner.mixing import mix
+from shardweave.compiler.planner.tables import Bools
+from shardweave.compiler.planner.tuning import tune
+
+NARROW, BROAD, WIDE = 2**10, 2**12, 2**16
+"""Labels that a step keeps: enough to find a choice, to better it, and more than proofs need on chains by far."""
+
+FIRST_SLACK, GROWTH = 1e-5, 4
+"""The first slack, as a part of the bound, and the factor by which it grows."""
+
+_LOOSE = 1e-6
+"""What a transient or a change of layouts may cost a bound, as a part of it, before its part is split."""
+
+_SHARES = 4
+"""Choices of a mixture, those with the largest shares, whose layouts are compared."""
+
+_OPS = 32
+"""Ops that are looked at for one to decide."""
+
+_NEVER = 2.0**61
+"""Weighs more than any choice."""
+
+
+class Branching:
+    """The parts of one problem that are left."""
+
+    def __init__(self, elimination: Elimination, incumbent: Incumbent) -> None:
+        self.elimination, self.tables, self.incumbent = elimination, elimination.tables, incumbent
+        self.levels = sorted({int(level) for table in elimination.ops for level in table.transient})
+        self.open: list[tuple[float, int, Dual, float]] = []
+        """Bound, number, dual and how far the part was walked through beyond its bound."""
+        self.left = math.inf
+        """The least bound of the parts that were too wide to walk through."""
+        self.numbers = 0
+        self.mixed: dict[int, Choice | None] = {}
+        """A choice for each part that is worth tuning before it is walked through."""
+        self.walkers: dict[int, Walker] = {}
+        self.loose = max(_LOOSE, incumbent.gap / 4)
+
+    def run(self, deadline: float) -> None:
+        """Search until the proof or the deadline (of ``time.monotonic``)."""
+        incumbent = self.incumbent
+        floor = max((int(table.transient.min()) for table in self.elimination.ops), default=0)
+        self._enter(self.elimination, Part(floor, self.levels[-1]), None)
+        while self.open and time.monotonic() < deadline:
+            bound, number, found, walked = heapq.heappop(self.open)
+            incumbent.bound = max(incumbent.bound, min(bound, self.left))
+            if bound >= incumbent.enough:
+                self.open, self.left = [], min(self.left, bound)
+            elif walked > 0.0 or not (self._split(found) or (incumbent.gap and self._decide(found))):
+                self._walk(bound, number, found, walked, deadline)
+        lowest = min(self.left, self.open[0][0] if self.open else math.inf, incumbent.ticks)
+        incumbent.bound = max(incumbent.bound, lowest if lowest < math.inf else 0.0)
+        incumbent.proven = not self.open and self.left >= incumbent.ticks
+
+    def _enter(self, elimination: Elimination, part: Part, whole: Dual | None) -> None:
+        incumbent = self.incumbent
+        found = dual(elimination, part, incumbent.offer, whole, lambda bound: bound >= incumbent.enough)
+        if found is None:
+            return
+        mixed = None
+        if found.bound < incumbent.enough:
+            mixed = mix(self.tables, found.weights, found.mixed, incumbent.offer)
+        if mixed is not None and mixed == incumbent.choice:
+            self._tune(found, found.mixed, mixed)
+        else:
+            self.mixed[self.numbers] = mixed
+        heapq.heappush(self.open, (found.bound, self.numbers, found, 0.0))
+        self.numbers += 1
+
+    def _tune(self, found: Dual, columns: Sequence[Column], mixed: Choice) -> None:
+        goal = found.bound / (1.0 - self.incumbent.gap)
+        tune(self.tables, found.weights, columns, mixed, found.bound, goal, self.incumbent.offer)
+
+    def _split(self, found: Dual) -> bool:
+        """Split a part at the largest transient of its mixture's choices, where that makes the bound loose."""
+        part = found.part
+        peak = max((column.peak for column in found.mixed), default=0)
+        below = max((level for level in self.levels if level < peak), default=-1)
+        if below < part.low or found.price * (peak - part.low) <= self.loose * found.bound:
+            return False
+        self._enter(found.elimination, Part(part.low, below), found)
+        self._enter(found.elimination, Part(peak, part.high), found)
+        return True
+
+    def _decide(self, found: Dual) -> bool:
+        """Split a part by what goes with one or another choice of its mixture, at an op where a change would cost."""
+        choices = [column.choice for column in found.mixed[:_SHARES]]
+        for op in self._farthest(found.elimination, choices):
+            for first, second in combinations(choices, 2):
+                sides = self._sides(found, op, first, second)
+                if sides is not None:
+                    for own in (sides, ~sides):
+                        self._enter(found.elimination.restricted(op, own), found.part, found)
+                    return True
+        return False
+
+    def _farthest(self, elimination: Elimination, choices: Sequence[Choice]) -> list[int]:
+        """Ops in which choices differ, those first that are farthest from all ops decided so far."""
+        ops = np.flatnonzero((np.array(choices) != choices[0]).any(axis=0))
+        if elimination.allowed:
+            away = np.abs(ops[:, None] - np.array([*elimination.allowed])).min(axis=1)
+            ops = ops[np.argsort(-away, kind="stable")]
+        return [int(op) for op in ops[:_OPS]]
+
+    def _sides(self, found: Dual, op: int, first: Choice, second: Choice) -> Bools | None:
+        """Which candidates go better with the neighbours in `first` than in `second`; None where both are alike."""
+
+        def weighed(choice: Choice) -> Floats:
+            figures, allowed = self.tables.around(op, choice)
+            return np.where(allowed, found.weights @ figures, _NEVER)
+
+        farther = weighed(first) - weighed(second)
+        if farther[second[op]] - farther[first[op]] <= 2 * self.loose * found.bound:
+            return None
+        return np.asarray(2 * farther <= farther[first[op]] + farther[second[op]])
+
+    def _walk(self, bound: float, number: int, found: Dual, walked: float, deadline: float) -> None:
+        """Walk through a part, farther than before."""
+        incumbent = self.incumbent
+        mixed = self.mixed.pop(number, None)
+        if mixed is not None:
+            self._tune(found, found.columns, mixed)
+        if number not in self.walkers:
+            self.walkers[number] = Walker(found)
+        walker = self.walkers[number]
+        needed = min(incumbent.enough - found.bound + 2 * found.error, walker.farthest)
+        slack = min(needed, max(GROWTH * walked, 1.0 + FIRST_SLACK * max(0.0, found.bound)))
+        width = NARROW if incumbent.choice is None else WIDE
+        if incumbent.gap and incumbent.choice is not None:  # at once, as far as a few labels go
+            slack, width = needed, BROAD
+        walk = walker.walk(slack, width, deadline)
+        incumbent.offer(walk.choice)
+        bound = max(bound, found.bound + walk.complete)
+        if walk.complete >= slack - found.error:
+            if slack < walker.farthest:
+                heapq.heappush(self.open, (bound, number, found, slack))
+        elif width > NARROW or slack >= walker.farthest:
+            if not self._decide(found):
+                self.left = min(self.left, bound)
+        else:  # a choice is wanted first, the proof comes after it
+            heapq.heappush(self.open, (bound, number, found, slack if incumbent.choice is None else walk.complete))
