@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from shardweave.compiler.planner.costing import Costed, Costing, Variable
-from shardweave.compiler.planner.pricing import local_numel
+from shardweave.compiler.planner.prices import local_numel
 from shardweave.compiler.planner.problem import Candidate, Edge, Problem
 from shardweave.compiler.planner.problem import Op as Row
 from shardweave.cost_model import collective_seconds
