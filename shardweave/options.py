@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from shardweave.errors import PlanError
-from shardweave.ir import ALL, Mode, Strategy, Weaving
+from shardweave.ir import ALL, Grid, Mode, Strategy, Weaving
 from shardweave.precision import Precision
 
 if TYPE_CHECKING:
     from shardweave.cost_model import Cluster
 
+Forced = str | tuple[int, ...] | Grid | Strategy
+"""What a user may call a strategy."""
 RESERVE = 0.1
 """The part of a device's memory that a plan leaves alone by default: context, fragments, the user's own tensors."""
 OPTIMIZER_STATE_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "adamw": 8}
@@ -28,13 +30,16 @@ class Options:
         Bytes that one device may use; by default the device's memory less a tenth for what no plan sees.
     optimizer : str or int
         ``"adamw"``, ``"adam"``, ``"momentum"``, ``"sgd"``, or the bytes of optimizer state for each parameter.
-    force : mapping from a name pattern to a strategy
+    force : mapping from a name pattern to a strategy, or several
         Patterns as in a shell (``"blocks.*.mlp.up"``), matched against the names of modules and parameters. A strategy
         is ``"column"``, ``"row"``, ``"expert"``, ``"3d"`` (a degree may follow: ``"column:4"``), data parallelism by
         its systems' names, ``"dp"``, ``"zero1"``, ``"zero2"``, ``"zero3"`` (also ``"zdp"``; FSDP's), ``"hsdp"``
         (also ``"mics"``) and ``"hpz"`` (with a degree of the inner sharding: ``"hsdp:8"``; see `planner.presets`), a
-        `Grid`, its sizes as a tuple ``(x, y, z, data)`` or ``(x, y, z, data, experts)``, or a `Strategy`. Where several
-        patterns match, the last one holds.
+        `Grid`, its sizes as a tuple ``(x, y, z, data)`` or ``(x, y, z, data, experts)``, or a `Strategy`; or a sequence
+        of these, of which the planner chooses. ``"tensor:4"`` is tensor parallelism by columns and rows in turn, as the
+        model's structure has them (`planner.alternation`), ``"tensor:2x2x2"`` the same over x, y and z,
+        ``"tensor:4+zero1"`` with the states sharded over the other devices. Where several patterns match, the last one
+        holds.
     precision : Precision or str, optional
         Mixed precision: a `Precision`, ``"bf16"`` or ``"fp16"``. By default nothing is cast.
     outputs : {"auto", "sharded", "part", "whole"}
@@ -80,7 +85,7 @@ class Options:
 
     memory_limit: int | None = None
     optimizer: str | int = "adamw"
-    force: Mapping[str, str | tuple[int, ...] | Strategy] = field(default_factory=dict)
+    force: Mapping[str, Forced | Sequence[Forced]] = field(default_factory=dict)
     precision: Precision | str | None = None
     outputs: Literal["auto", "sharded", "part", "whole"] = "auto"
     time_limit: float = 30.0

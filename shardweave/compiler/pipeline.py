@@ -12,6 +12,7 @@ from torch import fx
 from shardweave.compiler.boundary import Boundary
 from shardweave.compiler.capture import Captured
 from shardweave.compiler.codegen import Step, set_apart, split
+from shardweave.compiler.planner.alternation import with_forms
 from shardweave.compiler.planner.ops import Op, batch_classes, find_ops
 from shardweave.compiler.turns import Turns
 from shardweave.compiler.weaving import check_patterns, sliced_ops, with_times
@@ -78,7 +79,8 @@ def annotate(captured: Captured, options: Options) -> Annotated:
     _, batch = batch_classes(captured, classes)
     kept = {node.name for node in captured.graph.graph.nodes if node.op == "placeholder"}
     tangents = tuple(name for name in captured.tangents if name in kept)
-    return Annotated(captured, classes, find_ops(captured, classes), batch, tangents, loss_inside)
+    ops = with_forms(find_ops(captured, classes), classes, captured.graph.graph, batch)
+    return Annotated(captured, classes, ops, batch, tangents, loss_inside)
 
 
 def join_names(graph: fx.Graph) -> dict[fx.Node, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import nn
 
 import shardweave as sw
 from shardweave.compiler.planner.candidates import strategies
+from shardweave.compiler.planner.force import forced_strategies
 from tests.compiler.planners import Planner, kind
 from tests.models import ZOO
+from tests.passes.joint import joint
 
 OPS = (
     "tokens", "positions",
@@ -130,6 +133,78 @@ def test_any_strategy_that_fits_can_be_forced(data: st.DataObject) -> None:
         assert plan.choices[name].strategy == strategy
 
 
+def test_several_strategies_leave_the_planner_the_choice() -> None:
+    either = gpt().plan(force={"*": ["dp", "zdp"]})
+    assert {choice.strategy.grid for choice in either.choices.values()} == {sw.Grid(data=8)}
+    alone = [gpt().plan(force={"*": word}).step_time for word in ("dp", "zdp")]
+    assert either.step_time <= min(alone)
+
+
+FORMS = {
+    "gpt": {"column": "*.qkv *.up head", "row": "*.out *.down tokens", "": "positions"},
+    "gpt2": {"column": "*.c_attn *.c_fc *.wte", "row": "*.c_proj", "": "*.wpe"},
+    "llama": {
+        "column": "*.q_proj *.k_proj *.v_proj *.gate_proj *.up_proj lm_head",
+        "row": "*.o_proj *.down_proj *.embed_tokens",
+    },
+    "bert": {
+        "column": "*.query *.key *.value *.intermediate.dense *.word_embeddings",
+        "row": "*.output.dense *.token_type_embeddings",
+        "": "*.position_embeddings *.transform.dense",
+    },
+    "vit": {"column": "*.[qkv]_proj *.fc1 classifier", "row": "*.o_proj *.fc2 *.projection"},
+    "t5": {
+        "column": "*Attention.[qkv] *.wi shared",
+        "row": "*Attention.o *.wo",
+        "": "*.relative_attention_bias",
+    },
+    "mixtral": {
+        "column": "*.[qkv]_proj *.gate_up_proj lm_head",
+        "row": "*.o_proj *.down_proj *.embed_tokens",
+        "": "*.mlp.gate",
+    },
+}
+"""What Megatron-LM splits how."""
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+def test_columns_and_rows_are_found_in_the_structure_of_a_model(name: str) -> None:
+    ops = joint(name).annotated.ops
+    listed = {form: patterns.split() for form, patterns in FORMS[name].items()}
+    meant = {op.name: form for op in ops for form, patterns in listed.items() for pattern in patterns
+             if fnmatchcase(op.name, pattern)}  # fmt: skip
+    assert meant == {op.name: op.form for op in ops if op.name in meant}
+    assert len(meant) == len(ops)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "column", "row", "neither"),
+    [
+        ("tensor:2", "(2, 1, 1, 4) DP", "(1, 2, 1, 4) DP", "(1, 1, 1, 8) DP"),
+        ("tensor:4+zero1", "(4, 1, 1, 2) ZeRO-1", "(1, 4, 1, 2) ZeRO-1", "(1, 1, 1, 8) ZeRO-1"),
+        ("tensor:2+zero3", "(2, 1, 1, 4) ZDP", "(1, 2, 1, 4) ZDP", "(1, 1, 1, 8) ZDP"),
+        ("tensor:4x2", "(4, 2, 1, 1)", "(2, 4, 1, 1) y inside", "(1, 1, 1, 8) DP"),
+        ("tensor:2x1x2", "(2, 1, 2, 2) rest/2", "(1, 2, 2, 2) rest/2", "(1, 1, 1, 8) DP"),
+    ],
+)
+def test_tensor_parallelism_takes_turns(wanted: str, column: str, row: str, neither: str) -> None:
+    ops = list(gpt().ops.values())
+    found = forced_strategies({"*": wanted}, ops, sw.Cluster.local(8).mesh(), 8)
+    assert {op.name: str(*found[op.name]) for op in ops} == {
+        op.name: {"column": column, "row": row, "": neither}[op.form] for op in ops
+    }
+
+
+def test_what_tensor_parallelism_does_not_fit_is_data_parallel() -> None:
+    mlp = Planner(ZOO["mlp"].model(), sw.Cluster.local(4), ZOO["mlp"].batch(0))
+    found = mlp.plan(force={"*": "tensor:2"}).choices
+    assert {name: str(choice.strategy) for name, choice in found.items()} == {
+        "first": "(1, 2, 1, 2) DP", "second": "(1, 1, 1, 4) DP", "back": "(1, 1, 1, 4) DP", "last": "(1, 1, 1, 4) DP",
+    }  # fmt: skip
+    with pytest.raises(sw.PlanError, match=r"first cannot be 'tensor:4' .* does not divide its loops of sizes \[6\]"):
+        mlp.plan(force={"*": "tensor:4"})
+
+
 def refused(force: dict[str, Any], world: int = 8) -> str:
     with pytest.raises(sw.PlanError) as caught:
         gpt(world).plan(force=force)
@@ -147,7 +222,9 @@ def test_a_norm_is_told_whose_companion_it_is() -> None:
     assert "blocks.0.norm2" in text and "blocks.0.up" in text and "name that" in text
 
 
-@pytest.mark.parametrize("value", ["fsdp", "column:x", "column:3", (2, 2), (2, 2, 2, 1, 1, 1), 3, None])
+@pytest.mark.parametrize(
+    "value", ["fsdp", "column:x", "column:3", "tensor:3", "tensor", ("dp", 3), (2, 2), (2, 2, 2, 1, 1, 1), 3, None]
+)
 def test_a_value_that_is_no_strategy_is_told_with_what_is(value: Any) -> None:
     text = refused({"head": value})
     assert "force['head']" in text

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import fx
 
@@ -57,6 +58,8 @@ class Op:
         Its nodes; the forward ones first.
     batch : int
         Steps of its batch loop (1 where it has none).
+    form : {"column", "row", ""}
+        How Megatron's tensor parallelism splits it (see `alternation`).
     """
 
     name: str
@@ -68,6 +71,7 @@ class Op:
     experts: tuple[Atom, ...]
     roles: tuple[Role, ...]
     batch: int
+    form: Literal["column", "row", ""] = ""
 
     def atoms_of(self, strategy: Strategy, mesh: Mesh) -> dict[Axis, Atom]:
         """The atom of the parameter that each x, y and expert axis is on.

@@ -62,17 +62,22 @@ def preset(word: str, degree: int, mesh: Mesh) -> Strategy:
     inner = degree or _devices_of_a_node(mesh)
     if word in _OF_A_NODE and inner == world > 1 and not degree:
         raise PlanError(f"{word!r} shards inside a node, and all {world} devices are in one: give a degree, {word}:2")
-    rest, gradients, states = {
-        "dp": (1, 1, 1),
-        "zero1": (1, 1, world),
-        "zero2": (1, world, world),
-        "hsdp": (inner, inner, inner),
-        "mics": (inner, inner, inner),
-        "hpz": (inner, world, world),
-    }.get(word, (world, world, world))
     if world % inner:
         raise PlanError(f"{word}:{degree} does not divide the {world} devices")
+    rest, gradients, states = at_rest(word, world, inner)
     return Strategy(Grid(data=world), rest, states=states, gradients=gradients)
+
+
+def at_rest(word: str, free: int, inner: int = 1) -> tuple[int, int, int]:
+    """The s_p, s_g and s_os of a preset where `free` devices have the same part of a parameter; `inner` is its n."""
+    return {
+        "dp": (1, 1, 1),
+        "zero1": (1, 1, free),
+        "zero2": (1, free, free),
+        "hsdp": (inner, inner, inner),
+        "mics": (inner, inner, inner),
+        "hpz": (inner, free, free),
+    }.get(word, (free, free, free))
 
 
 def _devices_of_a_node(mesh: Mesh) -> int:
