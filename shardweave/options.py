@@ -71,6 +71,10 @@ class Options:
         number says how many of them; the others are gathered again.
     buckets : bool
         Small collectives of parameters and gradients are put together.
+    sequence_parallel : bool, optional
+        Whether each device takes a part of the sums that tensor parallelism leaves (at residual connections, and so in
+        the norms after them), cut on the sequence where the batch is too small for it, or all of them take the whole.
+        By default the planner chooses, at residual connections that no bias comes before.
     cross_pass : bool
         The backward may compute a layer again while the gradients of another are on their way. Without it a layer is
         recomputed when the gradients of the one behind it are there, as Megatron-LM does: to see what it is worth.
@@ -96,6 +100,7 @@ class Options:
     operator_slices: int | Mapping[str, int] = field(default_factory=dict)
     keep_gathered: bool | Mapping[str, int] = field(default_factory=dict)
     buckets: bool = False
+    sequence_parallel: bool | None = None
     cross_pass: bool = True
     allow_unruled: bool = False
 

@@ -23,6 +23,7 @@ from shardweave.compiler.planner.candidates import legal, spread
 from shardweave.compiler.planner.ops import Op
 from shardweave.compiler.planner.prices import Prices, local_numel, tensor_outputs
 from shardweave.compiler.planner.pricing import OpPrice, Parameters, Sizes, price_op
+from shardweave.compiler.planner.scatter import Scatters
 from shardweave.compiler.weaving import with_times
 from shardweave.cost_model import Cluster, collective_seconds
 from shardweave.cost_model.compute import node_work
@@ -210,7 +211,7 @@ class Costing:
         bound = _bound(node)
         if not origins:  # it depends on inputs alone: as they lie, which costs next to nothing
             return
-        if len(origins) > 1:
+        if len(origins) > 1 or self._ends_sums(node, bound, arguments):
             self._join(node, bound, arguments, ratio)
             return
         (number,) = origins
@@ -234,6 +235,18 @@ class Costing:
         variable.seconds += seconds
         self._settle(node, number, arrivals, signature)
 
+    def _ends_sums(self, node: fx.Node, bound: BoundRule, arguments: Sequence[fx.Node]) -> bool:
+        """Whether a partial sum ends here (with a bias, say) that is asked to be scattered.
+
+        Where nothing is asked, only places where several ops meet are weighed up: the program does not see the buffers
+        of what changes its layout twice, of which the choice at every bias would give it more to be wrong about.
+        """
+        if node not in self.names or not self.options.sequence_parallel:
+            return False
+        ports = [(argument, port) for argument in arguments for port, have in enumerate(self.lies[argument])
+                 if have[0].partial]  # fmt: skip
+        return any(not self._choose(node, bound, {a: port}).outputs[0].partial for a, port in ports)
+
     def _in_parts(self, node: fx.Node, choice: Choice, ratio: float) -> float:
         """What a fused op costs more in parts: it reads and writes its value again for each, and sums small results."""
         bound, rule = _bound(node), find_rule(node)
@@ -252,10 +265,13 @@ class Costing:
         key = self._key(node)
         if key not in self.joins:
             choices: dict[Assignment, Choice] = {}
+            scatters = Scatters(bound, find_rule(node), self.mesh)
             for argument in arguments:
                 for port in range(len(self.lies[argument])):
                     choice = self._choose(node, bound, {argument: port})
                     choices.setdefault(Assignment.of(choice.assignment), choice)
+                    scatters.add(choice, self.lies[argument][port][0])
+            choices = scatters.among(choices, self.options.sequence_parallel)
             seconds = np.array([self.prices.compute(node, option) * (1 + ratio) for option in choices])
             wants = [choice.inputs for choice in choices.values()]
             outputs = [choice.outputs for choice in choices.values()]

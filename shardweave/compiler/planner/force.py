@@ -18,7 +18,7 @@ from shardweave.options import Forced
 from shardweave.passes.annotate import modules_around
 
 WORDS = ("column", "row", "expert", "3d")
-_TENSOR = re.compile(r"tensor:(\d+)(?:x(\d+))?(?:x(\d+))?(?:\+(dp|zero[123]))?")
+_TENSOR = re.compile(r"tensor:(\d+)(?:x(\d+))?(?:x(\d+))?(?:x(\d+))?(?:\+(dp|zero[123]))?")
 
 
 def matches(pattern: str, op: Op) -> bool:
@@ -122,11 +122,11 @@ def _options(pattern: str, wanted: Forced, mesh: Mesh) -> list[Strategy] | Alter
 
 
 def _tensor(pattern: str, wanted: str, sizes: re.Match[str], mesh: Mesh) -> Alternating:
-    """``"tensor:4"`` is Megatron's, ``"tensor:2x2x2"`` AxoNN's x, y and z; what is left of the devices is data."""
+    """``"tensor:4"`` is Megatron's, ``"tensor:2x2x2"`` AxoNN's x, y and z; data is said or what is left."""
     x, y, z = (int(size or 1) for size in sizes.groups()[:3])
-    word, world, used = sizes[4] or "dp", mesh.world_size, x * y * z
-    if not used or world % used:
-        raise PlanError(f"force[{pattern!r}]: no grid of {world} devices is {wanted!r}: {used} does not divide {world}")
+    word, world, used = sizes[5] or "dp", mesh.world_size, x * y * z
+    if not used or world % used or used * int(sizes[4] or world // used) != world:
+        raise PlanError(f"force[{pattern!r}]: no grid of {world} devices is {wanted!r}")
     if z > 1 and word != "dp":
         raise PlanError(f"force[{pattern!r}]: {wanted!r} says twice where states rest: over z = {z}, and {word}")
     grid = Grid(x, y, z, world // used)
