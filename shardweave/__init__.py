@@ -5,7 +5,9 @@
 16
 """
 
+from shardweave.compiler import baselines
 from shardweave.compiler.api import compile_parallel, plan
+from shardweave.compiler.comparison import Comparison, compare
 from shardweave.compiler.plan import Plan
 from shardweave.compiler.sweep import Sweep
 from shardweave.cost_model import Cluster, Timeline
@@ -45,6 +47,7 @@ __all__ = [
     "CheckpointNotFound",
     "Cluster",
     "ClusterError",
+    "Comparison",
     "Grid",
     "InfeasibleError",
     "InputError",
@@ -62,6 +65,8 @@ __all__ = [
     "Sweep",
     "Timeline",
     "VerifyError",
+    "baselines",
+    "compare",
     "compile_parallel",
     "initialise",
     "initialised",

@@ -1,0 +1,216 @@
+"""Baselines: what other systems do with a model, as plans of the same compiler (``sw.baselines``).
+
+Each is options that leave the planner no choice, or only what the system itself chooses. The compiler does the rest as
+for any plan, so a baseline has what this compiler gives to all: gathers ahead of their use, reductions behind the
+backward. What is compared are strategies, not programs. `shardweave.compare` plans with each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
+from typing import Any, Literal
+
+from torch import nn
+
+from shardweave.compiler.api import Progress
+from shardweave.compiler.api import plan as make_plan
+from shardweave.compiler.plan import Plan
+from shardweave.cost_model import Cluster
+from shardweave.errors import PlanError
+from shardweave.options import Options
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A system in one setting, as what it asks of the compiler.
+
+    Parameters
+    ----------
+    name : str
+        The system.
+    setting : str
+        What tells it from others of the same system.
+    source : str
+        Where the system is described.
+    options : mapping
+        Fields of `Options` that are its own; all others are left to the user.
+
+    Examples
+    --------
+    >>> tensor = megatron(4, zero=1)
+    >>> print(tensor, dict(tensor.options))
+    Megatron-LM tensor 4, sequence parallel, ZeRO-1 {'force': {'*': 'tensor:4+zero1'}, 'sequence_parallel': True}
+    >>> tensor.over(Options(precision="bf16")).force
+    {'*': 'tensor:4+zero1'}
+    """
+
+    name: str
+    setting: str
+    source: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.setting}".strip()
+
+    def over(self, options: Options | None = None) -> Options:
+        """The user's options with those of the system in their place."""
+        return replace(options or Options(), **self.options)
+
+    def plan(
+        self,
+        model: nn.Module,
+        cluster: Cluster,
+        example_inputs: Any,
+        *,
+        options: Options | None = None,
+        progress: Progress | None = None,
+    ) -> Plan:
+        """The plan that the system would make; as `shardweave.plan`.
+
+        Raises
+        ------
+        PlanError
+            The model, its batch or the cluster do not admit it: names what does not divide.
+        """
+        return make_plan(model, cluster, example_inputs, options=self.over(options), progress=progress)
+
+
+def ddp() -> Baseline:
+    """DistributedDataParallel: every device has the whole model."""
+    return _data("DDP", "", "arXiv 2006.15704", "dp")
+
+
+def zero(stage: int) -> Baseline:
+    """ZeRO: optimizer states (1), gradients too (2), parameters too (3) sharded over all devices."""
+    if stage not in (1, 2, 3):
+        raise PlanError(f"ZeRO has the stages 1, 2 and 3, got {stage!r}")
+    return _data("ZeRO", f"stage {stage}", "arXiv 1910.02054", f"zero{stage}")
+
+
+def fsdp(reshard: bool = True) -> Baseline:
+    """FSDP with all devices in one group.
+
+    Parameters
+    ----------
+    reshard : bool
+        Whether a parameter is gathered again for the backward (``reshard_after_forward``).
+    """
+    setting = "" if reshard else "gathered once"
+    return _data("FSDP", setting, "arXiv 2304.11277", "zero3", keep_gathered=not reshard)
+
+
+def hsdp(degree: int | None = None) -> Baseline:
+    """FSDP's hybrid sharding: states sharded over `degree` devices (by default a node's), alike in all such groups."""
+    return _data("FSDP", _over("hybrid", degree), "arXiv 2304.11277", _of("hsdp", degree))
+
+
+def mics(degree: int | None = None) -> Baseline:
+    """MiCS: states sharded over a group of `degree` devices, by default those of a node."""
+    return _data("MiCS", _over("groups", degree), "arXiv 2205.00119", _of("mics", degree))
+
+
+def hpz(degree: int | None = None) -> Baseline:
+    """ZeRO++'s secondary partition: states over all devices, parameters gathered from `degree` of them, a node's."""
+    return _data("ZeRO++", _over("secondary partition", degree), "arXiv 2306.10209", _of("hpz", degree))
+
+
+def megatron(degree: int, sequence_parallel: bool = True, zero: Literal[0, 1, 2, 3] = 0) -> Baseline:
+    """Megatron-LM: tensor parallelism by columns and rows in turn, data parallelism over the other devices.
+
+    Parameters
+    ----------
+    degree : int
+        Of tensor parallelism.
+    sequence_parallel : bool
+        Whether the sums between layers are scattered (arXiv 2205.05198).
+    zero : int
+        The stage of ZeRO over the data-parallel devices; 1 is its distributed optimizer.
+    """
+    setting = f"tensor {degree}{', sequence parallel' * sequence_parallel}{f', ZeRO-{zero}' if zero else ''}"
+    word = f"tensor:{degree}{f'+zero{zero}' if zero else ''}"
+    return _tensor("Megatron-LM", setting, "arXiv 1909.08053", word, sequence_parallel=sequence_parallel)
+
+
+def axonn(x: int, y: int, z: int, data: int) -> Baseline:
+    """AxoNN on a grid: columns over x, rows over y, swapped in turn; a weight rests sharded over z."""
+    sizes = f"{x}x{y}x{z}x{data}"
+    return _tensor("AxoNN", sizes, "arXiv 2305.13525", f"tensor:{sizes}")
+
+
+def oases(degree: int) -> Baseline:
+    """Oases with one degree in all layers: two sub-batches, fine recomputation, overlap across passes."""
+    weaving = {"sub_batches": 2, "recompute": "fine", "cross_pass": True}
+    return _tensor("Oases", f"tensor {degree}", "arXiv 2305.16121", f"tensor:{degree}", **weaving)
+
+
+def merak(degree: int) -> Baseline:
+    """Merak's tensor parallelism: two sub-batches, full recomputation, overlap inside of a pass only."""
+    weaving = {"sub_batches": 2, "recompute": "full", "cross_pass": False}
+    return _tensor("Merak", f"tensor {degree}", "arXiv 2206.04959", f"tensor:{degree}", **weaving)
+
+
+def osdp(slices: int = 1) -> Baseline:
+    """OSDP: for each op the planner chooses between DP and ZDP.
+
+    Parameters
+    ----------
+    slices : int
+        Into how many an op is split, one gathered at a time; 1 is OSDP without operator splitting.
+    """
+    setting = f"{slices} slices" if slices > 1 else ""
+    return Baseline("OSDP", setting, "arXiv 2209.13258", {"force": {"*": ("dp", "zdp")}, "operator_slices": slices})
+
+
+def all_for(cluster: Cluster) -> tuple[Baseline, ...]:
+    """Every baseline that the sizes of a cluster admit; those that mean the same there only once.
+
+    Examples
+    --------
+    >>> [str(baseline) for baseline in all_for(Cluster.local(2)) if baseline.name != "Megatron-LM"]
+    ... # doctest: +NORMALIZE_WHITESPACE
+    ['DDP', 'ZeRO stage 1', 'ZeRO stage 2', 'FSDP', 'FSDP gathered once', 'AxoNN 1x2x1x1', 'Oases tensor 2',
+      'Merak tensor 2', 'OSDP', 'OSDP 4 slices']
+    """
+    axes = sorted(cluster.mesh().axes, key=lambda axis: axis.stride)
+    sizes = list(accumulate((axis.size for axis in axes), mul))
+    node, world = cluster.levels[0].size, cluster.world_size
+    found = [ddp(), zero(1), zero(2), fsdp(), fsdp(reshard=False)]
+    found += [hsdp(), hpz()] if 1 < node < world else []
+    found += [mics(size) for size in sizes if size not in (node, world)]
+    found += [megatron(t, parallel, zero) for t in sizes for parallel in (False, True) for zero in _stages(world // t)]
+    found += [axonn(*grid) for grid in _grids([1, *sizes])]
+    found += [oases(t) for t in sizes] + [merak(t) for t in sizes]
+    return (*found, osdp(), osdp(slices=4))
+
+
+def _stages(data: int) -> tuple[Literal[0, 1], ...]:
+    """Without data parallelism there is nothing that ZeRO could shard over."""
+    return (0, 1) if data > 1 else (0,)
+
+
+def _grids(sizes: list[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Every cut of the devices into runs for x, y, z and data, but for those that are Megatron-LM's or MiCS's."""
+    for first, x in enumerate(sizes):
+        for second, xy in enumerate(sizes[first:], first):
+            for xyz in sizes[second:]:
+                if xy > 1 and xyz > x:
+                    yield x, xy // x, xyz // xy, sizes[-1] // xyz
+
+
+def _data(name: str, setting: str, source: str, word: str, **options: Any) -> Baseline:
+    return Baseline(name, setting, source, {"force": {"*": word}, **options})
+
+
+def _tensor(name: str, setting: str, source: str, word: str, **options: Any) -> Baseline:
+    return Baseline(name, setting, source, {"force": {"*": word}, "sequence_parallel": False, **options})
+
+
+def _of(word: str, degree: int | None) -> str:
+    return word if degree is None else f"{word}:{degree}"
+
+
+def _over(what: str, degree: int | None) -> str:
+    return f"{what} of {'a node' if degree is None else degree}"

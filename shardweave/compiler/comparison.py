@@ -1,0 +1,163 @@
+"""Comparison: what the planner's plan gains over what other systems would do with the same model and memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from shardweave.compiler.api import Progress, _Compiler
+from shardweave.compiler.baselines import Baseline, all_for
+from shardweave.compiler.plan import Plan
+from shardweave.cost_model import Cluster
+from shardweave.errors import InfeasibleError, ParallelError
+from shardweave.options import Options
+
+if TYPE_CHECKING:
+    from shardweave.report.tables import Report
+
+OWN = Baseline("shardweave", "", "the planner's own plan")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A baseline on one model and cluster.
+
+    Parameters
+    ----------
+    baseline : Baseline
+    plan : Plan, optional
+        The one at the number of micro-batches that is fastest; None where no number fits.
+    step_time : float
+        What the simulator says of it; infinite where there is no plan.
+    times : mapping of int to float
+        By the number of micro-batches, where there is a plan.
+    reason : str
+        Why there is no plan.
+    """
+
+    baseline: Baseline
+    plan: Plan | None
+    step_time: float
+    times: Mapping[int, float]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The planner's own plan and the baselines, the fastest first; it prints as a table.
+
+    Parameters
+    ----------
+    own : Entry
+    baselines : tuple of Entry
+    """
+
+    own: Entry
+    baselines: tuple[Entry, ...]
+
+    @property
+    def best(self) -> Entry | None:
+        """The fastest of the baselines; None where none fits."""
+        return next((entry for entry in self.baselines if entry.plan is not None), None)
+
+    @property
+    def gain(self) -> float:
+        """How much longer a step of the best baseline takes, relative to the planner's own; infinite without one."""
+        return self.best.step_time / self.own.step_time - 1 if self.best is not None else float("inf")
+
+    def explain(self, every: bool = False) -> Report:
+        """A row for each system, of its fastest setting; or one for every setting."""
+        from shardweave.report.comparison import compared  # goes up, as in `Plan.explain`
+
+        return compared(self, every)
+
+    def __str__(self) -> str:
+        return str(self.explain())
+
+
+def compare(
+    model: nn.Module,
+    cluster: Cluster,
+    example_inputs: Any,
+    *,
+    baselines: Sequence[Baseline] | None = None,
+    micro_batches: Sequence[int] | None = None,
+    options: Options | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """What the planner's plan gains over what other systems would do.
+
+    Each is planned under the same memory limit and simulated, at the number of micro-batches at which it is fastest.
+
+    Parameters
+    ----------
+    model, cluster, example_inputs, options
+        As for `shardweave.plan`. What is the baselines' own replaces what `options` say of it.
+    baselines : sequence of Baseline, optional
+        By default all that the cluster's sizes admit, `baselines.all_for`: on many devices these are a hundred.
+    micro_batches : sequence of int, optional
+        The numbers to try; by default the powers of two that divide the batch, where the model returns a loss.
+    progress : callable, optional
+        Told each baseline as its turn comes.
+
+    Returns
+    -------
+    Comparison
+        Baselines that do not fit are in it, with the reason.
+
+    Raises
+    ------
+    InfeasibleError
+        The planner itself has no plan that fits.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from shardweave.compiler.baselines import ddp, fsdp
+    >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    >>> found = compare(model, Cluster.local(4), torch.randn(32, 64), baselines=[ddp(), fsdp()])
+    >>> str(found.best.baseline), found.gain >= 0
+    ('DDP', True)
+    """
+    compiler = _Compiler(model, cluster, example_inputs, options, None)
+    tell = progress or (lambda _: None)
+    counts = tuple(micro_batches or _powers(compiler))
+    entries: list[Entry] = []
+    for baseline in (OWN, *(all_for(cluster) if baselines is None else baselines)):
+        tell(str(baseline))
+        entries.append(_entry(compiler, baseline, counts))
+        if baseline is OWN and entries[0].plan is None:
+            raise InfeasibleError(entries[0].reason)
+    own, *others = entries
+    return Comparison(own, tuple(sorted(others, key=lambda entry: entry.step_time)))
+
+
+def _powers(compiler: _Compiler) -> Iterator[int]:
+    """The powers of two that divide the batch; one where the model has no loss to begin each backward from."""
+    count = 1
+    while compiler.annotated.batch % count == 0 and (count == 1 or compiler.annotated.loss_inside):
+        yield count
+        count *= 2
+
+
+def _entry(compiler: _Compiler, baseline: Baseline, counts: Iterable[int]) -> Entry:
+    options = baseline.over(compiler.options)
+    plans: dict[int, Plan] = {}
+    times: dict[int, float] = {}
+    reason = ""
+    for count in counts:
+        mine = copy.copy(compiler)
+        mine.options = replace(options, micro_batches=count)
+        try:
+            plans[count] = mine.plan()
+        except ParallelError as error:
+            # That a part of the batch does not divide says less than what was missing before it was cut so small.
+            reason = str(error) if not reason or isinstance(error, InfeasibleError) else reason
+            continue
+        times[count] = plans[count].timeline().step_time
+    best = min(times, key=lambda count: (times[count], count), default=0)
+    return Entry(baseline, plans.get(best), times.get(best, float("inf")), times, "" if times else reason)
