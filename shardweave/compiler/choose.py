@@ -11,11 +11,16 @@ from shardweave.compiler.planner.costing import Costed
 from shardweave.compiler.planner.problem import Problem
 from shardweave.compiler.planner.recomputation import layer_named
 from shardweave.compiler.planner.solver import Solution, smallest, solve
+from shardweave.compiler.planner.tidy import tidied
+from shardweave.compiler.refine import rivals
 from shardweave.errors import InfeasibleError
 from shardweave.units import readable_bytes
 
 UNLIMITED = 2**62
 """Bytes that no device has."""
+
+GAP, EXACT = 1e-3, 2**13
+"""How far from its bound an answer of the program may be; of problems with at most so many candidates, not at all."""
 
 Start = Callable[[Costed], Sequence[int] | None]
 """From a problem to a choice to begin with."""
@@ -39,97 +44,128 @@ class Chosen:
         return _decision(self.costed, self.solution)
 
 
-def choose(
-    costed: Costed,
-    time_limit: float,
-    simulate: Simulate,
-    smaller: Callable[[], Costed] | None = None,
-    start: Start = lambda costed: None,
-) -> Chosen:
-    """The best choice whose generated step, simulated, fits.
+@dataclass(frozen=True)
+class Chooser:
+    """Chooses one plan of a step.
 
-    The program adds up what its ops hold, mostly a little too much; the simulator follows every value of the generated
-    step, and is the judge. Where the fastest plan of all fits, it is the answer. Otherwise the program is asked under
-    the limit, `smaller` with all ways to save memory, and again under a smaller limit as long as its answer needs more
-    than it thought; its first answer remains the bound. The smallest plan is the last resort. `start` knows a choice to
-    begin with.
-
-    Raises
-    ------
-    InfeasibleError
-        With the smallest memory that would do, and what takes it.
+    Parameters
+    ----------
+    simulate : callable
+    time_limit : float
+        Seconds that the solver may take for one problem.
+    start : callable
+        From a problem to a choice to begin with, where one is known.
     """
-    problem, limit = costed.problem, costed.problem.memory_limit
-    fastest = _simulated(
-        costed, solve(replace(problem, memory_limit=UNLIMITED), time_limit, hint=start(costed)), simulate
-    )
-    if fastest.judged.peak_memory <= limit:
-        return _within(fastest, limit)
-    if smaller is not None:
-        costed = smaller()
-        problem = costed.problem
-    found = _under(costed, limit, fastest, time_limit, simulate, start(costed))
-    if found is not None:
+
+    simulate: Simulate
+    time_limit: float
+    start: Start = lambda costed: None
+    runs: Sequence[Sequence[str]] = ()
+    """The names of equal layers."""
+
+    def choose(self, costed: Costed, smaller: Callable[[], Costed] | None = None) -> Chosen:
+        """The best choice whose generated step, simulated, fits.
+
+        The program adds up what its ops hold, mostly a little too much; the simulator follows every value of the
+        generated step, and is the judge. Where the fastest plan of all fits, it is the answer. Otherwise the program
+        is asked under the limit, `smaller` with all ways to save memory, and again under a smaller limit as long as its
+        answer needs more than it thought; its first answer remains the bound. The smallest plan is the last resort.
+        The answer is refined: the simulator picks among plans that the program says to be close.
+
+        Raises
+        ------
+        InfeasibleError
+            With the smallest memory that would do, and what takes it.
+        """
+        limit = costed.problem.memory_limit
+        free = _limited(costed, UNLIMITED)
+        fastest = self._simulated(free, self._solve(free, self.start(costed)))
+        if fastest.judged.peak_memory <= limit:
+            return _within(self._refined(free, fastest, limit), limit)
+        if smaller is not None:
+            costed = smaller()
+        found = self._under(costed, limit, fastest, self.start(costed))
+        if found is not None:
+            return _within(self._refined(costed, found, limit), limit)
+        return self._last(costed, fastest, limit)
+
+    def _refined(self, costed: Costed, best: Chosen, limit: int) -> Chosen:
+        """The fastest by the simulator of the best choice and its rivals, of those that fit."""
+        found = best
+        for solution in rivals(costed, best.solution, self._solve):
+            rival = self._simulated(costed, solution)
+            if _peak(rival) <= limit and rival.judged.step_time < found.judged.step_time:
+                found = rival
         return found
-    choice = smallest(problem, time_limit)
-    assert choice is not None  # there is a fastest one
-    least = min((_last_resort(costed, choice, fastest, simulate), fastest), key=_peak)
-    if _peak(least) <= limit:
-        return _within(least, limit)
-    needed = _peak(least)
-    while (found := _under(costed, needed - 1, fastest, time_limit, simulate)) is not None:
-        least, needed = found, found.peak_memory  # counted as more than the smallest, simulated as less
-    if needed <= limit:  # asked from above, the program came by a plan that it had skipped when asked for this limit
-        return least
-    parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(least.judged.at_peak)]
-    raise InfeasibleError(
-        f"no plan fits into the memory limit of {limit} bytes ({readable_bytes(limit)}) a device; the smallest memory "
-        f"that does is {needed} bytes ({readable_bytes(needed)}): {', '.join(parts)}. Raise memory_limit, "
-        "or use more devices or a smaller batch",
-        needed,
-    )
+
+    def _last(self, costed: Costed, fastest: Chosen, limit: int) -> Chosen:
+        """The smallest plan of all, where the program finds none that fits."""
+        choice = smallest(costed.problem, self.time_limit)
+        assert choice is not None  # there is a fastest one
+        least = min((self._simulated(costed, _unproven(costed, choice, fastest)), fastest), key=_peak)
+        if _peak(least) <= limit:
+            return _within(least, limit)
+        needed = _peak(least)
+        while (found := self._under(costed, needed - 1, fastest)) is not None:
+            least, needed = found, found.peak_memory  # counted as more than the smallest, simulated as less
+        if (
+            needed <= limit
+        ):  # asked from above, the program came by a plan that it had skipped when asked for this limit
+            return least
+        parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(least.judged.at_peak)]
+        raise InfeasibleError(
+            f"no plan fits into the memory limit of {limit} bytes ({readable_bytes(limit)}) a device; the smallest "
+            f"memory that does is {needed} bytes ({readable_bytes(needed)}): {', '.join(parts)}. Raise memory_limit, "
+            "or use more devices or a smaller batch",
+            needed,
+        )
+
+    def _under(self, costed: Costed, limit: int, fastest: Chosen, hint: Sequence[int] | None = None) -> Chosen | None:
+        """The best choice that fits into `limit` when simulated, too; None where the program runs out of choices."""
+        asked = _limited(costed, limit)
+        first: Solution | None = None
+        if hint is None and len(fastest.solution.choice) == len(costed.variables):
+            hint = fastest.solution.choice
+        while True:
+            try:
+                solution = self._solve(asked, hint)
+            except InfeasibleError:
+                return None
+            first, hint = first or solution, hint if first is None else first.choice
+            chosen = self._simulated(costed, _bounded(costed.problem, solution, first))
+            if _peak(chosen) <= limit:
+                return _within(chosen, limit)
+            counted = costed.problem.memory(solution.choice)
+            asked = _limited(costed, min(counted - 1, limit - (_peak(chosen) - counted)))
+
+    def _solve(self, costed: Costed, hint: Sequence[int] | None = None) -> Solution:
+        exact = sum(len(op.candidates) for op in costed.problem.ops) <= EXACT
+        found = solve(costed.problem, self.time_limit, hint=hint, gap=0.0 if exact else GAP)
+        if exact:
+            return found
+        choice = tidied(costed.problem, costed.variables, self.runs, found.choice)
+        objective = costed.problem.objective(choice)
+        gap = max(0.0, (objective - found.bound) / objective) if objective else 0.0
+        return replace(found, choice=choice, objective=objective, gap=gap, status="feasible" if gap else "optimal")
+
+    def _simulated(self, costed: Costed, solution: Solution) -> Chosen:
+        judged = self.simulate(_decision(costed, solution))
+        return Chosen(costed, solution, judged, max(costed.problem.memory(solution.choice), judged.peak_memory))
 
 
-def _under(
-    costed: Costed,
-    limit: int,
-    fastest: Chosen,
-    time_limit: float,
-    simulate: Simulate,
-    hint: Sequence[int] | None = None,
-) -> Chosen | None:
-    """The program's best choice that fits into `limit` when simulated, too; None where it runs out of choices."""
-    problem = replace(costed.problem, memory_limit=limit)
-    first: Solution | None = None
-    if hint is None and costed is fastest.costed:
-        hint = fastest.solution.choice
-    while True:
-        try:
-            solution = solve(problem, time_limit, hint=hint)
-        except InfeasibleError:
-            return None
-        first, hint = first or solution, hint if first is None else first.choice
-        chosen = _simulated(costed, _bounded(costed.problem, solution, first), simulate)
-        if _peak(chosen) <= limit:
-            return _within(chosen, limit)
-        counted = problem.memory(solution.choice)
-        problem = replace(problem, memory_limit=min(counted - 1, limit - (_peak(chosen) - counted)))
+def _limited(costed: Costed, limit: int) -> Costed:
+    return replace(costed, problem=replace(costed.problem, memory_limit=limit))
 
 
-def _last_resort(costed: Costed, choice: tuple[int, ...], fastest: Chosen, simulate: Simulate) -> Chosen:
-    """The smallest plan; all that is known of the others is that none is faster than the fastest of all."""
+def _unproven(costed: Costed, choice: tuple[int, ...], fastest: Chosen) -> Solution:
+    """A choice of which all that is known is that none is faster than the fastest of all."""
     objective, bound = costed.problem.objective(choice), fastest.solution.bound
     gap = (objective - bound) / objective if objective else 0.0
-    return _simulated(costed, Solution(choice, objective, bound, gap, "feasible", 0.0), simulate)
+    return Solution(choice, objective, bound, gap, "feasible", 0.0)
 
 
 def _peak(chosen: Chosen) -> int:
     return chosen.judged.peak_memory
-
-
-def _simulated(costed: Costed, solution: Solution, simulate: Simulate) -> Chosen:
-    judged = simulate(_decision(costed, solution))
-    return Chosen(costed, solution, judged, max(costed.problem.memory(solution.choice), judged.peak_memory))
 
 
 def _within(chosen: Chosen, limit: int) -> Chosen:
@@ -157,10 +193,11 @@ def largest(sizes: Mapping[str, int], count: int = 3) -> list[tuple[str, int]]:
 
 
 def _decision(costed: Costed, solution: Solution) -> Decision:
-    found = Decision({}, {}, {}, {})
-    kept = costed.problem.kept_by_op(solution.choice)
-    for variable, index, size in zip(costed.variables, solution.choice, kept, strict=True):
-        found.kept_bytes[variable.name] = size
+    found = Decision({}, {}, {}, {}, {})
+    problem, choice = costed.problem, solution.choice
+    figures = problem.kept_by_op(choice), problem.seconds_by_op(choice)
+    for variable, index, size, seconds in zip(costed.variables, choice, *figures, strict=True):
+        found.kept_bytes[variable.name], found.seconds[variable.name] = size, seconds
         if variable.op is not None:
             found.strategies[variable.name] = variable.strategies[index]
         elif variable.modes:

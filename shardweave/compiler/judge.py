@@ -1,8 +1,9 @@
 """The judge: what a plan's generated step takes, by simulating it, of deep models a few layers.
 
-Of each stretch of equal layers that a plan spreads alike, a few are lowered, scheduled and simulated, once more with
-one layer more; the difference stands for each of the others. Away from its ends a step is periodic, so that this is
-what the whole step takes but for what the ends of a stretch are worth (docs/simulator.md has figures).
+Of each stretch of equal layers that a plan spreads alike, a few are lowered, scheduled and simulated, and once more
+with one more of each; the difference stands for each of the others, shared out among stretches as the program sees
+them. Away from its ends a step is periodic, so that this is what the whole step takes but for what the ends of a
+stretch are worth.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ LEFT = 2
 
 
 class Decision(NamedTuple):
-    """What a plan says of each op, each join and each layer, by name, and the bytes that each keeps."""
+    """What a plan says of each op, each join and each layer, by name, and the bytes that each keeps and its seconds."""
 
     strategies: dict[str, Strategy]
     joins: dict[str, Assignment]
     modes: dict[str, Mode]
     """How layers are recomputed that the planner chose it for."""
     kept_bytes: dict[str, int]
+    seconds: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -64,20 +66,16 @@ class Judged:
             timeline.memory.at_peak(),
         )
 
-    def extended(self, smaller: Judged, larger: Judged, times: int) -> Judged:
-        """This, and as many times as said what `larger` has more than `smaller`."""
-
-        def more(mine: float, less: float, more: float) -> float:
-            return mine + times * (more - less)
-
-        kinds = {**self.at_peak, **smaller.at_peak, **larger.at_peak}
-        held = [{kind: part.at_peak.get(kind, 0) for kind in kinds} for part in (self, smaller, larger)]
+    def extended(self, larger: Judged, times: float, times_bytes: float) -> Judged:
+        """This, and so many times what `larger` has more: its seconds, and its bytes."""
+        kinds = {**self.at_peak, **larger.at_peak}
+        held = {kind: (self.at_peak.get(kind, 0), larger.at_peak.get(kind, 0)) for kind in kinds}
         return Judged(
-            more(self.step_time, smaller.step_time, larger.step_time),
-            more(self.compute_time, smaller.compute_time, larger.compute_time),
-            more(self.exposed_communication, smaller.exposed_communication, larger.exposed_communication),
-            int(more(self.peak_memory, smaller.peak_memory, larger.peak_memory)),
-            {kind: int(more(*(part[kind] for part in held))) for kind in kinds},
+            self.step_time + times * (larger.step_time - self.step_time),
+            self.compute_time + times * (larger.compute_time - self.compute_time),
+            self.exposed_communication + times * (larger.exposed_communication - self.exposed_communication),
+            int(self.peak_memory + times_bytes * (larger.peak_memory - self.peak_memory)),
+            {kind: int(mine + times_bytes * (theirs - mine)) for kind, (mine, theirs) in held.items()},
         )
 
 
@@ -103,13 +101,13 @@ class Judge:
     def __call__(self, decision: Decision, options: Options) -> Judged:
         """What the step takes; `options` have the memory limit."""
         stretches = self._stretches(decision, options)
+        long = [stretch for stretch in stretches if len(stretch.layers) > LEFT]
         left = {stretch: min(LEFT, len(stretch.layers)) for stretch in stretches}
-        judged = first = self._simulated(decision, options, left)
-        for stretch in stretches:
-            if len(stretch.layers) > LEFT:
-                larger = self._simulated(decision, options, {**left, stretch: LEFT + 1})
-                judged = judged.extended(first, larger, len(stretch.layers) - LEFT)
-        return judged
+        judged = self._simulated(decision, options, left)
+        if not long:
+            return judged
+        larger = self._simulated(decision, options, {**left, **dict.fromkeys(long, LEFT + 1)})
+        return judged.extended(larger, _times(long, decision.seconds), _times(long, decision.kept_bytes))
 
     def _simulated(self, decision: Decision, options: Options, left: Mapping[Run, int]) -> Judged:
         fold, annotated = self.steps.folded(left)
@@ -144,3 +142,15 @@ class Judge:
 
 def _said(decision: Decision, names: Sequence[str]) -> list[object]:
     return [decision.strategies.get(name) or decision.joins.get(name) for name in names]
+
+
+def _times(stretches: Sequence[Run], figures: Mapping[str, float]) -> float:
+    """How many times one more layer of each stretch is what is left out, a layer counting by its figure."""
+    one = rest = 0.0
+    for stretch in stretches:
+        own = sum(figure for name, figure in figures.items() if inside(name, stretch.layers[0]))
+        one += own
+        rest += own * (len(stretch.layers) - LEFT)
+    if not one:  # then they count alike
+        return sum(len(stretch.layers) - LEFT for stretch in stretches) / len(stretches)
+    return rest / one

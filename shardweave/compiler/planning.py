@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 
 from shardweave.compiler.capture import Captured
-from shardweave.compiler.choose import Chosen, choose
+from shardweave.compiler.choose import Chooser, Chosen
 from shardweave.compiler.fold import Fold, Run
 from shardweave.compiler.judge import Decision, Judge
 from shardweave.compiler.pipeline import Annotated
@@ -67,13 +67,14 @@ class Planning:
         begun = time.monotonic()
         priced = self._priced()
         self.progress("solve")
-        chosen = choose(
-            priced.whole(priced.costed),
-            self.options.time_limit,
+        chooser = Chooser(
             lambda decision: self.judge(decision, self.options),
-            priced.with_modes if self.options.recompute is None and not priced.has_checkpoints else None,
+            self.options.time_limit,
             lambda costed: None if start is None else _hint(costed, start),
+            [run.layers for run in self.steps.runs(self.options)],
         )
+        chooses_modes = self.options.recompute is None and not priced.has_checkpoints
+        chosen = chooser.choose(priced.whole(priced.costed), priced.with_modes if chooses_modes else None)
         weaving = _woven(self.options.weaving, chosen.decision)
         savings = self._savings(chosen, weaving) if weigh else ()
         return self._described(key, chosen, priced, weaving, savings, time.monotonic() - begun)

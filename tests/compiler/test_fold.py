@@ -186,4 +186,5 @@ def wide() -> _Compiler:
 def decided(compiler: _Compiler, plan: sw.Plan) -> Decision:
     strategies = {name: choice.strategy for name, choice in plan.choices.items()}
     kept = {name: choice.state_bytes + choice.saved_bytes for name, choice in plan.choices.items()}
-    return Decision(strategies, compiler.joins_of(plan), {}, kept)
+    seconds = {name: choice.seconds for name, choice in plan.choices.items()}
+    return Decision(strategies, compiler.joins_of(plan), {}, kept, seconds)

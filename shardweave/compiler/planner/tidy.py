@@ -1,0 +1,76 @@
+"""Tidying: of choices that are as good, the one with the fewest kinds of layers, each kind in one stretch.
+
+A solver makes no difference between equal layers, so what it chooses for a few of them may lie anywhere. Plans are for
+people to read, and a stretch of layers that are alike is judged by a few of them (`compiler.judge`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardweave.compiler.planner.costing import Variable
+from shardweave.compiler.planner.problem import Problem
+from shardweave.compiler.planner.unfold import inside, renamed
+
+SLACK = 2e-4
+"""How much longer than before the step may take, altogether."""
+
+Choice = tuple[int, ...]
+
+
+def tidied(problem: Problem, variables: Sequence[Variable], runs: Sequence[Sequence[str]], choice: Choice) -> Choice:
+    """A choice within the limit that takes at most `SLACK` longer, of fewer kinds of layers in fewer stretches.
+
+    Parameters
+    ----------
+    problem : Problem
+    variables : sequence of Variable
+        What its ops stand for.
+    runs : sequence of sequences of str
+        The names of equal layers, in order.
+    choice : tuple of int
+        One within the limit.
+    """
+    most = problem.objective(choice) * (1 + SLACK)
+    at = {variable.name: index for index, variable in enumerate(variables)}
+    for layers in runs:
+        first = [name for name in at if inside(name, layers[0])]
+        run = _Run([[at[renamed(name, layers[0], layer)] for name in first] for layer in layers])
+        kinds = run.kinds(choice)
+
+        def accepted(others: list[Choice], run: _Run = run, choice: Choice = choice) -> bool:
+            other = run.written(choice, others)
+            return problem.feasible(other) and problem.objective(other) <= most
+
+        for rare in sorted(set(kinds), key=lambda kind: (kinds.count(kind), kind)):
+            for other in sorted(set(kinds) - {rare}, key=lambda kind: (-kinds.count(kind), kind)):
+                fewer = [other if kind == rare else kind for kind in kinds]
+                if accepted(fewer):
+                    kinds = fewer
+                    break
+        order = list(dict.fromkeys(kinds))
+        together = sorted(kinds, key=order.index)
+        if together != kinds and accepted(together):
+            kinds = together
+        choice = run.written(choice, kinds)
+    return choice
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Equal layers: of each the ops, in the same order."""
+
+    places: list[list[int]]
+
+    def kinds(self, choice: Choice) -> list[Choice]:
+        """What is chosen for each layer."""
+        return [tuple(choice[index] for index in own) for own in self.places]
+
+    def written(self, choice: Choice, kinds: Sequence[Choice]) -> Choice:
+        """`choice` with these for the layers."""
+        found = list(choice)
+        for own, kind in zip(self.places, kinds, strict=True):
+            for index, value in zip(own, kind, strict=True):
+                found[index] = value
+        return tuple(found)
