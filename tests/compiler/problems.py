@@ -34,14 +34,17 @@ def problems(
     tables = draw(st.lists(st.lists(candidates, min_size=1, max_size=4).map(tuple), min_size=1, max_size=count))
     ops = tuple(Op(f"op{i}", tables[i % len(tables)], f"group{i % len(tables)}") for i in range(count))
 
-    def table(entries: st.SearchStrategy[float], *many: int) -> st.SearchStrategy[np.ndarray]:
-        shape = (*many, PORTS, PORTS)
-        whole = st.lists(entries, min_size=math.prod(shape), max_size=math.prod(shape))
-        return whole.map(lambda row: np.array(row).reshape(shape))
+    def table(entries: st.SearchStrategy[float]) -> st.SearchStrategy[np.ndarray]:
+        whole = st.lists(entries, min_size=PORTS**2, max_size=PORTS**2)
+        return whole.map(lambda row: np.array(row).reshape(PORTS, PORTS))
 
     matrices = table(st.one_of(seconds, st.just(float("inf"))) if forbidden else seconds)
-    loading = st.one_of(st.none(), table(seconds, streams)) if streams else st.none()
-    keeping = st.one_of(st.none(), table(st.integers(0, 2**30)))
+    # Put together from few tables: to draw them for each edge would take most of the time.
+    some = draw(st.lists(table(seconds), min_size=1, max_size=2)) if streams else []
+    loading = st.none() if not streams else st.one_of(
+        st.none(), st.tuples(*[st.sampled_from(some)] * streams).map(np.stack)
+    )  # fmt: skip
+    keeping = st.sampled_from([None, draw(table(st.integers(0, 2**30)))])
     pairs = [(i, j) for j in range(count) for i in range(j) if j == i + 1 or draw(st.integers(0, 3)) == 0]
     edges = tuple(Edge(i, j, draw(matrices), draw(loading), draw(keeping)) for i, j in pairs)
     problem = Problem(ops, edges, fixed_bytes=draw(sizes), fixed_seconds=draw(seconds), windows=windows)
@@ -52,4 +55,5 @@ def problems(
 def brute_force(problem: Problem) -> float | None:
     """The least objective of all feasible choices; None where there is none."""
     choices = itertools.product(*(range(len(op.candidates)) for op in problem.ops))
-    return min((problem.objective(choice) for choice in choices if problem.feasible(choice)), default=None)
+    fitting = (choice for choice in choices if problem.memory(choice) <= problem.memory_limit)
+    return min((time for choice in fitting if (time := problem.objective(choice)) < math.inf), default=None)

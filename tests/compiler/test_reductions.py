@@ -15,7 +15,7 @@ reductions = pytest.mark.parametrize("reduction", DEFAULT_REDUCTIONS, ids=lambda
 
 
 @reductions
-@settings(deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problem=problems(), data=st.data())
 def test_inverting_keeps_objective_and_feasibility(reduction: Reduction, problem: Problem, data: st.DataObject) -> None:
     smaller, kept = reduction.apply(problem)
@@ -26,13 +26,13 @@ def test_inverting_keeps_objective_and_feasibility(reduction: Reduction, problem
 
 
 @reductions
-@settings(deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problem=problems(max_ops=4))
 def test_some_optimum_survives(reduction: Reduction, problem: Problem) -> None:
     assert brute_force(reduction.apply(problem)[0]) == brute_force(problem)
 
 
-@settings(deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems(max_ops=4), st.permutations(DEFAULT_REDUCTIONS))
 def test_reductions_chain_in_any_order(problem: Problem, order: list[Reduction]) -> None:
     smaller, kept = reduce(problem, order)

@@ -31,7 +31,7 @@ def optimum(problem: Problem) -> float | None:
     return solution.objective
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(problems())
 def test_the_optimum_is_that_of_brute_force(problem: Problem) -> None:
     assert optimum(problem) == brute_force(problem)
@@ -92,6 +92,35 @@ def test_more_candidates_never_make_the_optimum_slower(problem: Problem, data: s
 
 
 @settings(max_examples=40, deadline=None)
+@given(problems(windows=(("compute", "inner", "outer"), ("compute",))), st.data())
+def test_less_load_never_makes_the_optimum_slower(problem: Problem, data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, len(problem.ops) - 1))
+    op = problem.ops[index]
+    less = tuple(replace(c, loads=tuple(load * data.draw(st.floats(0, 1)) for load in c.loads)) for c in op.candidates)
+    lighter = replace(problem, ops=(*problem.ops[:index], replace(op, candidates=less), *problem.ops[index + 1 :]))
+    assert (optimum(lighter) or 0.0) <= (optimum(problem) or math.inf)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.sampled_from([1e-3, 0.1, 0.5]), st.sampled_from([0.0, 60.0]))
+def test_a_search_that_ends_early_says_how_far_the_optimum_can_be(
+    problem: Problem, gap: float, time_limit: float
+) -> None:
+    """At the gap that was asked for, or at the time limit."""
+    best = brute_force(problem)
+    try:
+        solution = solve(problem, time_limit=time_limit, gap=gap)
+    except PlanError:
+        assert best is None or not time_limit
+        return
+    assert problem.feasible(solution.choice) and solution.objective == problem.objective(solution.choice)
+    assert best is not None and solution.bound <= best <= solution.objective
+    assert solution.status == "feasible" or solution.objective == best
+    if time_limit:
+        assert solution.gap <= gap + 1e-12
+
+
+@settings(max_examples=40, deadline=None)
 @given(problems())
 def test_the_same_problem_gives_the_same_choice(problem: Problem) -> None:
     def choice() -> tuple[int, ...] | None:
@@ -129,22 +158,31 @@ def test_layouts_that_never_go_together_are_another_error() -> None:
     assert not isinstance(error.value, InfeasibleError)
 
 
-def layers(count: int) -> Problem:
+def layers(count: int, windows: tuple[tuple[str, ...], ...] = ()) -> Problem:
     """Equal layers of 7 ops with many near ties, under a limit in the middle."""
     random = np.random.default_rng(0)
+    streams = sum(map(len, windows))
     tables = [
         tuple(
             Candidate(
-                str(i), s * 1e-3, int(2**24 / s), 0, int(2**20 * s), int(random.integers(6)), int(random.integers(6))
+                str(i), s * 1e-3, int(2**24 / s), 0, int(2**20 * s), int(random.integers(6)), int(random.integers(6)),
+                loads=tuple(random.uniform(0, 2e-3, streams)),
             )
             for i, s in enumerate(random.uniform(1, 4, 30))
         )
         for _ in range(7)
-    ]
+    ]  # fmt: skip
     ops = tuple(Op(f"{layer}.{i}", table, f"{i}") for layer in range(count) for i, table in enumerate(tables))
     changes = [random.uniform(0, 1e-3, (6, 6)) for _ in tables]
     edges = tuple(Edge(i, i + 1, changes[i % 7]) for i in range(len(ops) - 1))
-    return Problem(ops, edges, memory_limit=count * 7 * 2**23)
+    return Problem(ops, edges, memory_limit=count * 7 * 2**23, windows=windows)
+
+
+def test_layers_with_windows_are_solved_to_the_gap_that_was_asked_for() -> None:
+    problem = layers(32, (("compute", "inner", "outer"), ("compute", "inner", "outer")))
+    solution = solve(problem, gap=5e-3)
+    assert problem.feasible(solution.choice) and solution.gap <= 5e-3
+    assert len({solution.choice[start : start + 7] for start in range(0, len(solution.choice), 7)}) > 1
 
 
 def test_a_search_cut_short_is_never_called_optimal() -> None:

@@ -148,7 +148,8 @@ def _splices(
     slack: float,
 ) -> Found:
     """Runs of ops as in one of the columns."""
-    added, numbers, begins, ends = [], [], [], []
+    added = [np.zeros((len(figures), 0), dtype=np.int64)]
+    numbers, begins, ends = [], [], []
     for number, column in enumerate(columns):
         runs = all_runs(tables, weights, choice, column.choice, choice)
         more = runs.figures - figures[:, None, None]
@@ -160,6 +161,8 @@ def _splices(
         begins += runs.begins[i].tolist()
         ends += runs.ends[j].tolist()
     together = np.concatenate(added, axis=1)
+    if not numbers:
+        return []
     _, first = np.unique(together, axis=1, return_index=True)
     found: Found = []
     for index in first[_promising(tables, weights, together[:, first])].tolist():
