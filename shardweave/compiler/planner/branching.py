@@ -115,9 +115,12 @@ class Branching:
         for op in self._farthest(found.elimination, choices):
             for first, second in combinations(choices, 2):
                 sides = self._sides(found, op, first, second)
-                if sides is not None:
-                    for own in (sides, ~sides):
-                        self._enter(found.elimination.restricted(op, own), found.part, found)
+                if sides is None:
+                    continue
+                halves = [found.elimination.restricted(op, own) for own in (sides, ~sides)]
+                if not any(half.too_wide for half in halves):
+                    for half in halves:
+                        self._enter(half, found.part, found)
                     return True
         return False
 

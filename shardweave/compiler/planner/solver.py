@@ -1,27 +1,42 @@
 """Which candidate each op takes: the fastest choice within the memory limit, found and proven with OR-Tools.
 
 With ``x[o, c]`` = 1 where op o takes candidate c, ``f[e, i, j]`` = 1 where edge e goes from out port i to in port j,
-and ``T`` the largest transient memory:
+``T`` the largest transient memory and ``t[w]`` the time of window w:
 
 ===  ========================================================================  =========================
 (1)  sum over c of x[o, c] = 1                                   for every op  `Program.choose_one`
 (2)  sum over j of f[e, i, j] = sum of x[producer, c] with out port i,         `Program.connect`
      sum over i of f[e, i, j] = sum of x[consumer, c] with in port j
 (3)  T >= sum over c of transient[c] x[o, c]                     for every op  `Program.hold`
-(4)  sum of kept[c] x[o, c] + T <= limit - fixed                               `Program.limit_memory`
-(5)  minimise sum of ticks[c] x[o, c] + sum of ticks[i, j] f[e, i, j]          `Program.minimise_time`
-(6)  minimise sum of kept[c] x[o, c] + T     (in place of (4), (5): for the    `Program.minimise_memory`
+(4)  sum of kept[c] x[o, c] + sum of kept[i, j] f[e, i, j] + T                 `Program.limit_memory`
+     <= limit - fixed
+(5)  t[w] >= sum of load[s, c] x[o, c] + sum of load[s, i, j] f[e, i, j]       `Program.fill_windows`
+                                                   for every stream s of w
+(6)  minimise sum of ticks[c] x[o, c] + sum of ticks[i, j] f[e, i, j]          `Program.minimise_time`
+     + sum of t[w]
+(7)  minimise the left side of (4)   (in place of (4) to (6): for the          `Program.minimise_memory`
      smallest memory that would do)
 ===  ========================================================================  =========================
 
+(1) and (6) under (4) are the program of OSDP (arXiv 2209.13258, equation 1), with more kinds of candidates: grids,
+whose communication is priced by AxoNN's equations 4 to 10 (arXiv 2305.13525), and factors at rest, whose memory and
+communication are those of AMSP (arXiv 2311.00257, equations 1 to 7). (2) is what a change of layout costs between two
+ops; (5) is the maximum of computation and communication at once of Oases (arXiv 2305.16121, equations 2 to 6), here for
+any streams of a window.
+
 Most models are narrow graphs: chains with residual edges. There the program is never written down:
 
-1. `elimination.Elimination` minimises (5) without (3) and (4) exactly, one op after the other, equal layers once.
-2. `duality.dual` pays for memory in ticks a byte, which turns (4) into a term of (5) and the minimum into a bound, the
-   best one that Lagrange multipliers give; (3) is a cap on candidates, and the search branches on it. `cross` makes
-   mixtures of the choices on either side of the limit: a first plan, mostly within 0.1 % of the bound.
-3. `labels.Walker` walks through all choices within a slack of that bound. The slack grows until the best choice lies
-   within it, which is then optimal: whatever was left out costs more.
+1. `elimination.Elimination` minimises any weighed sum of time, memory and loads exactly, one op after the other, equal
+   layers once.
+2. `duality.dual` weighs the streams of each window and pays for memory in ticks a byte, which turns (4) and (5) into
+   terms of (6) and the minimum into a bound, the best one that Lagrange multipliers give. They come from the best
+   mixture of the choices found so far (`duality.Master`, solved by GLOP).
+3. `mixing.mix` makes runs of ops out of the mixture's choices, `tuning.tune` betters them by pairs of changes: a plan,
+   mostly within 0.1 % of the bound.
+4. `branching.Branching` splits the choices where the bound is loose: by their largest transient, for (3), and by the
+   layouts of some ops, for what changes between runs cost.
+5. `labels.Walker` walks through all choices within a slack of a part's bound. The slack grows until the best choice
+   lies within it, which is then optimal: whatever was left out costs more.
 
 Where elimination's tables would grow too large, these steps take its place, each of which may end the search:
 
@@ -31,11 +46,9 @@ Where elimination's tables would grow too large, these steps take its place, eac
 3. `sweep.sweep`: all choices within a growing slack of the bound are walked through in the order of the ops.
 4. `program.prove`: CP-SAT goes on, from the best choice, without what costs too much.
 
-Measured on one core: Llama-3-8B (32 layers, 354 ops of up to 100 candidates and 40 ports) on 64 devices is proven
-optimal in 1 to 6 s, from limits that bind nothing to the smallest that does; GLOP and the sweep found no choice in
-30 s there, each edge having 1,600 flows. On ten random problems of 32 layers x 7 ops x 30 candidates with 6 ports the
-relaxation and the sweep prove the optimum in 0.5 to 1.4 s, HiGHS takes 0.3 s to more than 30 s, CP-SAT alone is left
-with a gap of 2e-5 after 30 s on a plain chain.
+Measured on one core, with no windows: Llama-3-8B (32 layers, 354 ops of up to 128 candidates) on 64 devices is proven
+optimal in 0.3 s; GLOP and the sweep found no choice in 30 s there, each edge having 1,600 flows. With two windows of
+three streams `docs/measure_solver.py` has the figures.
 """
 
 from __future__ import annotations
