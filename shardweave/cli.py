@@ -1,17 +1,20 @@
-"""The command line: ``shardweave demo``, ``shardweave plan``, ``shardweave explain``, ``shardweave diff``."""
+"""The command line: ``shardweave demo``, ``plan``, ``compare``, ``explain`` and ``diff``."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from shardweave.errors import InputError, ParallelError
+
+if TYPE_CHECKING:
+    from shardweave.cost_model import Cluster
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -60,17 +63,10 @@ def plan(
     trace: Annotated[Path | None, typer.Option(help="Where to save the simulated step (Chrome trace).")] = None,
 ) -> None:
     """Plan a model for a cluster, without the cluster, and show the plan op by op."""
-    import torch
-
     import shardweave as sw
 
-    build = _load(factory)
-    with torch.device("meta"):
-        model, inputs = build()
-    is_file = cluster.endswith((".yaml", ".yml"))
-    if is_file and nodes is not None:
-        raise InputError(f"--nodes {nodes} goes with a preset, but {cluster!r} is a file, which has its own levels")
-    machine = sw.Cluster.load(cluster) if is_file else sw.Cluster.preset(cluster, nodes=nodes)
+    model, inputs = _built(factory)
+    machine = _machine(cluster, nodes)
     limit = None if memory_limit is None else int(memory_limit * 2**30)
     weaving: dict[str, Any] = {"sub_batches": sub_batches, "recompute": recompute}
     weaving |= {"operator_slices": operator_slices, "keep_gathered": keep_gathered}
@@ -81,6 +77,37 @@ def plan(
         made.save(out)
     if trace is not None:
         made.timeline().save_trace(trace)
+
+
+@app.command()
+def compare(
+    factory: Annotated[str, typer.Argument(help="module:function that returns (model, example inputs).")],
+    cluster: Annotated[str, typer.Option(help="A preset's name, or the path of a YAML file.")],
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes, for a preset.")] = None,
+    memory_limit: Annotated[float | None, typer.Option(min=0, help="Memory limit a device, in GiB.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Mixed precision: bf16 or fp16.")] = None,
+    only: Annotated[str, typer.Option(help="Part of the names of the systems to compare with, as Megatron.")] = "",
+    every: Annotated[bool, typer.Option(help="Show every setting of a system, not its fastest alone.")] = False,
+) -> None:
+    """Show what the planner's plan gains over DDP, ZeRO, FSDP, MiCS, Megatron-LM, AxoNN, Oases, Merak and OSDP."""
+    import shardweave as sw
+
+    model, inputs = _built(factory)
+    machine, console = _machine(cluster, nodes), _console()
+    limit = None if memory_limit is None else int(memory_limit * 2**30)
+    chosen = [each for each in sw.baselines.all_for(machine) if only.lower() in str(each).lower()]
+    if not chosen:
+        raise InputError(f"--only {only!r} names none of the baselines of {machine.name}: try a system's name, as DDP")
+    with console.status("planning") as status:
+        found = sw.compare(
+            model,
+            machine,
+            inputs,
+            baselines=chosen,
+            options=sw.Options(memory_limit=limit, precision=precision),
+            progress=lambda name: status.update(f"planning {name}"),
+        )
+    console.print(found.explain(every))
 
 
 @app.command()
@@ -100,6 +127,25 @@ def diff(
     from shardweave.compiler.plan import Plan
 
     _console().print(Plan.load(path).diff(Plan.load(other)))
+
+
+def _built(factory: str) -> Any:
+    """The model and its inputs, on no device."""
+    import torch
+
+    build = _load(factory)
+    with torch.device("meta"):
+        return build()
+
+
+def _machine(cluster: str, nodes: int | None) -> Cluster:
+    """The preset or the file that is named."""
+    from shardweave.cost_model import Cluster
+
+    is_file = cluster.endswith((".yaml", ".yml"))
+    if is_file and nodes is not None:
+        raise InputError(f"--nodes {nodes} goes with a preset, but {cluster!r} is a file, which has its own levels")
+    return Cluster.load(cluster) if is_file else Cluster.preset(cluster, nodes=nodes)
 
 
 def _load(factory: str) -> Any:

@@ -32,7 +32,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, "--help") == 0
     printed = capsys.readouterr().out
-    assert all(command in printed for command in ("demo", "plan", "explain", "diff"))
+    assert all(command in printed for command in ("demo", "plan", "compare", "explain", "diff"))
 
 
 def test_plan_explain_and_diff(
@@ -50,9 +50,17 @@ def test_plan_explain_and_diff(
     assert call(monkeypatch, "diff", saved, saved) == 0
 
 
+def test_compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["compare", "tests.test_cli:build", "--cluster", "rtx3090-pcie", "--nodes", "1", "--only", "ddp"]
+    assert call(monkeypatch, *arguments) == 0
+    shown = capsys.readouterr().out
+    assert "the best of 1 baselines" in shown and "arXiv 2006.15704" in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
+        (["compare", "tests.test_cli:build", "--cluster", "rtx3090-pcie", "--only", "none"], "names none of"),
         (["plan", "nothing", "--cluster", "dgx-a100"], "expected module:function"),
         (["plan", "tests.no_module:build", "--cluster", "dgx-a100"], "no_module"),
         (["plan", "tests.test_cli:no_function", "--cluster", "dgx-a100"], "no_function"),

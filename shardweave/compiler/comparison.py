@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -30,20 +29,22 @@ class Entry:
     ----------
     baseline : Baseline
     plan : Plan, optional
-        The one at the number of micro-batches that is fastest; None where no number fits.
-    step_time : float
-        What the simulator says of it; infinite where there is no plan.
+        The one at the number of micro-batches that is fastest in simulation; None where no number fits.
     times : mapping of int to float
-        By the number of micro-batches, where there is a plan.
+        Seconds a step, simulated, by the number of micro-batches where there is a plan.
     reason : str
         Why there is no plan.
     """
 
     baseline: Baseline
     plan: Plan | None
-    step_time: float
     times: Mapping[int, float]
     reason: str = ""
+
+    @property
+    def step_time(self) -> float:
+        """Seconds; infinite where there is no plan."""
+        return self.plan.step_time if self.plan is not None else float("inf")
 
 
 @dataclass(frozen=True)
@@ -124,13 +125,24 @@ def compare(
     ('DDP', True)
     """
     compiler = _Compiler(model, cluster, example_inputs, options, None)
-    tell = progress or (lambda _: None)
+    chosen = all_for(cluster) if baselines is None else baselines
+    return compared(compiler, chosen, micro_batches, progress)
+
+
+def compared(
+    compiler: _Compiler,
+    baselines: Sequence[Baseline],
+    micro_batches: Sequence[int] | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """As `compare`, of what is captured."""
     counts = tuple(micro_batches or _powers(compiler))
     entries: list[Entry] = []
-    for baseline in (OWN, *(all_for(cluster) if baselines is None else baselines)):
-        tell(str(baseline))
+    for baseline in (OWN, *baselines):
+        if progress is not None:
+            progress(str(baseline))
         entries.append(_entry(compiler, baseline, counts))
-        if baseline is OWN and entries[0].plan is None:
+        if entries[0].plan is None:
             raise InfeasibleError(entries[0].reason)
     own, *others = entries
     return Comparison(own, tuple(sorted(others, key=lambda entry: entry.step_time)))
@@ -146,18 +158,13 @@ def _powers(compiler: _Compiler) -> Iterator[int]:
 
 def _entry(compiler: _Compiler, baseline: Baseline, counts: Iterable[int]) -> Entry:
     options = baseline.over(compiler.options)
-    plans: dict[int, Plan] = {}
-    times: dict[int, float] = {}
+    plans: list[Plan] = []
     reason = ""
     for count in counts:
-        mine = copy.copy(compiler)
-        mine.options = replace(options, micro_batches=count)
         try:
-            plans[count] = mine.plan()
+            plans.append(compiler._with(options=replace(options, micro_batches=count)).plan())
         except ParallelError as error:
             # That a part of the batch does not divide says less than what was missing before it was cut so small.
             reason = str(error) if not reason or isinstance(error, InfeasibleError) else reason
-            continue
-        times[count] = plans[count].timeline().step_time
-    best = min(times, key=lambda count: (times[count], count), default=0)
-    return Entry(baseline, plans.get(best), times.get(best, float("inf")), times, "" if times else reason)
+    best = min(plans, key=lambda plan: plan.step_time, default=None)
+    return Entry(baseline, best, {plan.micro_batches: plan.step_time for plan in plans}, "" if plans else reason)

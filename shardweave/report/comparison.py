@@ -29,13 +29,12 @@ def _of_each_system(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
 def _row(entry: Entry, own: Entry) -> tuple[str, ...]:
     if entry.plan is None:
         return str(entry.baseline), "", "", "", "", "", entry.reason
-    timeline = entry.plan.timeline()
     return (
         str(entry.baseline),
         str(entry.plan.micro_batches),
         readable_seconds(entry.step_time),
         f"{100 * (entry.step_time / own.step_time - 1):+.1f} %",
         readable_seconds(entry.plan.exposed_communication),
-        readable_bytes(timeline.peak_memory),
+        readable_bytes(entry.plan.peak_memory),
         entry.baseline.source,
     )
