@@ -36,7 +36,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_plan_is_resolved_with_a_constraint_added(captures: list[str]) -> None:
     model, inputs = mlp()
-    plan = sw.plan(model, sw.Cluster.local(4), inputs, options=sw.Options(force={"0": "column"}))
+    plan = sw.plan(model, sw.Cluster.local(4), inputs, options=sw.Options(force={"0": "column:4"}))
     again = plan.resolve(force={"2": "zero3"})
     assert captures == ["capture"]
     assert (again.choices["0"].strategy.grid.x, again.choices["2"].strategy.rest) == (4, 4)
