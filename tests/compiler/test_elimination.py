@@ -97,6 +97,9 @@ def test_no_choice_of_a_part_is_faster_than_its_bound(problem: Problem, at: floa
         assert whole is None or all(whole.bound <= time for time, _ in times)
         assert found is None or all(found.bound <= time for time, inside in times if inside)
         assert found is None or all(own[column.choice[op]] for column in found.columns)
+        alone = dual(elimination.restricted(op, own), part, offered.append)
+        assert (found is None) == (alone is None)
+        assert found is None or alone is None or found.bound == pytest.approx(alone.bound, rel=1e-4, abs=64)
     assert all(len(choice) == len(problem.ops) for choice in offered)
 
 
