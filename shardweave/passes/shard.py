@@ -19,7 +19,7 @@ from shardweave.errors import LayoutError
 from shardweave.ir import META, Assignment, Axis, Layout, Mesh, NodeInfo
 from shardweave.passes.annotate import bind_new, decompose, depends_on_inputs, graph_outputs, info, source_of
 from shardweave.passes.emitter import OpEmitter
-from shardweave.passes.follow import accepting, follow, met, passing_times
+from shardweave.passes.follow import Arrival, accepting, follow, met, passing_times
 from shardweave.passes.layouts import cut_as, drop, input_layouts, output_layouts
 from shardweave.passes.local import TAKEN, LocalGraph, Origin, remove_dead
 from shardweave.passes.modules import module_of
@@ -268,6 +268,8 @@ class Sharder(Values):
         if partner is not None:
             explicit = self.assigned[partner]
         arrivals = [self.arrival(argument) for argument in arguments]
+        if explicit is None:
+            arrivals = [self._as_read_elsewhere(node, each, have) for each, have in zip(arguments, arrivals)]
         linear = linear_in(node)
         choice = follow(bound, rule, arrivals, self.mesh, linear)
         if explicit is not None:
@@ -302,6 +304,33 @@ class Sharder(Values):
         emitter = OpEmitter(self.local, self.canonical, node, values, wanted, results, assignment, bound, origin)
         self._record(node, emitter.emit(rule), results)
         return None
+
+    def _as_read_elsewhere(self, node: fx.Node, value: fx.Node, arrival: Arrival) -> Arrival:
+        """Where a sum arrives at `node`: scattered, if another reader takes it so, as it lies with what else it reads.
+
+        A gradient is read with the value that its op has saved, for the gradient of a norm's weight, and without it.
+        """
+        sums = {axis for axis, op in arrival.layout.partial if op == "sum" and axis.kind == "space"}
+        if not sums or arrival.single_user:
+            return arrival
+        for user in value.users:
+            arguments = tensor_args(user) if user.op == "call_function" else []
+            others = [other for other in arguments if other is not value]
+            decides = user is not node and others and user.name not in self.options.assignments
+            if not decides or not all(map(self._placed, others)):
+                continue
+            bound, rule = bound_rule(user), find_rule(user)
+            at = [self.arrival(argument) for argument in arguments]
+            want = follow(bound, rule, at, self.mesh).inputs[arguments.index(value)]
+            if sums <= set(want.shard_axes) and not want.partial:
+                return replace(arrival, layout=want)
+        return arrival
+
+    def _placed(self, value: fx.Node) -> bool:
+        """Whether it is known where a value, or what it looks at, lies."""
+        while is_view(value) and not self._has_place(value):
+            value = tensor_args(value)[0]
+        return self._has_place(value)
 
     def _constant_node(self, node: fx.Node) -> None:
         """A constant is written when it is asked for; now only where it is no tensor, or one of an op's several."""

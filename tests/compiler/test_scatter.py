@@ -65,12 +65,13 @@ def test_the_planner_chooses_where_nothing_is_asked_for() -> None:
     assert free.step_time <= min(whole.step_time, parts.step_time) * (1 + 1e-6)  # whole ticks of the program
 
 
-def test_training_equals_one_device(pool: WorkerPool) -> None:
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_training_equals_one_device(name: str, pool: WorkerPool) -> None:
     """A batch of 2, so that the sequence is cut; with biases, which the sums are scattered before."""
-    case, dtype = ZOO["gpt"], torch.float64
+    case, dtype = ZOO[name], torch.float64
     model = model_of(case, dtype)
     way = Way("sequence parallel", TENSOR, options={"sequence_parallel": True})
     steps = compile_ways(model, case, dtype, 4, [way], size=2)
     expected = train(model, case, dtype, count=3, size=2)
-    first, *others = pool.run(train_packed, "gpt", dtype, steps, ADAMW, 3, 2, nprocs=4)
+    first, *others = pool.run(train_packed, name, dtype, steps, ADAMW, 3, 2, nprocs=4)
     assert not differences(way, expected, [first[0], *(other[0] for other in others)], 1e-9, 1e-8)
