@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shardweave.compiler.judge import Decision, Judged
@@ -25,8 +25,8 @@ GAP, EXACT = 1e-3, 2**13
 Start = Callable[[Costed], Sequence[int] | None]
 """From a problem to a choice to begin with."""
 
-Simulate = Callable[[Decision], Judged]
-"""From what is decided of each op and join to what the generated step takes."""
+Simulate = Callable[[Decision, int], Judged]
+"""From what is decided of each op and join to what the generated step takes, scheduled under a memory limit."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class Chooser:
     start: Start = lambda costed: None
     runs: Sequence[Sequence[str]] = ()
     """The names of equal layers."""
+    _judged: dict[tuple[int, ...], dict[int, Judged]] = field(default_factory=dict)
+    """What has been simulated, by its choice (of a problem with modes a longer one than without) and the limit."""
 
     def choose(self, costed: Costed, smaller: Callable[[], Costed] | None = None) -> Chosen:
         """The best choice whose generated step, simulated, fits.
@@ -79,7 +81,7 @@ class Chooser:
         """
         limit = costed.problem.memory_limit
         free = _limited(costed, UNLIMITED)
-        fastest = self._simulated(free, self._solve(free, self.start(costed)))
+        fastest = self._simulated(free, self._solve(free, self.start(costed)), limit)
         if fastest.judged.peak_memory <= limit:
             return _within(self._refined(free, fastest, limit), limit)
         if smaller is not None:
@@ -93,7 +95,7 @@ class Chooser:
         """The fastest by the simulator of the best choice and its rivals, of those that fit."""
         found = best
         for solution in rivals(costed, best.solution, self._solve):
-            rival = self._simulated(costed, solution)
+            rival = self._simulated(costed, solution, limit)
             if _peak(rival) <= limit and rival.judged.step_time < found.judged.step_time:
                 found = rival
         return found
@@ -102,12 +104,14 @@ class Chooser:
         """The smallest plan of all, where the program finds none that fits."""
         choice = smallest(costed.problem, self.time_limit)
         assert choice is not None  # there is a fastest one
-        least = min((self._simulated(costed, _unproven(costed, choice, fastest)), fastest), key=_peak)
+        smallest_of_all = _unproven(costed, choice, fastest)
+        least = min((self._simulated(costed, smallest_of_all, limit), fastest), key=_peak)
         if _peak(least) <= limit:
             return _within(least, limit)
         needed = _peak(least)
-        while (found := self._under(costed, needed - 1, fastest)) is not None:
-            least, needed = found, found.peak_memory  # counted as more than the smallest, simulated as less
+        # What is counted as more than the smallest may be simulated as less, and the smallest in another order, too
+        while (found := self._under(costed, needed - 1, fastest) or self._fits(least, needed - 1)) is not None:
+            least, needed = found, found.peak_memory
         if (
             needed <= limit
         ):  # asked from above, the program came by a plan that it had skipped when asked for this limit
@@ -119,6 +123,11 @@ class Chooser:
             "or use more devices or a smaller batch",
             needed,
         )
+
+    def _fits(self, chosen: Chosen, limit: int) -> Chosen | None:
+        """A plan scheduled under a limit; None where it does not meet it."""
+        again = self._simulated(chosen.costed, chosen.solution, limit)
+        return _within(again, limit) if _peak(again) <= limit else None
 
     def _under(self, costed: Costed, limit: int, fastest: Chosen, hint: Sequence[int] | None = None) -> Chosen | None:
         """The best choice that fits into `limit` when simulated, too; None where the program runs out of choices."""
@@ -132,7 +141,7 @@ class Chooser:
             except InfeasibleError:
                 return None
             first, hint = first or solution, hint if first is None else first.choice
-            chosen = self._simulated(costed, _bounded(costed.problem, solution, first))
+            chosen = self._simulated(costed, _bounded(costed.problem, solution, first), limit)
             if _peak(chosen) <= limit:
                 return _within(chosen, limit)
             counted = costed.problem.memory(solution.choice)
@@ -148,8 +157,14 @@ class Chooser:
         gap = max(0.0, (objective - found.bound) / objective) if objective else 0.0
         return replace(found, choice=choice, objective=objective, gap=gap, status="feasible" if gap else "optimal")
 
-    def _simulated(self, costed: Costed, solution: Solution) -> Chosen:
-        judged = self.simulate(_decision(costed, solution))
+    def _simulated(self, costed: Costed, solution: Solution, limit: int) -> Chosen:
+        known = self._judged.setdefault(solution.choice, {})
+        # What does not meet a limit does not meet a smaller one, and what holds less than both meets either.
+        same = [judged for other, judged in known.items() if limit <= other < judged.peak_memory
+                or judged.peak_memory <= limit <= other]  # fmt: skip
+        if not same:
+            known[limit] = self.simulate(_decision(costed, solution), limit)
+        judged = same[0] if same else known[limit]
         return Chosen(costed, solution, judged, max(costed.problem.memory(solution.choice), judged.peak_memory))
 
 

@@ -68,7 +68,7 @@ class Planning:
         priced = self._priced()
         self.progress("solve")
         chooser = Chooser(
-            lambda decision: self.judge(decision, self.options),
+            lambda decision, limit: self.judge(decision, replace(self.options, memory_limit=limit)),
             self.options.time_limit,
             lambda costed: None if start is None else _hint(costed, start),
             [run.layers for run in self.steps.runs(self.options)],
