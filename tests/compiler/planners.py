@@ -19,10 +19,11 @@ from shardweave.options import Options
 
 
 class Planner:
-    """As `sw.plan`, with the capture done once."""
+    """As `sw.plan`, with the capture done once, and options that hold where a plan says nothing else."""
 
-    def __init__(self, model: nn.Module, cluster: sw.Cluster, inputs: Any) -> None:
+    def __init__(self, model: nn.Module, cluster: sw.Cluster, inputs: Any, **options: Any) -> None:
         self._compiler = _Compiler(model, cluster, inputs, None, None)
+        self._options = options
 
     def on(self, cluster: sw.Cluster) -> Planner:
         """The same model on another cluster."""
@@ -38,7 +39,7 @@ class Planner:
 
     def plan(self, **options: Any) -> sw.Plan:
         compiler = copy.copy(self._compiler)
-        compiler.options = Options(**options)
+        compiler.options = Options(**{**self._options, **options})
         return compiler.plan()
 
     def lowered(self, plan: sw.Plan) -> Step:
