@@ -1,6 +1,8 @@
-"""Plan Llama-3-8B for 64 H100s and print how long each stage took: the figures of docs/measured.md.
+"""How long planning takes, stage by stage, in CPU seconds: the figures of docs/measured.md.
 
-python docs/measure_planning.py [--layers 32]
+python docs/measure_planning.py                                  # Llama-3-8B, 32 layers, on 64 H100s
+python docs/measure_planning.py --model gpt3 --nodes 128         # like GPT-3-175B, 96 layers, on 1,024
+python docs/measure_planning.py --batch 64 --memory-gib 24       # more tokens, less memory
 """
 
 from __future__ import annotations
@@ -8,43 +10,99 @@ from __future__ import annotations
 import argparse
 import resource
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import shardweave as sw
+from shardweave.compiler import choose
+from shardweave.compiler.api import _Compiler
+
+
+def llama(layers: int) -> nn.Module:
+    sizes: dict[str, Any] = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
+    sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, use_cache=False, **sizes))
+
+
+def gpt3(layers: int) -> nn.Module:
+    sizes: dict[str, Any] = {"vocab_size": 51200, "n_embd": 12288, "n_head": 96, "n_positions": 2048}
+    dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    return GPT2LMHeadModel(GPT2Config(n_layer=layers, use_cache=False, **sizes, **dropout))
+
+
+def mixtral(layers: int) -> nn.Module:
+    sizes: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8}
+    sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8}
+    return MixtralForCausalLM(MixtralConfig(num_hidden_layers=layers, use_cache=False, **sizes))
+
+
+MODELS: dict[str, tuple[Callable[[int], nn.Module], int, int]] = {
+    "llama": (llama, 32, 8192), "gpt3": (gpt3, 96, 2048), "mixtral": (mixtral, 32, 2048),
+}  # fmt: skip
+"""By name: what builds it from its number of layers, how many it has, and its sequence length."""
+
+
+class Clock:
+    """CPU seconds of this process by what they were spent on."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+        self.stage, self.since = "start", time.process_time()
+
+    def enter(self, stage: str) -> None:
+        """What follows is spent on `stage`."""
+        now = time.process_time()
+        self.spent[self.stage] = self.spent.get(self.stage, 0.0) + now - self.since
+        self.stage, self.since = stage, now
+
+    def around(self, owner: Any, name: str, stage: str) -> None:
+        """Count calls of a function apart from the stage that they are made in."""
+        function = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            outer = self.stage
+            self.enter(stage)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.enter(outer)
+
+        setattr(owner, name, counted)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=32)
-    layers = parser.parse_args().layers
+    parser.add_argument("--model", choices=sorted(MODELS), default="llama")
+    parser.add_argument("--layers", type=int, help="by default the model's own number")
+    parser.add_argument("--nodes", type=int, default=8, help="of 8 H100s")
+    parser.add_argument("--batch", type=int, help="sequences; by default one a device")
+    parser.add_argument("--memory-gib", type=float, help="memory limit a device")
+    given = parser.parse_args()
+    build, layers, length = MODELS[given.model]
+    cluster = sw.Cluster.preset("dgx-h100", nodes=given.nodes)
     with torch.device("meta"):
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=128256,
-                hidden_size=4096,
-                intermediate_size=14336,
-                num_hidden_layers=layers,
-                num_attention_heads=32,
-                num_key_value_heads=8,
-                use_cache=False,
-            )
-        )
-        tokens = torch.zeros(16, 8192, dtype=torch.long)
-    begun = [("start", time.process_time())]
-    plan = sw.plan(
-        model,
-        sw.Cluster.preset("dgx-h100", nodes=8),
-        {"input_ids": tokens, "labels": tokens},
-        progress=lambda stage: begun.append((stage, time.process_time())),
-    )
-    begun.append(("done", time.process_time()))
-    for (stage, start), (_, end) in zip(begun[1:], begun[2:]):
-        print(f"{stage:10} {end - start:6.1f} CPU-s")
-    print(plan.explain())
-    print(f"program {plan.step_time:.3f} s, simulated {plan.timeline().step_time:.3f} s")
+        model = build(given.layers or layers).to(torch.bfloat16)
+        tokens = torch.zeros(given.batch or cluster.world_size, length, dtype=torch.long)
+    limit = int(given.memory_gib * 2**30) if given.memory_gib else None
+    clock = Clock()
+    clock.around(choose, "solve", "solve: the solver")
+    clock.around(choose.Chooser, "_simulated", "judge: lower, schedule, simulate")
+    inputs = {"input_ids": tokens, "labels": tokens}
+    plan = _Compiler(model, cluster, inputs, sw.Options(memory_limit=limit), clock.enter).plan()
+    clock.enter("end")
+    for stage, seconds in clock.spent.items():
+        print(f"{stage:34} {seconds:6.2f} CPU-s")
+    planning = sum(seconds for stage, seconds in clock.spent.items() if stage not in ("start", "capture", "end"))
+    print(f"{'from captured graph to plan':34} {planning:6.2f} CPU-s")
+    print(f"{plan.status}, gap {100 * plan.gap:.3g} %")
+    print(f"a step by the program {plan.program_time:.4f} s, by the simulator {plan.step_time:.4f} s")
+    print(f"{plan.peak_memory / 2**30:.1f} of {plan.memory_limit / 2**30:.1f} GiB; {plan.weaving}")
     print(f"peak memory of this process {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB")
+    print(plan.explain())
 
 
 if __name__ == "__main__":

@@ -236,7 +236,8 @@ class _Compiler:
             A plan of the same model, to begin with.
         """
         options = replace(self.options, memory_limit=self.options.limit(self.cluster))
-        planning = Planning(self.steps, self.cluster, options, self._forced, self.judge, self.progress)
+        name = type(self.model).__name__
+        planning = Planning(self.steps, self.cluster, options, self._forced, self.judge, self.progress, name)
         found = planning.plan(self.model_key, weigh, start)
         return found.with_model(lambda: self.timeline(self.lower(found)), self._resolved)
 

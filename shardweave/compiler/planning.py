@@ -50,7 +50,9 @@ class Planning:
         forced: Forced,
         judge: Judge,
         progress: Callable[[str], None],
+        model: str = "the model",
     ) -> None:
+        self.model = model
         self.steps, self.cluster, self.options, self.forced = steps, cluster, options, forced
         self.judge, self.progress = judge, progress
 
@@ -89,7 +91,7 @@ class Planning:
             counts: dict[Run, int] = {run: min(left, len(run.layers)) for run in runs}
             fold, annotated = self.steps.folded(counts)
             if not annotated.ops:
-                raise PlanError("the model has no matrix product with a parameter: there is nothing to spread")
+                raise PlanError(f"{self.model} has no matrix product with a parameter: there is nothing to spread")
             self.progress("price")
             costing = Costing(annotated, self.cluster, self.options, self.forced(annotated, mesh))
             priced = _Priced(fold, annotated, costing, costing.build(), _buffer_bytes(self.steps.captured))
