@@ -77,7 +77,7 @@ class Measured(_Compiler):
     def shared(self, plan: sw.Plan) -> Share:
         """What is sharded under a plan."""
         step, devices = self.lower(plan).step, self.cluster.world_size
-        whole = flops_by_op(self.captured.graph.graph)
+        whole = flops_by_op(self.annotated.captured.graph.graph)
         local = flops_by_op((step.forward.graph, step.backward.graph))
         alike: Counter[str] = Counter()
         for (name, _), part in replicated(whole, local, devices):

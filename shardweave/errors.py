@@ -31,18 +31,17 @@ class PlanError(ParallelError):
 
 
 class InfeasibleError(PlanError):
-    """No plan fits into the memory limit; the message says how much memory would do.
+    """No plan fits into the memory limit; the message says how much memory would do."""
 
-    Parameters
-    ----------
-    message : str
-    needed_bytes : int, optional
-        The smallest memory limit, bytes a device, that is known to do.
-    """
+    needed_bytes: int | None = None
+    """The smallest memory limit, bytes a device, that is known to do."""
 
-    def __init__(self, message: str, needed_bytes: int | None = None) -> None:
-        super().__init__(message)
-        self.needed_bytes = needed_bytes
+    @classmethod
+    def needing(cls, needed_bytes: int, message: str) -> InfeasibleError:
+        """The error of which it is known how much memory would do."""
+        error = cls(message)
+        error.needed_bytes = needed_bytes
+        return error
 
 
 class InputError(ParallelError):

@@ -117,11 +117,11 @@ class Chooser:
         ):  # asked from above, the program came by a plan that it had skipped when asked for this limit
             return least
         parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(least.judged.at_peak)]
-        raise InfeasibleError(
+        raise InfeasibleError.needing(
+            needed,
             f"no plan fits into the memory limit of {limit} bytes ({readable_bytes(limit)}) a device; the smallest "
             f"memory that does is {needed} bytes ({readable_bytes(needed)}): {', '.join(parts)}. Raise memory_limit, "
             "or use more devices or a smaller batch",
-            needed,
         )
 
     def _fits(self, chosen: Chosen, limit: int) -> Chosen | None:
