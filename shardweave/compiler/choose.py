@@ -22,6 +22,9 @@ UNLIMITED = 2**62
 GAP, EXACT = 1e-3, 2**13
 """How far from its bound an answer of the program may be; of problems with at most so many candidates, not at all."""
 
+FAR = 1.5
+"""A plan that the program counts as so many times the limit is not simulated: it does not fit."""
+
 Start = Callable[[Costed], Sequence[int] | None]
 """From a problem to a choice to begin with."""
 
@@ -81,9 +84,11 @@ class Chooser:
         """
         limit = costed.problem.memory_limit
         free = _limited(costed, UNLIMITED)
-        fastest = self._simulated(free, self._solve(free, self.start(costed)), limit)
-        if fastest.judged.peak_memory <= limit:
-            return _within(self._refined(free, fastest, limit), limit)
+        fastest = self._solve(free, self.start(costed))
+        if costed.problem.memory(fastest.choice) <= FAR * limit:
+            first = self._simulated(free, fastest, limit)
+            if _peak(first) <= limit:
+                return _within(self._refined(free, first, limit), limit)
         if smaller is not None:
             costed = smaller()
         found = self._under(costed, limit, fastest, self.start(costed))
@@ -94,18 +99,18 @@ class Chooser:
     def _refined(self, costed: Costed, best: Chosen, limit: int) -> Chosen:
         """The fastest by the simulator of the best choice and its rivals, of those that fit."""
         found = best
-        for solution in rivals(costed, best.solution, self._solve):
+        exact = _is_small(costed)
+        for solution in rivals(costed, best.solution, lambda family: self._solve(family, exact=exact)):
             rival = self._simulated(costed, solution, limit)
             if _peak(rival) <= limit and rival.judged.step_time < found.judged.step_time:
                 found = rival
         return found
 
-    def _last(self, costed: Costed, fastest: Chosen, limit: int) -> Chosen:
+    def _last(self, costed: Costed, fastest: Solution, limit: int) -> Chosen:
         """The smallest plan of all, where the program finds none that fits."""
         choice = smallest(costed.problem, self.time_limit)
         assert choice is not None  # there is a fastest one
-        smallest_of_all = _unproven(costed, choice, fastest)
-        least = min((self._simulated(costed, smallest_of_all, limit), fastest), key=_peak)
+        least = self._simulated(costed, _unproven(costed, choice, fastest), limit)
         if _peak(least) <= limit:
             return _within(least, limit)
         needed = _peak(least)
@@ -129,12 +134,12 @@ class Chooser:
         again = self._simulated(chosen.costed, chosen.solution, limit)
         return _within(again, limit) if _peak(again) <= limit else None
 
-    def _under(self, costed: Costed, limit: int, fastest: Chosen, hint: Sequence[int] | None = None) -> Chosen | None:
+    def _under(self, costed: Costed, limit: int, fastest: Solution, hint: Sequence[int] | None = None) -> Chosen | None:
         """The best choice that fits into `limit` when simulated, too; None where the program runs out of choices."""
         asked = _limited(costed, limit)
         first: Solution | None = None
-        if hint is None and len(fastest.solution.choice) == len(costed.variables):
-            hint = fastest.solution.choice
+        if hint is None and len(fastest.choice) == len(costed.variables):
+            hint = fastest.choice
         while True:
             try:
                 solution = self._solve(asked, hint)
@@ -147,8 +152,8 @@ class Chooser:
             counted = costed.problem.memory(solution.choice)
             asked = _limited(costed, min(counted - 1, limit - (_peak(chosen) - counted)))
 
-    def _solve(self, costed: Costed, hint: Sequence[int] | None = None) -> Solution:
-        exact = sum(len(op.candidates) for op in costed.problem.ops) <= EXACT
+    def _solve(self, costed: Costed, hint: Sequence[int] | None = None, exact: bool | None = None) -> Solution:
+        exact = _is_small(costed) if exact is None else exact
         found = solve(costed.problem, self.time_limit, hint=hint, gap=0.0 if exact else GAP)
         if exact:
             return found
@@ -168,13 +173,17 @@ class Chooser:
         return Chosen(costed, solution, judged, max(costed.problem.memory(solution.choice), judged.peak_memory))
 
 
+def _is_small(costed: Costed) -> bool:
+    return sum(len(op.candidates) for op in costed.problem.ops) <= EXACT
+
+
 def _limited(costed: Costed, limit: int) -> Costed:
     return replace(costed, problem=replace(costed.problem, memory_limit=limit))
 
 
-def _unproven(costed: Costed, choice: tuple[int, ...], fastest: Chosen) -> Solution:
+def _unproven(costed: Costed, choice: tuple[int, ...], fastest: Solution) -> Solution:
     """A choice of which all that is known is that none is faster than the fastest of all."""
-    objective, bound = costed.problem.objective(choice), fastest.solution.bound
+    objective, bound = costed.problem.objective(choice), fastest.bound
     gap = (objective - bound) / objective if objective else 0.0
     return Solution(choice, objective, bound, gap, "feasible", 0.0)
 
