@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from shardweave.compiler.capture import Captured, capture
+from shardweave.compiler.collection import collected_later
 from shardweave.compiler.judge import Decision, Judge
 from shardweave.compiler.pipeline import Annotated, Compiled, Shards, lower
 from shardweave.compiler.plan import ModelKey, Plan
@@ -238,7 +239,8 @@ class _Compiler:
         options = replace(self.options, memory_limit=self.options.limit(self.cluster))
         name = type(self.model).__name__
         planning = Planning(self.steps, self.cluster, options, self._forced, self.judge, self.progress, name)
-        found = planning.plan(self.model_key, weigh, start)
+        with collected_later():
+            found = planning.plan(self.model_key, weigh, start)
         return found.with_model(lambda: self.timeline(self.lower(found)), self._resolved)
 
     def _resolved(self, start: Plan, changes: dict[str, Any]) -> Plan:
@@ -320,12 +322,12 @@ class _Compiler:
         same = plan.cluster.mesh() == mesh  # then all ranks schedule by the figures that one of them found
         cluster = plan.cluster if same else self.cluster
         shards = self._shards(self.annotated, strategies, joins, options)
-        return lower(self.annotated, strategies, mesh, options, self._stage, joins, cluster, True, shards)
+        return lower(self.annotated, strategies, mesh, options, self._stage, joins, cluster, False, shards)
 
     def _lowered(self, annotated: Annotated, decision: Decision, options: Options) -> Compiled:
         strategies, joins = decision.strategies, decision.joins
         shards = self._shards(annotated, strategies, joins, options)
-        return lower(annotated, strategies, self.cluster.mesh(), options, None, joins, self.cluster, False, shards)
+        return lower(annotated, strategies, self.cluster.mesh(), options, None, joins, self.cluster, True, shards)
 
     def _shards(
         self, annotated: Annotated, strategies: dict[str, Strategy], joins: dict[str, Assignment], options: Options

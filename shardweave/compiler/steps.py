@@ -26,7 +26,7 @@ class Steps:
     @cached_property
     def whole(self) -> Annotated:
         """The whole step, annotated."""
-        return self._annotated(self.captured)
+        return annotate(replace(self.captured, graph=copied(self.captured.graph)), self.options)
 
     def runs(self, options: Options) -> list[Run]:
         """The runs of layers that are equal and of which the options say the same."""
@@ -49,8 +49,5 @@ class Steps:
         key = frozenset(left.items())
         if key not in self._folded:
             found = fold(self.captured, left)
-            self._folded[key] = found, self._annotated(found.captured)
+            self._folded[key] = found, annotate(found.captured, self.options)
         return self._folded[key]
-
-    def _annotated(self, captured: Captured) -> Annotated:
-        return annotate(replace(captured, graph=copied(captured.graph)), self.options)
