@@ -52,13 +52,18 @@ def plan(
     memory_limit: Annotated[float | None, typer.Option(min=0, help="Memory limit a device, in GiB.")] = None,
     precision: Annotated[str | None, typer.Option(help="Mixed precision: bf16 or fp16.")] = None,
     micro_batches: Annotated[int, typer.Option(min=1, help="Parts of a batch, one computed after another.")] = 1,
-    sub_batches: Annotated[int, typer.Option(min=1, help="Parts of each, one computing while another sends.")] = 1,
+    sub_batches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Parts of each, one computing while another sends; else the planner chooses."),
+    ] = None,
     recompute: Annotated[
         str | None,
         typer.Option(help="Of each layer, in the backward: none, full or fine; else the planner chooses."),
     ] = None,
     operator_slices: Annotated[int, typer.Option(min=1, help="Parts of an op, gathered one after another.")] = 1,
-    keep_gathered: Annotated[bool, typer.Option(help="Gather parameters once for forward and backward.")] = False,
+    keep_gathered: Annotated[
+        bool | None, typer.Option(help="Gather parameters once for forward and backward; else the planner chooses.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Where to save the plan (JSON).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Where to save the simulated step (Chrome trace).")] = None,
 ) -> None:

@@ -313,7 +313,7 @@ class _Compiler:
                 f"the plan is for {plan.micro_batches} micro-batches a call, Options(micro_batches="
                 f"{self.options.micro_batches}) asks for others: leave the option out, or make a plan with it"
             )
-        if self.options.weaving not in (Weaving(), plan.weaving):
+        if not self.options.weaving.within(plan.weaving):
             raise PlanError(
                 f"the plan is woven with {str(plan.weaving) or 'no options'}, the options ask for "
                 f"{str(self.options.weaving) or 'none'}: leave these options out, or make a plan with them"

@@ -22,6 +22,9 @@ from shardweave.cost_model import Cluster
 from shardweave.errors import PlanError
 from shardweave.options import Options
 
+_PLAIN = {"sub_batches": 1, "keep_gathered": False, "buckets": False}
+"""What the planner would choose for a system."""
+
 
 @dataclass(frozen=True)
 class Baseline:
@@ -56,8 +59,8 @@ class Baseline:
         return f"{self.name} {self.setting}".strip()
 
     def over(self, options: Options | None = None) -> Options:
-        """The user's options with those of the system in their place."""
-        return replace(options or Options(), **self.options)
+        """The user's options with those of the system in their place; what it does not weave is not woven for it."""
+        return replace(options or Options(), **{**_PLAIN, **self.options})
 
     def plan(
         self,

@@ -157,7 +157,7 @@ def _powers(compiler: _Compiler) -> Iterator[int]:
 
 
 def _entry(compiler: _Compiler, baseline: Baseline, counts: Iterable[int]) -> Entry:
-    options = baseline.over(compiler.options)
+    options = compiler.options if baseline is OWN else baseline.over(compiler.options)
     plans: list[Plan] = []
     reason = ""
     for count in counts:

@@ -82,6 +82,15 @@ class Weaving:
             found[f"at most {self.lookahead} gathered ahead"] = replace(self, lookahead=None)
         return found
 
+    def within(self, other: Weaving) -> bool:
+        """Whether `other` has all choices that this one makes.
+
+        >>> Weaving(buckets=True).within(Weaving(2, buckets=True)), Weaving(2).within(Weaving(4))
+        (True, False)
+        """
+        plain = Weaving()
+        return all(value in (getattr(plain, name), getattr(other, name)) for name, value in vars(self).items())
+
     def to_dict(self) -> dict[str, Any]:
         """As plain types; `from_dict` is its inverse."""
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in vars(self).items()}
