@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from shardweave.compiler.judge import Decision, Judged
 from shardweave.compiler.planner.costing import Costed
-from shardweave.compiler.planner.problem import Problem
 from shardweave.compiler.planner.recomputation import layer_named
 from shardweave.compiler.planner.solver import Solution, smallest, solve
 from shardweave.compiler.planner.tidy import tidied
@@ -141,7 +139,9 @@ class Chooser:
             except InfeasibleError:
                 return None
             first, hint = first or solution, hint if first is None else first.choice
-            chosen = self._simulated(costed, _bounded(costed.problem, solution, first), limit)
+            # The bound of the tighter problem says nothing of the user's own.
+            held = solution if solution is first else solution.held_to(first.bound)
+            chosen = self._simulated(costed, held, limit)
             if _peak(chosen) <= limit:
                 return _within(chosen, limit)
             counted = costed.problem.memory(solution.choice)
@@ -153,9 +153,7 @@ class Chooser:
         if exact:
             return found
         choice = tidied(costed.problem, costed.variables, self.runs, found.choice)
-        objective = costed.problem.objective(choice)
-        gap = max(0.0, (objective - found.bound) / objective) if objective else 0.0
-        return replace(found, choice=choice, objective=objective, gap=gap, status="feasible" if gap else "optimal")
+        return replace(found, choice=choice, objective=costed.problem.objective(choice)).held_to(found.bound)
 
     def _simulated(self, costed: Costed, solution: Solution, limit: int) -> Chosen:
         known = self._judged.setdefault(solution.choice, {})
@@ -174,9 +172,7 @@ def _limited(costed: Costed, limit: int) -> Costed:
 
 def _unproven(costed: Costed, choice: tuple[int, ...], fastest: Chosen) -> Solution:
     """A choice of which all that is known is that none is faster than the fastest of all."""
-    objective, bound = costed.problem.objective(choice), fastest.solution.bound
-    gap = (objective - bound) / objective if objective else 0.0
-    return Solution(choice, objective, bound, gap, "feasible", 0.0)
+    return Solution(choice, costed.problem.objective(choice), fastest.solution.bound, "feasible", 0.0)
 
 
 def _peak(chosen: Chosen) -> int:
@@ -186,16 +182,6 @@ def _peak(chosen: Chosen) -> int:
 def _within(chosen: Chosen, limit: int) -> Chosen:
     """What the plan says that it needs: the larger figure, unless only the program's is above the limit."""
     return chosen if chosen.peak_memory <= limit else replace(chosen, peak_memory=chosen.judged.peak_memory)
-
-
-def _bounded(problem: Problem, solution: Solution, first: Solution) -> Solution:
-    """A solution of a tighter problem, held against the bound of the user's own, whose answer was `first`."""
-    if solution is first:
-        return solution
-    objective = problem.objective(solution.choice)
-    gap = max(0.0, (objective - first.bound) / objective) if objective else 0.0
-    status: Literal["optimal", "feasible"] = "feasible" if gap else "optimal"
-    return replace(solution, bound=first.bound, gap=gap, status=status)
 
 
 def largest(sizes: Mapping[str, int], count: int = 3) -> list[tuple[str, int]]:
