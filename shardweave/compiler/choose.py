@@ -53,13 +53,14 @@ class Chooser:
         Seconds that the solver may take for one problem.
     start : callable
         From a problem to a choice to begin with, where one is known.
+    runs : sequence of sequences of str
+        The names of layers that are equal.
     """
 
     simulate: Simulate
     time_limit: float
     start: Start = lambda costed: None
     runs: Sequence[Sequence[str]] = ()
-    """The names of equal layers."""
     _judged: dict[tuple[int, ...], dict[int, Judged]] = field(default_factory=dict)
     """What has been simulated, by its choice (of a problem with modes a longer one than without) and the limit."""
 
@@ -110,9 +111,7 @@ class Chooser:
         # What is counted as more than the smallest may be simulated as less, and the smallest in another order, too
         while (found := self._under(costed, needed - 1, fastest) or self._fits(least, needed - 1)) is not None:
             least, needed = found, found.peak_memory
-        if (
-            needed <= limit
-        ):  # asked from above, the program came by a plan that it had skipped when asked for this limit
+        if needed <= limit:  # asked from above, the program came by a plan that it had skipped under this limit
             return least
         parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(least.judged.at_peak)]
         raise InfeasibleError.needing(
@@ -131,7 +130,7 @@ class Chooser:
         """The best choice that fits into `limit` when simulated, too; None where the program runs out of choices."""
         asked = _limited(costed, limit)
         first: Solution | None = None
-        if hint is None and len(fastest.solution.choice) == len(costed.variables):
+        if hint is None and costed.variables is fastest.costed.variables:
             hint = fastest.solution.choice
         while True:
             try:

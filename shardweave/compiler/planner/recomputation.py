@@ -76,6 +76,8 @@ def layer_named(name: str) -> str:
 def with_modes(costing: Costing, costed: Costed) -> Costed:
     """The problem with a choice of recomputation for each layer whose backward keeps anything for itself."""
     layers = _layers(costing)
+    if not layers:
+        return costed
     problem, same = costed.problem, _Same()
     ends: dict[int, list[_Layer]] = {}
     inside: dict[int, Floats] = {}
