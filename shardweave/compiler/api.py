@@ -13,8 +13,9 @@ from torch import fx, nn
 
 from shardweave.compiler.capture import Captured, capture
 from shardweave.compiler.judge import Decision, Judge
+from shardweave.compiler.model_key import ModelKey
 from shardweave.compiler.pipeline import Annotated, Compiled, Shards, lower
-from shardweave.compiler.plan import ModelKey, Plan
+from shardweave.compiler.plan import Plan
 from shardweave.compiler.planner.force import forced_strategies
 from shardweave.compiler.planning import Planning
 from shardweave.compiler.steps import Steps

@@ -18,8 +18,10 @@ from shardweave.compiler.capture import Captured
 from shardweave.compiler.choose import Chooser, Chosen
 from shardweave.compiler.fold import Fold, Run
 from shardweave.compiler.judge import Decision, Judge
+from shardweave.compiler.model_key import ModelKey
+from shardweave.compiler.op_choice import OpChoice, RunnerUp
 from shardweave.compiler.pipeline import Annotated
-from shardweave.compiler.plan import ModelKey, OpChoice, Plan, RunnerUp, Saving
+from shardweave.compiler.plan import Plan, Saving
 from shardweave.compiler.planner.alternatives import alternatives
 from shardweave.compiler.planner.costing import Costed, Costing
 from shardweave.compiler.planner.recomputation import layer_named, with_modes
