@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from shardweave.compiler.api import Progress
 from shardweave.compiler.api import plan as make_plan
+from shardweave.compiler.compiler import Progress
 from shardweave.compiler.plan import Plan
 from shardweave.cost_model import Cluster
 from shardweave.errors import PlanError

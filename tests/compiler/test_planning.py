@@ -14,7 +14,7 @@ from torch import nn
 
 import shardweave as sw
 from shardweave.compiler import pipeline
-from shardweave.compiler.api import _Compiler
+from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.planner import costing
 from shardweave.cost_model import Device, Level
 from shardweave.demo.model import GPT, GPTConfig
@@ -229,7 +229,7 @@ def test_what_was_planned_is_not_sharded_anew(monkeypatch: pytest.MonkeyPatch) -
             return super().run()
 
     monkeypatch.setattr(pipeline, "Sharder", Counted)
-    compiler = _Compiler(ZOO["mlp"].model(), sw.Cluster.local(4), ZOO["mlp"].batch(0), None, None)
+    compiler = Compiler(ZOO["mlp"].model(), sw.Cluster.local(4), ZOO["mlp"].batch(0), None, None)
     plans = []
     for word in ("dp", "zdp"):
         compiler.options = sw.Options(force={"*": word})

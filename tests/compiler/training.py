@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardweave as sw
-from shardweave.compiler.api import _Compiler
+from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.planner.ops import Op
 from shardweave.ir import Mesh
 from shardweave.options import Options
@@ -166,7 +166,7 @@ def compile_ways(
     does the same on every rank is for test_api.py to show. The capture is the same for all ways.
     """
     cluster = sw.Cluster.local(world)
-    compiler = _Compiler(model, cluster, case.batch(0, size, dtype), Options(precision=precision), None)
+    compiler = Compiler(model, cluster, case.batch(0, size, dtype), Options(precision=precision), None)
     packed = []
     for way in ways:
         compiler = copy.copy(compiler)
@@ -179,7 +179,7 @@ def compile_ways(
     return packed
 
 
-def tightest(compiler: _Compiler) -> sw.Plan:
+def tightest(compiler: Compiler) -> sw.Plan:
     """The plan under the smallest memory limit that the errors of planning with less lead to."""
     limit = 1
     while True:
