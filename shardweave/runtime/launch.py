@@ -11,6 +11,7 @@ process itself, which works everywhere but after the caller has used CUDA, or ha
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import pickle
@@ -175,11 +176,13 @@ def _serve(descriptor: int) -> None:
         answer: tuple[bool, list[bytes] | str]
         try:
             fn, args = pickle.loads(call)
+            gc.freeze()  # or each rank's collector would go through all of this process, and so copy it
             answer = True, _fork_pickled(fn, args, nprocs, timeout)
         except LaunchError as error:
             answer = False, str(error)
         except BaseException:
             answer = False, f"the ranks' function cannot be imported in a fresh process:\n{traceback.format_exc()}"
+        gc.unfreeze()
         connection.send_bytes(pickle.dumps(answer))
 
 
