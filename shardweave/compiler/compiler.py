@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -28,6 +29,9 @@ from shardweave.runtime import ParallelModule
 
 Progress = Callable[[str], None]
 
+KEPT = 8
+"""Decisions of which the sharded graphs are kept."""
+
 
 class Compiler:
     """One model on one cluster: captured and annotated once, then planned and lowered."""
@@ -43,7 +47,7 @@ class Compiler:
         self.model, self.cluster = model, cluster
         self.options = options or Options()
         self.progress = progress or (lambda _: None)
-        self._last: tuple[tuple[object, ...], dict[int, Shards]] = (), {}
+        self._shards_of: deque[tuple[tuple[object, ...], dict[int, Shards]]] = deque(maxlen=KEPT)
         self.progress("capture")
         self.captured: Captured = self._capture(example_inputs)
         self.steps = Steps(self.captured, self.options)
@@ -172,11 +176,13 @@ class Compiler:
     def _shards(
         self, annotated: Annotated, strategies: dict[str, Strategy], joins: dict[str, Assignment], options: Options
     ) -> Shards:
-        """What `shard` made of these, kept for the next time: what is planned is mostly lowered then."""
+        """What `shard` made of these, kept for the next time: what is planned is lowered then, or planned again."""
         decided = strategies, joins, replace(options.woven(Weaving()), memory_limit=None)
-        if self._last[0] != decided:
-            self._last = decided, {}
-        return self._last[1].setdefault(id(annotated), {})
+        known = next((each for each in self._shards_of if each[0] == decided), None)
+        if known is None:
+            known = decided, {}
+            self._shards_of.append(known)
+        return known[1].setdefault(id(annotated), {})
 
     def _stage(self, name: str, _: fx.GraphModule) -> None:
         self.progress(name)
