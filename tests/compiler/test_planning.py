@@ -129,7 +129,8 @@ def test_as_memory_falls_data_parallelism_gives_way_to_sharded_and_tensor_parall
 
 
 def test_an_infeasible_limit_names_what_takes_the_memory() -> None:
-    with pytest.raises(sw.InfeasibleError, match=r"saved .* [KMG]iB.*Raise memory_limit, or use more devices") as caught:
+    told = r"saved .* [KMG]iB.*Raise memory_limit, or use more devices"
+    with pytest.raises(sw.InfeasibleError, match=told) as caught:
         planner("wide-gpt-dgx").plan(memory_limit=1)
     assert smallest_named(caught.value) == smallest_named(fallen("wide-gpt-dgx")[1])  # from however far below
 
