@@ -15,14 +15,14 @@ from typing import Any, Literal
 
 from torch import nn
 
-from shardweave.compiler.api import Progress
 from shardweave.compiler.api import plan as make_plan
+from shardweave.compiler.compiler import Progress
 from shardweave.compiler.plan import Plan
 from shardweave.cost_model import Cluster
 from shardweave.errors import PlanError
 from shardweave.options import Options
 
-_PLAIN = {"sub_batches": 1, "keep_gathered": False, "buckets": False}
+_PLAIN = {"sub_batches": 1, "buckets": False}
 """What the planner would choose for a system."""
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from shardweave.compiler.judge import Decision, Judged
 from shardweave.compiler.planner.costing import Costed
-from shardweave.compiler.planner.problem import Problem
 from shardweave.compiler.planner.recomputation import layer_named
 from shardweave.compiler.planner.solver import Solution, smallest, solve
 from shardweave.compiler.planner.tidy import tidied
@@ -58,13 +56,14 @@ class Chooser:
         Seconds that the solver may take for one problem.
     start : callable
         From a problem to a choice to begin with, where one is known.
+    runs : sequence of sequences of str
+        The names of layers that are equal.
     """
 
     simulate: Simulate
     time_limit: float
     start: Start = lambda costed: None
     runs: Sequence[Sequence[str]] = ()
-    """The names of equal layers."""
     _judged: dict[tuple[int, ...], dict[int, Judged]] = field(default_factory=dict)
     """What has been simulated, by its choice (of a problem with modes a longer one than without) and the limit."""
 
@@ -91,7 +90,7 @@ class Chooser:
                 return _within(self._refined(free, first, limit), limit)
         if smaller is not None:
             costed = smaller()
-        found = self._under(costed, limit, fastest, self.start(costed))
+        found = self._under(costed, limit, self.start(costed) or (fastest.choice if smaller is None else None))
         if found is not None:
             return _within(self._refined(costed, found, limit), limit)
         return self._last(costed, fastest, limit)
@@ -115,11 +114,9 @@ class Chooser:
             return _within(least, limit)
         needed = _peak(least)
         # What is counted as more than the smallest may be simulated as less, and the smallest in another order, too
-        while (found := self._under(costed, needed - 1, fastest) or self._fits(least, needed - 1)) is not None:
+        while (found := self._under(costed, needed - 1) or self._fits(least, needed - 1)) is not None:
             least, needed = found, found.peak_memory
-        if (
-            needed <= limit
-        ):  # asked from above, the program came by a plan that it had skipped when asked for this limit
+        if needed <= limit:  # asked from above, the program came by a plan that it had skipped under this limit
             return least
         parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(least.judged.at_peak)]
         raise InfeasibleError.needing(
@@ -134,19 +131,19 @@ class Chooser:
         again = self._simulated(chosen.costed, chosen.solution, limit)
         return _within(again, limit) if _peak(again) <= limit else None
 
-    def _under(self, costed: Costed, limit: int, fastest: Solution, hint: Sequence[int] | None = None) -> Chosen | None:
+    def _under(self, costed: Costed, limit: int, hint: Sequence[int] | None = None) -> Chosen | None:
         """The best choice that fits into `limit` when simulated, too; None where the program runs out of choices."""
         asked = _limited(costed, limit)
         first: Solution | None = None
-        if hint is None and len(fastest.choice) == len(costed.variables):
-            hint = fastest.choice
         while True:
             try:
                 solution = self._solve(asked, hint)
             except InfeasibleError:
                 return None
             first, hint = first or solution, hint if first is None else first.choice
-            chosen = self._simulated(costed, _bounded(costed.problem, solution, first), limit)
+            # The bound of the tighter problem says nothing of the user's own.
+            held = solution if solution is first else solution.held_to(first.bound)
+            chosen = self._simulated(costed, held, limit)
             if _peak(chosen) <= limit:
                 return _within(chosen, limit)
             counted = costed.problem.memory(solution.choice)
@@ -158,9 +155,7 @@ class Chooser:
         if exact:
             return found
         choice = tidied(costed.problem, costed.variables, self.runs, found.choice)
-        objective = costed.problem.objective(choice)
-        gap = max(0.0, (objective - found.bound) / objective) if objective else 0.0
-        return replace(found, choice=choice, objective=objective, gap=gap, status="feasible" if gap else "optimal")
+        return replace(found, choice=choice, objective=costed.problem.objective(choice)).held_to(found.bound)
 
     def _simulated(self, costed: Costed, solution: Solution, limit: int) -> Chosen:
         known = self._judged.setdefault(solution.choice, {})
@@ -183,9 +178,7 @@ def _limited(costed: Costed, limit: int) -> Costed:
 
 def _unproven(costed: Costed, choice: tuple[int, ...], fastest: Solution) -> Solution:
     """A choice of which all that is known is that none is faster than the fastest of all."""
-    objective, bound = costed.problem.objective(choice), fastest.bound
-    gap = (objective - bound) / objective if objective else 0.0
-    return Solution(choice, objective, bound, gap, "feasible", 0.0)
+    return Solution(choice, costed.problem.objective(choice), fastest.bound, "feasible", 0.0)
 
 
 def _peak(chosen: Chosen) -> int:
@@ -195,16 +188,6 @@ def _peak(chosen: Chosen) -> int:
 def _within(chosen: Chosen, limit: int) -> Chosen:
     """What the plan says that it needs: the larger figure, unless only the program's is above the limit."""
     return chosen if chosen.peak_memory <= limit else replace(chosen, peak_memory=chosen.judged.peak_memory)
-
-
-def _bounded(problem: Problem, solution: Solution, first: Solution) -> Solution:
-    """A solution of a tighter problem, held against the bound of the user's own, whose answer was `first`."""
-    if solution is first:
-        return solution
-    objective = problem.objective(solution.choice)
-    gap = max(0.0, (objective - first.bound) / objective) if objective else 0.0
-    status: Literal["optimal", "feasible"] = "feasible" if gap else "optimal"
-    return replace(solution, bound=first.bound, gap=gap, status=status)
 
 
 def largest(sizes: Mapping[str, int], count: int = 3) -> list[tuple[str, int]]:

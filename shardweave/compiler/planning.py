@@ -18,8 +18,10 @@ from shardweave.compiler.capture import Captured
 from shardweave.compiler.choose import Chooser, Chosen
 from shardweave.compiler.fold import Fold, Run
 from shardweave.compiler.judge import Decision, Judge, Judged
+from shardweave.compiler.model_key import ModelKey
+from shardweave.compiler.op_choice import OpChoice, RunnerUp
 from shardweave.compiler.pipeline import Annotated
-from shardweave.compiler.plan import ModelKey, OpChoice, Plan, RunnerUp, Saving
+from shardweave.compiler.plan import Plan, Saving
 from shardweave.compiler.planner.alternatives import alternatives
 from shardweave.compiler.planner.costing import Costed, Costing
 from shardweave.compiler.planner.recomputation import layer_named, with_modes
@@ -33,7 +35,7 @@ from shardweave.errors import PlanError
 from shardweave.ir import Assignment, Mesh, Mode, Strategy, Weaving
 from shardweave.options import Options
 from shardweave.passes.annotate import info, last_match
-from shardweave.passes.recompute import layer_of
+from shardweave.passes.recompute import checkpoint_of, layer_of
 
 Forced = Callable[[Annotated, Mesh], dict[str, list[Strategy]]]
 FIRST_LEFT = 2
@@ -203,7 +205,7 @@ class _Priced:
     @property
     def has_checkpoints(self) -> bool:
         """Whether the user says what is recomputed, by activation checkpoints in the model."""
-        return any(info(node).checkpoint for node in self.annotated.captured.graph.graph.nodes)
+        return any(checkpoint_of(node) for node in self.annotated.captured.graph.graph.nodes)
 
     def with_modes(self) -> Costed:
         """The whole step's problem with a choice of recomputation for each layer."""

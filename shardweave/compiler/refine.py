@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Literal
 
 from shardweave.compiler.planner.costing import Costed
 from shardweave.compiler.planner.reductions import Kept, invert, restricted
@@ -45,9 +44,7 @@ def rivals(costed: Costed, best: Solution, solve: Callable[[Costed], Solution]) 
         choice = invert(found.choice, kept)
         if choice not in seen and found.objective <= best.objective * (1 + CLOSE):
             seen.add(choice)
-            gap = max(0.0, (found.objective - best.bound) / found.objective) if found.objective else 0.0
-            status: Literal["optimal", "feasible"] = "feasible" if gap else "optimal"
-            close.append(replace(found, choice=choice, bound=best.bound, gap=gap, status=status))
+            close.append(replace(found, choice=choice).held_to(best.bound))
     yield from [*close[:1], *sorted(close[1:], key=lambda solution: solution.objective)][:MOST]
 
 

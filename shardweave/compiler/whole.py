@@ -1,4 +1,4 @@
-"""Choices for the whole step that the user leaves open: sub-batches, what is gathered once, buckets.
+"""Choices for the whole step that the user leaves open: sub-batches and buckets.
 
 They hide communication, so they are tried where some is exposed, one after another, each on top of those that were
 worth it; the simulator is the judge. What a choice does not go with (sub-batches of a batch norm, say) is left out.
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from shardweave.compiler.judge import Judged
 from shardweave.errors import ParallelError
-from shardweave.ir import ALL, Weaving
+from shardweave.ir import Weaving
 from shardweave.options import Options
 
 EXPOSED = 0.02
@@ -58,7 +58,5 @@ def choices_for_the_whole(
 def _open(options: Options) -> Iterator[Callable[[Weaving], Weaving]]:
     if options.sub_batches is None:
         yield lambda made: replace(made, sub_batches=SUB_BATCHES)
-    if options.keep_gathered is None:
-        yield lambda made: replace(made, keep_gathered={"*": ALL})
     if options.buckets is None:
         yield lambda made: replace(made, buckets=True)

@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from shardweave.errors import PlanError
 
-Mode = Literal["none", "full", "fine"]
-MODES: tuple[Mode, ...] = ("none", "full", "fine")
-"""How a layer is recomputed in the backward: not at all, all of it, or all but the results of its collectives."""
+Mode = Literal["none", "fine", "full"]
+MODES: tuple[Mode, ...] = ("none", "fine", "full")
+"""How a layer is recomputed in the backward: not at all, all but the results of its collectives, or all of it. The
+planner takes the first of equally good ones."""
 
 ALL = 2**31
 """As many as there are."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardweave as sw
-from shardweave.compiler import api
+from shardweave.compiler import compiler
 
 
 def mlp() -> tuple[nn.Module, torch.Tensor]:
@@ -24,13 +24,13 @@ def mlp() -> tuple[nn.Module, torch.Tensor]:
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A name for each capture that is made."""
     made: list[str] = []
-    capture = api.capture
+    capture = compiler.capture
 
     def counted(*args: Any) -> Any:
         made.append("capture")
         return capture(*args)
 
-    monkeypatch.setattr(api, "capture", counted)
+    monkeypatch.setattr(compiler, "capture", counted)
     return made
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import shardweave as sw
-from shardweave.compiler.api import _Compiler
+from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.judge import Judged
 from shardweave.compiler.whole import EXPOSED, WORTH, choices_for_the_whole
 from shardweave.demo.model import GPTConfig
@@ -16,7 +16,7 @@ from shardweave.ir import Weaving
 from shardweave.options import Options
 from tests.compiler.planners import MetaGPT, Planner
 
-CLOSED = {"sub_batches": 1, "keep_gathered": False, "buckets": False}
+CLOSED = {"sub_batches": 1, "buckets": False}
 NARROW = MetaGPT(GPTConfig(vocabulary=512, context=128, layers=2, heads=4, width=256), 32)
 """Little to compute for each byte that is moved."""
 
@@ -36,7 +36,7 @@ def chosen(times: dict[str, Judged], options: Options, limit: int = 1) -> str:
     return str(choices_for_the_whole(options, Weaving(), times[PLAIN], judge, limit)[0])
 
 
-PLAIN, HALVES, KEPT, BUCKETS, BOTH = "", "2 sub-batches", "* kept gathered", "buckets", "2 sub-batches, buckets"
+PLAIN, HALVES, BUCKETS, BOTH = "", "2 sub-batches", "buckets", "2 sub-batches, buckets"
 
 
 def test_what_saves_time_is_chosen_on_top_of_what_did_before() -> None:
@@ -47,9 +47,9 @@ def test_what_saves_time_is_chosen_on_top_of_what_did_before() -> None:
 
 @pytest.mark.parametrize("asked", CLOSED)
 def test_what_the_user_says_is_not_asked_again(asked: str) -> None:
-    times = {PLAIN: judged(1.0), HALVES: judged(0.9), KEPT: judged(0.9), BUCKETS: judged(0.9)}
+    times = {PLAIN: judged(1.0), HALVES: judged(0.9), BUCKETS: judged(0.9)}
     found = chosen(times, Options(**{**CLOSED, asked: None}))
-    assert found == {"sub_batches": HALVES, "keep_gathered": KEPT, "buckets": BUCKETS}[asked]
+    assert found == {"sub_batches": HALVES, "buckets": BUCKETS}[asked]
     assert chosen(times, Options(**CLOSED)) == PLAIN
 
 
@@ -86,11 +86,11 @@ def test_what_is_chosen_is_lowered() -> None:
 def test_what_is_chosen_goes_with_what_is_asked_for() -> None:
     model, cluster, inputs = _on_meta()
     cluster = sw.Cluster.preset("dgx-a100", nodes=2)
-    compiler = _Compiler(model, cluster, inputs, Options(recompute="fine", force={"*": "zero3"}), None)
+    compiler = Compiler(model, cluster, inputs, Options(recompute="fine", force={"*": "zero3"}), None)
     plan = compiler.plan()
     assert plan.weaving.buckets and plan.weaving.recompute == {"*": "fine"}
     compiler.lower(plan)
-    other = _Compiler(model, cluster, inputs, Options(recompute="full"), None)
+    other = Compiler(model, cluster, inputs, Options(recompute="full"), None)
     with pytest.raises(PlanError, match=r"the options ask for recomputation \* full"):
         other.lower(plan)
 
