@@ -161,8 +161,10 @@ _PICKLE = (
 
 def _serve(descriptor: int) -> None:
     """The life of a pool's process: a run for each job received, until its owner goes away."""
-    import torch._dynamo  # a DTensor's first op needs it: imported here once, and not by every rank
-    import torch.distributed.tensor  # noqa: F401
+    # What a DTensor's first op and a capture need: imported here once, and not by every rank.
+    import torch._dynamo
+    import torch._functorch.aot_autograd
+    import torch.distributed.tensor.experimental  # noqa: F401
 
     _die_with_parent()
     connection = Connection(descriptor)
