@@ -79,6 +79,7 @@ def plan(
 
     Examples
     --------
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
     >>> found = plan(model, Cluster.local(4), torch.randn(32, 64))
     >>> found.status, sorted(found.choices)

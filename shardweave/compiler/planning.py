@@ -112,7 +112,8 @@ class Planning:
         )
         if woven == weaving:
             return chosen, weaving
-        return replace(chosen, judged=judged, peak_memory=judged.peak_memory), woven
+        # Not less than without: under a limit that just this meets, the same is found
+        return replace(chosen, judged=judged, peak_memory=max(chosen.peak_memory, judged.peak_memory)), woven
 
     def _judged(self, chosen: Chosen, weaving: Weaving) -> Judged:
         """What the plan takes, woven so; without recomputation, where that has none."""

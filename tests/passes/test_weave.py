@@ -177,7 +177,7 @@ def unordered(cluster: Cluster, step: Annotated, force: dict[str, Any], options:
     mesh = cluster.mesh()
     found = forced_strategies(force, step.ops, mesh, step.batch)
     graphs = lower(step, {op.name: found[op.name][0] for op in step.ops}, mesh, options, cluster=cluster).graphs
-    return list(parts_of(graphs["split" if options.sub_batches > 1 else "recompute"].graph, cluster))
+    return list(parts_of(graphs["split" if options.weaving.sub_batches > 1 else "recompute"].graph, cluster))
 
 
 @pytest.mark.parametrize("preset", ["rtx3090-nvlink", "rtx3090-pcie"])

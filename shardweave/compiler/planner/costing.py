@@ -111,6 +111,8 @@ class Costing:
         self.returned = {_root(value) for value in graph_outputs(self.graph) if isinstance(value, fx.Node)}
         self.steps: dict[int, np.ndarray] = {}
         self.readers: dict[fx.Node, int] = {}
+        parameters = annotated.captured.parameters
+        self.unread = {node for node in self.graph.nodes if node.op == "placeholder" and node.name not in parameters}
         self.fixed_bytes = 0
 
     def build(self) -> Costed:
@@ -159,8 +161,17 @@ class Costing:
             self.placed[key] = wants, outputs, self._number(tuple(outputs))
         wants, outputs, signature = self.placed[key]
         self._edges_into(number, node, wants, key)
-        variable.saved += self.read_bytes(node)
+        variable.saved += self.read_bytes(node) + self._inputs_read(node, variable)
         self._settle(node, number, outputs, signature)
+
+    def _inputs_read(self, node: fx.Node, variable: Variable) -> np.ndarray:
+        """Inputs of the step that this op is the first to read: each device has its part of the batch, all the time."""
+        inputs = [argument for argument in tensor_args(node) if argument in self.unread]
+        self.unread -= set(inputs)
+        size = sum(value.numel() * value.element_size() for argument in inputs for value in tensor_outputs(argument))
+        parts = [{strategy.grid.z * strategy.grid.data for strategy, own in zip(variable.strategies, variable.port_of)
+                  if own == port} for port in range(len(variable.ports))]  # fmt: skip
+        return np.array([size / max(min(each), 1) for each in parts])
 
     def read_bytes(self, node: fx.Node, of: Callable[[fx.Node], bool] = lambda argument: True) -> np.ndarray:
         """What a product keeps of its inputs, as it reads them, for its weight's gradient: by its port."""
@@ -416,9 +427,8 @@ class Costing:
         return False
 
     def _input_bytes(self) -> int:
-        nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
-        kept = [node for node in nodes if node.name not in self.annotated.captured.parameters]
-        return sum(value.numel() * value.element_size() for node in kept for value in tensor_outputs(node))
+        """Of inputs and buffers that no op with a parameter reads."""
+        return sum(value.numel() * value.element_size() for node in self.unread for value in tensor_outputs(node))
 
     def _row(self, variable: Variable) -> program.Op:
         variable.seconds = variable.seconds * self.options.micro_batches
