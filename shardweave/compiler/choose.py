@@ -129,8 +129,7 @@ class Chooser:
     def _lowered_under(self, limit: int, chosen: Chosen) -> Chosen:
         """A plan with what it takes as it will be lowered: under the user's limit, not one that it was found under."""
         judged = self.simulate(_decision(chosen.costed, chosen.solution), limit)
-        counted = chosen.costed.problem.memory(chosen.solution.choice)
-        return _within(replace(chosen, judged=judged, peak_memory=max(counted, judged.peak_memory)), limit)
+        return _within(_chosen(chosen.costed, chosen.solution, judged), limit)
 
     def _fits(self, chosen: Chosen, limit: int) -> Chosen | None:
         """A plan scheduled under a limit; None where it does not meet it."""
@@ -170,8 +169,11 @@ class Chooser:
                 or judged.peak_memory <= limit <= other]  # fmt: skip
         if not same:
             known[limit] = self.simulate(_decision(costed, solution), limit)
-        judged = same[0] if same else known[limit]
-        return Chosen(costed, solution, judged, max(costed.problem.memory(solution.choice), judged.peak_memory))
+        return _chosen(costed, solution, same[0] if same else known[limit])
+
+
+def _chosen(costed: Costed, solution: Solution, judged: Judged) -> Chosen:
+    return Chosen(costed, solution, judged, max(costed.problem.memory(solution.choice), judged.peak_memory))
 
 
 def _is_small(costed: Costed) -> bool:

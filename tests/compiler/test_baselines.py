@@ -31,7 +31,7 @@ def llama() -> Planner:
 
 def exchanges(baseline: sw.baselines.Baseline, cause: str) -> tuple[list[Collective], list[Collective]]:
     """What the forward and the backward of a Llama on 4 devices move for this cause."""
-    step = llama().lowered(llama().plan(**{"sub_batches": 1, "buckets": False, **baseline.options}))
+    step = llama().lowered(llama().plan(**vars(baseline.over())))
     forward, backward = (
         [what for what in collectives(graph) if what.cause == cause] for graph in (step.forward, step.backward)
     )

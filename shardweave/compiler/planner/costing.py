@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -166,12 +166,14 @@ class Costing:
 
     def _inputs_read(self, node: fx.Node, variable: Variable) -> np.ndarray:
         """Inputs of the step that this op is the first to read: each device has its part of the batch, all the time."""
-        inputs = [argument for argument in tensor_args(node) if argument in self.unread]
-        self.unread -= set(inputs)
-        size = sum(value.numel() * value.element_size() for argument in inputs for value in tensor_outputs(argument))
-        parts = [{strategy.grid.z * strategy.grid.data for strategy, own in zip(variable.strategies, variable.port_of)
-                  if own == port} for port in range(len(variable.ports))]  # fmt: skip
-        return np.array([size / max(min(each), 1) for each in parts])
+        inputs = self.unread.intersection(tensor_args(node))
+        found = np.zeros(len(variable.ports))
+        if inputs:
+            self.unread -= inputs
+            size = _num_bytes(inputs)
+            for port, strategy in zip(variable.port_of, variable.strategies):
+                found[port] = max(found[port], size / (strategy.grid.z * strategy.grid.data))
+        return found
 
     def read_bytes(self, node: fx.Node, of: Callable[[fx.Node], bool] = lambda argument: True) -> np.ndarray:
         """What a product keeps of its inputs, as it reads them, for its weight's gradient: by its port."""
@@ -428,7 +430,7 @@ class Costing:
 
     def _input_bytes(self) -> int:
         """Of inputs and buffers that no op with a parameter reads."""
-        return sum(value.numel() * value.element_size() for node in self.unread for value in tensor_outputs(node))
+        return _num_bytes(self.unread)
 
     def _row(self, variable: Variable) -> program.Op:
         variable.seconds = variable.seconds * self.options.micro_batches
@@ -481,6 +483,10 @@ class Costing:
                     root = _root(argument)
                     found[root] = found.get(root, 0) + 1
         return found
+
+
+def _num_bytes(nodes: Iterable[fx.Node]) -> int:
+    return sum(value.numel() * value.element_size() for node in nodes for value in tensor_outputs(node))
 
 
 def _bound(node: fx.Node) -> BoundRule:
