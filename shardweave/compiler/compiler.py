@@ -178,7 +178,9 @@ class Compiler:
         shards = self._shards(self.annotated, strategies, joins, options)
         return lower(self.annotated, strategies, mesh, options, self._stage, joins, cluster, False, shards)
 
-    def _lowered(self, annotated: Annotated, decision: Decision, options: Options, more: More) -> Compiled:
+    def _lowered(
+        self, annotated: Annotated, decision: Decision, options: Options, more: More | None = None
+    ) -> Compiled:
         strategies, joins = decision.strategies, decision.joins
         shards = self._shards(annotated, strategies, joins, options)
         mesh, cluster = self.cluster.mesh(), self.cluster

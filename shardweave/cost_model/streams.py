@@ -109,8 +109,8 @@ class Streams:
     def __init__(self, slowdown: float = 1.0) -> None:
         self.now = 0.0
         self.slowdown = slowdown
-        self.busy: defaultdict[str, float] = defaultdict(float)
-        """Seconds for which all of a level's links have been busy; half of them for twice as long counts the same."""
+        self.ended = 0
+        """How many collectives are done."""
         self.loads: list[tuple[float, dict[str, float]]] = []
         """From when on which part of each level's links is busy."""
         self._queues: dict[str, deque[Transfer]] = {}
@@ -148,6 +148,21 @@ class Streams:
         self._pass(self._next_end())
 
     @property
+    def busy(self) -> Mapping[str, float]:
+        """Seconds for which all of a level's links have been busy; half of them for twice as long counts the same."""
+        found: defaultdict[str, float] = defaultdict(float)
+        ends = [at for at, _ in self.loads[1:]]
+        for (begin, load), end in zip(self.loads, [*ends, self.now]):
+            for level, part in load.items():
+                found[level] += part * (end - begin)
+        return found
+
+    @property
+    def is_running(self) -> bool:
+        """Whether something was started and is not done."""
+        return bool(self._queues)
+
+    @property
     def running(self) -> list[Transfer]:
         """What was started and is not done, in the order of groups."""
         return [transfer for queue in self._queues.values() for transfer in queue]
@@ -167,6 +182,7 @@ class Streams:
             self._share()
             return
         transfer.end = self.now
+        self.ended += 1
         self._rates.pop(transfer, None)
         queue = self._queues[transfer.group]
         queue.popleft()
@@ -197,9 +213,6 @@ class Streams:
     def _pass(self, span: float) -> None:
         """Let `span` seconds pass, no more than until the next end of a phase."""
         self.now += span
-        if self.loads:
-            for level, part in self.loads[-1][1].items():
-                self.busy[level] += part * span
         ended = []
         for transfer, rate in self._rates.items():
             transfer.left -= rate * span
