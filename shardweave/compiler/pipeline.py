@@ -247,6 +247,7 @@ class _Lowering:
                 for name in captured.parameters.values()
             },
             accumulates,
+            captured.known,
         )
         sharder = Sharder(shard, copied(captured.graph))
         local = sharder.run()

@@ -65,6 +65,8 @@ def fair_rates(usages: Sequence[Mapping[str, float]]) -> list[float]:
     >>> fair_rates([{"a": 1.0}, {"a": 1.0, "b": 1.0}, {"b": 0.5}])
     [0.5, 0.5, 1.0]
     """
+    if len(usages) < 2:
+        return [1.0] * len(usages)
     asked: defaultdict[str, float] = defaultdict(float)
     for usage in usages:
         for level, part in usage.items():
@@ -197,14 +199,15 @@ class Streams:
         """Share the links anew: a transfer has begun to move bytes, or ended."""
         moving = [queue[0] for queue in self._queues.values() if queue and queue[0].moving and queue[0].end is None]
         usages = [transfer.demand.use for transfer in moving]
-        load: defaultdict[str, float] = defaultdict(float)
-        for transfer, usage, rate in zip(moving, usages, fair_rates(usages), strict=True):
+        rates = fair_rates(usages)
+        load: dict[str, float] = {}
+        for transfer, usage, rate in zip(moving, usages, rates):
             self._rates[transfer] = rate
             for level, part in usage.items():
-                load[level] += rate * part
+                load[level] = load.get(level, 0.0) + rate * part
         if self.loads and self.loads[-1][0] == self.now:
             self.loads.pop()
-        self.loads.append((self.now, dict(load)))
+        self.loads.append((self.now, load))
 
     def _next_end(self) -> float:
         """Seconds until the next of the running collectives ends a phase."""

@@ -119,14 +119,13 @@ class Schedule:
         bound = _bound(tasks) * _CLOSE
         limit = math.inf if room is None else room
         best: Woven | None = None
-        for order in self._orders(tasks):
+        for order in self._orders(tasks) if tasks.kept_bytes <= limit else ():
             found = order(room=limit)
             if best is None or _better(found, best, limit):
                 best, fastest = found, order
             if best.seconds <= bound and best.peak_bytes <= limit:
                 break
-        assert best is not None
-        if best.peak_bytes <= limit:
+        if best is not None and best.peak_bytes <= limit:
             best = _thriftier(best, fastest)
         else:
             best = min((order(room=0) for order in self._orders(tasks)), key=lambda woven: woven.peak_bytes)

@@ -108,6 +108,11 @@ class Tasks:
         return [sum(self.sizes[storage] for storage in born) for born in self.born]
 
     @cached_property
+    def kept_bytes(self) -> int:
+        """What the part leaves behind, and so the least that it holds at once."""
+        return sum(self.sizes[storage] for born in self.born for storage in born if self.kept[storage])
+
+    @cached_property
     def _readers(self) -> Sequence[int]:
         found = [0] * len(self.sizes)
         for used in self.lives:
