@@ -296,7 +296,7 @@ class Sharder(Values):
         else:
             if choice.blocked and rule is not None and rule.decompose is not None:
                 parents = [source_of(argument)[0] for argument in arguments]
-                for part in bind_new(decompose(node, rule.decompose), parents):
+                for part in bind_new(decompose(node, rule.decompose, self.options.known), parents):
                     self.dependent.add(part)
                     self._note_given(part)
                     self._node(part)
