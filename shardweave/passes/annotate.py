@@ -140,11 +140,12 @@ def bind_rules(graph: fx.Graph, allow_unruled: bool = False) -> None:
         inputs[node] = tuple(source_of(argument) for argument in tensor_args(node))
     _report_unruled(unruled, allow_unruled)
     refined = refine(rules, inputs)
+    distinct: dict[BoundRule | None, BoundRule | None] = {}
     for node in graph.nodes:
         known = info(node)
         node.meta[META] = replace(
             known,
-            rule=refined.get(node),
+            rule=distinct.setdefault(refined.get(node), refined.get(node)),
             op=known.op or op_name(node),
             backward=node.meta.get("partitioner_tag") == "is_backward",
         )
