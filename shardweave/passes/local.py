@@ -17,6 +17,7 @@ from torch import fx
 import shardweave.runtime.padding  # noqa: F401  (registers the ops)
 from shardweave.errors import LayoutError
 from shardweave.ir import META, SEED, Axis, Collective, Layout, Mesh, NodeInfo, axes_size, group_name
+from shardweave.passes.described import described
 from shardweave.passes.layouts import Step, digit_size, drop, steps_between
 from shardweave.passes.times import coordinate, joined, total
 from shardweave.runtime.random import seeded
@@ -113,7 +114,7 @@ class LocalGraph:
         node = self.graph.create_node(
             "call_function", target, args, kwargs, name=_short_name(args[0] if target is seeded else target)
         )
-        key = target, repr(fx.node.map_arg((args, kwargs), _described))
+        key = target, described(args), described(kwargs)
         if key not in self.known:  # equal layers ask for the same again
             values = fx.node.map_arg((args, kwargs), lambda leaf: leaf.meta["val"])
             with self.fake:
@@ -327,14 +328,6 @@ class LocalGraph:
 
     def _permute(self, origin: Origin, node: fx.Node, order: list[int]) -> fx.Node:
         return node if order == sorted(order) else self.call(origin, aten.permute.default, node, order)
-
-
-def _described(leaf: fx.Node) -> str:
-    """What the shapes and dtypes of an op's results follow from."""
-    value = leaf.meta["val"]
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
-    return repr(value)
 
 
 def _unreshaped(node: fx.Node) -> fx.Node:
