@@ -175,6 +175,7 @@ def _add(costing: Costing, number: int, share: _Share, node: fx.Node, layer: str
                 share.moved[port] += collective_seconds("all_reduce", int(sizes[port]), axes, costing.prices.cluster)
     if node in costing.roles:
         share.inside += costing.read_bytes(node, lambda argument: region_of(argument) == layer)
+        share.reduced += costing.read_bytes(node, lambda argument: region_of(argument) == layer, gathered=True)
 
 
 def _compute(costing: Costing, number: int, node: fx.Node, sizes: Floats) -> Floats:
