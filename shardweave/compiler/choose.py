@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shardweave.compiler.judge import Decision, Judged
-from shardweave.compiler.planner.costing import Costed
 from shardweave.compiler.planner.problem import Problem
 from shardweave.compiler.planner.recomputation import layer_named
+from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.solver import Solution, smallest, solve
 from shardweave.compiler.planner.tidy import tidied
 from shardweave.compiler.refine import rivals

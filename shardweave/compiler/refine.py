@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Literal
 
-from shardweave.compiler.planner.costing import Costed
 from shardweave.compiler.planner.reductions import Kept, invert, restricted
+from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.solver import Solution
 from shardweave.errors import PlanError
 from shardweave.ir import Strategy

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from shardweave.compiler.planner.problem import Candidate, Problem
+from shardweave.compiler.planner.streams import IdleStreams
 from shardweave.compiler.planner.tables import KEPT, Bools, Ints, Tables
 
 Kept = tuple[tuple[int, ...], ...]
@@ -227,7 +228,7 @@ def restricted(problem: Problem, kept: Kept) -> Problem:
     return replace(problem, ops=tuple(ops))
 
 
-DEFAULT_REDUCTIONS: tuple[Reduction, ...] = (UnitScaling(), TooLarge(), Dominance())
+DEFAULT_REDUCTIONS: tuple[Reduction, ...] = (UnitScaling(), TooLarge(), IdleStreams(), Dominance())
 """What `solve` applies, in order."""
 
 

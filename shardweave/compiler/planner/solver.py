@@ -64,6 +64,7 @@ from shardweave.compiler.planner.incumbent import Progress
 from shardweave.compiler.planner.problem import TICKS_PER_SECOND, Problem, largest_terms
 from shardweave.compiler.planner.program import Program, Proof, prove
 from shardweave.compiler.planner.search import Search
+from shardweave.compiler.planner.streams import with_streams
 from shardweave.errors import InfeasibleError, PlanError
 from shardweave.units import readable_bytes
 
@@ -135,22 +136,29 @@ def solve(
     (2.5, 'optimal', 1)
     """
     start = time.monotonic()
-    search = Search(problem, start + time_limit, progress, gap)
-    if hint is not None:
-        search.hint(hint)
-    search.run()
-    found = search.incumbent
-    if search.choice is None:
-        if found.proven:
-            raise _infeasible(problem, time_limit)
-        raise PlanError(
-            f"no choice for {len(problem.ops)} ops was found within time_limit = {time_limit:g} s: raise time_limit, "
-            f"or memory_limit (now {problem.memory_limit} bytes)"
-        )
+    streams = {sum(map(len, problem.windows[:number])) for number, names in enumerate(problem.windows) if names}
+    while True:  # with more streams, until none of those that are left out is the busiest of its window
+        search = Search(with_streams(problem, streams), start + time_limit, progress, gap)
+        if hint is not None:
+            search.hint(hint)
+        search.run()
+        found = search.incumbent
+        if search.choice is None:
+            if found.proven:
+                raise _infeasible(problem, time_limit)
+            raise PlanError(
+                f"no choice for {len(problem.ops)} ops was found within time_limit = {time_limit:g} s: raise "
+                f"time_limit, or memory_limit (now {problem.memory_limit} bytes)"
+            )
+        busiest = set(problem.busiest(search.choice))
+        if busiest <= streams or time.monotonic() > start + time_limit:
+            break
+        hint, streams = search.choice, streams | busiest
     objective = problem.objective(search.choice)
-    bound = objective if found.proven else min(objective, max(0.0, found.bound / TICKS_PER_SECOND))
+    proven = found.proven and busiest <= streams
+    bound = objective if proven else min(objective, max(0.0, found.bound / TICKS_PER_SECOND))
     gap = (objective - bound) / objective if objective else 0.0
-    status: Literal["optimal", "feasible"] = "optimal" if found.proven else "feasible"
+    status: Literal["optimal", "feasible"] = "optimal" if proven else "feasible"
     return Solution(search.choice, objective, bound, gap, status, time.monotonic() - start)
 
 
