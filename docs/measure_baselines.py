@@ -12,9 +12,9 @@ from pathlib import Path
 
 import shardweave as sw
 from docs.large_models import LARGE
-from shardweave.compiler.api import _Compiler
 from shardweave.compiler.baselines import all_for
 from shardweave.compiler.comparison import Entry, compared
+from shardweave.compiler.compiler import Compiler
 from shardweave.units import readable_bytes, readable_seconds
 
 PAGE = Path(__file__).parent / "baselines.md"
@@ -31,7 +31,7 @@ def measure(given: argparse.Namespace) -> Iterator[Cells]:
     """A row for each model, cluster and limit."""
     for name in given.models:
         model, inputs = LARGE[name]()
-        compiler = _Compiler(model, sw.Cluster.local(1), inputs, None, None)
+        compiler = Compiler(model, sw.Cluster.local(1), inputs, None, None)
         for preset in given.clusters:
             cluster = sw.Cluster.preset(preset, nodes=given.nodes)
             own = compiler._with(cluster).plan().peak_memory
@@ -41,7 +41,7 @@ def measure(given: argparse.Namespace) -> Iterator[Cells]:
                 yield (*cells, *against_baselines(compiler._with(cluster, options), given))
 
 
-def against_baselines(compiler: _Compiler, given: argparse.Namespace) -> Cells:
+def against_baselines(compiler: Compiler, given: argparse.Namespace) -> Cells:
     """The planner's step, that of the best of the chosen baselines, and how many of them fit."""
     chosen = [each for each in all_for(compiler.cluster) if not given.systems or each.name in given.systems]
     try:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardweave as sw
-from shardweave.compiler.api import _Compiler
+from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model import Timeline
 from shardweave.options import Options
 from shardweave.runtime.inputs import localize
@@ -102,13 +102,13 @@ def constants(parallel: Any) -> list[torch.Tensor]:
 
 def measure_all(case: Case, ranks: int, plans: list[dict[str, Any]]) -> list[Figures]:
     """In one rank: the step of each plan in turn, compiled as `compile_parallel` does."""
-    compiler = _Compiler(case.model(), sw.Cluster.local(ranks), case.batch(0), None, None)
+    compiler = Compiler(case.model(), sw.Cluster.local(ranks), case.batch(0), None, None)
     return [measure(case, compiler.compile(sw.Plan.from_dict(plan))) for plan in plans]
 
 
 def prepare(case: Case, ranks: int, ways: Mapping[str, Options]) -> list[tuple[str, sw.Plan, Timeline]]:
     """A plan in each of these ways, and what the simulator says of its step."""
-    compiler = _Compiler(case.model(), sw.Cluster.local(ranks), case.batch(0), None, None)
+    compiler = Compiler(case.model(), sw.Cluster.local(ranks), case.batch(0), None, None)
     found = []
     for way, options in ways.items():
         compiler = copy.copy(compiler)

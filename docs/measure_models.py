@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from docs.large_models import LARGE, LAYERS
-from shardweave.compiler.api import _Compiler
+from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.pipeline import Annotated
 from shardweave.compiler.planner.candidates import legal
 from shardweave.cost_model import flops_by_op, replicated, sharded_share
@@ -62,7 +62,7 @@ GPUS = (
 )
 
 
-class Measured(_Compiler):
+class Measured(Compiler):
     """A model captured once and planned for several machines, by the planner or as tensor-parallel as it can be."""
 
     tensor = False

@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import shardweave as sw
 from shardweave.compiler import choose
-from shardweave.compiler.api import _Compiler
+from shardweave.compiler.compiler import Compiler
 
 
 def llama(layers: int) -> nn.Module:
@@ -92,7 +92,7 @@ def main() -> None:
     clock.around(choose, "solve", "solve: the solver")
     clock.around(choose.Chooser, "_simulated", "judge: lower, schedule, simulate")
     inputs = {"input_ids": tokens, "labels": tokens}
-    plan = _Compiler(model, cluster, inputs, sw.Options(memory_limit=limit), clock.enter).plan()
+    plan = Compiler(model, cluster, inputs, sw.Options(memory_limit=limit), clock.enter).plan()
     clock.enter("end")
     for stage, seconds in clock.spent.items():
         print(f"{stage:34} {seconds:6.2f} CPU-s")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import shardweave as sw
-from shardweave.compiler.api import _Compiler
+from shardweave.compiler.compiler import Compiler
 from shardweave.demo.model import GPT, GPTConfig
 
 
@@ -42,7 +42,7 @@ def main() -> None:
         model = GPT(config).to(torch.bfloat16)
         tokens = torch.zeros(8 * given.nodes, 2048, dtype=torch.long)
     batch = {"tokens": tokens, "targets": tokens}
-    compiler = timed("capture and annotate", lambda: _Compiler(model, cluster, batch, None, None))
+    compiler = timed("capture and annotate", lambda: Compiler(model, cluster, batch, None, None))
     rest = given.nodes
     grids = {"column": sw.Grid(x=8, y=1, z=1, data=rest), "row": sw.Grid(x=1, y=8, z=1, data=rest)}
     turned = ("down", "out")

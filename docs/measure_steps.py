@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import shardweave as sw
-from shardweave.compiler.api import _Compiler
+from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.planner.candidates import legal
 from shardweave.compiler.planner.ops import Op
 from shardweave.cost_model.op_profile import profiled_ops
@@ -127,7 +127,7 @@ def measure(names: Sequence[str], count: int, rounds: int) -> list[Row]:
 def _measure(name: str, cluster: sw.Cluster, count: int, rounds: int) -> list[Row]:
     torch.manual_seed(0)
     model, batch = MODELS[name]()
-    compiler = _Compiler(model, cluster, batch, None, None)
+    compiler = Compiler(model, cluster, batch, None, None)
     compiled: dict[str, sw.ParallelModule] = {}
     for label, force in plans(count).items():
         compiler.options = Options(force=force(compiler.annotated.ops, cluster.mesh()))

@@ -16,7 +16,7 @@ import torch
 from matplotlib.figure import Figure
 
 import shardweave as sw
-from shardweave.compiler.api import _Compiler
+from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.pipeline import lower
 from shardweave.compiler.planner.force import forced_strategies
 from shardweave.cost_model import Timeline
@@ -57,14 +57,14 @@ class Setting:
 SETTINGS = (Setting(2048, 24, 32, 4, 128), Setting(8192, 8, 128, 8, 8), Setting(8192, 8, 128, 8, 8, micro_batches=8))
 
 
-def compiler(setting: Setting, cluster: sw.Cluster) -> _Compiler:
+def compiler(setting: Setting, cluster: sw.Cluster) -> Compiler:
     """The captured GPT, on no device."""
     config = GPTConfig(VOCABULARY, CONTEXT, setting.layers, setting.heads, setting.hidden)
     with torch.device("meta"):
         model = GPT(config)
         tokens = torch.zeros(setting.batch * setting.micro_batches, CONTEXT, dtype=torch.long)
     options = Options(precision=PRECISION, micro_batches=setting.micro_batches)
-    return _Compiler(model, cluster, (tokens, tokens), options, None)
+    return Compiler(model, cluster, (tokens, tokens), options, None)
 
 
 def megatron(setting: Setting) -> dict[str, Any]:
@@ -73,13 +73,13 @@ def megatron(setting: Setting) -> dict[str, Any]:
     return {"*": rows, "*.qkv": columns, "*.up": columns, "*.out": rows, "*.down": rows, "head": columns}
 
 
-def simulated(found: _Compiler, setting: Setting, **weaving: Any) -> Timeline:
+def simulated(found: Compiler, setting: Setting, **weaving: Any) -> Timeline:
     """The step under Megatron's tensor parallelism, woven so."""
     mesh = found.cluster.mesh()
     found.options = Options(precision=PRECISION, micro_batches=setting.micro_batches, **weaving)
     forced = forced_strategies(megatron(setting), found.annotated.ops, mesh, found.annotated.batch)
     strategies = {name: options[0] for name, options in forced.items()}
-    return found.timeline(lower(found.annotated, strategies, mesh, found.options, cluster=found.cluster, stages=False))
+    return found.timeline(lower(found.annotated, strategies, mesh, found.options, cluster=found.cluster, draft=True))
 
 
 def measure() -> Iterator[tuple[str, Setting, str, Timeline]]:

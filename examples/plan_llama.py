@@ -46,7 +46,7 @@ def main() -> None:
     for share in (0.8, 0.6, 0.4):
         limit = int(share * plan.peak_memory)
         try:
-            tighter = sw.plan(model, cluster, batch, options=sw.Options(memory_limit=limit))
+            tighter = plan.resolve(memory_limit=limit)
         except InfeasibleError as error:
             console.print(f"{limit / 2**30:.2f} GiB: {error}", markup=False)
             break

@@ -16,6 +16,12 @@ from shardweave.errors import InputError, ParallelError
 if TYPE_CHECKING:
     from shardweave.cost_model import Cluster
 
+Factory = Annotated[str, typer.Argument(help="module:function that returns (model, example inputs).")]
+Machine = Annotated[str, typer.Option(help="A preset's name, or the path of a YAML file.")]
+Nodes = Annotated[int | None, typer.Option(min=1, help="Number of nodes, for a preset.")]
+Limit = Annotated[float | None, typer.Option(min=0, help="Memory limit a device, in GiB.")]
+MixedPrecision = Annotated[str | None, typer.Option(help="Mixed precision: bf16 or fp16.")]
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -46,13 +52,16 @@ def demo(
 
 @app.command()
 def plan(
-    factory: Annotated[str, typer.Argument(help="module:function that returns (model, example inputs).")],
-    cluster: Annotated[str, typer.Option(help="A preset's name, or the path of a YAML file.")],
-    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes, for a preset.")] = None,
-    memory_limit: Annotated[float | None, typer.Option(min=0, help="Memory limit a device, in GiB.")] = None,
-    precision: Annotated[str | None, typer.Option(help="Mixed precision: bf16 or fp16.")] = None,
+    factory: Factory,
+    cluster: Machine,
+    nodes: Nodes = None,
+    memory_limit: Limit = None,
+    precision: MixedPrecision = None,
     micro_batches: Annotated[int, typer.Option(min=1, help="Parts of a batch, one computed after another.")] = 1,
-    sub_batches: Annotated[int, typer.Option(min=1, help="Parts of each, one computing while another sends.")] = 1,
+    sub_batches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Parts of each, one computing while another sends; else the planner chooses."),
+    ] = None,
     recompute: Annotated[
         str | None,
         typer.Option(help="Of each layer, in the backward: none, full or fine; else the planner chooses."),
@@ -67,10 +76,9 @@ def plan(
 
     model, inputs = _built(factory)
     machine = _machine(cluster, nodes)
-    limit = None if memory_limit is None else int(memory_limit * 2**30)
     weaving: dict[str, Any] = {"sub_batches": sub_batches, "recompute": recompute}
     weaving |= {"operator_slices": operator_slices, "keep_gathered": keep_gathered}
-    options = sw.Options(memory_limit=limit, precision=precision, micro_batches=micro_batches, **weaving)
+    options = sw.Options(memory_limit=_bytes(memory_limit), precision=precision, micro_batches=micro_batches, **weaving)
     made = sw.plan(model, machine, inputs, options=options)
     _console().print(made.explain())
     if out is not None:
@@ -81,11 +89,11 @@ def plan(
 
 @app.command()
 def compare(
-    factory: Annotated[str, typer.Argument(help="module:function that returns (model, example inputs).")],
-    cluster: Annotated[str, typer.Option(help="A preset's name, or the path of a YAML file.")],
-    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes, for a preset.")] = None,
-    memory_limit: Annotated[float | None, typer.Option(min=0, help="Memory limit a device, in GiB.")] = None,
-    precision: Annotated[str | None, typer.Option(help="Mixed precision: bf16 or fp16.")] = None,
+    factory: Factory,
+    cluster: Machine,
+    nodes: Nodes = None,
+    memory_limit: Limit = None,
+    precision: MixedPrecision = None,
     only: Annotated[str, typer.Option(help="Part of the names of the systems to compare with, as Megatron.")] = "",
     every: Annotated[bool, typer.Option(help="Show every setting of a system, not its fastest alone.")] = False,
 ) -> None:
@@ -94,7 +102,6 @@ def compare(
 
     model, inputs = _built(factory)
     machine, console = _machine(cluster, nodes), _console()
-    limit = None if memory_limit is None else int(memory_limit * 2**30)
     chosen = [each for each in sw.baselines.all_for(machine) if only.lower() in str(each).lower()]
     if not chosen:
         raise InputError(f"--only {only!r} names none of the baselines of {machine.name}: try a system's name, as DDP")
@@ -104,7 +111,7 @@ def compare(
             machine,
             inputs,
             baselines=chosen,
-            options=sw.Options(memory_limit=limit, precision=precision),
+            options=sw.Options(memory_limit=_bytes(memory_limit), precision=precision),
             progress=lambda name: status.update(f"planning {name}"),
         )
     console.print(found.explain(every))
@@ -127,6 +134,10 @@ def diff(
     from shardweave.compiler.plan import Plan
 
     _console().print(Plan.load(path).diff(Plan.load(other)))
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * 2**30)
 
 
 def _built(factory: str) -> Any:

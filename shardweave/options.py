@@ -55,9 +55,9 @@ class Options:
         Into how many parts a call's batch is cut, computed one after another with their gradients added up, so that
         only one part's activations are held. The model has to return a scalar loss. What needs the whole batch at once
         (the statistics of a batch norm) is refused.
-    sub_batches : int
+    sub_batches : int, optional
         Into how many parts each of these is cut besides, all of them in one graph, so that one part computes while
-        another communicates. The same things are refused.
+        another communicates. The same things are refused. By default the planner chooses 1 or 2.
     recompute : {"none", "full", "fine"} or mapping from a name pattern to one of these, optional
         What the backward computes again instead of keeping it: all of a layer (a module in a list), or all but the
         results of its collectives, so that no communication is repeated. Patterns as in `force`. By default what lies
@@ -68,9 +68,10 @@ class Options:
         parameter is gathered at a time. Patterns as in `force`; what a number does not divide stays whole.
     keep_gathered : bool or mapping from a name pattern to bool or int
         What is gathered for the forward is kept for the backward, instead of gathered again. Of an op in slices a
-        number says how many of them; the others are gathered again.
-    buckets : bool
-        Small collectives of parameters and gradients are put together.
+        number says how many of them; the others are gathered again. (What is gathered once a step, ``"zero2"``, is a
+        strategy that the planner has anyway.)
+    buckets : bool, optional
+        Small collectives of parameters and gradients are put together. By default the planner chooses.
     sequence_parallel : bool, optional
         Whether each device takes a part of the sums that tensor parallelism leaves (at residual connections, and so in
         the norms after them), cut on the sequence where the batch is too small for it, or all of them take the whole.
@@ -95,11 +96,11 @@ class Options:
     time_limit: float = 30.0
     lookahead: int | None = None
     micro_batches: int = 1
-    sub_batches: int = 1
+    sub_batches: int | None = None
     recompute: Mode | Mapping[str, Mode] | None = None
     operator_slices: int | Mapping[str, int] = field(default_factory=dict)
     keep_gathered: bool | Mapping[str, int] = field(default_factory=dict)
-    buckets: bool = False
+    buckets: bool | None = None
     sequence_parallel: bool | None = None
     cross_pass: bool = True
     allow_unruled: bool = False
@@ -123,13 +124,14 @@ class Options:
 
     @property
     def weaving(self) -> Weaving:
-        """What is asked of the whole step."""
+        """What is asked of the whole step; what is left open is not made use of."""
         recompute = {"*": self.recompute} if isinstance(self.recompute, str) else self.recompute or {}
         slices = {"*": self.operator_slices} if isinstance(self.operator_slices, int) else self.operator_slices
         kept = {"*": self.keep_gathered} if isinstance(self.keep_gathered, bool) else self.keep_gathered
         kept = {pattern: ALL if number is True else int(number) for pattern, number in kept.items()}
         slices, kept = ({} if each == whole else each for each, whole in ((slices, {"*": 1}), (kept, {"*": 0})))
-        return Weaving(self.sub_batches, recompute, slices, kept, self.buckets, self.cross_pass, self.lookahead)
+        sub_batches = 1 if self.sub_batches is None else self.sub_batches
+        return Weaving(sub_batches, recompute, slices, kept, bool(self.buckets), self.cross_pass, self.lookahead)
 
     def woven(self, weaving: Weaving) -> Options:
         """These options with what a plan says of the whole step."""

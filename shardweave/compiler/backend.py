@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import fx
 
 from shardweave.compiler.aot import Source, bind, captured_from, seed_draws, sources_of
-from shardweave.compiler.api import _Compiler, check_world
 from shardweave.compiler.capture import Captured
 from shardweave.compiler.codegen import graph_hash
+from shardweave.compiler.compiler import Compiler, check_world
 from shardweave.compiler.pipeline import Annotated
 from shardweave.compiler.plan import Plan
 from shardweave.compiler.planner.candidates import legal
@@ -179,7 +179,7 @@ class _Partition:
         return bind(compiled.step, joint, num_forward, seed)
 
 
-class _WholeCompiler(_Compiler):
+class _WholeCompiler(Compiler):
     """Compiles a step whose parameters rest whole on every rank."""
 
     def __init__(self, captured: Captured, request: _Request) -> None:

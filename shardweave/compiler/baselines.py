@@ -15,12 +15,15 @@ from typing import Any, Literal
 
 from torch import nn
 
-from shardweave.compiler.api import Progress
 from shardweave.compiler.api import plan as make_plan
+from shardweave.compiler.compiler import Progress
 from shardweave.compiler.plan import Plan
 from shardweave.cost_model import Cluster
 from shardweave.errors import PlanError
 from shardweave.options import Options
+
+_PLAIN = {"sub_batches": 1, "buckets": False}
+"""What the planner would choose for a system."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,8 @@ class Baseline:
         return f"{self.name} {self.setting}".strip()
 
     def over(self, options: Options | None = None) -> Options:
-        """The user's options with those of the system in their place."""
-        return replace(options or Options(), **self.options)
+        """The user's options with those of the system in their place; what it does not weave is not woven for it."""
+        return replace(options or Options(), **{**_PLAIN, **self.options})
 
     def plan(
         self,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from shardweave.compiler.codegen import graph_hash
 from shardweave.errors import PlanError
 from shardweave.ir import SEED, Axis, Layout, Mesh, ParameterSpec, StepSpec, ValueSpec, axes_size, normalise
 from shardweave.options import Options
@@ -74,9 +73,9 @@ class Boundary:
         lies: Mapping[int, Layout],
         rests: Mapping[str, Layout],
         forward: fx.GraphModule,
-        backward: fx.GraphModule,
+        code: str,
     ) -> StepSpec:
-        """How the step is called, given where its outputs lie and its parameters rest."""
+        """How the step is called, given where its outputs lie, its parameters rest, and the hash of its code."""
         captured = self.annotated.captured
         dtype = {name: dtype_name(value.dtype) for name, value in self.values.items()}
         trainable = set(captured.gradients)
@@ -117,7 +116,7 @@ class Boundary:
             tuple(outputs),
             captured.mutated_buffers,
             self.data,
-            graph_hash(forward, backward),
+            code,
             any(node.op == "placeholder" and node.name == SEED for node in forward.graph.nodes),
             tuple(pieces) if times else (),
             axes_size(self.mesh.woven),

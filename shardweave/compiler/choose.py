@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from shardweave.compiler.judge import Decision, Judged
-from shardweave.compiler.planner.problem import Problem
 from shardweave.compiler.planner.recomputation import layer_named
 from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.solver import Solution, smallest, solve
@@ -21,6 +19,9 @@ UNLIMITED = 2**62
 
 GAP, EXACT = 1e-3, 2**13
 """How far from its bound an answer of the program may be; of problems with at most so many candidates, not at all."""
+
+FAR = 1.5
+"""A plan that the program counts as so many times the limit is not simulated: it does not fit."""
 
 Start = Callable[[Costed], Sequence[int] | None]
 """From a problem to a choice to begin with."""
@@ -55,13 +56,14 @@ class Chooser:
         Seconds that the solver may take for one problem.
     start : callable
         From a problem to a choice to begin with, where one is known.
+    runs : sequence of sequences of str
+        The names of layers that are equal.
     """
 
     simulate: Simulate
     time_limit: float
     start: Start = lambda costed: None
     runs: Sequence[Sequence[str]] = ()
-    """The names of equal layers."""
     _judged: dict[tuple[int, ...], dict[int, Judged]] = field(default_factory=dict)
     """What has been simulated, by its choice (of a problem with modes a longer one than without) and the limit."""
 
@@ -81,12 +83,14 @@ class Chooser:
         """
         limit = costed.problem.memory_limit
         free = _limited(costed, UNLIMITED)
-        fastest = self._simulated(free, self._solve(free, self.start(costed)), limit)
-        if fastest.judged.peak_memory <= limit:
-            return _within(self._refined(free, fastest, limit), limit)
+        fastest = self._solve(free, self.start(costed))
+        if costed.problem.memory(fastest.choice) <= FAR * limit:
+            first = self._simulated(free, fastest, limit)
+            if _peak(first) <= limit:
+                return _within(self._refined(free, first, limit), limit)
         if smaller is not None:
             costed = smaller()
-        found = self._under(costed, limit, fastest, self.start(costed))
+        found = self._under(costed, limit, self.start(costed) or (fastest.choice if smaller is None else None))
         if found is not None:
             return _within(self._refined(costed, found, limit), limit)
         return self._last(costed, fastest, limit)
@@ -94,27 +98,25 @@ class Chooser:
     def _refined(self, costed: Costed, best: Chosen, limit: int) -> Chosen:
         """The fastest by the simulator of the best choice and its rivals, of those that fit."""
         found = best
-        for solution in rivals(costed, best.solution, self._solve):
+        exact = _is_small(costed)
+        for solution in rivals(costed, best.solution, lambda family: self._solve(family, exact=exact)):
             rival = self._simulated(costed, solution, limit)
             if _peak(rival) <= limit and rival.judged.step_time < found.judged.step_time:
                 found = rival
         return found
 
-    def _last(self, costed: Costed, fastest: Chosen, limit: int) -> Chosen:
+    def _last(self, costed: Costed, fastest: Solution, limit: int) -> Chosen:
         """The smallest plan of all, where the program finds none that fits."""
         choice = smallest(costed.problem, self.time_limit)
         assert choice is not None  # there is a fastest one
-        smallest_of_all = _unproven(costed, choice, fastest)
-        least = min((self._simulated(costed, smallest_of_all, limit), fastest), key=_peak)
+        least = self._simulated(costed, _unproven(costed, choice, fastest), limit)
         if _peak(least) <= limit:
             return _within(least, limit)
         needed = _peak(least)
         # What is counted as more than the smallest may be simulated as less, and the smallest in another order, too
-        while (found := self._under(costed, needed - 1, fastest) or self._fits(least, needed - 1)) is not None:
+        while (found := self._under(costed, needed - 1) or self._fits(least, needed - 1)) is not None:
             least, needed = found, found.peak_memory
-        if (
-            needed <= limit
-        ):  # asked from above, the program came by a plan that it had skipped when asked for this limit
+        if needed <= limit:  # asked from above, the program came by a plan that it had skipped under this limit
             return least
         parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(least.judged.at_peak)]
         raise InfeasibleError.needing(
@@ -129,33 +131,31 @@ class Chooser:
         again = self._simulated(chosen.costed, chosen.solution, limit)
         return _within(again, limit) if _peak(again) <= limit else None
 
-    def _under(self, costed: Costed, limit: int, fastest: Chosen, hint: Sequence[int] | None = None) -> Chosen | None:
+    def _under(self, costed: Costed, limit: int, hint: Sequence[int] | None = None) -> Chosen | None:
         """The best choice that fits into `limit` when simulated, too; None where the program runs out of choices."""
         asked = _limited(costed, limit)
         first: Solution | None = None
-        if hint is None and len(fastest.solution.choice) == len(costed.variables):
-            hint = fastest.solution.choice
         while True:
             try:
                 solution = self._solve(asked, hint)
             except InfeasibleError:
                 return None
             first, hint = first or solution, hint if first is None else first.choice
-            chosen = self._simulated(costed, _bounded(costed.problem, solution, first), limit)
+            # The bound of the tighter problem says nothing of the user's own.
+            held = solution if solution is first else solution.held_to(first.bound)
+            chosen = self._simulated(costed, held, limit)
             if _peak(chosen) <= limit:
                 return _within(chosen, limit)
             counted = costed.problem.memory(solution.choice)
             asked = _limited(costed, min(counted - 1, limit - (_peak(chosen) - counted)))
 
-    def _solve(self, costed: Costed, hint: Sequence[int] | None = None) -> Solution:
-        exact = sum(len(op.candidates) for op in costed.problem.ops) <= EXACT
+    def _solve(self, costed: Costed, hint: Sequence[int] | None = None, exact: bool | None = None) -> Solution:
+        exact = _is_small(costed) if exact is None else exact
         found = solve(costed.problem, self.time_limit, hint=hint, gap=0.0 if exact else GAP)
         if exact:
             return found
         choice = tidied(costed.problem, costed.variables, self.runs, found.choice)
-        objective = costed.problem.objective(choice)
-        gap = max(0.0, (objective - found.bound) / objective) if objective else 0.0
-        return replace(found, choice=choice, objective=objective, gap=gap, status="feasible" if gap else "optimal")
+        return replace(found, choice=choice, objective=costed.problem.objective(choice)).held_to(found.bound)
 
     def _simulated(self, costed: Costed, solution: Solution, limit: int) -> Chosen:
         known = self._judged.setdefault(solution.choice, {})
@@ -168,15 +168,17 @@ class Chooser:
         return Chosen(costed, solution, judged, max(costed.problem.memory(solution.choice), judged.peak_memory))
 
 
+def _is_small(costed: Costed) -> bool:
+    return sum(len(op.candidates) for op in costed.problem.ops) <= EXACT
+
+
 def _limited(costed: Costed, limit: int) -> Costed:
     return replace(costed, problem=replace(costed.problem, memory_limit=limit))
 
 
-def _unproven(costed: Costed, choice: tuple[int, ...], fastest: Chosen) -> Solution:
+def _unproven(costed: Costed, choice: tuple[int, ...], fastest: Solution) -> Solution:
     """A choice of which all that is known is that none is faster than the fastest of all."""
-    objective, bound = costed.problem.objective(choice), fastest.solution.bound
-    gap = (objective - bound) / objective if objective else 0.0
-    return Solution(choice, objective, bound, gap, "feasible", 0.0)
+    return Solution(choice, costed.problem.objective(choice), fastest.bound, "feasible", 0.0)
 
 
 def _peak(chosen: Chosen) -> int:
@@ -186,16 +188,6 @@ def _peak(chosen: Chosen) -> int:
 def _within(chosen: Chosen, limit: int) -> Chosen:
     """What the plan says that it needs: the larger figure, unless only the program's is above the limit."""
     return chosen if chosen.peak_memory <= limit else replace(chosen, peak_memory=chosen.judged.peak_memory)
-
-
-def _bounded(problem: Problem, solution: Solution, first: Solution) -> Solution:
-    """A solution of a tighter problem, held against the bound of the user's own, whose answer was `first`."""
-    if solution is first:
-        return solution
-    objective = problem.objective(solution.choice)
-    gap = max(0.0, (objective - first.bound) / objective) if objective else 0.0
-    status: Literal["optimal", "feasible"] = "feasible" if gap else "optimal"
-    return replace(solution, bound=first.bound, gap=gap, status=status)
 
 
 def largest(sizes: Mapping[str, int], count: int = 3) -> list[tuple[str, int]]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from shardweave.compiler.api import Progress, _Compiler
 from shardweave.compiler.baselines import Baseline, all_for
+from shardweave.compiler.compiler import Compiler, Progress
 from shardweave.compiler.plan import Plan
 from shardweave.cost_model import Cluster
 from shardweave.errors import InfeasibleError, ParallelError
@@ -124,13 +124,13 @@ def compare(
     >>> str(found.best.baseline), found.gain >= 0
     ('DDP', True)
     """
-    compiler = _Compiler(model, cluster, example_inputs, options, None)
+    compiler = Compiler(model, cluster, example_inputs, options, None)
     chosen = all_for(cluster) if baselines is None else baselines
     return compared(compiler, chosen, micro_batches, progress)
 
 
 def compared(
-    compiler: _Compiler,
+    compiler: Compiler,
     baselines: Sequence[Baseline],
     micro_batches: Sequence[int] | None = None,
     progress: Progress | None = None,
@@ -148,7 +148,7 @@ def compared(
     return Comparison(own, tuple(sorted(others, key=lambda entry: entry.step_time)))
 
 
-def _powers(compiler: _Compiler) -> Iterator[int]:
+def _powers(compiler: Compiler) -> Iterator[int]:
     """The powers of two that divide the batch; one where the model has no loss to begin each backward from."""
     count = 1
     while compiler.annotated.batch % count == 0 and (count == 1 or compiler.annotated.loss_inside):
@@ -156,8 +156,8 @@ def _powers(compiler: _Compiler) -> Iterator[int]:
         count *= 2
 
 
-def _entry(compiler: _Compiler, baseline: Baseline, counts: Iterable[int]) -> Entry:
-    options = baseline.over(compiler.options)
+def _entry(compiler: Compiler, baseline: Baseline, counts: Iterable[int]) -> Entry:
+    options = compiler.options if baseline is OWN else baseline.over(compiler.options)
     plans: list[Plan] = []
     reason = ""
     for count in counts:

@@ -11,7 +11,7 @@ This is a reduction: `Fold.stands_for` is its inverse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import fx
 
 from shardweave.compiler.capture import Captured
 from shardweave.passes.annotate import graph_outputs, op_name
-from shardweave.passes.modules import copied
+from shardweave.passes.modules import module_of
 from shardweave.passes.recompute import checkpoint_of, layer_of
 
 Layer = str
@@ -78,22 +78,14 @@ def fold(captured: Captured, left: Mapping[Run, int]) -> Fold:
     >>> [name for name in folded.captured.gradients if name.endswith("bias")], folded.stands_for["2"]
     (['0.bias', '1.bias', '2.bias', '8.bias'], ('3', '4', '5', '6', '7'))
     """
-    graph = copied(captured.graph)
-    layers = _Layers(graph.graph, _states(captured))
+    layers = _Layers(captured.graph.graph, _states(captured))
     gone = {layer for run, count in left.items() for layer in run.layers[count:]}
-    for run, count in left.items():
-        if count < len(run.layers):
-            layers.close(run.layers[count - 1], run.layers[-1])
     gone_states = {name for name in _states(captured).values() if layer_of(name) in gone}
-    results = iter(graph_outputs(graph.graph))
-    kept: list[Any] = []
     names = (*captured.mutated_buffers, *captured.outputs, *captured.gradients)
-    kept = [value for name, value in zip(names, results, strict=True) if name not in gone_states]
-    graph.graph.output_node().args = (kept,)
-    for node in reversed(graph.graph.nodes):
-        if layers.of.get(node) in gone:
-            graph.graph.erase_node(node)
-    graph.graph.lint()
+    results = zip(names, graph_outputs(captured.graph.graph), strict=True)
+    closed = [(run.layers[count - 1], run.layers[-1]) for run, count in left.items() if count < len(run.layers)]
+    kept = [value for name, value in results if name not in gone_states]
+    graph = module_of(captured.graph, layers.without(gone, closed, kept))
 
     def staying(names: Mapping[str, str]) -> dict[str, str]:
         return {node: name for node, name in names.items() if name not in gone_states}
@@ -193,29 +185,47 @@ class _Layers:
             inside,
         )
 
-    def close(self, last: Layer, end: Layer) -> None:
-        """Make `last` and what comes after `end` neighbours, both of one run."""
-        for node, twin in zip(self.members[last], self.members[end], strict=True):
-            after = [argument for argument in node.all_input_nodes if self.of.get(argument) == _neighbour(last, 1)]
-            if after:
-                node.args, node.kwargs = self._taken(node, twin)
-        gone = set(self.members[end])
-        for node in list(self.graph.nodes):
-            if node.op != "output" and self.of.get(node) == _neighbour(end, 1):
-                for argument in [argument for argument in node.all_input_nodes if argument in gone]:
-                    node.replace_input_with(argument, self.members[last][self.place[argument]])
+    def without(self, gone: Set[Layer], closed: Sequence[tuple[Layer, Layer]], results: Sequence[Any]) -> fx.Graph:
+        """A graph of all but the layers that are `gone`, with these results.
 
-    def _taken(self, node: fx.Node, twin: fx.Node) -> tuple[Any, Any]:
-        """The arguments of `node`, those from the layer behind it being the ones that its twin takes."""
+        `closed` has for each run the last layer that stays and the last that goes: what comes after that one becomes
+        the neighbour of the first.
+        """
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        twins = {}
+        stands_in: dict[fx.Node, fx.Node] = {}
+        for last, end in closed:
+            for node, twin in zip(self.members[last], self.members[end], strict=True):
+                twins[node], stands_in[twin] = twin, node
+
+        def copy(argument: fx.Node) -> fx.Node:
+            return copies[stands_in.get(argument, argument)]
+
+        for node in self.graph.nodes:
+            if self.of.get(node) in gone or node.op == "output":
+                continue
+            taken: Callable[[fx.Node], fx.Node] = copy
+            if node in twins and any(self.of.get(argument) in gone for argument in node.all_input_nodes):
+                taken = self._taken(node, twins[node], copy)
+            copies[node] = graph.node_copy(node, taken)
+        graph.output(fx.map_arg(list(results), copy)).meta = dict(self.graph.output_node().meta)
+        graph.lint()
+        return graph
+
+    def _taken(self, node: fx.Node, twin: fx.Node, copy: Callable[[fx.Node], fx.Node]) -> Callable[[fx.Node], fx.Node]:
+        """From the arguments of `node`, in order, to copies; of those from the layer behind it, of what its twin takes.
+
+        Values of the layer itself are its own.
+        """
         given = iter(_arguments(twin))
         behind = _neighbour(self.of[node], 1)
 
         def chosen(argument: fx.Node) -> fx.Node:
             other = next(given)
-            return other if self.of.get(argument) == behind else argument
+            return copy(other if self.of.get(argument) == behind else argument)
 
-        args, kwargs = fx.map_arg((node.args, node.kwargs), chosen)
-        return args, kwargs
+        return chosen
 
 
 def _arguments(node: fx.Node) -> list[fx.Node]:

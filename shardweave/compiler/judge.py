@@ -73,7 +73,7 @@ class Judged:
         return Judged(
             self.step_time + times * (larger.step_time - self.step_time),
             self.compute_time + times * (larger.compute_time - self.compute_time),
-            self.exposed_communication + times * (larger.exposed_communication - self.exposed_communication),
+            max(0.0, self.exposed_communication + times * (larger.exposed_communication - self.exposed_communication)),
             int(self.peak_memory + times_bytes * (larger.peak_memory - self.peak_memory)),
             {kind: int(mine + times_bytes * (theirs - mine)) for kind, (mine, theirs) in held.items()},
         )

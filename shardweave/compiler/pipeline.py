@@ -11,7 +11,7 @@ from torch import fx
 
 from shardweave.compiler.boundary import Boundary
 from shardweave.compiler.capture import Captured
-from shardweave.compiler.codegen import Step, set_apart, split
+from shardweave.compiler.codegen import Step, graph_hash, set_apart, split
 from shardweave.compiler.planner.alternation import with_forms
 from shardweave.compiler.planner.ops import Op, batch_classes, find_ops
 from shardweave.compiler.turns import Turns
@@ -131,14 +131,15 @@ def lower(
     on_stage: Callable[[str, fx.GraphModule], None] | None = None,
     joins: Mapping[str, Assignment] | None = None,
     cluster: Cluster | None = None,
-    stages: bool = True,
+    draft: bool = False,
     shards: Shards | None = None,
 ) -> Compiled:
     """The local forward and backward graphs of a step under these strategies, one an op.
 
     `joins` say how ops that bring several of them together are spread, by `join_names`; the others follow. Nodes are
-    ordered by what they take on `cluster`; left out, on this machine. Without `stages` only the last graphs are kept.
-    Lowered again with the same `shards` and other options for what comes after `shard`, the step is not sharded anew.
+    ordered by what they take on `cluster`; left out, on this machine. A `draft` is simulated and not run: its graphs
+    are not verified, and only the last ones are kept. Lowered again with the same `shards` and other options for what
+    comes after `shard`, the step is not sharded anew.
 
     Raises
     ------
@@ -149,7 +150,7 @@ def lower(
     cluster = cluster or Cluster.local(mesh.world_size)
     check_patterns(annotated.captured, options.weaving)
     shards = {} if shards is None else shards
-    lowering = _Lowering(annotated, strategies, mesh, options, joins or {}, on_stage, cluster, stages, shards)
+    lowering = _Lowering(annotated, strategies, mesh, options, joins or {}, on_stage, cluster, draft, shards)
     return lowering.turns() if mesh.times else lowering.step()
 
 
@@ -164,7 +165,7 @@ class _Lowering:
     joins: Mapping[str, Assignment]
     on_stage: Callable[[str, fx.GraphModule], None] | None
     cluster: Cluster
-    stages: bool
+    draft: bool
     shards: Shards
     graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
 
@@ -174,7 +175,7 @@ class _Lowering:
         forward, backward = split(local, self._num_results, self.annotated.tangents)
         self._stage("forward", forward, last=True)
         self._stage("backward", backward, last=True)
-        spec = specs.finish(sharder.lies, sharder.rests, forward, backward)
+        spec = specs.finish(sharder.lies, sharder.rests, forward, self._hash(forward, backward))
         again = replace(self, graphs={}, on_stage=None)
         return Compiled(Step(forward, backward, spec, lambda: again._turns()[0]), self.graphs)
 
@@ -202,7 +203,7 @@ class _Lowering:
         inside = {node.name for node in forward.graph.nodes}
         working = [node.name for node in sharder.working if node.name in inside]
         added = {node.all_input_nodes[0].name: node.name for node in sharder.accumulators.values()}
-        spec = specs.finish(sharder.lies, sharder.rests, forward, backward)
+        spec = specs.finish(sharder.lies, sharder.rests, forward, self._hash(forward, backward))
         return Turns(forward, backward, working, added, totals), spec
 
     @property
@@ -244,7 +245,6 @@ class _Lowering:
         )
         sharder = Sharder(shard, copied(captured.graph))
         local = sharder.run()
-        verify(local, "shard")
         return sharder, specs, local
 
     def _local(self, accumulates: bool) -> tuple[Sharder, Boundary, fx.GraphModule]:
@@ -255,21 +255,22 @@ class _Lowering:
         if key not in self.shards:
             self.shards[key] = self._sharded(accumulates)
         sharder, specs, local = self.shards[key]
+        self._verified(local, "shard")
         self._stage("shard", local)
         local = copied(local)
         local = Recompute(weaving.recompute)(local)
-        verify(local, "recompute")
+        self._verified(local, "recompute")
         self._stage("recompute", local)
         if self.mesh.unrolled:
             local = Split(self.mesh.unrolled)(local)
-            verify(local, "split")
+            self._verified(local, "split")
             self._stage("split", local)
         if weaving.keep_gathered:
             local = Keep(weaving.keep_gathered, self.mesh.slices)(local)
-            verify(local, "keep")
+            self._verified(local, "keep")
             self._stage("keep", local)
         local = self._scheduled(local, self._schedule(sharder), self._borders(sharder))
-        verify(local, "schedule")
+        self._verified(local, "schedule")
         self._stage("schedule", local, last=True)
         return sharder, specs, local
 
@@ -278,13 +279,13 @@ class _Lowering:
         fits = False
         if self.options.weaving.buckets:
             bucketed = Bucket(self.cluster, borders)(copied(local))
-            verify(bucketed, "bucket")
+            self._verified(bucketed, "bucket")
             self._stage("bucket", bucketed)
             ordered, fits = schedule.scheduled(bucketed)
         if not fits:
             self.graphs.pop("bucket", None)
             ordered, fits = schedule.scheduled(local)
-        if fits:
+        if fits and not self.draft:
             verify_memory(ordered, "schedule", self.cluster, schedule.memory_limit, schedule.optimizer_bytes)
         return ordered
 
@@ -306,9 +307,17 @@ class _Lowering:
             options.cross_pass,
         )
 
+    def _hash(self, *graphs: fx.GraphModule) -> str:
+        return "" if self.draft else graph_hash(*graphs)
+
+    def _verified(self, module: fx.GraphModule, after: str) -> None:
+        """Check a graph that is to be run."""
+        if not self.draft:
+            verify(module, after)
+
     def _stage(self, name: str, module: fx.GraphModule, last: bool = False) -> None:
         """Keep the graph after a pass; one that later passes write to as it is now."""
-        if last or self.stages:
+        if last or not self.draft:
             self.graphs[name] = module if last else copied(module)
         if self.on_stage is not None:
             self.on_stage(name, module)

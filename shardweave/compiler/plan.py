@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from shardweave.compiler.model_key import ModelKey
+from shardweave.compiler.op_choice import OpChoice
 from shardweave.cost_model.cluster import Cluster
 from shardweave.errors import ParallelError, PlanError
-from shardweave.ir import Grid, Strategy, Weaving
-from shardweave.precision import Precision
+from shardweave.ir import Weaving
 
 if TYPE_CHECKING:
     from shardweave.cost_model.timeline import Timeline
@@ -25,34 +26,6 @@ if TYPE_CHECKING:
 FORMAT = "shardweave plan"
 VERSION = 4
 """Of the JSON file; raised whenever a change would make an older reader go wrong."""
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ModelKey:
-    """What a model and its call must agree in with the ones that a plan was made for: names, global shapes, dtypes."""
-
-    parameters: Mapping[str, Shape]
-    inputs: Mapping[str, Shape] = field(default_factory=dict)
-    precision: Precision | None = None
-
-
-class RunnerUp(NamedTuple):
-    """The strategy that an op nearly got, all other ops left as they are.
-
-    Parameters
-    ----------
-    strategy : Strategy
-    seconds : float
-        How much longer the step would take with it (negative: shorter, but it does not fit).
-    missing_bytes : int
-        How far it would exceed the memory limit; 0 where it fits.
-    """
-
-    strategy: Strategy
-    seconds: float
-    missing_bytes: int = 0
 
 
 class Saving(NamedTuple):
@@ -68,39 +41,6 @@ class Saving(NamedTuple):
     choice: str
     seconds: float
     bytes: int
-
-
-@dataclass(frozen=True)
-class OpChoice:
-    """One op's strategy and its predicted part of the step, on one device.
-
-    Parameters
-    ----------
-    strategy : Strategy
-    seconds : float
-        What it adds to the program's time, forward and backward: to what each of these waits for.
-    communication_seconds : float
-        What its own collectives take when nothing hides them.
-    state_bytes, saved_bytes, transient_bytes : int
-        Parameters, gradients and optimizer states; kept for the backward; needed only while it runs.
-    runner_up : RunnerUp, optional
-    params : tuple of str
-        The names of its parameters.
-    """
-
-    strategy: Strategy
-    seconds: float
-    communication_seconds: float = 0.0
-    state_bytes: int = 0
-    saved_bytes: int = 0
-    transient_bytes: int = 0
-    runner_up: RunnerUp | None = None
-    params: tuple[str, ...] = ()
-
-    @property
-    def memory(self) -> int:
-        """What it occupies for longer than it runs, in bytes."""
-        return self.state_bytes + self.saved_bytes
 
 
 @dataclass(frozen=True)
@@ -254,13 +194,7 @@ class Plan:
         PlanError
             Names each parameter, input or size that differs.
         """
-        differences = _differences("parameter", self.model_key.parameters, model_key.parameters)
-        differences += _differences("input", self.model_key.inputs, model_key.inputs)
-        if self.model_key.precision != model_key.precision:
-            differences.append(
-                f"the plan is for the precision {_precision(self.model_key)}, the options ask for "
-                f"{_precision(model_key)} (precision= in Options)"
-            )
+        differences = self.model_key.differences(model_key)
         planned, given = (
             [axis.size for axis in sorted(c.mesh().axes, key=lambda axis: axis.stride)] for c in (self.cluster, cluster)
         )
@@ -306,11 +240,11 @@ class Plan:
         return {
             "format": FORMAT,
             "version": VERSION,
-            "model": _key_to_dict(self.model_key),
+            "model": self.model_key.to_dict(),
             "cluster": self.cluster.to_dict(),
             **figures,
             "weaving": self.weaving.to_dict(),
-            "choices": {name: _choice_to_dict(choice) for name, choice in self.choices.items()},
+            "choices": {name: choice.to_dict() for name, choice in self.choices.items()},
         }
 
     @classmethod
@@ -321,8 +255,8 @@ class Plan:
         if data.get("version") != VERSION:
             raise PlanError(f"expected a plan of version {VERSION}, got {data.get('version')!r}: plan again")
         try:
-            key = _key_from_dict(data["model"])
-            choices = {name: _choice_from_dict(choice) for name, choice in data["choices"].items()}
+            key = ModelKey.from_dict(data["model"])
+            choices = {name: OpChoice.from_dict(choice) for name, choice in data["choices"].items()}
             figures = {name: data[name] for name in _FIGURES}
             figures["forced"] = tuple(figures["forced"])
             figures["weaving"] = Weaving.from_dict(data["weaving"])
@@ -336,67 +270,3 @@ class Plan:
 
 _APART = ("model_key", "cluster", "choices", "weaving", "_timeline", "_resolve")
 _FIGURES = tuple(each.name for each in fields(Plan) if each.name not in _APART)
-
-
-def _differences(what: str, planned: Mapping[str, Shape], given: Mapping[str, Shape]) -> list[str]:
-    found = [f"{what} {name} is in the plan and not here" for name in planned if name not in given]
-    found += [f"{what} {name} is here and not in the plan" for name in given if name not in planned]
-    return found + [
-        f"{what} {name} has shape {tuple(shape)} in the plan and {tuple(given[name])} here"
-        for name, shape in planned.items()
-        if name in given and tuple(given[name]) != tuple(shape)
-    ]
-
-
-def _precision(key: ModelKey) -> str:
-    return "of the model" if key.precision is None else f"({key.precision})"
-
-
-def _key_to_dict(key: ModelKey) -> dict[str, Any]:
-    precision = {"precision": key.precision.to_dict()} if key.precision is not None else {}
-    return {"parameters": dict(key.parameters), "inputs": dict(key.inputs), **precision}
-
-
-def _key_from_dict(data: dict[str, Any]) -> ModelKey:
-    return ModelKey(
-        {name: tuple(shape) for name, shape in data["parameters"].items()},
-        {name: tuple(shape) for name, shape in data["inputs"].items()},
-        Precision.from_dict(data["precision"]) if data.get("precision") else None,
-    )
-
-
-def _strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
-    grid = strategy.grid
-    sizes = [grid.x, grid.y, grid.z, grid.data, *([grid.experts] if grid.experts > 1 else [])]
-    return {"grid": sizes, "rest": strategy.rest, "y_inside": strategy.y_inside, "states": strategy.states,
-            "gradients": strategy.gradients}  # fmt: skip
-
-
-def _strategy_from_dict(data: dict[str, Any]) -> Strategy:
-    return Strategy(
-        Grid(*data["grid"]), data["rest"], data["y_inside"], data.get("states", 0), data.get("gradients", 0)
-    )
-
-
-_OP_FIGURES = ("seconds", "communication_seconds", "state_bytes", "saved_bytes", "transient_bytes")
-
-
-def _choice_to_dict(choice: OpChoice) -> dict[str, Any]:
-    data = {"strategy": _strategy_to_dict(choice.strategy), **{name: getattr(choice, name) for name in _OP_FIGURES}}
-    if choice.runner_up is not None:
-        other = choice.runner_up
-        data["runner_up"] = {
-            "strategy": _strategy_to_dict(other.strategy),
-            "seconds": other.seconds,
-            "missing_bytes": other.missing_bytes,
-        }
-    return {**data, "params": list(choice.params)}
-
-
-def _choice_from_dict(data: dict[str, Any]) -> OpChoice:
-    other = data.get("runner_up")
-    runner_up = other and RunnerUp(_strategy_from_dict(other["strategy"]), other["seconds"], other["missing_bytes"])
-    figures = {name: data[name] for name in _OP_FIGURES}
-    return OpChoice(
-        strategy=_strategy_from_dict(data["strategy"]), **figures, runner_up=runner_up, params=tuple(data["params"])
-    )

@@ -17,9 +17,11 @@ import torch
 from shardweave.compiler.capture import Captured
 from shardweave.compiler.choose import Chooser, Chosen
 from shardweave.compiler.fold import Fold, Run
-from shardweave.compiler.judge import Decision, Judge
+from shardweave.compiler.judge import Decision, Judge, Judged
+from shardweave.compiler.model_key import ModelKey
+from shardweave.compiler.op_choice import OpChoice, RunnerUp
 from shardweave.compiler.pipeline import Annotated
-from shardweave.compiler.plan import ModelKey, OpChoice, Plan, RunnerUp, Saving
+from shardweave.compiler.plan import Plan, Saving
 from shardweave.compiler.planner.alternatives import alternatives
 from shardweave.compiler.planner.costing import Costing
 from shardweave.compiler.planner.recomputation import layer_named, with_modes
@@ -27,13 +29,14 @@ from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.unfold import unfold
 from shardweave.compiler.steps import Steps
 from shardweave.compiler.weaving import with_times
+from shardweave.compiler.whole import choices_for_the_whole
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.compute import node_work
 from shardweave.errors import PlanError
 from shardweave.ir import Assignment, Mesh, Mode, Strategy, Weaving
 from shardweave.options import Options
 from shardweave.passes.annotate import info, last_match
-from shardweave.passes.recompute import layer_of
+from shardweave.passes.recompute import checkpoint_of, layer_of
 
 Forced = Callable[[Annotated, Mesh], dict[str, list[Strategy]]]
 FIRST_LEFT = 2
@@ -79,6 +82,8 @@ class Planning:
         chooses_modes = self.options.recompute is None and not priced.has_checkpoints
         chosen = chooser.choose(priced.whole(priced.costed), priced.with_modes if chooses_modes else None)
         weaving = _woven(self.options.weaving, chosen.decision)
+        self.progress("weave")
+        chosen, weaving = self._for_the_whole(chosen, weaving)
         savings = self._savings(chosen, weaving) if weigh else ()
         return self._described(key, chosen, priced, weaving, savings, time.monotonic() - begun)
 
@@ -100,14 +105,28 @@ class Planning:
                 return priced
             left += 1
 
+    def _for_the_whole(self, chosen: Chosen, weaving: Weaving) -> tuple[Chosen, Weaving]:
+        """With what is left open for the whole step."""
+        limit = self.options.limit(self.cluster)
+        woven, judged = choices_for_the_whole(
+            self.options, weaving, chosen.judged, lambda other: self._judged(chosen, other), limit
+        )
+        if woven == weaving:
+            return chosen, weaving
+        return replace(chosen, judged=judged, peak_memory=judged.peak_memory), woven
+
+    def _judged(self, chosen: Chosen, weaving: Weaving) -> Judged:
+        """What the plan takes, woven so; without recomputation, where that has none."""
+        modes = chosen.decision.modes if weaving.recompute else {}
+        options = self.options.woven(replace(weaving, recompute={} if modes else weaving.recompute))
+        return self.judge(chosen.decision._replace(modes=modes), options)
+
     def _savings(self, chosen: Chosen, weaving: Weaving) -> tuple[Saving, ...]:
         """What each choice for the whole step is worth: simulated without it."""
         found = []
         self.progress("weigh")
         for choice, other in weaving.without().items():
-            modes = chosen.decision.modes if other.recompute else {}
-            options = self.options.woven(replace(other, recompute={} if modes else other.recompute))
-            without = self.judge(chosen.decision._replace(modes=modes), options)
+            without = self._judged(chosen, other)
             seconds = without.step_time - chosen.judged.step_time
             found.append(Saving(choice, seconds, without.peak_memory - chosen.judged.peak_memory))
         return tuple(found)
@@ -188,7 +207,7 @@ class _Priced:
     @property
     def has_checkpoints(self) -> bool:
         """Whether the user says what is recomputed, by activation checkpoints in the model."""
-        return any(info(node).checkpoint for node in self.annotated.captured.graph.graph.nodes)
+        return any(checkpoint_of(node) for node in self.annotated.captured.graph.graph.nodes)
 
     def with_modes(self) -> Costed:
         """The whole step's problem with a choice of recomputation for each layer."""

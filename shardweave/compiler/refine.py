@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Literal
 
 from shardweave.compiler.planner.reductions import Kept, invert, restricted
 from shardweave.compiler.planner.rows import Costed
@@ -36,7 +35,7 @@ def rivals(costed: Costed, best: Solution, solve: Callable[[Costed], Solution]) 
     """
     seen = {best.choice}
     close: list[Solution] = []
-    for kept in families(costed):
+    for kept in families(costed, below=_degree_of(costed, best)):
         family = replace(costed, problem=restricted(costed.problem, kept))
         try:
             found = solve(family)
@@ -45,22 +44,28 @@ def rivals(costed: Costed, best: Solution, solve: Callable[[Costed], Solution]) 
         choice = invert(found.choice, kept)
         if choice not in seen and found.objective <= best.objective * (1 + CLOSE):
             seen.add(choice)
-            gap = max(0.0, (found.objective - best.bound) / found.objective) if found.objective else 0.0
-            status: Literal["optimal", "feasible"] = "feasible" if gap else "optimal"
-            close.append(replace(found, choice=choice, bound=best.bound, gap=gap, status=status))
+            close.append(replace(found, choice=choice).held_to(best.bound))
     yield from [*close[:1], *sorted(close[1:], key=lambda solution: solution.objective)][:MOST]
 
 
-def families(costed: Costed) -> Iterator[Kept]:
-    """For each degree of tensor parallelism but the largest one, what is left of the candidates up to it."""
+def families(costed: Costed, below: int) -> Iterator[Kept]:
+    """For each degree of tensor parallelism that is less than this one, what is left of the candidates up to it.
+
+    The best choice of all is also the best of the families of its own degree and more.
+    """
     degrees = [[degree(strategy) for strategy in variable.strategies] for variable in costed.variables]
     levels = sorted({each for own in degrees for each in own})
-    for level in levels[:-1]:
-        if all(not own or min(own) <= level for own in degrees):
+    for level in levels:
+        if level < below and all(not own or min(own) <= level for own in degrees):
             yield tuple(
                 tuple(index for index in range(len(row.candidates)) if not own or own[index] <= level)
                 for row, own in zip(costed.problem.ops, degrees, strict=True)
             )
+
+
+def _degree_of(costed: Costed, solution: Solution) -> int:
+    chosen = zip(costed.variables, solution.choice, strict=True)
+    return max((degree(variable.strategies[index]) for variable, index in chosen if variable.strategies), default=1)
 
 
 def degree(strategy: Strategy) -> int:

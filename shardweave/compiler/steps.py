@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 
 from shardweave.compiler.capture import Captured
 from shardweave.compiler.fold import Fold, Run, find_runs, fold
 from shardweave.compiler.pipeline import Annotated, annotate
 from shardweave.options import Options
-from shardweave.passes.annotate import modules_around
+from shardweave.passes.annotate import covers
 from shardweave.passes.modules import copied
 
 
@@ -26,7 +25,7 @@ class Steps:
     @cached_property
     def whole(self) -> Annotated:
         """The whole step, annotated."""
-        return self._annotated(self.captured)
+        return annotate(replace(self.captured, graph=copied(self.captured.graph)), self.options)
 
     def runs(self, options: Options) -> list[Run]:
         """The runs of layers that are equal and of which the options say the same."""
@@ -34,8 +33,7 @@ class Steps:
         patterns = (*options.force, *weaving.recompute, *weaving.operator_slices, *weaving.keep_gathered)
 
         def said(name: str) -> Hashable:
-            names = modules_around(name)
-            return tuple(pattern for pattern in patterns if any(fnmatchcase(each, pattern) for each in names))
+            return tuple(pattern for pattern in patterns if covers(pattern, name))
 
         if patterns not in self._runs:
             self._runs[patterns] = find_runs(self.captured, said)
@@ -49,8 +47,5 @@ class Steps:
         key = frozenset(left.items())
         if key not in self._folded:
             found = fold(self.captured, left)
-            self._folded[key] = found, self._annotated(found.captured)
+            self._folded[key] = found, annotate(found.captured, self.options)
         return self._folded[key]
-
-    def _annotated(self, captured: Captured) -> Annotated:
-        return annotate(replace(captured, graph=copied(captured.graph)), self.options)

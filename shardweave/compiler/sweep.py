@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from shardweave.compiler.plan import Plan
@@ -95,7 +95,7 @@ def sweep(what: What, cluster: Cluster, planned: Planned) -> Sweep:
         `what` is none of its kinds.
     """
     if what == "memory":
-        return Sweep(tuple(_falling(cluster, planned)))
+        return Sweep(_each_the_fastest([*_falling(cluster, planned)]))
     if isinstance(what, str) or not what:
         raise PlanError(
             f"sweep must be 'memory', memory limits in bytes, or clusters, got {what!r}: "
@@ -108,7 +108,21 @@ def sweep(what: What, cluster: Cluster, planned: Planned) -> Sweep:
             found.append(_point(each, None, None, planned))
         else:
             found.append(_point(cluster, int(each), last, planned))
-    return Sweep(tuple(found))
+    return Sweep(_each_the_fastest(found))
+
+
+def _each_the_fastest(points: Sequence[Point]) -> tuple[Point, ...]:
+    """The points, each with the fastest plan found that fits it: one of less memory is a plan for more, too."""
+    found = []
+    for point in points:
+        same = [other.plan for other in points if other.plan is not None and other.cluster is point.cluster]
+        limit = point.memory_limit if point.plan is None else point.plan.memory_limit
+        fits = [plan for plan in same if plan.peak_memory <= limit]
+        fastest = min(fits, key=lambda plan: plan.step_time, default=None)
+        if fastest is not None and (point.plan is None or fastest.step_time < point.plan.step_time):
+            point = replace(point, plan=replace(fastest, memory_limit=limit), reason="")
+        found.append(point)
+    return tuple(found)
 
 
 def _falling(cluster: Cluster, planned: Planned) -> Iterator[Point]:

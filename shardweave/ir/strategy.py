@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shardweave.errors import LayoutError
 from shardweave.ir.axes import Axis, Mesh
@@ -147,6 +149,22 @@ class Strategy:
         gradients = (*rest, *take(self.gradients // self.rest, free, "gradients / rest"))
         states = (*gradients, *take(self.states // self.gradients, free, "states / gradients"))
         return GridAxes(runs["x"], runs["y"], experts, z, tuple(remaining), rest, gradients, states)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain types; `from_dict` is its inverse.
+
+        >>> Strategy.from_dict(Strategy(Grid(data=8), states=8).to_dict())
+        Strategy(grid=Grid(x=1, y=1, z=1, data=8, experts=1), rest=1, y_inside=False, states=8, gradients=8)
+        """
+        grid = self.grid
+        sizes = [grid.x, grid.y, grid.z, grid.data, *([grid.experts] if grid.experts > 1 else [])]
+        return {"grid": sizes, "rest": self.rest, "y_inside": self.y_inside, "states": self.states,
+                "gradients": self.gradients}  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Strategy:
+        sizes = Grid(*data["grid"])
+        return cls(sizes, data["rest"], data["y_inside"], data.get("states", 0), data.get("gradients", 0))
 
     def __str__(self) -> str:
         free = self.grid.z * self.grid.data

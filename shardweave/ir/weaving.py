@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from shardweave.errors import PlanError
 
-Mode = Literal["none", "full", "fine"]
-MODES: tuple[Mode, ...] = ("none", "full", "fine")
-"""How a layer is recomputed in the backward: not at all, all of it, or all but the results of its collectives."""
+Mode = Literal["none", "fine", "full"]
+MODES: tuple[Mode, ...] = ("none", "fine", "full")
+"""How a layer is recomputed in the backward: not at all, all but the results of its collectives, or all of it. The
+planner takes the first of equally good ones."""
 
 ALL = 2**31
 """As many as there are."""
@@ -81,6 +82,15 @@ class Weaving:
         if self.lookahead is not None:
             found[f"at most {self.lookahead} gathered ahead"] = replace(self, lookahead=None)
         return found
+
+    def within(self, other: Weaving) -> bool:
+        """Whether `other` has all choices that this one makes.
+
+        >>> Weaving(buckets=True).within(Weaving(2, buckets=True)), Weaving(2).within(Weaving(4))
+        (True, False)
+        """
+        plain = Weaving()
+        return all(value in (getattr(plain, name), getattr(other, name)) for name, value in vars(self).items())
 
     def to_dict(self) -> dict[str, Any]:
         """As plain types; `from_dict` is its inverse."""

@@ -224,14 +224,22 @@ def modules_around(name: str) -> list[str]:
     return [".".join(parts[: length + 1]) for length in range(len(parts))]
 
 
+def covers(pattern: str, name: str) -> bool:
+    """Whether a pattern, as in a shell, names a module or one that it lies in.
+
+    >>> covers("blocks.*", "blocks.0.up"), covers("*.0", "blocks.0.up"), covers("up", "blocks.0.up")
+    (True, True, False)
+    """
+    return any(fnmatchcase(each, pattern) for each in modules_around(name))
+
+
 def last_match(patterns: Mapping[str, T], name: str, default: T) -> T:
     """What the last pattern says that matches a module or one that it lies in.
 
     >>> last_match({"*": 1, "blocks.*": 2}, "blocks.0.up", 0), last_match({}, "head", 0)
     (2, 0)
     """
-    names = modules_around(name)
-    said = [value for pattern, value in patterns.items() if any(fnmatchcase(each, pattern) for each in names)]
+    said = [value for pattern, value in patterns.items() if covers(pattern, name)]
     return said[-1] if said else default
 
 

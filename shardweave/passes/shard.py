@@ -92,7 +92,7 @@ class Sharder(Values):
 
     def run(self) -> fx.GraphModule:
         """The local graph; `rests` then holds where each parameter rests between steps."""
-        graph = self.module.graph
+        graph, ended = self.module.graph, False
         self.dependent = depends_on_inputs(graph)
         for node in list(graph.nodes):
             self._note_given(node)
@@ -103,9 +103,9 @@ class Sharder(Values):
             elif node.op == "output":
                 self._outputs(graph, backward=True)
             else:
-                if self.backward:
+                if self.backward and not ended:
                     self._outputs(graph, backward=False)
-                    self.backward = True
+                    self.backward = ended = True
                 self._node(node)
         totals = [total.part for total in self.totals]
         out = self.local.graph.output((*(self.results[index] for index in sorted(self.results)), *totals))

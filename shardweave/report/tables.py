@@ -17,7 +17,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from shardweave.compiler.plan import OpChoice, Plan, RunnerUp, Saving
+from shardweave.compiler.op_choice import OpChoice, RunnerUp
+from shardweave.compiler.plan import Plan, Saving
 from shardweave.ir import Strategy
 from shardweave.units import readable_bytes, readable_seconds
 

@@ -11,6 +11,7 @@ process itself, which works everywhere but after the caller has used CUDA, or ha
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import pickle
@@ -160,8 +161,10 @@ _PICKLE = (
 
 def _serve(descriptor: int) -> None:
     """The life of a pool's process: a run for each job received, until its owner goes away."""
-    import torch._dynamo  # a DTensor's first op needs it: imported here once, and not by every rank
-    import torch.distributed.tensor  # noqa: F401
+    # What a DTensor's first op and a capture need: imported here once, and not by every rank.
+    import torch._dynamo
+    import torch._functorch.aot_autograd
+    import torch.distributed.tensor.experimental  # noqa: F401
 
     _die_with_parent()
     connection = Connection(descriptor)
@@ -175,11 +178,13 @@ def _serve(descriptor: int) -> None:
         answer: tuple[bool, list[bytes] | str]
         try:
             fn, args = pickle.loads(call)
+            gc.freeze()  # or each rank's collector would go through all of this process, and so copy it
             answer = True, _fork_pickled(fn, args, nprocs, timeout)
         except LaunchError as error:
             answer = False, str(error)
         except BaseException:
             answer = False, f"the ranks' function cannot be imported in a fresh process:\n{traceback.format_exc()}"
+        gc.unfreeze()
         connection.send_bytes(pickle.dumps(answer))
 
 
@@ -294,6 +299,7 @@ def _run_rank(
     from shardweave.runtime.saving import finish_saving
 
     torch.set_num_threads(1)  # also because OpenMP's threads do not survive a fork
+    _keep_to_a_core(rank, nprocs)
     port = listener.getsockname()[1]
     os.environ.update(
         RANK=str(rank),
@@ -316,6 +322,18 @@ def _run_rank(
     if dist.is_initialized():
         dist.barrier()  # or a rank that leaves early would break the connections of those still at work
     return result
+
+
+def _keep_to_a_core(rank: int, nprocs: int) -> None:
+    """Where ranks share cores, all threads of a rank share one.
+
+    A thread of gloo's spins as long as another holds the lock of a connection, which lasts if that one has no core:
+    collectives of four ranks on two cores then take five times as long.
+    """
+    if sys.platform == "linux":
+        cores = sorted(os.sched_getaffinity(0))
+        if nprocs >= len(cores):
+            os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
 def _die_with_parent() -> None:

@@ -13,6 +13,7 @@ from shardweave.compiler.call import TENSOR, CallTree
 from shardweave.compiler.codegen import Step
 from shardweave.compiler.turns import Turns
 from shardweave.ir import StepSpec
+from shardweave.passes.modules import module_of
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,15 @@ def pack(module: fx.GraphModule) -> PackedGraph:
 
 def unpack(packed: PackedGraph) -> fx.GraphModule:
     """The graph of these nodes."""
-    graph = fx.Graph()
+    held, graph = fx.GraphModule(nn.Module(), fx.Graph()), fx.Graph()
+    for name, value in packed.constants.items():
+        setattr(held, name, value)
     nodes: dict[str, fx.Node] = {}
     for op, name, target, args, kwargs in packed.nodes:
         target = _resolved(target, nodes)
         args, kwargs = _resolved(args, nodes), _resolved(kwargs, nodes)
         nodes[name] = graph.create_node(op, target, args, kwargs, name)
-    return fx.GraphModule(packed.constants, graph)
+    return module_of(held, graph)
 
 
 def _resolved(value: Any, nodes: dict[str, fx.Node]) -> Any:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import shardweave as sw
-from shardweave.compiler.api import _Compiler
 from shardweave.compiler.codegen import Step
+from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.planner.ops import Op
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.options import Options
@@ -22,7 +22,7 @@ class Planner:
     """As `sw.plan`, with the capture done once, and options that hold where a plan says nothing else."""
 
     def __init__(self, model: nn.Module, cluster: sw.Cluster, inputs: Any, **options: Any) -> None:
-        self._compiler = _Compiler(model, cluster, inputs, None, None)
+        self._compiler = Compiler(model, cluster, inputs, None, None)
         self._options = options
 
     def on(self, cluster: sw.Cluster) -> Planner:

@@ -68,9 +68,10 @@ def trains_as_one_device_with_any_optimizer() -> None:
 
 
 def clips_as_one_device() -> None:
+    parallel, model = compiled(), build()
     for norm_type in (1.0, 2.0, 3.0, float("inf")):
-        parallel, model = compiled(), build()
         for module in (parallel, model):
+            module.zero_grad()
             module(**batch()).backward()
         ours = parallel.clip_grad_norm_(0.01, norm_type)
         theirs = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type)

@@ -23,6 +23,7 @@ from shardweave.runtime.launch import WorkerPool
 from tests.compiler.training import (
     ADAMW,
     ALL_CASES,
+    STEPS,
     Way,
     compile_ways,
     differences,
@@ -103,7 +104,7 @@ def check_training(
     pool: WorkerPool, world: int, chosen: list[Way], optimizer: partial[torch.optim.Optimizer], size: int
 ) -> None:
     """Train in each of these ways, `size` rows a call, and on one device."""
-    name, dtype, count, accumulates = "gpt", torch.float64, 5, chosen[0].accumulates
+    name, dtype, count, accumulates = "gpt", torch.float64, STEPS, chosen[0].accumulates
     model = model_of(ZOO[name], dtype)
     steps = compile_ways(model, ZOO[name], dtype, world, chosen, size=size)
     expected = train(model, ZOO[name], dtype, optimizer, None, None, count, size, accumulates)

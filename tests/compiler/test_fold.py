@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import shardweave as sw
-from shardweave.compiler.api import _Compiler
 from shardweave.compiler.capture import Captured, capture
+from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.fold import find_runs, fold
 from shardweave.compiler.judge import Decision
 from shardweave.compiler.pipeline import annotate
@@ -171,19 +171,19 @@ def test_a_few_layers_tell_what_all_of_them_take(way: str, sub_batches: int) -> 
     plan = compiler.plan()
     timeline = compiler.timeline(compiler.lower(plan))
     assert sum(len(run.layers) for run in compiler.steps.runs(options)) > 4
-    judged = compiler.judge(decided(compiler, plan), options)
+    judged = compiler.judge(decided(compiler, plan), options.woven(plan.weaving))
     assert judged.step_time == pytest.approx(timeline.step_time, rel=0.02)
     assert judged.peak_memory == pytest.approx(timeline.peak_memory, rel=0.03)
     assert judged.compute_time == pytest.approx(timeline.compute_time, rel=0.02)
 
 
 @cache
-def wide() -> _Compiler:
+def wide() -> Compiler:
     model, inputs = gpt(WIDE.layers, WIDE, 64)
-    return _Compiler(model, sw.Cluster.preset("dgx-a100", nodes=2), inputs, None, None)
+    return Compiler(model, sw.Cluster.preset("dgx-a100", nodes=2), inputs, None, None)
 
 
-def decided(compiler: _Compiler, plan: sw.Plan) -> Decision:
+def decided(compiler: Compiler, plan: sw.Plan) -> Decision:
     strategies = {name: choice.strategy for name, choice in plan.choices.items()}
     kept = {name: choice.state_bytes + choice.saved_bytes for name, choice in plan.choices.items()}
     seconds = {name: choice.seconds for name, choice in plan.choices.items()}

@@ -52,7 +52,7 @@ def rows(generator: torch.Generator, size: int) -> dict[str, Tensor]:
 DEEP = Case("deep gpt", partial(gpt.build, CONFIG), rows)
 WOVEN = {
     "zdp": Options(sub_batches=2, recompute="fine", buckets=True, operator_slices=4, keep_gathered={"*": 1}),
-    "column": Options(sub_batches=4, recompute="full", buckets=True, micro_batches=2),
+    "column": Options(sub_batches=2, recompute="full", buckets=True, micro_batches=2),
 }
 
 

@@ -18,7 +18,7 @@ from shardweave.errors import LayoutError, PlanError
 from shardweave.ir import Grid, Strategy
 from shardweave.options import Options
 from shardweave.runtime.launch import WorkerPool
-from tests.compiler.training import ADAMW, Way, compile_ways, differences, model_of, train, train_packed
+from tests.compiler.training import ADAMW, STEPS, Way, compile_ways, differences, model_of, train, train_packed
 from tests.models import ZOO
 from tests.passes.harness import collectives, mesh_of
 from tests.passes.joint import joint
@@ -153,7 +153,7 @@ def test_a_real_model(pool: WorkerPool) -> None:
     chosen = [Way("planned", {}, micro_batches=2), Way("column", {"*_proj": "column:2"}, micro_batches=2)]
     steps = compile_ways(model, ZOO[name], dtype, 4, chosen, size=16)
     expected = train(model, ZOO[name], dtype, size=16)
-    first, *others = pool.run(train_packed, name, dtype, steps, ADAMW, 5, 16, nprocs=4, timeout=300)
+    first, *others = pool.run(train_packed, name, dtype, steps, ADAMW, STEPS, 16, nprocs=4, timeout=300)
     wrong: list[str] = []
     for index, way in enumerate(chosen):
         wrong += differences(way, expected, [first[index], *(other[index] for other in others)], 1e-9, 1e-8)

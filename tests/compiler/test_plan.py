@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shardweave.compiler.plan import ModelKey, OpChoice, Plan, RunnerUp
+from shardweave.compiler.model_key import ModelKey
+from shardweave.compiler.op_choice import OpChoice, RunnerUp
+from shardweave.compiler.plan import Plan
 from shardweave.cost_model.cluster import Cluster
 from shardweave.errors import PlanError
 from shardweave.ir import Grid, Strategy

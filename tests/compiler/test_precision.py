@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import shardweave as sw
-from shardweave.compiler.api import _Compiler
 from shardweave.compiler.capture import capture
 from shardweave.compiler.codegen import Step
+from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.pipeline import lower
 from shardweave.errors import ParallelError, PlanError
 from shardweave.passes.annotate import graph_outputs, info
@@ -187,8 +187,8 @@ def test_the_curve_of_20_steps_is_close_to_that_of_float32(pool: WorkerPool) -> 
 # -- the graphs
 
 
-def compiler_of(model: nn.Module, world: int, batch: Any, options: sw.Options) -> _Compiler:
-    return _Compiler(model, sw.Cluster.local(world), batch, options, None)
+def compiler_of(model: nn.Module, world: int, batch: Any, options: sw.Options) -> Compiler:
+    return Compiler(model, sw.Cluster.local(world), batch, options, None)
 
 
 def moved(step: Step) -> Counter[tuple[str, str, torch.dtype]]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from docs.measure_memory import Patient
-from shardweave.compiler.api import _Compiler
+from shardweave.compiler.compiler import Compiler
 from shardweave.ir import Grid, Strategy
 from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.memory import held_bytes, measured_peak
@@ -55,9 +55,9 @@ class Bytes(NamedTuple):
     """Of everything."""
 
 
-def compiler() -> _Compiler:
+def compiler() -> Compiler:
     options = sw.Options(precision=sw.Precision(BF16))
-    return _Compiler(Deep(), sw.Cluster.local(RANKS), torch.randn(RANKS, WIDTH), options, None)
+    return Compiler(Deep(), sw.Cluster.local(RANKS), torch.randn(RANKS, WIDTH), options, None)
 
 
 def planned(rest: int, states: int) -> tuple[sw.Plan, Bytes]:

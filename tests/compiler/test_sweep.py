@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 import shardweave as sw
-from shardweave.compiler import api
+from shardweave.compiler import compiler
+from shardweave.compiler.sweep import sweep
 
 
 def mlp() -> tuple[nn.Module, torch.Tensor]:
@@ -24,13 +26,13 @@ def mlp() -> tuple[nn.Module, torch.Tensor]:
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A name for each capture that is made."""
     made: list[str] = []
-    capture = api.capture
+    capture = compiler.capture
 
     def counted(*args: Any) -> Any:
         made.append("capture")
         return capture(*args)
 
-    monkeypatch.setattr(api, "capture", counted)
+    monkeypatch.setattr(compiler, "capture", counted)
     return made
 
 
@@ -75,6 +77,23 @@ def test_a_sweep_of_memory_goes_from_the_fastest_plan_to_the_smallest(captures: 
     found.plot(tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").stat().st_size > 1000
     assert str(found.explain()).count("*") >= len(curve)
+
+
+def test_a_plan_of_less_memory_is_one_for_more() -> None:
+    """What is found by chance under a smaller limit is not lost under a larger one."""
+    model, inputs = mlp()
+    cluster = sw.Cluster.local(4)
+    plan = sw.plan(model, cluster, inputs)
+    times = {10**9: 2.0, 10**8: 1.0, 10**7: 3.0}
+
+    def planned(_: sw.Cluster, limit: int | None, start: sw.Plan | None) -> sw.Plan:
+        assert limit is not None
+        return replace(plan, memory_limit=limit, peak_memory=limit // 2, step_time=times[limit])
+
+    found = sweep([*times], cluster, planned)
+    assert [point.plan and point.plan.step_time for point in found.points] == [1.0, 1.0, 3.0]
+    assert [point.plan and point.plan.memory_limit for point in found.points] == [*times]
+    assert found.best.step_time == 1.0
 
 
 def test_a_sweep_of_limits_says_where_nothing_fits() -> None:

@@ -318,7 +318,7 @@ def test_patterns_that_name_nothing_are_refused(option: str) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"recompute": "some"}, "must be one of 'none', 'full', 'fine', got 'some'"), ({"sub_batches": 0}, "positive")],
+    [({"recompute": "some"}, "must be one of 'none', 'fine', 'full', got 'some'"), ({"sub_batches": 0}, "positive")],
 )
 def test_options_that_make_no_sense_are_refused(options: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -26,6 +27,10 @@ def process(_: int = 0) -> int:
 
 def threads() -> int:
     return torch.get_num_threads()
+
+
+def cores() -> set[int]:
+    return os.sched_getaffinity(0)
 
 
 def fail_on_one() -> None:
@@ -72,6 +77,14 @@ def test_every_run_has_fresh_processes_of_one_thread(pool: WorkerPool) -> None:
     first, second = pool.run(process, nprocs=2), pool.run(process, nprocs=2)
     assert len({*first, *second, os.getpid()}) == 5
     assert pool.run(threads, nprocs=1) == [1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are not kept to cores")
+@pytest.mark.parametrize("nprocs", [1, 4])
+def test_ranks_that_share_cores_keep_to_one_each(pool: WorkerPool, nprocs: int) -> None:
+    ours = sorted(cores())
+    shared = [{ours[rank % len(ours)]} for rank in range(nprocs)]
+    assert pool.run(cores, nprocs=nprocs) == (shared if nprocs >= len(ours) else [set(ours)] * nprocs)
 
 
 @pytest.mark.parametrize(

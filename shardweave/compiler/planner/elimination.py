@@ -28,6 +28,9 @@ Floats = NDArray[np.float64]
 _LARGEST_TABLE = 2**22
 """Entries of a step's table, beyond which a graph is too wide for elimination."""
 
+_SHARED_TABLE = 2**21
+"""Entries up to which a step that equal layers share comes first, though others are smaller."""
+
 
 @dataclass(frozen=True, eq=False)
 class OpTable:
@@ -189,11 +192,22 @@ class Elimination:
         def size(op: int) -> int:
             return math.prod(self.ops[self.op_of[other]].states for other in (op, *near[op]))
 
+        halvings = [0] * last
+
         def key(op: int) -> tuple[int, int, int, int]:
-            """Equal layers shrink to one op each, in step, so that their steps are of one kind; then the smallest."""
+            """Equal layers shrink to one op each, in step, then by halves; then the smallest table comes first.
+
+            The steps of equal layers are thus of few kinds, also where a tied weight makes a ring of them.
+            """
             own = self.op_of[op]
-            inner = len(near[op]) <= 2 and equal[own] > 1 and all(self.op_of[other] != own for other in near[op])
-            return (0, -equal[own], own, op) if inner else (size(op), -equal[own], own, op)
+            table = size(op)
+            if equal[own] > 1 and table <= _SHARED_TABLE:
+                like = [other for other in near[op] if self.op_of[other] == own]
+                if not like:
+                    return (0, -equal[own], own, op)
+                if len(like) == len(near[op]) == 2:
+                    return (1, halvings[op], own, op)
+            return (2 + table, -equal[own], own, op)
 
         heap = [key(op) for op in range(last)]
         heapq.heapify(heap)
@@ -227,6 +241,7 @@ class Elimination:
             number = len(self.steps)
             self.steps.append(Step(op, scope, earlier, known[kind]))
             for other in scope:
+                halvings[other] = max(halvings[other], 1 + halvings[op]) if self.op_of[other] == self.op_of[op] else 0
                 waiting[other] -= set(earlier)
                 waiting[other].add(number)
                 left_edges[other] -= edges

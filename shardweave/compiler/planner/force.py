@@ -15,7 +15,7 @@ from shardweave.compiler.planner.presets import PRESETS, preset
 from shardweave.errors import LayoutError, PlanError
 from shardweave.ir import Grid, Mesh, Strategy
 from shardweave.options import Forced
-from shardweave.passes.annotate import modules_around
+from shardweave.passes.annotate import covers
 
 WORDS = ("column", "row", "expert", "3d")
 _TENSOR = re.compile(r"tensor:(\d+)(?:x(\d+))?(?:x(\d+))?(?:x(\d+))?(?:\+(dp|zero[123]))?")
@@ -23,7 +23,7 @@ _TENSOR = re.compile(r"tensor:(\d+)(?:x(\d+))?(?:x(\d+))?(?:x(\d+))?(?:\+(dp|zer
 
 def matches(pattern: str, op: Op) -> bool:
     """Whether a pattern names an op: by its module, a module around it, or its parameter."""
-    return any(fnmatchcase(name, pattern) for name in (op.parameter, *modules_around(op.name)))
+    return fnmatchcase(op.parameter, pattern) or covers(pattern, op.name)
 
 
 def forced_strategies(

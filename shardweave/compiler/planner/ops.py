@@ -192,7 +192,7 @@ def find_ops(captured: Captured, classes: Classes) -> list[Op]:
     first_use: dict[str, int] = {}
     for name, node in placeholders.items():
         roles = _roles(node, gradients.get(name), classes, batches)
-        uses = [position[user] for user in _users_through_views(node)]
+        uses = [position[user] for user in users_through_views(node)]
         first_use[name] = min(uses, default=len(position))
         contracting = [role for role in roles if not info(role.node).backward]
         if not contracting:
@@ -262,10 +262,11 @@ def _numel(node: fx.Node) -> int:
     return int(node.meta["val"].numel()) if hasattr(node.meta["val"], "numel") else 0
 
 
-def _users_through_views(node: fx.Node) -> list[fx.Node]:
+def users_through_views(node: fx.Node) -> list[fx.Node]:
+    """The ops that read a value, or a view of it."""
     found = []
     for user in node.users:
-        found += _users_through_views(user) if is_view(user) else [user] if user.op != "output" else []
+        found += users_through_views(user) if is_view(user) else [user] if user.op != "output" else []
     return found
 
 

@@ -287,13 +287,8 @@ class Problem:
 
     def memory(self, choice: Sequence[int]) -> int:
         """The memory of `choice` in bytes a device."""
-        chosen = self.chosen(choice)
-        transient = max((candidate.transient_bytes for candidate in chosen), default=0)
-        kept = sum(candidate.kept_bytes for candidate in chosen)
-        for edge in self.edges:
-            if edge.kept is not None:
-                kept += int(edge.kept[chosen[edge.producer].out_port, chosen[edge.consumer].in_port])
-        return self.fixed_bytes + kept + transient
+        transient = max((candidate.transient_bytes for candidate in self.chosen(choice)), default=0)
+        return self.fixed_bytes + sum(self.kept_by_op(choice)) + transient
 
     def kept_by_op(self, choice: Sequence[int]) -> list[int]:
         """The bytes that each op keeps under `choice`; what an edge keeps belongs to its producer."""

@@ -15,18 +15,17 @@ import numpy as np
 from torch import fx
 
 from shardweave.compiler.planner.costing import Costing
+from shardweave.compiler.planner.ops import users_through_views
 from shardweave.compiler.planner.prices import local_numel
 from shardweave.compiler.planner.problem import Candidate, Edge
 from shardweave.compiler.planner.problem import Op as Row
 from shardweave.compiler.planner.rows import Costed, Variable
 from shardweave.compiler.planner.windows import Costs, Floats, Windows
 from shardweave.cost_model.compute import node_work, work_seconds
-from shardweave.ir import Mode
+from shardweave.ir import MODES, Mode
 from shardweave.passes.annotate import info
 from shardweave.passes.recompute import region_of
 from shardweave.passes.rules import is_view
-
-MODES: tuple[Mode, ...] = ("none", "fine", "full")
 
 
 @dataclass
@@ -78,6 +77,8 @@ def layer_named(name: str) -> str:
 def with_modes(costing: Costing, costed: Costed) -> Costed:
     """The problem with a choice of recomputation for each layer whose backward keeps anything for itself."""
     layers = _layers(costing)
+    if not layers:
+        return costed
     problem, same = costed.problem, _Same()
     ends: dict[int, list[_Layer]] = {}
     inside: dict[int, Floats] = {}
@@ -162,7 +163,7 @@ def _add(costing: Costing, number: int, share: _Share, node: fx.Node, layer: str
     sizes = np.array([float(local_numel(layout)) for layout in lies]) * itemsize
     share.again += _compute(costing, number, node, sizes)
     partial = [tuple(axis for axis in layout.partial_axes if axis.kind == "space") for layout in lies]
-    across = any(region_of(user) != layer and not info(user).backward for user in _readers(node))
+    across = any(region_of(user) != layer and not info(user).backward for user in users_through_views(node))
     if not across and node not in costing.facts.returned:
         if costing.facts.needed_by_backward(node):
             share.inside += sizes
@@ -190,10 +191,3 @@ def _compute(costing: Costing, number: int, node: fx.Node, sizes: Floats) -> Flo
         local = replace(work, flops=int(work.flops * part), num_bytes=int(work.num_bytes * part), product=None)
         seconds[part] = work_seconds(local, costing.prices.cluster)
     return np.array([seconds[part] for part in parts])
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    for user in node.users:
-        found += _readers(user) if is_view(user) else [user]
-    return found

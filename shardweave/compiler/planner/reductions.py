@@ -18,6 +18,10 @@ from shardweave.compiler.planner.problem import Candidate, Problem
 from shardweave.compiler.planner.streams import IdleStreams
 from shardweave.compiler.planner.tables import KEPT, Bools, Ints, Tables
 
+ROUNDS = 4
+"""How often dominance is looked for again: what one round drops at the ends of a model would spread from layer to layer
+in as many rounds as it has, and leave no two of them equal."""
+
 Kept = tuple[tuple[int, ...], ...]
 """For each op, which of its candidates the smaller problem has (their indices in the first one)."""
 
@@ -134,7 +138,7 @@ class Dominance:
 
     def apply(self, problem: Problem) -> tuple[Problem, Kept]:
         kept, excesses = _all(problem), _Excesses()
-        while True:
+        for _ in range(ROUNDS):
             tables = Tables(problem)
             known: dict[object, tuple[int, ...]] = {}
             found: list[tuple[int, ...]] = []
@@ -146,9 +150,10 @@ class Dominance:
                 found.append(known[key])
             smaller = tuple(found)
             if smaller == _all(problem):
-                return problem, kept
+                break
             problem = restricted(problem, smaller)
             kept = _composed(kept, smaller)
+        return problem, kept
 
     def _undominated(self, tables: Tables, op: int, excesses: _Excesses) -> tuple[int, ...]:
         own = tables.ops[tables.op_of[op]]

@@ -55,7 +55,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardweave.compiler.planner.duality import least_memory
@@ -81,8 +81,6 @@ class Solution:
         `Problem.objective` of the choice, in seconds.
     bound : float
         No choice within the limit is faster than that many seconds.
-    gap : float
-        ``(objective - bound) / objective``; 0 where optimal.
     status : {"optimal", "feasible"}
         Feasible where the time limit, or the gap that was asked for, ended the proof.
     seconds : float
@@ -92,9 +90,25 @@ class Solution:
     choice: tuple[int, ...]
     objective: float
     bound: float
-    gap: float
     status: Literal["optimal", "feasible"]
     seconds: float
+
+    @property
+    def gap(self) -> float:
+        """How far above the bound it may be: ``(objective - bound) / objective``; 0 where optimal."""
+        return max(0.0, (self.objective - self.bound) / self.objective) if self.objective else 0.0
+
+    def held_to(self, bound: float) -> Solution:
+        """The same choice against another bound: optimal where nothing lies between the two.
+
+        Examples
+        --------
+        >>> found = Solution((1,), objective=2.0, bound=2.0, status="optimal", seconds=0.1).held_to(1.5)
+        >>> found.status, found.gap
+        ('feasible', 0.25)
+        """
+        held = replace(self, bound=bound)
+        return replace(held, status="feasible" if held.gap else "optimal")
 
 
 def solve(
@@ -157,9 +171,8 @@ def solve(
     objective = problem.objective(search.choice)
     proven = found.proven and busiest <= streams
     bound = objective if proven else min(objective, max(0.0, found.bound / TICKS_PER_SECOND))
-    gap = (objective - bound) / objective if objective else 0.0
     status: Literal["optimal", "feasible"] = "optimal" if proven else "feasible"
-    return Solution(search.choice, objective, bound, gap, status, time.monotonic() - start)
+    return Solution(search.choice, objective, bound, status, time.monotonic() - start)
 
 
 def _infeasible(problem: Problem, time_limit: float) -> PlanError:

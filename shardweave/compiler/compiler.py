@@ -1,0 +1,234 @@
+"""The compiler: one model on one cluster, captured once, then planned and lowered."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from shardweave.compiler.capture import Captured, capture
+from shardweave.compiler.collection import collected_later
+from shardweave.compiler.judge import Decision, Judge
+from shardweave.compiler.model_key import ModelKey
+from shardweave.compiler.pipeline import Annotated, Compiled, Shards, lower
+from shardweave.compiler.plan import Plan
+from shardweave.compiler.planner.force import forced_strategies
+from shardweave.compiler.planning import Planning
+from shardweave.compiler.steps import Steps
+from shardweave.compiler.sweep import Sweep, What, sweep
+from shardweave.cost_model import Cluster, Timeline, simulate
+from shardweave.errors import ParallelError, PlanError
+from shardweave.ir import Assignment, Mesh, Strategy, Weaving
+from shardweave.options import Options
+from shardweave.runtime import ParallelModule
+
+Progress = Callable[[str], None]
+
+KEPT = 8
+"""Decisions of which the sharded graphs are kept."""
+
+
+class Compiler:
+    """One model on one cluster: captured and annotated once, then planned and lowered."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cluster: Cluster,
+        example_inputs: Any,
+        options: Options | None,
+        progress: Progress | None,
+    ) -> None:
+        self.model, self.cluster = model, cluster
+        self.options = options or Options()
+        self.progress = progress or (lambda _: None)
+        self._shards_of: deque[tuple[tuple[object, ...], dict[int, Shards]]] = deque(maxlen=KEPT)
+        self.progress("capture")
+        self.captured: Captured = self._capture(example_inputs)
+        self.steps = Steps(self.captured, self.options)
+
+    def _capture(self, example_inputs: Any) -> Captured:
+        return capture(self.model, example_inputs, self.options.mixed)
+
+    @property
+    def annotated(self) -> Annotated:
+        """The whole step, its ops with their rules."""
+        return self.steps.whole
+
+    @property
+    def model_key(self) -> ModelKey:
+        nodes = {node.name: node.meta["val"] for node in self.captured.graph.graph.nodes if node.op == "placeholder"}
+        return ModelKey(
+            {name: tuple(nodes[node].shape) for node, name in self.captured.parameters.items()},
+            {name: tuple(nodes[node].shape) for node, name in self.captured.inputs.items()},
+            self.options.mixed,
+        )
+
+    # -- planning
+
+    def plan(self, weigh: bool = False, start: Plan | None = None) -> Plan:
+        """The best plan.
+
+        Parameters
+        ----------
+        weigh : bool
+            With what each choice for the whole step is worth, which takes as long again.
+        start : Plan, optional
+            A plan of the same model, to begin with.
+        """
+        options = replace(self.options, memory_limit=self.options.limit(self.cluster))
+        name = type(self.model).__name__
+        planning = Planning(self.steps, self.cluster, options, self._forced, self.judge, self.progress, name)
+        with collected_later():
+            found = planning.plan(self.model_key, weigh, start)
+        return found.with_model(lambda: self.timeline(self.lower(found)), self._resolved)
+
+    def _resolved(self, start: Plan, changes: dict[str, Any]) -> Plan:
+        """A plan with other options, from an earlier one."""
+        known = {each.name for each in fields(Options)} - {"precision", "allow_unruled"}  # those change the capture
+        if unknown := [name for name in changes if name not in known]:
+            raise PlanError(f"resolve can change {', '.join(sorted(known))}, not {', '.join(unknown)}: plan anew")
+        if "force" in changes:
+            changes = {**changes, "force": {**self.options.force, **changes["force"]}}
+        return self._with(options=replace(self.options, **changes)).plan(weigh=True, start=start)
+
+    def _with(self, cluster: Cluster | None = None, options: Options | None = None) -> Compiler:
+        """This compiler, its capture shared, for another cluster or with other options."""
+        other = copy.copy(self)
+        other.cluster, other.options = cluster or self.cluster, options or self.options
+        return other
+
+    def sweep(self, what: What) -> Sweep:
+        """The plans of a sweep."""
+
+        def planned(cluster: Cluster, limit: int | None, start: Plan | None) -> Plan:
+            options = self.options if limit is None else replace(self.options, memory_limit=limit)
+            return self._with(cluster, options).plan(start=start)
+
+        return sweep(what, self.cluster, planned)
+
+    def _forced(self, annotated: Annotated, mesh: Mesh) -> dict[str, list[Strategy]]:
+        """The strategies of the ops that may not have every one."""
+        return forced_strategies(self.options.force, annotated.ops, mesh, annotated.batch)
+
+    def timeline(self, compiled: Compiled) -> Timeline:
+        """The simulated schedule of a lowered step."""
+        step = compiled.step
+        itemsize = max(getattr(torch, parameter.dtype).itemsize for parameter in step.spec.parameters)
+        per_byte = self.options.optimizer_bytes / itemsize
+        turns = step.turns() if step.turns is not None and step.spec.micro_batches > 1 else None
+        return simulate(
+            step.forward,
+            step.backward,
+            step.spec,
+            self.cluster,
+            optimizer_bytes_per_parameter_byte=per_byte,
+            turns=turns,
+        )
+
+    @property
+    def judge(self) -> Judge:
+        """Simulates plans of this step."""
+        return Judge(self.steps, self._lowered, self.timeline)
+
+    # -- compiling
+
+    def joins_of(self, plan: Plan) -> dict[str, Assignment]:
+        """How the ops are spread that bring several others together."""
+        mesh = self.cluster.mesh()
+        return {
+            name: Assignment.of({mesh.axis(axis): factor for axis, factor in assignment.items()})
+            for name, assignment in plan.joins.items()
+        }
+
+    def lower(self, plan: Plan) -> Compiled:
+        """The generated step of a plan."""
+        strategies = {name: choice.strategy for name, choice in plan.choices.items()}
+        missing = [op.name for op in self.annotated.ops if op.name not in strategies]
+        if missing:
+            raise PlanError(f"the plan has no strategy for {', '.join(missing)}: make a plan for this model")
+        mesh, joins = self.cluster.mesh(), self.joins_of(plan)
+        if self.options.micro_batches not in (1, plan.micro_batches):
+            raise PlanError(
+                f"the plan is for {plan.micro_batches} micro-batches a call, Options(micro_batches="
+                f"{self.options.micro_batches}) asks for others: leave the option out, or make a plan with it"
+            )
+        if not self.options.weaving.within(plan.weaving):
+            raise PlanError(
+                f"the plan is woven with {str(plan.weaving) or 'no options'}, the options ask for "
+                f"{str(self.options.weaving) or 'none'}: leave these options out, or make a plan with them"
+            )
+        options = replace(self.options, micro_batches=plan.micro_batches).woven(plan.weaving)
+        same = plan.cluster.mesh() == mesh  # then all ranks schedule by the figures that one of them found
+        cluster = plan.cluster if same else self.cluster
+        shards = self._shards(self.annotated, strategies, joins, options)
+        return lower(self.annotated, strategies, mesh, options, self._stage, joins, cluster, False, shards)
+
+    def _lowered(self, annotated: Annotated, decision: Decision, options: Options) -> Compiled:
+        strategies, joins = decision.strategies, decision.joins
+        shards = self._shards(annotated, strategies, joins, options)
+        return lower(annotated, strategies, self.cluster.mesh(), options, None, joins, self.cluster, True, shards)
+
+    def _shards(
+        self, annotated: Annotated, strategies: dict[str, Strategy], joins: dict[str, Assignment], options: Options
+    ) -> Shards:
+        """What `shard` made of these, kept for the next time: what is planned is lowered then, or planned again."""
+        decided = strategies, joins, replace(options.woven(Weaving()), memory_limit=None)
+        known = next((each for each in self._shards_of if each[0] == decided), None)
+        if known is None:
+            known = decided, {}
+            self._shards_of.append(known)
+        return known[1].setdefault(id(annotated), {})
+
+    def _stage(self, name: str, _: fx.GraphModule) -> None:
+        self.progress(name)
+
+    def compile(self, plan: Plan | None) -> ParallelModule:
+        check_world(self.cluster)
+        if plan is None:
+            plan = self._agreed_plan()
+        else:
+            plan.check(self.model_key, self.cluster)
+        compiled = self.lower(plan)
+        made = plan.with_timeline(lambda: self.timeline(compiled))
+        call = self.captured.call
+        assert call is not None
+        return ParallelModule(
+            self.model,
+            compiled.step,
+            flatten=call.flatten,
+            unflatten=call.unflatten,
+            graphs=compiled.graphs,
+            plan=made,
+        )
+
+    def _agreed_plan(self) -> Plan:
+        """Rank 0's plan on all ranks, or its error: a time limit could end elsewhere on each."""
+        if self.cluster.world_size == 1:
+            return self.plan()
+        answer: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                answer = [self.plan().to_dict()]
+            except ParallelError as error:
+                answer = [error]
+        dist.broadcast_object_list(answer, src=0)
+        if isinstance(answer[0], ParallelError):
+            raise answer[0]
+        return Plan.from_dict(answer[0])
+
+
+def check_world(cluster: Cluster) -> None:
+    """`ParallelError` where the running world has another size than `cluster`."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != cluster.world_size:
+        raise ParallelError(
+            f"the cluster {cluster.name} has {cluster.world_size} devices, the running world {world} rank(s): "
+            "start as many ranks as the cluster has devices, or compile for Cluster.detect()"
+        )

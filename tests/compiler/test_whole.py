@@ -1,0 +1,106 @@
+"""What the planner chooses for the whole step where the user leaves it open."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shardweave as sw
+from shardweave.compiler.compiler import Compiler
+from shardweave.compiler.judge import Judged
+from shardweave.compiler.whole import EXPOSED, WORTH, choices_for_the_whole
+from shardweave.demo.model import GPTConfig
+from shardweave.errors import PlanError
+from shardweave.ir import Weaving
+from shardweave.options import Options
+from tests.compiler.planners import MetaGPT, Planner
+
+CLOSED = {"sub_batches": 1, "buckets": False}
+NARROW = MetaGPT(GPTConfig(vocabulary=512, context=128, layers=2, heads=4, width=256), 32)
+"""Little to compute for each byte that is moved."""
+
+
+def judged(seconds: float, exposed: float = 0.5, peak: int = 1) -> Judged:
+    return Judged(seconds, seconds * (1 - exposed), seconds * exposed, peak, {})
+
+
+def chosen(times: dict[str, Judged], options: Options, limit: int = 1) -> str:
+    """What is chosen where each weaving takes that; what is not among them is refused."""
+
+    def judge(weaving: Weaving) -> Judged:
+        if str(weaving) not in times:
+            raise PlanError("this one cannot be woven so")
+        return times[str(weaving)]
+
+    return str(choices_for_the_whole(options, Weaving(), times[PLAIN], judge, limit)[0])
+
+
+PLAIN, HALVES, BUCKETS, BOTH = "", "2 sub-batches", "buckets", "2 sub-batches, buckets"
+
+
+def test_what_saves_time_is_chosen_on_top_of_what_did_before() -> None:
+    times = {PLAIN: judged(1.0), HALVES: judged(0.9), BUCKETS: judged(0.8), BOTH: judged(0.7)}
+    assert chosen(times, Options()) == BOTH
+    assert chosen({**times, BOTH: judged(0.9 * (1 - WORTH / 2))}, Options()) == HALVES
+
+
+@pytest.mark.parametrize("asked", CLOSED)
+def test_what_the_user_says_is_not_asked_again(asked: str) -> None:
+    times = {PLAIN: judged(1.0), HALVES: judged(0.9), BUCKETS: judged(0.9)}
+    found = chosen(times, Options(**{**CLOSED, asked: None}))
+    assert found == {"sub_batches": HALVES, "buckets": BUCKETS}[asked]
+    assert chosen(times, Options(**CLOSED)) == PLAIN
+
+
+def test_nothing_is_tried_where_no_communication_is_exposed() -> None:
+    assert chosen({PLAIN: judged(1.0, EXPOSED / 2), HALVES: judged(0.9)}, Options()) == PLAIN
+
+
+def test_what_does_not_fit_or_is_refused_is_not_chosen() -> None:
+    assert chosen({PLAIN: judged(1.0), HALVES: judged(0.5, peak=2)}, Options()) == PLAIN
+    assert chosen({PLAIN: judged(1.0), HALVES: judged(0.5, peak=2)}, Options(), limit=2) == HALVES
+
+
+@pytest.mark.parametrize("preset, nodes", [("dgx-a100", 2), ("rtx3090-pcie", 1)])
+def test_a_plan_is_never_slower_for_what_is_left_open(preset: str, nodes: int) -> None:
+    planner = Planner(*_on_meta())
+    on = planner.on(sw.Cluster.preset(preset, nodes=nodes))
+    free, closed = on.plan(), on.plan(**CLOSED)
+    assert free.step_time <= closed.step_time
+    assert closed.weaving == Weaving()
+    one_by_one = [on.plan(**{**CLOSED, **each}) for each in ({"sub_batches": 2}, {"buckets": True})]
+    assert free.step_time <= min(plan.step_time for plan in one_by_one) * 1.02
+    assert free.weaving != Weaving() or closed.exposed_communication <= EXPOSED * closed.step_time
+
+
+def test_what_is_chosen_is_lowered() -> None:
+    planner = Planner(*_on_meta(), force={"*": "zero3"})
+    on = planner.on(sw.Cluster.preset("dgx-a100", nodes=2))
+    plan = on.plan(**{**CLOSED, "buckets": None})
+    without = on.plan(**CLOSED)
+    assert plan.weaving.buckets and plan.step_time < without.step_time
+    assert on.lowered(plan).backward.code != on.lowered(without).backward.code
+
+
+def test_what_is_chosen_goes_with_what_is_asked_for() -> None:
+    model, cluster, inputs = _on_meta()
+    cluster = sw.Cluster.preset("dgx-a100", nodes=2)
+    compiler = Compiler(model, cluster, inputs, Options(recompute="fine", force={"*": "zero3"}), None)
+    plan = compiler.plan()
+    assert plan.weaving.buckets and plan.weaving.recompute == {"*": "fine"}
+    compiler.lower(plan)
+    other = Compiler(model, cluster, inputs, Options(recompute="full"), None)
+    with pytest.raises(PlanError, match=r"the options ask for recomputation \* full"):
+        other.lower(plan)
+
+
+def test_a_model_that_cannot_be_woven_is_planned_as_it_is() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.Flatten(), nn.Linear(64 * 36, 1024))
+    plan = sw.plan(model, sw.Cluster.preset("rtx3090-pcie"), torch.randn(64, 3, 8, 8))
+    assert plan.weaving.sub_batches == 1
+
+
+def _on_meta() -> tuple[nn.Module, sw.Cluster, tuple[torch.Tensor, torch.Tensor]]:
+    model, inputs = NARROW.build()
+    return model, sw.Cluster.local(1), inputs
