@@ -117,7 +117,7 @@ class Chooser:
         while (found := self._under(costed, needed - 1) or self._fits(least, needed - 1)) is not None:
             least, needed = found, found.peak_memory
         if needed <= limit:  # asked from above, the program came by a plan that it had skipped under this limit
-            return least
+            return self._lowered_under(limit, least)
         parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(least.judged.at_peak)]
         raise InfeasibleError.needing(
             needed,
@@ -125,6 +125,12 @@ class Chooser:
             f"memory that does is {needed} bytes ({readable_bytes(needed)}): {', '.join(parts)}. Raise memory_limit, "
             "or use more devices or a smaller batch",
         )
+
+    def _lowered_under(self, limit: int, chosen: Chosen) -> Chosen:
+        """A plan with what it takes as it will be lowered: under the user's limit, not one that it was found under."""
+        judged = self.simulate(_decision(chosen.costed, chosen.solution), limit)
+        counted = chosen.costed.problem.memory(chosen.solution.choice)
+        return _within(replace(chosen, judged=judged, peak_memory=max(counted, judged.peak_memory)), limit)
 
     def _fits(self, chosen: Chosen, limit: int) -> Chosen | None:
         """A plan scheduled under a limit; None where it does not meet it."""
