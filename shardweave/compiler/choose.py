@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardweave.compiler.judge import Decision, Judged
-from shardweave.compiler.planner.costing import Costed
 from shardweave.compiler.planner.recomputation import layer_named
+from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.solver import Solution, smallest, solve
 from shardweave.compiler.planner.tidy import tidied
 from shardweave.compiler.refine import rivals

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from shardweave.compiler.planner.costing import Costed
 from shardweave.compiler.planner.reductions import Kept, invert, restricted
+from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.solver import Solution
 from shardweave.errors import PlanError
 from shardweave.ir import Strategy

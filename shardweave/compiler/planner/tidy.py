@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardweave.compiler.planner.costing import Variable
 from shardweave.compiler.planner.problem import Problem
+from shardweave.compiler.planner.rows import Variable
 from shardweave.compiler.planner.unfold import inside, renamed
 
 SLACK = 2e-4
