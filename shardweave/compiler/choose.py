@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardweave.compiler.judge import Decision, Judged
+from shardweave.compiler.planner.problem import Problem
 from shardweave.compiler.planner.recomputation import layer_named
 from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.solver import Solution, smallest, solve
 from shardweave.compiler.planner.tidy import tidied
+from shardweave.compiler.planner.windows import in_turn, overlapping
 from shardweave.compiler.refine import rivals
 from shardweave.errors import InfeasibleError
 from shardweave.units import readable_bytes
@@ -19,6 +22,9 @@ UNLIMITED = 2**62
 
 GAP, EXACT = 1e-3, 2**13
 """How far from its bound an answer of the program may be; of problems with at most so many candidates, not at all."""
+
+RIVAL_GAP = 5e-3
+"""The same of rivals: the simulator knows better."""
 
 FAR = 1.5
 """A plan that the program counts as so many times the limit is not simulated: it does not fit."""
@@ -68,7 +74,7 @@ class Chooser:
     """What has been simulated, by its choice (of a problem with modes a longer one than without) and the limit."""
 
     def choose(self, costed: Costed, smaller: Callable[[], Costed] | None = None) -> Chosen:
-        """The best choice whose generated step, simulated, fits.
+        """The best choice whose generated step, simulated, fits; `costed` has the seconds both overlapped and in turn.
 
         The program adds up what its ops hold, mostly a little too much; the simulator follows every value of the
         generated step, and is the judge. Where the fastest plan of all fits, it is the answer. Otherwise the program
@@ -82,28 +88,33 @@ class Chooser:
             With the smallest memory that would do, and what takes it.
         """
         limit = costed.problem.memory_limit
-        free = _limited(costed, UNLIMITED)
+        given, costed = costed, _of(costed, overlapping)
+        free, free_in_turn = (_limited(_of(given, part), UNLIMITED) for part in (overlapping, in_turn))
         fastest = self._solve(free, self.start(costed))
         if costed.problem.memory(fastest.choice) <= FAR * limit:
             first = self._simulated(free, fastest, limit)
             if _peak(first) <= limit:
-                return _within(self._refined(free, first, limit), limit)
+                return _within(self._refined(free, free_in_turn, first, limit), limit)
         if smaller is not None:
-            costed = smaller()
+            given = smaller()
+            costed = _of(given, overlapping)
         found = self._under(costed, limit, self.start(costed) or (fastest.choice if smaller is None else None))
         if found is not None:
-            return _within(self._refined(costed, found, limit), limit)
+            return _within(self._refined(costed, _of(given, in_turn), found, limit), limit)
         return self._last(costed, fastest, limit)
 
-    def _refined(self, costed: Costed, best: Chosen, limit: int) -> Chosen:
+    def _refined(self, costed: Costed, in_turn: Costed, best: Chosen, limit: int) -> Chosen:
         """The fastest by the simulator of the best choice and its rivals, of those that fit."""
         found = best
-        exact = _is_small(costed)
-        for solution in rivals(costed, best.solution, lambda family: self._solve(family, exact=exact)):
+        for solution in rivals(costed, in_turn, best.solution, self._close):
             rival = self._simulated(costed, solution, limit)
             if _peak(rival) <= limit and rival.judged.step_time < found.judged.step_time:
                 found = rival
         return found
+
+    def _close(self, costed: Costed, ceiling: float) -> Solution:
+        """A choice that is nearly the best one, if that takes less than `ceiling` seconds."""
+        return self._solve(costed, gap=RIVAL_GAP, ceiling=ceiling)
 
     def _last(self, costed: Costed, fastest: Solution, limit: int) -> Chosen:
         """The smallest plan of all, where the program finds none that fits."""
@@ -154,10 +165,16 @@ class Chooser:
             counted = costed.problem.memory(solution.choice)
             asked = _limited(costed, min(counted - 1, limit - (_peak(chosen) - counted)))
 
-    def _solve(self, costed: Costed, hint: Sequence[int] | None = None, exact: bool | None = None) -> Solution:
-        exact = _is_small(costed) if exact is None else exact
-        found = solve(costed.problem, self.time_limit, hint=hint, gap=0.0 if exact else GAP)
-        if exact:
+    def _solve(
+        self,
+        costed: Costed,
+        hint: Sequence[int] | None = None,
+        gap: float | None = None,
+        ceiling: float = math.inf,
+    ) -> Solution:
+        gap = gap if gap is not None else 0.0 if _is_small(costed) else GAP
+        found = solve(costed.problem, self.time_limit, hint=hint, gap=gap, ceiling=ceiling)
+        if not gap:
             return found
         choice = tidied(costed.problem, costed.variables, self.runs, found.choice)
         return replace(found, choice=choice, objective=costed.problem.objective(choice)).held_to(found.bound)
@@ -178,6 +195,10 @@ def _chosen(costed: Costed, solution: Solution, judged: Judged) -> Chosen:
 
 def _is_small(costed: Costed) -> bool:
     return sum(len(op.candidates) for op in costed.problem.ops) <= EXACT
+
+
+def _of(costed: Costed, part: Callable[[Problem], Problem]) -> Costed:
+    return replace(costed, problem=part(costed.problem))
 
 
 def _limited(costed: Costed, limit: int) -> Costed:

@@ -16,7 +16,8 @@ from torch import fx
 
 from shardweave.compiler.planner.ops import Op, Role
 from shardweave.compiler.planner.prices import Prices, local_numel, tensor_outputs
-from shardweave.compiler.planner.windows import Costs, Windows
+from shardweave.compiler.planner.windows import Costs, Floats, Windows
+from shardweave.cost_model.optimizer import optimizer_loads
 from shardweave.ir import Assignment, Axis, Layout, Strategy, axes_size
 from shardweave.passes.annotate import info
 from shardweave.passes.layouts import output_layouts
@@ -49,12 +50,15 @@ class OpPrices:
     ----------
     costs : array
         Seconds of its passes (`windows.Costs`), by strategy.
+    optimizer : array
+        Seconds of the optimizer's step on each stream of its window, by strategy.
     state_bytes, transient_bytes, scratch_bytes : arrays
         Bytes by strategy; the last are what the optimizer's step needs beside the states: as much as the parameters,
         for foreach optimizers.
     """
 
     costs: Costs
+    optimizer: Floats
     state_bytes: Ints
     transient_bytes: Ints
     scratch_bytes: Ints
@@ -99,6 +103,7 @@ class _Held:
     """What parameters of one shape move and hold, at each strategy of their op."""
 
     costs: Costs
+    optimizer: Floats
     states: Ints
     transient: Ints
     scratch: Ints
@@ -148,6 +153,7 @@ def price_op(
         parts.append((held([Layout.replicated(shape)] * len(stages)), count))
     return OpPrices(
         turns * spread[:, :, port_of] + np.sum([count * held.costs for held, count in parts], axis=0),
+        np.sum([count * held.optimizer for held, count in parts], axis=0),
         np.sum([count * held.states for held, count in parts], axis=0),
         np.max([held.transient for held, _ in parts], axis=0),
         np.sum([count * held.scratch for held, count in parts], axis=0),
@@ -201,7 +207,9 @@ def _held(
         costs += windows.waited(links) if alone else windows.hidden(links)
     gathered = np.array([a != b for a, b in zip(rest, lies)])
     transient = gathered * 2 * used * (sizes.working + sizes.reduced)  # its own copy, the next one's, gradients
-    return _Held(costs, states, transient, owning * sizes.master)
+    optimizer = [optimizer_loads(int(size), parameters.optimizer_bytes / sizes.master, prices.cluster)
+                 for size in owning * sizes.master]  # fmt: skip
+    return _Held(costs, np.array(optimizer).T, states, transient, owning * sizes.master)
 
 
 def _batch_axes(op: Op, assignments: Mapping[str, Assignment]) -> set[Axis]:

@@ -14,7 +14,7 @@ from shardweave.compiler.planner.prices import Links
 from shardweave.compiler.planner.pricing import OpPrices
 from shardweave.compiler.planner.problem import Candidate, Edge, Problem
 from shardweave.compiler.planner.problem import Op as Row
-from shardweave.compiler.planner.windows import Costs, Floats, Windows
+from shardweave.compiler.planner.windows import OPTIMIZER, Costs, Floats, Windows
 from shardweave.ir import Assignment, Mode, Strategy
 
 WORKING = 2.5
@@ -94,18 +94,14 @@ class Rows:
             saved = np.maximum(saved, prices.scratch_bytes)
             transient = prices.transient_bytes + transient
         loads = self.windows.loads(costs)
+        if prices is not None:
+            loads[-len(OPTIMIZER) :] = prices.optimizer
         strategies: Sequence[Strategy | None] = variable.strategies or [None] * len(ports)
-        bytes_of = zip(states.tolist(), saved.tolist(), transient.tolist(), strict=True)
-        columns = zip(strategies, bytes_of, variable.port_of, loads.T.tolist(), strict=True)
+        columns = zip(
+            strategies, states.tolist(), saved.tolist(), transient.tolist(), variable.port_of, loads.T.tolist()
+        )
         return [
-            Candidate(
-                str(strategy or next(iter(variable.ports[port].values()))),
-                0.0,
-                *held,
-                port,
-                port,
-                strategy,
-                tuple(load),
-            )
-            for strategy, held, port, load in columns
-        ]
+            Candidate(str(strategy or next(iter(variable.ports[port].values()))), 0.0, state, keeps, holds, port, port,
+                      strategy, tuple(load))
+            for strategy, state, keeps, holds, port, load in columns
+        ]  # fmt: skip

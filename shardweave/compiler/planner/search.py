@@ -7,6 +7,7 @@ walk through a part, and CP-SAT goes on from there.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -30,13 +31,18 @@ class Search:
     """The steps for one problem, and what they have found (`incumbent`, of the reduced problem)."""
 
     def __init__(
-        self, problem: Problem, deadline: float, progress: Callable[[Progress], None] | None, gap: float = 0.0
+        self,
+        problem: Problem,
+        deadline: float,
+        progress: Callable[[Progress], None] | None,
+        gap: float = 0.0,
+        ceiling: float = math.inf,
     ) -> None:
         self.deadline = deadline
         self.problem, self.kept = reduce(problem)
         self.elimination = Elimination(Tables(self.problem), {})
         self.tables = self.elimination.tables
-        self.incumbent = Incumbent(self.tables, progress, gap)
+        self.incumbent = Incumbent(self.tables, progress, gap, ceiling)
 
     @property
     def choice(self) -> tuple[int, ...] | None:

@@ -53,6 +53,7 @@ three streams `docs/measure_solver.py` has the figures.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -61,9 +62,10 @@ from typing import Literal
 from shardweave.compiler.planner.duality import least_memory
 from shardweave.compiler.planner.elimination import Elimination
 from shardweave.compiler.planner.incumbent import Progress
-from shardweave.compiler.planner.problem import TICKS_PER_SECOND, Problem, largest_terms
+from shardweave.compiler.planner.problem import Problem, largest_terms
 from shardweave.compiler.planner.program import Program, Proof, prove
 from shardweave.compiler.planner.search import Search
+from shardweave.compiler.planner.streams import waited_for, with_streams
 from shardweave.errors import InfeasibleError, PlanError
 from shardweave.units import readable_bytes
 
@@ -116,6 +118,7 @@ def solve(
     progress: Callable[[Progress], None] | None = None,
     hint: Sequence[int] | None = None,
     gap: float = 0.0,
+    ceiling: float = math.inf,
 ) -> Solution:
     """The fastest choice within the memory limit, with a proof.
 
@@ -132,6 +135,8 @@ def solve(
         A choice to begin with, such as that of a similar problem; of use where it is feasible.
     gap : float, optional
         The search ends where it has proven that the best choice is at most this part slower than the fastest.
+    ceiling : float, optional
+        The search ends where it has proven that every choice takes at least so many seconds.
 
     Raises
     ------
@@ -149,22 +154,32 @@ def solve(
     (2.5, 'optimal', 1)
     """
     start = time.monotonic()
-    search = Search(problem, start + time_limit, progress, gap)
-    if hint is not None:
-        search.hint(hint)
-    search.run()
-    found = search.incumbent
-    if search.choice is None:
-        if found.proven:
+    streams = waited_for(problem)
+    best: tuple[float, tuple[int, ...]] | None = None
+    bound = 0.0
+    while True:
+        search = Search(with_streams(problem, streams), start + time_limit, progress, gap, ceiling)
+        if hint is not None:
+            search.hint(hint)
+        search.run()
+        if search.choice is None:
+            break
+        objective, least = problem.objective(search.choice), search.incumbent.least_seconds
+        best, bound = min(best or (objective, search.choice), (objective, search.choice)), max(bound, least)
+        hint, busiest = best[1], set(problem.busiest(search.choice))
+        if bound >= min(ceiling, best[0] * (1 - gap)) or busiest <= streams or time.monotonic() > start + time_limit:
+            break
+        streams |= busiest
+    if best is None:
+        if search.incumbent.proven:
             raise _infeasible(problem, time_limit)
         raise PlanError(
             f"no choice for {len(problem.ops)} ops was found within time_limit = {time_limit:g} s: raise time_limit, "
             f"or memory_limit (now {problem.memory_limit} bytes)"
         )
-    objective = problem.objective(search.choice)
-    bound = objective if found.proven else min(objective, max(0.0, found.bound / TICKS_PER_SECOND))
-    status: Literal["optimal", "feasible"] = "optimal" if found.proven else "feasible"
-    return Solution(search.choice, objective, bound, status, time.monotonic() - start)
+    objective, choice = best
+    status: Literal["optimal", "feasible"] = "optimal" if bound >= objective else "feasible"
+    return Solution(choice, objective, min(bound, objective), status, time.monotonic() - start)
 
 
 def _infeasible(problem: Problem, time_limit: float) -> PlanError:

@@ -17,9 +17,13 @@ While one of them runs, compute takes `Device.overlap_slowdown` times as long: c
 compute, but take ``c * (1 - 1 / slowdown)`` of them. So what hides is never free, and a way that is all compute and
 links that are all full meet where the simulator has them meet.
 
+That is a bound: no order of a step hides more. A step of few ops, or one whose products wait for gathers, hides less;
+if nothing hides, a pass takes all of its seconds one after the other. These are written down, too, as one more stream
+of each pass: its seconds *in turn*. The program is solved for both (`overlapping`, `in_turn`), and the simulator says
+which of the two answers is the faster one.
+
 What an op gathers that no other comes before, or reduces at the end of the backward, is waited for: nothing is computed
-beside it (`pricing.Ends`). The optimizer's step is of no window, and
-is left out: mostly the host takes longer for it than the device, and as long for all plans.
+beside it (`pricing.Ends`). The optimizer's step is a window of its own: the host and the device's memory work at once.
 
 With ``x[o, c]`` and ``t[w]`` as in `solver`, and sums over all ops and edges:
 
@@ -28,6 +32,7 @@ t[forward] >= compute + waited + (1 - 1 / slowdown) hidden       `Windows.loads`
 t[forward] >= waited on l + hidden on l          for a level l   `Windows.loads`                 Oases 2 and 3
 t[backward] >= the same of the backward, with what is            `Windows.loads`,                Oases 4 to 6
 recomputed                                                       `recomputation.with_modes`
+t[optimizer] >= host, t[optimizer] >= memory                     `pricing.price_op`
 hidden in the forward: gathers from states to copies, and to     `pricing.price_op`              AMSP 1 to 4, OSDP 1
 where they are used; in the backward: the latter once more
 hidden in the backward: reductions of gradients                  `pricing.price_op`              AMSP 5 to 7, OSDP 1
@@ -39,7 +44,7 @@ The papers: Oases (arXiv 2305.16121), AMSP (arXiv 2311.00257), OSDP (arXiv 2209.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -47,12 +52,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardweave.compiler.planner.prices import Links
+from shardweave.compiler.planner.problem import Problem
+from shardweave.compiler.planner.streams import with_streams
 from shardweave.cost_model import Cluster
 
 Floats = NDArray[np.float64]
 
 Costs = NDArray[np.float64]
 """Seconds by pass, and by kind: compute; of each level what is waited for; of each level what hides."""
+
+OPTIMIZER = "host", "memory"
+"""The streams of the optimizer's window."""
+
+_IN_TURN = "in turn"
+
+
+def overlapping(problem: Problem) -> Problem:
+    """The problem of a step in which hides what can."""
+    return _with(problem, lambda name: not name.endswith(_IN_TURN))
+
+
+def in_turn(problem: Problem) -> Problem:
+    """The problem of a step of which no pass overlaps anything, with the same candidates."""
+    return _with(problem, lambda name: name.endswith(_IN_TURN) or name in OPTIMIZER)
+
+
+def _with(problem: Problem, counts: Callable[[str], bool]) -> Problem:
+    names = [name for window in problem.windows for name in window]
+    return with_streams(problem, {number for number, name in enumerate(names) if counts(name)})
 
 
 @dataclass(frozen=True)
@@ -71,12 +98,12 @@ class Windows:
     Examples
     --------
     >>> windows = Windows(["gpu"], slowdown=1.25)
-    >>> windows.names
-    (('forward', 'forward on gpu'), ('backward', 'backward on gpu'))
+    >>> windows.names[0], windows.names[2]
+    (('forward', 'forward on gpu', 'forward in turn'), ('host', 'memory'))
     >>> gather = np.array([[0.0, 0.5], [0.0, 0.0]])  # no copy, and nothing back
     >>> costs = windows.computed(2.0, 4.0) + windows.hidden(gather)
     >>> windows.loads(costs).tolist()
-    [2.1, 0.5, 4.0, 0.0]
+    [2.1, 0.5, 2.5, 4.0, 0.0, 4.0, 0.0, 0.0]
     """
 
     levels: Sequence[str]
@@ -92,7 +119,9 @@ class Windows:
     def names(self) -> tuple[tuple[str, ...], ...]:
         """The streams of each window: `Problem.windows`."""
         passes = ("forward", "backward")
-        return tuple((way, *(f"{way} on {level}" for level in self.levels)) for way in passes)
+        return *(
+            (way, *(f"{way} on {level}" for level in self.levels), f"{way} {_IN_TURN}") for way in passes
+        ), OPTIMIZER
 
     def none(self, *shape: int) -> Costs:
         """No costs."""
@@ -121,9 +150,10 @@ class Windows:
         return self.hidden(links) if self.woven else self.waited(links)
 
     def loads(self, costs: Costs) -> Floats:
-        """The seconds on each stream of each window, in the order of `names`."""
-        loads: Floats = np.einsum("sk,pk...->ps...", self._streams, costs)
-        return loads.reshape(-1, *costs.shape[2:])
+        """The seconds on each stream of each window, in the order of `names`: none on those of the optimizer."""
+        each = np.einsum("sk,pk...->ps...", self._streams, costs)
+        loads = each.reshape(-1, *costs.shape[2:])
+        return np.concatenate([loads, np.zeros((len(OPTIMIZER), *costs.shape[2:]))])
 
     @cached_property
     def _streams(self) -> Floats:
@@ -131,4 +161,4 @@ class Windows:
         count, beside = len(self.levels), 1.0 - 1.0 / self.slowdown
         way = [1.0, *[1.0] * count, *[beside] * count]
         links = np.hstack([np.zeros((count, 1)), np.eye(count), np.eye(count)])
-        return np.vstack([way, links])
+        return np.vstack([way, links, np.ones(1 + 2 * count)])
