@@ -23,8 +23,11 @@ UNLIMITED = 2**62
 GAP, EXACT = 1e-3, 2**13
 """How far from its bound an answer of the program may be; of problems with at most so many candidates, not at all."""
 
-RIVAL_GAP = 5e-3
-"""The same of rivals: the simulator knows better."""
+ROUGH = 5e-3
+"""The same where the simulator has the last word."""
+
+MANY = 8
+"""Families of plans that rivals are looked for in."""
 
 FAR = 1.5
 """A plan that the program counts as so many times the limit is not simulated: it does not fit."""
@@ -88,33 +91,41 @@ class Chooser:
             With the smallest memory that would do, and what takes it.
         """
         limit = costed.problem.memory_limit
-        given, costed = costed, _of(costed, overlapping)
+        given, start = costed, self.start(costed)
         free, free_in_turn = (_limited(_of(given, part), UNLIMITED) for part in (overlapping, in_turn))
-        fastest = self._solve(free, self.start(costed))
-        if costed.problem.memory(fastest.choice) <= FAR * limit:
+        fastest = self._solve(free, start, rough=True)
+        if free.problem.memory(fastest.choice) <= FAR * limit:
+            fastest = self._solve(free, fastest.choice)
             first = self._simulated(free, fastest, limit)
             if _peak(first) <= limit:
                 return _within(self._refined(free, free_in_turn, first, limit), limit)
         if smaller is not None:
             given = smaller()
-            costed = _of(given, overlapping)
-        found = self._under(costed, limit, self.start(costed) or (fastest.choice if smaller is None else None))
+            start = self.start(given)
+        costed = _of(given, overlapping)
+        found = self._under(costed, limit, start or (fastest.choice if smaller is None else None))
         if found is not None:
             return _within(self._refined(costed, _of(given, in_turn), found, limit), limit)
         return self._last(costed, fastest, limit)
 
     def _refined(self, costed: Costed, in_turn: Costed, best: Chosen, limit: int) -> Chosen:
         """The fastest by the simulator of the best choice and its rivals, of those that fit."""
-        found = best
-        for solution in rivals(costed, in_turn, best.solution, self._close):
-            rival = self._simulated(costed, solution, limit)
-            if _peak(rival) <= limit and rival.judged.step_time < found.judged.step_time:
-                found = rival
-        return found
+        candidates = [best, *self._rivals(costed, best, limit, MANY)]
+        other = self._under(in_turn, limit, rough=True)
+        if other is not None:
+            candidates += [other, *self._rivals(in_turn, other, limit, 1)]
+        fastest = min(candidates, key=lambda chosen: chosen.judged.step_time)
+        return _chosen(costed, _solution(costed, fastest, best), fastest.judged)
+
+    def _rivals(self, costed: Costed, best: Chosen, limit: int, most: int) -> list[Chosen]:
+        """The rivals that fit, simulated."""
+        found = rivals(costed, best.solution, self._close, most)
+        simulated = (self._simulated(costed, solution, limit) for solution in found)
+        return [chosen for chosen in simulated if _peak(chosen) <= limit]
 
     def _close(self, costed: Costed, ceiling: float) -> Solution:
         """A choice that is nearly the best one, if that takes less than `ceiling` seconds."""
-        return self._solve(costed, gap=RIVAL_GAP, ceiling=ceiling)
+        return self._solve(costed, ceiling=ceiling, rough=True)
 
     def _last(self, costed: Costed, fastest: Solution, limit: int) -> Chosen:
         """The smallest plan of all, where the program finds none that fits."""
@@ -147,13 +158,15 @@ class Chooser:
         again = self._simulated(chosen.costed, chosen.solution, limit)
         return _within(again, limit) if _peak(again) <= limit else None
 
-    def _under(self, costed: Costed, limit: int, hint: Sequence[int] | None = None) -> Chosen | None:
+    def _under(
+        self, costed: Costed, limit: int, hint: Sequence[int] | None = None, rough: bool = False
+    ) -> Chosen | None:
         """The best choice that fits into `limit` when simulated, too; None where the program runs out of choices."""
         asked = _limited(costed, limit)
         first: Solution | None = None
         while True:
             try:
-                solution = self._solve(asked, hint)
+                solution = self._solve(asked, hint, rough=rough)
             except InfeasibleError:
                 return None
             first, hint = first or solution, hint if first is None else first.choice
@@ -169,11 +182,11 @@ class Chooser:
         self,
         costed: Costed,
         hint: Sequence[int] | None = None,
-        gap: float | None = None,
         ceiling: float = math.inf,
+        rough: bool = False,
     ) -> Solution:
-        gap = gap if gap is not None else 0.0 if _is_small(costed) else GAP
-        found = solve(costed.problem, self.time_limit, hint=hint, gap=gap, ceiling=ceiling)
+        gap = ROUGH if rough else 0.0 if _is_small(costed) else GAP
+        found = solve(costed.problem, self.time_limit, hint=hint, gap=gap, ceiling=ceiling, rough=rough)
         if not gap:
             return found
         choice = tidied(costed.problem, costed.variables, self.runs, found.choice)
@@ -191,6 +204,15 @@ class Chooser:
 
 def _chosen(costed: Costed, solution: Solution, judged: Judged) -> Chosen:
     return Chosen(costed, solution, judged, max(costed.problem.memory(solution.choice), judged.peak_memory))
+
+
+def _solution(costed: Costed, chosen: Chosen, best: Chosen) -> Solution:
+    """What was chosen as a solution of the program whose best one is known."""
+    choice = chosen.solution.choice
+    if choice == best.solution.choice:
+        return best.solution
+    objective = costed.problem.objective(choice)
+    return Solution(choice, objective, min(best.solution.bound, objective), "feasible", best.solution.seconds)
 
 
 def _is_small(costed: Costed) -> bool:

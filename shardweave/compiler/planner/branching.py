@@ -63,8 +63,8 @@ class Branching:
         self.walkers: dict[int, Walker] = {}
         self.loose = max(_LOOSE, incumbent.gap / 4)
 
-    def run(self, deadline: float) -> None:
-        """Search until the proof or the deadline (of ``time.monotonic``)."""
+    def run(self, deadline: float, rough: bool = False) -> None:
+        """Search until the proof or the deadline (of ``time.monotonic``), or, `rough`, until only walks go further."""
         incumbent = self.incumbent
         floor = max((int(table.transient.min()) for table in self.elimination.ops), default=0)
         self._enter(self.elimination, Part(floor, self.levels[-1]), None)
@@ -74,6 +74,8 @@ class Branching:
             if bound >= incumbent.enough:
                 self.open, self.left = [], min(self.left, bound)
             elif walked > 0.0 or not (self._split(found) or (incumbent.gap and self._decide(found))):
+                if rough and incumbent.choice:
+                    break
                 self._walk(bound, number, found, walked, deadline)
         lowest = min(self.left, self.open[0][0] if self.open else math.inf, incumbent.ticks)
         incumbent.bound = max(incumbent.bound, lowest if lowest < math.inf else 0.0)

@@ -374,7 +374,12 @@ class Costing:
             if key not in self._changes:
                 haves, wanted = [port[0] for port in self.lies[argument]], [want[position] for want in wants]
                 back, itemsize = [gradient[position] for gradient in gradients], argument.meta["val"].element_size()
-                self._changes[key] = self.prices.table(haves, wanted, back, itemsize) / shared
+                links = self.prices.table(haves, wanted, back, itemsize)
+                for port, idle in enumerate(self._idle(source)):
+                    if idle:  # its backward computes with a part of the gradient, too, and sums what becomes of it
+                        parts, own = [drop(gradient, idle) for gradient in back], slice(port, port + 1)
+                        links[:, :, own] = self.prices.table(haves[own], wanted, parts, itemsize)
+                self._changes[key] = links / shared
             links = self._changes[key]
             if source == number:
                 self.variables[number].costs += self.windows.activations(np.diagonal(links, axis1=2, axis2=3))
@@ -384,6 +389,14 @@ class Costing:
                 self._edges[source, number] = self._sums.setdefault(pair, before + links)
             else:
                 self._edges[source, number] = links
+
+    def _idle(self, number: int) -> list[list[Axis]]:
+        """The axes over which an op without a batch does the same everywhere, by port; none of a join."""
+        variable = self.variables[number]
+        if variable.op is None or variable.op.batch > 1:
+            return []
+        used = [{axis for own in port.values() for axis, _ in own.items} for port in variable.ports]
+        return [[axis for axis in self.mesh.axes if axis not in axes] for axes in used]
 
     def _saved(self, node: fx.Node) -> None:
         """What the backward needs of a value, in each port of the variable that it follows."""

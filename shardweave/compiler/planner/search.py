@@ -54,14 +54,15 @@ class Search:
         if all(index in kept for index, kept in zip(choice, self.kept, strict=True)):
             self.incumbent.offer(tuple(kept.index(index) for index, kept in zip(choice, self.kept, strict=True)))
 
-    def run(self) -> None:
-        """Search until the proof or the deadline."""
+    def run(self, rough: bool = False) -> None:
+        """Search until the proof or the deadline; or, `rough`, until a choice that bounds lead to."""
         if not self.elimination.too_wide:
-            Branching(self.elimination, self.incumbent).run(self.deadline)
+            Branching(self.elimination, self.incumbent).run(self.deadline, rough)
         else:
             descend(self.tables, self.incumbent.offer)
-            self.sweep()
-        if not self.incumbent.done:
+            if not (rough and self.incumbent.choice):
+                self.sweep()
+        if not self.incumbent.done and not (rough and self.incumbent.choice):
             self.prove()
 
     # -- wide graphs

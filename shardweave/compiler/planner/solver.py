@@ -119,6 +119,7 @@ def solve(
     hint: Sequence[int] | None = None,
     gap: float = 0.0,
     ceiling: float = math.inf,
+    rough: bool = False,
 ) -> Solution:
     """The fastest choice within the memory limit, with a proof.
 
@@ -137,6 +138,8 @@ def solve(
         The search ends where it has proven that the best choice is at most this part slower than the fastest.
     ceiling : float, optional
         The search ends where it has proven that every choice takes at least so many seconds.
+    rough : bool, optional
+        The search ends with the choice that bounds lead to: not far from the best, but not walked any closer to it.
 
     Raises
     ------
@@ -161,13 +164,14 @@ def solve(
         search = Search(with_streams(problem, streams), start + time_limit, progress, gap, ceiling)
         if hint is not None:
             search.hint(hint)
-        search.run()
+        search.run(rough)
         if search.choice is None:
             break
         objective, least = problem.objective(search.choice), search.incumbent.least_seconds
         best, bound = min(best or (objective, search.choice), (objective, search.choice)), max(bound, least)
         hint, busiest = best[1], set(problem.busiest(search.choice))
-        if bound >= min(ceiling, best[0] * (1 - gap)) or busiest <= streams or time.monotonic() > start + time_limit:
+        done = rough or bound >= min(ceiling, best[0] * (1 - gap)) or time.monotonic() > start + time_limit
+        if done or busiest <= streams:
             break
         streams |= busiest
     if best is None:
