@@ -50,6 +50,8 @@ class Captured:
         Parameters belong to the user, whole on every rank; so are their gradients and the outputs.
     dtypes : mapping of str to Dtypes
         Of the parameters, for which the graph may take another one: mixed precision.
+    known : dict
+        What local ops give for which arguments, of all plans that were lowered: see `LocalGraph`.
     """
 
     graph: fx.GraphModule
@@ -65,6 +67,7 @@ class Captured:
     training: bool
     whole: bool = False
     dtypes: Mapping[str, Dtypes] = field(default_factory=dict)
+    known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 def capture(model: nn.Module, example_inputs: Any, precision: Precision | None = None) -> Captured:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -16,13 +16,14 @@ from shardweave.compiler.capture import Captured, capture
 from shardweave.compiler.collection import collected_later
 from shardweave.compiler.judge import Decision, Judge
 from shardweave.compiler.model_key import ModelKey
-from shardweave.compiler.pipeline import Annotated, Compiled, Shards, lower
+from shardweave.compiler.pipeline import Annotated, Compiled, More, Shards, lower
 from shardweave.compiler.plan import Plan
 from shardweave.compiler.planner.force import forced_strategies
 from shardweave.compiler.planning import Planning
 from shardweave.compiler.steps import Steps
 from shardweave.compiler.sweep import Sweep, What, sweep
 from shardweave.cost_model import Cluster, Timeline, simulate
+from shardweave.cost_model.optimizer import optimizer_seconds
 from shardweave.errors import ParallelError, PlanError
 from shardweave.ir import Assignment, Mesh, Strategy, Weaving
 from shardweave.options import Options
@@ -120,22 +121,29 @@ class Compiler:
     def timeline(self, compiled: Compiled) -> Timeline:
         """The simulated schedule of a lowered step."""
         step = compiled.step
-        itemsize = max(getattr(torch, parameter.dtype).itemsize for parameter in step.spec.parameters)
-        per_byte = self.options.optimizer_bytes / itemsize
         turns = step.turns() if step.turns is not None and step.spec.micro_batches > 1 else None
         return simulate(
             step.forward,
             step.backward,
             step.spec,
             self.cluster,
-            optimizer_bytes_per_parameter_byte=per_byte,
+            optimizer_bytes_per_parameter_byte=self._optimizer_bytes(compiled),
             turns=turns,
         )
+
+    def _optimizer_bytes(self, compiled: Compiled) -> float:
+        """Bytes of optimizer states for each byte of a parameter."""
+        itemsize = max(getattr(torch, parameter.dtype).itemsize for parameter in compiled.step.spec.parameters)
+        return self.options.optimizer_bytes / int(itemsize)
 
     @property
     def judge(self) -> Judge:
         """Simulates plans of this step."""
-        return Judge(self.steps, self._lowered, self.timeline)
+        return Judge(self.steps, self._lowered, self.timeline, self._optimizer_seconds)
+
+    def _optimizer_seconds(self, compiled: Compiled, sizes: Sequence[int]) -> float:
+        """What the optimizer's step takes with parameters of these bytes."""
+        return optimizer_seconds(sizes, self._optimizer_bytes(compiled), self.cluster)
 
     # -- compiling
 
@@ -170,10 +178,13 @@ class Compiler:
         shards = self._shards(self.annotated, strategies, joins, options)
         return lower(self.annotated, strategies, mesh, options, self._stage, joins, cluster, False, shards)
 
-    def _lowered(self, annotated: Annotated, decision: Decision, options: Options) -> Compiled:
+    def _lowered(
+        self, annotated: Annotated, decision: Decision, options: Options, more: More | None = None
+    ) -> Compiled:
         strategies, joins = decision.strategies, decision.joins
         shards = self._shards(annotated, strategies, joins, options)
-        return lower(annotated, strategies, self.cluster.mesh(), options, None, joins, self.cluster, True, shards)
+        mesh, cluster = self.cluster.mesh(), self.cluster
+        return lower(annotated, strategies, mesh, options, None, joins, cluster, True, shards, more)
 
     def _shards(
         self, annotated: Annotated, strategies: dict[str, Strategy], joins: dict[str, Assignment], options: Options

@@ -42,6 +42,15 @@ def find_runs(captured: Captured, said: Said = lambda name: None) -> list[Run]:
     return layers.runs(shared=graph_outputs(captured.graph.graph)[first:last])
 
 
+def layers_of_ops(graph: fx.Graph) -> dict[str, Layer]:
+    """The layers of ops that have no module, by the ops' names.
+
+    A sum of gradients belongs to the last layer that adds to it.
+    """
+    layers = _Layers(graph, {})
+    return {node.name: layer for node, layer in layers.of.items() if op_name(node) == node.name}
+
+
 @dataclass(frozen=True)
 class Fold:
     """A folded step.

@@ -1,27 +1,30 @@
 """The judge: what a plan's generated step takes, by simulating it, of deep models a few layers.
 
-Of each stretch of equal layers that a plan spreads alike, a few are lowered, scheduled and simulated, and once more
-with one more of each; the difference stands for each of the others, shared out among stretches as the program sees
-them. Away from its ends a step is periodic, so that this is what the whole step takes but for what the ends of a
-stretch are worth.
+Of each stretch of equal layers that a plan spreads alike, two are lowered, scheduled and simulated. What they take of
+the step's time, and what they hold of its memory, each of the others takes and holds as well (`per_layer.py`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shardweave.compiler.fold import Run
-from shardweave.compiler.pipeline import Annotated, Compiled
+import torch
+
+from shardweave.compiler.fold import Run, layers_of_ops
+from shardweave.compiler.per_layer import Layers, Taken, held_with_more, taken_by
+from shardweave.compiler.pipeline import Annotated, Compiled, More
 from shardweave.compiler.planner.unfold import inside, renamed
 from shardweave.compiler.steps import Steps
 from shardweave.cost_model import Timeline
 from shardweave.ir import Assignment, Mode, Strategy
 from shardweave.options import Options
+from shardweave.passes.recompute import layer_of
 
 LEFT = 2
-"""Layers of a stretch that are simulated, and one more for the difference."""
+"""Layers of a stretch that are simulated."""
 
 
 class Decision(NamedTuple):
@@ -66,20 +69,8 @@ class Judged:
             timeline.memory.at_peak(),
         )
 
-    def extended(self, larger: Judged, times: float, times_bytes: float) -> Judged:
-        """This, and so many times what `larger` has more: its seconds, and its bytes."""
-        kinds = {**self.at_peak, **larger.at_peak}
-        held = {kind: (self.at_peak.get(kind, 0), larger.at_peak.get(kind, 0)) for kind in kinds}
-        return Judged(
-            self.step_time + times * (larger.step_time - self.step_time),
-            self.compute_time + times * (larger.compute_time - self.compute_time),
-            max(0.0, self.exposed_communication + times * (larger.exposed_communication - self.exposed_communication)),
-            int(self.peak_memory + times_bytes * (larger.peak_memory - self.peak_memory)),
-            {kind: int(mine + times_bytes * (theirs - mine)) for kind, (mine, theirs) in held.items()},
-        )
 
-
-Lower = Callable[[Annotated, Decision, Options], Compiled]
+Lower = Callable[[Annotated, Decision, Options, More], Compiled]
 
 
 class Judge:
@@ -90,37 +81,56 @@ class Judge:
     steps : Steps
         The step.
     lower : callable
-        From an annotated step, what is decided and the options to the lowered step.
+        From an annotated step, what is decided, the options and what its layers stand for to the lowered step.
     simulate : callable
         From the lowered step to its timeline.
+    optimizer : callable
+        From the lowered step and the bytes of each trained parameter to the seconds of the optimizer's step.
     """
 
-    def __init__(self, steps: Steps, lower: Lower, simulate: Callable[[Compiled], Timeline]) -> None:
-        self.steps, self.lower, self.simulate = steps, lower, simulate
+    def __init__(
+        self,
+        steps: Steps,
+        lower: Lower,
+        simulate: Callable[[Compiled], Timeline],
+        optimizer: Callable[[Compiled, Sequence[int]], float],
+    ) -> None:
+        self.steps, self.lower, self.simulate, self.optimizer = steps, lower, simulate, optimizer
 
     def __call__(self, decision: Decision, options: Options) -> Judged:
         """What the step takes; `options` have the memory limit."""
-        stretches = self._stretches(decision, options)
-        long = [stretch for stretch in stretches if len(stretch.layers) > LEFT]
-        left = {stretch: min(LEFT, len(stretch.layers)) for stretch in stretches}
-        judged = self._simulated(decision, options, left)
-        if not long:
-            return judged
-        larger = self._simulated(decision, options, {**left, **dict.fromkeys(long, LEFT + 1)})
-        return judged.extended(larger, _times(long, decision.seconds), _times(long, decision.kept_bytes))
-
-    def _simulated(self, decision: Decision, options: Options, left: Mapping[Run, int]) -> Judged:
+        left = {stretch: min(LEFT, len(stretch.layers)) for stretch in self._stretches(decision, options)}
         fold, annotated = self.steps.folded(left)
-        gone = [layer for layers in fold.stands_for.values() for layer in layers]
-        held = sum(size for name, size in decision.kept_bytes.items() if any(inside(name, layer) for layer in gone))
-        assert options.memory_limit is not None
-        left_modes = {layer: mode for layer, mode in decision.modes.items() if layer not in gone}
-        smaller = replace(
-            options,
-            memory_limit=max(1, options.memory_limit - held),
-            recompute={**options.weaving.recompute, **left_modes},
+        more = {layer: len(others) for layer, others in fold.stands_for.items()}
+        gone = {layer for others in fold.stands_for.values() for layer in others}
+        modes = {layer: mode for layer, mode in decision.modes.items() if layer not in gone}
+        options = replace(options, recompute={**options.weaving.recompute, **modes})
+        compiled = self.lower(annotated, decision, options, more)
+        judged = Judged.of(timeline := self.simulate(compiled))
+        if not more:
+            return judged
+        layers = Layers(layers_of_ops(annotated.captured.graph.graph))
+        alike = [(run.layers[:count], len(run.layers) - count) for run, count in left.items()]
+        taken = [taken_by(timeline, layers, few).times(others) for few, others in alike]
+        optimizer = self._optimizer(compiled, more) - self._optimizer(compiled, {})
+        compute, exposed = (sum(each) for each in zip(*taken, Taken(optimizer, 0.0)))
+        held = held_with_more(timeline.memory, layers, alike)
+        return Judged(
+            judged.step_time + compute + exposed,
+            judged.compute_time + compute,
+            judged.exposed_communication + exposed,
+            held.peak,
+            held.at_peak(),
         )
-        return Judged.of(self.simulate(self.lower(annotated, decision, smaller)))
+
+    def _optimizer(self, compiled: Compiled, more: More) -> float:
+        """Seconds of the optimizer's step with so many more of each layer."""
+        sizes = []
+        for parameter in compiled.step.spec.parameters:
+            if parameter.trainable:
+                size = math.prod(parameter.layout.local_shape) * getattr(torch, parameter.dtype).itemsize
+                sizes += [size] * (1 + more.get(layer_of(parameter.name), 0))
+        return self.optimizer(compiled, sizes)
 
     def _stretches(self, decision: Decision, options: Options) -> list[Run]:
         """The runs, cut where what is decided changes."""
@@ -142,15 +152,3 @@ class Judge:
 
 def _said(decision: Decision, names: Sequence[str]) -> list[object]:
     return [decision.strategies.get(name) or decision.joins.get(name) for name in names]
-
-
-def _times(stretches: Sequence[Run], figures: Mapping[str, float]) -> float:
-    """How many times one more layer of each stretch is what is left out, a layer counting by its figure."""
-    one = rest = 0.0
-    for stretch in stretches:
-        own = sum(figure for name, figure in figures.items() if inside(name, stretch.layers[0]))
-        one += own
-        rest += own * (len(stretch.layers) - LEFT)
-    if not one:  # then they count alike
-        return sum(len(stretch.layers) - LEFT for stretch in stretches) / len(stretches)
-    return rest / one

@@ -27,7 +27,7 @@ from shardweave.passes.classes import Classes, find_classes
 from shardweave.passes.keep import Keep
 from shardweave.passes.layouts import outermost_first
 from shardweave.passes.modules import copied
-from shardweave.passes.recompute import Recompute
+from shardweave.passes.recompute import Recompute, layer_of
 from shardweave.passes.schedule import Schedule
 from shardweave.passes.shard import Shard, Sharder
 from shardweave.passes.split import Split
@@ -37,6 +37,9 @@ from shardweave.passes.verify import verify, verify_memory
 
 Shards = dict[Hashable, tuple[Sharder, Boundary, fx.GraphModule]]
 """Sharded graphs of one step under one plan, by what of the options they depend on."""
+
+More = Mapping[str, int]
+"""For layers of a folded step that stand for others: how many."""
 
 
 @dataclass
@@ -133,13 +136,14 @@ def lower(
     cluster: Cluster | None = None,
     draft: bool = False,
     shards: Shards | None = None,
+    more: More | None = None,
 ) -> Compiled:
     """The local forward and backward graphs of a step under these strategies, one an op.
 
     `joins` say how ops that bring several of them together are spread, by `join_names`; the others follow. Nodes are
     ordered by what they take on `cluster`; left out, on this machine. A `draft` is simulated and not run: its graphs
     are not verified, and only the last ones are kept. Lowered again with the same `shards` and other options for what
-    comes after `shard`, the step is not sharded anew.
+    comes after `shard`, the step is not sharded anew. Memory is left for `more` layers than there are.
 
     Raises
     ------
@@ -149,8 +153,8 @@ def lower(
     mesh = with_times(mesh_for(mesh, strategies), options)
     cluster = cluster or Cluster.local(mesh.world_size)
     check_patterns(annotated.captured, options.weaving)
-    shards = {} if shards is None else shards
-    lowering = _Lowering(annotated, strategies, mesh, options, joins or {}, on_stage, cluster, draft, shards)
+    joins, shards, more = joins or {}, {} if shards is None else shards, more or {}
+    lowering = _Lowering(annotated, strategies, mesh, options, joins, on_stage, cluster, draft, shards, more)
     return lowering.turns() if mesh.times else lowering.step()
 
 
@@ -167,6 +171,7 @@ class _Lowering:
     cluster: Cluster
     draft: bool
     shards: Shards
+    more: More
     graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
 
     def step(self) -> Compiled:
@@ -242,6 +247,7 @@ class _Lowering:
                 for name in captured.parameters.values()
             },
             accumulates,
+            captured.known,
         )
         sharder = Sharder(shard, copied(captured.graph))
         local = sharder.run()
@@ -296,15 +302,19 @@ class _Lowering:
         return [[tangent] for tangent in self.annotated.tangents] + turns
 
     def _schedule(self, sharder: Sharder) -> Schedule:
-        options, trained = self.options, set(self.annotated.captured.gradients)
-        numbers = [math.prod(sharder.rests[name].local_shape) for name in trained if name in sharder.rests]
-        states = sum(rounded(number * options.optimizer_bytes, self.cluster.device) for number in numbers)
+        options = self.options
+        states = 0
+        for name in self.annotated.captured.gradients:
+            if name in sharder.rests:
+                size = math.prod(sharder.rests[name].local_shape) * options.optimizer_bytes
+                states += rounded(size, self.cluster.device) * (1 + self.more.get(layer_of(name), 0))
         return Schedule(
             self.cluster,
             options.lookahead,
             options.limit(self.cluster),
             states,
             options.cross_pass,
+            self.more,
         )
 
     def _hash(self, *graphs: fx.GraphModule) -> str:

@@ -65,6 +65,8 @@ def fair_rates(usages: Sequence[Mapping[str, float]]) -> list[float]:
     >>> fair_rates([{"a": 1.0}, {"a": 1.0, "b": 1.0}, {"b": 0.5}])
     [0.5, 0.5, 1.0]
     """
+    if len(usages) < 2:
+        return [1.0] * len(usages)
     asked: defaultdict[str, float] = defaultdict(float)
     for usage in usages:
         for level, part in usage.items():
@@ -109,8 +111,8 @@ class Streams:
     def __init__(self, slowdown: float = 1.0) -> None:
         self.now = 0.0
         self.slowdown = slowdown
-        self.busy: defaultdict[str, float] = defaultdict(float)
-        """Seconds for which all of a level's links have been busy; half of them for twice as long counts the same."""
+        self.ended = 0
+        """How many collectives are done."""
         self.loads: list[tuple[float, dict[str, float]]] = []
         """From when on which part of each level's links is busy."""
         self._queues: dict[str, deque[Transfer]] = {}
@@ -148,6 +150,21 @@ class Streams:
         self._pass(self._next_end())
 
     @property
+    def busy(self) -> Mapping[str, float]:
+        """Seconds for which all of a level's links have been busy; half of them for twice as long counts the same."""
+        found: defaultdict[str, float] = defaultdict(float)
+        ends = [at for at, _ in self.loads[1:]]
+        for (begin, load), end in zip(self.loads, [*ends, self.now]):
+            for level, part in load.items():
+                found[level] += part * (end - begin)
+        return found
+
+    @property
+    def is_running(self) -> bool:
+        """Whether something was started and is not done."""
+        return bool(self._queues)
+
+    @property
     def running(self) -> list[Transfer]:
         """What was started and is not done, in the order of groups."""
         return [transfer for queue in self._queues.values() for transfer in queue]
@@ -167,6 +184,7 @@ class Streams:
             self._share()
             return
         transfer.end = self.now
+        self.ended += 1
         self._rates.pop(transfer, None)
         queue = self._queues[transfer.group]
         queue.popleft()
@@ -181,14 +199,15 @@ class Streams:
         """Share the links anew: a transfer has begun to move bytes, or ended."""
         moving = [queue[0] for queue in self._queues.values() if queue and queue[0].moving and queue[0].end is None]
         usages = [transfer.demand.use for transfer in moving]
-        load: defaultdict[str, float] = defaultdict(float)
-        for transfer, usage, rate in zip(moving, usages, fair_rates(usages), strict=True):
+        rates = fair_rates(usages)
+        load: dict[str, float] = {}
+        for transfer, usage, rate in zip(moving, usages, rates):
             self._rates[transfer] = rate
             for level, part in usage.items():
-                load[level] += rate * part
+                load[level] = load.get(level, 0.0) + rate * part
         if self.loads and self.loads[-1][0] == self.now:
             self.loads.pop()
-        self.loads.append((self.now, dict(load)))
+        self.loads.append((self.now, load))
 
     def _next_end(self) -> float:
         """Seconds until the next of the running collectives ends a phase."""
@@ -197,9 +216,6 @@ class Streams:
     def _pass(self, span: float) -> None:
         """Let `span` seconds pass, no more than until the next end of a phase."""
         self.now += span
-        if self.loads:
-            for level, part in self.loads[-1][1].items():
-                self.busy[level] += part * span
         ended = []
         for transfer, rate in self._rates.items():
             transfer.left -= rate * span

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardweave.errors import LayoutError
 from shardweave.ir.axes import Axis
@@ -47,14 +48,22 @@ class BoundRule:
     outputs: tuple[Dims, ...]
     apart: frozenset[int] = frozenset()
 
+    @cached_property
+    def _by_name(self) -> Mapping[str, Factor]:
+        return {factor.name: factor for factor in self.factors}
+
+    @cached_property
+    def _sizes(self) -> Mapping[str, int]:
+        return {factor.name: factor.size for factor in self.factors}
+
     def factor(self, name: str) -> Factor:
-        for factor in self.factors:
-            if factor.name == name:
-                return factor
-        raise LayoutError(f"no factor is called {name!r}; the op has {[f.name for f in self.factors]}")
+        if name not in self._by_name:
+            raise LayoutError(f"no factor is called {name!r}; the op has {[f.name for f in self.factors]}")
+        return self._by_name[name]
 
     def sizes(self) -> dict[str, int]:
-        return {factor.name: factor.size for factor in self.factors}
+        """The number of steps of each factor."""
+        return dict(self._sizes)
 
     def __str__(self) -> str:
         def dims(value: Dims) -> str:

@@ -154,6 +154,8 @@ def through(layout: Layout, source: Dims, target: Dims, sizes: Mapping[str, int]
 def drop(layout: Layout, axes: Iterable[Axis]) -> Layout:
     """`layout` with these axes gathered; without its padding where that leaves no axis to pad for."""
     gone = set(axes)
+    if gone.isdisjoint(layout.shard_axes):
+        return layout
     dims = tuple(normalise(d.size if isinstance(d, Axis) and d in gone else d for d in dim) for dim in layout.dims)
     return packed(replace(layout, dims=dims))
 

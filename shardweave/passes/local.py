@@ -7,7 +7,7 @@ import heapq
 import keyword
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -113,7 +113,7 @@ class LocalGraph:
         node = self.graph.create_node(
             "call_function", target, args, kwargs, name=_short_name(args[0] if target is seeded else target)
         )
-        key = target, repr(fx.node.map_arg((args, kwargs), _described))
+        key = target, _described(args), tuple((name, _described(value)) for name, value in kwargs.items())
         if key not in self.known:  # equal layers ask for the same again
             values = fx.node.map_arg((args, kwargs), lambda leaf: leaf.meta["val"])
             with self.fake:
@@ -329,12 +329,17 @@ class LocalGraph:
         return node if order == sorted(order) else self.call(origin, aten.permute.default, node, order)
 
 
-def _described(leaf: fx.Node) -> str:
-    """What the shapes and dtypes of an op's results follow from."""
-    value = leaf.meta["val"]
+def _described(value: Any) -> Hashable:
+    """What the shapes and dtypes of an op's results follow from, of an argument or several."""
+    if isinstance(value, fx.Node):
+        value = value.meta["val"]
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
-    return repr(value)
+        return value.dtype, value.shape, value.stride(), value.device
+    if isinstance(value, list | tuple):
+        return tuple([_described(item) for item in value])
+    if isinstance(value, bool | int | float):
+        return type(value), value  # 1, 1.0 and True are equal, and not the same to an op
+    return value if isinstance(value, Hashable) else repr(value)
 
 
 def _unreshaped(node: fx.Node) -> fx.Node:

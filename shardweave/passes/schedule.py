@@ -16,8 +16,8 @@ orders that were found from both ends (`justify`) compete with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import fx
@@ -29,6 +29,7 @@ from shardweave.passes.annotate import info
 from shardweave.passes.justify import justified
 from shardweave.passes.keys import ahead_of_use, barriers, cause_of, hold_back, moments_of, orderings
 from shardweave.passes.pace import paced
+from shardweave.passes.recompute import layer_of
 from shardweave.passes.tasks import Tasks
 from shardweave.passes.weave import Woven, played, weave
 
@@ -63,6 +64,8 @@ class Schedule:
         Bytes of the optimizer's states on a device.
     cross_pass : bool
         Recomputation and gradients of different layers may overlap.
+    more : mapping of str to int
+        How many layers that are not in the graph hold what one that is holds, by its name.
     """
 
     name = "schedule"
@@ -71,6 +74,7 @@ class Schedule:
     memory_limit: int | None = None
     optimizer_bytes: int = 0
     cross_pass: bool = True
+    more: Mapping[str, int] = field(default_factory=dict)
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         return self.scheduled(graph_module)[0]
@@ -88,7 +92,7 @@ class Schedule:
         fits = True
         prices = Prices(self.cluster)
         order = [node for node in graph.nodes if node.op == "placeholder"]
-        held = self.optimizer_bytes + sum(sum(prices.of(node).sizes) for node in order)
+        held = self.optimizer_bytes + sum((1 + self._others(node)) * sum(prices.of(node).sizes) for node in order)
         for backward in (False, True):
             nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and info(n).backward == backward]
             if not nodes:
@@ -96,26 +100,32 @@ class Schedule:
             tasks = Tasks.of(graph, nodes, prices)
             if not self.cross_pass:
                 tasks = tasks.after(barriers(tasks))
+            kept = [sum(tasks.sizes[each] for each in born if tasks.kept[each]) for born in tasks.born]
+            if not backward:
+                held += sum(self._others(node) * size for node, size in zip(nodes, kept))
             room = None if self.memory_limit is None else self.memory_limit - held
             best = self._best(tasks, room)
             fits &= room is None or best.peak_bytes <= room
             order += [nodes[task] for task in best.order]
-            held += sum(tasks.sizes[storage] for born in tasks.born for storage in born if tasks.kept[storage])
+            held += sum(kept)
         return order, fits
+
+    def _others(self, node: fx.Node) -> int:
+        """How many layers that are not in the graph have a node like this one."""
+        return self.more.get(layer_of(info(node).op), 0)
 
     def _best(self, tasks: Tasks, room: int | None) -> Woven:
         """The fastest order that fits; where none does, the one that holds least, whatever the limit is."""
         bound = _bound(tasks) * _CLOSE
         limit = math.inf if room is None else room
         best: Woven | None = None
-        for order in self._orders(tasks):
+        for order in self._orders(tasks) if tasks.kept_bytes <= limit else ():
             found = order(room=limit)
             if best is None or _better(found, best, limit):
                 best, fastest = found, order
             if best.seconds <= bound and best.peak_bytes <= limit:
                 break
-        assert best is not None
-        if best.peak_bytes <= limit:
+        if best is not None and best.peak_bytes <= limit:
             best = _thriftier(best, fastest)
         else:
             best = min((order(room=0) for order in self._orders(tasks)), key=lambda woven: woven.peak_bytes)

@@ -65,6 +65,8 @@ class Shard:
     """The axes that a parameter and its states rest on, beside those of the layout that it is first needed in."""
     accumulates: bool = False
     """Gradients are added up over several runs of the graph: see `Sharder.accumulators`."""
+    known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What local ops give, where graphs of the same fake mode have been written before: see `LocalGraph`."""
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         return Sharder(self, graph_module).run()
@@ -79,7 +81,9 @@ class Sharder(Values):
             for node in graph_module.graph.nodes
             if hasattr(node.meta.get("val"), "fake_mode")
         )
-        super().__init__(LocalGraph(options.mesh, fake), options.mesh, options.names, options.rests)
+        super().__init__(
+            LocalGraph(options.mesh, fake, known=options.known), options.mesh, options.names, options.rests
+        )
         self.options, self.module = options, graph_module
         self.results: dict[int, Any] = {}
         self.assigned: dict[fx.Node, Assignment] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import fx
 
@@ -34,7 +35,7 @@ class Tasks:
     seconds : for each task those of its kernel, 0 where it runs none
     transfers : for each task what it starts; None where it starts nothing
     started : for each wait the task that starts what it waits for, else -1
-    born : for each task the bytes that it allocates
+    born : for each task the storages that it allocates, by number
     lives : for each task the storages that it uses, by number
     scratch : for each task the bytes that it takes while it runs
     sending : for each start the bytes that it takes until its wait, beside its input and its result
@@ -101,27 +102,41 @@ class Tasks:
         scratch, sending = [prices.of(node).scratch for node in nodes], [prices.of(node).held for node in nodes]
         return cls(nodes, needs, users, seconds, transfers, started, born, lives, scratch, sending, sizes, kept)
 
-    def readers(self) -> list[int]:
-        """How many tasks use each storage."""
+    @cached_property
+    def born_bytes(self) -> Sequence[int]:
+        """For each task the bytes that it allocates."""
+        return [sum(self.sizes[storage] for storage in born) for born in self.born]
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """What the part leaves behind, and so the least that it holds at once."""
+        return sum(self.sizes[storage] for born in self.born for storage in born if self.kept[storage])
+
+    @cached_property
+    def _readers(self) -> Sequence[int]:
         found = [0] * len(self.sizes)
         for used in self.lives:
             for storage in used:
                 found[storage] += 1
         return found
 
+    def readers(self) -> list[int]:
+        """How many tasks use each storage."""
+        return list(self._readers)
+
     def peak_bytes(self, order: Sequence[int]) -> int:
         """The most that the part holds at once in this order, beyond what it found there and gave back."""
-        readers = self.readers()
+        readers, born, kept, sizes = self.readers(), self.born_bytes, self.kept, self.sizes
         held = peak = 0
         for task in order:
-            held += sum(self.sizes[storage] for storage in self.born[task]) + self.sending[task]
+            held += born[task] + self.sending[task]
             peak = max(peak, held + self.scratch[task])
             if self.started[task] >= 0:
                 held -= self.sending[self.started[task]]
             for storage in self.lives[task]:
                 readers[storage] -= 1
-                if not readers[storage] and not self.kept[storage]:
-                    held -= self.sizes[storage]
+                if not readers[storage] and not kept[storage]:
+                    held -= sizes[storage]
         return peak
 
     def after(self, edges: Sequence[tuple[int, int]]) -> Tasks:

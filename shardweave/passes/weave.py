@@ -171,7 +171,10 @@ class _Weaver:
         self.ready: list[tuple[Key, int]] = []
         self.waiting: list[int] = []  # waits whose collective is under way
         self.reducing: deque[int] = deque()  # the waits of gradients on their way, oldest first
+        self.seen = -1, -1, -1
+        """What could be offered depends on when that was last looked at: see `_arrive`."""
         self.readers = tasks.readers()
+        self.born = tasks.born_bytes
         self.held = self.peak = 0
         self.moment_of: dict[int, int] = {}  # of held-back starts and of what only they need
         self.begins: dict[int, int] = {}  # the moment that a use begins
@@ -209,14 +212,14 @@ class _Weaver:
 
     def _too_early(self, key: Key, task: int) -> bool:
         """Whether a task is to wait for its turn, for memory."""
-        if self.room == math.inf or key < (0,) or not self.streams.running:
+        more = self.born[task]
+        if self.held + more <= self.room or key < (0,) or not self.streams.is_running:
             return False
         while self.done[self.turn]:
             self.turn = next(self.turns)
         tasks, sizes = self.tasks, self.tasks.sizes
-        more = sum(sizes[storage] for storage in tasks.born[task])
         less = sum(sizes[each] for each in tasks.lives[task] if self._ends(each, self.readers[each] - 1))
-        return task != self.turn and more > less and self.held + more > self.room
+        return task != self.turn and more > less
 
     def _ends(self, storage: int, readers: int) -> bool:
         """Whether a storage that so many tasks are still to use is freed."""
@@ -225,6 +228,9 @@ class _Weaver:
     def _arrive(self, idle: bool) -> None:
         """Offer the waits whose collectives are done; the newest gradient's not while there is something to compute."""
         newest = self.reducing[-1] if self.reducing and not idle else -1
+        now = self.streams.ended, len(self.waiting), newest
+        if now == self.seen:  # nothing has arrived, and nothing more is waited for
+            return
         if any(self.device.has_arrived(wait) for wait in self.waiting if wait != newest):
             still = []
             for wait in self.waiting:
@@ -233,12 +239,13 @@ class _Weaver:
                 elif not self.done[wait]:
                     heapq.heappush(self.ready, (self.keys[wait], wait))
             self.waiting = still
+        self.seen = self.streams.ended, len(self.waiting), newest
 
     def _idle(self) -> None:
         """Nothing can run: let a parameter be gathered that is needed now, or time pass."""
         if self.released <= self.begun < len(self.moments) - 1:
             self._release(self.begun + 1)
-        elif self.streams.running:
+        elif self.streams.is_running:
             self.streams.advance()
         elif self.parked:
             self._release(self.released + 1)
@@ -291,16 +298,14 @@ class _Weaver:
     def _finish(self, task: int) -> None:
         self.order.append(task)
         self.done[task] = True
-        tasks = self.tasks
-        for storage in tasks.born[task]:
-            self.held += tasks.sizes[storage]
-        self.held += tasks.sending[task]
+        tasks, readers = self.tasks, self.readers
+        self.held += self.born[task] + tasks.sending[task]
         self.peak = max(self.peak, self.held + tasks.scratch[task])
         if tasks.started[task] >= 0:
             self.held -= tasks.sending[tasks.started[task]]
         for storage in tasks.lives[task]:
-            self.readers[storage] -= 1
-            if self._ends(storage, self.readers[storage]):
+            readers[storage] -= 1
+            if not readers[storage] and not tasks.kept[storage]:
                 self.held -= tasks.sizes[storage]
         for user in tasks.users[task]:
             self.missing[user] -= 1

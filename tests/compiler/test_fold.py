@@ -21,7 +21,7 @@ from shardweave.compiler.pipeline import annotate
 from shardweave.compiler.planner.costing import Costing
 from shardweave.compiler.planner.unfold import unfold
 from shardweave.demo.model import GPT, GPTConfig
-from shardweave.ir import Grid, Strategy
+from shardweave.ir import Grid, Mode, Strategy
 from shardweave.passes.modules import copied
 
 SMALL = GPTConfig(vocabulary=32, context=8, layers=6, heads=2, width=16, bias=True, tied=True)
@@ -175,6 +175,24 @@ def test_a_few_layers_tell_what_all_of_them_take(way: str, sub_batches: int) -> 
     assert judged.step_time == pytest.approx(timeline.step_time, rel=0.02)
     assert judged.peak_memory == pytest.approx(timeline.peak_memory, rel=0.03)
     assert judged.compute_time == pytest.approx(timeline.compute_time, rel=0.02)
+
+
+def test_layers_that_are_recomputed_hold_what_they_hold() -> None:
+    """Two stretches that hold different amounts: each counts as often as it has layers, and the step fits by that."""
+    compiler = copy.copy(wide())
+    compiler.options = options = sw.Options(force={"*": "zero3"}, memory_limit=10**13)
+    plan = compiler.plan()
+    modes: dict[str, Mode] = {f"blocks.{index}": "fine" for index in (4, 5, 6)}
+    decision = decided(compiler, plan)._replace(modes=modes)
+    for gib in (100, 1):
+        options = sw.Options(force={"*": "zero3"}, memory_limit=gib * 2**30)
+        whole = replace(plan, weaving=replace(plan.weaving, recompute=modes))
+        compiler.options = options
+        timeline = compiler.timeline(compiler.lower(whole))
+        judged = compiler.judge(decision, options.woven(plan.weaving))
+        assert judged.peak_memory == pytest.approx(timeline.peak_memory, rel=0.02)
+        assert judged.step_time == pytest.approx(timeline.step_time, rel=0.02)
+        assert sum(judged.at_peak.values()) == judged.peak_memory
 
 
 @cache

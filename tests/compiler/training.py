@@ -159,7 +159,8 @@ class _Compiler(Compiler):
 
     @property
     def judge(self) -> Judge:
-        return super().judge if self.simulates else _Unjudged(self.steps, self._lowered, self.timeline)
+        judge = super().judge
+        return judge if self.simulates else _Unjudged(judge.steps, judge.lower, judge.simulate, judge.optimizer)
 
 
 class _Unjudged(Judge):

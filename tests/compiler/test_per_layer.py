@@ -1,0 +1,44 @@
+"""What a layer takes of a step, as each of those takes it that were left out."""
+
+from __future__ import annotations
+
+from shardweave.compiler.per_layer import Layers, Taken, held_with_more, taken_by
+from shardweave.cost_model import Timeline
+from shardweave.cost_model.curve import Change, MemoryCurve
+from shardweave.cost_model.timeline import COMPUTE, Event
+
+LAYERS = Layers({"add_7": "blocks.1"})
+
+
+def event(op: str, seconds: float, kind: str = "compute", stream: str = COMPUTE) -> Event:
+    return Event(op, stream, 0.0, seconds, "forward", kind, op=op)
+
+
+def test_a_layer_takes_its_compute_and_what_is_waited_for_it() -> None:
+    curve = MemoryCurve.of([], 1.0)
+    events = (
+        event("blocks.1.up", 2.0),
+        event("add_7", 1.0),
+        event("blocks.2.up", 4.0),
+        event("blocks.2.up", 0.5, "wait"),
+        event("blocks.2.up", 9.0, "all_gather", "node"),
+        event("head", 7.0),
+    )
+    timeline = Timeline("cluster", events, (COMPUTE, "node"), 20.0, curve)
+    assert taken_by(timeline, LAYERS, ["blocks.1", "blocks.2"]) == Taken(3.5, 0.25)
+    assert taken_by(timeline, LAYERS, ["blocks.2"]).times(2) == Taken(8.0, 1.0)
+
+
+def test_what_lasts_is_held_once_more_for_each_layer_that_is_left_out() -> None:
+    changes = [
+        Change(0.0, "parameters", 10, "blocks.1.weight (p)"),
+        Change(0.0, "parameters", 10, "blocks.2.weight (p)"),
+        Change(1.0, "working", 100, "blocks.1.up (mm)"),
+        Change(1.0, "saved", 3, "blocks.1.up (mm)"),
+        Change(2.0, "saved", 3, "blocks.2.up (mm)"),
+        Change(3.0, "working", -100, "blocks.1.up (mm)"),
+    ]
+    curve = held_with_more(MemoryCurve.of(changes, 4.0), LAYERS, [(["blocks.1", "blocks.2"], 5), (["head"], 0)])
+    # what only one of the two layers holds is on its way
+    assert curve.total.tolist() == [0, 10, 20 + 5 * 10, 170, 173, 176 + 5 * 3, 91, 91]
+    assert curve.peak == 191 and curve.at_peak() == {"working": 100, "parameters": 70, "saved": 21}
