@@ -95,7 +95,7 @@ class Chooser:
         free, free_in_turn = (_limited(_of(given, part), UNLIMITED) for part in (overlapping, in_turn))
         fastest = self._solve(free, start, rough=True)
         if free.problem.memory(fastest.choice) <= FAR * limit:
-            fastest = self._solve(free, fastest.choice)
+            fastest = self._solve(free, fastest.choice, fastest.waits_for)
             first = self._simulated(free, fastest, limit)
             if _peak(first) <= limit:
                 return _within(self._refined(free, free_in_turn, first, limit), limit)
@@ -103,7 +103,8 @@ class Chooser:
             given = smaller()
             start = self.start(given)
         costed = _of(given, overlapping)
-        found = self._under(costed, limit, start or (fastest.choice if smaller is None else None))
+        hint = start or (fastest.choice if smaller is None else None)
+        found = self._under(costed, limit, hint, fastest.waits_for)
         if found is not None:
             return _within(self._refined(costed, _of(given, in_turn), found, limit), limit)
         return self._last(costed, fastest, limit)
@@ -123,9 +124,9 @@ class Chooser:
         simulated = (self._simulated(costed, solution, limit) for solution in found)
         return [chosen for chosen in simulated if _peak(chosen) <= limit]
 
-    def _close(self, costed: Costed, ceiling: float) -> Solution:
+    def _close(self, costed: Costed, best: Solution, ceiling: float) -> Solution:
         """A choice that is nearly the best one, if that takes less than `ceiling` seconds."""
-        return self._solve(costed, ceiling=ceiling, rough=True)
+        return self._solve(costed, waits_for=best.waits_for, ceiling=ceiling, rough=True)
 
     def _last(self, costed: Costed, fastest: Solution, limit: int) -> Chosen:
         """The smallest plan of all, where the program finds none that fits."""
@@ -159,14 +160,19 @@ class Chooser:
         return _within(again, limit) if _peak(again) <= limit else None
 
     def _under(
-        self, costed: Costed, limit: int, hint: Sequence[int] | None = None, rough: bool = False
+        self,
+        costed: Costed,
+        limit: int,
+        hint: Sequence[int] | None = None,
+        waits_for: Sequence[str] = (),
+        rough: bool = False,
     ) -> Chosen | None:
         """The best choice that fits into `limit` when simulated, too; None where the program runs out of choices."""
         asked = _limited(costed, limit)
         first: Solution | None = None
         while True:
             try:
-                solution = self._solve(asked, hint, rough=rough)
+                solution = self._solve(asked, hint, first.waits_for if first else waits_for, rough=rough)
             except InfeasibleError:
                 return None
             first, hint = first or solution, hint if first is None else first.choice
@@ -182,11 +188,12 @@ class Chooser:
         self,
         costed: Costed,
         hint: Sequence[int] | None = None,
+        waits_for: Sequence[str] = (),
         ceiling: float = math.inf,
         rough: bool = False,
     ) -> Solution:
         gap = ROUGH if rough else 0.0 if _is_small(costed) else GAP
-        found = solve(costed.problem, self.time_limit, hint=hint, gap=gap, ceiling=ceiling, rough=rough)
+        found = solve(costed.problem, self.time_limit, None, hint, waits_for, gap, ceiling, rough)
         if not gap:
             return found
         choice = tidied(costed.problem, costed.variables, self.runs, found.choice)

@@ -18,7 +18,7 @@ from shardweave.compiler.planner.solver import Solution
 from shardweave.errors import PlanError
 from shardweave.ir import Strategy
 
-Solve = Callable[[Costed, float], Solution]
+Solve = Callable[[Costed, Solution, float], Solution]
 
 CLOSE, MOST = 0.1, 2
 """How much longer than the best plan's the program may say that a plan's step is, to be simulated: how far the two may
@@ -35,8 +35,8 @@ def rivals(costed: Costed, best: Solution, solve: Solve, most: int) -> Iterator[
     best : Solution
         The best of all.
     solve : callable
-        From a smaller problem to its best choice, if that takes less than so many seconds; may raise `PlanError` where
-        there is none.
+        From a smaller problem, the best of all and a number of seconds to its best choice, if that takes less; may
+        raise `PlanError` where there is none.
     most : int
         How many families are looked at.
     """
@@ -45,7 +45,7 @@ def rivals(costed: Costed, best: Solution, solve: Solve, most: int) -> Iterator[
     ceiling = best.objective * (1 + CLOSE)
     for kept in islice(families(costed, best.choice), most):
         try:
-            found = solve(replace(costed, problem=restricted(costed.problem, kept)), ceiling)
+            found = solve(replace(costed, problem=restricted(costed.problem, kept)), best, ceiling)
         except PlanError:
             continue
         choice = invert(found.choice, kept)
@@ -56,23 +56,24 @@ def rivals(costed: Costed, best: Solution, solve: Solve, most: int) -> Iterator[
 
 
 def families(costed: Costed, choice: Sequence[int]) -> Iterator[Kept]:
-    """For each degree of tensor parallelism that is less than a choice's, what is left of the candidates up to it.
+    """For some degrees of tensor parallelism that are less than a choice's, what is left of the candidates up to them.
 
-    The best choice of all is also the best of the families of its own degree and more. Once all ops count, and once
-    those of layers alone, which have others like them: what a model has once, such as its head, is then free.
+    The best choice of all is also the best of the families of its own degree and more. So the least degree is one, and
+    the next to the choice's own. Once all ops count, and once those of layers alone, which have others like them: what
+    a model has once, such as its head, is then free.
     """
     degrees = [[degree(strategy) for strategy in variable.strategies] for variable in costed.variables]
-    levels = sorted({each for own in degrees for each in own})
     alike = Counter(row.group for row, own in zip(costed.problem.ops, degrees) if own)
     layers = [own if alike[row.group] > 1 else [] for row, own in zip(costed.problem.ops, degrees, strict=True)]
     for counted in [degrees, layers] if any(layers) else [degrees]:
         highest = max((own[index] for own, index in zip(counted, choice, strict=True) if own), default=1)
-        for level in levels:
-            if level < highest and all(not own or min(own) <= level for own in counted):
-                yield tuple(
-                    tuple(index for index in range(len(row.candidates)) if not own or own[index] <= level)
-                    for row, own in zip(costed.problem.ops, counted, strict=True)
-                )
+        least = max((min(own) for own in counted if own), default=1)
+        levels = sorted({each for own in counted for each in own if least <= each < highest})
+        for level in dict.fromkeys([*levels[:1], *levels[-1:]]):
+            yield tuple(
+                tuple(index for index in range(len(row.candidates)) if not own or own[index] <= level)
+                for row, own in zip(costed.problem.ops, counted, strict=True)
+            )
 
 
 def degree(strategy: Strategy) -> int:

@@ -134,8 +134,13 @@ class Costing:
                 found[port] = max(found[port], size / (strategy.grid.z * strategy.grid.data))
         return found
 
-    def read_bytes(self, node: fx.Node, of: Callable[[fx.Node], bool] = lambda argument: True) -> Floats:
-        """What a product keeps of its inputs, as it reads them, for its weight's gradient: by its port."""
+    def read_bytes(
+        self, node: fx.Node, of: Callable[[fx.Node], bool] = lambda argument: True, gathered: bool = False
+    ) -> Floats:
+        """What a product keeps of its inputs, as it reads them, for its weight's gradient: by its port.
+
+        Of those that several devices read the same part of alone, if `gathered`.
+        """
         variable = self.variables[self._numbers[self.facts.roles[node].name]]
         names = [role.node.name for role in self.facts.roles[node].roles]
         wants, _, _, _ = self._placed[variable.signature, names.index(node.name)]
@@ -143,6 +148,8 @@ class Costing:
         for position, argument in enumerate(tensor_args(node)):
             if argument in self.follows and of(argument):
                 copies = np.array([local_numel(want[position]) for want in wants], dtype=float)
+                if gathered:
+                    copies *= copies * self.mesh.world_size > argument.meta["val"].numel()
                 total += copies * argument.meta["val"].element_size() / max(1, self.facts.readers[root_of(argument)])
         return total
 

@@ -174,6 +174,7 @@ def _add(costing: Costing, number: int, share: _Share, node: fx.Node, layer: str
                 share.moved[1 + level, port] += seconds
     if node in costing.facts.roles:
         share.inside += costing.read_bytes(node, lambda argument: region_of(argument) == layer)
+        share.reduced += costing.read_bytes(node, lambda argument: region_of(argument) == layer, gathered=True)
 
 
 def _compute(costing: Costing, number: int, node: fx.Node, sizes: Floats) -> Floats:

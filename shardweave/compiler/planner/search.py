@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -49,6 +50,11 @@ class Search:
         """The best choice for the problem itself."""
         return None if self.incumbent.choice is None else invert(self.incumbent.choice, self.kept)
 
+    @property
+    def least(self) -> float:
+        """No choice takes less than so many seconds."""
+        return self.incumbent.least_seconds
+
     def hint(self, choice: Sequence[int]) -> None:
         """Offer a choice for the problem itself."""
         if all(index in kept for index, kept in zip(choice, self.kept, strict=True)):
@@ -57,13 +63,18 @@ class Search:
     def run(self, rough: bool = False) -> None:
         """Search until the proof or the deadline; or, `rough`, until a choice that bounds lead to."""
         if not self.elimination.too_wide:
-            Branching(self.elimination, self.incumbent).run(self.deadline, rough)
+            self.branching.run(self.deadline, rough)
         else:
             descend(self.tables, self.incumbent.offer)
             if not (rough and self.incumbent.choice):
                 self.sweep()
         if not self.incumbent.done and not (rough and self.incumbent.choice):
             self.prove()
+
+    @cached_property
+    def branching(self) -> Branching:
+        """The parts of the choices."""
+        return Branching(self.elimination, self.incumbent)
 
     # -- wide graphs
 

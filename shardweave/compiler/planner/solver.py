@@ -65,7 +65,7 @@ from shardweave.compiler.planner.incumbent import Progress
 from shardweave.compiler.planner.problem import Problem, largest_terms
 from shardweave.compiler.planner.program import Program, Proof, prove
 from shardweave.compiler.planner.search import Search
-from shardweave.compiler.planner.streams import waited_for, with_streams
+from shardweave.compiler.planner.streams import first_of_each, with_streams
 from shardweave.errors import InfeasibleError, PlanError
 from shardweave.units import readable_bytes
 
@@ -86,6 +86,8 @@ class Solution:
         Feasible where the time limit, or the gap that was asked for, ended the proof.
     seconds : float
         What solving took.
+    waits_for : tuple of str
+        The busiest stream of each window.
     """
 
     choice: tuple[int, ...]
@@ -93,6 +95,7 @@ class Solution:
     bound: float
     status: Literal["optimal", "feasible"]
     seconds: float
+    waits_for: tuple[str, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -117,6 +120,7 @@ def solve(
     time_limit: float = 60.0,
     progress: Callable[[Progress], None] | None = None,
     hint: Sequence[int] | None = None,
+    waits_for: Sequence[str] = (),
     gap: float = 0.0,
     ceiling: float = math.inf,
     rough: bool = False,
@@ -134,6 +138,8 @@ def solve(
         Called at every better choice.
     hint : sequence of int, optional
         A choice to begin with, such as that of a similar problem; of use where it is feasible.
+    waits_for : sequence of str, optional
+        Streams that the answer is thought to wait for, such as a similar problem's; others are found out.
     gap : float, optional
         The search ends where it has proven that the best choice is at most this part slower than the fastest.
     ceiling : float, optional
@@ -157,20 +163,26 @@ def solve(
     (2.5, 'optimal', 1)
     """
     start = time.monotonic()
-    streams = waited_for(problem)
+    names = [name for window in problem.windows for name in window]
+    streams = {number for number, name in enumerate(names) if name in waits_for} or first_of_each(problem)
     best: tuple[float, tuple[int, ...]] | None = None
     bound = 0.0
     while True:
         search = Search(with_streams(problem, streams), start + time_limit, progress, gap, ceiling)
         if hint is not None:
             search.hint(hint)
-        search.run(rough)
-        if search.choice is None:
-            break
-        objective, least = problem.objective(search.choice), search.incumbent.least_seconds
-        best, bound = min(best or (objective, search.choice), (objective, search.choice)), max(bound, least)
-        hint, busiest = best[1], set(problem.busiest(search.choice))
-        done = rough or bound >= min(ceiling, best[0] * (1 - gap)) or time.monotonic() > start + time_limit
+        done = False
+        for roughly in [True] if rough else [True, False]:  # no proof of what waits for other streams
+            search.run(roughly)
+            if search.choice is None:
+                done = True
+                break
+            objective = problem.objective(search.choice)
+            best, bound = min(best or (objective, search.choice), (objective, search.choice)), max(bound, search.least)
+            hint, busiest = best[1], set(problem.busiest(search.choice))
+            done = bound >= min(ceiling, best[0] * (1 - gap)) or time.monotonic() > start + time_limit
+            if done or not busiest <= streams:
+                break
         if done or busiest <= streams:
             break
         streams |= busiest
@@ -183,7 +195,8 @@ def solve(
         )
     objective, choice = best
     status: Literal["optimal", "feasible"] = "optimal" if bound >= objective else "feasible"
-    return Solution(choice, objective, min(bound, objective), status, time.monotonic() - start)
+    waits = tuple(names[stream] for stream in problem.busiest(choice))
+    return Solution(choice, objective, min(bound, objective), status, time.monotonic() - start, waits)
 
 
 def _infeasible(problem: Problem, time_limit: float) -> PlanError:

@@ -1,9 +1,8 @@
 """Streams: which of a window's streams matter, as most never are the busiest.
 
 The fewer streams a problem has, the more candidates dominate others, and the fewer choices no other is better than in
-all figures. So the solver leaves those out that the best mixture of choices is not kept waiting by (`waited_for`), and
-takes in what the answer turns out to wait for: without some streams no choice takes longer, so a bound that was proven
-without them holds.
+all figures. So the solver begins with the first stream of each window, and takes in what its answers turn out to wait
+for: without some streams no choice takes longer, so a bound that was proven without them holds.
 """
 
 from __future__ import annotations
@@ -12,36 +11,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardweave.compiler.planner.duality import Part, dual
-from shardweave.compiler.planner.elimination import Elimination
 from shardweave.compiler.planner.problem import TICKS_PER_SECOND, Candidate, Edge, Problem
-from shardweave.compiler.planner.reductions import reduce
-from shardweave.compiler.planner.tables import LOADS, Tables
-
-_WEIGHT = 1e-6
-"""The least weight of a stream that a mixture waits for."""
 
 
-def waited_for(problem: Problem) -> set[int]:
-    """The streams, by number, that the best mixture of choices waits for; all of them where that is not known.
+def first_of_each(problem: Problem) -> set[int]:
+    """The first stream of each window, by number.
 
-    >>> from shardweave.compiler.planner.problem import Op
-    >>> op = Op("up", (Candidate("", 1.0, loads=(2.0, 1.0)), Candidate("", 0.5, loads=(1.0, 2.5))))
-    >>> waited_for(Problem((op,), windows=(("compute", "link"),)))
-    {0, 1}
+    >>> first_of_each(Problem((), windows=(("compute", "link"), ("host", "memory"))))
+    {0, 2}
     """
-    every = set(range(problem.num_streams))
-    if len(every) == len(problem.windows):
-        return every
-    elimination = Elimination(Tables(reduce(problem)[0]), {})
-    if elimination.too_wide:
-        return every
-    levels = [table.transient for table in elimination.ops]
-    part = Part(max(int(own.min()) for own in levels), max(int(own.max()) for own in levels))
-    found = dual(elimination, part, lambda choice: None)
-    if found is None:
-        return every
-    return {stream for stream in every if found.weights[LOADS + stream] > _WEIGHT}
+    return {sum(map(len, problem.windows[:number])) for number, names in enumerate(problem.windows) if names}
 
 
 def with_streams(problem: Problem, streams: set[int]) -> Problem:
