@@ -18,6 +18,7 @@ import torch
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
+from shardweave.compiler.judge import Decision
 from shardweave.demo.model import GPT, GPTConfig
 
 
@@ -50,7 +51,8 @@ def main() -> None:
         op.name: sw.Strategy(grids["row" if op.name.endswith(turned) else "column"], rest=rest)
         for op in compiler.annotated.ops
     }
-    compiled = timed("lower", lambda: compiler._lowered(strategies, {}))
+    decision = Decision(strategies, {}, {}, {}, {})
+    compiled = timed("lower", lambda: compiler._lowered(compiler.annotated, decision, compiler.options))
     graphs = (compiled.step.forward, compiled.step.backward)
     print(f"{cluster.world_size} devices, {sum(len(module.graph.nodes) for module in graphs):,} nodes")
     for again in ("", ", again"):

@@ -51,7 +51,7 @@ class Captured:
     dtypes : mapping of str to Dtypes
         Of the parameters, for which the graph may take another one: mixed precision.
     known : dict
-        What local ops give for which arguments, of all plans that were lowered: see `LocalGraph`.
+        What ops give for which arguments, and their forms, of all folds and plans: see `LocalGraph` and `decompose`.
     """
 
     graph: fx.GraphModule

@@ -49,6 +49,13 @@ class BoundRule:
     apart: frozenset[int] = frozenset()
 
     @cached_property
+    def _hash(self) -> int:  # of numbers alone: the same in a process that reads a pickled rule
+        return hash((tuple(factor.size for factor in self.factors), len(self.inputs), len(self.outputs)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
     def _by_name(self) -> Mapping[str, Factor]:
         return {factor.name: factor for factor in self.factors}
 

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from torch import fx
 from shardweave.errors import RuleError
 from shardweave.ir import META, BoundRule, Dims, Factor, NodeInfo
 from shardweave.passes.atoms import Value, refine
+from shardweave.passes.described import described
 from shardweave.passes.dispatch import undo_dispatch
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.decompositions import form_of
@@ -38,6 +39,8 @@ class Annotate:
     name = "annotate"
     allow_unruled: bool = False
     """Take ops without a rule as blocked in all their factors, instead of refusing the model."""
+    known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+    """The forms of ops in graphs of the same fake mode: see `decompose`."""
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         undo_dispatch(graph_module.graph)
@@ -46,7 +49,9 @@ class Annotate:
             node = waiting.popleft()
             if (form := form_of(node)) is not None:
                 target = node.target  # which its own form may be written in, with other arguments
-                waiting.extendleft(part for part in reversed(decompose(node, form)) if part.target is not target)
+                waiting.extendleft(
+                    part for part in reversed(decompose(node, form, self.known)) if part.target is not target
+                )
         _merge_constants(graph_module.graph)
         graph_module.graph.eliminate_dead_code()
         graph_module.recompile()
@@ -135,11 +140,12 @@ def bind_rules(graph: fx.Graph, allow_unruled: bool = False) -> None:
         inputs[node] = tuple(source_of(argument) for argument in tensor_args(node))
     _report_unruled(unruled, allow_unruled)
     refined = refine(rules, inputs)
+    distinct: dict[BoundRule | None, BoundRule | None] = {}
     for node in graph.nodes:
         known = info(node)
         node.meta[META] = replace(
             known,
-            rule=refined.get(node),
+            rule=distinct.setdefault(refined.get(node), refined.get(node)),
             op=known.op or op_name(node),
             backward=node.meta.get("partitioner_tag") == "is_backward",
         )
@@ -164,26 +170,20 @@ _INHERITED = ("partitioner_tag", "nn_module_stack", "fwd_nn_module_stack", "stac
 """What the parts of a node that is decomposed have from it."""
 
 
-def decompose(node: fx.Node, form: Callable[..., Any]) -> list[fx.Node]:
-    """Replace `node` by what `form` does on its arguments; the new nodes."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
+def decompose(node: fx.Node, form: Callable[..., Any], known: dict[object, Any]) -> list[fx.Node]:
+    """Replace `node` by what `form` does on its arguments; the new nodes. Equal ops have equal forms, `known` then."""
     leaves = list(node.all_input_nodes)
-    fake = next(leaf.meta["val"] for leaf in leaves).fake_mode
-
-    def call(*values: Any) -> Any:
-        lookup = dict(zip(leaves, values))
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda leaf: lookup[leaf])
-        return form(*args, **kwargs)
-
-    with fake:
-        traced = make_fx(call)(*[leaf.meta["val"] for leaf in leaves])
-    traced.graph.eliminate_dead_code()
+    places = {leaf: index for index, leaf in enumerate(leaves)}
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
+    key = "form", form, described(leaves), str((args, kwargs))
+    if key not in known:
+        known[key] = _traced(node, form, leaves)
+    traced = known[key]
     mapping: dict[fx.Node, Any] = {}
     added: list[fx.Node] = []
     arguments = iter(leaves)
     with node.graph.inserting_before(node):
-        for inner in traced.graph.nodes:
+        for inner in traced.nodes:
             if inner.op == "placeholder":
                 mapping[inner] = next(arguments)
             elif inner.op == "output":
@@ -201,6 +201,23 @@ def decompose(node: fx.Node, form: Callable[..., Any]) -> list[fx.Node]:
         node.replace_all_uses_with(result)
     node.graph.erase_node(node)
     return added
+
+
+def _traced(node: fx.Node, form: Callable[..., Any], leaves: Sequence[fx.Node]) -> fx.Graph:
+    """What `form` does with values like those of `leaves` in the places of the arguments."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    fake = leaves[0].meta["val"].fake_mode
+
+    def call(*values: Any) -> Any:
+        lookup = dict(zip(leaves, values))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda leaf: lookup[leaf])
+        return form(*args, **kwargs)
+
+    with fake:
+        traced = make_fx(call)(*[leaf.meta["val"] for leaf in leaves])
+    traced.graph.eliminate_dead_code()
+    return traced.graph
 
 
 def op_name(node: fx.Node) -> str:

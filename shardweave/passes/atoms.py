@@ -89,6 +89,8 @@ def _add(cuts: set[int], cut: int, size: int) -> bool:
 
 
 def _cut(rule: BoundRule, cuts: Mapping[str, set[int]]) -> BoundRule:
+    if not any(cuts.values()):
+        return rule
     atoms: dict[str, tuple[str, ...]] = {}
     factors: list[Factor] = []
     for factor in rule.factors:

@@ -7,7 +7,7 @@ import heapq
 import keyword
 import operator
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from torch import fx
 import shardweave.runtime.padding  # noqa: F401  (registers the ops)
 from shardweave.errors import LayoutError
 from shardweave.ir import META, SEED, Axis, Collective, Layout, Mesh, NodeInfo, axes_size, group_name
+from shardweave.passes.described import described
 from shardweave.passes.layouts import Step, digit_size, drop, steps_between
 from shardweave.passes.times import coordinate, joined, total
 from shardweave.runtime.random import seeded
@@ -113,7 +114,7 @@ class LocalGraph:
         node = self.graph.create_node(
             "call_function", target, args, kwargs, name=_short_name(args[0] if target is seeded else target)
         )
-        key = target, _described(args), tuple((name, _described(value)) for name, value in kwargs.items())
+        key = target, described(args), described(kwargs)
         if key not in self.known:  # equal layers ask for the same again
             values = fx.node.map_arg((args, kwargs), lambda leaf: leaf.meta["val"])
             with self.fake:
@@ -327,19 +328,6 @@ class LocalGraph:
 
     def _permute(self, origin: Origin, node: fx.Node, order: list[int]) -> fx.Node:
         return node if order == sorted(order) else self.call(origin, aten.permute.default, node, order)
-
-
-def _described(value: Any) -> Hashable:
-    """What the shapes and dtypes of an op's results follow from, of an argument or several."""
-    if isinstance(value, fx.Node):
-        value = value.meta["val"]
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.shape, value.stride(), value.device
-    if isinstance(value, list | tuple):
-        return tuple([_described(item) for item in value])
-    if isinstance(value, bool | int | float):
-        return type(value), value  # 1, 1.0 and True are equal, and not the same to an op
-    return value if isinstance(value, Hashable) else repr(value)
 
 
 def _unreshaped(node: fx.Node) -> fx.Node:

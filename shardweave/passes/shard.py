@@ -16,17 +16,17 @@ import torch
 from torch import fx
 
 from shardweave.errors import LayoutError
-from shardweave.ir import META, Assignment, Axis, Layout, Mesh, NodeInfo
+from shardweave.ir import META, Assignment, Axis, BoundRule, Layout, Mesh, NodeInfo
 from shardweave.passes.annotate import bind_new, decompose, depends_on_inputs, graph_outputs, info, source_of
 from shardweave.passes.emitter import OpEmitter
-from shardweave.passes.follow import Arrival, accepting, follow, met, passing_times
+from shardweave.passes.follow import Arrival, Choice, accepting, follow, met, passing_times
 from shardweave.passes.layouts import cut_as, drop, input_layouts, output_layouts
 from shardweave.passes.local import TAKEN, LocalGraph, Origin, remove_dead
 from shardweave.passes.modules import module_of
 from shardweave.passes.recompute import checkpoint_of
 from shardweave.passes.rules import find_rule, is_view
 from shardweave.passes.rules.linear import linear_in
-from shardweave.passes.rules.registry import tensor_args
+from shardweave.passes.rules.registry import Rule, tensor_args
 from shardweave.passes.values import Rest, Values, annotate_layouts, bound_rule, check_shape
 from shardweave.precision import Dtypes
 
@@ -91,6 +91,7 @@ class Sharder(Values):
         """Where the outputs of the forward lie."""
         self.inside: dict[int, Layout] = {}
         """Where they lie in each step of the woven axes."""
+        self.followed: dict[object, tuple[Rule | None, Choice]] = options.known.setdefault(("follow", options.mesh), {})
         self.accumulators: dict[str, fx.Node] = {}
         """For each parameter with a gradient the node that adds the gradient to the sum of those before."""
 
@@ -275,7 +276,7 @@ class Sharder(Values):
         if explicit is None:
             arrivals = [self._as_read_elsewhere(node, each, have) for each, have in zip(arguments, arrivals)]
         linear = linear_in(node)
-        choice = follow(bound, rule, arrivals, self.mesh, linear)
+        choice = self._followed(bound, rule, arrivals, linear)
         if explicit is not None:
             explicit = _with_times(explicit, choice.assignment)
         if explicit is not None and (blocked := {axis for axis, name in explicit.items if bound.factor(name).blocked}):
@@ -296,7 +297,7 @@ class Sharder(Values):
         else:
             if choice.blocked and rule is not None and rule.decompose is not None:
                 parents = [source_of(argument)[0] for argument in arguments]
-                for part in bind_new(decompose(node, rule.decompose), parents):
+                for part in bind_new(decompose(node, rule.decompose, self.options.known), parents):
                     self.dependent.add(part)
                     self._note_given(part)
                     self._node(part)
@@ -308,6 +309,15 @@ class Sharder(Values):
         emitter = OpEmitter(self.local, self.canonical, node, values, wanted, results, assignment, bound, origin)
         self._record(node, emitter.emit(rule), results)
         return None
+
+    def _followed(
+        self, bound: BoundRule, rule: Rule | None, arrivals: Sequence[Arrival], linear: Sequence[tuple[int, ...]]
+    ) -> Choice:
+        """How an op is spread by its inputs, worked out once for equal layers."""
+        key = bound, id(rule), tuple(arrivals), tuple(linear)
+        if key not in self.followed:
+            self.followed[key] = rule, follow(bound, rule, arrivals, self.mesh, linear)
+        return self.followed[key][1]
 
     def _as_read_elsewhere(self, node: fx.Node, value: fx.Node, arrival: Arrival) -> Arrival:
         """Where a sum arrives at `node`: scattered, if another reader takes it so, as it lies with what else it reads.
