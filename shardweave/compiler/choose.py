@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardweave.compiler.judge import Decision, Judged
-from shardweave.compiler.planner.problem import Problem
 from shardweave.compiler.planner.recomputation import layer_named
 from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.solver import Solution, smallest, solve
@@ -23,14 +22,18 @@ UNLIMITED = 2**62
 GAP, EXACT = 1e-3, 2**13
 """How far from its bound an answer of the program may be; of problems with at most so many candidates, not at all."""
 
-ROUGH = 5e-3
-"""The same where the simulator has the last word."""
+ROUGH, TINY = 5e-3, 2**8
+"""The same where the simulator has the last word; of problems with at most so many candidates, not at all."""
+
+TRIES = 4
+"""How often the program is asked for less than it counted, before it is asked under the limit."""
 
 MANY = 8
 """Families of plans that rivals are looked for in."""
 
-FAR = 1.5
-"""A plan that the program counts as so many times the limit is not simulated: it does not fit."""
+FAR, FAR_SMALL = 1.5, 2.0
+"""A plan that the program counts as so many times the limit is not simulated: it does not fit. Of problems with at most
+`EXACT` candidates, of which the program's memory is the roughest."""
 
 Start = Callable[[Costed], Sequence[int] | None]
 """From a problem to a choice to begin with."""
@@ -52,6 +55,19 @@ class Chosen:
     def decision(self) -> Decision:
         """What it says of each op and join."""
         return _decision(self.costed, self.solution)
+
+
+@dataclass(frozen=True)
+class Both:
+    """A step's problem twice: that of a step in which all hides that can, and that of one in which nothing does."""
+
+    overlapping: Costed
+    in_turn: Costed
+
+    @classmethod
+    def of(cls, costed: Costed, limit: int) -> Both:
+        """Of what has the seconds of both, under a memory limit."""
+        return cls(*(_limited(replace(costed, problem=part(costed.problem)), limit) for part in (overlapping, in_turn)))
 
 
 @dataclass(frozen=True)
@@ -91,53 +107,82 @@ class Chooser:
             With the smallest memory that would do, and what takes it.
         """
         limit = costed.problem.memory_limit
-        given, start = costed, self.start(costed)
-        free, free_in_turn = (_limited(_of(given, part), UNLIMITED) for part in (overlapping, in_turn))
-        fastest = self._solve(free, start, rough=True)
-        if free.problem.memory(fastest.choice) <= FAR * limit:
-            fastest = self._solve(free, fastest.choice, fastest.waits_for)
-            first = self._simulated(free, fastest, limit)
-            if _peak(first) <= limit:
-                return _within(self._refined(free, free_in_turn, first, limit), limit)
-        if smaller is not None:
-            given = smaller()
-            start = self.start(given)
-        costed = _of(given, overlapping)
-        hint = start or (fastest.choice if smaller is None else None)
-        found = self._under(costed, limit, hint, fastest.waits_for)
+        free = Both.of(costed, UNLIMITED)
+        near = self._near(free, limit)
+        if near and _peak(best := _fastest(near)) <= limit:
+            return _within(best, limit)
+        given = costed if smaller is None else smaller()
+        both = Both.of(given, limit)
+        hint = self.start(both.overlapping) or (near[0].solution.choice if near and smaller is None else None)
+        found = self._under(both.overlapping, limit, hint, near[0].solution.waits_for if near else ())
+        fits = [chosen for chosen in near if _peak(chosen) <= limit]
         if found is not None:
-            return _within(self._refined(costed, _of(given, in_turn), found, limit), limit)
-        return self._last(costed, fastest, limit)
+            fits += self._with_rivals(both, found, limit)
+        if not fits:
+            return self._last(both.overlapping, free, limit)
+        # What fits counts for the bound, too, also where the program thinks that it does not.
+        bound = min(chosen.solution.bound if chosen is found else chosen.solution.objective for chosen in fits)
+        best = _fastest(fits)
+        return _within(replace(best, solution=best.solution.held_to(bound)), limit)
 
-    def _refined(self, costed: Costed, in_turn: Costed, best: Chosen, limit: int) -> Chosen:
-        """The fastest by the simulator of the best choice and its rivals, of those that fit."""
-        candidates = [best, *self._rivals(costed, best, limit, MANY)]
-        other = self._under(in_turn, limit, rough=True)
+    def _near(self, free: Both, limit: int) -> list[Chosen]:
+        """The fastest choice of all, first, and its rivals, simulated; some may not fit. None where it is far off."""
+        fastest = self._solve(free.overlapping, self.start(free.overlapping), rough=True)
+        far = FAR_SMALL if _is_small(free.overlapping) else FAR
+        if free.overlapping.problem.memory(fastest.choice) > far * limit:
+            return []
+        fastest = self._solve(free.overlapping, fastest.choice, fastest.waits_for)
+        found = self._with_rivals(free, self._simulated(free.overlapping, fastest, limit), limit)
+        if _is_small(free.overlapping) and all(_peak(chosen) > limit for chosen in found):
+            found += self._from_above(free.overlapping, found[0], limit)
+        return found
+
+    def _from_above(self, costed: Costed, chosen: Chosen, limit: int) -> list[Chosen]:
+        """The fastest choices that count less and less, simulated, until one fits: the program may count too much."""
+        found: list[Chosen] = []
+        while len(found) < TRIES and _peak(chosen) > limit:
+            asked = _limited(costed, costed.problem.memory(chosen.solution.choice) - 1)
+            try:
+                chosen = self._simulated(costed, self._solve(asked, rough=True), limit)
+            except InfeasibleError:
+                break
+            found.append(chosen)
+        return found
+
+    def _with_rivals(self, both: Both, best: Chosen, limit: int) -> list[Chosen]:
+        """The best choice and its rivals, simulated; under a limit those that fit."""
+        costed = both.overlapping
+        found = [best, *self._rivals(costed, best, limit, MANY)]
+        limited = costed.problem.memory_limit < UNLIMITED
+        other: Chosen | None
+        if limited:
+            other = self._under(both.in_turn, limit, rough=True)
+        else:
+            other = self._simulated(both.in_turn, self._solve(both.in_turn, rough=True), limit)
         if other is not None:
-            candidates += [other, *self._rivals(in_turn, other, limit, 1)]
-        fastest = min(candidates, key=lambda chosen: chosen.judged.step_time)
-        return _chosen(costed, _solution(costed, fastest, best), fastest.judged)
+            others = [other, *self._rivals(both.in_turn, other, limit, 1)]
+            found += [_chosen(costed, _solution(costed, each, best), each.judged) for each in others]
+        return [chosen for chosen in found if not limited or _peak(chosen) <= limit]
 
     def _rivals(self, costed: Costed, best: Chosen, limit: int, most: int) -> list[Chosen]:
-        """The rivals that fit, simulated."""
+        """The rivals, simulated."""
         found = rivals(costed, best.solution, self._close, most)
-        simulated = (self._simulated(costed, solution, limit) for solution in found)
-        return [chosen for chosen in simulated if _peak(chosen) <= limit]
+        return [self._simulated(costed, solution, limit) for solution in found]
 
     def _close(self, costed: Costed, best: Solution, ceiling: float) -> Solution:
         """A choice that is nearly the best one, if that takes less than `ceiling` seconds."""
         return self._solve(costed, waits_for=best.waits_for, ceiling=ceiling, rough=True)
 
-    def _last(self, costed: Costed, fastest: Solution, limit: int) -> Chosen:
+    def _last(self, costed: Costed, free: Both, limit: int) -> Chosen:
         """The smallest plan of all, where the program finds none that fits."""
         choice = smallest(costed.problem, self.time_limit)
         assert choice is not None  # there is a fastest one
-        least = self._simulated(costed, _unproven(costed, choice, fastest), limit)
+        least = self._simulated(costed, _unproven(costed, choice), limit)
         if _peak(least) <= limit:
             return _within(least, limit)
         needed = _peak(least)
         # What is counted as more than the smallest may be simulated as less, and the smallest in another order, too
-        while (found := self._under(costed, needed - 1) or self._fits(least, needed - 1)) is not None:
+        while (found := self._below(needed, costed, free, least)) is not None:
             least, needed = found, found.peak_memory
         if needed <= limit:  # asked from above, the program came by a plan that it had skipped under this limit
             return self._lowered_under(limit, least)
@@ -153,6 +198,12 @@ class Chooser:
         """A plan with what it takes as it will be lowered: under the user's limit, not one that it was found under."""
         judged = self.simulate(_decision(chosen.costed, chosen.solution), limit)
         return _within(_chosen(chosen.costed, chosen.solution, judged), limit)
+
+    def _below(self, needed: int, costed: Costed, free: Both, least: Chosen) -> Chosen | None:
+        """A plan that needs less than so much."""
+        limit = needed - 1
+        found = self._under(costed, limit) or self._fits(least, limit)
+        return found or next((_within(each, limit) for each in self._near(free, limit) if _peak(each) <= limit), None)
 
     def _fits(self, chosen: Chosen, limit: int) -> Chosen | None:
         """A plan scheduled under a limit; None where it does not meet it."""
@@ -192,10 +243,9 @@ class Chooser:
         ceiling: float = math.inf,
         rough: bool = False,
     ) -> Solution:
+        rough = rough and _size(costed) > TINY
         gap = ROUGH if rough else 0.0 if _is_small(costed) else GAP
         found = solve(costed.problem, self.time_limit, None, hint, waits_for, gap, ceiling, rough)
-        if not gap:
-            return found
         choice = tidied(costed.problem, costed.variables, self.runs, found.choice)
         return replace(found, choice=choice, objective=costed.problem.objective(choice)).held_to(found.bound)
 
@@ -223,20 +273,25 @@ def _solution(costed: Costed, chosen: Chosen, best: Chosen) -> Solution:
 
 
 def _is_small(costed: Costed) -> bool:
-    return sum(len(op.candidates) for op in costed.problem.ops) <= EXACT
+    return _size(costed) <= EXACT
 
 
-def _of(costed: Costed, part: Callable[[Problem], Problem]) -> Costed:
-    return replace(costed, problem=part(costed.problem))
+def _size(costed: Costed) -> int:
+    return sum(len(op.candidates) for op in costed.problem.ops)
 
 
 def _limited(costed: Costed, limit: int) -> Costed:
     return replace(costed, problem=replace(costed.problem, memory_limit=limit))
 
 
-def _unproven(costed: Costed, choice: tuple[int, ...], fastest: Solution) -> Solution:
-    """A choice of which all that is known is that none is faster than the fastest of all."""
-    return Solution(choice, costed.problem.objective(choice), fastest.bound, "feasible", 0.0)
+def _unproven(costed: Costed, choice: tuple[int, ...]) -> Solution:
+    """A choice of which nothing is known but what it takes."""
+    return Solution(choice, costed.problem.objective(choice), 0.0, "feasible", 0.0)
+
+
+def _fastest(found: Sequence[Chosen]) -> Chosen:
+    """By the simulator; the first of equal ones."""
+    return min(found, key=lambda chosen: chosen.judged.step_time)
 
 
 def _peak(chosen: Chosen) -> int:
