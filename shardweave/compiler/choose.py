@@ -108,26 +108,26 @@ class Chooser:
         """
         limit = costed.problem.memory_limit
         free = Both.of(costed, UNLIMITED)
-        near = self._near(free, limit)
+        fastest = self._solve(free.overlapping, self.start(free.overlapping), rough=True)
+        near = self._near(free, fastest, limit)
         if near and _peak(best := _fastest(near)) <= limit:
             return _within(best, limit)
         given = costed if smaller is None else smaller()
         both = Both.of(given, limit)
-        hint = self.start(both.overlapping) or (near[0].solution.choice if near and smaller is None else None)
-        found = self._under(both.overlapping, limit, hint, near[0].solution.waits_for if near else ())
+        hint = self.start(both.overlapping) or (fastest.choice if smaller is None else None)
+        found = self._under(both.overlapping, limit, hint, fastest.waits_for)
         fits = [chosen for chosen in near if _peak(chosen) <= limit]
         if found is not None:
             fits += self._with_rivals(both, found, limit)
         if not fits:
-            return self._last(both.overlapping, free, limit)
+            return self._last(both.overlapping, free, fastest, limit)
         # What fits counts for the bound, too, also where the program thinks that it does not.
         bound = min(chosen.solution.bound if chosen is found else chosen.solution.objective for chosen in fits)
         best = _fastest(fits)
         return _within(replace(best, solution=best.solution.held_to(bound)), limit)
 
-    def _near(self, free: Both, limit: int) -> list[Chosen]:
+    def _near(self, free: Both, fastest: Solution, limit: int) -> list[Chosen]:
         """The fastest choice of all, first, and its rivals, simulated; some may not fit. None where it is far off."""
-        fastest = self._solve(free.overlapping, self.start(free.overlapping), rough=True)
         far = FAR_SMALL if _is_small(free.overlapping) else FAR
         if free.overlapping.problem.memory(fastest.choice) > far * limit:
             return []
@@ -173,7 +173,7 @@ class Chooser:
         """A choice that is nearly the best one, if that takes less than `ceiling` seconds."""
         return self._solve(costed, waits_for=best.waits_for, ceiling=ceiling, rough=True)
 
-    def _last(self, costed: Costed, free: Both, limit: int) -> Chosen:
+    def _last(self, costed: Costed, free: Both, fastest: Solution, limit: int) -> Chosen:
         """The smallest plan of all, where the program finds none that fits."""
         choice = smallest(costed.problem, self.time_limit)
         assert choice is not None  # there is a fastest one
@@ -182,7 +182,7 @@ class Chooser:
             return _within(least, limit)
         needed = _peak(least)
         # What is counted as more than the smallest may be simulated as less, and the smallest in another order, too
-        while (found := self._below(needed, costed, free, least)) is not None:
+        while (found := self._below(needed, costed, free, fastest, least)) is not None:
             least, needed = found, found.peak_memory
         if needed <= limit:  # asked from above, the program came by a plan that it had skipped under this limit
             return self._lowered_under(limit, least)
@@ -199,11 +199,12 @@ class Chooser:
         judged = self.simulate(_decision(chosen.costed, chosen.solution), limit)
         return _within(_chosen(chosen.costed, chosen.solution, judged), limit)
 
-    def _below(self, needed: int, costed: Costed, free: Both, least: Chosen) -> Chosen | None:
+    def _below(self, needed: int, costed: Costed, free: Both, fastest: Solution, least: Chosen) -> Chosen | None:
         """A plan that needs less than so much."""
         limit = needed - 1
         found = self._under(costed, limit) or self._fits(least, limit)
-        return found or next((_within(each, limit) for each in self._near(free, limit) if _peak(each) <= limit), None)
+        near = [] if found else self._near(free, fastest, limit)
+        return found or next((_within(each, limit) for each in near if _peak(each) <= limit), None)
 
     def _fits(self, chosen: Chosen, limit: int) -> Chosen | None:
         """A plan scheduled under a limit; None where it does not meet it."""
