@@ -116,14 +116,15 @@ class Chooser:
         both = Both.of(given, limit)
         hint = self.start(both.overlapping) or (fastest.choice if smaller is None else None)
         found = self._under(both.overlapping, limit, hint, fastest.waits_for)
-        fits = [chosen for chosen in near if _peak(chosen) <= limit]
-        if found is not None:
-            fits += self._with_rivals(both, found, limit)
-        if not fits:
+        too_large = [chosen for chosen in near if _peak(chosen) <= limit]  # by the program's count, but they fit
+        fits = self._with_rivals(both, found, limit) if found is not None else []
+        if not (too_large or fits):
             return self._last(both.overlapping, free, fastest, limit)
-        # What fits counts for the bound, too, also where the program thinks that it does not.
-        bound = min(chosen.solution.bound if chosen is found else chosen.solution.objective for chosen in fits)
-        best = _fastest(fits)
+        best = _fastest([*too_large, *fits])
+        if found is None or any(best is chosen for chosen in too_large):
+            bound = fastest.bound  # of all choices: of those that fit, too, nothing more is known
+        else:
+            bound = min([found.solution.bound, *(chosen.solution.objective for chosen in too_large)])
         return _within(replace(best, solution=best.solution.held_to(bound)), limit)
 
     def _near(self, free: Both, fastest: Solution, limit: int) -> list[Chosen]:
@@ -150,19 +151,19 @@ class Chooser:
         return found
 
     def _with_rivals(self, both: Both, best: Chosen, limit: int) -> list[Chosen]:
-        """The best choice and its rivals, simulated; under a limit those that fit."""
+        """The best choice and its rivals, simulated; of problems under the limit those that fit."""
         costed = both.overlapping
         found = [best, *self._rivals(costed, best, limit, MANY)]
         limited = costed.problem.memory_limit < UNLIMITED
-        other: Chosen | None
-        if limited:
-            other = self._under(both.in_turn, limit, rough=True)
-        else:
-            other = self._simulated(both.in_turn, self._solve(both.in_turn, rough=True), limit)
+        other = self._under(both.in_turn, limit, rough=True) if limited else self._free(both.in_turn, limit)
         if other is not None:
             others = [other, *self._rivals(both.in_turn, other, limit, 1)]
             found += [_chosen(costed, _solution(costed, each, best), each.judged) for each in others]
         return [chosen for chosen in found if not limited or _peak(chosen) <= limit]
+
+    def _free(self, costed: Costed, limit: int) -> Chosen:
+        """About the best choice, whether it fits or not."""
+        return self._simulated(costed, self._solve(costed, rough=True), limit)
 
     def _rivals(self, costed: Costed, best: Chosen, limit: int, most: int) -> list[Chosen]:
         """The rivals, simulated."""
@@ -177,7 +178,7 @@ class Chooser:
         """The smallest plan of all, where the program finds none that fits."""
         choice = smallest(costed.problem, self.time_limit)
         assert choice is not None  # there is a fastest one
-        least = self._simulated(costed, _unproven(costed, choice), limit)
+        least = self._simulated(costed, _unproven(costed, choice, fastest), limit)
         if _peak(least) <= limit:
             return _within(least, limit)
         needed = _peak(least)
@@ -285,9 +286,9 @@ def _limited(costed: Costed, limit: int) -> Costed:
     return replace(costed, problem=replace(costed.problem, memory_limit=limit))
 
 
-def _unproven(costed: Costed, choice: tuple[int, ...]) -> Solution:
-    """A choice of which nothing is known but what it takes."""
-    return Solution(choice, costed.problem.objective(choice), 0.0, "feasible", 0.0)
+def _unproven(costed: Costed, choice: tuple[int, ...], fastest: Solution) -> Solution:
+    """A choice of which all that is known is that none is faster than the fastest of all."""
+    return Solution(choice, costed.problem.objective(choice), fastest.bound, "feasible", 0.0)
 
 
 def _fastest(found: Sequence[Chosen]) -> Chosen:
@@ -314,11 +315,8 @@ def largest(sizes: Mapping[str, int], count: int = 3) -> list[tuple[str, int]]:
 
 
 def _decision(costed: Costed, solution: Solution) -> Decision:
-    found = Decision({}, {}, {}, {}, {})
-    problem, choice = costed.problem, solution.choice
-    figures = problem.kept_by_op(choice), problem.seconds_by_op(choice)
-    for variable, index, size, seconds in zip(costed.variables, choice, *figures, strict=True):
-        found.kept_bytes[variable.name], found.seconds[variable.name] = size, seconds
+    found = Decision({}, {}, {})
+    for variable, index in zip(costed.variables, solution.choice, strict=True):
         if variable.op is not None:
             found.strategies[variable.name] = variable.strategies[index]
         elif variable.modes:

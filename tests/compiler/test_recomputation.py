@@ -117,3 +117,21 @@ def test_a_model_with_checkpoints_keeps_them() -> None:
     assert error.value.needed_bytes is not None
     plan = sw.plan(model, sw.Cluster.local(2), x, options=sw.Options(memory_limit=error.value.needed_bytes))
     assert not plan.weaving.recompute
+
+
+def test_what_collectives_gather_is_kept_where_none_is_repeated() -> None:
+    """In the mode fine: the gathered input of a product that is spread over features, not of a data-parallel one."""
+    compiler = planner()._compiler
+    costing = Costing(compiler.annotated, compiler.cluster, sw.Options(memory_limit=10**12), {})
+    costed = with_modes(costing, costing.build())
+    problem = costed.problem
+    (up,) = (number for number, variable in enumerate(costed.variables) if variable.name == "blocks.1.up")
+    (mode,) = (edge for edge in problem.edges if edge.producer == up and costed.variables[edge.consumer].modes)
+    fine, whole = MODES.index("fine"), BATCH * CONFIG.context * CONFIG.width * 4
+    assert mode.kept is not None
+    for candidate, strategy in zip(problem.ops[up].candidates, costed.variables[up].strategies, strict=True):
+        kept = mode.kept[candidate.out_port, fine]
+        if strategy.grid.x == compiler.cluster.world_size:
+            assert kept >= whole
+        if strategy.grid.data == compiler.cluster.world_size:
+            assert kept == 0

@@ -39,7 +39,7 @@ def drawn(problem: Problem, rng: random.Random) -> tuple[int, ...]:
 
 def decision(costed: Costed, choice: Sequence[int]) -> Decision:
     """What a choice says of each op and join."""
-    found = Decision({}, {}, {}, {}, {})
+    found = Decision({}, {}, {})
     for variable, index in zip(costed.variables, choice, strict=True):
         if variable.op is not None:
             found.strategies[variable.name] = variable.strategies[index]
