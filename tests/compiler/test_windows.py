@@ -19,6 +19,7 @@ from shardweave.cost_model.collectives import Demand
 from shardweave.cost_model.streams import Streams, Transfer
 from shardweave.demo.model import GPT, GPTConfig
 from tests.compiler.planners import Planner
+from tests.models import TODAY
 
 CONFIG = GPTConfig(vocabulary=512, context=256, layers=4, heads=16, width=1024)
 BATCH, PLANS = 64, 24
@@ -90,3 +91,23 @@ def test_seconds_by_op_add_up_to_the_objective() -> None:
     for _ in range(5):
         choice = drawn(problem, rng)
         assert sum(problem.seconds_by_op(choice)) == pytest.approx(problem.objective(choice))
+
+
+def test_an_op_without_a_batch_takes_the_parts_of_its_gradient_as_they_are() -> None:
+    """T5's bias of positions is the same on every device: each sums its own samples' gradients, and gathers nothing."""
+    case = TODAY["t5"]
+    compiler = Planner(case.model(), sw.Cluster.local(4), case.batch(0))._compiler
+    costed = Costing(compiler.annotated, compiler.cluster, sw.Options(memory_limit=10**12), {}).build()
+    problem, axes = costed.problem, set(compiler.cluster.mesh().axes)
+    names = [name for window in problem.windows for name in window]
+    links = [number for number, name in enumerate(names) if name.startswith("backward on")]
+    bias = next(n for n, variable in enumerate(costed.variables) if variable.name.endswith("relative_attention_bias"))
+    whole = costed.variables[bias].port_of[[str(s) for s in costed.variables[bias].strategies].index("(1, 1, 1, 4) DP")]
+    found = 0
+    for edge in problem.edges:
+        ports = costed.variables[edge.consumer].ports if edge.producer == bias else []
+        for port, (assignment,) in ((number, own.values()) for number, own in enumerate(ports)):
+            if set(assignment.as_dict()) == axes and set(assignment.as_dict().values()) == {"i0"}:  # all over the batch
+                assert edge.loads is not None and edge.loads[links, whole, port].sum() == 0
+                found += 1
+    assert found
