@@ -166,26 +166,25 @@ def solve(
     names = [name for window in problem.windows for name in window]
     streams = {number for number, name in enumerate(names) if name in waits_for} or first_of_each(problem)
     best: tuple[float, tuple[int, ...]] | None = None
-    bound = 0.0
-    while True:
+    bound, going_on = 0.0, True
+    while going_on:
         search = Search(with_streams(problem, streams), start + time_limit, progress, gap, ceiling)
         if hint is not None:
             search.hint(hint)
-        done = False
         for roughly in [True] if rough else [True, False]:  # no proof of what waits for other streams
             search.run(roughly)
             if search.choice is None:
-                done = True
+                going_on = False
                 break
-            objective = problem.objective(search.choice)
+            objective, busiest = problem.objective(search.choice), set(problem.busiest(search.choice))
             best, bound = min(best or (objective, search.choice), (objective, search.choice)), max(bound, search.least)
-            hint, busiest = best[1], set(problem.busiest(search.choice))
-            done = bound >= min(ceiling, best[0] * (1 - gap)) or time.monotonic() > start + time_limit
-            if done or not busiest <= streams:
+            hint = best[1]
+            enough = bound >= min(ceiling, best[0] * (1 - gap)) or time.monotonic() > start + time_limit
+            going_on = not enough and not busiest <= streams
+            if enough or going_on:
                 break
-        if done or busiest <= streams:
-            break
-        streams |= busiest
+        if going_on:
+            streams = streams | busiest
     if best is None:
         if search.incumbent.proven:
             raise _infeasible(problem, time_limit)
