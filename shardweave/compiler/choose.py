@@ -19,7 +19,7 @@ from shardweave.units import readable_bytes
 UNLIMITED = 2**62
 """Bytes that no device has."""
 
-GAP, EXACT = 1e-3, 2**13
+GAP, EXACT = 1e-3, 2**10
 """How far from its bound an answer of the program may be; of problems with at most so many candidates, not at all."""
 
 ROUGH, TINY = 5e-3, 2**8
@@ -134,7 +134,7 @@ class Chooser:
             return []
         fastest = self._solve(free.overlapping, fastest.choice, fastest.waits_for)
         found = self._with_rivals(free, self._simulated(free.overlapping, fastest, limit), limit)
-        if _is_small(free.overlapping) and all(_peak(chosen) > limit for chosen in found):
+        if _size(free.overlapping) <= TINY and all(_peak(chosen) > limit for chosen in found):
             found += self._from_above(free.overlapping, found[0], limit)
         return found
 
