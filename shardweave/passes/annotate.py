@@ -142,10 +142,10 @@ def bind_rules(graph: fx.Graph, allow_unruled: bool = False) -> None:
     refined = refine(rules, inputs)
     distinct: dict[BoundRule | None, BoundRule | None] = {}
     for node in graph.nodes:
-        known = info(node)
+        known, rule = info(node), refined.get(node)
         node.meta[META] = replace(
             known,
-            rule=distinct.setdefault(refined.get(node), refined.get(node)),
+            rule=distinct.setdefault(rule, rule),
             op=known.op or op_name(node),
             backward=node.meta.get("partitioner_tag") == "is_backward",
         )
@@ -173,7 +173,7 @@ _INHERITED = ("partitioner_tag", "nn_module_stack", "fwd_nn_module_stack", "stac
 def decompose(node: fx.Node, form: Callable[..., Any], known: dict[object, Any]) -> list[fx.Node]:
     """Replace `node` by what `form` does on its arguments; the new nodes. Equal ops have equal forms, `known` then."""
     leaves = list(node.all_input_nodes)
-    places = {leaf: index for index, leaf in enumerate(leaves)}
+    places = {leaf: f"%{index}" for index, leaf in enumerate(leaves)}  # no number: these are arguments, too
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
     key = "form", form, described(leaves), str((args, kwargs))
     if key not in known:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.utils._pytree as pytree
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
 
+from shardweave.passes.annotate import decompose
 from shardweave.passes.rules import RULES
 from shardweave.passes.rules.decompositions import CONDITIONAL, DECOMPOSITIONS
 from tests.passes.cases import CASES, Draw
@@ -51,3 +54,22 @@ def test_a_form_for_split_loops_is_its_op(target: Any, data: st.DataObject) -> N
     form = RULES[target].decompose
     for got, expected in zip(_call(form, args, kwargs), _call(target, args, kwargs), strict=True):
         assert_equal(got, expected, str(target))
+
+
+def test_a_form_is_known_of_equal_arguments_alone() -> None:
+    """A value's place among the arguments is no number: x * 0 is not x * x, nor is x * y."""
+    fake, graph = FakeTensorMode(), fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    x.meta["val"], y.meta["val"] = fake.from_tensor(torch.ones(3)), fake.from_tensor(torch.ones(3))
+    known: dict[object, Any] = {}
+    product = torch.ops.aten.mul.Tensor
+    for args in [(x, x), (x, 0), (x, y), (y, y), (x, 0.0)]:
+        node = graph.call_function(product, args)
+        node.meta["val"] = x.meta["val"]
+        (form,) = decompose(node, multiplied, known)
+        assert [*map(str, form.args)] == [*map(str, args)]
+    assert len(known) == 4  # y * y has the form of x * x
+
+
+def multiplied(first: Any, second: Any) -> Any:
+    return torch.ops.aten.mul.Tensor(first, second)
