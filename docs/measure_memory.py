@@ -11,12 +11,13 @@ import copy
 import gc
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,10 +40,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "row": {"*": "row"},
     "planned": {},
 }
-PATIENCE = 0.01
-"""Seconds before each wait for a collective, and before the record of a step ends."""
-TIMES = 3
-"""How often a step is measured. The least counts: what is seen too late to be free is all that can go wrong."""
+PATIENCE = (0.01, 0.02, 0.04, 0.08)
+"""Seconds before each wait for a collective, and before the record of a step ends: of each measurement in turn.
+
+The least measured counts, once every rank has met its least twice: what is seen too late to be free, on a busy machine,
+is all that can go wrong.
+"""
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 
 
@@ -52,11 +55,15 @@ class Patient(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Who lets go of a buffer last frees it, and the allocator's record has what the rank's own thread does only.
     """
 
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # then DTensor's turn, and its local ops come here
         if function is torch.ops._c10d_functional.wait_tensor.default:
-            time.sleep(PATIENCE)
+            time.sleep(self.seconds)
         return function(*args, **(kwargs or {}))
 
 
@@ -82,15 +89,37 @@ def measure(case: Case, parallel: Any) -> Figures:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(PATIENCE)
 
     for _ in range(2):
         step()
+        time.sleep(PATIENCE[0])
     gc.collect()
     held = [*parallel.parameters(), *parallel.buffers(), *inputs.values(), *constants(parallel)]
     held += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    with Patient():
-        return Figures(min(measured_peak(step, held) for _ in range(TIMES)), held_bytes(held))
+    return Figures(settled_peak(step, held), held_bytes(held))
+
+
+def settled_peak(step: Callable[[], object], held: Sequence[torch.Tensor]) -> int:
+    """The peak of a step of which all ranks take part, in bytes, by the best of a few measurements."""
+    peaks: list[int] = []
+    for seconds in PATIENCE:
+
+        def patient(seconds: float = seconds) -> None:
+            step()
+            time.sleep(seconds)
+
+        with Patient(seconds):
+            peaks.append(measured_peak(patient, held))
+        if _everywhere(peaks.count(min(peaks)) > 1):
+            break
+    return min(peaks)
+
+
+def _everywhere(settled: bool) -> bool:
+    """Whether it is so on every rank: all measure equally often, as a step needs all of them."""
+    flag = torch.tensor(int(settled))
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)
 
 
 def constants(parallel: Any) -> list[torch.Tensor]:

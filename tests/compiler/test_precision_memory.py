@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardweave as sw
-from docs.measure_memory import Patient
+from docs.measure_memory import settled_peak
 from shardweave.compiler.compiler import Compiler
 from shardweave.ir import Grid, Strategy
 from shardweave.runtime.launch import WorkerPool
-from shardweave.runtime.memory import held_bytes, measured_peak
+from shardweave.runtime.memory import held_bytes
 
 RANKS, LAYERS, WIDTH = 4, 24, 256
 FACTORS = [(1, 1), (1, 4), (2, 4), (4, 4)]
@@ -99,8 +99,7 @@ def _measure(parallel: sw.ParallelModule) -> Bytes:
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     held = [*parallel.parameters(), *states]
     copies, gradients = step()
-    with Patient():
-        peak = measured_peak(step, [*held, x])
+    peak = settled_peak(step, [*held, x])
     own = held_bytes(held)
     at_once = own + max(copies, gradients)  # a gradient comes where a copy goes: one after another, in equal layers
     return Bytes(*(size / NUMEL for size in (own, copies, gradients, at_once, peak)))
