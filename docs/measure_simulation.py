@@ -51,7 +51,7 @@ def main() -> None:
         op.name: sw.Strategy(grids["row" if op.name.endswith(turned) else "column"], rest=rest)
         for op in compiler.annotated.ops
     }
-    decision = Decision(strategies, {}, {}, {}, {})
+    decision = Decision(strategies, {}, {})
     compiled = timed("lower", lambda: compiler._lowered(compiler.annotated, decision, compiler.options))
     graphs = (compiled.step.forward, compiled.step.backward)
     print(f"{cluster.world_size} devices, {sum(len(module.graph.nodes) for module in graphs):,} nodes")

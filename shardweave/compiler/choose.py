@@ -208,11 +208,8 @@ def largest(sizes: Mapping[str, int], count: int = 3) -> list[tuple[str, int]]:
 
 
 def _decision(costed: Costed, solution: Solution) -> Decision:
-    found = Decision({}, {}, {}, {}, {})
-    problem, choice = costed.problem, solution.choice
-    figures = problem.kept_by_op(choice), problem.seconds_by_op(choice)
-    for variable, index, size, seconds in zip(costed.variables, choice, *figures, strict=True):
-        found.kept_bytes[variable.name], found.seconds[variable.name] = size, seconds
+    found = Decision({}, {}, {})
+    for variable, index in zip(costed.variables, solution.choice, strict=True):
         if variable.op is not None:
             found.strategies[variable.name] = variable.strategies[index]
         elif variable.modes:

@@ -28,14 +28,12 @@ LEFT = 2
 
 
 class Decision(NamedTuple):
-    """What a plan says of each op, each join and each layer, by name, and the bytes that each keeps and its seconds."""
+    """What a plan says of each op, each join and each layer, by name."""
 
     strategies: dict[str, Strategy]
     joins: dict[str, Assignment]
     modes: dict[str, Mode]
     """How layers are recomputed that the planner chose it for."""
-    kept_bytes: dict[str, int]
-    seconds: dict[str, float]
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def everything(small: Small) -> list[Judged]:
     ops = compiler.annotated.ops
     found = []
     for strategies in product(*(legal(op, small.cluster.mesh()) for op in ops)):
-        decision = Decision({op.name: strategy for op, strategy in zip(ops, strategies)}, {}, {}, {}, {})
+        decision = Decision({op.name: strategy for op, strategy in zip(ops, strategies)}, {}, {})
         try:
             step = compiler._lowered(compiler.annotated, decision, compiler.options)
         except ParallelError:  # what no order of its axes can be lowered for

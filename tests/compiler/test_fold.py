@@ -203,6 +203,4 @@ def wide() -> Compiler:
 
 def decided(compiler: Compiler, plan: sw.Plan) -> Decision:
     strategies = {name: choice.strategy for name, choice in plan.choices.items()}
-    kept = {name: choice.state_bytes + choice.saved_bytes for name, choice in plan.choices.items()}
-    seconds = {name: choice.seconds for name, choice in plan.choices.items()}
-    return Decision(strategies, compiler.joins_of(plan), {}, kept, seconds)
+    return Decision(strategies, compiler.joins_of(plan), {})

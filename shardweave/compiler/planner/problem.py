@@ -299,16 +299,6 @@ class Problem:
                 found[edge.producer] += int(edge.kept[chosen[edge.producer].out_port, chosen[edge.consumer].in_port])
         return found
 
-    def seconds_by_op(self, choice: Sequence[int]) -> list[float]:
-        """What each op takes under `choice`, on all streams together; an edge belongs to its producer."""
-        chosen = self.chosen(choice)
-        found = [candidate.seconds + sum(candidate.loads) for candidate in chosen]
-        for edge in self.edges:
-            at = chosen[edge.producer].out_port, chosen[edge.consumer].in_port
-            loads = 0.0 if edge.loads is None else float(edge.loads[:, at[0], at[1]].sum())
-            found[edge.producer] += float(edge.seconds[at]) + loads
-        return found
-
     def feasible(self, choice: Sequence[int]) -> bool:
         """Whether `choice` fits into the memory limit and all its ports go together."""
         return self.memory(choice) <= self.memory_limit and self.ticks(choice) is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -164,18 +165,23 @@ def _add(costing: Costing, number: int, share: _Share, node: fx.Node, layer: str
     lies = [port[0] for port in costing.lies[node]]
     sizes = np.array([float(local_numel(layout)) for layout in lies]) * itemsize
     share.again += _compute(costing, number, node, sizes)
-    partial = [tuple(axis for axis in layout.partial_axes if axis.kind == "space") for layout in lies]
+    unsummed = [tuple(axis for axis in layout.partial_axes if axis.kind == "space") for layout in lies]
     across = any(region_of(user) != layer and not info(user).backward for user in users_through_views(node))
     if not across and node not in costing.returned:
         if costing.needed_by_backward(node):
             share.inside += sizes
-            share.reduced += np.where([bool(axes) for axes in partial], sizes, 0.0)
-        for port, axes in enumerate(partial):
+            share.reduced += np.where([bool(axes) for axes in unsummed], sizes, 0.0)
+        for port, axes in enumerate(unsummed):
             if axes:
                 share.moved[port] += collective_seconds("all_reduce", int(sizes[port]), axes, costing.prices.cluster)
     if node in costing.roles:
-        share.inside += costing.read_bytes(node, lambda argument: region_of(argument) == layer)
-        share.reduced += costing.read_bytes(node, lambda argument: region_of(argument) == layer, gathered=True)
+        own = partial(_lies_in, layer)
+        share.inside += costing.read_bytes(node, own)
+        share.reduced += costing.read_bytes(node, own, gathered=True)
+
+
+def _lies_in(layer: str, node: fx.Node) -> bool:
+    return region_of(node) == layer
 
 
 def _compute(costing: Costing, number: int, node: fx.Node, sizes: Floats) -> Floats:
