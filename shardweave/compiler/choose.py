@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardweave.compiler.judge import Decision, Judged
-from shardweave.compiler.planner.costing import Costed
 from shardweave.compiler.planner.recomputation import layer_named
+from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.solver import Solution, smallest, solve
 from shardweave.compiler.planner.tidy import tidied
+from shardweave.compiler.planner.windows import in_turn, overlapping
 from shardweave.compiler.refine import rivals
 from shardweave.errors import InfeasibleError
 from shardweave.units import readable_bytes
@@ -17,11 +19,21 @@ from shardweave.units import readable_bytes
 UNLIMITED = 2**62
 """Bytes that no device has."""
 
-GAP, EXACT = 1e-3, 2**13
+GAP, EXACT = 1e-3, 2**10
 """How far from its bound an answer of the program may be; of problems with at most so many candidates, not at all."""
 
-FAR = 1.5
-"""A plan that the program counts as so many times the limit is not simulated: it does not fit."""
+ROUGH, TINY = 5e-3, 2**8
+"""The same where the simulator has the last word; of problems with at most so many candidates, not at all."""
+
+TRIES = 4
+"""How often the program is asked for less than it counted, before it is asked under the limit."""
+
+MANY = 8
+"""Families of plans that rivals are looked for in."""
+
+FAR, FAR_SMALL = 1.5, 2.0
+"""A plan that the program counts as so many times the limit is not simulated: it does not fit. Of problems with at most
+`EXACT` candidates, of which the program's memory is the roughest."""
 
 Start = Callable[[Costed], Sequence[int] | None]
 """From a problem to a choice to begin with."""
@@ -43,6 +55,19 @@ class Chosen:
     def decision(self) -> Decision:
         """What it says of each op and join."""
         return _decision(self.costed, self.solution)
+
+
+@dataclass(frozen=True)
+class Both:
+    """A step's problem twice: that of a step in which all hides that can, and that of one in which nothing does."""
+
+    overlapping: Costed
+    in_turn: Costed
+
+    @classmethod
+    def of(cls, costed: Costed, limit: int) -> Both:
+        """Of what has the seconds of both, under a memory limit."""
+        return cls(*(_limited(replace(costed, problem=part(costed.problem)), limit) for part in (overlapping, in_turn)))
 
 
 @dataclass(frozen=True)
@@ -68,7 +93,7 @@ class Chooser:
     """What has been simulated, by its choice (of a problem with modes a longer one than without) and the limit."""
 
     def choose(self, costed: Costed, smaller: Callable[[], Costed] | None = None) -> Chosen:
-        """The best choice whose generated step, simulated, fits.
+        """The best choice whose generated step, simulated, fits; `costed` has the seconds both overlapped and in turn.
 
         The program adds up what its ops hold, mostly a little too much; the simulator follows every value of the
         generated step, and is the judge. Where the fastest plan of all fits, it is the answer. Otherwise the program
@@ -82,30 +107,74 @@ class Chooser:
             With the smallest memory that would do, and what takes it.
         """
         limit = costed.problem.memory_limit
-        free = _limited(costed, UNLIMITED)
-        fastest = self._solve(free, self.start(costed))
-        if costed.problem.memory(fastest.choice) <= FAR * limit:
-            first = self._simulated(free, fastest, limit)
-            if _peak(first) <= limit:
-                return _within(self._refined(free, first, limit), limit)
-        if smaller is not None:
-            costed = smaller()
-        found = self._under(costed, limit, self.start(costed) or (fastest.choice if smaller is None else None))
-        if found is not None:
-            return _within(self._refined(costed, found, limit), limit)
-        return self._last(costed, fastest, limit)
+        free = Both.of(costed, UNLIMITED)
+        fastest = self._solve(free.overlapping, self.start(free.overlapping), rough=True)
+        near = self._near(free, fastest, limit)
+        if near and _peak(best := _fastest(near)) <= limit:
+            return _within(best, limit)
+        given = costed if smaller is None else smaller()
+        both = Both.of(given, limit)
+        hint = self.start(both.overlapping) or (fastest.choice if smaller is None else None)
+        found = self._under(both.overlapping, limit, hint, fastest.waits_for)
+        too_large = [chosen for chosen in near if _peak(chosen) <= limit]  # by the program's count, but they fit
+        fits = self._with_rivals(both, found, limit) if found is not None else []
+        if not (too_large or fits):
+            return self._last(both.overlapping, free, fastest, limit)
+        best = _fastest([*too_large, *fits])
+        if found is None or any(best is chosen for chosen in too_large):
+            bound = fastest.bound  # of all choices: of those that fit, too, nothing more is known
+        else:
+            bound = min([found.solution.bound, *(chosen.solution.objective for chosen in too_large)])
+        return _within(replace(best, solution=best.solution.held_to(bound)), limit)
 
-    def _refined(self, costed: Costed, best: Chosen, limit: int) -> Chosen:
-        """The fastest by the simulator of the best choice and its rivals, of those that fit."""
-        found = best
-        exact = _is_small(costed)
-        for solution in rivals(costed, best.solution, lambda family: self._solve(family, exact=exact)):
-            rival = self._simulated(costed, solution, limit)
-            if _peak(rival) <= limit and rival.judged.step_time < found.judged.step_time:
-                found = rival
+    def _near(self, free: Both, fastest: Solution, limit: int) -> list[Chosen]:
+        """The fastest choice of all, first, and its rivals, simulated; some may not fit. None where it is far off."""
+        far = FAR_SMALL if _is_small(free.overlapping) else FAR
+        if free.overlapping.problem.memory(fastest.choice) > far * limit:
+            return []
+        fastest = self._solve(free.overlapping, fastest.choice, fastest.waits_for)
+        found = self._with_rivals(free, self._simulated(free.overlapping, fastest, limit), limit)
+        if _size(free.overlapping) <= TINY and all(_peak(chosen) > limit for chosen in found):
+            found += self._from_above(free.overlapping, found[0], limit)
         return found
 
-    def _last(self, costed: Costed, fastest: Solution, limit: int) -> Chosen:
+    def _from_above(self, costed: Costed, chosen: Chosen, limit: int) -> list[Chosen]:
+        """The fastest choices that count less and less, simulated, until one fits: the program may count too much."""
+        found: list[Chosen] = []
+        while len(found) < TRIES and _peak(chosen) > limit:
+            asked = _limited(costed, costed.problem.memory(chosen.solution.choice) - 1)
+            try:
+                chosen = self._simulated(costed, self._solve(asked, rough=True), limit)
+            except InfeasibleError:
+                break
+            found.append(chosen)
+        return found
+
+    def _with_rivals(self, both: Both, best: Chosen, limit: int) -> list[Chosen]:
+        """The best choice and its rivals, simulated; of problems under the limit those that fit."""
+        costed = both.overlapping
+        found = [best, *self._rivals(costed, best, limit, MANY)]
+        limited = costed.problem.memory_limit < UNLIMITED
+        other = self._under(both.in_turn, limit, rough=True) if limited else self._free(both.in_turn, limit)
+        if other is not None:
+            others = [other, *self._rivals(both.in_turn, other, limit, 1)]
+            found += [_chosen(costed, _solution(costed, each, best), each.judged) for each in others]
+        return [chosen for chosen in found if not limited or _peak(chosen) <= limit]
+
+    def _free(self, costed: Costed, limit: int) -> Chosen:
+        """About the best choice, whether it fits or not."""
+        return self._simulated(costed, self._solve(costed, rough=True), limit)
+
+    def _rivals(self, costed: Costed, best: Chosen, limit: int, most: int) -> list[Chosen]:
+        """The rivals, simulated."""
+        found = rivals(costed, best.solution, self._close, most)
+        return [self._simulated(costed, solution, limit) for solution in found]
+
+    def _close(self, costed: Costed, best: Solution, ceiling: float) -> Solution:
+        """A choice that is nearly the best one, if that takes less than `ceiling` seconds."""
+        return self._solve(costed, waits_for=best.waits_for, ceiling=ceiling, rough=True)
+
+    def _last(self, costed: Costed, free: Both, fastest: Solution, limit: int) -> Chosen:
         """The smallest plan of all, where the program finds none that fits."""
         choice = smallest(costed.problem, self.time_limit)
         assert choice is not None  # there is a fastest one
@@ -114,7 +183,7 @@ class Chooser:
             return _within(least, limit)
         needed = _peak(least)
         # What is counted as more than the smallest may be simulated as less, and the smallest in another order, too
-        while (found := self._under(costed, needed - 1) or self._fits(least, needed - 1)) is not None:
+        while (found := self._below(needed, costed, free, fastest, least)) is not None:
             least, needed = found, found.peak_memory
         if needed <= limit:  # asked from above, the program came by a plan that it had skipped under this limit
             return self._lowered_under(limit, least)
@@ -131,18 +200,32 @@ class Chooser:
         judged = self.simulate(_decision(chosen.costed, chosen.solution), limit)
         return _within(_chosen(chosen.costed, chosen.solution, judged), limit)
 
+    def _below(self, needed: int, costed: Costed, free: Both, fastest: Solution, least: Chosen) -> Chosen | None:
+        """A plan that needs less than so much."""
+        limit = needed - 1
+        found = self._under(costed, limit) or self._fits(least, limit)
+        near = [] if found else self._near(free, fastest, limit)
+        return found or next((_within(each, limit) for each in near if _peak(each) <= limit), None)
+
     def _fits(self, chosen: Chosen, limit: int) -> Chosen | None:
         """A plan scheduled under a limit; None where it does not meet it."""
         again = self._simulated(chosen.costed, chosen.solution, limit)
         return _within(again, limit) if _peak(again) <= limit else None
 
-    def _under(self, costed: Costed, limit: int, hint: Sequence[int] | None = None) -> Chosen | None:
+    def _under(
+        self,
+        costed: Costed,
+        limit: int,
+        hint: Sequence[int] | None = None,
+        waits_for: Sequence[str] = (),
+        rough: bool = False,
+    ) -> Chosen | None:
         """The best choice that fits into `limit` when simulated, too; None where the program runs out of choices."""
         asked = _limited(costed, limit)
         first: Solution | None = None
         while True:
             try:
-                solution = self._solve(asked, hint)
+                solution = self._solve(asked, hint, first.waits_for if first else waits_for, rough=rough)
             except InfeasibleError:
                 return None
             first, hint = first or solution, hint if first is None else first.choice
@@ -154,11 +237,17 @@ class Chooser:
             counted = costed.problem.memory(solution.choice)
             asked = _limited(costed, min(counted - 1, limit - (_peak(chosen) - counted)))
 
-    def _solve(self, costed: Costed, hint: Sequence[int] | None = None, exact: bool | None = None) -> Solution:
-        exact = _is_small(costed) if exact is None else exact
-        found = solve(costed.problem, self.time_limit, hint=hint, gap=0.0 if exact else GAP)
-        if exact:
-            return found
+    def _solve(
+        self,
+        costed: Costed,
+        hint: Sequence[int] | None = None,
+        waits_for: Sequence[str] = (),
+        ceiling: float = math.inf,
+        rough: bool = False,
+    ) -> Solution:
+        rough = rough and _size(costed) > TINY
+        gap = ROUGH if rough else 0.0 if _is_small(costed) else GAP
+        found = solve(costed.problem, self.time_limit, None, hint, waits_for, gap, ceiling, rough)
         choice = tidied(costed.problem, costed.variables, self.runs, found.choice)
         return replace(found, choice=choice, objective=costed.problem.objective(choice)).held_to(found.bound)
 
@@ -176,8 +265,21 @@ def _chosen(costed: Costed, solution: Solution, judged: Judged) -> Chosen:
     return Chosen(costed, solution, judged, max(costed.problem.memory(solution.choice), judged.peak_memory))
 
 
+def _solution(costed: Costed, chosen: Chosen, best: Chosen) -> Solution:
+    """What was chosen as a solution of the program whose best one is known."""
+    choice = chosen.solution.choice
+    if choice == best.solution.choice:
+        return best.solution
+    objective = costed.problem.objective(choice)
+    return Solution(choice, objective, min(best.solution.bound, objective), "feasible", best.solution.seconds)
+
+
 def _is_small(costed: Costed) -> bool:
-    return sum(len(op.candidates) for op in costed.problem.ops) <= EXACT
+    return _size(costed) <= EXACT
+
+
+def _size(costed: Costed) -> int:
+    return sum(len(op.candidates) for op in costed.problem.ops)
 
 
 def _limited(costed: Costed, limit: int) -> Costed:
@@ -187,6 +289,11 @@ def _limited(costed: Costed, limit: int) -> Costed:
 def _unproven(costed: Costed, choice: tuple[int, ...], fastest: Solution) -> Solution:
     """A choice of which all that is known is that none is faster than the fastest of all."""
     return Solution(choice, costed.problem.objective(choice), fastest.bound, "feasible", 0.0)
+
+
+def _fastest(found: Sequence[Chosen]) -> Chosen:
+    """By the simulator; the first of equal ones."""
+    return min(found, key=lambda chosen: chosen.judged.step_time)
 
 
 def _peak(chosen: Chosen) -> int:

@@ -36,9 +36,9 @@ class OpChoice:
     ----------
     strategy : Strategy
     seconds : float
-        Forward and backward, communication included.
+        What it adds to the program's time, forward and backward: to what each of these waits for.
     communication_seconds : float
-        The part of `seconds` that its collectives take when nothing hides them.
+        What its own collectives take when nothing hides them.
     state_bytes, saved_bytes, transient_bytes : int
         Parameters, gradients and optimizer states; kept for the backward; needed only while it runs.
     runner_up : RunnerUp, optional

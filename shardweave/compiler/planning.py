@@ -23,8 +23,9 @@ from shardweave.compiler.op_choice import OpChoice, RunnerUp
 from shardweave.compiler.pipeline import Annotated
 from shardweave.compiler.plan import Plan, Saving
 from shardweave.compiler.planner.alternatives import alternatives
-from shardweave.compiler.planner.costing import Costed, Costing
+from shardweave.compiler.planner.costing import Costing
 from shardweave.compiler.planner.recomputation import layer_named, with_modes
+from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.unfold import unfold
 from shardweave.compiler.steps import Steps
 from shardweave.compiler.weaving import with_times
@@ -141,21 +142,22 @@ class Planning:
         seconds: float,
     ) -> Plan:
         problem, solution, options = chosen.costed.problem, chosen.solution, self.options
-        annotated, kept = priced.annotated, problem.kept_by_op(solution.choice)
+        annotated = priced.annotated
+        seconds_of, kept = problem.seconds_by_op(solution.choice), problem.kept_by_op(solution.choice)
         others = alternatives(problem, solution.choice)
         choices: dict[str, OpChoice] = {}
-        rows = zip(chosen.costed.variables, problem.ops, solution.choice, others, kept)
-        for variable, row, index, other, own_bytes in rows:
-            if variable.op is None:
+        rows = zip(chosen.costed.variables, problem.ops, solution.choice, others, seconds_of, kept)
+        for variable, row, index, other, own_seconds, own_bytes in rows:
+            if variable.op is None or variable.prices is None:
                 continue
-            candidate, price = row.candidates[index], variable.prices[index]
+            candidate = row.candidates[index]
             runner_up = None
             if other is not None:
                 runner_up = RunnerUp(variable.strategies[other.candidate], other.seconds, other.missing_bytes)
             choices[variable.name] = OpChoice(
                 variable.strategies[index],
-                candidate.seconds,
-                price.communication,
+                own_seconds,
+                variable.prices.communication(index),
                 candidate.state_bytes,
                 own_bytes - candidate.state_bytes,
                 candidate.transient_bytes,

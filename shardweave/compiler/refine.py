@@ -7,21 +7,25 @@ scheduled and simulated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
-from shardweave.compiler.planner.costing import Costed
 from shardweave.compiler.planner.reductions import Kept, invert, restricted
+from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.solver import Solution
 from shardweave.errors import PlanError
 from shardweave.ir import Strategy
+
+Solve = Callable[[Costed, Solution, float], Solution]
 
 CLOSE, MOST = 0.1, 2
 """How much longer than the best plan's the program may say that a plan's step is, to be simulated: how far the two may
 disagree; and how many of these are."""
 
 
-def rivals(costed: Costed, best: Solution, solve: Callable[[Costed], Solution]) -> Iterator[Solution]:
+def rivals(costed: Costed, best: Solution, solve: Solve, most: int) -> Iterator[Solution]:
     """The best choices of families that are others than the best of all and close to it: first the least degree's.
 
     Parameters
@@ -31,41 +35,45 @@ def rivals(costed: Costed, best: Solution, solve: Callable[[Costed], Solution]) 
     best : Solution
         The best of all.
     solve : callable
-        From a smaller problem to its best choice; raises `PlanError` where there is none.
+        From a smaller problem, the best of all and a number of seconds to its best choice, if that takes less; may
+        raise `PlanError` where there is none.
+    most : int
+        How many families are looked at.
     """
     seen = {best.choice}
     close: list[Solution] = []
-    for kept in families(costed, below=_degree_of(costed, best)):
-        family = replace(costed, problem=restricted(costed.problem, kept))
+    ceiling = best.objective * (1 + CLOSE)
+    for kept in islice(families(costed, best.choice), most):
         try:
-            found = solve(family)
+            found = solve(replace(costed, problem=restricted(costed.problem, kept)), best, ceiling)
         except PlanError:
             continue
         choice = invert(found.choice, kept)
-        if choice not in seen and found.objective <= best.objective * (1 + CLOSE):
+        if choice not in seen and found.objective <= ceiling:
             seen.add(choice)
             close.append(replace(found, choice=choice).held_to(best.bound))
     yield from [*close[:1], *sorted(close[1:], key=lambda solution: solution.objective)][:MOST]
 
 
-def families(costed: Costed, below: int) -> Iterator[Kept]:
-    """For each degree of tensor parallelism that is less than this one, what is left of the candidates up to it.
+def families(costed: Costed, choice: Sequence[int]) -> Iterator[Kept]:
+    """For some degrees of tensor parallelism that are less than a choice's, what is left of the candidates up to them.
 
-    The best choice of all is also the best of the families of its own degree and more.
+    The best choice of all is also the best of the families of its own degree and more. So the least degree is one, and
+    the next to the choice's own. Once all ops count, and once those of layers alone, which have others like them: what
+    a model has once, such as its head, is then free.
     """
     degrees = [[degree(strategy) for strategy in variable.strategies] for variable in costed.variables]
-    levels = sorted({each for own in degrees for each in own})
-    for level in levels:
-        if level < below and all(not own or min(own) <= level for own in degrees):
+    alike = Counter(row.group for row, own in zip(costed.problem.ops, degrees) if own)
+    layers = [own if alike[row.group] > 1 else [] for row, own in zip(costed.problem.ops, degrees, strict=True)]
+    for counted in [degrees, layers] if any(layers) else [degrees]:
+        highest = max((own[index] for own, index in zip(counted, choice, strict=True) if own), default=1)
+        least = max((min(own) for own in counted if own), default=1)
+        levels = sorted({each for own in counted for each in own if least <= each < highest})
+        for level in dict.fromkeys([*levels[:1], *levels[-1:]]):
             yield tuple(
                 tuple(index for index in range(len(row.candidates)) if not own or own[index] <= level)
-                for row, own in zip(costed.problem.ops, degrees, strict=True)
+                for row, own in zip(costed.problem.ops, counted, strict=True)
             )
-
-
-def _degree_of(costed: Costed, solution: Solution) -> int:
-    chosen = zip(costed.variables, solution.choice, strict=True)
-    return max((degree(variable.strategies[index]) for variable, index in chosen if variable.strategies), default=1)
 
 
 def degree(strategy: Strategy) -> int:

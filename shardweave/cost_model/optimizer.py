@@ -34,8 +34,29 @@ def optimizer_seconds(sizes: Sequence[int], states: float, cluster: Cluster) -> 
     >>> optimizer_seconds([2**20], 2.0, cluster) > optimizer_seconds([2**20], 0.0, cluster)
     True
     """
-    passes = float(np.interp(states, _STATES, _PASSES))
-    host = float(np.interp(states, _STATES, _HOST_SECONDS)) * len(sizes)
-    if cluster.device.allocator == "cpu":  # one parameter after another, in kernels that read two tensors and write one
-        return host + passes / 3 * sum(bytes_seconds(3 * size, cluster) for size in sizes)
-    return max(host, bytes_seconds(passes * sum(sizes), cluster))
+    if cluster.device.allocator == "cpu":
+        return sum(optimizer_loads(size, states, cluster)[1] for size in sizes)
+    return max(_host_seconds(states) * len(sizes), bytes_seconds(_passes(states) * sum(sizes), cluster))
+
+
+def optimizer_loads(size: int, states: float, cluster: Cluster) -> tuple[float, float]:
+    """Seconds that one parameter of so many bytes adds to the host's work and to the device's, which go on at once.
+
+    On a CPU, which is both, one parameter comes after another, in kernels that read two tensors and write one.
+
+    >>> host, device = optimizer_loads(2**20, 2.0, Cluster.preset("dgx-a100"))
+    >>> max(host, device) == optimizer_seconds([2**20], 2.0, Cluster.preset("dgx-a100"))
+    True
+    """
+    passes, host = _passes(states), _host_seconds(states)
+    if cluster.device.allocator == "cpu":
+        return 0.0, host + passes / 3 * bytes_seconds(3 * size, cluster)
+    return host, bytes_seconds(passes * size, cluster)
+
+
+def _passes(states: float) -> float:
+    return float(np.interp(states, _STATES, _PASSES))
+
+
+def _host_seconds(states: float) -> float:
+    return float(np.interp(states, _STATES, _HOST_SECONDS))

@@ -45,15 +45,7 @@ class Small:
 SMALL = [
     Small("rtx3090-pcie", 512, 1024, 4096, 1024),
     Small("rtx3090-nvlink", 4096, 2048, 2048, 512),
-    pytest.param(
-        Small("rtx3090-pcie", 16384, 1024, 4096, 1024),
-        marks=pytest.mark.xfail(
-            strict=True,
-            reason="the program adds compute and communication up, so it does not see that the fastest plan hides its "
-            "reductions (9 % are lost), and counts a batch of inputs that is spread as whole, so it finds nothing that "
-            "fits where data parallelism does",
-        ),
-    ),
+    Small("rtx3090-pcie", 16384, 1024, 4096, 1024),
 ]
 
 
@@ -73,8 +65,18 @@ def everything(small: Small) -> list[Judged]:
     return found
 
 
-@pytest.mark.parametrize("small", SMALL, ids=str)
-@pytest.mark.parametrize("part", [1.0, 0.5])
+HALF_OF_THE_THIRD = pytest.mark.xfail(
+    strict=True,
+    reason="the program counts up to 1.5 times what the simulator sees here, so that nothing fits; of what is "
+    "simulated all the same the best is 7 % from the fastest",
+)
+
+
+@pytest.mark.parametrize(
+    ("small", "part"),
+    [*product(SMALL, [1.0]), *product(SMALL[:2], [0.5]), pytest.param(SMALL[2], 0.5, marks=HALF_OF_THE_THIRD)],
+    ids=str,
+)
 def test_no_choice_is_much_faster_than_the_plan(small: Small, part: float) -> None:
     """Under no limit, and half way between the smallest memory and that of the fastest choice."""
     choices = everything(small)

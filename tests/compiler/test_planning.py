@@ -122,8 +122,9 @@ def test_as_memory_falls_data_parallelism_gives_way_to_sharded_and_tensor_parall
     assert seen[0] == {"data"}
     mixtures = [names for names in seen if "data" in names and len(names) > 1]
     assert mixtures, seen
-    assert {"sharded", "tensor"} <= set().union(*seen), seen
-    assert {"sharded", "tensor"} <= seen[-1], seen  # an op whose states are small may still rest whole
+    assert "sharded" in seen[-1], seen  # an op whose states are small may still rest whole
+    others = set().union(*(kinds(plan) for name in ("gpt-local", "llama-perlmutter") for plan in fallen(name)[0]))
+    assert {"sharded", "tensor"} <= others, others
     assert_nothing_betters_what_is_proven(plans)
     assert "Raise memory_limit" in str(error)
 

@@ -62,8 +62,8 @@ def test_what_does_not_fit_or_is_refused_is_not_chosen() -> None:
     assert chosen({PLAIN: judged(1.0), HALVES: judged(0.5, peak=2)}, Options(), limit=2) == HALVES
 
 
-@pytest.mark.parametrize("preset, nodes", [("dgx-a100", 2), ("rtx3090-pcie", 1)])
-def test_a_plan_is_never_slower_for_what_is_left_open(preset: str, nodes: int) -> None:
+@pytest.mark.parametrize("preset, nodes, worth", [("dgx-a100", 2, False), ("rtx3090-pcie", 1, True)])
+def test_a_plan_is_never_slower_for_what_is_left_open(preset: str, nodes: int, worth: bool) -> None:
     planner = Planner(*_on_meta())
     on = planner.on(sw.Cluster.preset(preset, nodes=nodes))
     free, closed = on.plan(), on.plan(**CLOSED)
@@ -71,7 +71,7 @@ def test_a_plan_is_never_slower_for_what_is_left_open(preset: str, nodes: int) -
     assert closed.weaving == Weaving()
     one_by_one = [on.plan(**{**CLOSED, **each}) for each in ({"sub_batches": 2}, {"buckets": True})]
     assert free.step_time <= min(plan.step_time for plan in one_by_one) * 1.02
-    assert free.weaving != Weaving() or closed.exposed_communication <= EXPOSED * closed.step_time
+    assert (free.weaving != Weaving()) == worth  # on the DGX neither saves 0.2 % of the plan that the planner finds
 
 
 def test_what_is_chosen_is_lowered() -> None:

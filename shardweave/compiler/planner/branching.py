@@ -43,6 +43,9 @@ _SHARES = 4
 _OPS = 32
 """Ops that are looked at for one to decide."""
 
+_FEW_PARTS = 8
+"""Parts that a rough search bounds."""
+
 _NEVER = 2.0**61
 """Weighs more than any choice."""
 
@@ -63,17 +66,27 @@ class Branching:
         self.walkers: dict[int, Walker] = {}
         self.loose = max(_LOOSE, incumbent.gap / 4)
 
-    def run(self, deadline: float) -> None:
-        """Search until the proof or the deadline (of ``time.monotonic``)."""
+    def run(self, deadline: float, rough: bool = False) -> None:
+        """Search until the proof or the deadline (of ``time.monotonic``), or, `rough`, until only walks go further.
+
+        It may be called again, to go on.
+        """
         incumbent = self.incumbent
-        floor = max((int(table.transient.min()) for table in self.elimination.ops), default=0)
-        self._enter(self.elimination, Part(floor, self.levels[-1]), None)
+        if not self.numbers:
+            floor = max((int(table.transient.min()) for table in self.elimination.ops), default=0)
+            self._enter(self.elimination, Part(floor, self.levels[-1]), None)
         while self.open and time.monotonic() < deadline:
             bound, number, found, walked = heapq.heappop(self.open)
             incumbent.bound = max(incumbent.bound, min(bound, self.left))
             if bound >= incumbent.enough:
                 self.open, self.left = [], min(self.left, bound)
+            elif rough and incumbent.choice and self.numbers >= _FEW_PARTS:
+                heapq.heappush(self.open, (bound, number, found, walked))
+                break
             elif walked > 0.0 or not (self._split(found) or (incumbent.gap and self._decide(found))):
+                if rough and incumbent.choice:
+                    heapq.heappush(self.open, (bound, number, found, walked))
+                    break
                 self._walk(bound, number, found, walked, deadline)
         lowest = min(self.left, self.open[0][0] if self.open else math.inf, incumbent.ticks)
         incumbent.bound = max(incumbent.bound, lowest if lowest < math.inf else 0.0)

@@ -36,11 +36,14 @@ class Move:
         The axes that it is over, outermost first, as the bits of a number; 0 where a change has no such step.
     numel : array of int
         Elements on one device, where they are most: before a reduction or a slice, after a gather.
+    copied : array of int
+        Elements that are copied besides, to lie in a row: where what is cut is not the first dimension.
     """
 
     kind: StepKind
     groups: Ints
     numel: Ints
+    copied: Ints
 
 
 def group_axes(group: int, axes: Sequence[Axis]) -> tuple[Axis, ...]:
@@ -101,39 +104,42 @@ def moves_between(
         pending = (before > 0) & (before != after)
         for op, numbers in reduces.items():
             mine = pending & np.isin(before, numbers)
-            scattered[op].add(axis, index, mine & room)
+            scattered[op].add(axis, index, mine & room, dims[new] > 1)
             reduced[op].add(axis, index, mine & ~room)
         slices = room & (old == 0)
         sliced.add(axis, index, slices & ~pending)
         exchanges = room & (old > 0) & ~want_on[column, old] & ~fixed
-        exchanged.add(axis, index, exchanges)
+        exchanged.add(axis, index, exchanges, exchanges)
         done = (old == new) & ~fixed | slices | exchanges
-        gathered.add(axis, index, (old > 0) & ~done)
+        gathered.add(axis, index, (old > 0) & ~done, dims[old] > 1)
         cut.add(axis, index, (new > 0) & ~done)
 
     numel = np.broadcast_to(have.numel[row], shape)
     found: list[Move] = []
     for op in reduces:
-        found.append(Move("reduce_scatter", scattered[op].axes, numel))
+        found.append(Move("reduce_scatter", scattered[op].axes, numel, numel * scattered[op].apart))
         numel = numel // scattered[op].size
-        found.append(Move("all_reduce", reduced[op].axes, numel))
-    found.append(Move("slice", sliced.axes, numel))
+        found.append(Move("all_reduce", reduced[op].axes, numel, np.zeros_like(numel)))
+    found.append(Move("slice", sliced.axes, numel, numel // sliced.size * (sliced.axes > 0)))
     numel = numel // sliced.size
-    found.append(Move("all_to_all", exchanged.axes, numel))
+    found.append(Move("all_to_all", exchanged.axes, numel, numel * exchanged.apart))
     numel = numel * gathered.size
-    found += [Move("all_gather", gathered.axes, numel), Move("slice", cut.axes, numel)]
+    found.append(Move("all_gather", gathered.axes, numel, numel * gathered.apart))
+    found.append(Move("slice", cut.axes, numel, numel // cut.size * (cut.axes > 0)))
     return [move for move in found if move.groups.any()]
 
 
 class _Groups:
-    """The group of one step of each change: its axes as bits, and its size."""
+    """The group of one step of each change: its axes as bits, its size, whether it moves what does not lie in a row."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.axes, self.size = np.zeros(shape, dtype=np.int64), np.ones(shape, dtype=np.int64)
+        self.apart = np.zeros(shape, dtype=bool)
 
-    def add(self, axis: Axis, index: int, where: Bools) -> None:
+    def add(self, axis: Axis, index: int, where: Bools, apart: Bools | bool = False) -> None:
         """One axis more, where it takes part."""
         self.axes += where * (1 << index)
+        self.apart |= where & apart
         self.size *= np.where(where, axis.size, 1)
 
 

@@ -23,11 +23,15 @@ class Progress:
 class Incumbent:
     """The best choice for the problem of `tables`, its ticks (infinite before there is one), and the bound.
 
-    `gap` is the part of the best choice's time that the bound may stay behind.
+    `gap` is the part of the best choice's time that the bound may stay behind, `ceiling` the seconds from which on no
+    choice is of interest.
     """
 
-    def __init__(self, tables: Tables, progress: Callable[[Progress], None] | None, gap: float) -> None:
+    def __init__(
+        self, tables: Tables, progress: Callable[[Progress], None] | None, gap: float, ceiling: float = math.inf
+    ) -> None:
         self.tables, self.progress, self.gap = tables, progress, gap
+        self.ceiling = ceiling * TICKS_PER_SECOND
         self.start = time.monotonic()
         self.choice: tuple[int, ...] | None = None
         self.ticks = math.inf
@@ -55,9 +59,15 @@ class Incumbent:
             self.progress(Progress(time.monotonic() - self.start, objective, least))
 
     @property
+    def least_seconds(self) -> float:
+        """The bound: the best choice's own time where that is proven."""
+        return (self.ticks if self.proven else min(self.ticks, max(0.0, self.bound))) / TICKS_PER_SECOND
+
+    @property
     def enough(self) -> float:
-        """A bound that ends the search: the best choice is then as good as was asked for."""
-        return self.ticks - self.gap * max(0.0, self.ticks) if self.ticks < math.inf else math.inf
+        """A bound that ends the search: the best choice is then as good as was asked for, or none is of interest."""
+        enough = self.ticks - self.gap * max(0.0, self.ticks) if self.ticks < math.inf else math.inf
+        return min(enough, self.ceiling)
 
     @property
     def done(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import fx
 from shardweave.compiler.planner.changes import Ints, group_axes, moves_between
 from shardweave.cost_model import Cluster, collective_seconds
 from shardweave.cost_model.collectives import crossed_level
-from shardweave.cost_model.compute import Work, node_work, work_seconds
+from shardweave.cost_model.compute import Work, bytes_seconds, node_work, work_seconds
 from shardweave.cost_model.products import product_of
 from shardweave.cost_model.signature import signature, tensor_shape
 from shardweave.ir import Assignment, Axis, BoundRule, Dims, Layout, Mesh
@@ -21,19 +22,9 @@ from shardweave.passes.annotate import info
 from shardweave.passes.layouts import LOCAL, StepKind, rest_layouts, steps_between
 from shardweave.passes.rules.registry import tensor_args
 
-# What carries the gradient back where the forward moved the value this way.
-TRANSPOSED: dict[StepKind, StepKind | None] = {
-    "all_gather": "reduce_scatter",
-    "reduce_scatter": "all_gather",
-    "slice": "all_gather",
-    "all_to_all": "all_to_all",
-    "all_reduce": None,
-    "pad": None,
-    "unpad": None,
-}
-
 Links = NDArray[np.float64]
-"""Seconds on links: of the way there and of the gradient's way back, on each level of the cluster."""
+"""Seconds of changes of layout, there and of the gradient's way back, by what takes them: copies that the device makes,
+then the links of each level of the cluster that has any."""
 
 
 def local_numel(layout: Layout) -> int:
@@ -53,35 +44,56 @@ class Prices:
     def __init__(self, mesh: Mesh, cluster: Cluster) -> None:
         self.mesh, self.cluster = mesh, cluster
         self._axes = (*mesh.axes, *mesh.all_times, *mesh.slices)
-        self._levels = [level.name for level in cluster.levels]
+        self.levels = [level.name for level in cluster.levels if level.size > 1] or [cluster.levels[0].name]
         self._groups: dict[int, tuple[Axis, ...]] = {}
         self._collectives: dict[tuple[str, tuple[Axis, ...]], dict[int, tuple[int, float]]] = {}
         self._works: dict[fx.Node, Work | None] = {}
         self._rests: dict[tuple[Layout, tuple[tuple[Axis, ...], ...]], list[Layout]] = {}
         self._computed: dict[tuple[object, ...], float] = {}
 
-    def table(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: int) -> Links:
-        """From each of `haves` to each of `wants`: an array of two ways, the levels, and the two."""
-        links = np.zeros((2, len(self._levels), len(haves), len(wants)))
-        for move in moves_between(haves, wants, self._axes):
-            self._add(links, move.kind, move.groups, move.numel * itemsize)
+    def table(
+        self, haves: Sequence[Layout], wants: Sequence[Layout], gradients: Sequence[Layout], itemsize: int
+    ) -> Links:
+        """From each of `haves` to each of `wants`, and from where these leave the gradient back to each of `haves`.
+
+        An array of the two ways, what takes them, and the two.
+        """
+        links = np.zeros((2, 1 + len(self.levels), len(haves), len(wants)))
+        self._add_all(links[0], haves, wants, itemsize)
+        self._add_all(links[1].swapaxes(1, 2), gradients, [_whole(have) for have in haves], itemsize)
         return links
 
-    def pairs(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: int) -> Links:
-        """From each of `haves` to that of `wants` in the same place: an array of two ways, the levels, and these."""
-        links = np.zeros((2, len(self._levels), len(haves)))
+    def pairs(
+        self, haves: Sequence[Layout], wants: Sequence[Layout], gradients: Sequence[Layout], itemsize: int
+    ) -> Links:
+        """As `table`, from each of `haves` only to what is in the same place."""
+        back = self.one_way(gradients, [_whole(have) for have in haves], itemsize)
+        return np.stack([self.one_way(haves, wants, itemsize), back])
+
+    def one_way(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: int) -> Links:
+        """From each of `haves` to that of `wants` in the same place: an array of what takes it, and these."""
+        links = np.zeros((1 + len(self.levels), len(haves)))
         plain = [index for index, pair in enumerate(zip(haves, wants)) if not any(layout.padding for layout in pair)]
-        found = np.zeros((*links.shape[:2], len(plain)))
-        for move in moves_between([haves[i] for i in plain], [wants[i] for i in plain], self._axes, paired=True):
-            self._add(found, move.kind, move.groups, move.numel * itemsize)
-        links[:, :, plain] = found
+        found = np.zeros((1 + len(self.levels), len(plain)))
+        self._add_all(found, [haves[i] for i in plain], [wants[i] for i in plain], itemsize, paired=True)
+        links[:, plain] = found
         for index in sorted(set(range(len(haves))) - set(plain)):
             for step in steps_between(haves[index], wants[index]):
-                size = max(local_numel(step.before), local_numel(step.after)) * itemsize
-                for way, kind in enumerate(_both_ways(step.kind)):
-                    level, seconds = self.collective(kind, step.axes, size) if kind else (0, 0.0)
-                    links[way, level, index] += seconds
+                if step.kind not in LOCAL:
+                    size = max(local_numel(step.before), local_numel(step.after)) * itemsize
+                    level, seconds = self.collective(step.kind, step.axes, size)
+                    links[1 + level, index] += seconds
         return links
+
+    def _add_all(
+        self, links: Links, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: int, paired: bool = False
+    ) -> None:
+        """Add what changes of layout take: a table of them, or a column."""
+        for move in moves_between(haves, wants, self._axes, paired):
+            sizes, size_of = np.unique(move.copied * itemsize, return_inverse=True)
+            links[0] += np.array([self._copy(int(size)) for size in sizes])[size_of].reshape(move.copied.shape)
+            if move.kind not in LOCAL:
+                self._add(links, move.kind, move.groups, move.numel * itemsize)
 
     def _add(self, links: Links, kind: StepKind, groups: Ints, sizes: Ints) -> None:
         """Add what one step of all changes takes; few of their groups and sizes differ."""
@@ -89,13 +101,15 @@ class Prices:
         different, size_of = np.unique(sizes[on], return_inverse=True)
         pairs, pair_of = np.unique(groups[on] * len(different) + size_of, return_inverse=True)
         numbers = [divmod(int(pair), len(different)) for pair in pairs]
-        for way, name in enumerate(_both_ways(kind)):
-            if name is None:
-                continue
-            priced = [self.collective(name, self._group(group), int(different[size])) for group, size in numbers]
-            levels, seconds = (np.array(column)[pair_of] for column in zip(*priced))
-            for level in range(len(self._levels)):
-                links[way, level][on] += np.where(levels == level, seconds, 0.0)
+        priced = [self.collective(kind, self._group(group), int(different[size])) for group, size in numbers]
+        levels, seconds = (np.array(column)[pair_of] for column in zip(*priced))
+        for level in range(len(self.levels)):
+            links[1 + level][on] += np.where(levels == level, seconds, 0.0)
+
+    def _copy(self, num_bytes: int) -> float:
+        """Seconds of reading and writing so many bytes."""
+        device = self.cluster.device
+        return device.launch_latency + bytes_seconds(2 * num_bytes, self.cluster) if num_bytes else 0.0
 
     def _group(self, group: int) -> tuple[Axis, ...]:
         """The axes of one of a move's groups: the same tuple for the same group."""
@@ -108,7 +122,7 @@ class Prices:
         prices = self._collectives.setdefault((kind, axes), {})
         if num_bytes not in prices:
             space = tuple(axis for axis in axes if axis.kind == "space")
-            level = self._levels.index(crossed_level(space, self.cluster)) if space else 0
+            level = self.levels.index(crossed_level(space, self.cluster)) if space else 0
             prices[num_bytes] = level, collective_seconds(kind, num_bytes, space, self.cluster)
         return prices[num_bytes]
 
@@ -159,6 +173,6 @@ class Prices:
         return work_seconds(local, self.cluster)
 
 
-def _both_ways(kind: StepKind) -> tuple[str | None, str | None]:
-    """The collectives of a step, and of the gradient's."""
-    return None if kind in LOCAL else kind, TRANSPOSED[kind]
+def _whole(layout: Layout) -> Layout:
+    """Where the gradient of a value is wanted: of a partial sum it is whole."""
+    return replace(layout, partial=()) if layout.partial else layout

@@ -16,12 +16,16 @@ from torch import fx
 
 from shardweave.compiler.planner.ops import Op, Role
 from shardweave.compiler.planner.prices import Prices, local_numel, tensor_outputs
+from shardweave.compiler.planner.windows import Costs, Floats, Windows
+from shardweave.cost_model.optimizer import optimizer_loads
 from shardweave.ir import Assignment, Axis, Layout, Strategy, axes_size
 from shardweave.passes.annotate import info
 from shardweave.passes.layouts import output_layouts
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.registry import EVERY, tensor_args
 from shardweave.precision import Dtypes
+
+Ints = NDArray[np.int64]
 
 
 class Sizes(NamedTuple):
@@ -38,20 +42,38 @@ class Sizes(NamedTuple):
         return cls(master.itemsize, working.itemsize, reduced.itemsize)
 
 
-@dataclass(frozen=True)
-class OpPrice:
-    """What one op costs at one strategy, on one device.
+@dataclass(frozen=True, eq=False)
+class OpPrices:
+    """What one op costs at each of its strategies, on one device.
 
-    `seconds` is compute and communication together; `communication` the part that moves parameters, gradients and
-    the partial sums of its own backward. `scratch_bytes` is what the optimizer's step needs beside the states: as much
-    as the parameters, for foreach optimizers.
+    Parameters
+    ----------
+    costs : array
+        Seconds of its passes (`windows.Costs`), by strategy.
+    optimizer : array
+        Seconds of the optimizer's step on each stream of its window, by strategy.
+    state_bytes, transient_bytes, scratch_bytes : arrays
+        Bytes by strategy; the last are what the optimizer's step needs beside the states: as much as the parameters,
+        for foreach optimizers.
     """
 
-    seconds: float
-    communication: float
-    state_bytes: int
-    transient_bytes: int
-    scratch_bytes: int = 0
+    costs: Costs
+    optimizer: Floats
+    state_bytes: Ints
+    transient_bytes: Ints
+    scratch_bytes: Ints
+
+    def communication(self, strategy: int) -> float:
+        """Seconds that move parameters, gradients and the partial sums of its own backward, by no means hidden."""
+        return float(self.costs[:, 1:, strategy].sum())
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Whether an op is one of those that nothing comes before, and of those that nothing comes after."""
+
+    first: bool = False
+    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,10 +102,11 @@ class Parameters:
 class _Held:
     """What parameters of one shape move and hold, at each strategy of their op."""
 
-    links: NDArray[np.float64]
-    states: NDArray[np.int64]
-    transient: NDArray[np.int64]
-    scratch: NDArray[np.int64]
+    costs: Costs
+    optimizer: Floats
+    states: Ints
+    transient: Ints
+    scratch: Ints
 
 
 def price_op(
@@ -93,8 +116,10 @@ def price_op(
     port_of: Sequence[int],
     parameters: Parameters,
     prices: Prices,
+    windows: Windows,
     consumers: int,
-) -> list[OpPrice]:
+    ends: Ends,
+) -> OpPrices:
     """The price of an op at each of its strategies: its products, what its parameters move, what they hold.
 
     Parameters
@@ -103,29 +128,36 @@ def price_op(
         The different assignments of its nodes, and the number of each strategy's (`candidates.spread`).
     consumers : int
         How many ops read the same activation: their input gradients are summed before they are reduced.
+    ends : Ends
+        Where nothing hides its parameters' collectives: at the beginning of a pass, and at its end.
     """
     mesh = prices.mesh
     turns = axes_size(mesh.times)
-    spread = np.zeros((len(ports), 2))  # compute and sums: the same wherever states rest
-    for row, assignments in zip(spread, ports):
-        compute = sum(prices.compute(role.node, assignments[role.node.name]) for role in op.roles)
-        sums = sum(_backward_sum(role, assignments[role.node.name], prices) for role in op.roles)
-        row[:] = turns * compute, turns * sums / consumers
-    compute, communication = spread[port_of].T
+    spread = windows.none(len(ports))  # compute and sums: the same wherever states rest
+    for port, assignments in enumerate(ports):
+        for role in op.roles:
+            backward, assignment = int(info(role.node).backward), assignments[role.node.name]
+            spread[backward, 0, port] += prices.compute(role.node, assignment)
+            level, seconds = _owned_sum(role, assignment, prices)
+            spread[1, 1 + level, port] += seconds / consumers
 
     used = {port: op.compute_layout(strategy, mesh) for port, strategy in zip(port_of, strategies)}
     batches = [_batch_axes(op, assignments) for assignments in ports]
     stages, over = [strategy.axes(mesh).stages for strategy in strategies], [batches[port] for port in port_of]
-    companions = Counter(parameters.shapes[1:])
-    parts = [(_held([used[port] for port in port_of], stages, over, parameters, prices), 1)]
-    for shape, count in companions.items():
-        parts.append((_held([Layout.replicated(shape)] * len(stages), stages, over, parameters, prices), count))
-    communication = communication + np.sum([count * held.links for held, count in parts], axis=0)
-    states = np.sum([count * held.states for held, count in parts], axis=0)
-    scratch = np.sum([count * held.scratch for held, count in parts], axis=0)
-    transient = np.max([held.transient for held, _ in parts], axis=0)
-    columns = compute + communication, communication, states, transient, scratch
-    return [OpPrice(*figures) for figures in zip(*(column.tolist() for column in columns))]
+
+    def held(lies: Sequence[Layout]) -> _Held:
+        return _held(lies, stages, over, parameters, prices, windows, ends)
+
+    parts = [(held([used[port] for port in port_of]), 1)]
+    for shape, count in Counter(parameters.shapes[1:]).items():
+        parts.append((held([Layout.replicated(shape)] * len(stages)), count))
+    return OpPrices(
+        turns * spread[:, :, port_of] + np.sum([count * held.costs for held, count in parts], axis=0),
+        np.sum([count * held.optimizer for held, count in parts], axis=0),
+        np.sum([count * held.states for held, count in parts], axis=0),
+        np.max([held.transient for held, _ in parts], axis=0),
+        np.sum([count * held.scratch for held, count in parts], axis=0),
+    )
 
 
 def _held(
@@ -134,6 +166,8 @@ def _held(
     over: Sequence[set[Axis]],
     parameters: Parameters,
     prices: Prices,
+    windows: Windows,
+    ends: Ends,
 ) -> _Held:
     """Of a parameter that the op needs at `lies`, that rests by `stages`, and whose gradient is partial `over` axes."""
     mesh, sizes = prices.mesh, parameters.sizes
@@ -152,18 +186,30 @@ def _held(
     copy, gradient = copied * resting * sizes.working, owning * sizes.master  # gathered or cast once, held for the step
     # In mixed precision the copies are most of a step's states, and gone where the gradients come
     states = states + (np.maximum(copy, gradient) if sizes.master != sizes.working else copy + gradient)
-    links = prices.pairs(master, rest, sizes.working)[0] + 2 * turns * prices.pairs(rest, lies, sizes.working)[0]
+    gathers = turns * prices.one_way(rest, lies, sizes.working)
+    forward = prices.one_way(master, rest, sizes.working) + gathers
     if turns == 1:
-        links += prices.pairs(partials, master, sizes.reduced)[0]
+        reductions = prices.one_way(partials, master, sizes.reduced)
     else:  # AMSP IV-C: into the sums for each micro-batch, from there to the states once a step
         added = [replace(to, partial=tuple(item for item in have.partial if item[0] not in to.shard_axes))
                  for have, to in zip(partials, summed)]  # fmt: skip
-        links += turns * prices.pairs(partials, added, sizes.reduced)[0] + prices.pairs(added, master, sizes.reduced)[0]
+        reductions = turns * prices.one_way(partials, added, sizes.reduced) + prices.one_way(
+            added, master, sizes.reduced
+        )
         apart = np.array([a != b for a, b in zip(summed, master)]) | (sizes.reduced != sizes.master)
         states = states + apart * adding * sizes.reduced  # the sums of the micro-batches, beside what they become
+    nothing = np.zeros_like(gathers)
+    costs = windows.none(len(stages))
+    for alone, links in (
+        (ends.first, np.stack([forward, reductions])),
+        (ends.last, np.stack([nothing, gathers])),
+    ):
+        costs += windows.waited(links) if alone else windows.hidden(links)
     gathered = np.array([a != b for a, b in zip(rest, lies)])
     transient = gathered * 2 * used * (sizes.working + sizes.reduced)  # its own copy, the next one's, gradients
-    return _Held(links.sum(axis=0), states, transient, owning * sizes.master)
+    optimizer = [optimizer_loads(int(size), parameters.optimizer_bytes / sizes.master, prices.cluster)
+                 for size in owning * sizes.master]  # fmt: skip
+    return _Held(costs, np.array(optimizer).T, states, transient, owning * sizes.master)
 
 
 def _batch_axes(op: Op, assignments: Mapping[str, Assignment]) -> set[Axis]:
@@ -173,23 +219,25 @@ def _batch_axes(op: Op, assignments: Mapping[str, Assignment]) -> set[Axis]:
     return found
 
 
-def _backward_sum(role: Role, assignment: Assignment, prices: Prices) -> float:
-    """Reducing what a backward node leaves partial over the parameter's own loops (``x`` of a column-parallel one)."""
+def _owned_sum(role: Role, assignment: Assignment, prices: Prices) -> tuple[int, float]:
+    """Summing what a backward node leaves of an input's gradient with the ranks that own it: its level and seconds.
+
+    What is a partial sum on all ranks is part of the change of layout to where the input lies.
+    """
     bound = info(role.node).rule
     assert bound is not None
     if not info(role.node).backward or len(bound.outputs) != 1:
-        return 0.0
+        return 0, 0.0
     own = {name for _, name in role.atoms}
     mapping = {axis: name for axis, name in assignment.items if name in own or name in role.batch}
     (layout,) = output_layouts(bound, mapping, prices.mesh)
+    apart = tuple(axis for axis, reduce in layout.partial if mapping[axis] in own and reduce == "own")
+    summed = where_summed(role.node) if apart else None
+    if summed is None:
+        return 0, 0.0
     size = local_numel(layout) * tensor_outputs(role.node)[0].element_size()
-    mine = [(axis, reduce) for axis, reduce in layout.partial if mapping[axis] in own]
-    plain, apart = (tuple(axis for axis, reduce in mine if (reduce == "own") == owned) for owned in (False, True))
-    _, seconds = prices.collective("all_reduce", plain, size)
-    if apart and (summed := where_summed(role.node)) is not None:
-        share = math.prod(summed.meta["val"].shape) / math.prod(role.node.meta["val"].shape)
-        seconds += prices.collective("all_reduce", apart, int(size * share))[1]
-    return seconds
+    share = math.prod(summed.meta["val"].shape) / math.prod(role.node.meta["val"].shape)
+    return prices.collective("all_reduce", apart, int(size * share))
 
 
 def where_summed(node: fx.Node) -> fx.Node | None:

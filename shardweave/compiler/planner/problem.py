@@ -299,6 +299,31 @@ class Problem:
                 found[edge.producer] += int(edge.kept[chosen[edge.producer].out_port, chosen[edge.consumer].in_port])
         return found
 
+    def seconds_by_op(self, choice: Sequence[int]) -> list[float]:
+        """What each op takes under `choice` on the busiest stream of each window; an edge belongs to its producer.
+
+        They add up to the objective, but for what is fixed.
+        """
+        chosen, busiest = self.chosen(choice), self.busiest(choice)
+        found = [
+            candidate.seconds + sum(candidate.loads[stream] for stream in busiest if candidate.loads)
+            for candidate in chosen
+        ]
+        for edge in self.edges:
+            at = chosen[edge.producer].out_port, chosen[edge.consumer].in_port
+            loads = 0.0 if edge.loads is None else float(edge.loads[busiest, at[0], at[1]].sum())
+            found[edge.producer] += float(edge.seconds[at]) + loads
+        return found
+
+    def busiest(self, choice: Sequence[int]) -> list[int]:
+        """The stream of each window that it waits for, by its number: the first of equal ones."""
+        loads, found, first = self.load_ticks(choice), [], 0
+        for streams in self.windows:
+            last = first + len(streams)
+            found += [max(range(first, last), key=loads.__getitem__)] if streams else []
+            first = last
+        return found
+
     def feasible(self, choice: Sequence[int]) -> bool:
         """Whether `choice` fits into the memory limit and all its ports go together."""
         return self.memory(choice) <= self.memory_limit and self.ticks(choice) is not None

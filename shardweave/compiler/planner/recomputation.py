@@ -13,22 +13,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import fx
 
-from shardweave.compiler.planner.costing import Costed, Costing, Variable
+from shardweave.compiler.planner.costing import Costing
 from shardweave.compiler.planner.ops import users_through_views
 from shardweave.compiler.planner.prices import local_numel
-from shardweave.compiler.planner.problem import Candidate, Edge, Problem
+from shardweave.compiler.planner.problem import Candidate, Edge
 from shardweave.compiler.planner.problem import Op as Row
-from shardweave.cost_model import collective_seconds
+from shardweave.compiler.planner.rows import Costed, Variable
+from shardweave.compiler.planner.windows import Costs, Floats, Windows
 from shardweave.cost_model.compute import node_work, work_seconds
 from shardweave.ir import MODES, Mode
 from shardweave.passes.annotate import info
 from shardweave.passes.recompute import region_of
 from shardweave.passes.rules import is_view
-
-Floats = NDArray[np.float64]
 
 
 @dataclass
@@ -42,17 +40,20 @@ class _Share:
     again: Floats
     """Computing them again."""
     moved: Floats
-    """The collectives of computing them again."""
+    """The collectives of computing them again, as `prices.Links`."""
 
     @classmethod
-    def none(cls, ports: int) -> _Share:
-        return cls(*(np.zeros(ports) for _ in range(4)))
+    def none(cls, ports: int, levels: int) -> _Share:
+        return cls(np.zeros(ports), np.zeros(ports), np.zeros(ports), np.zeros((1 + levels, ports)))
 
     def kept(self, mode: Mode) -> Floats:
         return {"none": self.inside, "fine": self.reduced, "full": np.zeros_like(self.inside)}[mode]
 
-    def seconds(self, mode: Mode) -> Floats:
-        return {"none": np.zeros_like(self.again), "fine": self.again, "full": self.again + self.moved}[mode]
+    def costs(self, mode: Mode, windows: Windows) -> Costs:
+        """In the backward."""
+        again, moved = (0.0 if mode == "none" else 1.0), (1.0 if mode == "full" else 0.0)
+        computed = windows.computed(np.zeros_like(self.again), again * self.again)
+        return computed + windows.activations(moved * np.stack([np.zeros_like(self.moved), self.moved]))
 
 
 @dataclass
@@ -96,7 +97,9 @@ def with_modes(costing: Costing, costed: Costed) -> Costed:
         variables.append(variable)
         for layer in ends.get(index, ()):
             own = [place[number] for number in layer.shares]
-            tables = [same.edge(share, costing.options.micro_batches, problem) for share in layer.shares.values()]
+            tables = [
+                same.edge(share, costing.options.micro_batches, costing.windows) for share in layer.shares.values()
+            ]
             edges += [replace(table, producer=number, consumer=len(rows)) for number, table in zip(own, tables)]
             rows.append(same.row(layer))
             variables.append(Variable(mode_name(layer.name), -1, modes=MODES))
@@ -132,18 +135,13 @@ class _Same:
             )
         return Row(mode_name(layer.name), self.rows[held], re.sub(r"\d+", "*", layer.name))
 
-    def edge(self, share: _Share, turns: int, problem: Problem) -> Edge:
-        """What an op's values in a layer cost under each mode: in the backward, where nothing hides it."""
+    def edge(self, share: _Share, turns: int, windows: Windows) -> Edge:
+        """What an op's values in a layer cost under each mode."""
         kept = np.stack([share.kept(mode) for mode in MODES], axis=1).astype(np.int64)
-        seconds = turns * np.stack([share.seconds(mode) for mode in MODES], axis=1)
-        key = kept.tobytes(), seconds.tobytes()
+        loads = windows.loads(turns * np.stack([share.costs(mode, windows) for mode in MODES], axis=-1))
+        key = kept.tobytes(), loads.tobytes()
         if key not in self.tables:
-            loads = None
-            if problem.windows:
-                loads = np.zeros((problem.num_streams, *seconds.shape))
-                loads[len(problem.windows[0])] = seconds
-                seconds = np.zeros_like(seconds)
-            self.tables[key] = Edge(0, 1, seconds, loads, kept)
+            self.tables[key] = Edge(0, 1, np.zeros(kept.shape), loads, kept)
         return self.tables[key]
 
 
@@ -155,7 +153,7 @@ def _layers(costing: Costing) -> list[_Layer]:
         if layer and not info(node).backward and not is_view(node) and hasattr(node.meta["val"], "numel"):
             own = found.setdefault(layer, _Layer(layer)).shares
             number = costing.follows[node]
-            share = own.setdefault(number, _Share.none(len(costing.lies[node])))
+            share = own.setdefault(number, _Share.none(len(costing.lies[node]), len(costing.prices.levels)))
             _add(costing, number, share, node, layer)
     return [layer for layer in found.values() if any(share.inside.any() for share in layer.shares.values())]
 
@@ -167,14 +165,15 @@ def _add(costing: Costing, number: int, share: _Share, node: fx.Node, layer: str
     share.again += _compute(costing, number, node, sizes)
     unsummed = [tuple(axis for axis in layout.partial_axes if axis.kind == "space") for layout in lies]
     across = any(region_of(user) != layer and not info(user).backward for user in users_through_views(node))
-    if not across and node not in costing.returned:
-        if costing.needed_by_backward(node):
+    if not across and node not in costing.facts.returned:
+        if costing.facts.needed_by_backward(node):
             share.inside += sizes
             share.reduced += np.where([bool(axes) for axes in unsummed], sizes, 0.0)
         for port, axes in enumerate(unsummed):
             if axes:
-                share.moved[port] += collective_seconds("all_reduce", int(sizes[port]), axes, costing.prices.cluster)
-    if node in costing.roles:
+                level, seconds = costing.prices.collective("all_reduce", axes, int(sizes[port]))
+                share.moved[1 + level, port] += seconds
+    if node in costing.facts.roles:
         own = partial(_lies_in, layer)
         share.inside += costing.read_bytes(node, own)
         share.reduced += costing.read_bytes(node, own, gathered=True)
@@ -186,8 +185,8 @@ def _lies_in(layer: str, node: fx.Node) -> bool:
 
 def _compute(costing: Costing, number: int, node: fx.Node, sizes: Floats) -> Floats:
     """Seconds of a forward op by the port of the variable that it follows; of one that follows by its part."""
-    if node in costing.roles:
-        at = [role.node for role in costing.roles[node].roles].index(node)
+    if node in costing.facts.roles:
+        at = [role.node for role in costing.facts.roles[node].roles].index(node)
         ports = costing.variables[number].ports  # of the first of equal ops: its nodes have other names
         return np.array([costing.prices.compute(node, [*port.values()][at]) for port in ports])
     work = node_work(node)

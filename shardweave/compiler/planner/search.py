@@ -7,8 +7,10 @@ walk through a part, and CP-SAT goes on from there.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -30,33 +32,49 @@ class Search:
     """The steps for one problem, and what they have found (`incumbent`, of the reduced problem)."""
 
     def __init__(
-        self, problem: Problem, deadline: float, progress: Callable[[Progress], None] | None, gap: float = 0.0
+        self,
+        problem: Problem,
+        deadline: float,
+        progress: Callable[[Progress], None] | None,
+        gap: float = 0.0,
+        ceiling: float = math.inf,
     ) -> None:
         self.deadline = deadline
         self.problem, self.kept = reduce(problem)
         self.elimination = Elimination(Tables(self.problem), {})
         self.tables = self.elimination.tables
-        self.incumbent = Incumbent(self.tables, progress, gap)
+        self.incumbent = Incumbent(self.tables, progress, gap, ceiling)
 
     @property
     def choice(self) -> tuple[int, ...] | None:
         """The best choice for the problem itself."""
         return None if self.incumbent.choice is None else invert(self.incumbent.choice, self.kept)
 
+    @property
+    def least(self) -> float:
+        """No choice takes less than so many seconds."""
+        return self.incumbent.least_seconds
+
     def hint(self, choice: Sequence[int]) -> None:
         """Offer a choice for the problem itself."""
         if all(index in kept for index, kept in zip(choice, self.kept, strict=True)):
             self.incumbent.offer(tuple(kept.index(index) for index, kept in zip(choice, self.kept, strict=True)))
 
-    def run(self) -> None:
-        """Search until the proof or the deadline."""
+    def run(self, rough: bool = False) -> None:
+        """Search until the proof or the deadline; or, `rough`, until a choice that bounds lead to."""
         if not self.elimination.too_wide:
-            Branching(self.elimination, self.incumbent).run(self.deadline)
+            self.branching.run(self.deadline, rough)
         else:
             descend(self.tables, self.incumbent.offer)
-            self.sweep()
-        if not self.incumbent.done:
+            if not (rough and self.incumbent.choice):
+                self.sweep()
+        if not self.incumbent.done and not (rough and self.incumbent.choice):
             self.prove()
+
+    @cached_property
+    def branching(self) -> Branching:
+        """The parts of the choices."""
+        return Branching(self.elimination, self.incumbent)
 
     # -- wide graphs
 

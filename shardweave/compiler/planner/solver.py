@@ -53,6 +53,7 @@ three streams `docs/measure_solver.py` has the figures.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -61,9 +62,10 @@ from typing import Literal
 from shardweave.compiler.planner.duality import least_memory
 from shardweave.compiler.planner.elimination import Elimination
 from shardweave.compiler.planner.incumbent import Progress
-from shardweave.compiler.planner.problem import TICKS_PER_SECOND, Problem, largest_terms
+from shardweave.compiler.planner.problem import Problem, largest_terms
 from shardweave.compiler.planner.program import Program, Proof, prove
 from shardweave.compiler.planner.search import Search
+from shardweave.compiler.planner.streams import first_of_each, with_streams
 from shardweave.errors import InfeasibleError, PlanError
 from shardweave.units import readable_bytes
 
@@ -84,6 +86,8 @@ class Solution:
         Feasible where the time limit, or the gap that was asked for, ended the proof.
     seconds : float
         What solving took.
+    waits_for : tuple of str
+        The busiest stream of each window.
     """
 
     choice: tuple[int, ...]
@@ -91,6 +95,7 @@ class Solution:
     bound: float
     status: Literal["optimal", "feasible"]
     seconds: float
+    waits_for: tuple[str, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -115,7 +120,10 @@ def solve(
     time_limit: float = 60.0,
     progress: Callable[[Progress], None] | None = None,
     hint: Sequence[int] | None = None,
+    waits_for: Sequence[str] = (),
     gap: float = 0.0,
+    ceiling: float = math.inf,
+    rough: bool = False,
 ) -> Solution:
     """The fastest choice within the memory limit, with a proof.
 
@@ -130,8 +138,14 @@ def solve(
         Called at every better choice.
     hint : sequence of int, optional
         A choice to begin with, such as that of a similar problem; of use where it is feasible.
+    waits_for : sequence of str, optional
+        Streams that the answer is thought to wait for, such as a similar problem's; others are found out.
     gap : float, optional
         The search ends where it has proven that the best choice is at most this part slower than the fastest.
+    ceiling : float, optional
+        The search ends where it has proven that every choice takes at least so many seconds.
+    rough : bool, optional
+        The search ends with the choice that bounds lead to: not far from the best, but not walked any closer to it.
 
     Raises
     ------
@@ -149,22 +163,39 @@ def solve(
     (2.5, 'optimal', 1)
     """
     start = time.monotonic()
-    search = Search(problem, start + time_limit, progress, gap)
-    if hint is not None:
-        search.hint(hint)
-    search.run()
-    found = search.incumbent
-    if search.choice is None:
-        if found.proven:
+    names = [name for window in problem.windows for name in window]
+    streams = {number for number, name in enumerate(names) if name in waits_for} or first_of_each(problem)
+    best: tuple[float, tuple[int, ...]] | None = None
+    bound, going_on = 0.0, True
+    while going_on:
+        search = Search(with_streams(problem, streams), start + time_limit, progress, gap, ceiling)
+        if hint is not None:
+            search.hint(hint)
+        for roughly in [True] if rough else [True, False]:  # no proof of what waits for other streams
+            search.run(roughly)
+            if search.choice is None:
+                going_on = False
+                break
+            objective, busiest = problem.objective(search.choice), set(problem.busiest(search.choice))
+            best, bound = min(best or (objective, search.choice), (objective, search.choice)), max(bound, search.least)
+            hint = best[1]
+            enough = bound >= min(ceiling, best[0] * (1 - gap)) or time.monotonic() > start + time_limit
+            going_on = not enough and not busiest <= streams
+            if enough or going_on:
+                break
+        if going_on:
+            streams = streams | busiest
+    if best is None:
+        if search.incumbent.proven:
             raise _infeasible(problem, time_limit)
         raise PlanError(
             f"no choice for {len(problem.ops)} ops was found within time_limit = {time_limit:g} s: raise time_limit, "
             f"or memory_limit (now {problem.memory_limit} bytes)"
         )
-    objective = problem.objective(search.choice)
-    bound = objective if found.proven else min(objective, max(0.0, found.bound / TICKS_PER_SECOND))
-    status: Literal["optimal", "feasible"] = "optimal" if found.proven else "feasible"
-    return Solution(search.choice, objective, bound, status, time.monotonic() - start)
+    objective, choice = best
+    status: Literal["optimal", "feasible"] = "optimal" if bound >= objective else "feasible"
+    waits = tuple(names[stream] for stream in problem.busiest(choice))
+    return Solution(choice, objective, min(bound, objective), status, time.monotonic() - start, waits)
 
 
 def _infeasible(problem: Problem, time_limit: float) -> PlanError:

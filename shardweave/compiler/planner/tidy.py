@@ -1,19 +1,21 @@
 """Tidying: of choices that are as good, the one with the fewest kinds of layers, each kind in one stretch.
 
 A solver makes no difference between equal layers, so what it chooses for a few of them may lie anywhere. Plans are for
-people to read, and a stretch of layers that are alike is judged by a few of them (`compiler.judge`).
+people to read, and a stretch of layers that are alike is judged by a few of them (`compiler.judge`). Ops of layers that
+are called alike take the same strategy, too, where that costs next to nothing.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardweave.compiler.planner.costing import Variable
 from shardweave.compiler.planner.problem import Problem
+from shardweave.compiler.planner.rows import Variable
 from shardweave.compiler.planner.unfold import inside, renamed
 
-SLACK = 2e-4
+SLACK = 3e-4
 """How much longer than before the step may take, altogether."""
 
 Choice = tuple[int, ...]
@@ -54,6 +56,24 @@ def tidied(problem: Problem, variables: Sequence[Variable], runs: Sequence[Seque
         if together != kinds and accepted(together):
             kinds = together
         choice = run.written(choice, kinds)
+    return _alike(problem, variables, choice, most)
+
+
+def _alike(problem: Problem, variables: Sequence[Variable], choice: Choice, most: float) -> Choice:
+    """A choice that takes at most so many seconds, with one strategy for ops of one group where that does."""
+    groups: dict[str, list[int]] = {}
+    for index, (row, variable) in enumerate(zip(problem.ops, variables, strict=True)):
+        if variable.strategies:
+            groups.setdefault(row.group, []).append(index)
+    for members in groups.values():
+        chosen = Counter(variables[index].strategies[choice[index]] for index in members)
+        for strategy, _ in chosen.most_common() if len(chosen) > 1 else []:
+            if all(strategy in variables[index].strategies for index in members):
+                places = {index: variables[index].strategies.index(strategy) for index in members}
+                other = tuple(places.get(index, own) for index, own in enumerate(choice))
+                if problem.feasible(other) and problem.objective(other) <= most:
+                    choice = other
+                    break
     return choice
 
 

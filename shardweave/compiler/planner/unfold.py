@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardweave.compiler.planner.costing import Costed, Variable
 from shardweave.compiler.planner.problem import Edge
 from shardweave.compiler.planner.problem import Op as Row
+from shardweave.compiler.planner.rows import Costed, Variable
 
 Layer = str
 

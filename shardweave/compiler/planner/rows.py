@@ -1,0 +1,107 @@
+"""Rows: what the variables and edges of a step are in the planner's `Problem`. What is equal shares its tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import fx
+
+from shardweave.compiler.planner.ops import Op
+from shardweave.compiler.planner.prices import Links
+from shardweave.compiler.planner.pricing import OpPrices
+from shardweave.compiler.planner.problem import Candidate, Edge, Problem
+from shardweave.compiler.planner.problem import Op as Row
+from shardweave.compiler.planner.windows import OPTIMIZER, Costs, Floats, Windows
+from shardweave.ir import Assignment, Mode, Strategy
+
+WORKING = 2.5
+"""Values of an op's largest size that its backward holds at once, beside what is saved: in, out, part of the next."""
+
+
+@dataclass
+class Variable:
+    """A row of the problem: an op with its strategies, or a join with its layouts; ports are where its output lies.
+
+    `prices` are those of its strategies; `costs`, `saved` and `working` what follows it costs and holds, by port.
+    """
+
+    name: str
+    signature: int
+    op: Op | None = None
+    node: fx.Node | None = None
+    strategies: list[Strategy] = field(default_factory=list)
+    prices: OpPrices | None = None
+    ports: list[dict[str, Assignment]] = field(default_factory=list)
+    port_of: list[int] = field(default_factory=list)
+    costs: Costs = field(default_factory=lambda: np.zeros(0))
+    saved: Floats = field(default_factory=lambda: np.zeros(0))
+    working: Floats = field(default_factory=lambda: np.zeros(0))
+    modes: tuple[Mode, ...] = ()
+    """Of a layer's recomputation, in which case it has none of the others."""
+
+
+@dataclass
+class Costed:
+    """The problem, and what its variables stand for."""
+
+    problem: Problem
+    variables: list[Variable]
+    backward_ratio: float
+
+
+class Rows:
+    """Writes rows and edges down.
+
+    Parameters
+    ----------
+    windows : Windows
+    turns : int
+        How often a step does what costs are of: its micro-batches.
+    """
+
+    def __init__(self, windows: Windows, turns: int) -> None:
+        self.windows, self.turns = windows, turns
+        self._candidates: dict[object, tuple[Candidate, ...]] = {}
+        self._tables: dict[int, Floats] = {}
+
+    def row(self, variable: Variable) -> Row:
+        """A variable's row."""
+        figures = variable.costs, variable.saved, variable.working
+        key = variable.signature, *(column.tobytes() for column in figures)
+        if key not in self._candidates:
+            self._candidates[key] = tuple(self._written(variable))
+        return Row(variable.name, self._candidates[key], re.sub(r"\d+", "*", variable.name))
+
+    def edge(self, producer: int, consumer: int, links: Links) -> Edge:
+        """What changes of layout take."""
+        if id(links) not in self._tables:
+            self._tables[id(links)] = self.windows.loads(self.turns * self.windows.activations(links))
+        loads = self._tables[id(links)]
+        return Edge(producer, consumer, np.zeros(loads.shape[1:]), loads)
+
+    def _written(self, variable: Variable) -> list[Candidate]:
+        prices, ports = variable.prices, np.array(variable.port_of)
+        costs = self.turns * variable.costs[:, :, ports]
+        saved, transient = variable.saved[ports].astype(int), (WORKING * variable.working[ports]).astype(int)
+        states = np.zeros_like(saved)
+        if prices is not None:
+            costs = costs + prices.costs
+            states = prices.state_bytes
+            # What is saved is gone when the optimizer needs its scratch, so the larger of the two would do.
+            saved = np.maximum(saved, prices.scratch_bytes)
+            transient = prices.transient_bytes + transient
+        loads = self.windows.loads(costs)
+        if prices is not None:
+            loads[-len(OPTIMIZER) :] = prices.optimizer
+        strategies: Sequence[Strategy | None] = variable.strategies or [None] * len(ports)
+        columns = zip(
+            strategies, states.tolist(), saved.tolist(), transient.tolist(), variable.port_of, loads.T.tolist()
+        )
+        return [
+            Candidate(str(strategy or next(iter(variable.ports[port].values()))), 0.0, state, keeps, holds, port, port,
+                      strategy, tuple(load))
+            for strategy, state, keeps, holds, port, load in columns
+        ]  # fmt: skip

@@ -1,0 +1,113 @@
+"""The program's objective and the simulator's step time: they rank plans alike, as they see the same overlap."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+import shardweave as sw
+from shardweave.compiler.judge import Decision
+from shardweave.compiler.planner.costing import Costing
+from shardweave.compiler.planner.problem import Problem
+from shardweave.compiler.planner.rows import Costed
+from shardweave.compiler.planner.windows import Windows
+from shardweave.cost_model.collectives import Demand
+from shardweave.cost_model.streams import Streams, Transfer
+from shardweave.demo.model import GPT, GPTConfig
+from tests.compiler.planners import Planner
+from tests.models import TODAY
+
+CONFIG = GPTConfig(vocabulary=512, context=256, layers=4, heads=16, width=1024)
+BATCH, PLANS = 64, 24
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """The correlation of ranks."""
+    ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def drawn(problem: Problem, rng: random.Random) -> tuple[int, ...]:
+    """A candidate for each op, equal layers alike."""
+    known: dict[tuple[str, int], int] = {}
+    keys = [(op.group, len(op.candidates)) for op in problem.ops]
+    return tuple(known.setdefault(key, rng.randrange(key[1])) for key in keys)
+
+
+def decision(costed: Costed, choice: Sequence[int]) -> Decision:
+    """What a choice says of each op and join."""
+    found = Decision({}, {}, {})
+    for variable, index in zip(costed.variables, choice, strict=True):
+        if variable.op is not None:
+            found.strategies[variable.name] = variable.strategies[index]
+        else:
+            found.joins[variable.name] = next(iter(variable.ports[index].values()))
+    return found
+
+
+@pytest.mark.parametrize(("preset", "nodes"), [("dgx-h100", 1)])
+def test_program_and_simulator_rank_plans_alike(preset: str, nodes: int) -> None:
+    with torch.device("meta"):
+        tokens = torch.zeros(BATCH, CONFIG.context, dtype=torch.long)
+        planner = Planner(GPT(CONFIG), sw.Cluster.preset(preset, nodes=nodes), (tokens, tokens))
+    compiler = planner._compiler
+    options = sw.Options(memory_limit=10**14)
+    costed = Costing(compiler.annotated, compiler.cluster, options, {}).build()
+    rng = random.Random(0)
+    counted, simulated = [], []
+    for _ in range(PLANS):
+        choice = drawn(costed.problem, rng)
+        counted.append(costed.problem.objective(choice))
+        simulated.append(compiler.judge(decision(costed, choice), options).step_time)
+    assert spearman(counted, simulated) >= 0.95
+
+
+def test_what_hides_costs_nothing_but_what_it_slows_down_until_its_links_are_full() -> None:
+    """The windows against `Streams`: compute beside one collective takes what both say."""
+    windows = Windows(["gpu"], slowdown=1.25)
+    for moved in (0.0, 0.5, 1.0, 1.25, 2.0):
+        links = np.array([[0.0, moved], [0.0, 0.0]])
+        forward = windows.loads(windows.computed(1.0, 0.0) + windows.hidden(links))[:2]
+        streams, transfer = Streams(slowdown=1.25), Transfer("gpu0", Demand(0.0, moved, {"gpu": 1.0}))
+        if moved:
+            streams.start(transfer)
+        streams.compute(1.0)
+        if moved:
+            streams.wait(transfer)
+        assert forward.max() == pytest.approx(streams.now)
+
+
+def test_seconds_by_op_add_up_to_the_objective() -> None:
+    with torch.device("meta"):
+        tokens = torch.zeros(BATCH, CONFIG.context, dtype=torch.long)
+        planner = Planner(GPT(CONFIG), sw.Cluster.preset("dgx-a100", nodes=2), (tokens, tokens))
+    compiler = planner._compiler
+    problem = Costing(compiler.annotated, compiler.cluster, sw.Options(memory_limit=10**14), {}).build().problem
+    rng = random.Random(1)
+    for _ in range(5):
+        choice = drawn(problem, rng)
+        assert sum(problem.seconds_by_op(choice)) == pytest.approx(problem.objective(choice))
+
+
+def test_an_op_without_a_batch_takes_the_parts_of_its_gradient_as_they_are() -> None:
+    """T5's bias of positions is the same on every device: each sums its own samples' gradients, and gathers nothing."""
+    case = TODAY["t5"]
+    compiler = Planner(case.model(), sw.Cluster.local(4), case.batch(0))._compiler
+    costed = Costing(compiler.annotated, compiler.cluster, sw.Options(memory_limit=10**12), {}).build()
+    problem, axes = costed.problem, set(compiler.cluster.mesh().axes)
+    names = [name for window in problem.windows for name in window]
+    links = [number for number, name in enumerate(names) if name.startswith("backward on")]
+    bias = next(n for n, variable in enumerate(costed.variables) if variable.name.endswith("relative_attention_bias"))
+    whole = costed.variables[bias].port_of[[str(s) for s in costed.variables[bias].strategies].index("(1, 1, 1, 4) DP")]
+    found = 0
+    for edge in problem.edges:
+        ports = costed.variables[edge.consumer].ports if edge.producer == bias else []
+        for port, (assignment,) in ((number, own.values()) for number, own in enumerate(ports)):
+            if set(assignment.as_dict()) == axes and set(assignment.as_dict().values()) == {"i0"}:  # all over the batch
+                assert edge.loads is not None and edge.loads[links, whole, port].sum() == 0
+                found += 1
+    assert found
