@@ -44,7 +44,7 @@ _OPS = 32
 """Ops that are looked at for one to decide."""
 
 _FEW_PARTS = 8
-"""Parts that a rough search bounds."""
+"""Parts that a search bounds that need not find the best choice: more better its bound by little."""
 
 _NEVER = 2.0**61
 """Weighs more than any choice."""
@@ -80,7 +80,7 @@ class Branching:
             incumbent.bound = max(incumbent.bound, min(bound, self.left))
             if bound >= incumbent.enough:
                 self.open, self.left = [], min(self.left, bound)
-            elif rough and incumbent.choice and self.numbers >= _FEW_PARTS:
+            elif (rough or incumbent.gap) and incumbent.choice and self.numbers >= _FEW_PARTS:
                 heapq.heappush(self.open, (bound, number, found, walked))
                 break
             elif walked > 0.0 or not (self._split(found) or (incumbent.gap and self._decide(found))):

@@ -61,14 +61,19 @@ class Search:
             self.incumbent.offer(tuple(kept.index(index) for index, kept in zip(choice, self.kept, strict=True)))
 
     def run(self, rough: bool = False) -> None:
-        """Search until the proof or the deadline; or, `rough`, until a choice that bounds lead to."""
-        if not self.elimination.too_wide:
+        """Search until the proof or the deadline; or, `rough`, until a choice that bounds lead to.
+
+        Where a gap is allowed, the parts of a narrow graph end at a number of them, too, and the gap may stay larger.
+        """
+        incumbent, narrow = self.incumbent, not self.elimination.too_wide
+        if narrow:
             self.branching.run(self.deadline, rough)
         else:
-            descend(self.tables, self.incumbent.offer)
-            if not (rough and self.incumbent.choice):
+            descend(self.tables, incumbent.offer)
+            if not (rough and incumbent.choice):
                 self.sweep()
-        if not self.incumbent.done and not (rough and self.incumbent.choice):
+        close = incumbent.choice is not None and (rough or (narrow and incumbent.gap > 0.0))
+        if not (incumbent.done or close):
             self.prove()
 
     @cached_property
