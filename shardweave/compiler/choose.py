@@ -271,7 +271,8 @@ def _solution(costed: Costed, chosen: Chosen, best: Chosen) -> Solution:
     if choice == best.solution.choice:
         return best.solution
     objective = costed.problem.objective(choice)
-    return Solution(choice, objective, min(best.solution.bound, objective), "feasible", best.solution.seconds)
+    found = Solution(choice, objective, objective, "feasible", best.solution.seconds)
+    return found.held_to(min(best.solution.bound, objective))
 
 
 def _is_small(costed: Costed) -> bool:

@@ -117,19 +117,16 @@ def test_the_smallest_memory_that_an_error_names_does_and_less_does_not(name: st
 
 
 def test_as_memory_falls_data_parallelism_gives_way_to_sharded_and_tensor_parallel_forms() -> None:
-    plans, error = fallen("wide-gpt-dgx")
-    seen = [kinds(plan) for plan in plans]
-    assert seen[0] == {"data"}
-    mixtures = [names for names in seen if "data" in names and len(names) > 1]
-    assert mixtures, seen
-    assert "sharded" in seen[-1], seen  # an op whose states are small may still rest whole
-    others = set().union(*(kinds(plan) for name in ("gpt-local", "llama-perlmutter") for plan in fallen(name)[0]))
-    assert {"sharded", "tensor"} <= others, others
-    assert_nothing_betters_what_is_proven(plans)
-    assert "Raise memory_limit" in str(error)
+    seen = {name: [kinds(plan) for plan in fallen(name)[0]] for name in SETTINGS}
+    for name in ("wide-gpt-dgx", "wide-mlp-dgx"):
+        assert seen[name][0] == {"data"} and "data" not in seen[name][-1], seen[name]
+    assert seen["wide-gpt-dgx"][-1] == {"sharded", "tensor"}, seen["wide-gpt-dgx"]
+    assert {"data", "tensor"} in seen["wide-mlp-dgx"], seen["wide-mlp-dgx"]
+    assert {"data", "sharded"} in seen["wide-mlp-pcie"], seen["wide-mlp-pcie"]
 
 
 def test_an_infeasible_limit_names_what_takes_the_memory() -> None:
+    assert "Raise memory_limit" in str(fallen("wide-gpt-dgx")[1])
     told = r"saved .* [KMG]iB.*Raise memory_limit, or use more devices"
     with pytest.raises(sw.InfeasibleError, match=told) as caught:
         planner("wide-gpt-dgx").plan(memory_limit=1)

@@ -285,7 +285,8 @@ def test_a_plan_says_what_each_choice_is_worth(tmp_path: Any) -> None:
     asked |= {"operator_slices": {"1.2": 2}, "buckets": False}
 
     def timeline(**left_out: Any) -> sw.Timeline:
-        options = sw.Options(force=force, **{**asked, **left_out})
+        same = {name: choice.strategy for name, choice in plan.choices.items()}  # where states rest, too
+        options = sw.Options(force=same, **{**asked, **left_out})
         return sw.plan(model, cluster, batch, options=options).timeline()
 
     plan = sw.plan(model, cluster, batch, options=sw.Options(force=force, **asked))
