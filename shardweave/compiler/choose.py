@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardweave.compiler.judge import Decision, Judged
@@ -11,7 +11,7 @@ from shardweave.compiler.planner.recomputation import layer_named
 from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.solver import Solution, smallest, solve
 from shardweave.compiler.planner.tidy import tidied
-from shardweave.compiler.planner.windows import in_turn, overlapping
+from shardweave.compiler.planner.windows import hiding, overlapping
 from shardweave.compiler.refine import rivals
 from shardweave.errors import InfeasibleError
 from shardweave.units import readable_bytes
@@ -34,6 +34,9 @@ MANY = 8
 FAR, FAR_SMALL = 1.5, 2.0
 """A plan that the program counts as so many times the limit is not simulated: it does not fit. Of problems with at most
 `EXACT` candidates, of which the program's memory is the roughest."""
+
+NEAR = 0.05
+"""How much longer than the program's bound a simulated step may be for no other plans to be simulated."""
 
 Start = Callable[[Costed], Sequence[int] | None]
 """From a problem to a choice to begin with."""
@@ -59,15 +62,27 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Both:
-    """A step's problem twice: that of a step in which all hides that can, and that of one in which nothing does."""
+    """A step's problem with the seconds of both, and that of a step in which all hides that can."""
 
+    given: Costed
     overlapping: Costed
-    in_turn: Costed
 
     @classmethod
     def of(cls, costed: Costed, limit: int) -> Both:
         """Of what has the seconds of both, under a memory limit."""
-        return cls(*(_limited(replace(costed, problem=part(costed.problem)), limit) for part in (overlapping, in_turn)))
+        given = _limited(costed, limit)
+        return cls(given, replace(given, problem=overlapping(given.problem)))
+
+    def hiding(self, share: float) -> Costed:
+        """The problem of a step in which a share of what could hide does."""
+        return replace(self.given, problem=hiding(self.given.problem, share))
+
+    def hidden_in(self, chosen: Chosen) -> float:
+        """The share of what could hide that did when a choice was simulated."""
+        choice = chosen.solution.choice
+        most, least = self.hiding(0.0).problem.objective(choice), self.overlapping.problem.objective(choice)
+        share = (most - chosen.judged.step_time) / (most - least) if most > least else 1.0
+        return min(1.0, max(0.0, share))
 
 
 @dataclass(frozen=True)
@@ -151,19 +166,38 @@ class Chooser:
         return found
 
     def _with_rivals(self, both: Both, best: Chosen, limit: int) -> list[Chosen]:
-        """The best choice and its rivals, simulated; of problems under the limit those that fit."""
-        costed = both.overlapping
-        found = [best, *self._rivals(costed, best, limit, MANY)]
-        limited = costed.problem.memory_limit < UNLIMITED
-        other = self._under(both.in_turn, limit, rough=True) if limited else self._free(both.in_turn, limit)
-        if other is not None:
-            others = [other, *self._rivals(both.in_turn, other, limit, 1)]
-            found += [_chosen(costed, _solution(costed, each, best), each.judged) for each in others]
-        return [chosen for chosen in found if not limited or _peak(chosen) <= limit]
+        """The best choice and its rivals, simulated, until one is near the bound; under the limit those that fit."""
+        limited = both.given.problem.memory_limit < UNLIMITED
+        found: list[Chosen] = []
+        for others in self._in_question(both, best, limit):
+            found += others
+            fits = [chosen for chosen in found if _peak(chosen) <= limit]
+            if fits and _fastest(fits).judged.step_time <= (1 + NEAR) * best.solution.bound:
+                break
+        return fits if limited else found
 
-    def _free(self, costed: Costed, limit: int) -> Chosen:
-        """About the best choice, whether it fits or not."""
-        return self._simulated(costed, self._solve(costed, rough=True), limit)
+    def _in_question(self, both: Both, best: Chosen, limit: int) -> Iterator[list[Chosen]]:
+        """What may be the fastest when simulated: the likeliest first."""
+        yield [best]
+        share = both.hidden_in(best)
+        if share < 1.0:
+            yield from self._where_hides(share, both, best, limit)
+        yield self._rivals(both.overlapping, best, limit, MANY)
+        if share > 0.0:
+            yield from self._where_hides(0.0, both, best, limit)
+
+    def _where_hides(self, share: float, both: Both, best: Chosen, limit: int) -> Iterator[list[Chosen]]:
+        """About the best choice where only a share hides of what could, and its rival of the least degree."""
+        asked = both.hiding(share)
+        hint, waits_for = best.solution.choice, best.solution.waits_for
+        other: Chosen | None
+        if asked.problem.memory_limit < UNLIMITED:
+            other = self._under(asked, limit, hint, waits_for, rough=True)
+        else:
+            other = self._simulated(asked, self._solve(asked, hint, waits_for, rough=True), limit)
+        if other is not None:
+            yield [_in_terms_of(both.overlapping, other, best)]
+            yield [_in_terms_of(both.overlapping, each, best) for each in self._rivals(asked, other, limit, 1)]
 
     def _rivals(self, costed: Costed, best: Chosen, limit: int, most: int) -> list[Chosen]:
         """The rivals, simulated."""
@@ -265,14 +299,15 @@ def _chosen(costed: Costed, solution: Solution, judged: Judged) -> Chosen:
     return Chosen(costed, solution, judged, max(costed.problem.memory(solution.choice), judged.peak_memory))
 
 
-def _solution(costed: Costed, chosen: Chosen, best: Chosen) -> Solution:
-    """What was chosen as a solution of the program whose best one is known."""
+def _in_terms_of(costed: Costed, chosen: Chosen, best: Chosen) -> Chosen:
+    """What was chosen as an answer to the problem whose best one is known."""
     choice = chosen.solution.choice
-    if choice == best.solution.choice:
-        return best.solution
-    objective = costed.problem.objective(choice)
-    found = Solution(choice, objective, objective, "feasible", best.solution.seconds)
-    return found.held_to(min(best.solution.bound, objective))
+    solution = best.solution
+    if choice != solution.choice:
+        objective = costed.problem.objective(choice)
+        found = Solution(choice, objective, objective, "feasible", best.solution.seconds)
+        solution = found.held_to(min(best.solution.bound, objective))
+    return _chosen(costed, solution, chosen.judged)
 
 
 def _is_small(costed: Costed) -> bool:

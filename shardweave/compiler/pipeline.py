@@ -107,12 +107,15 @@ def join_names(graph: fx.Graph) -> dict[fx.Node, str]:
 def mesh_for(mesh: Mesh, strategies: Mapping[str, Strategy]) -> Mesh:
     """The mesh in layout order: the axes of tensor parallelism first, each kind from the outermost in.
 
-    At-rest and batch axes then lie inside them on every dimension, which keeps layouts plain DTensor placements.
+    At-rest axes then lie inside them on every dimension, which keeps layouts plain DTensor placements. Axes of ops
+    whose states rest whole beside them stay where they are: what others gather over these and more axes would come in
+    another order than its ranks', and be copied.
     """
     tensor: set[Axis] = set()
     for strategy in strategies.values():
         axes = strategy.axes(mesh)
-        tensor.update((*axes.x, *axes.y))
+        if any(axes.stages):
+            tensor.update((*axes.x, *axes.y))
     return Mesh(tuple(sorted(mesh.axes, key=lambda axis: (axis not in tensor, -axis.stride))))
 
 

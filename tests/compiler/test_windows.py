@@ -14,7 +14,7 @@ from shardweave.compiler.judge import Decision
 from shardweave.compiler.planner.costing import Costing
 from shardweave.compiler.planner.problem import Problem
 from shardweave.compiler.planner.rows import Costed
-from shardweave.compiler.planner.windows import Windows
+from shardweave.compiler.planner.windows import Windows, hiding, in_turn, overlapping
 from shardweave.cost_model.collectives import Demand
 from shardweave.cost_model.streams import Streams, Transfer
 from shardweave.demo.model import GPT, GPTConfig
@@ -79,6 +79,24 @@ def test_what_hides_costs_nothing_but_what_it_slows_down_until_its_links_are_ful
         if moved:
             streams.wait(transfer)
         assert forward.max() == pytest.approx(streams.now)
+
+
+def test_a_share_that_hides_lies_between_all_and_nothing() -> None:
+    with torch.device("meta"):
+        tokens = torch.zeros(BATCH, CONFIG.context, dtype=torch.long)
+        planner = Planner(GPT(CONFIG), sw.Cluster.preset("dgx-a100", nodes=2), (tokens, tokens))
+    compiler = planner._compiler
+    problem = Costing(compiler.annotated, compiler.cluster, sw.Options(memory_limit=10**14), {}).build().problem
+    shares = (1.0, 0.75, 0.5, 0.25, 0.0)
+    problems = [hiding(problem, share) for share in shares]
+    rng = random.Random(2)
+    for _ in range(5):
+        choice = drawn(problem, rng)
+        most, *between, least = (each.objective(choice) for each in reversed(problems))
+        assert most == pytest.approx(in_turn(problem).objective(choice)) and most > least
+        assert least == pytest.approx(overlapping(problem).objective(choice))
+        steps = zip([least, *reversed(between)], [*reversed(between), most])
+        assert all(after - before <= (most - least) / 4 * (1 + 1e-6) and after >= before for before, after in steps)
 
 
 def test_seconds_by_op_add_up_to_the_objective() -> None:

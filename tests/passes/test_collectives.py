@@ -60,6 +60,18 @@ def test_data_parallel(name: str) -> None:
     assert {what.axes for what in (*forward(compiled), *backward(compiled))} == {tuple(reversed(mesh_of(2, 2).axes))}
 
 
+def test_what_is_gathered_arrives_in_order_beside_an_op_that_is_spread_otherwise() -> None:
+    """Tensor parallelism of one op, whose states rest whole, leaves where all others rest: nothing is put in order."""
+
+    def layouts(first: Strategy) -> dict[str, str]:
+        compiled = lowered(joint("mlp"), mesh_of(2, 2), lambda name: first if name == "first" else rests)
+        return {p.name: str(p.layout) for p in compiled.step.spec.parameters if not p.name.startswith("first")}
+
+    rests = Strategy(Grid(data=4), 4)
+    assert layouts(Strategy(Grid(x=2, data=2))) == layouts(Strategy(Grid(data=4)))
+    assert "b0 a0" in layouts(rests)["norm.weight"]  # outermost first: the order of ranks
+
+
 def test_data_parallel_embeddings() -> None:
     """The positions' gradient is summed over the batch before it is put at its rows: it is reduced there, as small."""
     compiled = lowered(joint("gpt"), mesh_of(4), lambda _: Strategy(Grid(data=4)))

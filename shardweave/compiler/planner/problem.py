@@ -254,10 +254,11 @@ class Problem:
         chosen = self.chosen(choice)
         total = to_ticks(self.fixed_seconds) + sum(candidate.ticks for candidate in chosen)
         for edge in self.edges:
-            cost = int(edge.ticks[chosen[edge.producer].out_port, chosen[edge.consumer].in_port])
-            if cost == FORBIDDEN:
+            # One entry, not `Edge.ticks`: a thousand layers share a table, but not what an edge remembers of it
+            seconds = float(edge.seconds[chosen[edge.producer].out_port, chosen[edge.consumer].in_port])
+            if math.isinf(seconds):
                 return None
-            total += cost
+            total += to_ticks(seconds)
         return total + self.window_ticks(self.load_ticks(choice))
 
     def load_ticks(self, choice: Sequence[int]) -> tuple[int, ...]:
@@ -268,8 +269,9 @@ class Problem:
             if candidate.loads:
                 total += candidate.load_ticks
         for edge in self.edges:
-            if edge.load_ticks is not None:
-                total += edge.load_ticks[:, chosen[edge.producer].out_port, chosen[edge.consumer].in_port]
+            if edge.loads is not None:
+                loads = edge.loads[:, chosen[edge.producer].out_port, chosen[edge.consumer].in_port]
+                total += np.rint(loads * TICKS_PER_SECOND).astype(np.int64)
         return tuple(map(int, total))
 
     def window_ticks(self, loads: Sequence[int]) -> int:

@@ -7,9 +7,11 @@ for: without some streams no choice takes longer, so a bound that was proven wit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardweave.compiler.planner.problem import TICKS_PER_SECOND, Candidate, Edge, Problem
 
@@ -53,6 +55,28 @@ def with_streams(problem: Problem, streams: set[int]) -> Problem:
         more = given.load_ticks[merged].sum(axis=0) / TICKS_PER_SECOND
         return replace(given, seconds=given.seconds + more, loads=np.ascontiguousarray(given.loads[loaded]))
 
+    return _changed(problem, candidate, edge, tuple(windows))
+
+
+def with_loads(problem: Problem, mixed: NDArray[np.float64]) -> Problem:
+    """The problem with other loads on the same streams: each is a sum of the loads there were, one row a stream."""
+
+    def candidate(given: Candidate) -> Candidate:
+        return replace(given, loads=tuple((mixed @ given.loads).tolist())) if given.loads else given
+
+    def edge(given: Edge) -> Edge:
+        return given if given.loads is None else replace(given, loads=np.tensordot(mixed, given.loads, axes=1))
+
+    return _changed(problem, candidate, edge, problem.windows)
+
+
+def _changed(
+    problem: Problem,
+    candidate: Callable[[Candidate], Candidate],
+    edge: Callable[[Edge], Edge],
+    windows: tuple[tuple[str, ...], ...],
+) -> Problem:
+    """The problem with candidates and edges that are made once for each table, as equal layers share theirs."""
     candidates = {key: tuple(map(candidate, table)) for key, table in
                   {id(op.candidates): op.candidates for op in problem.ops}.items()}  # fmt: skip
     edges = {key: edge(each) for key, each in {_key(each): each for each in problem.edges}.items()}
@@ -62,7 +86,7 @@ def with_streams(problem: Problem, streams: set[int]) -> Problem:
         edges=tuple(
             replace(each, seconds=edges[_key(each)].seconds, loads=edges[_key(each)].loads) for each in problem.edges
         ),
-        windows=tuple(windows),
+        windows=windows,
     )
 
 

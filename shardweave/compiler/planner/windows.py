@@ -19,8 +19,8 @@ links that are all full meet where the simulator has them meet.
 
 That is a bound: no order of a step hides more. A step of few ops, or one whose products wait for gathers, hides less;
 if nothing hides, a pass takes all of its seconds one after the other. These are written down, too, as one more stream
-of each pass: its seconds *in turn*. The program is solved for both (`overlapping`, `in_turn`), and the simulator says
-which of the two answers is the faster one.
+of each pass: its seconds *in turn*. The program is solved for a step in which all hides (`overlapping`). Simulated, its
+answer tells which share of what could hide does; then the program is solved for that share (`hiding`), too.
 
 What an op gathers that no other comes before, or reduces at the end of the backward, is waited for: nothing is computed
 beside it (`pricing.Ends`). The optimizer's step is a window of its own: the host and the device's memory work at once.
@@ -53,7 +53,7 @@ from numpy.typing import NDArray
 
 from shardweave.compiler.planner.prices import Links
 from shardweave.compiler.planner.problem import Problem
-from shardweave.compiler.planner.streams import with_streams
+from shardweave.compiler.planner.streams import with_loads, with_streams
 from shardweave.cost_model import Cluster
 
 Floats = NDArray[np.float64]
@@ -75,6 +75,23 @@ def overlapping(problem: Problem) -> Problem:
 def in_turn(problem: Problem) -> Problem:
     """The problem of a step of which no pass overlaps anything, with the same candidates."""
     return _with(problem, lambda name: name.endswith(_IN_TURN) or name in OPTIMIZER)
+
+
+def hiding(problem: Problem, share: float) -> Problem:
+    """The problem of a step in which a share of what could hide does: 1 is `overlapping`, 0 `in_turn`.
+
+    Each stream of a pass takes so much of its own seconds, and the rest of the seconds of all in turn.
+    """
+    if share == 0.0:
+        return in_turn(problem)
+    mixed, first = np.eye(problem.num_streams), 0
+    for names in problem.windows:
+        last = first + len(names)
+        if names[-1].endswith(_IN_TURN):
+            mixed[first : last - 1, first:last] *= share
+            mixed[first : last - 1, last - 1] += 1.0 - share
+        first = last
+    return overlapping(with_loads(problem, mixed))
 
 
 def _with(problem: Problem, counts: Callable[[str], bool]) -> Problem:
