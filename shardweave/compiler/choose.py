@@ -6,12 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from shardweave.compiler.chosen import Both, Chosen, decision, fastest_of, limited
 from shardweave.compiler.judge import Decision, Judged
-from shardweave.compiler.planner.recomputation import layer_named
 from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.solver import Solution, smallest, solve
 from shardweave.compiler.planner.tidy import tidied
-from shardweave.compiler.planner.windows import hiding, overlapping
 from shardweave.compiler.refine import rivals
 from shardweave.errors import InfeasibleError
 from shardweave.units import readable_bytes
@@ -36,53 +35,14 @@ FAR, FAR_SMALL = 1.5, 2.0
 `EXACT` candidates, of which the program's memory is the roughest."""
 
 NEAR = 0.05
-"""How much longer than the program's bound a simulated step may be for no other plans to be simulated."""
+"""How much longer than the program's bound a simulated step may be for no other plans to be simulated; of problems
+with at most `EXACT` candidates all are that are in question."""
 
 Start = Callable[[Costed], Sequence[int] | None]
 """From a problem to a choice to begin with."""
 
 Simulate = Callable[[Decision, int], Judged]
 """From what is decided of each op and join to what the generated step takes, scheduled under a memory limit."""
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A solution of the program, its generated step on the simulator, and the larger memory of the two."""
-
-    costed: Costed
-    solution: Solution
-    judged: Judged
-    peak_memory: int
-
-    @property
-    def decision(self) -> Decision:
-        """What it says of each op and join."""
-        return _decision(self.costed, self.solution)
-
-
-@dataclass(frozen=True)
-class Both:
-    """A step's problem with the seconds of both, and that of a step in which all hides that can."""
-
-    given: Costed
-    overlapping: Costed
-
-    @classmethod
-    def of(cls, costed: Costed, limit: int) -> Both:
-        """Of what has the seconds of both, under a memory limit."""
-        given = _limited(costed, limit)
-        return cls(given, replace(given, problem=overlapping(given.problem)))
-
-    def hiding(self, share: float) -> Costed:
-        """The problem of a step in which a share of what could hide does."""
-        return replace(self.given, problem=hiding(self.given.problem, share))
-
-    def hidden_in(self, chosen: Chosen) -> float:
-        """The share of what could hide that did when a choice was simulated."""
-        choice = chosen.solution.choice
-        most, least = self.hiding(0.0).problem.objective(choice), self.overlapping.problem.objective(choice)
-        share = (most - chosen.judged.step_time) / (most - least) if most > least else 1.0
-        return min(1.0, max(0.0, share))
 
 
 @dataclass(frozen=True)
@@ -114,7 +74,7 @@ class Chooser:
         generated step, and is the judge. Where the fastest plan of all fits, it is the answer. Otherwise the program
         is asked under the limit, `smaller` with all ways to save memory, and again under a smaller limit as long as its
         answer needs more than it thought; its first answer remains the bound. The smallest plan is the last resort.
-        The answer is refined: the simulator picks among plans that the program says to be close.
+        The answer is refined: the simulator picks among plans that may be faster when less hides than the program lets.
 
         Raises
         ------
@@ -125,22 +85,22 @@ class Chooser:
         free = Both.of(costed, UNLIMITED)
         fastest = self._solve(free.overlapping, self.start(free.overlapping), rough=True)
         near = self._near(free, fastest, limit)
-        if near and _peak(best := _fastest(near)) <= limit:
-            return _within(best, limit)
+        if near and (best := fastest_of(near)).judged.peak_memory <= limit:
+            return best.within(limit)
         given = costed if smaller is None else smaller()
         both = Both.of(given, limit)
         hint = self.start(both.overlapping) or (fastest.choice if smaller is None else None)
         found = self._under(both.overlapping, limit, hint, fastest.waits_for)
-        too_large = [chosen for chosen in near if _peak(chosen) <= limit]  # by the program's count, but they fit
+        too_large = [chosen for chosen in near if chosen.judged.peak_memory <= limit]  # as counted, but they fit
         fits = self._with_rivals(both, found, limit) if found is not None else []
         if not (too_large or fits):
             return self._last(both.overlapping, free, fastest, limit)
-        best = _fastest([*too_large, *fits])
+        best = fastest_of([*too_large, *fits])
         if found is None or any(best is chosen for chosen in too_large):
             bound = fastest.bound  # of all choices: of those that fit, too, nothing more is known
         else:
             bound = min([found.solution.bound, *(chosen.solution.objective for chosen in too_large)])
-        return _within(replace(best, solution=best.solution.held_to(bound)), limit)
+        return replace(best, solution=best.solution.held_to(bound)).within(limit)
 
     def _near(self, free: Both, fastest: Solution, limit: int) -> list[Chosen]:
         """The fastest choice of all, first, and its rivals, simulated; some may not fit. None where it is far off."""
@@ -149,15 +109,15 @@ class Chooser:
             return []
         fastest = self._solve(free.overlapping, fastest.choice, fastest.waits_for)
         found = self._with_rivals(free, self._simulated(free.overlapping, fastest, limit), limit)
-        if _size(free.overlapping) <= TINY and all(_peak(chosen) > limit for chosen in found):
+        if _size(free.overlapping) <= TINY and all(chosen.judged.peak_memory > limit for chosen in found):
             found += self._from_above(free.overlapping, found[0], limit)
         return found
 
     def _from_above(self, costed: Costed, chosen: Chosen, limit: int) -> list[Chosen]:
         """The fastest choices that count less and less, simulated, until one fits: the program may count too much."""
         found: list[Chosen] = []
-        while len(found) < TRIES and _peak(chosen) > limit:
-            asked = _limited(costed, costed.problem.memory(chosen.solution.choice) - 1)
+        while len(found) < TRIES and chosen.judged.peak_memory > limit:
+            asked = limited(costed, costed.problem.memory(chosen.solution.choice) - 1)
             try:
                 chosen = self._simulated(costed, self._solve(asked, rough=True), limit)
             except InfeasibleError:
@@ -167,14 +127,15 @@ class Chooser:
 
     def _with_rivals(self, both: Both, best: Chosen, limit: int) -> list[Chosen]:
         """The best choice and its rivals, simulated, until one is near the bound; under the limit those that fit."""
-        limited = both.given.problem.memory_limit < UNLIMITED
+        under_limit = both.given.problem.memory_limit < UNLIMITED
         found: list[Chosen] = []
         for others in self._in_question(both, best, limit):
             found += others
-            fits = [chosen for chosen in found if _peak(chosen) <= limit]
-            if fits and _fastest(fits).judged.step_time <= (1 + NEAR) * best.solution.bound:
+            fits = [chosen for chosen in found if chosen.judged.peak_memory <= limit]
+            near = bool(fits) and fastest_of(fits).judged.step_time <= (1 + NEAR) * best.solution.bound
+            if near and not _is_small(both.given):
                 break
-        return fits if limited else found
+        return fits if under_limit else found
 
     def _in_question(self, both: Both, best: Chosen, limit: int) -> Iterator[list[Chosen]]:
         """What may be the fastest when simulated: the likeliest first."""
@@ -196,8 +157,8 @@ class Chooser:
         else:
             other = self._simulated(asked, self._solve(asked, hint, waits_for, rough=True), limit)
         if other is not None:
-            yield [_in_terms_of(both.overlapping, other, best)]
-            yield [_in_terms_of(both.overlapping, each, best) for each in self._rivals(asked, other, limit, 1)]
+            yield [other.in_terms_of(both.overlapping, best)]
+            yield [each.in_terms_of(both.overlapping, best) for each in self._rivals(asked, other, limit, 1)]
 
     def _rivals(self, costed: Costed, best: Chosen, limit: int, most: int) -> list[Chosen]:
         """The rivals, simulated."""
@@ -213,9 +174,9 @@ class Chooser:
         choice = smallest(costed.problem, self.time_limit)
         assert choice is not None  # there is a fastest one
         least = self._simulated(costed, _unproven(costed, choice, fastest), limit)
-        if _peak(least) <= limit:
-            return _within(least, limit)
-        needed = _peak(least)
+        if least.judged.peak_memory <= limit:
+            return least.within(limit)
+        needed = least.judged.peak_memory
         # What is counted as more than the smallest may be simulated as less, and the smallest in another order, too
         while (found := self._below(needed, costed, free, fastest, least)) is not None:
             least, needed = found, found.peak_memory
@@ -231,20 +192,20 @@ class Chooser:
 
     def _lowered_under(self, limit: int, chosen: Chosen) -> Chosen:
         """A plan with what it takes as it will be lowered: under the user's limit, not one that it was found under."""
-        judged = self.simulate(_decision(chosen.costed, chosen.solution), limit)
-        return _within(_chosen(chosen.costed, chosen.solution, judged), limit)
+        judged = self.simulate(chosen.decision, limit)
+        return Chosen.of(chosen.costed, chosen.solution, judged).within(limit)
 
     def _below(self, needed: int, costed: Costed, free: Both, fastest: Solution, least: Chosen) -> Chosen | None:
         """A plan that needs less than so much."""
         limit = needed - 1
         found = self._under(costed, limit) or self._fits(least, limit)
         near = [] if found else self._near(free, fastest, limit)
-        return found or next((_within(each, limit) for each in near if _peak(each) <= limit), None)
+        return found or next((each.within(limit) for each in near if each.judged.peak_memory <= limit), None)
 
     def _fits(self, chosen: Chosen, limit: int) -> Chosen | None:
         """A plan scheduled under a limit; None where it does not meet it."""
         again = self._simulated(chosen.costed, chosen.solution, limit)
-        return _within(again, limit) if _peak(again) <= limit else None
+        return again.within(limit) if again.judged.peak_memory <= limit else None
 
     def _under(
         self,
@@ -255,7 +216,7 @@ class Chooser:
         rough: bool = False,
     ) -> Chosen | None:
         """The best choice that fits into `limit` when simulated, too; None where the program runs out of choices."""
-        asked = _limited(costed, limit)
+        asked = limited(costed, limit)
         first: Solution | None = None
         while True:
             try:
@@ -266,10 +227,10 @@ class Chooser:
             # The bound of the tighter problem says nothing of the user's own.
             held = solution if solution is first else solution.held_to(first.bound)
             chosen = self._simulated(costed, held, limit)
-            if _peak(chosen) <= limit:
-                return _within(chosen, limit)
+            if chosen.judged.peak_memory <= limit:
+                return chosen.within(limit)
             counted = costed.problem.memory(solution.choice)
-            asked = _limited(costed, min(counted - 1, limit - (_peak(chosen) - counted)))
+            asked = limited(costed, min(counted - 1, limit - (chosen.judged.peak_memory - counted)))
 
     def _solve(
         self,
@@ -291,23 +252,8 @@ class Chooser:
         same = [judged for other, judged in known.items() if limit <= other < judged.peak_memory
                 or judged.peak_memory <= limit <= other]  # fmt: skip
         if not same:
-            known[limit] = self.simulate(_decision(costed, solution), limit)
-        return _chosen(costed, solution, same[0] if same else known[limit])
-
-
-def _chosen(costed: Costed, solution: Solution, judged: Judged) -> Chosen:
-    return Chosen(costed, solution, judged, max(costed.problem.memory(solution.choice), judged.peak_memory))
-
-
-def _in_terms_of(costed: Costed, chosen: Chosen, best: Chosen) -> Chosen:
-    """What was chosen as an answer to the problem whose best one is known."""
-    choice = chosen.solution.choice
-    solution = best.solution
-    if choice != solution.choice:
-        objective = costed.problem.objective(choice)
-        found = Solution(choice, objective, objective, "feasible", best.solution.seconds)
-        solution = found.held_to(min(best.solution.bound, objective))
-    return _chosen(costed, solution, chosen.judged)
+            known[limit] = self.simulate(decision(costed, solution), limit)
+        return Chosen.of(costed, solution, same[0] if same else known[limit])
 
 
 def _is_small(costed: Costed) -> bool:
@@ -318,27 +264,9 @@ def _size(costed: Costed) -> int:
     return sum(len(op.candidates) for op in costed.problem.ops)
 
 
-def _limited(costed: Costed, limit: int) -> Costed:
-    return replace(costed, problem=replace(costed.problem, memory_limit=limit))
-
-
 def _unproven(costed: Costed, choice: tuple[int, ...], fastest: Solution) -> Solution:
     """A choice of which all that is known is that none is faster than the fastest of all."""
     return Solution(choice, costed.problem.objective(choice), fastest.bound, "feasible", 0.0)
-
-
-def _fastest(found: Sequence[Chosen]) -> Chosen:
-    """By the simulator; the first of equal ones."""
-    return min(found, key=lambda chosen: chosen.judged.step_time)
-
-
-def _peak(chosen: Chosen) -> int:
-    return chosen.judged.peak_memory
-
-
-def _within(chosen: Chosen, limit: int) -> Chosen:
-    """What the plan says that it needs: the larger figure, unless only the program's is above the limit."""
-    return chosen if chosen.peak_memory <= limit else replace(chosen, peak_memory=chosen.judged.peak_memory)
 
 
 def largest(sizes: Mapping[str, int], count: int = 3) -> list[tuple[str, int]]:
@@ -348,15 +276,3 @@ def largest(sizes: Mapping[str, int], count: int = 3) -> list[tuple[str, int]]:
     [('optimizer', 7), ('saved', 3)]
     """
     return sorted(sizes.items(), key=lambda item: -item[1])[:count]
-
-
-def _decision(costed: Costed, solution: Solution) -> Decision:
-    found = Decision({}, {}, {})
-    for variable, index in zip(costed.variables, solution.choice, strict=True):
-        if variable.op is not None:
-            found.strategies[variable.name] = variable.strategies[index]
-        elif variable.modes:
-            found.modes[layer_named(variable.name)] = variable.modes[index]
-        else:
-            found.joins[variable.name] = next(iter(variable.ports[index].values()))
-    return found

@@ -15,7 +15,8 @@ from functools import cached_property
 import torch
 
 from shardweave.compiler.capture import Captured
-from shardweave.compiler.choose import Chooser, Chosen
+from shardweave.compiler.choose import Chooser
+from shardweave.compiler.chosen import Chosen
 from shardweave.compiler.fold import Fold, Run
 from shardweave.compiler.judge import Decision, Judge, Judged
 from shardweave.compiler.model_key import ModelKey
