@@ -252,7 +252,7 @@ class Chooser:
         same = [judged for other, judged in known.items() if limit <= other < judged.peak_memory
                 or judged.peak_memory <= limit <= other]  # fmt: skip
         if not same:
-            known[limit] = self.simulate(decision(costed, solution), limit)
+            known[limit] = self.simulate(decision(costed, solution.choice), limit)
         return Chosen.of(costed, solution, same[0] if same else known[limit])
 
 

@@ -29,7 +29,7 @@ class Chosen:
     @property
     def decision(self) -> Decision:
         """What it says of each op and join."""
-        return decision(self.costed, self.solution)
+        return decision(self.costed, self.solution.choice)
 
     def within(self, limit: int) -> Chosen:
         """With the memory that the plan says it needs: the larger figure, unless only the program's is too large."""
@@ -65,7 +65,8 @@ class Both:
     def hidden_in(self, chosen: Chosen) -> float:
         """The share of what could hide that did when a choice was simulated."""
         choice = chosen.solution.choice
-        most, least = self.hiding(0.0).problem.objective(choice), self.overlapping.problem.objective(choice)
+        # With all streams, the busiest of a pass is that of its seconds in turn
+        most, least = self.given.problem.objective(choice), self.overlapping.problem.objective(choice)
         share = (most - chosen.judged.step_time) / (most - least) if most > least else 1.0
         return min(1.0, max(0.0, share))
 
@@ -80,10 +81,10 @@ def limited(costed: Costed, limit: int) -> Costed:
     return replace(costed, problem=replace(costed.problem, memory_limit=limit))
 
 
-def decision(costed: Costed, solution: Solution) -> Decision:
-    """What a solution says of each op and join."""
+def decision(costed: Costed, choice: Sequence[int]) -> Decision:
+    """What a choice says of each op and join."""
     found = Decision({}, {}, {})
-    for variable, index in zip(costed.variables, solution.choice, strict=True):
+    for variable, index in zip(costed.variables, choice, strict=True):
         if variable.op is not None:
             found.strategies[variable.name] = variable.strategies[index]
         elif variable.modes:

@@ -141,7 +141,8 @@ def solve(
     waits_for : sequence of str, optional
         Streams that the answer is thought to wait for, such as a similar problem's; others are found out.
     gap : float, optional
-        The search ends where it has proven that the best choice is at most this part slower than the fastest.
+        The search ends where it has proven that the best choice is at most this part slower than the fastest, or, on a
+        narrow graph, has bounded as many parts of the choices as better the bound by much: the gap is then larger.
     ceiling : float, optional
         The search ends where it has proven that every choice takes at least so many seconds.
     rough : bool, optional

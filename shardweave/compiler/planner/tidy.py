@@ -42,8 +42,7 @@ def tidied(problem: Problem, variables: Sequence[Variable], runs: Sequence[Seque
         kinds = run.kinds(choice)
 
         def accepted(others: list[Choice], run: _Run = run, choice: Choice = choice) -> bool:
-            other = run.written(choice, others)
-            return problem.feasible(other) and problem.objective(other) <= most
+            return _is_as_good(problem, run.written(choice, others), most)
 
         for rare in sorted(set(kinds), key=lambda kind: (kinds.count(kind), kind)):
             for other in sorted(set(kinds) - {rare}, key=lambda kind: (-kinds.count(kind), kind)):
@@ -59,6 +58,11 @@ def tidied(problem: Problem, variables: Sequence[Variable], runs: Sequence[Seque
     return _alike(problem, variables, choice, most)
 
 
+def _is_as_good(problem: Problem, choice: Choice, most: float) -> bool:
+    """Whether a choice fits and takes at most so many seconds."""
+    return problem.feasible(choice) and problem.objective(choice) <= most
+
+
 def _alike(problem: Problem, variables: Sequence[Variable], choice: Choice, most: float) -> Choice:
     """A choice that takes at most so many seconds, with one strategy for ops of one group where that does."""
     groups: dict[str, list[int]] = {}
@@ -71,7 +75,7 @@ def _alike(problem: Problem, variables: Sequence[Variable], choice: Choice, most
             if all(strategy in variables[index].strategies for index in members):
                 places = {index: variables[index].strategies.index(strategy) for index in members}
                 other = tuple(places.get(index, own) for index, own in enumerate(choice))
-                if problem.feasible(other) and problem.objective(other) <= most:
+                if _is_as_good(problem, other, most):
                     choice = other
                     break
     return choice
