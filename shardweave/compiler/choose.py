@@ -243,7 +243,7 @@ class Chooser:
         rough = rough and _size(costed) > TINY
         gap = ROUGH if rough else 0.0 if _is_small(costed) else GAP
         found = solve(costed.problem, self.time_limit, None, hint, waits_for, gap, ceiling, rough)
-        choice = tidied(costed.problem, costed.variables, self.runs, found.choice)
+        choice = tidied(costed.problem, self.runs, found.choice)
         return replace(found, choice=choice, objective=costed.problem.objective(choice)).held_to(found.bound)
 
     def _simulated(self, costed: Costed, solution: Solution, limit: int) -> Chosen:

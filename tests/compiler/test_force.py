@@ -133,6 +133,12 @@ def test_any_strategy_that_fits_can_be_forced(data: st.DataObject) -> None:
         assert plan.choices[name].strategy == strategy
 
 
+def test_a_layer_may_have_fewer_strategies_than_its_equals() -> None:
+    # Rivals of the best plan have fewer again, in other places of the list
+    strategy = sw.Strategy(sw.Grid(4, 1, 1, 2), 2, states=2, gradients=2)
+    assert gpt().plan(force={"blocks.0.attention.qkv": strategy}).choices["blocks.0.attention.qkv"].strategy == strategy
+
+
 def test_several_strategies_leave_the_planner_the_choice() -> None:
     either = gpt().plan(force={"*": ["dp", "zdp"]})
     assert {choice.strategy.grid for choice in either.choices.values()} == {sw.Grid(data=8)}

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -70,7 +70,7 @@ class Candidate:
     in_port, out_port : int
         The layout it wants its inputs in and the one that it leaves its output in: indices into `Edge.seconds`.
     data : object
-        The caller's own (a strategy, say); the planner does not look at it.
+        The caller's own (a strategy, say): hashable. The planner only asks whether it equals another one.
     loads : tuple of float
         Seconds on each stream of each window, in the order of `Problem.windows`; none of them where it is empty.
     """
@@ -82,7 +82,7 @@ class Candidate:
     transient_bytes: int = 0
     in_port: int = 0
     out_port: int = 0
-    data: object = None
+    data: Hashable = None
     loads: tuple[float, ...] = ()
 
     @property

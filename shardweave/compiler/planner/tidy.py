@@ -2,7 +2,7 @@
 
 A solver makes no difference between equal layers, so what it chooses for a few of them may lie anywhere. Plans are for
 people to read, and a stretch of layers that are alike is judged by a few of them (`compiler.judge`). Ops of layers that
-are called alike take the same strategy, too, where that costs next to nothing.
+are called alike take the same strategy (`Candidate.data`), too, where that costs next to nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardweave.compiler.planner.problem import Problem
-from shardweave.compiler.planner.rows import Variable
 from shardweave.compiler.planner.unfold import inside, renamed
 
 SLACK = 3e-4
@@ -21,21 +20,19 @@ SLACK = 3e-4
 Choice = tuple[int, ...]
 
 
-def tidied(problem: Problem, variables: Sequence[Variable], runs: Sequence[Sequence[str]], choice: Choice) -> Choice:
+def tidied(problem: Problem, runs: Sequence[Sequence[str]], choice: Choice) -> Choice:
     """A choice within the limit that takes at most `SLACK` longer, of fewer kinds of layers in fewer stretches.
 
     Parameters
     ----------
     problem : Problem
-    variables : sequence of Variable
-        What its ops stand for.
     runs : sequence of sequences of str
         The names of equal layers, in order.
     choice : tuple of int
         One within the limit.
     """
     most = problem.objective(choice) * (1 + SLACK)
-    at = {variable.name: index for index, variable in enumerate(variables)}
+    at = {op.name: index for index, op in enumerate(problem.ops)}
     for layers in runs:
         first = [name for name in at if inside(name, layers[0])]
         run = _Run([[at[renamed(name, layers[0], layer)] for name in first] for layer in layers])
@@ -55,7 +52,7 @@ def tidied(problem: Problem, variables: Sequence[Variable], runs: Sequence[Seque
         if together != kinds and accepted(together):
             kinds = together
         choice = run.written(choice, kinds)
-    return _alike(problem, variables, choice, most)
+    return _alike(problem, choice, most)
 
 
 def _is_as_good(problem: Problem, choice: Choice, most: float) -> bool:
@@ -63,17 +60,19 @@ def _is_as_good(problem: Problem, choice: Choice, most: float) -> bool:
     return problem.feasible(choice) and problem.objective(choice) <= most
 
 
-def _alike(problem: Problem, variables: Sequence[Variable], choice: Choice, most: float) -> Choice:
-    """A choice that takes at most so many seconds, with one strategy for ops of one group where that does."""
+def _alike(problem: Problem, choice: Choice, most: float) -> Choice:
+    """A choice that takes at most so many seconds, with equal data for ops of one group where that does."""
+    known = {id(op.candidates): [candidate.data for candidate in op.candidates] for op in problem.ops}
+    data = [known[id(op.candidates)] for op in problem.ops]
     groups: dict[str, list[int]] = {}
-    for index, (row, variable) in enumerate(zip(problem.ops, variables, strict=True)):
-        if variable.strategies:
-            groups.setdefault(row.group, []).append(index)
+    for index, op in enumerate(problem.ops):
+        if data[index][0] is not None:
+            groups.setdefault(op.group, []).append(index)
     for members in groups.values():
-        chosen = Counter(variables[index].strategies[choice[index]] for index in members)
-        for strategy, _ in chosen.most_common() if len(chosen) > 1 else []:
-            if all(strategy in variables[index].strategies for index in members):
-                places = {index: variables[index].strategies.index(strategy) for index in members}
+        chosen = Counter(data[index][choice[index]] for index in members)
+        for wanted, _ in chosen.most_common() if len(chosen) > 1 else []:
+            if all(wanted in data[index] for index in members):
+                places = {index: data[index].index(wanted) for index in members}
                 other = tuple(places.get(index, own) for index, own in enumerate(choice))
                 if _is_as_good(problem, other, most):
                     choice = other
