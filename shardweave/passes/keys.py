@@ -125,10 +125,11 @@ def ahead_of_use(tasks: Tasks, most: int) -> list[tuple[int, int]]:
 
 
 def _first_uses(tasks: Tasks, task: int) -> set[int]:
-    """The tasks that compute with what a start brings."""
+    """The tasks that compute with what a start brings, be it by way of another gather."""
     found: set[int] = set()
     for user in tasks.users[task]:
-        found |= _first_uses(tasks, user) if tasks.nodes[user].target in GLUE else {user}
+        on_its_way = tasks.nodes[user].target in GLUE or cause_of(tasks, user) == "parameter"
+        found |= _first_uses(tasks, user) if on_its_way else {user}
     return found
 
 

@@ -29,7 +29,7 @@ from shardweave.ir import Axis, Collective, Grid, Mode, Strategy
 from shardweave.options import Options
 from shardweave.passes.annotate import info
 from shardweave.passes.justify import justified
-from shardweave.passes.keys import WAIT
+from shardweave.passes.keys import WAIT, ahead_of_use, moments_of
 from shardweave.passes.schedule import Schedule
 from shardweave.passes.tasks import Tasks, Transfers
 from shardweave.passes.weave import played, weave
@@ -254,6 +254,17 @@ def forced(plan: str, degree: int, devices: int) -> dict[str, Any]:
     if plan == "attention":
         return {"*": "zdp", "*.qkv": columns, "*.out": rows}
     return {"*": rows, "*.qkv": columns, "*.up": columns, "head": columns}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_gathers_in_two_stages_are_held_back_by_what_computes_with_them(recompute: Mode) -> None:
+    # By the second stage they were, which may be written far ahead of that: then each waited for the other
+    cluster, options = without_slowdown("rtx3090-pcie", 2), Options(precision="fp16", recompute=recompute)
+    for tasks in unordered(cluster, step_of(4, 256, 32), {"*": "hpz"}, options):
+        moments = moments_of(tasks, [(task,) for task in range(len(tasks.nodes))])
+        assert all(tasks.seconds[use] > 0 for moment in moments for use in moment.uses)
+        for each in justified(tasks.after(ahead_of_use(tasks, 1))):
+            assert sorted(each.order) == list(range(len(tasks.nodes)))
 
 
 class Model(NamedTuple):
