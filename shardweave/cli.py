@@ -57,7 +57,10 @@ def plan(
     nodes: Nodes = None,
     memory_limit: Limit = None,
     precision: MixedPrecision = None,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Parts of a batch, one computed after another.")] = 1,
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Parts of a batch, one computed after another; else the planner chooses."),
+    ] = None,
     sub_batches: Annotated[
         int | None,
         typer.Option(min=1, help="Parts of each, one computing while another sends; else the planner chooses."),

@@ -51,10 +51,11 @@ class Options:
     lookahead : int, optional
         How many parameters at most are gathered ahead of their use, and gradients left under way to their states. By
         default as many as pay and fit.
-    micro_batches : int
+    micro_batches : int, optional
         Into how many parts a call's batch is cut, computed one after another with their gradients added up, so that
         only one part's activations are held. The model has to return a scalar loss. What needs the whole batch at once
-        (the statistics of a batch norm) is refused.
+        (the statistics of a batch norm) is refused. By default it is one part; where that does not fit, or only
+        slowly, the planner chooses a power of two if the model goes with it.
     sub_batches : int, optional
         Into how many parts each of these is cut besides, all of them in one graph, so that one part computes while
         another communicates. The same things are refused. By default the planner chooses 1 or 2.
@@ -95,7 +96,7 @@ class Options:
     outputs: Literal["auto", "sharded", "part", "whole"] = "auto"
     time_limit: float = 30.0
     lookahead: int | None = None
-    micro_batches: int = 1
+    micro_batches: int | None = None
     sub_batches: int | None = None
     recompute: Mode | Mapping[str, Mode] | None = None
     operator_slices: int | Mapping[str, int] = field(default_factory=dict)
@@ -118,9 +119,14 @@ class Options:
             raise PlanError(f"time_limit is in seconds and must be positive, got {self.time_limit}")
         if self.outputs not in ("auto", "sharded", "part", "whole"):
             raise PlanError(f"outputs must be 'auto', 'sharded', 'part' or 'whole', got {self.outputs!r}")
-        if self.micro_batches < 1:
+        if self.micro_batches is not None and self.micro_batches < 1:
             raise PlanError(f"micro_batches counts parts of a batch and must be positive, got {self.micro_batches}")
         _ = self.weaving  # which checks what it is made of
+
+    @property
+    def turns(self) -> int:
+        """The number of micro-batches; what is left open is not made use of."""
+        return 1 if self.micro_batches is None else self.micro_batches
 
     @property
     def weaving(self) -> Weaving:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, overload
 
 import torch.distributed as dist
 from torch import nn
 
+from shardweave.compiler.batches import batches
 from shardweave.compiler.compiler import Compiler, Progress
 from shardweave.compiler.plan import Plan
 from shardweave.compiler.sweep import Sweep, What
 from shardweave.cost_model import Cluster
-from shardweave.errors import ParallelError
+from shardweave.errors import ParallelError, PlanError
 from shardweave.options import Options
 
 
@@ -56,19 +58,21 @@ def plan(
         May lie on the meta device.
     cluster : Cluster
     example_inputs : tensor, tuple, dict or (tuple, dict)
-        The global batch of one step; only shapes and dtypes matter.
+        The global batch of one step; only shapes and dtypes matter. Where the batch size is left open (``sweep``), a
+        function from it to a batch.
     options : Options, optional
     progress : callable, optional
         Told the name of each stage as it begins.
-    sweep : "memory", sequence of int, or sequence of Cluster, optional
-        Plan again and again: from what the fastest plan needs down to the smallest memory that does, under each of
-        these memory limits, or on each of these clusters.
+    sweep : "memory", "batch", sequence of int, or sequence of Cluster, optional
+        Plan again and again: from what the fastest plan needs down to the smallest memory that does, in batches of more
+        and more samples, under each of these memory limits, or on each of these clusters.
 
     Returns
     -------
     Plan or Sweep
         Never silently worse than proven: see its `status`, `bound` and `gap`. Of a sweep all plans, with the Pareto
-        curve of memory against time and the fastest.
+        curve of memory against time and the fastest; of one over batch sizes the one of which a sample takes the least
+        time (OSDP, arXiv 2209.13258, Algorithm 1), in one micro-batch unless the options say otherwise.
 
     Raises
     ------
@@ -84,7 +88,22 @@ def plan(
     >>> found = plan(model, Cluster.local(4), torch.randn(32, 64))
     >>> found.status, sorted(found.choices)
     ('optimal', ['0', '2'])
+    >>> found = plan(model, Cluster.local(4), lambda size: torch.randn(size, 64), sweep="batch")
+    >>> found.best.tokens == found.batch >= 4
+    True
     """
+    if (sweep == "batch") != callable(example_inputs):
+        raise PlanError(
+            f"a batch size that is left open is sweep='batch' with a function from it to a batch, got sweep={sweep!r} "
+            f"with {type(example_inputs).__name__}: for example example_inputs=lambda size: torch.zeros(size, 64)"
+        )
+    if sweep == "batch":
+        options = options or Options()
+        one = replace(options, micro_batches=options.turns)
+        limit = one.limit(cluster)
+        return batches(
+            cluster, limit, lambda size: Compiler(model, cluster, example_inputs(size), one, progress).plan()
+        )
     compiler = Compiler(model, cluster, example_inputs, options, progress)
     return compiler.plan(weigh=True) if sweep is None else compiler.sweep(sweep)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardweave.compiler.chosen import Both, Chosen, decision, fastest_of, limited
+from shardweave.compiler.chosen import Both, Chosen, Lacking, decision, fastest_of, limited
 from shardweave.compiler.judge import Decision, Judged
 from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.solver import Solution, smallest, solve
@@ -36,7 +36,8 @@ FAR, FAR_SMALL = 1.5, 2.0
 
 NEAR = 0.05
 """How much longer than the program's bound a simulated step may be for no other plans to be simulated; of problems
-with at most `EXACT` candidates all are that are in question."""
+with at most `EXACT` candidates all are that are in question. If it is within that of what takes no memory into account,
+memory does not press."""
 
 Start = Callable[[Costed], Sequence[int] | None]
 """From a problem to a choice to begin with."""
@@ -67,7 +68,9 @@ class Chooser:
     _judged: dict[tuple[int, ...], dict[int, Judged]] = field(default_factory=dict)
     """What has been simulated, by its choice (of a problem with modes a longer one than without) and the limit."""
 
-    def choose(self, costed: Costed, smaller: Callable[[], Costed] | None = None) -> Chosen:
+    def choose(
+        self, costed: Costed, smaller: Callable[[], Costed] | None = None, ceiling: float = math.inf
+    ) -> Chosen | Lacking | None:
         """The best choice whose generated step, simulated, fits; `costed` has the seconds both overlapped and in turn.
 
         The program adds up what its ops hold, mostly a little too much; the simulator follows every value of the
@@ -75,32 +78,33 @@ class Chooser:
         is asked under the limit, `smaller` with all ways to save memory, and again under a smaller limit as long as its
         answer needs more than it thought; its first answer remains the bound. The smallest plan is the last resort.
         The answer is refined: the simulator picks among plans that may be faster when less hides than the program lets.
-
-        Raises
-        ------
-        InfeasibleError
-            With the smallest memory that would do, and what takes it.
+        None where the program says that a step takes at least `ceiling` seconds.
         """
         limit = costed.problem.memory_limit
         free = Both.of(costed, UNLIMITED)
-        fastest = self._solve(free.overlapping, self.start(free.overlapping), rough=True)
+        fastest = self._solve(free.overlapping, self.start(free.overlapping), ceiling=ceiling, rough=True)
+        if fastest.bound >= ceiling:
+            return None
         near = self._near(free, fastest, limit)
         if near and (best := fastest_of(near)).judged.peak_memory <= limit:
             return best.within(limit)
         given = costed if smaller is None else smaller()
         both = Both.of(given, limit)
         hint = self.start(both.overlapping) or (fastest.choice if smaller is None else None)
-        found = self._under(both.overlapping, limit, hint, fastest.waits_for)
+        found = self._under(both.overlapping, limit, hint, fastest.waits_for, ceiling=ceiling)
+        if found is not None and found.solution.bound >= ceiling:
+            return None
         too_large = [chosen for chosen in near if chosen.judged.peak_memory <= limit]  # as counted, but they fit
         fits = self._with_rivals(both, found, limit) if found is not None else []
         if not (too_large or fits):
-            return self._last(both.overlapping, free, fastest, limit)
+            return self._smallest(both.overlapping, free, fastest, limit)
         best = fastest_of([*too_large, *fits])
         if found is None or any(best is chosen for chosen in too_large):
             bound = fastest.bound  # of all choices: of those that fit, too, nothing more is known
         else:
             bound = min([found.solution.bound, *(chosen.solution.objective for chosen in too_large)])
-        return replace(best, solution=best.solution.held_to(bound)).within(limit)
+        pressed = best.judged.step_time > (1 + NEAR) * fastest.bound
+        return replace(best, solution=best.solution.held_to(bound), pressed=pressed).within(limit)
 
     def _near(self, free: Both, fastest: Solution, limit: int) -> list[Chosen]:
         """The fastest choice of all, first, and its rivals, simulated; some may not fit. None where it is far off."""
@@ -169,18 +173,29 @@ class Chooser:
         """A choice that is nearly the best one, if that takes less than `ceiling` seconds."""
         return self._solve(costed, waits_for=best.waits_for, ceiling=ceiling, rough=True)
 
-    def _last(self, costed: Costed, free: Both, fastest: Solution, limit: int) -> Chosen:
-        """The smallest plan of all, where the program finds none that fits."""
+    def _smallest(self, costed: Costed, free: Both, fastest: Solution, limit: int) -> Chosen | Lacking:
+        """What the program says is the smallest plan of all, where it finds none that fits."""
         choice = smallest(costed.problem, self.time_limit)
         assert choice is not None  # there is a fastest one
         least = self._simulated(costed, _unproven(costed, choice, fastest), limit)
         if least.judged.peak_memory <= limit:
-            return least.within(limit)
-        needed = least.judged.peak_memory
-        # What is counted as more than the smallest may be simulated as less, and the smallest in another order, too
-        while (found := self._below(needed, costed, free, fastest, least)) is not None:
-            least, needed = found, found.peak_memory
-        if needed <= limit:  # asked from above, the program came by a plan that it had skipped under this limit
+            return replace(least, pressed=True).within(limit)
+        lacking = Lacking(costed, free, fastest, replace(least, peak_memory=least.judged.peak_memory))
+        if _is_small(costed):  # of which the program's memory is the roughest
+            lacking = self._less(lacking, limit)
+        return lacking if lacking.least.peak_memory > limit else self._lowered_under(limit, lacking.least)
+
+    def last(self, lacking: Lacking, limit: int) -> Chosen:
+        """A plan for where nothing is known to fit, if there is one after all.
+
+        Raises
+        ------
+        InfeasibleError
+            With the smallest memory that would do, and what takes it.
+        """
+        least = self._less(lacking, limit).least
+        needed = least.peak_memory
+        if needed <= limit:
             return self._lowered_under(limit, least)
         parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(least.judged.at_peak)]
         raise InfeasibleError.needing(
@@ -190,16 +205,27 @@ class Chooser:
             "or use more devices or a smaller batch",
         )
 
+    def _less(self, lacking: Lacking, limit: int) -> Lacking:
+        """With the smallest plan that is found, or the first that fits: asked from above, the program comes by others.
+
+        What is counted as more than the smallest may be simulated as less, and the smallest in another order, too.
+        """
+        least: Chosen | None = lacking.least
+        while least is not None and lacking.least.peak_memory > limit:
+            least = self._below(lacking)
+            lacking = replace(lacking, least=least or lacking.least)
+        return lacking
+
     def _lowered_under(self, limit: int, chosen: Chosen) -> Chosen:
         """A plan with what it takes as it will be lowered: under the user's limit, not one that it was found under."""
         judged = self.simulate(chosen.decision, limit)
-        return Chosen.of(chosen.costed, chosen.solution, judged).within(limit)
+        return replace(Chosen.of(chosen.costed, chosen.solution, judged), pressed=True).within(limit)
 
-    def _below(self, needed: int, costed: Costed, free: Both, fastest: Solution, least: Chosen) -> Chosen | None:
-        """A plan that needs less than so much."""
-        limit = needed - 1
-        found = self._under(costed, limit) or self._fits(least, limit)
-        near = [] if found else self._near(free, fastest, limit)
+    def _below(self, lacking: Lacking) -> Chosen | None:
+        """A plan that needs less than the smallest so far."""
+        limit = lacking.least.peak_memory - 1
+        found = self._under(lacking.costed, limit) or self._fits(lacking.least, limit)
+        near = [] if found else self._near(lacking.free, lacking.fastest, limit)
         return found or next((each.within(limit) for each in near if each.judged.peak_memory <= limit), None)
 
     def _fits(self, chosen: Chosen, limit: int) -> Chosen | None:
@@ -214,20 +240,24 @@ class Chooser:
         hint: Sequence[int] | None = None,
         waits_for: Sequence[str] = (),
         rough: bool = False,
+        ceiling: float = math.inf,
     ) -> Chosen | None:
-        """The best choice that fits into `limit` when simulated, too; None where the program runs out of choices."""
+        """The best choice that fits into `limit` when simulated, too; None where the program runs out of choices.
+
+        The first answer where that takes at least `ceiling` seconds.
+        """
         asked = limited(costed, limit)
         first: Solution | None = None
         while True:
             try:
-                solution = self._solve(asked, hint, first.waits_for if first else waits_for, rough=rough)
+                solution = self._solve(asked, hint, first.waits_for if first else waits_for, ceiling, rough)
             except InfeasibleError:
                 return None
             first, hint = first or solution, hint if first is None else first.choice
             # The bound of the tighter problem says nothing of the user's own.
             held = solution if solution is first else solution.held_to(first.bound)
             chosen = self._simulated(costed, held, limit)
-            if chosen.judged.peak_memory <= limit:
+            if chosen.judged.peak_memory <= limit or held.bound >= ceiling:
                 return chosen.within(limit)
             counted = costed.problem.memory(solution.choice)
             asked = limited(costed, min(counted - 1, limit - (chosen.judged.peak_memory - counted)))

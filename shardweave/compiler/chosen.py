@@ -20,6 +20,8 @@ class Chosen:
     solution: Solution
     judged: Judged
     peak_memory: int
+    pressed: bool = False
+    """Whether memory makes it slower by much."""
 
     @classmethod
     def of(cls, costed: Costed, solution: Solution, judged: Judged) -> Chosen:
@@ -71,6 +73,16 @@ class Both:
         return min(1.0, max(0.0, share))
 
 
+@dataclass(frozen=True)
+class Lacking:
+    """That nothing fits into a memory limit, as far as that is known: the fastest plan of all, and the smallest."""
+
+    costed: Costed
+    free: Both
+    fastest: Solution
+    least: Chosen
+
+
 def fastest_of(found: Sequence[Chosen]) -> Chosen:
     """By the simulator; the first of equal ones."""
     return min(found, key=lambda chosen: chosen.judged.step_time)
@@ -90,5 +102,5 @@ def decision(costed: Costed, choice: Sequence[int]) -> Decision:
         elif variable.modes:
             found.modes[layer_named(variable.name)] = variable.modes[index]
         else:
-            found.joins[variable.name] = next(iter(variable.ports[index].values()))
+            found.joins[variable.name] = next(iter(variable.ports[index].values())).in_space
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from shardweave.compiler.baselines import Baseline, all_for
 from shardweave.compiler.compiler import Compiler, Progress
 from shardweave.compiler.plan import Plan
+from shardweave.compiler.splits import powers
 from shardweave.cost_model import Cluster
 from shardweave.errors import InfeasibleError, ParallelError
 from shardweave.options import Options
@@ -101,7 +102,8 @@ def compare(
     baselines : sequence of Baseline, optional
         By default all that the cluster's sizes admit, `baselines.all_for`: on many devices these are a hundred.
     micro_batches : sequence of int, optional
-        The numbers to try; by default the powers of two that divide the batch, where the model returns a loss.
+        The numbers to try; by default the planner's own choice for its plan, and for the baselines all powers of two
+        that divide the batch, where the model returns a loss.
     progress : callable, optional
         Told each baseline as its turn comes.
 
@@ -136,27 +138,19 @@ def compared(
     progress: Progress | None = None,
 ) -> Comparison:
     """As `compare`, of what is captured."""
-    counts = tuple(micro_batches or _powers(compiler))
+    counts = tuple(micro_batches or powers(compiler.annotated))
     entries: list[Entry] = []
     for baseline in (OWN, *baselines):
         if progress is not None:
             progress(str(baseline))
-        entries.append(_entry(compiler, baseline, counts))
+        entries.append(_entry(compiler, baseline, counts if micro_batches or baseline is not OWN else [None]))
         if entries[0].plan is None:
             raise InfeasibleError(entries[0].reason)
     own, *others = entries
     return Comparison(own, tuple(sorted(others, key=lambda entry: entry.step_time)))
 
 
-def _powers(compiler: Compiler) -> Iterator[int]:
-    """The powers of two that divide the batch; one where the model has no loss to begin each backward from."""
-    count = 1
-    while compiler.annotated.batch % count == 0 and (count == 1 or compiler.annotated.loss_inside):
-        yield count
-        count *= 2
-
-
-def _entry(compiler: Compiler, baseline: Baseline, counts: Iterable[int]) -> Entry:
+def _entry(compiler: Compiler, baseline: Baseline, counts: Iterable[int | None]) -> Entry:
     options = compiler.options if baseline is OWN else baseline.over(compiler.options)
     plans: list[Plan] = []
     reason = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -20,6 +21,7 @@ from shardweave.compiler.pipeline import Annotated, Compiled, More, Shards, lowe
 from shardweave.compiler.plan import Plan
 from shardweave.compiler.planner.force import forced_strategies
 from shardweave.compiler.planning import Planning
+from shardweave.compiler.splits import fastest, powers
 from shardweave.compiler.steps import Steps
 from shardweave.compiler.sweep import Sweep, What, sweep
 from shardweave.cost_model import Cluster, Timeline, simulate
@@ -83,12 +85,20 @@ class Compiler:
         start : Plan, optional
             A plan of the same model, to begin with.
         """
-        options = replace(self.options, memory_limit=self.options.limit(self.cluster))
-        name = type(self.model).__name__
-        planning = Planning(self.steps, self.cluster, options, self._forced, self.judge, self.progress, name)
+        begun = time.monotonic()
+        given = self.options.micro_batches
+        counts = powers(self.annotated) if given is None else [given]
         with collected_later():
-            found = planning.plan(self.model_key, weigh, start)
+            made = fastest(map(self._planning, counts), start)
+            found = made.planning.plan(made, self.model_key, weigh, begun)
         return found.with_model(lambda: self.timeline(self.lower(found)), self._resolved)
+
+    def _planning(self, micro_batches: int) -> Planning:
+        """Of a step of so many micro-batches."""
+        limit = self.options.limit(self.cluster)
+        options = replace(self.options, memory_limit=limit, micro_batches=micro_batches)
+        name = type(self.model).__name__
+        return Planning(self.steps, self.cluster, options, self._forced, self.judge, self.progress, name)
 
     def _resolved(self, start: Plan, changes: dict[str, Any]) -> Plan:
         """A plan with other options, from an earlier one."""
@@ -162,7 +172,7 @@ class Compiler:
         if missing:
             raise PlanError(f"the plan has no strategy for {', '.join(missing)}: make a plan for this model")
         mesh, joins = self.cluster.mesh(), self.joins_of(plan)
-        if self.options.micro_batches not in (1, plan.micro_batches):
+        if self.options.micro_batches not in (None, plan.micro_batches):
             raise PlanError(
                 f"the plan is for {plan.micro_batches} micro-batches a call, Options(micro_batches="
                 f"{self.options.micro_batches}) asks for others: leave the option out, or make a plan with it"

@@ -193,7 +193,7 @@ class _Lowering:
             raise PlanError('micro_batches is for compile_parallel: torch.compile(backend="shardweave") has none')
         if not self.annotated.loss_inside or len(self.annotated.tangents) != 1:
             raise PlanError(
-                f"micro_batches={self.options.micro_batches} runs each micro-batch's backward right after its forward, "
+                f"micro_batches={self.options.turns} runs each micro-batch's backward right after its forward, "
                 f"so the model must return one scalar loss; {len(self.annotated.tangents)} of its outputs may be one. "
                 "Compute the loss in the model, or call it for each micro-batch under no_sync()"
             )

@@ -6,6 +6,7 @@ is judged by the simulator.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 
 from shardweave.compiler.capture import Captured
 from shardweave.compiler.choose import Chooser
-from shardweave.compiler.chosen import Chosen
+from shardweave.compiler.chosen import Chosen, Lacking
 from shardweave.compiler.fold import Fold, Run
 from shardweave.compiler.judge import Decision, Judge, Judged
 from shardweave.compiler.model_key import ModelKey
@@ -61,19 +62,17 @@ class Planning:
         self.steps, self.cluster, self.options, self.forced = steps, cluster, options, forced
         self.judge, self.progress = judge, progress
 
-    def plan(self, key: ModelKey, weigh: bool, start: Plan | None = None) -> Plan:
-        """The best plan, for the model of `key`.
+    def make(self, start: Plan | None = None, ceiling: float = math.inf) -> Made | Lacked | None:
+        """What is best for the step, if the program does not say that it takes at least `ceiling` seconds.
 
         Parameters
         ----------
-        weigh : bool
-            With what each choice for the whole step is worth.
         start : Plan, optional
             A plan of the same model, to begin with.
         """
-        begun = time.monotonic()
         priced = self._priced()
         self.progress("solve")
+        limit = self.options.limit(self.cluster)
         chooser = Chooser(
             lambda decision, limit: self.judge(decision, replace(self.options, memory_limit=limit)),
             self.options.time_limit,
@@ -81,12 +80,31 @@ class Planning:
             [run.layers for run in self.steps.runs(self.options)],
         )
         chooses_modes = self.options.recompute is None and not priced.has_checkpoints
-        chosen = chooser.choose(priced.whole(priced.costed), priced.with_modes if chooses_modes else None)
+        smaller = priced.with_modes if chooses_modes else None
+        chosen = chooser.choose(priced.whole(priced.costed), smaller, ceiling)
+        if chosen is None:
+            return None
+        if isinstance(chosen, Lacking):
+            return Lacked(chosen.least.judged.peak_memory, lambda: self._made(priced, chooser.last(chosen, limit)))
+        return self._made(priced, chosen)
+
+    def _made(self, priced: _Priced, chosen: Chosen) -> Made:
+        """With what is left open for the whole step."""
         weaving = _woven(self.options.weaving, chosen.decision)
         self.progress("weave")
         chosen, weaving = self._for_the_whole(chosen, weaving)
-        savings = self._savings(chosen, weaving) if weigh else ()
-        return self._described(key, chosen, priced, weaving, savings, time.monotonic() - begun)
+        return Made(self, priced, chosen, weaving)
+
+    def plan(self, made: Made, key: ModelKey, weigh: bool, begun: float) -> Plan:
+        """What has been made, since a point in time, as a plan for the model of `key`.
+
+        Parameters
+        ----------
+        weigh : bool
+            With what each choice for the whole step is worth.
+        """
+        savings = self._savings(made.chosen, made.weaving) if weigh else ()
+        return self._described(key, made.chosen, made.priced, made.weaving, savings, time.monotonic() - begun)
 
     def _priced(self) -> _Priced:
         """The folded step's problem: the smallest that tells how layers meet."""
@@ -183,11 +201,32 @@ class Planning:
             planning_seconds=seconds,
             memory_limit=options.memory_limit or 0,
             forced=tuple(options.force),
-            joins={name: _spread(assignment) for name, assignment in chosen.decision.joins.items()},
-            micro_batches=options.micro_batches,
+            joins={name: _named(assignment) for name, assignment in chosen.decision.joins.items()},
+            micro_batches=options.turns,
             weaving=weaving,
             savings=savings,
         )
+
+
+@dataclass(frozen=True)
+class Made:
+    """What is chosen for a step of so many micro-batches."""
+
+    planning: Planning
+    priced: _Priced
+    chosen: Chosen
+    weaving: Weaving
+
+
+@dataclass(frozen=True)
+class Lacked:
+    """That no plan of a step of so many micro-batches is known to fit.
+
+    `least_bytes` is what the smallest one needs that was simulated; `last` looks for others, or says what is missing.
+    """
+
+    least_bytes: int
+    last: Callable[[], Made]
 
 
 @dataclass(frozen=True)
@@ -250,7 +289,7 @@ def _hint(costed: Costed, start: Plan) -> tuple[int, ...] | None:
         if variable.op is not None and given is not None and given.strategy in variable.strategies:
             found.append(variable.strategies.index(given.strategy))
         elif variable.op is None and variable.name in start.joins:
-            lies = [_spread(next(iter(port.values()))) for port in variable.ports]
+            lies = [_named(next(iter(port.values())).in_space) for port in variable.ports]
             if dict(start.joins[variable.name]) not in lies:
                 return None
             found.append(lies.index(dict(start.joins[variable.name])))
@@ -259,9 +298,9 @@ def _hint(costed: Costed, start: Plan) -> tuple[int, ...] | None:
     return tuple(found)
 
 
-def _spread(assignment: Assignment) -> dict[str, str]:
-    """The factor that each space axis is on, by its name."""
-    return {axis.name: factor for axis, factor in assignment.items if axis.kind == "space"}
+def _named(assignment: Assignment) -> dict[str, str]:
+    """The factor that each axis is on, by its name."""
+    return {axis.name: factor for axis, factor in assignment.items}
 
 
 def _buffer_bytes(captured: Captured) -> int:

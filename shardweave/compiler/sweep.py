@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,29 +15,44 @@ from shardweave.errors import InfeasibleError, PlanError
 if TYPE_CHECKING:
     from shardweave.report.tables import Report
 
-What = Literal["memory"] | Sequence[int] | Sequence[Cluster]
+What = Literal["memory", "batch"] | Sequence[int] | Sequence[Cluster]
 POINTS = 8
 """Memory limits of a curve that is asked for by ``"memory"``: the first and the last one, and some between."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One planning: its memory limit (0: what the device has) and cluster, and the plan or why there is none."""
+    """One planning: its memory limit (0: what the device has), cluster, and the plan or why there is none.
+
+    `batch` is the batch size where that is open, else 0.
+    """
 
     memory_limit: int
     cluster: Cluster
     plan: Plan | None
     reason: str = ""
+    batch: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """What a step takes; a sample of it, where the batch size is open. Infinite without a plan."""
+        return self.plan.step_time / (self.batch or 1) if self.plan is not None else math.inf
+
+    @property
+    def memory(self) -> int:
+        """What the plan needs, bytes a device."""
+        return self.plan.peak_memory if self.plan is not None else 0
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a model takes under several memory limits or on several clusters.
+    """What a model takes under several memory limits, on several clusters or in several batch sizes.
 
     Parameters
     ----------
     points : tuple of Point
-        In the order they were asked for; of ``"memory"`` from the most memory to the least.
+        In the order they were asked for; of ``"memory"`` from the most memory to the least, of ``"batch"`` from the
+        smallest batch to the largest.
     """
 
     points: tuple[Point, ...]
@@ -48,25 +64,37 @@ class Sweep:
 
     @property
     def pareto(self) -> tuple[Plan, ...]:
-        """The plans than which no other is both as fast and as small, from the smallest on."""
+        """The plans than which no other is both as fast (for each sample) and as small, from the smallest on."""
         found: list[Plan] = []
-        for plan in sorted(self.plans, key=lambda plan: (plan.peak_memory, plan.step_time)):
-            if not found or plan.step_time < found[-1].step_time:
-                found.append(plan)
+        least = math.inf
+        for point in sorted(self.points, key=lambda point: (point.memory, point.seconds)):
+            if point.plan is not None and point.seconds < least:
+                found.append(point.plan)
+                least = point.seconds
         return tuple(found)
 
     @property
     def best(self) -> Plan:
-        """The fastest plan: of clusters of one price, the shape to take.
+        """The fastest plan: of clusters of one price, the shape to take; of batch sizes, the fastest for each sample.
 
         Raises
         ------
         InfeasibleError
             No point has a plan.
         """
-        if not self.plans:
+        plan = self._best.plan
+        if plan is None:
             raise InfeasibleError(f"none of {len(self.points)} points has a plan: {self.points[0].reason}")
-        return min(self.plans, key=lambda plan: (plan.step_time, plan.peak_memory))
+        return plan
+
+    @property
+    def batch(self) -> int:
+        """The batch size of the best plan; 0 where it is not open."""
+        return self._best.batch
+
+    @property
+    def _best(self) -> Point:
+        return min(self.points, key=lambda point: (point.seconds, point.memory))
 
     def explain(self) -> Report:
         """The points as a table."""
@@ -98,7 +126,7 @@ def sweep(what: What, cluster: Cluster, planned: Planned) -> Sweep:
         return Sweep(_each_the_fastest([*_falling(cluster, planned)]))
     if isinstance(what, str) or not what:
         raise PlanError(
-            f"sweep must be 'memory', memory limits in bytes, or clusters, got {what!r}: "
+            f"sweep must be 'memory', 'batch', memory limits in bytes, or clusters, got {what!r}: "
             "for example sweep=[40 * 10**9, 80 * 10**9]"
         )
     found: list[Point] = []

@@ -21,7 +21,7 @@ def with_times(mesh: Mesh, options: Options) -> Mesh:
 
     Their strides put them outside all axes of devices. Those over the slices of ops are inside of these.
     """
-    micro, sub, world = options.micro_batches, options.weaving.sub_batches, mesh.world_size
+    micro, sub, world = options.turns, options.weaving.sub_batches, mesh.world_size
     times = (Axis("micro", micro, world * sub, "time"),) if micro > 1 else ()
     woven = (Axis("sub", sub, world, "time"),) if sub > 1 else ()
     counts = sorted({count for count in options.weaving.operator_slices.values() if count > 1})

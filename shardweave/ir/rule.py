@@ -108,5 +108,10 @@ class Assignment:
     def as_dict(self) -> dict[Axis, str]:
         return dict(self.items)
 
+    @property
+    def in_space(self) -> Assignment:
+        """Only its axes of devices: those of time are other ones when the step is cut into other parts."""
+        return Assignment(tuple((axis, factor) for axis, factor in self.items if axis.kind == "space"))
+
     def __str__(self) -> str:
         return ", ".join(f"{axis.name}→{factor}" for axis, factor in self.items) or "replicated"

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 def explain(sweep: Sweep) -> Report:
     """Each point: its limit, what its plan takes and holds, and whether another one is both faster and smaller."""
     best = {id(plan) for plan in sweep.pareto}
-    columns = ("cluster", "memory limit ", "step ", "memory ", "exposed comm. ", "tokens/s ", "gap ", "")
+    open_batch = any(point.batch for point in sweep.points)
+    batch = ("batch ",) if open_batch else ()
+    columns = ("cluster", *batch, "memory limit ", "step ", "memory ", "exposed comm. ", "tokens/s ", "gap ", "")
     rows = tuple(_row(point, point.plan is not None and id(point.plan) in best) for point in sweep.points)
     title = f"{len(sweep.plans)} of {len(sweep.points)} points have a plan; * nothing is both faster and smaller"
     return Report((title,), columns, rows)
@@ -24,12 +26,14 @@ def explain(sweep: Sweep) -> Report:
 
 def _row(point: Point, is_best: bool) -> tuple[str, ...]:
     cluster = f"{point.cluster.name} ({point.cluster.world_size})"
+    of_batch = (str(point.batch),) if point.batch else ()
     limit = readable_bytes(point.memory_limit) if point.memory_limit else "the device's"
     plan = point.plan
     if plan is None:
-        return cluster, limit, "-", "-", "-", "-", "-", "nothing fits"
+        return cluster, *of_batch, limit, "-", "-", "-", "-", "-", "nothing fits"
     return (
         cluster,
+        *of_batch,
         limit,
         readable_seconds(plan.step_time),
         readable_bytes(plan.peak_memory),
@@ -41,7 +45,7 @@ def _row(point: Point, is_best: bool) -> tuple[str, ...]:
 
 
 def plot(sweep: Sweep, path: str | os.PathLike[str]) -> None:
-    """Step time over memory."""
+    """Step time over memory, of a sample where the batch size is open."""
     figure = draw(sweep)
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
@@ -52,20 +56,25 @@ def draw(sweep: Sweep) -> Figure:
 
     figure = Figure(figsize=(6, 4))
     axes = figure.add_subplot()
-    clusters = dict.fromkeys((plan.cluster.name, plan.cluster.world_size) for plan in sweep.plans)
-    for name, devices in clusters:
-        own = [plan for plan in sweep.plans if (plan.cluster.name, plan.cluster.world_size) == (name, devices)]
-        memory, times = [plan.peak_memory / 2**30 for plan in own], [plan.step_time * 1e3 for plan in own]
+    planned = [point for point in sweep.points if point.plan is not None]
+    for name, devices in dict.fromkeys((point.cluster.name, point.cluster.world_size) for point in planned):
+        own = [point for point in planned if (point.cluster.name, point.cluster.world_size) == (name, devices)]
+        memory, times = [point.memory / 2**30 for point in own], [point.seconds * 1e3 for point in own]
         axes.scatter(memory, times, label=f"{name}, {devices} devices", zorder=2)
-    curve = sweep.pareto
+        for point in own:
+            if point.batch:
+                axes.annotate(str(point.batch), (point.memory / 2**30, point.seconds * 1e3), xytext=(4, 4),
+                              textcoords="offset points")  # fmt: skip
+    best = {id(plan) for plan in sweep.pareto}
+    curve = sorted((point for point in planned if id(point.plan) in best), key=lambda point: point.memory)
     axes.step(
-        [plan.peak_memory / 2**30 for plan in curve],
-        [plan.step_time * 1e3 for plan in curve],
+        [point.memory / 2**30 for point in curve],
+        [point.seconds * 1e3 for point in curve],
         where="post",
         color="0.6",
         zorder=1,
     )
     axes.set_xlabel("memory a device (GiB)")
-    axes.set_ylabel("step time (ms)")
+    axes.set_ylabel("time a sample (ms)" if any(point.batch for point in planned) else "step time (ms)")
     axes.legend(frameon=False)
     return figure

@@ -44,11 +44,12 @@ SETTINGS = {
 @cache
 def planner(name: str) -> Planner:
     model, inputs, cluster = SETTINGS[name]()
-    return Planner(model, cluster, inputs, **OPTIONS.get(name, {}))
+    return Planner(model, cluster, inputs, **{"micro_batches": 1, **OPTIONS.get(name, {})})
 
 
-OPTIONS = {"wide-gpt-dgx": {"recompute": "none"}}
-"""With recomputation some hundred plans lie about its smallest memory, all of which are simulated to tell it."""
+OPTIONS: dict[str, dict[str, Any]] = {"wide-gpt-dgx": {"recompute": "none"}, "mlp-local": {"micro_batches": None}}
+"""With recomputation some hundred plans lie about the GPT's smallest memory, all of which are simulated to tell it. Of
+how many micro-batches is tested by `test_splits`, and here where it takes no time."""
 
 
 def test_equal_convolutions_of_other_places_are_priced_apart() -> None:

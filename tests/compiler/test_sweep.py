@@ -13,6 +13,7 @@ from torch import nn
 
 import shardweave as sw
 from shardweave.compiler import compiler
+from shardweave.compiler.batches import batches
 from shardweave.compiler.sweep import sweep
 
 
@@ -116,3 +117,60 @@ def test_what_is_no_sweep_is_refused(what: Any) -> None:
     model, inputs = mlp()
     with pytest.raises(sw.PlanError, match="sweep must be"):
         sw.plan(model, sw.Cluster.local(2), inputs, sweep=what)
+
+
+def batch_of(size: int) -> torch.Tensor:
+    return torch.zeros(size, 256, device="meta")
+
+
+def test_an_open_batch_size_is_the_one_of_which_a_sample_takes_the_least_time(tmp_path: Path) -> None:
+    model, cluster = mlp()[0], sw.Cluster.local(4)
+    limit = sw.plan(model, cluster, batch_of(40)).peak_memory
+    options = sw.Options(memory_limit=limit, recompute="none")
+    found = sw.plan(model, cluster, batch_of, options=options, sweep="batch")
+    sizes = [point.batch for point in found.points]
+    assert sizes == sorted(set(sizes)) and sizes[0] == cluster.world_size
+    fits = [point for point in found.points if point.plan is not None]
+    assert all(point.memory <= limit == point.memory_limit for point in fits)
+    assert all("smallest memory" in point.reason for point in found.points if point.plan is None)
+    # Between the largest that fits and the smallest that does not lies no other that each device has a part of
+    assert [point.plan is None for point in found.points] == sorted(point.plan is None for point in found.points)
+    assert len(fits) < len(sizes) and sizes[len(fits)] - fits[-1].batch <= max(cluster.world_size, fits[-1].batch // 4)
+    best = min(fits, key=lambda point: point.seconds)
+    assert (found.batch, found.best) == (best.batch, best.plan) and found.best.tokens == found.batch >= 40
+    alone = sw.plan(model, cluster, batch_of(found.batch), options=replace(options, micro_batches=1))
+    assert alone.step_time == pytest.approx(found.best.step_time)
+    # Nothing is missed that lies between those that are looked at
+    for size in range(8, fits[-1].batch + 1, 20):
+        other = sw.plan(model, cluster, batch_of(size), options=replace(options, micro_batches=1))
+        assert best.seconds <= 1.05 * other.step_time / size
+    assert str(found.batch) in str(found.explain())
+    found.plot(tmp_path / "batches.png")
+    assert (tmp_path / "batches.png").stat().st_size > 0
+
+
+def test_a_batch_that_is_larger_than_memory_is_halved_first() -> None:
+    model, cluster = mlp()[0], sw.Cluster.local(8)
+    limit = sw.plan(model, cluster, batch_of(2), options=sw.Options(micro_batches=1)).peak_memory
+    found = sw.plan(model, cluster, batch_of, options=sw.Options(memory_limit=limit), sweep="batch")
+    assert found.points[0].batch <= 8 and found.best.peak_memory <= limit
+    with pytest.raises(sw.InfeasibleError, match="none of"):
+        _ = sw.plan(model, cluster, batch_of, options=sw.Options(memory_limit=1), sweep="batch").best
+
+
+def test_twice_the_batch_is_planned_as_long_as_it_gains() -> None:
+    plan = sw.plan(mlp()[0], sw.Cluster.local(2), batch_of(2))
+    asked = []
+
+    def planned(size: int) -> sw.Plan:
+        asked.append(size)
+        return replace(plan, step_time=size * (1.0 + 1.0 / size if size < 32 else 2.0))
+
+    found = batches(plan.cluster, 10**9, planned)
+    assert asked == [2, 4, 8, 16, 32] and found.batch == 16
+
+
+@pytest.mark.parametrize(("inputs", "sweep"), [(batch_of, None), (batch_of, "memory"), (batch_of(4), "batch")])
+def test_an_open_batch_size_needs_a_function(inputs: Any, sweep: Any) -> None:
+    with pytest.raises(sw.PlanError, match="lambda size"):
+        sw.plan(mlp()[0], sw.Cluster.local(2), inputs, sweep=sweep)

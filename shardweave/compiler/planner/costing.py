@@ -90,7 +90,7 @@ class Costing:
             else:
                 self._follower(node)
             self._saved(node)
-        rows = Rows(self.windows, self.options.micro_batches)
+        rows = Rows(self.windows, self.options.turns)
         ops = tuple(rows.row(variable) for variable in self.variables)
         edges = tuple(rows.edge(*ends, links) for ends, links in sorted(self._edges.items()) if links.any())
         limit = self.options.memory_limit

@@ -98,7 +98,7 @@ def with_modes(costing: Costing, costed: Costed) -> Costed:
         for layer in ends.get(index, ()):
             own = [place[number] for number in layer.shares]
             tables = [
-                same.edge(share, costing.options.micro_batches, costing.windows) for share in layer.shares.values()
+                same.edge(share, costing.options.turns, costing.windows) for share in layer.shares.values()
             ]
             edges += [replace(table, producer=number, consumer=len(rows)) for number, table in zip(own, tables)]
             rows.append(same.row(layer))

@@ -1,0 +1,123 @@
+"""Micro-batches that the planner chooses: where memory presses, as many as make the step fastest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardweave as sw
+from shardweave.compiler.compiler import Compiler
+from shardweave.compiler.planning import Made
+from tests.compiler.planners import WIDE, Planner, smallest_named
+from tests.compiler.test_micro_batches import Loss
+
+
+@cache
+def mlp() -> Planner:
+    """Its activations take as much as its parameters with all that is kept for them."""
+    model = Loss(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    return Planner(model, sw.Cluster.local(4), torch.randn(128, 32), recompute="none")
+
+
+@cache
+def split(limit: int | None) -> sw.Plan:
+    return mlp().plan(memory_limit=limit)
+
+
+@cache
+def by_count(limit: int) -> dict[int, sw.Plan]:
+    """The plans under a limit, by the number of micro-batches, of those that fit."""
+    found = {}
+    for count in (1, 2, 4, 8, 16, 32):
+        try:
+            found[count] = mlp().plan(memory_limit=limit, micro_batches=count)
+        except sw.InfeasibleError:
+            continue
+    return found
+
+
+def test_with_memory_to_spare_a_batch_stays_whole() -> None:
+    assert split(None).micro_batches == 1
+    assert split(split(None).peak_memory).micro_batches == 1
+
+
+@pytest.mark.parametrize("part", [0.8, 0.6, 0.5])
+def test_as_many_are_chosen_as_are_fastest(part: float) -> None:
+    limit = int(part * split(None).peak_memory)
+    plans, chosen = by_count(limit), split(limit)
+    assert chosen.peak_memory <= limit and chosen.micro_batches in plans
+    assert chosen.step_time <= 1.05 * min(plan.step_time for plan in plans.values())
+    assert mlp().plan(memory_limit=limit, micro_batches=chosen.micro_batches).step_time == chosen.step_time
+
+
+def test_what_fits_in_parts_alone_gets_a_plan_and_the_smallest_memory_is_that_of_parts() -> None:
+    with pytest.raises(sw.InfeasibleError) as caught:
+        mlp().plan(memory_limit=1, micro_batches=1)
+    whole = smallest_named(caught.value)
+    plan = split(whole - 1)
+    assert plan.micro_batches > 1 and plan.timeline().peak_memory <= plan.peak_memory < whole
+    with pytest.raises(sw.InfeasibleError) as caught:
+        mlp().plan(memory_limit=1)
+    smallest = smallest_named(caught.value)
+    assert smallest <= plan.peak_memory and split(smallest).micro_batches > 1
+
+
+class Normed(Loss):
+    """Its batch norm needs the whole batch."""
+
+
+@pytest.mark.parametrize(
+    "model",
+    [nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8)), Normed(nn.Linear(8, 64), nn.BatchNorm1d(64))],
+    ids=["loss outside", "batch norm"],
+)
+def test_what_cannot_be_cut_stays_whole(model: nn.Module) -> None:
+    cluster, x = sw.Cluster.local(2), torch.randn(256, 8)
+    with pytest.raises(sw.ParallelError, match="batch|loss"):
+        sw.plan(model, cluster, x, options=sw.Options(micro_batches=2))
+    free = sw.plan(model, cluster, x)
+    with pytest.raises(sw.InfeasibleError) as caught:
+        sw.plan(model, cluster, x, options=sw.Options(memory_limit=1))
+    small = sw.plan(model, cluster, x, options=sw.Options(memory_limit=smallest_named(caught.value)))
+    assert (small.micro_batches, free.micro_batches) == (1, 1) and small.peak_memory < free.peak_memory
+
+
+def test_a_chosen_split_trains() -> None:
+    """Behind `compile_parallel`, with the loss and the gradients of the whole batch."""
+    torch.manual_seed(0)
+    model, x = Loss(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 16)), torch.randn(1024, 16)
+    cluster = sw.Cluster.local(1)
+    free = sw.plan(model, cluster, x)
+    options = sw.Options(memory_limit=free.peak_memory * 6 // 10, recompute="none")
+    parallel = sw.compile_parallel(model, cluster, x, options=options)
+    assert parallel.plan.micro_batches > 1  # type: ignore[union-attr]
+    loss: Tensor = parallel(x)
+    loss.backward()
+    ours = [parameter.grad.clone() for parameter in parallel.parameters() if parameter.grad is not None]
+    expected = model(x)
+    model.zero_grad()
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for mine, parameter in zip(ours, model.parameters(), strict=True):
+        whole = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
+        torch.testing.assert_close(whole, parameter.grad)
+
+
+def test_micro_batches_in_sub_batches_take_what_is_said() -> None:
+    """What is decided of joins is said of devices: the axis of micro-batches is another one beside sub-batches."""
+    model, inputs = WIDE.build()
+    options = sw.Options(micro_batches=2, buckets=False)
+    compiler = Compiler(model, sw.Cluster.preset("rtx3090-pcie", nodes=2), inputs, options, None)
+    made = compiler._planning(2).make()
+    assert isinstance(made, Made)
+    plan = made.planning.plan(made, compiler.model_key, weigh=False, begun=0.0)
+    for sub_batches in (1, 2):
+        weaving = replace(plan.weaving, sub_batches=sub_batches)
+        said = made.planning._judged(made.chosen, weaving)
+        taken = compiler.timeline(compiler.lower(replace(plan, weaving=weaving)))
+        assert said.compute_time == pytest.approx(taken.compute_time, rel=0.01)
+        assert said.step_time == pytest.approx(taken.step_time, rel=0.01)
