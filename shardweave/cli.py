@@ -69,7 +69,9 @@ def plan(
         str | None,
         typer.Option(help="Of each layer, in the backward: none, full or fine; else the planner chooses."),
     ] = None,
-    operator_slices: Annotated[int, typer.Option(min=1, help="Parts of an op, gathered one after another.")] = 1,
+    operator_slices: Annotated[
+        int | None, typer.Option(min=1, help="Parts of an op, gathered one after another; else the planner chooses.")
+    ] = None,
     keep_gathered: Annotated[bool, typer.Option(help="Gather parameters once for forward and backward.")] = False,
     out: Annotated[Path | None, typer.Option(help="Where to save the plan (JSON).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Where to save the simulated step (Chrome trace).")] = None,
@@ -80,7 +82,7 @@ def plan(
     model, inputs = _built(factory)
     machine = _machine(cluster, nodes)
     weaving: dict[str, Any] = {"sub_batches": sub_batches, "recompute": recompute}
-    weaving |= {"operator_slices": operator_slices, "keep_gathered": keep_gathered}
+    weaving |= {"operator_slices": operator_slices or {}, "keep_gathered": keep_gathered}
     options = sw.Options(memory_limit=_bytes(memory_limit), precision=precision, micro_batches=micro_batches, **weaving)
     made = sw.plan(model, machine, inputs, options=options)
     _console().print(made.explain())

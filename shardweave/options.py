@@ -66,7 +66,8 @@ class Options:
         planner chooses for each layer, where memory asks for it.
     operator_slices : int or mapping from a name pattern to int
         Into how many slices an op with a parameter is cut, computed one after another, so that only a slice of the
-        parameter is gathered at a time. Patterns as in `force`; what a number does not divide stays whole.
+        parameter is gathered at a time. Patterns as in `force`; what a number does not divide stays whole. By default
+        the planner chooses, as a part of an op's strategy, where memory asks for it; with 1 nothing is cut.
     keep_gathered : bool or mapping from a name pattern to bool or int
         What is gathered for the forward is kept for the backward, instead of gathered again. Of an op in slices a
         number says how many of them; the others are gathered again. (What is gathered once a step, ``"zero2"``, is a

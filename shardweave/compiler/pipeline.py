@@ -153,7 +153,7 @@ def lower(
     LayoutError
         Where a strategy does not fit its op.
     """
-    mesh = with_times(mesh_for(mesh, strategies), options)
+    mesh = with_times(mesh_for(mesh, strategies), options, strategies.values())
     cluster = cluster or Cluster.local(mesh.world_size)
     check_patterns(annotated.captured, options.weaving)
     joins, shards, more = joins or {}, {} if shards is None else shards, more or {}
@@ -226,8 +226,10 @@ class _Lowering:
         rests: dict[str, Rest] = {}
         slices = sliced_ops(self.options.weaving.operator_slices, self.annotated.ops, self.strategies, self.mesh)
         for op in self.annotated.ops:
-            assignments.update(op.assignments(self.strategies[op.name], self.mesh, slices.get(op.name, 1)))
-            axes = self.strategies[op.name].axes(self.mesh)
+            strategy = self.strategies[op.name]
+            strategy = replace(strategy, slices=slices.get(op.name, strategy.slices))
+            assignments.update(op.assignments(strategy, self.mesh))
+            axes = strategy.axes(self.mesh)
             rest = Rest(*axes.stages)
             rests.update(dict.fromkeys((op.parameter, *op.companions), rest))
         for node, name in join_names(captured.graph.graph).items():

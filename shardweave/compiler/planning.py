@@ -28,6 +28,7 @@ from shardweave.compiler.planner.alternatives import alternatives
 from shardweave.compiler.planner.costing import Costing
 from shardweave.compiler.planner.recomputation import layer_named, with_modes
 from shardweave.compiler.planner.rows import Costed
+from shardweave.compiler.planner.slicing import with_slices
 from shardweave.compiler.planner.unfold import unfold
 from shardweave.compiler.steps import Steps
 from shardweave.compiler.weaving import with_times
@@ -80,7 +81,7 @@ class Planning:
             [run.layers for run in self.steps.runs(self.options)],
         )
         chooses_modes = self.options.recompute is None and not priced.has_checkpoints
-        smaller = priced.with_modes if chooses_modes else None
+        smaller = priced.with_modes if chooses_modes else priced.in_slices
         chosen = chooser.choose(priced.whole(priced.costed), smaller, ceiling)
         if chosen is None:
             return None
@@ -251,8 +252,18 @@ class _Priced:
         return any(checkpoint_of(node) for node in self.annotated.captured.graph.graph.nodes)
 
     def with_modes(self) -> Costed:
-        """The whole step's problem with a choice of recomputation for each layer."""
-        return self.whole(with_modes(self.costing, self.costed))
+        """The whole step's problem with a choice of recomputation for each layer, and of slices."""
+        return self.whole(with_modes(self.costing, self.with_slices))
+
+    @property
+    def in_slices(self) -> Callable[[], Costed] | None:
+        """The whole step's problem with a choice of slices, where there is one."""
+        return None if self.with_slices is self.costed else lambda: self.whole(self.with_slices)
+
+    @cached_property
+    def with_slices(self) -> Costed:
+        """The folded step's problem with a choice of slices for ops that gather much."""
+        return with_slices(self.costing, self.costed)
 
     def whole(self, costed: Costed) -> Costed:
         """The problem of the whole step."""

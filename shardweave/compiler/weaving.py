@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -11,22 +11,22 @@ from shardweave.compiler.capture import Captured
 from shardweave.compiler.planner.force import matches, nothing_named
 from shardweave.compiler.planner.ops import Op
 from shardweave.errors import LayoutError, PlanError
-from shardweave.ir import Axis, Mesh, Strategy, Weaving
+from shardweave.ir import Axis, Mesh, Strategy, Weaving, slice_axis
 from shardweave.options import Options
 from shardweave.passes.annotate import info, modules_around
 
 
-def with_times(mesh: Mesh, options: Options) -> Mesh:
+def with_times(mesh: Mesh, options: Options, strategies: Iterable[Strategy] = ()) -> Mesh:
     """`mesh` with a time axis over the micro-batches of a call, and one over the sub-batches of each of these.
 
-    Their strides put them outside all axes of devices. Those over the slices of ops are inside of these.
+    Their strides put them outside all axes of devices. Those over the slices of ops, which options and strategies ask
+    for, are inside of these.
     """
     micro, sub, world = options.turns, options.weaving.sub_batches, mesh.world_size
     times = (Axis("micro", micro, world * sub, "time"),) if micro > 1 else ()
     woven = (Axis("sub", sub, world, "time"),) if sub > 1 else ()
-    counts = sorted({count for count in options.weaving.operator_slices.values() if count > 1})
-    slices = tuple(Axis(f"slice{count}", count, 0, "time") for count in counts)
-    return replace(mesh, times=times, woven=woven, slices=slices)
+    counts = {*options.weaving.operator_slices.values(), *(strategy.slices for strategy in strategies)} - {1}
+    return replace(mesh, times=times, woven=woven, slices=tuple(map(slice_axis, sorted(counts))))
 
 
 def check_patterns(captured: Captured, weaving: Weaving) -> None:

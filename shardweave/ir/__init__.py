@@ -13,7 +13,7 @@ dimension of ``32 * x.size``; ``(3, x, 16)`` is the strided shard of a fused ``(
 Axes have prime sizes, so a view never has to cut one.
 """
 
-from shardweave.ir.axes import Axis, Digit, Mesh, axes_size, group_name, prime_factors
+from shardweave.ir.axes import Axis, Digit, Mesh, axes_size, group_name, prime_factors, slice_axis
 from shardweave.ir.layout import Layout, Padding, normalise
 from shardweave.ir.rule import Assignment, BoundRule, Dims, Factor
 from shardweave.ir.step import META, SEED, Collective, NodeInfo, ParameterSpec, StepSpec, ValueSpec
@@ -48,4 +48,5 @@ __all__ = [
     "group_name",
     "normalise",
     "prime_factors",
+    "slice_axis",
 ]

@@ -76,6 +76,15 @@ def prime_factors(number: int) -> list[int]:
     return factors
 
 
+def slice_axis(count: int) -> Axis:
+    """The axis over so many slices of an op.
+
+    >>> str(slice_axis(4))
+    'slice4:4'
+    """
+    return Axis(f"slice{count}", count, 0, "time")
+
+
 @dataclass(frozen=True)
 class Mesh:
     """The axes of the machine, in *layout order*: of two axes on one dimension, the earlier one is outermost.

@@ -83,11 +83,14 @@ class Strategy:
     gradients : int
         Over how many of these devices the gradient is added up sharded; 0 stands for as many as `states`. AMSP's s_g,
         a multiple of `rest`. It makes no difference to a step of one micro-batch that is not under ``no_sync``.
+    slices : int
+        Into how many parts the op is cut, computed one after another, so that only a part of the parameter is gathered
+        at a time (OSDP, arXiv 2209.13258, section 3.3).
 
     Raises
     ------
     LayoutError
-        Where `states` is no multiple of `gradients`, or these none of `rest`.
+        Where `states` is no multiple of `gradients`, or these none of `rest`; or there is less than one slice.
 
     Examples
     --------
@@ -109,6 +112,7 @@ class Strategy:
     y_inside: bool = False
     states: int = 0
     gradients: int = 0
+    slices: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "states", self.states or self.rest)
@@ -118,6 +122,8 @@ class Strategy:
                 f"the parameter rests over {self.rest} devices, its gradient over {self.gradients} and the states over "
                 f"{self.states}: expected each to be a multiple of the one before, as each is a part of it"
             )
+        if self.slices < 1:
+            raise LayoutError(f"an op is computed in {self.slices} slices: expected 1, where it is whole, or more")
 
     def axes(self, mesh: Mesh) -> GridAxes:
         """The axes of `mesh` for each dimension of the grid; `LayoutError` where the sizes do not fit its axes."""
@@ -154,17 +160,19 @@ class Strategy:
         """As plain types; `from_dict` is its inverse.
 
         >>> Strategy.from_dict(Strategy(Grid(data=8), states=8).to_dict())
-        Strategy(grid=Grid(x=1, y=1, z=1, data=8, experts=1), rest=1, y_inside=False, states=8, gradients=8)
+        Strategy(grid=Grid(x=1, y=1, z=1, data=8, experts=1), rest=1, y_inside=False, states=8, gradients=8, slices=1)
         """
         grid = self.grid
         sizes = [grid.x, grid.y, grid.z, grid.data, *([grid.experts] if grid.experts > 1 else [])]
+        slices = {"slices": self.slices} if self.slices > 1 else {}
         return {"grid": sizes, "rest": self.rest, "y_inside": self.y_inside, "states": self.states,
-                "gradients": self.gradients}  # fmt: skip
+                "gradients": self.gradients, **slices}  # fmt: skip
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Strategy:
         sizes = Grid(*data["grid"])
-        return cls(sizes, data["rest"], data["y_inside"], data.get("states", 0), data.get("gradients", 0))
+        stages = data.get("states", 0), data.get("gradients", 0)
+        return cls(sizes, data["rest"], data["y_inside"], *stages, data.get("slices", 1))
 
     def __str__(self) -> str:
         free = self.grid.z * self.grid.data
@@ -174,4 +182,4 @@ class Strategy:
             parts = f" rest/{self.rest}, gradients/{self.gradients}, states/{self.states}"
             rest = zero.get(self.gradients, parts)
         order = " y inside" if self.y_inside and self.grid.x > 1 and self.grid.y > 1 else ""
-        return f"{self.grid}{order}{rest}"
+        return f"{self.grid}{order}{rest}{f' in {self.slices} slices' if self.slices > 1 else ''}"

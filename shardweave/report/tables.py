@@ -210,7 +210,8 @@ def _figures(plan: Plan, name: str) -> tuple[float, int]:
 
 def _grid(strategy: Strategy) -> str:
     both = strategy.grid.x > 1 and strategy.grid.y > 1
-    return f"{strategy.grid}{' y inside' if strategy.y_inside and both else ''}"
+    slices = f" in {strategy.slices} slices" if strategy.slices > 1 else ""
+    return f"{strategy.grid}{' y inside' if strategy.y_inside and both else ''}{slices}"
 
 
 def _rest(strategy: Strategy) -> str:
@@ -230,7 +231,7 @@ def _why_not(chosen: Strategy, runner_up: RunnerUp | None) -> str:
     if runner_up is None:
         return "-"
     other = runner_up.strategy
-    same = (other.grid, other.y_inside) == (chosen.grid, chosen.y_inside)
+    same = (other.grid, other.y_inside, other.slices) == (chosen.grid, chosen.y_inside, chosen.slices)
     size = f", but {readable_bytes(runner_up.missing_bytes)} too large" if runner_up.missing_bytes else ""
     return f"{_rest(other) if same else other}: {_signed(runner_up.seconds, readable_seconds)}{size}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,16 @@ import torch
 from torch import fx, nn
 
 import shardweave as sw
-from shardweave.errors import PlanError
+from shardweave.compiler.compiler import Compiler
+from shardweave.compiler.planner.costing import Costing
+from shardweave.compiler.planner.slicing import with_slices
+from shardweave.demo.model import GPTConfig
+from shardweave.errors import LayoutError, PlanError
+from shardweave.ir import Grid, Strategy
+from shardweave.options import Options
 from shardweave.passes.annotate import info
 from shardweave.runtime.launch import WorkerPool
+from tests.compiler.planners import MetaGPT, Planner, smallest_named
 from tests.compiler.test_weaving import check, lowered, moved
 from tests.compiler.training import Way
 
@@ -101,3 +109,73 @@ def test_slices_that_fit_nothing_are_refused() -> None:
         sw.plan(model, sw.Cluster.local(2), x, options=sw.Options(operator_slices={"up": 2}))
     with pytest.raises(PlanError, match="positive"):
         sw.Options(operator_slices=0)
+
+
+# -- slices as a part of a strategy
+
+
+def test_slices_are_a_part_of_a_strategy() -> None:
+    whole = Strategy(Grid(data=4), rest=4)
+    strategy = replace(whole, slices=4)
+    assert Strategy.from_dict(strategy.to_dict()) == strategy and Strategy.from_dict(whole.to_dict()) == whole
+    assert str(strategy) == "(1, 1, 1, 4) ZDP in 4 slices"
+    with pytest.raises(LayoutError, match="0 slices"):
+        replace(whole, slices=0)
+
+
+def test_a_strategy_in_slices_is_the_option_for_one_op() -> None:
+    zdp = Strategy(Grid(data=4), rest=4)
+    by_option = lowered("gpt", {"*": zdp}, operator_slices={"blocks.0.up": 4}).step
+    by_strategy = lowered("gpt", {"*": zdp, "blocks.0.up": replace(zdp, slices=4)}).step
+    for mine, other in ((by_strategy.forward, by_option.forward), (by_strategy.backward, by_option.backward)):
+        assert mine is not None and other is not None
+        assert mine.code == other.code
+
+
+def test_slices_that_do_not_divide_cannot_be_forced() -> None:
+    model, x = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6)), torch.randn(8, 6)
+    force = {"0": Strategy(Grid(data=2), rest=2, slices=4)}
+    with pytest.raises(PlanError, match=r"4 slices divide none of its loops, of \[6, 10\] steps"):
+        sw.plan(model, sw.Cluster.local(2), x, options=sw.Options(force=force))
+
+
+def test_what_gathers_much_at_a_time_is_offered_in_slices() -> None:
+    with torch.device("meta"):
+        layers = nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 32768), nn.ReLU(), nn.Linear(32768, 16)
+        model, x = nn.Sequential(*layers), torch.zeros(8, 256)
+    cluster = sw.Cluster.preset("rtx3090-pcie", nodes=1)
+    annotated = Compiler(model, cluster, x, None, None).annotated
+
+    def costing(memory_limit: int, **options: Any) -> Costing:
+        return Costing(annotated, cluster, Options(memory_limit=memory_limit, **options), {})
+
+    tight = costing(200 * 2**20)
+    costed = tight.build()
+    offered = with_slices(tight, costed)
+    for before, after in zip(costed.variables, offered.variables, strict=True):
+        assert after.strategies[: len(before.strategies)] == before.strategies and after.ports == before.ports
+        sliced = [index for index, strategy in enumerate(after.strategies) if strategy.slices > 1]
+        assert bool(sliced) == (before.name == "2"), before.name
+        assert not sliced or after.prices is not None
+        for index in sliced:
+            assert after.prices is not None
+            whole = after.strategies.index(replace(after.strategies[index], slices=1))
+            held, costs = after.prices.transient_bytes, after.prices.costs.sum(axis=(0, 1))
+            assert held[index] <= held[whole] / 3 and costs[index] > costs[whole]
+            assert after.prices.state_bytes[index] == after.prices.state_bytes[whole]
+    roomy = costing(2**40)
+    assert with_slices(roomy, same := roomy.build()) is same
+    said = costing(200 * 2**20, operator_slices={"2": 2})
+    assert with_slices(said, same := said.build()) is same
+
+
+def test_what_fits_in_slices_alone_is_planned_in_slices() -> None:
+    model, inputs = MetaGPT(GPTConfig(50304, 128, 1, 8, 512), 32).build()
+    planner = Planner(model, sw.Cluster.preset("rtx3090-pcie", nodes=1), inputs, micro_batches=1, sub_batches=1)
+    with pytest.raises(sw.InfeasibleError) as caught:
+        planner.plan(memory_limit=1, operator_slices={"head": 1})  # which says that it stays whole
+    whole = smallest_named(caught.value)
+    plan = planner.plan(memory_limit=whole - 1)
+    sliced = [name for name, choice in plan.choices.items() if choice.strategy.slices > 1]
+    assert sliced and plan.timeline().peak_memory <= plan.peak_memory < whole
+    assert "in 4 slices" in str(plan.explain())

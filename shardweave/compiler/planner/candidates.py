@@ -84,7 +84,8 @@ UNFIT = -1
 def spread(op: Op, options: Sequence[Strategy], mesh: Mesh) -> tuple[list[dict[str, Assignment]], list[int]]:
     """The different assignments that strategies give the nodes of `op`, and the number of each one's; `UNFIT` for none.
 
-    It makes no difference where parameters rest, so that there are far fewer assignments than strategies.
+    It makes no difference where parameters rest, so that there are far fewer assignments than strategies. They are
+    those of the whole op: slices are put together before anything else sees them.
     """
     different: dict[tuple[Assignment, ...], int] = {}
     found: list[dict[str, Assignment]] = []
@@ -94,7 +95,7 @@ def spread(op: Op, options: Sequence[Strategy], mesh: Mesh) -> tuple[list[dict[s
         if key in numbers:
             continue
         try:
-            assignments = op.assignments(strategy, mesh)
+            assignments = op.assignments(replace(strategy, slices=1), mesh)
         except LayoutError:
             numbers[key] = UNFIT
             continue

@@ -154,16 +154,12 @@ class Costing:
         return total
 
     def _op_variable(self, op: Op) -> Variable:
-        shared = max((self.facts.readers[root_of(argument)] for role in op.roles if not info(role.node).backward
-                      for argument in tensor_args(role.node)), default=1)  # fmt: skip
         values = [self.facts.shapes[name] for name in (op.parameter, *op.companions)]
-        ends = self.facts.ends(op)
-        element = Sizes.of(values[0].dtype, self.annotated.captured.dtypes.get(op.parameter))
         signature = self._number((
-            element, tuple(op.sizes.items()), op.outputs, op.contracted, op.experts, op.batch, shared,
-            tuple(value.shape for value in values),
+            self._element(op), tuple(op.sizes.items()), op.outputs, op.contracted, op.experts, op.batch,
+            self._shared(op), tuple(value.shape for value in values),
             tuple((str(role.node.target), role.atoms, role.batch, bound_of(role.node)) for role in op.roles),
-            tuple(self.forced.get(op.name, ())), ends,
+            tuple(self.forced.get(op.name, ())), self.facts.ends(op),
         ))  # fmt: skip
         known = self._priced.get(signature)
         if known is None:
@@ -175,16 +171,32 @@ class Costing:
                     f"of sizes {sizes} take up all of them. Use a batch that is a multiple of {devices}, other "
                     "sizes, or another number of devices"
                 )
-            shapes = [tuple(value.shape) for value in values]
-            whole = self.annotated.captured.whole
-            parameters = Parameters(shapes, element, self.options.optimizer_bytes, whole)
-            ports, port_of = spread(op, options, self.mesh)
-            prices = price_op(op, options, ports, port_of, parameters, self.prices, self.windows, shared, ends)
-            known = Variable(op.name, signature, op, None, options, prices, ports, port_of)
-            self._priced[signature] = known
+            known = self._priced[signature] = self.spread(Variable(op.name, signature, op), options)
         size = len(known.ports)
         costs = self.windows.none(size)
         return replace(known, name=op.name, op=op, costs=costs, saved=np.zeros(size), working=np.zeros(size))
+
+    def spread(self, variable: Variable, strategies: list[Strategy]) -> Variable:
+        """An op's row with these strategies, priced."""
+        op = variable.op
+        assert op is not None
+        shapes = [tuple(self.facts.shapes[name].shape) for name in (op.parameter, *op.companions)]
+        whole = self.annotated.captured.whole
+        parameters = Parameters(shapes, self._element(op), self.options.optimizer_bytes, whole)
+        ports, port_of = spread(op, strategies, self.mesh)
+        shared, ends = self._shared(op), self.facts.ends(op)
+        prices = price_op(op, strategies, ports, port_of, parameters, self.prices, self.windows, shared, ends)
+        return replace(variable, strategies=strategies, prices=prices, ports=ports, port_of=port_of)
+
+    def _element(self, op: Op) -> Sizes:
+        """What an element of its parameters takes."""
+        dtypes = self.annotated.captured.dtypes
+        return Sizes.of(self.facts.shapes[op.parameter].dtype, dtypes.get(op.parameter))
+
+    def _shared(self, op: Op) -> int:
+        """How many ops read the same activation."""
+        return max((self.facts.readers[root_of(argument)] for role in op.roles if not info(role.node).backward
+                    for argument in tensor_args(role.node)), default=1)  # fmt: skip
 
     def _follower(self, node: fx.Node) -> None:
         arguments = [argument for argument in tensor_args(node) if argument in self.follows]

@@ -16,7 +16,7 @@ from torch import fx
 
 from shardweave.compiler.capture import Captured
 from shardweave.errors import LayoutError
-from shardweave.ir import Assignment, Axis, Layout, Mesh, Strategy, axes_size
+from shardweave.ir import Assignment, Axis, Layout, Mesh, Strategy, axes_size, slice_axis
 from shardweave.passes.annotate import graph_outputs, info
 from shardweave.passes.classes import Classes
 from shardweave.passes.layouts import dims_layout
@@ -113,13 +113,12 @@ class Op:
             )
         return max(fits)
 
-    def assignments(self, strategy: Strategy, mesh: Mesh, slices: int = 1) -> dict[str, Assignment]:
+    def assignments(self, strategy: Strategy, mesh: Mesh) -> dict[str, Assignment]:
         """The assignment of each node of the op, by node name; `LayoutError` where the grid or slices do not fit."""
         axes = strategy.axes(mesh)
         atoms = self.atoms_of(strategy, mesh)
-        if slices > 1:
-            axis = next(axis for axis in mesh.slices if axis.size == slices)
-            atoms |= {axis: self.slice_atom(strategy, mesh, slices)}
+        if strategy.slices > 1:
+            atoms |= {slice_axis(strategy.slices): self.slice_atom(strategy, mesh, strategy.slices)}
         rows = [*axes.z, *axes.data, *mesh.all_times]
         if self.batch > 1:
             left = self.batch

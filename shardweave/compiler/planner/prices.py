@@ -70,7 +70,7 @@ class Prices:
         back = self.one_way(gradients, [_whole(have) for have in haves], itemsize)
         return np.stack([self.one_way(haves, wants, itemsize), back])
 
-    def one_way(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: int) -> Links:
+    def one_way(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float) -> Links:
         """From each of `haves` to that of `wants` in the same place: an array of what takes it, and these."""
         links = np.zeros((1 + len(self.levels), len(haves)))
         plain = [index for index, pair in enumerate(zip(haves, wants)) if not any(layout.padding for layout in pair)]
@@ -81,19 +81,19 @@ class Prices:
             for step in steps_between(haves[index], wants[index]):
                 if step.kind not in LOCAL:
                     size = max(local_numel(step.before), local_numel(step.after)) * itemsize
-                    level, seconds = self.collective(step.kind, step.axes, size)
+                    level, seconds = self.collective(step.kind, step.axes, int(size))
                     links[1 + level, index] += seconds
         return links
 
     def _add_all(
-        self, links: Links, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: int, paired: bool = False
+        self, links: Links, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float, paired: bool = False
     ) -> None:
         """Add what changes of layout take: a table of them, or a column."""
         for move in moves_between(haves, wants, self._axes, paired):
-            sizes, size_of = np.unique(move.copied * itemsize, return_inverse=True)
-            links[0] += np.array([self._copy(int(size)) for size in sizes])[size_of].reshape(move.copied.shape)
+            sizes, size_of = np.unique((move.copied * itemsize).astype(np.int64), return_inverse=True)
+            links[0] += np.array([self.copy(int(size)) for size in sizes])[size_of].reshape(move.copied.shape)
             if move.kind not in LOCAL:
-                self._add(links, move.kind, move.groups, move.numel * itemsize)
+                self._add(links, move.kind, move.groups, (move.numel * itemsize).astype(np.int64))
 
     def _add(self, links: Links, kind: StepKind, groups: Ints, sizes: Ints) -> None:
         """Add what one step of all changes takes; few of their groups and sizes differ."""
@@ -106,7 +106,7 @@ class Prices:
         for level in range(len(self.levels)):
             links[1 + level][on] += np.where(levels == level, seconds, 0.0)
 
-    def _copy(self, num_bytes: int) -> float:
+    def copy(self, num_bytes: int) -> float:
         """Seconds of reading and writing so many bytes."""
         device = self.cluster.device
         return device.launch_latency + bytes_seconds(2 * num_bytes, self.cluster) if num_bytes else 0.0

@@ -18,7 +18,7 @@ from shardweave.compiler.planner.ops import Op, Role
 from shardweave.compiler.planner.prices import Prices, local_numel, tensor_outputs
 from shardweave.compiler.planner.windows import Costs, Floats, Windows
 from shardweave.cost_model.optimizer import optimizer_loads
-from shardweave.ir import Assignment, Axis, Layout, Strategy, axes_size
+from shardweave.ir import Assignment, Axis, Layout, Strategy, axes_size, slice_axis
 from shardweave.passes.annotate import info
 from shardweave.passes.layouts import output_layouts
 from shardweave.passes.rules import find_rule
@@ -133,6 +133,7 @@ def price_op(
     """
     mesh = prices.mesh
     turns = axes_size(mesh.times)
+    slices = [strategy.slices for strategy in strategies]
     spread = windows.none(len(ports))  # compute and sums: the same wherever states rest
     for port, assignments in enumerate(ports):
         for role in op.roles:
@@ -146,13 +147,17 @@ def price_op(
     stages, over = [strategy.axes(mesh).stages for strategy in strategies], [batches[port] for port in port_of]
 
     def held(lies: Sequence[Layout]) -> _Held:
-        return _held(lies, stages, over, parameters, prices, windows, ends)
+        return _held(lies, stages, over, slices, parameters, prices, windows, ends)
 
     parts = [(held([used[port] for port in port_of]), 1)]
     for shape, count in Counter(parameters.shapes[1:]).items():
         parts.append((held([Layout.replicated(shape)] * len(stages)), count))
+    computed = spread[:, :, port_of]
+    for index, strategy in enumerate(strategies):
+        if strategy.slices > 1:
+            computed[:, 0, index] += _in_slices(op, strategy, ports[port_of[index]], prices)
     return OpPrices(
-        turns * spread[:, :, port_of] + np.sum([count * held.costs for held, count in parts], axis=0),
+        turns * computed + np.sum([count * held.costs for held, count in parts], axis=0),
         np.sum([count * held.optimizer for held, count in parts], axis=0),
         np.sum([count * held.states for held, count in parts], axis=0),
         np.max([held.transient for held, _ in parts], axis=0),
@@ -164,12 +169,16 @@ def _held(
     lies: Sequence[Layout],
     stages: Sequence[tuple[tuple[Axis, ...], ...]],
     over: Sequence[set[Axis]],
+    slices: Sequence[int],
     parameters: Parameters,
     prices: Prices,
     windows: Windows,
     ends: Ends,
 ) -> _Held:
-    """Of a parameter that the op needs at `lies`, that rests by `stages`, and whose gradient is partial `over` axes."""
+    """Of a parameter that the op needs at `lies`, that rests by `stages`, and whose gradient is partial `over` axes.
+
+    It is brought there, and the gradient from there, in `slices`.
+    """
     mesh, sizes = prices.mesh, parameters.sizes
     turns = axes_size(mesh.times)
     rests, partials = [], []
@@ -186,16 +195,24 @@ def _held(
     copy, gradient = copied * resting * sizes.working, owning * sizes.master  # gathered or cast once, held for the step
     # In mixed precision the copies are most of a step's states, and gone where the gradients come
     states = states + (np.maximum(copy, gradient) if sizes.master != sizes.working else copy + gradient)
-    gathers = turns * prices.one_way(rest, lies, sizes.working)
+
+    def moved(haves: Sequence[Layout], wants: Sequence[Layout], itemsize: int) -> Floats:
+        """Of each slice alone, all of them together."""
+        found = prices.one_way(haves, wants, itemsize)
+        for count in {*slices} - {1}:
+            own = [index for index, mine in enumerate(slices) if mine == count]
+            each = prices.one_way([haves[i] for i in own], [wants[i] for i in own], itemsize / count)
+            found[:, own] = count * each
+        return found
+
+    gathers = turns * moved(rest, lies, sizes.working)
     forward = prices.one_way(master, rest, sizes.working) + gathers
     if turns == 1:
-        reductions = prices.one_way(partials, master, sizes.reduced)
+        reductions = moved(partials, master, sizes.reduced)
     else:  # AMSP IV-C: into the sums for each micro-batch, from there to the states once a step
         added = [replace(to, partial=tuple(item for item in have.partial if item[0] not in to.shard_axes))
                  for have, to in zip(partials, summed)]  # fmt: skip
-        reductions = turns * prices.one_way(partials, added, sizes.reduced) + prices.one_way(
-            added, master, sizes.reduced
-        )
+        reductions = turns * moved(partials, added, sizes.reduced) + prices.one_way(added, master, sizes.reduced)
         apart = np.array([a != b for a, b in zip(summed, master)]) | (sizes.reduced != sizes.master)
         states = states + apart * adding * sizes.reduced  # the sums of the micro-batches, beside what they become
     nothing = np.zeros_like(gathers)
@@ -206,10 +223,30 @@ def _held(
     ):
         costs += windows.waited(links) if alone else windows.hidden(links)
     gathered = np.array([a != b for a, b in zip(rest, lies)])
-    transient = gathered * 2 * used * (sizes.working + sizes.reduced)  # its own copy, the next one's, gradients
+    # Its own copy, the next one's, gradients
+    transient = gathered * 2 * (used // np.array(slices)) * (sizes.working + sizes.reduced)
     optimizer = [optimizer_loads(int(size), parameters.optimizer_bytes / sizes.master, prices.cluster)
                  for size in owning * sizes.master]  # fmt: skip
     return _Held(costs, np.array(optimizer).T, states, transient, owning * sizes.master)
+
+
+def _in_slices(op: Op, strategy: Strategy, whole: Mapping[str, Assignment], prices: Prices) -> Floats:
+    """What an op's products take longer in slices, forward and backward: smaller ones, and what puts them together."""
+    found = np.zeros(2)
+    sliced = op.assignments(strategy, prices.mesh)
+    for role in op.roles:
+        mine = sliced[role.node.name]
+        cut = dict(mine.items).get(slice_axis(strategy.slices))
+        bound = info(role.node).rule
+        assert bound is not None
+        longer = strategy.slices * prices.compute(role.node, mine) - prices.compute(role.node, whole[role.node.name])
+        for value, dims in zip(tensor_outputs(role.node), bound.outputs):
+            together = 1 if any(cut in names for names in dims) else strategy.slices - 1  # beside each other, or added
+            size = value.numel() * value.element_size()
+            spread = math.prod(axis.size for axis, name in whole[role.node.name].items if any(name in n for n in dims))
+            longer += together * prices.copy(size // spread) if cut is not None else 0.0
+        found[int(info(role.node).backward)] += longer
+    return found
 
 
 def _batch_axes(op: Op, assignments: Mapping[str, Assignment]) -> set[Axis]:

@@ -97,9 +97,7 @@ def with_modes(costing: Costing, costed: Costed) -> Costed:
         variables.append(variable)
         for layer in ends.get(index, ()):
             own = [place[number] for number in layer.shares]
-            tables = [
-                same.edge(share, costing.options.turns, costing.windows) for share in layer.shares.values()
-            ]
+            tables = [same.edge(share, costing.options.turns, costing.windows) for share in layer.shares.values()]
             edges += [replace(table, producer=number, consumer=len(rows)) for number, table in zip(own, tables)]
             rows.append(same.row(layer))
             variables.append(Variable(mode_name(layer.name), -1, modes=MODES))

@@ -1,0 +1,56 @@
+"""Operator slices as a choice: the strategies of ops that gather much, in slices as well.
+
+An op in slices gathers one part of its parameter after another and holds no more of it at a time; its products are
+smaller, and each part's collectives wait for links anew (OSDP, arXiv 2209.13258, section 3.3). That is worth while
+where what is gathered at once is a good part of memory: for a table of words, say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardweave.compiler.planner.costing import Costing
+from shardweave.compiler.planner.ops import Op
+from shardweave.compiler.planner.rows import Costed, Rows, Variable
+from shardweave.errors import LayoutError
+from shardweave.ir import Strategy
+
+SLICES = 4
+"""As many as OSDP takes."""
+
+MUCH = 1 / 16
+"""The part of the memory limit that a strategy's own transient takes for it to be offered in slices, too."""
+
+
+def with_slices(costing: Costing, costed: Costed) -> Costed:
+    """The problem with the strategies in slices, too, that gather much at a time; itself where none does."""
+    much = MUCH * costed.problem.memory_limit
+    rows = Rows(costing.windows, costing.options.turns)
+    ops, variables = list(costed.problem.ops), list(costed.variables)
+    changed = False
+    for index, variable in enumerate(variables):
+        sliced = _sliced(costing, variable, much)
+        if sliced:
+            variables[index] = costing.spread(variable, [*variable.strategies, *sliced])
+            ops[index] = rows.row(variables[index])
+            changed = True
+    if not changed:
+        return costed
+    return replace(costed, problem=replace(costed.problem, ops=tuple(ops)), variables=variables)
+
+
+def _sliced(costing: Costing, variable: Variable, much: float) -> list[Strategy]:
+    """What an op may have in slices."""
+    op, prices = variable.op, variable.prices
+    if op is None or prices is None or op.name in costing.forced or costing.options.operator_slices:
+        return []
+    large = [s for s, held in zip(variable.strategies, prices.transient_bytes.tolist()) if held > much]
+    return [replace(strategy, slices=SLICES) for strategy in large if _fits(costing, op, strategy)]
+
+
+def _fits(costing: Costing, op: Op, strategy: Strategy) -> bool:
+    try:
+        op.slice_atom(strategy, costing.mesh, SLICES)
+    except LayoutError:
+        return False
+    return True
