@@ -39,6 +39,9 @@ NEAR = 0.05
 with at most `EXACT` candidates all are that are in question. If it is within that of what takes no memory into account,
 memory does not press."""
 
+LITTLE = (0.0, 0.125, 0.25, 0.375, 0.5)
+"""Parts of the way from what the program says is the smallest memory to what the simulator says of that plan."""
+
 Start = Callable[[Costed], Sequence[int] | None]
 """From a problem to a choice to begin with."""
 
@@ -210,11 +213,25 @@ class Chooser:
 
         What is counted as more than the smallest may be simulated as less, and the smallest in another order, too.
         """
+        lacking = self._nearly_smallest(lacking)
         least: Chosen | None = lacking.least
         while least is not None and lacking.least.peak_memory > limit:
             least = self._below(lacking)
             lacking = replace(lacking, least=least or lacking.least)
         return lacking
+
+    def _nearly_smallest(self, lacking: Lacking) -> Lacking:
+        """With what holds least of the fastest choices that count little more than the smallest, where that is less.
+
+        The smallest of all in the program computes and gathers whatever saves a byte, and is simulated as more.
+        """
+        costed, least = lacking.costed, lacking.least
+        low, high = costed.problem.memory(least.solution.choice), least.peak_memory
+        for part in LITTLE if low < high else ():
+            asked = limited(costed, low + int(part * (high - low)))
+            chosen = self._simulated(costed, self._solve(asked, least.solution.choice, rough=True), low)
+            least = min(least, chosen, key=lambda each: each.peak_memory)
+        return replace(lacking, least=least)
 
     def _lowered_under(self, limit: int, chosen: Chosen) -> Chosen:
         """A plan with what it takes as it will be lowered: under the user's limit, not one that it was found under."""
@@ -224,7 +241,7 @@ class Chooser:
     def _below(self, lacking: Lacking) -> Chosen | None:
         """A plan that needs less than the smallest so far."""
         limit = lacking.least.peak_memory - 1
-        found = self._under(lacking.costed, limit) or self._fits(lacking.least, limit)
+        found = self._under(lacking.costed, limit, rough=True) or self._fits(lacking.least, limit)
         near = [] if found else self._near(lacking.free, lacking.fastest, limit)
         return found or next((each.within(limit) for each in near if each.judged.peak_memory <= limit), None)
 

@@ -18,7 +18,8 @@ class RunnerUp(NamedTuple):
     ----------
     strategy : Strategy
     seconds : float
-        How much longer the step would take with it (negative: shorter, but it does not fit).
+        How much longer the step would take with it in the program (negative: shorter, but it does not fit, or the
+        simulator says that the plan is faster).
     missing_bytes : int
         How far it would exceed the memory limit; 0 where it fits.
     """

@@ -279,4 +279,7 @@ def _summary(plan: Plan) -> tuple[str, ...]:
         lines.append(f"precision: {plan.model_key.precision}")
     if plan.forced:
         lines.append(f"forced: {', '.join(plan.forced)}")
+    others = [choice.runner_up for choice in plan.choices.values() if choice.runner_up is not None]
+    if any(other.seconds < 0 and not other.missing_bytes for other in others):
+        lines.append("runner-ups that save time do so in the program; the simulator took this plan for the fastest")
     return tuple(lines)

@@ -54,6 +54,14 @@ def test_save_and_load_are_inverse(tmp_path: Path) -> None:
     assert str(loaded.explain()) == str(plan.explain())
 
 
+def test_a_runner_up_that_saves_time_and_fits_is_explained() -> None:
+    plan = make_plan()
+    told = "the simulator took this plan for the fastest"
+    assert told not in str(plan.explain())  # what it would save does not fit
+    choices = {**plan.choices, "embedding": replace(plan.choices["embedding"], runner_up=RunnerUp(ZDP, -2e-4))}
+    assert told in str(replace(plan, choices=choices).explain())
+
+
 def test_figures_that_follow_from_others() -> None:
     plan = make_plan()
     assert plan.tokens_per_second == pytest.approx(256 / 0.013)
