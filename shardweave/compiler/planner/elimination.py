@@ -6,20 +6,19 @@ neighbours (non-serial dynamic programming, Bertele and Brioschi 1972; min-sum v
 exponential in the neighbours at hand only: on chains with residual edges these are two, whatever the depth. A
 *state* of an op is a pair of ports that one of its candidates has: all that its neighbours see of it.
 
-The steps of equal layers are of one *kind*: their tables are computed once.
+The steps of equal layers are of one *kind*: their tables are computed once (`ordering` keeps them in step).
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardweave.compiler.planner.ordering import join, ordered
 from shardweave.compiler.planner.problem import Candidate, Problem
 from shardweave.compiler.planner.tables import Bools, EdgeFigures, Ints, OpFigures, Tables
 
@@ -27,9 +26,6 @@ Floats = NDArray[np.float64]
 
 _LARGEST_TABLE = 2**22
 """Entries of a step's table, beyond which a graph is too wide for elimination."""
-
-_SHARED_TABLE = 2**21
-"""Entries up to which a step that equal layers share comes first, though others are smaller."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,58 +173,23 @@ class Elimination:
         ]
 
     def _eliminate(self) -> bool:
-        """Put the ops in order, the smallest table first; False where a table grows too large."""
+        """One step for each op; False where a table grows too large."""
         last = len(self.problem.ops)
-        near: list[set[int]] = [set() for _ in range(last)]
-        for edge in self.problem.edges:
-            near[edge.producer].add(edge.consumer)
-            near[edge.consumer].add(edge.producer)
-        left_edges = self._edge_numbers()
+        states = [self.ops[own].states for own in self.op_of]
+        order = ordered(self._neighbours(), states[:last], self.op_of[:last], _LARGEST_TABLE)
+        if order is None:
+            return False
+        near, left_edges = [*self._neighbours(), set[int]()], self._edge_numbers()
         waiting: list[set[int]] = [set() for _ in range(last + 1)]
         known: dict[Kind, int] = {}
-
-        equal = Counter(self.op_of)
-
-        def size(op: int) -> int:
-            return math.prod(self.ops[self.op_of[other]].states for other in (op, *near[op]))
-
-        halvings = [0] * last
-
-        def key(op: int) -> tuple[int, int, int, int]:
-            """Equal layers shrink to one op each, in step, then by halves; then the smallest table comes first.
-
-            The steps of equal layers are thus of few kinds, also where a tied weight makes a ring of them.
-            """
-            own = self.op_of[op]
-            table = size(op)
-            if equal[own] > 1 and table <= _SHARED_TABLE:
-                like = [other for other in near[op] if self.op_of[other] == own]
-                if not like:
-                    return (0, -equal[own], own, op)
-                if len(like) == len(near[op]) == 2:
-                    return (1, halvings[op], own, op)
-            return (2 + table, -equal[own], own, op)
-
-        heap = [key(op) for op in range(last)]
-        heapq.heapify(heap)
-        done = [False] * last
-        near.append(set())
-        left_edges.append(set())
-        while len(self.steps) <= last:
-            op = last
-            if len(self.steps) < last:
-                entry = heapq.heappop(heap)
-                op = entry[-1]
-                if done[op] or entry != key(op):
-                    continue
-                if size(op) > _LARGEST_TABLE:
-                    return False
-                done[op] = True
-            scope, edges = tuple(sorted(near[op])), left_edges[op]
+        for number, op in enumerate([*order, last]):
+            # The last axis is the longest, along which numpy adds fastest
+            scope = tuple(sorted(near[op], key=lambda other: (states[other], other)))
+            edges = left_edges[op]
             axis = {other: place for place, other in enumerate((op, *scope))}
             earlier = tuple(sorted(waiting[op]))
             kind = Kind(
-                tuple(self.ops[self.op_of[other]].states for other in (op, *scope)),
+                tuple(states[other] for other in axis),
                 self.op_of[op],
                 tuple(sorted((Term(self.edge_of[n], (axis[self.problem.edges[n].producer],
                                                     axis[self.problem.edges[n].consumer])) for n in edges),
@@ -238,23 +199,25 @@ class Elimination:
             if kind not in known:
                 known[kind] = len(self.kinds)
                 self.kinds.append(kind)
-            number = len(self.steps)
             self.steps.append(Step(op, scope, earlier, known[kind]))
             for other in scope:
-                halvings[other] = max(halvings[other], 1 + halvings[op]) if self.op_of[other] == self.op_of[op] else 0
                 waiting[other] -= set(earlier)
                 waiting[other].add(number)
                 left_edges[other] -= edges
-                near[other] |= set(scope)
-                near[other] -= {op, other}
-            for other in scope:
-                heapq.heappush(heap, key(other))
+            join(near, op)
             if not scope:
                 waiting[last].add(number)
         return True
 
+    def _neighbours(self) -> list[set[int]]:
+        near: list[set[int]] = [set() for _ in self.problem.ops]
+        for edge in self.problem.edges:
+            near[edge.producer].add(edge.consumer)
+            near[edge.consumer].add(edge.producer)
+        return near
+
     def _edge_numbers(self) -> list[set[int]]:
-        found: list[set[int]] = [set() for _ in self.problem.ops]
+        found: list[set[int]] = [set() for _ in self.op_of]
         for number, edge in enumerate(self.problem.edges):
             found[edge.producer].add(number)
             found[edge.consumer].add(number)
