@@ -21,6 +21,12 @@ ROUNDS = 4
 """How often dominance is looked for again: what one round drops at the ends of a model would spread from layer to layer
 in as many rounds as it has, and leave no two of them equal."""
 
+_CACHED = 2**16
+"""Numbers that are compared at once."""
+
+_MUCH = 2**61
+"""More than any figure."""
+
 Kept = tuple[tuple[int, ...], ...]
 """For each op, which of its candidates the smaller problem has (their indices in the first one)."""
 
@@ -156,17 +162,25 @@ class Dominance:
 
     def _undominated(self, tables: Tables, op: int, excesses: _Excesses) -> tuple[int, ...]:
         own = tables.ops[tables.op_of[op]]
-        more = own.figures[:, None, :] - own.figures[:, :, None]  # [figure, a, b]: b's less a's
-        possible = own.transient[None, :] <= own.transient[:, None]
+        possible = own.transient[None, :] <= own.transient[:, None]  # [a, b]
+        around: list[tuple[Ints, Ints]] = []
         for edge in tables.edges_at[op]:
             produces, other = _side(tables, edge, op)
             ports, far = (own.outs, tables.ops[other].ins) if produces else (own.ins, tables.ops[other].outs)
-            worst, allowed = excesses.of(tables, tables.edge_of[edge], produces, np.unique(far))
-            more = more + worst[:, ports[:, None], ports]
-            possible &= allowed[ports[:, None], ports]
-        dominates = possible & (more[KEPT] <= 0) & (tables.time(more) <= 0)
+            mine, place = np.unique(ports, return_inverse=True)
+            worst, allowed = excesses.of(tables, tables.edge_of[edge], produces, mine, np.unique(far))
+            around.append((worst, place))
+            if not allowed.all():
+                possible &= allowed[place[:, None], place]
+        for row in (KEPT, slice(None)):  # what keeps more is out, most pairs are
+            a, b = np.nonzero(possible)
+            more = own.figures[row, b] - own.figures[row, a]
+            for worst, place in around:
+                if worst[row].any():
+                    more += worst[row, place[a], place[b]]
+            possible[a, b] = more <= 0 if row == KEPT else tables.time(more) <= 0
         first = np.arange(len(own.ins))
-        strictly = dominates & (~dominates.T | (first[None, :] < first[:, None]))
+        strictly = possible & (~possible.T | (first[None, :] < first[:, None]))
         return tuple(int(a) for a in np.flatnonzero(~strictly.any(axis=1)))
 
 
@@ -180,25 +194,26 @@ class _Excesses:
     """How much more one port can need than another, each found once; the edges' tables stay as they are."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[int, bool, bytes], tuple[Ints, Bools]] = {}
+        self.known: dict[tuple[int, bool, bytes, bytes], tuple[Ints, Bools]] = {}
 
-    def of(self, tables: Tables, edge: int, produces: bool, others: Ints) -> tuple[Ints, Bools]:
+    def of(self, tables: Tables, edge: int, produces: bool, ports: Ints, others: Ints) -> tuple[Ints, Bools]:
         """For ports a, b: how much more b has of each figure at worst, and whether b is allowed wherever a is.
 
         `others` are the ports that the candidates of the edge's other op have.
         """
-        key = edge, produces, others.tobytes()
+        key = edge, produces, ports.tobytes(), others.tobytes()
         if key not in self.known:
             table = tables.edges[edge] if produces else tables.edges[edge].turned()
-            figures, allowed = table.figures[:, :, others], table.allowed[:, others]
-            both = allowed[:, None, :] & allowed[None, :, :]
-            worst = np.zeros((len(figures), len(allowed), len(allowed)), dtype=np.int64)
-            for row, figure in enumerate(figures):
-                if figure.any():
-                    more = np.where(both, figure[None, :, :] - figure[:, None, :], np.iinfo(np.int64).min)
-                    worst[row] = np.where(both.any(axis=2), more.max(axis=2), 0)
-            never = (allowed[:, None, :] & ~allowed[None, :, :]).any(axis=2)
-            self.known[key] = worst, np.logical_not(never)
+            figures, allowed = table.figures[:, ports[:, None], others], table.allowed[ports[:, None], others]
+            worst = np.zeros((len(figures), len(ports), len(ports)), dtype=np.int64)
+            at_once = max(1, _CACHED // max(1, allowed.size))
+            for row in np.flatnonzero(figures.any(axis=(1, 2))):
+                figure = np.where(allowed, figures[row], _MUCH)  # where a is not allowed, b may be as it likes
+                for a in range(0, len(ports), at_once):
+                    worst[row, a : a + at_once] = (figures[row] - figure[a : a + at_once, None]).max(axis=2)
+            worst[:, ~allowed.any(axis=1)] = 0
+            never = allowed.astype(np.float32) @ (~allowed).T.astype(np.float32)
+            self.known[key] = worst, never == 0
         return self.known[key]
 
 
@@ -210,12 +225,16 @@ def _least_kept(problem: Problem) -> list[int]:
 
 
 def _all(problem: Problem) -> Kept:
-    return tuple(tuple(range(len(op.candidates))) for op in problem.ops)
+    tables = {id(op.candidates): op.candidates for op in problem.ops}
+    every = {key: tuple(range(len(table))) for key, table in tables.items()}
+    return tuple(every[id(op.candidates)] for op in problem.ops)
 
 
 def _composed(kept: Kept, smaller: Kept) -> Kept:
     """The data that inverts first `smaller`, then `kept`."""
-    return tuple(tuple(before[index] for index in indices) for before, indices in zip(kept, smaller, strict=True))
+    pairs = {(id(before), id(indices)): (before, indices) for before, indices in zip(kept, smaller, strict=True)}
+    composed = {key: tuple(before[index] for index in indices) for key, (before, indices) in pairs.items()}
+    return tuple(composed[id(before), id(indices)] for before, indices in zip(kept, smaller, strict=True))
 
 
 def restricted(problem: Problem, kept: Kept) -> Problem:
