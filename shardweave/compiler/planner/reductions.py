@@ -17,7 +17,7 @@ import numpy as np
 from shardweave.compiler.planner.problem import Candidate, Problem
 from shardweave.compiler.planner.tables import KEPT, Bools, Ints, Tables
 
-ROUNDS = 4
+ROUNDS = 2
 """How often dominance is looked for again: what one round drops at the ends of a model would spread from layer to layer
 in as many rounds as it has, and leave no two of them equal."""
 
