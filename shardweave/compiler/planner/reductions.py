@@ -162,23 +162,22 @@ class Dominance:
 
     def _undominated(self, tables: Tables, op: int, excesses: _Excesses) -> tuple[int, ...]:
         own = tables.ops[tables.op_of[op]]
-        possible = own.transient[None, :] <= own.transient[:, None]  # [a, b]
-        around: list[tuple[Ints, Ints]] = []
+        # Edges tell the states apart only: pairs of ports
+        (ins, outs), state = np.unique(np.stack([own.ins, own.outs]), axis=1, return_inverse=True)
+        worst = np.zeros((len(own.figures), len(ins), len(ins)), dtype=np.int64)  # [figure, a, b]
+        allowed = np.ones(worst.shape[1:], dtype=np.bool_)
         for edge in tables.edges_at[op]:
             produces, other = _side(tables, edge, op)
-            ports, far = (own.outs, tables.ops[other].ins) if produces else (own.ins, tables.ops[other].outs)
-            mine, place = np.unique(ports, return_inverse=True)
-            worst, allowed = excesses.of(tables, tables.edge_of[edge], produces, mine, np.unique(far))
-            around.append((worst, place))
-            if not allowed.all():
-                possible &= allowed[place[:, None], place]
-        for row in (KEPT, slice(None)):  # what keeps more is out, most pairs are
-            a, b = np.nonzero(possible)
-            more = own.figures[row, b] - own.figures[row, a]
-            for worst, place in around:
-                if worst[row].any():
-                    more += worst[row, place[a], place[b]]
-            possible[a, b] = more <= 0 if row == KEPT else tables.time(more) <= 0
+            ports, far = (outs, tables.ops[other].ins) if produces else (ins, tables.ops[other].outs)
+            excess, never_less = excesses.of(tables, tables.edge_of[edge], produces, ports, np.unique(far))
+            worst += excess
+            allowed &= never_less
+        pair = state[:, None] * len(ins) + state
+        more = own.figures[KEPT] - own.figures[KEPT][:, None] + worst[KEPT].take(pair)
+        possible = (more <= 0) & (own.transient <= own.transient[:, None]) & allowed.take(pair)
+        a, b = np.nonzero(possible)
+        more = own.figures[:, b] - own.figures[:, a] + worst.reshape(len(worst), -1)[:, pair[a, b]]
+        possible[a, b] = tables.time(more) <= 0
         first = np.arange(len(own.ins))
         strictly = possible & (~possible.T | (first[None, :] < first[:, None]))
         return tuple(int(a) for a in np.flatnonzero(~strictly.any(axis=1)))
