@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 
 from shardweave.compiler.planner.duality import Choice, Column, Offer
 from shardweave.compiler.planner.elimination import Floats
 from shardweave.compiler.planner.mixing import all_runs
-from shardweave.compiler.planner.tables import KEPT, Bools, Ints, Tables
+from shardweave.compiler.planner.tables import KEPT, LOADS, Bools, Ints, Tables
 
 _CHANGES = 96
 """Changes of either kind of which all pairs are tried, those that weigh the least."""
@@ -102,23 +103,31 @@ def _flips(tables: Tables, weights: Floats, choice: Choice, peak: int, slack: fl
         edges = (tables.edge_of[edge] for edge in tables.edges_at[op])
         sides = ((other < op, tables.op_of[other], choice[other]) for other in tables.near[op])
         alike[tables.op_of[op], own, *edges, *sides].append(op)
-    found: Found = []
+    added = [np.zeros((LOADS + tables.problem.num_streams, 0), dtype=np.int64)]
+    changes: list[tuple[list[int], int, int]] = []  # the ops, the candidate and how many of them take it
     for members in alike.values():
         op, own = members[0], choice[members[0]]
         around, allowed = tables.around(op, choice)
-        added = around - around[:, own : own + 1]
-        good = allowed & (weights @ added <= slack) & (tables.ops[tables.op_of[op]].transient <= peak)
+        more = around - around[:, own : own + 1]
+        good = allowed & (weights @ more <= slack) & (tables.ops[tables.op_of[op]].transient <= peak)
         good[own] = False
+        if not good.any():
+            continue
         apart = _apart(tables, members)
-        for candidate in np.flatnonzero(good).tolist():
-            for count in (2**power for power in range(len(apart).bit_length())):
-                column = added[:, candidate] * count
-                if weights @ column <= slack:
-                    found.append((column, Change(apart, [candidate] * len(apart), count)))
-    if not found:
+        counts = 2 ** np.arange(len(apart).bit_length())
+        columns = more[:, good][:, :, None] * counts
+        candidates, powers = np.nonzero(np.tensordot(weights, columns, axes=1) <= slack)
+        added.append(columns[:, candidates, powers])
+        places = np.flatnonzero(good)[candidates].tolist()
+        changes += zip(repeat(apart), places, counts[powers].tolist())
+    if not changes:
         return []
-    order = _promising(tables, weights, np.stack([column for column, _ in found], axis=1))
-    return [found[index] for index in order]
+    together = np.concatenate(added, axis=1)
+    found: Found = []
+    for index in _promising(tables, weights, together).tolist():
+        ops, candidate, count = changes[index]
+        found.append((together[:, index], Change(ops, [candidate] * len(ops), count)))
+    return found
 
 
 def _promising(tables: Tables, weights: Floats, added: Ints) -> Ints:
