@@ -200,7 +200,7 @@ class Problem:
         for op in self.ops:
             if id(op.candidates) not in checked:
                 _check_op(op, self.num_streams)
-                checked[id(op.candidates)] = max(c.ticks + sum(c.load_ticks) for c in op.candidates)
+                checked[id(op.candidates)] = to_ticks(max(c.seconds + sum(c.loads) for c in op.candidates))
             largest += checked[id(op.candidates)]
         for edge in self.edges:
             self._check_ends(edge)
@@ -376,7 +376,7 @@ def _check_op(op: Op, num_streams: int) -> None:
                 f"candidate {candidate.label!r} of op {op.name} has {len(candidate.loads)} loads, expected one "
                 f"for each of the windows' {num_streams} streams"
             )
-        if not all(0 <= figure < math.inf for figure in figures):
+        if not (min(figures) >= 0 and sum(figures) < math.inf):  # no sum with nan is less
             raise PlanError(
                 f"candidate {candidate.label!r} of op {op.name} has a negative or undefined figure: {candidate}"
             )

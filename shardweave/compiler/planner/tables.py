@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from shardweave.compiler.planner.problem import FORBIDDEN, Candidate, Edge, Problem, to_ticks
+from shardweave.compiler.planner.problem import FORBIDDEN, TICKS_PER_SECOND, Candidate, Edge, Problem, to_ticks
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -36,13 +36,12 @@ class OpFigures:
 
     @classmethod
     def of(cls, candidates: Sequence[Candidate], streams: int) -> OpFigures:
-        none = (0,) * streams
-        rows = [
-            (c.transient_bytes, c.in_port, c.out_port, c.ticks, c.kept_bytes, *(c.load_ticks or none))
-            for c in candidates
-        ]
-        columns = np.ascontiguousarray(np.array(rows, dtype=np.int64).T)
-        return cls(columns[3:], columns[0], columns[1], columns[2])
+        none = (0.0,) * streams
+        sizes = np.array([(c.transient_bytes, c.in_port, c.out_port, c.kept_bytes) for c in candidates], dtype=np.int64)
+        times = np.array([(c.seconds, *(c.loads or none)) for c in candidates])
+        ticks = np.rint(times.T * TICKS_PER_SECOND).astype(np.int64)
+        transient, ins, outs, kept = np.ascontiguousarray(sizes.T)
+        return cls(np.vstack([ticks[:1], kept, ticks[1:]]), transient, ins, outs)
 
     def take(self, indices: Ints) -> OpFigures:
         """Only these candidates."""
