@@ -176,7 +176,7 @@ class Elimination:
         """One step for each op; False where a table grows too large."""
         last = len(self.problem.ops)
         states = [self.ops[own].states for own in self.op_of]
-        order = ordered(self._neighbours(), states[:last], self.op_of[:last], _LARGEST_TABLE)
+        order = ordered(self._neighbours(), states[:last], self._roles(), _LARGEST_TABLE)
         if order is None:
             return False
         near, left_edges = [*self._neighbours(), set[int]()], self._edge_numbers()
@@ -208,6 +208,15 @@ class Elimination:
             if not scope:
                 waiting[last].add(number)
         return True
+
+    def _roles(self) -> list[int]:
+        """For each op a number, the same for those whose tables, edges and neighbours are equal."""
+        sides: list[list[tuple[int, int, int]]] = [[] for _ in self.problem.ops]
+        for number, edge in zip(self.edge_of, self.problem.edges, strict=True):
+            sides[edge.producer].append((number, 0, self.op_of[edge.consumer]))
+            sides[edge.consumer].append((number, 1, self.op_of[edge.producer]))
+        known: dict[object, int] = {}
+        return [known.setdefault((own, *sorted(at)), len(known)) for own, at in zip(self.op_of, sides)]
 
     def _neighbours(self) -> list[set[int]]:
         near: list[set[int]] = [set() for _ in self.problem.ops]
