@@ -17,12 +17,24 @@ from shardweave.compiler.planner.problem import TICKS_PER_SECOND, Candidate, Edg
 
 
 def first_of_each(problem: Problem) -> set[int]:
-    """The first stream of each window, by number.
+    """The first stream of each window, by number, and the second where all candidates of an op load the first alike.
+
+    Of the two, the answer would not mind the second if it did not count, and wait for it.
 
     >>> first_of_each(Problem((), windows=(("compute", "link"), ("host", "memory"))))
     {0, 2}
     """
-    return {sum(map(len, problem.windows[:number])) for number, names in enumerate(problem.windows) if names}
+    tables = {id(op.candidates): op.candidates for op in problem.ops}.values()
+    loads = [np.array([candidate.loads or (0.0,) * problem.num_streams for candidate in table]) for table in tables]
+    found, first = set[int](), 0
+    for names in problem.windows:
+        if names:
+            found.add(first)
+        alike = all(np.ptp(table[:, first]) == 0.0 for table in loads) if len(names) > 1 else False
+        if alike and any(table[0, first] for table in loads):
+            found.add(first + 1)
+        first += len(names)
+    return found
 
 
 def with_streams(problem: Problem, streams: set[int]) -> Problem:
