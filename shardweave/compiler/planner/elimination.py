@@ -241,8 +241,10 @@ class Elimination:
         edges = [np.where(table.forbidden, np.inf, weigh(table.figures, weights)) for table in self.edges]
         least: list[Floats] = []
         found = Minimum(math.inf, (), costs, states, edges, least)
+        memory = np.empty(max(math.prod(kind.shape) for kind in self.kinds))
         for kind in self.kinds:
-            least.append(self.joint(kind, found).min(axis=0))
+            sums = memory[: math.prod(kind.shape)].reshape(kind.shape)
+            least.append(self.joint(kind, found, out=sums).min(axis=0))
         value = float(least[self.steps[-1].kind])
         return replace(found, value=value, choice=self._choice(found)) if value < math.inf else None
 
@@ -271,12 +273,16 @@ class Elimination:
         terms = [(found.edges[term.table], term.axes) for term in kind.edges]
         return terms + [(found.least[term.table], term.axes) for term in earlier]
 
-    def joint(self, kind: Kind, found: Minimum, without: int | None = None) -> Floats:
-        """All that a step of this kind adds up, over its op's and its scope's states, `without` one earlier result."""
+    def joint(self, kind: Kind, found: Minimum, without: int | None = None, out: Floats | None = None) -> Floats:
+        """All that a step of this kind adds up, over its op's and its scope's states, `without` one earlier result.
+
+        It may be made in `out`: memory that was in use before takes less time than fresh pages do.
+        """
         ndim = len(kind.shape)
-        total = spread(found.states[kind.op], (0,), ndim)
+        total, spanned = spread(found.states[kind.op], (0,), ndim), {0}
         for table, axes in sorted(self._terms(kind, found, without), key=lambda term: max(term[1], default=0)):
-            total = total + spread(table, axes, ndim)
+            spanned.update(axes)
+            total = np.add(total, spread(table, axes, ndim), out=out if len(spanned) == ndim else None)
         return total if total.shape == kind.shape else np.broadcast_to(total, kind.shape)
 
     def outside(self, minimum: Minimum) -> list[Floats]:
