@@ -132,6 +132,7 @@ class Dominance:
     b dominates a if ``more(kept) <= 0``, ``transient_b <= transient_a`` and ``more(ticks) + sum over windows of max
     over their streams of more(load) <= 0``: whatever else loads a window, b prolongs it by no more than that maximum.
     The relation is transitive, so all dominated candidates of all ops may go at once; of equal ones the first stays.
+    A candidate that one op needs stays at all that have the same candidates, so that equal layers remain equal.
 
     >>> from shardweave.compiler.planner.problem import Op
     >>> op = Op("up", (Candidate("slow", 2.0), Candidate("fast", 1.0), Candidate("same", 1.0)))
@@ -145,15 +146,16 @@ class Dominance:
         kept, excesses = _all(problem), _Excesses()
         for _ in range(ROUNDS):
             tables = Tables(problem)
-            known: dict[object, tuple[int, ...]] = {}
-            found: list[tuple[int, ...]] = []
+            known: set[object] = set()
+            needed: list[set[int]] = [set() for _ in tables.ops]
             for op, number in enumerate(tables.op_of):
                 sides = ((tables.edge_of[edge], *_side(tables, edge, op)) for edge in tables.edges_at[op])
                 key = number, *sides  # equal layers have the same answer
                 if key not in known:
-                    known[key] = self._undominated(tables, op, excesses)
-                found.append(known[key])
-            smaller = tuple(found)
+                    known.add(key)
+                    needed[number].update(self._undominated(tables, op, excesses))
+            left = [tuple(sorted(indices)) for indices in needed]
+            smaller = tuple(left[number] for number in tables.op_of)
             if smaller == _all(problem):
                 break
             problem = restricted(problem, smaller)
