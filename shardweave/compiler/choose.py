@@ -185,7 +185,7 @@ class Chooser:
             return replace(least, pressed=True).within(limit)
         lacking = Lacking(costed, free, fastest, replace(least, peak_memory=least.judged.peak_memory))
         if _is_small(costed):  # of which the program's memory is the roughest
-            lacking = self._less(lacking, limit)
+            lacking = self._less(self._nearly_smallest(lacking), limit)
         return lacking if lacking.least.peak_memory > limit else self._lowered_under(limit, lacking.least)
 
     def last(self, lacking: Lacking, limit: int) -> Chosen:
@@ -196,6 +196,8 @@ class Chooser:
         InfeasibleError
             With the smallest memory that would do, and what takes it.
         """
+        if not _is_small(lacking.costed):
+            lacking = self._nearly_smallest(lacking)
         least = self._less(lacking, limit).least
         needed = least.peak_memory
         if needed <= limit:
@@ -213,7 +215,6 @@ class Chooser:
 
         What is counted as more than the smallest may be simulated as less, and the smallest in another order, too.
         """
-        lacking = self._nearly_smallest(lacking)
         least: Chosen | None = lacking.least
         while least is not None and lacking.least.peak_memory > limit:
             least = self._below(lacking)

@@ -240,6 +240,8 @@ def prove(
     solver.parameters.num_workers = 1
     solver.parameters.relative_gap_limit = gap
     solver.parameters.random_seed = 0
+    # Figures are this large that its presolve may lose the best choice, and call another one optimal (OR-Tools 9.15)
+    solver.parameters.cp_model_presolve = False
     status = solver.solve(model, _Reporter(report) if report else None)
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     choice = (
