@@ -36,8 +36,8 @@ FAR, FAR_SMALL = 1.5, 2.0
 
 NEAR = 0.05
 """How much longer than the program's bound a simulated step may be for no other plans to be simulated; of problems
-with at most `EXACT` candidates all are that are in question. If it is within that of what takes no memory into account,
-memory does not press."""
+with at most `EXACT` candidates all are that are in question. Where the bound under the memory limit is no farther from
+that without one, memory does not press."""
 
 LITTLE = (0.0, 0.125, 0.25, 0.375, 0.5)
 """Parts of the way from what the program says is the smallest memory to what the simulator says of that plan."""
@@ -81,7 +81,7 @@ class Chooser:
         is asked under the limit, `smaller` with all ways to save memory, and again under a smaller limit as long as its
         answer needs more than it thought; its first answer remains the bound. The smallest plan is the last resort.
         The answer is refined: the simulator picks among plans that may be faster when less hides than the program lets.
-        None where the program says that a step takes at least `ceiling` seconds.
+        None where the program says that nothing that fits takes less than `ceiling` seconds.
         """
         limit = costed.problem.memory_limit
         free = Both.of(costed, UNLIMITED)
@@ -95,18 +95,18 @@ class Chooser:
         both = Both.of(given, limit)
         hint = self.start(both.overlapping) or (fastest.choice if smaller is None else None)
         found = self._under(both.overlapping, limit, hint, fastest.waits_for, ceiling=ceiling)
-        if found is not None and found.solution.bound >= ceiling:
-            return None
         too_large = [chosen for chosen in near if chosen.judged.peak_memory <= limit]  # as counted, but they fit
         fits = self._with_rivals(both, found, limit) if found is not None else []
         if not (too_large or fits):
+            if ceiling < math.inf:
+                return None
             return self._smallest(both.overlapping, free, fastest, limit)
         best = fastest_of([*too_large, *fits])
         if found is None or any(best is chosen for chosen in too_large):
             bound = fastest.bound  # of all choices: of those that fit, too, nothing more is known
         else:
             bound = min([found.solution.bound, *(chosen.solution.objective for chosen in too_large)])
-        pressed = best.judged.step_time > (1 + NEAR) * fastest.bound
+        pressed = bound > (1 + NEAR) * fastest.bound
         return replace(best, solution=best.solution.held_to(bound), pressed=pressed).within(limit)
 
     def _near(self, free: Both, fastest: Solution, limit: int) -> list[Chosen]:
@@ -262,7 +262,7 @@ class Chooser:
     ) -> Chosen | None:
         """The best choice that fits into `limit` when simulated, too; None where the program runs out of choices.
 
-        The first answer where that takes at least `ceiling` seconds.
+        Of those that may take less than `ceiling` seconds.
         """
         asked = limited(costed, limit)
         first: Solution | None = None
@@ -271,11 +271,13 @@ class Chooser:
                 solution = self._solve(asked, hint, first.waits_for if first else waits_for, ceiling, rough)
             except InfeasibleError:
                 return None
+            if solution.bound >= ceiling:
+                return None
             first, hint = first or solution, hint if first is None else first.choice
             # The bound of the tighter problem says nothing of the user's own.
             held = solution if solution is first else solution.held_to(first.bound)
             chosen = self._simulated(costed, held, limit)
-            if chosen.judged.peak_memory <= limit or held.bound >= ceiling:
+            if chosen.judged.peak_memory <= limit:
                 return chosen.within(limit)
             counted = costed.problem.memory(solution.choice)
             asked = limited(costed, min(counted - 1, limit - (chosen.judged.peak_memory - counted)))

@@ -47,8 +47,6 @@ def fastest(plannings: Iterable[Planning], start: Plan | None = None) -> Made:
                 raise
             break  # what needs the whole batch, say, does not go with a finer cut
         if isinstance(made, Lacked):
-            if best is not None:
-                break
             lacked.append(made)
             # Two parts may need more than one, as sums of gradients do
             if len(lacked) > 2 and made.least_bytes >= lacked[-2].least_bytes:
