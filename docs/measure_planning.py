@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=8, help="of 8 H100s")
     parser.add_argument("--batch", type=int, help="sequences; by default one a device")
     parser.add_argument("--memory-gib", type=float, help="memory limit a device")
+    parser.add_argument("--micro-batches", type=int, help="by default the planner chooses")
     given = parser.parse_args()
     build, layers, length = MODELS[given.model]
     cluster = sw.Cluster.preset("dgx-h100", nodes=given.nodes)
@@ -92,7 +93,8 @@ def main() -> None:
     clock.around(choose, "solve", "solve: the solver")
     clock.around(choose.Chooser, "_simulated", "judge: lower, schedule, simulate")
     inputs = {"input_ids": tokens, "labels": tokens}
-    plan = Compiler(model, cluster, inputs, sw.Options(memory_limit=limit), clock.enter).plan()
+    options = sw.Options(memory_limit=limit, micro_batches=given.micro_batches)
+    plan = Compiler(model, cluster, inputs, options, clock.enter).plan()
     clock.enter("end")
     for stage, seconds in clock.spent.items():
         print(f"{stage:34} {seconds:6.2f} CPU-s")

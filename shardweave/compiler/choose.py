@@ -36,8 +36,8 @@ FAR, FAR_SMALL = 1.5, 2.0
 
 NEAR = 0.05
 """How much longer than the program's bound a simulated step may be for no other plans to be simulated; of problems
-with at most `EXACT` candidates all are that are in question. Where the bound under the memory limit is no farther from
-that without one, memory does not press."""
+with at most `EXACT` candidates all are that are in question. Where memory makes a step no slower than that, it does not
+press."""
 
 LITTLE = (0.0, 0.125, 0.25, 0.375, 0.5)
 """Parts of the way from what the program says is the smallest memory to what the simulator says of that plan."""
@@ -106,8 +106,9 @@ class Chooser:
             bound = fastest.bound  # of all choices: of those that fit, too, nothing more is known
         else:
             bound = min([found.solution.bound, *(chosen.solution.objective for chosen in too_large)])
-        pressed = bound > (1 + NEAR) * fastest.bound
-        return replace(best, solution=best.solution.held_to(bound), pressed=pressed).within(limit)
+        # Simulated is held against simulated: of a plan that counts too much, the bound tells nothing of memory
+        slower = best.judged.step_time / fastest_of(near).judged.step_time if near else bound / fastest.bound
+        return replace(best, solution=best.solution.held_to(bound), pressed=slower > 1 + NEAR).within(limit)
 
     def _near(self, free: Both, fastest: Solution, limit: int) -> list[Chosen]:
         """The fastest choice of all, first, and its rivals, simulated; some may not fit. None where it is far off."""

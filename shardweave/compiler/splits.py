@@ -41,7 +41,7 @@ def fastest(plannings: Iterable[Planning], start: Plan | None = None) -> Made:
     lacked: list[Lacked] = []
     for planning in plannings:
         try:
-            made = planning.make(start, best.chosen.solution.objective) if best else planning.make(start)
+            made = planning.make(start, _seconds(best)) if best else planning.make(start)
         except ParallelError:
             if best is None and not lacked:
                 raise
