@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import TypeVar
 
 import torch
 
@@ -35,7 +36,7 @@ from shardweave.compiler.weaving import with_times
 from shardweave.compiler.whole import choices_for_the_whole
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.compute import node_work
-from shardweave.errors import PlanError
+from shardweave.errors import InfeasibleError, PlanError
 from shardweave.ir import Assignment, Mesh, Mode, Strategy, Weaving
 from shardweave.options import Options
 from shardweave.passes.annotate import info, last_match
@@ -80,14 +81,19 @@ class Planning:
             lambda costed: None if start is None else _hint(costed, start),
             [run.layers for run in self.steps.runs(self.options)],
         )
-        chooses_modes = self.options.recompute is None and not priced.has_checkpoints
-        smaller = priced.with_modes if chooses_modes else priced.in_slices
-        chosen = chooser.choose(priced.whole(priced.costed), smaller, ceiling)
-        if chosen is None:
-            return None
-        if isinstance(chosen, Lacking):
-            return Lacked(chosen.least.judged.peak_memory, lambda: self._made(priced, chooser.last(chosen, limit)))
-        return self._made(priced, chosen)
+        modes = self.options.recompute is None and not priced.has_checkpoints
+        whole, lacking = priced.whole(priced.costed), list[Lacking]()
+        for smaller in (partial(priced.with_modes, priced.costed) if modes else None, *priced.in_slices(modes)):
+            chosen = chooser.choose(whole, smaller, ceiling)
+            if chosen is None:
+                return None
+            if not isinstance(chosen, Lacking):
+                return self._made(priced, chosen)
+            lacking.append(chosen)
+        return Lacked(
+            min(each.least.judged.peak_memory for each in lacking),
+            lambda: self._made(priced, first([partial(chooser.last, each, limit) for each in lacking])),
+        )
 
     def _made(self, priced: _Priced, chosen: Chosen) -> Made:
         """With what is left open for the whole step."""
@@ -209,6 +215,20 @@ class Planning:
         )
 
 
+Found = TypeVar("Found")
+
+
+def first(found: Iterable[Callable[[], Found]]) -> Found:
+    """The first that is found, or the error that names the smallest memory."""
+    errors: list[InfeasibleError] = []
+    for each in found:
+        try:
+            return each()
+        except InfeasibleError as error:
+            errors.append(error)
+    raise min(errors, key=lambda error: error.needed_bytes or math.inf)
+
+
 @dataclass(frozen=True)
 class Made:
     """What is chosen for a step of so many micro-batches."""
@@ -251,19 +271,18 @@ class _Priced:
         """Whether the user says what is recomputed, by activation checkpoints in the model."""
         return any(checkpoint_of(node) for node in self.annotated.captured.graph.graph.nodes)
 
-    def with_modes(self) -> Costed:
-        """The whole step's problem with a choice of recomputation for each layer, and of slices."""
-        return self.whole(with_modes(self.costing, self.with_slices))
+    def with_modes(self, costed: Costed) -> Costed:
+        """The whole step's problem with a choice of recomputation for each layer."""
+        return self.whole(with_modes(self.costing, costed))
 
-    @property
-    def in_slices(self) -> Callable[[], Costed] | None:
-        """The whole step's problem with a choice of slices, where there is one."""
-        return None if self.with_slices is self.costed else lambda: self.whole(self.with_slices)
+    def in_slices(self, modes: bool) -> Iterator[Callable[[], Costed]]:
+        """The whole step's problem with a choice of slices for ops that gather much, too, if any does: a last resort.
 
-    @cached_property
-    def with_slices(self) -> Costed:
-        """The folded step's problem with a choice of slices for ops that gather much."""
-        return with_slices(self.costing, self.costed)
+        The program's memory is rough. What gathers much may fit, though it counts too much, and is faster whole.
+        """
+        sliced = with_slices(self.costing, self.costed)
+        if sliced is not self.costed:
+            yield partial(self.with_modes if modes else self.whole, sliced)
 
     def whole(self, costed: Costed) -> Costed:
         """The problem of the whole step."""

@@ -7,13 +7,12 @@ again, until that is no faster; where nothing fits, until it needs no less.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from shardweave.compiler.pipeline import Annotated
 from shardweave.compiler.plan import Plan
-from shardweave.compiler.planning import Lacked, Made, Planning
-from shardweave.errors import InfeasibleError, ParallelError
+from shardweave.compiler.planning import Lacked, Made, Planning, first
+from shardweave.errors import ParallelError
 
 
 def powers(annotated: Annotated) -> Iterator[int]:
@@ -57,18 +56,7 @@ def fastest(plannings: Iterable[Planning], start: Plan | None = None) -> Made:
             best = made
             if not made.chosen.pressed:
                 break
-    return _last(lacked) if best is None else best
-
-
-def _last(lacked: Sequence[Lacked]) -> Made:
-    """What fits after all, or the error that names the smallest memory."""
-    errors: list[InfeasibleError] = []
-    for each in lacked:
-        try:
-            return each.last()
-        except InfeasibleError as error:
-            errors.append(error)
-    raise min(errors, key=lambda error: error.needed_bytes or math.inf)
+    return first([each.last for each in lacked]) if best is None else best
 
 
 def _seconds(made: Made) -> float:

@@ -322,7 +322,27 @@ class Costing:
             layout = Layout.replicated(shape) if port is None else self.lies[argument][port][0]
             users = len(argument.users) == 1
             arrivals.append(Arrival(layout, argument.meta["val"].numel(), argument not in self.follows, users))
-        return follow(bound, rule, arrivals, self.mesh, linear_in(node))
+        return follow(bound, rule, self._with_batch(node, bound, arrivals), self.mesh, linear_in(node))
+
+    def _with_batch(self, node: fx.Node, bound: BoundRule, arrivals: list[Arrival]) -> list[Arrival]:
+        """Where the batch comes from inputs alone (a mask that is added to biases), these over all axes that are left.
+
+        So inputs lie, as far as ops do not use the axes for something else.
+        """
+        batch = self.facts.batch_factor(node)
+        having = [any(batch in names for names in dims) for dims in bound.inputs]
+        if not batch or any(has and not arrival.is_parameter for has, arrival in zip(having, arrivals)):
+            return arrivals
+        used = {axis for arrival in arrivals for axis in (*arrival.layout.shard_axes, *dict(arrival.layout.partial))}
+        left, free = bound.sizes()[batch], {}
+        for axis in (*self.mesh.axes, *self.mesh.all_times):
+            if axis not in used and left % axis.size == 0:
+                left, free[axis] = left // axis.size, batch
+        lies = input_layouts(bound, free, self.mesh)
+        return [
+            replace(arrival, layout=layout, is_parameter=False) if has else arrival
+            for arrival, layout, has in zip(arrivals, lies, having)
+        ]
 
     # -- what passes through
 
@@ -372,7 +392,8 @@ class Costing:
         """Equal for ops that do the same with values that lie alike, as in equal layers."""
         arguments = tensor_args(node)
         given = tuple((self._signatures.get(a), len(a.users) == 1, str(a.meta["val"].dtype)) for a in arguments)
-        return str(node.target), self._number(bound_of(node)), given, str(node.meta.get("val"))
+        batch = self.facts.batch_factor(node)
+        return str(node.target), self._number(bound_of(node)), given, str(node.meta.get("val")), batch
 
     # -- edges, memory, rows
 

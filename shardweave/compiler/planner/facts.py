@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import fx
 
 from shardweave.compiler.pipeline import Annotated, join_names
-from shardweave.compiler.planner.ops import Op
+from shardweave.compiler.planner.ops import Op, batch_classes
 from shardweave.compiler.planner.prices import tensor_outputs
 from shardweave.compiler.planner.pricing import Ends
 from shardweave.cost_model.compute import node_work
@@ -58,6 +58,16 @@ class Facts:
         """What the step is given that is no parameter."""
         parameters = self.annotated.captured.parameters
         return [node for node in self.graph.nodes if node.op == "placeholder" and node.name not in parameters]
+
+    def batch_factor(self, node: fx.Node) -> str:
+        """The factor of a node that is the batch; "" where it has none."""
+        of = self.annotated.classes.of
+        names = (factor.name for factor in bound_of(node).factors)
+        return next((name for name in names if of.get((node, name)) in self._batch_classes), "")
+
+    @cached_property
+    def _batch_classes(self) -> frozenset[int]:
+        return batch_classes(self.annotated.captured, self.annotated.classes)[0]
 
     def needed_by_backward(self, node: fx.Node) -> bool:
         """Whether a backward op other than an op's own product reads a forward value."""
