@@ -26,7 +26,8 @@ def plan(
     options: Options | None = None,
     progress: Progress | None = None,
     sweep: None = None,
-) -> Plan: ...
+) -> Plan:
+    """One plan."""
 
 
 @overload
@@ -38,7 +39,8 @@ def plan(
     options: Options | None = None,
     progress: Progress | None = None,
     sweep: What,
-) -> Sweep: ...
+) -> Sweep:
+    """The plans of a sweep."""
 
 
 def plan(

@@ -41,9 +41,9 @@ def batches(cluster: Cluster, memory_limit: int, planned: Callable[[int], Plan])
             plan = planned(size)
         except InfeasibleError as error:
             points[size] = Point(memory_limit, cluster, None, str(error), size)
-            return math.inf
-        points[size] = Point(memory_limit, cluster, plan, "", size)
-        return plan.step_time / size
+        else:
+            points[size] = Point(memory_limit, cluster, plan, "", size)
+        return points[size].seconds
 
     low, high = cluster.world_size, 0
     last = seconds(low)

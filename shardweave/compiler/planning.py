@@ -83,7 +83,7 @@ class Planning:
         )
         modes = self.options.recompute is None and not priced.has_checkpoints
         whole, lacking = priced.whole(priced.costed), list[Lacking]()
-        for smaller in (partial(priced.with_modes, priced.costed) if modes else None, *priced.in_slices(modes)):
+        for smaller in priced.ways_to_save(modes):
             chosen = chooser.choose(whole, smaller, ceiling)
             if chosen is None:
                 return None
@@ -275,11 +275,13 @@ class _Priced:
         """The whole step's problem with a choice of recomputation for each layer."""
         return self.whole(with_modes(self.costing, costed))
 
-    def in_slices(self, modes: bool) -> Iterator[Callable[[], Costed]]:
-        """The whole step's problem with a choice of slices for ops that gather much, too, if any does: a last resort.
+    def ways_to_save(self, modes: bool) -> Iterator[Callable[[], Costed] | None]:
+        """The whole step's problem with more and more ways to save memory; None stands for the one without any.
 
-        The program's memory is rough. What gathers much may fit, though it counts too much, and is faster whole.
+        Slices of ops that gather much are the last resort. The program's memory is rough: what gathers much may fit,
+        though it counts too much, and is faster whole.
         """
+        yield partial(self.with_modes, self.costed) if modes else None
         sliced = with_slices(self.costing, self.costed)
         if sliced is not self.costed:
             yield partial(self.with_modes if modes else self.whole, sliced)

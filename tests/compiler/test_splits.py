@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.planning import Made
+from shardweave.runtime import ParallelModule
 from tests.compiler.planners import WIDE, Planner, smallest_named
 from tests.compiler.test_micro_batches import Loss
 
@@ -94,7 +95,7 @@ def test_a_chosen_split_trains() -> None:
     free = sw.plan(model, cluster, x)
     options = sw.Options(memory_limit=free.peak_memory * 6 // 10, recompute="none")
     parallel = sw.compile_parallel(model, cluster, x, options=options)
-    assert parallel.plan.micro_batches > 1  # type: ignore[union-attr]
+    assert isinstance(parallel, ParallelModule) and parallel.plan is not None and parallel.plan.micro_batches > 1
     loss: Tensor = parallel(x)
     loss.backward()
     ours = [parameter.grad.clone() for parameter in parallel.parameters() if parameter.grad is not None]

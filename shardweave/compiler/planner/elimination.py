@@ -176,10 +176,10 @@ class Elimination:
         """One step for each op; False where a table grows too large."""
         last = len(self.problem.ops)
         states = [self.ops[own].states for own in self.op_of]
-        order = ordered(self._neighbours(), states[:last], self._roles(), _LARGEST_TABLE)
+        order = ordered([set(ops) for ops in self.tables.near], states[:last], self._roles(), _LARGEST_TABLE)
         if order is None:
             return False
-        near, left_edges = [*self._neighbours(), set[int]()], self._edge_numbers()
+        near, left_edges = ([set(at) for at in (*own, ())] for own in (self.tables.near, self.tables.edges_at))
         waiting: list[set[int]] = [set() for _ in range(last + 1)]
         known: dict[Kind, int] = {}
         for number, op in enumerate([*order, last]):
@@ -217,20 +217,6 @@ class Elimination:
             sides[edge.consumer].append((number, 1, self.op_of[edge.producer]))
         known: dict[object, int] = {}
         return [known.setdefault((own, *sorted(at)), len(known)) for own, at in zip(self.op_of, sides)]
-
-    def _neighbours(self) -> list[set[int]]:
-        near: list[set[int]] = [set() for _ in self.problem.ops]
-        for edge in self.problem.edges:
-            near[edge.producer].add(edge.consumer)
-            near[edge.consumer].add(edge.producer)
-        return near
-
-    def _edge_numbers(self) -> list[set[int]]:
-        found: list[set[int]] = [set() for _ in self.op_of]
-        for number, edge in enumerate(self.problem.edges):
-            found[edge.producer].add(number)
-            found[edge.consumer].add(number)
-        return found
 
     # -- sums
 

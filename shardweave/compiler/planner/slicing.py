@@ -25,17 +25,15 @@ MUCH = 1 / 16
 def with_slices(costing: Costing, costed: Costed) -> Costed:
     """The problem with the strategies in slices, too, that gather much at a time; itself where none does."""
     much = MUCH * costed.problem.memory_limit
+    more = {index: sliced for index, variable in enumerate(costed.variables)
+            if (sliced := _sliced(costing, variable, much))}  # fmt: skip
+    if not more:
+        return costed
     rows = Rows(costing.windows, costing.options.turns)
     ops, variables = list(costed.problem.ops), list(costed.variables)
-    changed = False
-    for index, variable in enumerate(variables):
-        sliced = _sliced(costing, variable, much)
-        if sliced:
-            variables[index] = costing.spread(variable, [*variable.strategies, *sliced])
-            ops[index] = rows.row(variables[index])
-            changed = True
-    if not changed:
-        return costed
+    for index, sliced in more.items():
+        variables[index] = costing.spread(variables[index], [*variables[index].strategies, *sliced])
+        ops[index] = rows.row(variables[index])
     return replace(costed, problem=replace(costed.problem, ops=tuple(ops)), variables=variables)
 
 
