@@ -39,9 +39,11 @@ def eliminated(problem: Problem) -> Elimination:
 
 
 @contextmanager
-def every_graph_too_wide() -> Iterator[None]:
+def no_tables_of(*sizes: str) -> Iterator[None]:
+    """Every graph too wide, its minima found in groups, or its choices not walked through."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_LARGEST_TABLE", 0)
+        for size in sizes:
+            patch.setattr(module, size, 0)
         yield
 
 
@@ -59,6 +61,47 @@ def test_elimination_finds_the_least_sum_and_a_choice_that_has_it(problem: Probl
         assert figures is not None
         rounding = len(problem.ops) + len(problem.edges) + 1
         assert min(sums) - rounding <= found.value <= weighed @ figures + 1 <= min(sums) + rounding + 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.lists(st.lists(st.floats(0, 2), min_size=8, max_size=8), min_size=1, max_size=3))
+def test_groups_have_the_minima_of_their_states(problem: Problem, weights: list[list[float]]) -> None:
+    whole, grouped = eliminated(problem), eliminated(problem)
+    for each in weights:  # the groups of one minimum are the next one's first
+        weighed = np.array([1.0, *each[: problem.num_streams + 1]])
+        expected = whole.minimum(weighed)
+        with no_tables_of("_WHOLE"):
+            found = grouped.minimum(weighed)
+        assert (found is None) == (expected is None)
+        if found is not None and expected is not None:
+            assert found.value == expected.value
+            figures = grouped.tables.total(found.choice)
+            assert figures is not None
+            assert found.value <= weighed @ figures + 1 <= found.value + len(problem.ops) + len(problem.edges) + 2
+            assert [table.tolist() for table in grouped.whole(found).least] == [t.tolist() for t in expected.least]
+
+
+def test_states_that_no_minimum_comes_near_stay_together() -> None:
+    states = 24
+    change = np.array([[0.0 if i == j else 1.0 + abs(i - j) for j in range(states)] for i in range(states)])
+    op = Op("op", tuple(Candidate(str(i), 1.0 + i, in_port=i, out_port=i) for i in range(states)))
+    problem = Problem((op,) * 12, tuple(Edge(i, i + 1, change) for i in range(11)))
+    elimination = eliminated(problem)
+    with no_tables_of("_WHOLE"):
+        found = elimination.minimum(np.array([1.0, 0.0]))
+    assert found is not None and set(found.choice) == {0}
+    assert max(len(members) for members in elimination._groups.members) <= 5
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_tables_that_are_never_made_leave_the_optimum_as_it_is(problem: Problem) -> None:
+    with no_tables_of("_WHOLE", "_WALKED"):
+        try:
+            found = solve(problem).objective
+        except PlanError:
+            found = None
+    assert found == brute_force(problem)
 
 
 @settings(max_examples=60, deadline=None)
@@ -146,7 +189,7 @@ def test_equal_layers_mix_under_a_limit_in_the_middle() -> None:
 @settings(max_examples=60, deadline=None)
 @given(problems())
 def test_wide_graphs_have_the_same_optimum(problem: Problem) -> None:
-    with every_graph_too_wide():
+    with no_tables_of("_LARGEST_TABLE"):
         assert Elimination.of(problem) is None
         try:
             found = solve(problem).objective
@@ -157,7 +200,7 @@ def test_wide_graphs_have_the_same_optimum(problem: Problem) -> None:
 
 def test_wide_graphs_have_the_same_smallest_memory() -> None:
     op = Op("up", (Candidate("", 1.0, state_bytes=8), Candidate("", 2.0, state_bytes=5, transient_bytes=1)))
-    with every_graph_too_wide(), pytest.raises(InfeasibleError, match=" is 6 bytes"):
+    with no_tables_of("_LARGEST_TABLE"), pytest.raises(InfeasibleError, match=" is 6 bytes"):
         solve(Problem((op,), memory_limit=5))
 
 

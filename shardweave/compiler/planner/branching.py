@@ -158,11 +158,15 @@ class Branching:
         return np.asarray(2 * farther <= farther[first[op]] + farther[second[op]])
 
     def _walk(self, bound: float, number: int, found: Dual, walked: float, deadline: float) -> None:
-        """Walk through a part, farther than before."""
+        """Walk through a part, farther than before; what is too large is split, or left as it is."""
         incumbent = self.incumbent
         mixed = self.mixed.pop(number, None)
         if mixed is not None:
             self._tune(found, found.columns, mixed)
+        if found.elimination.too_large:
+            if not self._decide(found):
+                self.left = min(self.left, bound)
+            return
         if number not in self.walkers:
             self.walkers[number] = Walker(found)
         walker = self.walkers[number]

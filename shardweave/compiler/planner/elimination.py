@@ -6,7 +6,8 @@ neighbours (non-serial dynamic programming, Bertele and Brioschi 1972; min-sum v
 exponential in the neighbours at hand only: on chains with residual edges these are two, whatever the depth. A
 *state* of an op is a pair of ports that one of its candidates has: all that its neighbours see of it.
 
-The steps of equal layers are of one *kind*: their tables are computed once (`ordering` keeps them in step).
+The steps of equal layers are of one *kind*: their tables are computed once (`ordering` keeps them in step). Large
+tables are never made: `groups` gets the same minima out of smaller ones.
 """
 
 from __future__ import annotations
@@ -14,18 +15,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardweave.compiler.planner.groups import Groups
 from shardweave.compiler.planner.ordering import join, ordered
 from shardweave.compiler.planner.problem import Candidate, Problem
 from shardweave.compiler.planner.tables import Bools, EdgeFigures, Ints, OpFigures, Tables
 
 Floats = NDArray[np.float64]
 
-_LARGEST_TABLE = 2**22
+_LARGEST_TABLE = 2**30
 """Entries of a step's table, beyond which a graph is too wide for elimination."""
+
+_WHOLE = 2**18
+"""Entries up to which a minimum makes all steps' tables as they are."""
+
+_WALKED = 2**22
+"""Entries up to which tables are made to walk through choices."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,10 +92,10 @@ class Term:
 
 @dataclass(frozen=True)
 class Kind:
-    """What equal steps compute: sizes of their axes, the op's table, the edges' tables, the earlier results' kinds."""
+    """What equal steps compute: their axes' sizes and tables of ops, the edges' tables, the earlier results' kinds."""
 
     shape: tuple[int, ...]
-    op: int
+    ops: tuple[int, ...]
     edges: tuple[Term, ...]
     earlier: tuple[Term, ...]
 
@@ -190,7 +199,7 @@ class Elimination:
             earlier = tuple(sorted(waiting[op]))
             kind = Kind(
                 tuple(states[other] for other in axis),
-                self.op_of[op],
+                tuple(self.op_of[other] for other in axis),
                 tuple(sorted((Term(self.edge_of[n], (axis[self.problem.edges[n].producer],
                                                     axis[self.problem.edges[n].consumer])) for n in edges),
                              key=lambda term: (term.axes, term.table))),
@@ -220,38 +229,88 @@ class Elimination:
 
     # -- sums
 
+    @cached_property
+    def size(self) -> int:
+        """Entries of the largest step's table."""
+        return max(math.prod(kind.shape) for kind in self.kinds)
+
+    @property
+    def too_large(self) -> bool:
+        """Whether its tables would take too much time and memory to make them `whole`."""
+        return self.size > _WALKED
+
     def minimum(self, weights: Floats, cap: float = math.inf) -> Minimum | None:
-        """The choice of least weighed figures, of candidates with no transient above `cap`; None if none."""
+        """The choice of least weighed figures, of candidates with no transient above `cap`; None if none.
+
+        Of graphs with large tables the minimum has no `least`: `whole` makes them.
+        """
+        found = self._weighed(weights, cap)
+        if self.size <= _WHOLE:
+            value, states = self._least(found)
+        else:
+            value, states = self._groups.least(found, self._least)
+            found = replace(found, least=[])
+        return replace(found, value=value, choice=self._choice(found, states)) if value < math.inf else None
+
+    def whole(self, found: Minimum) -> Minimum:
+        """The same minimum with all tables."""
+        if not found.least:
+            found = replace(found, least=[])
+            self._least(found)
+        return found
+
+    @cached_property
+    def _groups(self) -> Groups:
+        ends = [(0, 0)] * len(self.edges)
+        for number, edge in zip(self.edge_of, self.problem.edges, strict=True):
+            ends[number] = self.op_of[edge.producer], self.op_of[edge.consumer]
+        around = [[(self.edge_of[edge], other, self.tables.producers[edge] == op)
+                   for edge, other in zip(self.tables.edges_at[op], self.tables.near[op], strict=True)]
+                  for op in range(len(self.problem.ops))]  # fmt: skip
+        return Groups([table.states for table in self.ops], self.op_of[:-1], ends, around)
+
+    def _weighed(self, weights: Floats, cap: float) -> Minimum:
+        """What candidates, states and edges cost."""
         costs = [np.where(table.transient <= cap, weigh(table.figures, weights), np.inf) for table in self.ops]
         states = [np.minimum.reduceat(cost, table.starts) for cost, table in zip(costs, self.ops, strict=True)]
         edges = [np.where(table.forbidden, np.inf, weigh(table.figures, weights)) for table in self.edges]
-        least: list[Floats] = []
-        found = Minimum(math.inf, (), costs, states, edges, least)
-        memory = np.empty(max(math.prod(kind.shape) for kind in self.kinds))
-        for kind in self.kinds:
-            sums = memory[: math.prod(kind.shape)].reshape(kind.shape)
-            least.append(self.joint(kind, found, out=sums).min(axis=0))
-        value = float(least[self.steps[-1].kind])
-        return replace(found, value=value, choice=self._choice(found)) if value < math.inf else None
+        return Minimum(math.inf, (), costs, states, edges, [])
 
-    def _choice(self, found: Minimum) -> tuple[int, ...]:
-        """One candidate an op, from the last step back to the first; equal steps choose alike."""
+    def _least(self, found: Minimum) -> tuple[float, list[int]]:
+        """The least sum and a state for each op, all steps' tables going into ``found.least``."""
+        sizes = [math.prod(self._shape(kind, found)) for kind in self.kinds]
+        memory = np.empty(max(sizes))
+        for kind, size in zip(self.kinds, sizes, strict=True):
+            sums = memory[:size].reshape(self._shape(kind, found))
+            found.least.append(self.joint(kind, found, out=sums).min(axis=0))
+        return float(found.least[self.steps[-1].kind]), self._states(found)
+
+    def _states(self, found: Minimum) -> list[int]:
+        """One state an op, from the last step back to the first; equal steps choose alike."""
         states, known = [0] * len(self.op_of), dict[tuple[int, ...], int]()
         for step in reversed(self.steps):
             scope = [states[other] for other in step.scope]
             key = step.kind, *scope
             if key not in known:
                 kind = self.kinds[step.kind]
-                total = found.states[kind.op]
+                total = found.states[kind.ops[0]]
                 for table, axes in self._terms(kind, found):
                     total = total + table[tuple(scope[axis - 1] if axis else slice(None) for axis in axes)]
                 known[key] = int(total.argmin())
             states[step.op] = known[key]
+        return states[:-1]
+
+    def _choice(self, found: Minimum, states: Sequence[int]) -> tuple[int, ...]:
+        """The candidates that cost least in their states."""
         firsts = [
             [int(table.order[first + cost[first:end].argmin()]) for first, end in zip(table.starts, table.ends())]
             for table, cost in zip(self.ops, found.costs, strict=True)
         ]
         return tuple(firsts[op][state] for op, state in zip(self.op_of[:-1], states))
+
+    @staticmethod
+    def _shape(kind: Kind, found: Minimum) -> tuple[int, ...]:
+        return tuple(len(found.states[op]) for op in kind.ops)
 
     def _terms(self, kind: Kind, found: Minimum, without: int | None = None) -> list[tuple[Floats, tuple[int, ...]]]:
         """The tables that a step adds, with their axes."""
@@ -264,15 +323,19 @@ class Elimination:
 
         It may be made in `out`: memory that was in use before takes less time than fresh pages do.
         """
-        ndim = len(kind.shape)
-        total, spanned = spread(found.states[kind.op], (0,), ndim), {0}
+        shape = self._shape(kind, found)
+        ndim = len(shape)
+        total, spanned = spread(found.states[kind.ops[0]], (0,), ndim), {0}
         for table, axes in sorted(self._terms(kind, found, without), key=lambda term: max(term[1], default=0)):
             spanned.update(axes)
             total = np.add(total, spread(table, axes, ndim), out=out if len(spanned) == ndim else None)
-        return total if total.shape == kind.shape else np.broadcast_to(total, kind.shape)
+        return total if total.shape == shape else np.broadcast_to(total, shape)
 
     def outside(self, minimum: Minimum) -> list[Floats]:
-        """For each kind, over its scope: the least that all the rest costs, of all steps of the kind."""
+        """For each kind, over its scope: the least that all the rest costs, of all steps of the kind.
+
+        `minimum` is a `whole` one.
+        """
         ndim = [len(kind.shape) for kind in self.kinds]
         rests: dict[tuple[int, int], Floats] = {}
         steps: list[Floats] = [np.zeros(())] * len(self.steps)

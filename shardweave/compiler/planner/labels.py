@@ -70,14 +70,15 @@ class Walker:
     def __init__(self, found: Dual) -> None:
         self.elimination = elimination = found.elimination
         self.dual = found
-        self.outside = elimination.outside(found.minimum)
-        self.costs = found.minimum.costs
+        self.minimum = elimination.whole(found.minimum)
+        self.outside = elimination.outside(self.minimum)
+        self.costs = self.minimum.costs
         self.limit = elimination.tables.room
-        edges = [_most(edge) for edge in found.minimum.edges]
+        edges = [_most(edge) for edge in self.minimum.edges]
         most = sum(_most(self.costs[op]) for op in elimination.op_of) + sum(
             edges[number] for number in elimination.edge_of
         )
-        self.farthest = most - found.minimum.value
+        self.farthest = most - self.minimum.value
         """No choice lies farther above the minimum."""
 
     def walk(self, slack: float, width: int, deadline: float) -> Walk:
@@ -99,7 +100,7 @@ class Walker:
         return Walk(self._choice(known, int(fastest)), self.complete - self.dual.error)
 
     def _labels(self, number: int, known: list[Labels]) -> Labels:
-        elimination, minimum = self.elimination, self.dual.minimum
+        elimination, minimum = self.elimination, self.minimum
         kind = elimination.kinds[number]
         joint = elimination.joint(kind, minimum)
         excess = joint + self.outside[number][None] - minimum.value
@@ -109,7 +110,7 @@ class Walker:
         for term in kind.edges:
             table = elimination.edges[term.table].figures
             figures += table[:, at[term.axes[0]], at[term.axes[1]]].astype(np.int64)
-        sources = [(self._own(kind.op), at[0])]
+        sources = [(self._own(kind.ops[0]), at[0])]
         for term in kind.earlier:
             shape = minimum.least[term.table].shape
             mine = tuple(at[axis] for axis in term.axes)
@@ -172,7 +173,7 @@ class Walker:
             state,
             table.figures.astype(np.int64),
             table.transient.astype(np.int64),
-            cost - np.minimum(self.dual.minimum.states[op][state], cost.max(initial=0.0, where=cost < np.inf)),
+            cost - np.minimum(self.minimum.states[op][state], cost.max(initial=0.0, where=cost < np.inf)),
             rows,
             (),
         )

@@ -21,6 +21,10 @@ ROUNDS = 2
 """How often dominance is looked for again: what one round drops at the ends of a model would spread from layer to layer
 in as many rounds as it has, and leave no two of them equal."""
 
+MANY = 64
+"""States beyond which candidates are compared within a state only. All states are compared in time that grows with the
+cube of their number, and `groups` keeps apart only what matters, anyway."""
+
 _CACHED = 2**16
 """Numbers that are compared at once."""
 
@@ -167,8 +171,9 @@ class Dominance:
         # Edges tell the states apart only: pairs of ports
         (ins, outs), state = np.unique(np.stack([own.ins, own.outs]), axis=1, return_inverse=True)
         worst = np.zeros((len(own.figures), len(ins), len(ins)), dtype=np.int64)  # [figure, a, b]
-        allowed = np.ones(worst.shape[1:], dtype=np.bool_)
-        for edge in tables.edges_at[op]:
+        all_states = len(ins) <= MANY
+        allowed = np.ones(worst.shape[1:], dtype=np.bool_) if all_states else np.eye(len(ins), dtype=np.bool_)
+        for edge in tables.edges_at[op] if all_states else ():
             produces, other = _side(tables, edge, op)
             ports, far = (outs, tables.ops[other].ins) if produces else (ins, tables.ops[other].outs)
             excess, never_less = excesses.of(tables, tables.edge_of[edge], produces, ports, np.unique(far))
