@@ -140,15 +140,15 @@ class Edge:
         ticks = np.rint(np.where(finite, self.seconds, 0.0) * TICKS_PER_SECOND).astype(np.int64)
         return np.where(finite, ticks, FORBIDDEN)
 
-    @cached_property
-    def load_ticks(self) -> NDArray[np.int64] | None:
-        """`loads` in ticks."""
-        return None if self.loads is None else np.rint(self.loads * TICKS_PER_SECOND).astype(np.int64)
+    def ticks_of_loads(self, streams: Sequence[int] | slice = slice(None)) -> NDArray[np.int64] | None:
+        """The `loads` of `streams` in ticks."""
+        return None if self.loads is None else np.rint(self.loads[streams] * TICKS_PER_SECOND).astype(np.int64)
 
-    @cached_property
-    def most_ticks(self) -> int:
-        loads = 0 if self.load_ticks is None else int(self.load_ticks.sum(axis=0).max(initial=0))
-        return int(self.ticks.max(initial=0)) + loads
+    @property
+    def most_seconds(self) -> float:
+        """The most that a pair of ports that may go together takes, its loads one after the other."""
+        total = self.seconds if self.loads is None else self.seconds + self.loads.sum(axis=0)
+        return float(total.max(initial=0.0, where=total < math.inf))
 
     @cached_property
     def is_defined(self) -> bool:
@@ -208,7 +208,7 @@ class Problem:
             key = id(edge.seconds), id(edge.loads), id(edge.kept), *ends
             if key not in checked:
                 self._check_tables(edge)
-                checked[key] = edge.most_ticks
+                checked[key] = to_ticks(edge.most_seconds)
             largest += checked[key]
         if largest + abs(to_ticks(self.fixed_seconds)) >= _MAX_TICKS:
             raise PlanError(

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from shardweave.compiler.planner.dominance import undominated
 from shardweave.compiler.planner.problem import Candidate, Problem
 from shardweave.compiler.planner.tables import KEPT, Bools, Ints, Tables
 
@@ -170,10 +171,11 @@ class Dominance:
         own = tables.ops[tables.op_of[op]]
         # Edges tell the states apart only: pairs of ports
         (ins, outs), state = np.unique(np.stack([own.ins, own.outs]), axis=1, return_inverse=True)
+        if len(ins) > MANY:
+            return tuple(undominated(tables, own.figures, own.transient, state).tolist())
         worst = np.zeros((len(own.figures), len(ins), len(ins)), dtype=np.int64)  # [figure, a, b]
-        all_states = len(ins) <= MANY
-        allowed = np.ones(worst.shape[1:], dtype=np.bool_) if all_states else np.eye(len(ins), dtype=np.bool_)
-        for edge in tables.edges_at[op] if all_states else ():
+        allowed = np.ones(worst.shape[1:], dtype=np.bool_)
+        for edge in tables.edges_at[op]:
             produces, other = _side(tables, edge, op)
             ports, far = (outs, tables.ops[other].ins) if produces else (ins, tables.ops[other].outs)
             excess, never_less = excesses.of(tables, tables.edge_of[edge], produces, ports, np.unique(far))

@@ -62,9 +62,10 @@ def with_streams(problem: Problem, streams: set[int]) -> Problem:
         return replace(given, seconds=ticks / TICKS_PER_SECOND, loads=loads)
 
     def edge(given: Edge) -> Edge:
-        if given.loads is None or given.load_ticks is None:
+        ticks = given.ticks_of_loads(merged)
+        if given.loads is None or ticks is None:
             return given
-        more = given.load_ticks[merged].sum(axis=0) / TICKS_PER_SECOND
+        more = ticks.sum(axis=0) / TICKS_PER_SECOND
         return replace(given, seconds=given.seconds + more, loads=np.ascontiguousarray(given.loads[loaded]))
 
     return _changed(problem, candidate, edge, tuple(windows))

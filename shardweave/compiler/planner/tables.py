@@ -62,8 +62,9 @@ class EdgeFigures:
         figures[TICKS] = edge.ticks
         if edge.kept is not None:
             figures[KEPT] = edge.kept
-        if edge.load_ticks is not None:
-            figures[LOADS:] = edge.load_ticks
+        loads = edge.ticks_of_loads()
+        if loads is not None:
+            figures[LOADS:] = loads
         return cls(np.where(allowed, figures, 0), allowed)
 
     def turned(self) -> EdgeFigures:
