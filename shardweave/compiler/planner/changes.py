@@ -138,9 +138,10 @@ class _Groups:
 
     def add(self, axis: Axis, index: int, where: Bools, apart: Bools | bool = False) -> None:
         """One axis more, where it takes part."""
-        self.axes += where * (1 << index)
-        self.apart |= where & apart
-        self.size *= np.where(where, axis.size, 1)
+        if where.any():
+            self.axes += where * (1 << index)
+            self.size *= np.where(where, axis.size, 1)
+            self.apart |= where & apart
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class _Arrays:
     """Layouts of one value as arrays, with a number for each place and for each way of being partial."""
 
     def __init__(self, axes: Sequence[Axis]) -> None:
-        self.columns = {axis: index for index, axis in enumerate(axes)}
+        self.columns = {axis.name: index for index, axis in enumerate(axes)}
         self.places: dict[Place, int] = {}
         self.ways: dict[str, int] = {}
 
@@ -175,9 +176,9 @@ class _Arrays:
                     outside, steps = steps, steps * digit_size(digit)
                     if isinstance(digit, Axis):
                         place = dim, outside, steps
-                        places[row, self.columns[digit]] = self.places.setdefault(place, len(self.places) + 1)
+                        places[row, self.columns[digit.name]] = self.places.setdefault(place, len(self.places) + 1)
             for axis, op in layout.partial:
-                partial[row, self.columns[axis]] = self.ways.setdefault(op, len(self.ways) + 1)
+                partial[row, self.columns[axis.name]] = self.ways.setdefault(op, len(self.ways) + 1)
         numel = np.array([math.prod(layout.local_shape) for layout in different], dtype=np.int64)
         row_of = np.array([different[layout] for layout in layouts], dtype=np.int64)
         return _Rows(places[row_of], partial[row_of], numel[row_of])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from shardweave.ir import Assignment, Axis, BoundRule, Dims, Layout, Mesh
 from shardweave.passes.annotate import info
 from shardweave.passes.layouts import LOCAL, StepKind, rest_layouts, steps_between
 from shardweave.passes.rules.registry import tensor_args
+
+_TABLES = 32
+"""Tables of changes that are remembered: one is of some megabytes on thousands of devices, and soon asked for again."""
 
 Links = NDArray[np.float64]
 """Seconds of changes of layout, there and of the gradient's way back, by what takes them: copies that the device makes,
@@ -50,6 +54,7 @@ class Prices:
         self._works: dict[fx.Node, Work | None] = {}
         self._rests: dict[tuple[Layout, tuple[tuple[Axis, ...], ...]], list[Layout]] = {}
         self._computed: dict[tuple[object, ...], float] = {}
+        self._tables = lru_cache(_TABLES)(self._priced)
 
     def table(
         self, haves: Sequence[Layout], wants: Sequence[Layout], gradients: Sequence[Layout], itemsize: int
@@ -58,10 +63,8 @@ class Prices:
 
         An array of the two ways, what takes them, and the two.
         """
-        links = np.zeros((2, 1 + len(self.levels), len(haves), len(wants)))
-        self._add_all(links[0], haves, wants, itemsize)
-        self._add_all(links[1].swapaxes(1, 2), gradients, [_whole(have) for have in haves], itemsize)
-        return links
+        back = self._changes(gradients, [_whole(have) for have in haves], itemsize)
+        return np.stack([self._changes(haves, wants, itemsize), back.swapaxes(1, 2)])
 
     def pairs(
         self, haves: Sequence[Layout], wants: Sequence[Layout], gradients: Sequence[Layout], itemsize: int
@@ -74,9 +77,7 @@ class Prices:
         """From each of `haves` to that of `wants` in the same place: an array of what takes it, and these."""
         links = np.zeros((1 + len(self.levels), len(haves)))
         plain = [index for index, pair in enumerate(zip(haves, wants)) if not any(layout.padding for layout in pair)]
-        found = np.zeros((1 + len(self.levels), len(plain)))
-        self._add_all(found, [haves[i] for i in plain], [wants[i] for i in plain], itemsize, paired=True)
-        links[:, plain] = found
+        links[:, plain] = self._priced([haves[i] for i in plain], [wants[i] for i in plain], itemsize, paired=True)
         for index in sorted(set(range(len(haves))) - set(plain)):
             for step in steps_between(haves[index], wants[index]):
                 if step.kind not in LOCAL:
@@ -85,15 +86,24 @@ class Prices:
                     links[1 + level, index] += seconds
         return links
 
-    def _add_all(
-        self, links: Links, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float, paired: bool = False
-    ) -> None:
-        """Add what changes of layout take: a table of them, or a column."""
+    def _changes(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float) -> Links:
+        """What takes a change from each of `haves` to each of `wants`, of which many are equal."""
+        different, rows = _distinct(haves)
+        others, columns = _distinct(wants)
+        return self._tables(different, others, itemsize)[:, rows[:, None], columns]
+
+    def _priced(
+        self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float, paired: bool = False
+    ) -> Links:
+        """What changes of layout take: a table of them, or a column."""
+        links: Links = np.zeros((1 + len(self.levels), len(haves)) if paired else (
+            1 + len(self.levels), len(haves), len(wants)))  # fmt: skip
         for move in moves_between(haves, wants, self._axes, paired):
             sizes, size_of = np.unique((move.copied * itemsize).astype(np.int64), return_inverse=True)
             links[0] += np.array([self.copy(int(size)) for size in sizes])[size_of].reshape(move.copied.shape)
             if move.kind not in LOCAL:
                 self._add(links, move.kind, move.groups, (move.numel * itemsize).astype(np.int64))
+        return links
 
     def _add(self, links: Links, kind: StepKind, groups: Ints, sizes: Ints) -> None:
         """Add what one step of all changes takes; few of their groups and sizes differ."""
@@ -171,6 +181,13 @@ class Prices:
             signature(node, local_shape) if self.cluster.measured is not None else "",
         )
         return work_seconds(local, self.cluster)
+
+
+def _distinct(layouts: Sequence[Layout]) -> tuple[tuple[Layout, ...], Ints]:
+    """The different ones, and for each layout the number of its own."""
+    numbers: dict[Layout, int] = {}
+    number_of = [numbers.setdefault(layout, len(numbers)) for layout in layouts]
+    return tuple(numbers), np.array(number_of, dtype=np.int64)
 
 
 def _whole(layout: Layout) -> Layout:
