@@ -90,7 +90,8 @@ class Chooser:
             return None
         near = self._near(free, fastest, limit)
         if near and (best := fastest_of(near)).judged.peak_memory <= limit:
-            return best.within(limit)
+            fitting = [chosen for chosen in near if chosen.judged.peak_memory <= limit]
+            return replace(best, answer=_least(fitting)).within(limit)
         given = costed if smaller is None else smaller()
         both = Both.of(given, limit)
         hint = self.start(both.overlapping) or (fastest.choice if smaller is None else None)
@@ -108,7 +109,8 @@ class Chooser:
             bound = min([found.solution.bound, *(chosen.solution.objective for chosen in too_large)])
         # Simulated is held against simulated: of a plan that counts too much, the bound tells nothing of memory
         slower = best.judged.step_time / fastest_of(near).judged.step_time if near else bound / fastest.bound
-        return replace(best, solution=best.solution.held_to(bound), pressed=slower > 1 + NEAR).within(limit)
+        held, answer = best.solution.held_to(bound), _least([*too_large, *fits])
+        return replace(best, solution=held, pressed=slower > 1 + NEAR, answer=answer).within(limit)
 
     def _near(self, free: Both, fastest: Solution, limit: int) -> list[Chosen]:
         """The fastest choice of all, first, and its rivals, simulated; some may not fit. None where it is far off."""
@@ -305,6 +307,11 @@ class Chooser:
         if not same:
             known[limit] = self.simulate(decision(costed, solution.choice), limit)
         return Chosen.of(costed, solution, same[0] if same else known[limit])
+
+
+def _least(found: Sequence[Chosen]) -> float:
+    """What the program's answer takes in it."""
+    return min(chosen.solution.objective for chosen in found)
 
 
 def _is_small(costed: Costed) -> bool:

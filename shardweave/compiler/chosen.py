@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,11 +23,19 @@ class Chosen:
     peak_memory: int
     pressed: bool = False
     """Whether memory makes it slower by much."""
+    answer: float = math.inf
+    """What the program's own answer takes in it, where that fits, too, and the simulator takes it for slower."""
 
     @classmethod
     def of(cls, costed: Costed, solution: Solution, judged: Judged) -> Chosen:
         """With the larger memory of the two."""
         return cls(costed, solution, judged, max(costed.problem.memory(solution.choice), judged.peak_memory))
+
+    @property
+    def proven_gap(self) -> float:
+        """How far the program's own answer is from its bound at most."""
+        answer = min(self.answer, self.solution.objective)
+        return max(0.0, (answer - self.solution.bound) / answer) if answer else 0.0
 
     @property
     def decision(self) -> Decision:

@@ -70,6 +70,9 @@ class Plan:
     program_time, bound, gap : float
         What the integer program says that a step takes; no choice takes less than `bound` seconds in it; how far the
         plan is from that bound at most, relative to `program_time`.
+    proven_gap : float
+        The same for the program's own answer, as far as solving has proven. It is less than `gap` where the simulator
+        takes that answer for slower than this plan.
     planning_seconds : float
         What making it took.
     forced : tuple of str
@@ -98,6 +101,7 @@ class Plan:
     program_time: float = 0.0
     bound: float = 0.0
     gap: float = 0.0
+    proven_gap: float = 0.0
     planning_seconds: float = 0.0
     memory_limit: int = 0
     forced: tuple[str, ...] = ()

@@ -205,6 +205,7 @@ class Planning:
             program_time=solution.objective,
             bound=solution.bound,
             gap=solution.gap,
+            proven_gap=chosen.proven_gap,
             planning_seconds=seconds,
             memory_limit=options.memory_limit or 0,
             forced=tuple(options.force),

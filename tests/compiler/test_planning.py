@@ -79,6 +79,7 @@ def assert_sound(plan: sw.Plan) -> None:
     assert plan.timeline().peak_memory <= plan.peak_memory <= plan.memory_limit
     assert plan.bound <= plan.program_time * (1 + 1e-9)
     assert plan.gap == pytest.approx((plan.program_time - plan.bound) / plan.program_time, abs=1e-9)
+    assert 0 <= plan.proven_gap <= plan.gap
     assert (plan.status == "optimal") == (plan.gap <= 1e-9)
 
 
