@@ -1,14 +1,15 @@
 """Refinement: the program's best plans that really differ are simulated, and the fastest of them is taken.
 
-Plans really differ where they use tensor parallelism of other degrees: a *family* is all choices up to one degree. The
-program finds the best of each family, exactly as it finds the best of all; what it says to be close to that is lowered,
+Plans really differ where they use tensor parallelism of other degrees: a *family* is all choices up to one degree. So
+do plans without any whose states rest in one way everywhere: whole, sharded, or the parameters as well. The program
+finds the best of each family, exactly as it finds the best of all; what it says to be close to that is lowered,
 scheduled and simulated.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -26,7 +27,9 @@ disagree; and how many of these are."""
 
 
 def rivals(costed: Costed, best: Solution, solve: Solve, most: int) -> Iterator[Solution]:
-    """The best choices of families that are others than the best of all and close to it: first the least degree's.
+    """The best choices of families that are others than the best of all and close to it.
+
+    First the least degree's, last those without tensor parallelism that rest in one way everywhere.
 
     Parameters
     ----------
@@ -38,21 +41,25 @@ def rivals(costed: Costed, best: Solution, solve: Solve, most: int) -> Iterator[
         From a smaller problem, the best of all and a number of seconds to its best choice, if that takes less; may
         raise `PlanError` where there is none.
     most : int
-        How many families are looked at.
+        How many families of degrees are looked at.
     """
     seen = {best.choice}
-    close: list[Solution] = []
-    ceiling = best.objective * (1 + CLOSE)
-    for kept in islice(families(costed, best.choice), most):
-        try:
-            found = solve(replace(costed, problem=restricted(costed.problem, kept)), best, ceiling)
-        except PlanError:
-            continue
-        choice = invert(found.choice, kept)
-        if choice not in seen and found.objective <= ceiling:
-            seen.add(choice)
-            close.append(replace(found, choice=choice).held_to(best.bound))
-    yield from [*close[:1], *sorted(close[1:], key=lambda solution: solution.objective)][:MOST]
+
+    def close(found_in: Iterable[Kept]) -> Iterator[Solution]:
+        ceiling = best.objective * (1 + CLOSE)
+        for kept in found_in:
+            try:
+                found = solve(replace(costed, problem=restricted(costed.problem, kept)), best, ceiling)
+            except PlanError:
+                continue
+            choice = invert(found.choice, kept)
+            if choice not in seen and found.objective <= ceiling:
+                seen.add(choice)
+                yield replace(found, choice=choice).held_to(best.bound)
+
+    degrees = list(close(islice(families(costed, best.choice), most)))
+    yield from [*degrees[:1], *sorted(degrees[1:], key=lambda solution: solution.objective)][:MOST]
+    yield from close(ways_to_rest(costed))
 
 
 def families(costed: Costed, choice: Sequence[int]) -> Iterator[Kept]:
@@ -74,6 +81,28 @@ def families(costed: Costed, choice: Sequence[int]) -> Iterator[Kept]:
                 tuple(index for index in range(len(row.candidates)) if not own or own[index] <= level)
                 for row, own in zip(costed.problem.ops, counted, strict=True)
             )
+
+
+def ways_to_rest(costed: Costed) -> Iterator[Kept]:
+    """What is left of the candidates where all ops are data parallel, and rest alike.
+
+    Their states whole, or sharded over all devices, or their parameters as well: DDP, ZeRO-2 and ZeRO-3. The program
+    says that as much hides of all of them, and the simulator does not. An op that cannot keeps its candidates.
+    """
+    ways: list[Callable[[Strategy], tuple[int, int]]] = [
+        lambda strategy: (1, 1),
+        lambda strategy: (1, strategy.grid.data),
+        lambda strategy: (strategy.grid.data, strategy.grid.data),
+    ]
+    for way in ways:
+        alike = [
+            [degree(each) == each.grid.z == each.slices == 1 and (each.rest, each.states) == way(each) for each in own]
+            for own in (variable.strategies for variable in costed.variables)
+        ]
+        yield tuple(
+            tuple(index for index in range(len(row.candidates)) if not any(own) or own[index])
+            for row, own in zip(costed.problem.ops, alike, strict=True)
+        )
 
 
 def degree(strategy: Strategy) -> int:
