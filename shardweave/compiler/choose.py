@@ -11,7 +11,7 @@ from shardweave.compiler.judge import Decision, Judged
 from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.solver import Solution, smallest, solve
 from shardweave.compiler.planner.tidy import tidied
-from shardweave.compiler.refine import rivals
+from shardweave.compiler.refine import alike, rivals
 from shardweave.errors import InfeasibleError
 from shardweave.units import readable_bytes
 
@@ -23,6 +23,9 @@ GAP, EXACT = 1e-3, 2**10
 
 ROUGH, TINY = 5e-3, 2**8
 """The same where the simulator has the last word; of problems with at most so many candidates, not at all."""
+
+MODEST = 2**14
+"""Candidates of a problem up to which plans that people write by hand are simulated, however near the answer is."""
 
 TRIES = 4
 """How often the program is asked for less than it counted, before it is asked under the limit."""
@@ -145,6 +148,11 @@ class Chooser:
             near = bool(fits) and fastest_of(fits).judged.step_time <= (1 + NEAR) * best.solution.bound
             if near and not _is_small(both.given):
                 break
+        if _size(both.given) <= MODEST:
+            seen = {chosen.solution.choice for chosen in found}
+            others = self._alike(both.overlapping, best, limit)
+            found += [chosen for chosen in others if chosen.solution.choice not in seen]
+            fits = [chosen for chosen in found if chosen.judged.peak_memory <= limit]
         return fits if under_limit else found
 
     def _in_question(self, both: Both, best: Chosen, limit: int) -> Iterator[list[Chosen]]:
@@ -174,6 +182,10 @@ class Chooser:
         """The rivals, simulated."""
         found = rivals(costed, best.solution, self._close, most)
         return [self._simulated(costed, solution, limit) for solution in found]
+
+    def _alike(self, costed: Costed, best: Chosen, limit: int) -> list[Chosen]:
+        """Plans that are data parallel and rest alike everywhere, simulated."""
+        return [self._simulated(costed, solution, limit) for solution in alike(costed, best.solution, self._close)]
 
     def _close(self, costed: Costed, best: Solution, ceiling: float) -> Solution:
         """A choice that is nearly the best one, if that takes less than `ceiling` seconds."""

@@ -27,9 +27,7 @@ disagree; and how many of these are."""
 
 
 def rivals(costed: Costed, best: Solution, solve: Solve, most: int) -> Iterator[Solution]:
-    """The best choices of families that are others than the best of all and close to it.
-
-    First the least degree's, last those without tensor parallelism that rest in one way everywhere.
+    """The best choices of families that are others than the best of all and close to it: first the least degree's.
 
     Parameters
     ----------
@@ -41,25 +39,28 @@ def rivals(costed: Costed, best: Solution, solve: Solve, most: int) -> Iterator[
         From a smaller problem, the best of all and a number of seconds to its best choice, if that takes less; may
         raise `PlanError` where there is none.
     most : int
-        How many families of degrees are looked at.
+        How many families are looked at.
     """
-    seen = {best.choice}
+    close = list(_close(costed, best, solve, islice(families(costed, best.choice), most)))
+    yield from [*close[:1], *sorted(close[1:], key=lambda solution: solution.objective)][:MOST]
 
-    def close(found_in: Iterable[Kept]) -> Iterator[Solution]:
-        ceiling = best.objective * (1 + CLOSE)
-        for kept in found_in:
-            try:
-                found = solve(replace(costed, problem=restricted(costed.problem, kept)), best, ceiling)
-            except PlanError:
-                continue
-            choice = invert(found.choice, kept)
-            if choice not in seen and found.objective <= ceiling:
-                seen.add(choice)
-                yield replace(found, choice=choice).held_to(best.bound)
 
-    degrees = list(close(islice(families(costed, best.choice), most)))
-    yield from [*degrees[:1], *sorted(degrees[1:], key=lambda solution: solution.objective)][:MOST]
-    yield from close(ways_to_rest(costed))
+def alike(costed: Costed, best: Solution, solve: Solve) -> list[Solution]:
+    """The same of plans whose ops are data parallel and rest alike (`ways_to_rest`)."""
+    return list(_close(costed, best, solve, ways_to_rest(costed)))
+
+
+def _close(costed: Costed, best: Solution, solve: Solve, found_in: Iterable[Kept]) -> Iterator[Solution]:
+    seen, ceiling = {best.choice}, best.objective * (1 + CLOSE)
+    for kept in found_in:
+        try:
+            found = solve(replace(costed, problem=restricted(costed.problem, kept)), best, ceiling)
+        except PlanError:
+            continue
+        choice = invert(found.choice, kept)
+        if choice not in seen and found.objective <= ceiling:
+            seen.add(choice)
+            yield replace(found, choice=choice).held_to(best.bound)
 
 
 def families(costed: Costed, choice: Sequence[int]) -> Iterator[Kept]:
