@@ -115,12 +115,8 @@ def most_tensor(options: list[Strategy]) -> list[Strategy]:
     >>> [str(found.grid) for found in most_tensor([Strategy(Grid(1, 1, 1, 4)), Strategy(Grid(2, 2, 1, 1))])]
     ['(2, 2, 1, 1)']
     """
-
-    def degree(option: Strategy) -> int:
-        return option.grid.x * option.grid.y * option.grid.experts
-
-    most = max(map(degree, options), default=0)
-    return [option for option in options if degree(option) == most]
+    most = max((option.degree for option in options), default=0)
+    return [option for option in options if option.degree == most]
 
 
 def measure(name: str, build: Callable[[], tuple[nn.Module, dict[str, Tensor]]], settings: tuple[Setting, ...]) -> Row:

@@ -110,6 +110,6 @@ def decision(costed: Costed, choice: Sequence[int]) -> Decision:
             found.strategies[variable.name] = variable.strategies[index]
         elif variable.modes:
             found.modes[layer_named(variable.name)] = variable.modes[index]
-        else:
+        elif variable.ports:
             found.joins[variable.name] = next(iter(variable.ports[index].values())).in_space
     return found

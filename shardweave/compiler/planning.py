@@ -28,9 +28,10 @@ from shardweave.compiler.plan import Plan, Saving
 from shardweave.compiler.planner.alternatives import alternatives
 from shardweave.compiler.planner.costing import Costing
 from shardweave.compiler.planner.recomputation import layer_named, with_modes
+from shardweave.compiler.planner.returned import with_outputs
 from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.slicing import with_slices
-from shardweave.compiler.planner.unfold import unfold
+from shardweave.compiler.planner.unfold import inside, renamed, unfold
 from shardweave.compiler.steps import Steps
 from shardweave.compiler.weaving import with_times
 from shardweave.compiler.whole import choices_for_the_whole
@@ -292,8 +293,16 @@ class _Priced:
         found = self._unfolded(costed)
         if found is None:
             raise PlanError("layers that are equal are not priced alike: a bug in shardweave")
+        found = with_outputs(self.costing, found, self._last)
         left_out = self.buffer_bytes - _buffer_bytes(self.annotated.captured)
         return replace(found, problem=replace(found.problem, fixed_bytes=found.problem.fixed_bytes + left_out))
+
+    def _last(self, name: str) -> str:
+        """The last variable of the whole step that one of the folded step stands for."""
+        for layer, others in self.fold.stands_for.items():
+            if others and inside(name, layer):
+                return renamed(name, layer, others[-1])
+        return name
 
     def _unfolded(self, costed: Costed) -> Costed | None:
         before = {run.layers[count - 1]: run.layers[count - 2] for run, count in self.fold.runs}
@@ -312,8 +321,12 @@ def _woven(weaving: Weaving, decision: Decision) -> Weaving:
 
 def _hint(costed: Costed, start: Plan) -> tuple[int, ...] | None:
     """The choice that a plan stands for; None where it has another one for some op."""
-    found = []
+    found: list[int] = []
     for variable in costed.variables:
+        if variable.degrees:
+            most = min(max(choice.strategy.degree for choice in start.choices.values()), variable.degrees[-1])
+            found.append(next(at for at, degree in enumerate(variable.degrees) if degree >= most))
+            continue
         given = start.choices.get(variable.name)
         if variable.modes:
             mode = last_match(start.weaving.recompute, layer_named(variable.name), "none")

@@ -70,7 +70,7 @@ def families(costed: Costed, choice: Sequence[int]) -> Iterator[Kept]:
     the next to the choice's own. Once all ops count, and once those of layers alone, which have others like them: what
     a model has once, such as its head, is then free.
     """
-    degrees = [[degree(strategy) for strategy in variable.strategies] for variable in costed.variables]
+    degrees = [[strategy.degree for strategy in variable.strategies] for variable in costed.variables]
     alike = Counter(row.group for row, own in zip(costed.problem.ops, degrees) if own)
     layers = [own if alike[row.group] > 1 else [] for row, own in zip(costed.problem.ops, degrees, strict=True)]
     for counted in [degrees, layers] if any(layers) else [degrees]:
@@ -97,20 +97,10 @@ def ways_to_rest(costed: Costed) -> Iterator[Kept]:
     ]
     for way in ways:
         alike = [
-            [degree(each) == each.grid.z == each.slices == 1 and (each.rest, each.states) == way(each) for each in own]
+            [each.degree == each.grid.z == each.slices == 1 and (each.rest, each.states) == way(each) for each in own]
             for own in (variable.strategies for variable in costed.variables)
         ]
         yield tuple(
             tuple(index for index in range(len(row.candidates)) if not any(own) or own[index])
             for row, own in zip(costed.problem.ops, alike, strict=True)
         )
-
-
-def degree(strategy: Strategy) -> int:
-    """Over how many devices one op's product is spread.
-
-    >>> from shardweave.ir import Grid
-    >>> degree(Strategy(Grid(x=2, y=2, data=4)))
-    4
-    """
-    return strategy.grid.x * strategy.grid.y * strategy.grid.experts

@@ -125,6 +125,15 @@ class Strategy:
         if self.slices < 1:
             raise LayoutError(f"an op is computed in {self.slices} slices: expected 1, where it is whole, or more")
 
+    @property
+    def degree(self) -> int:
+        """Over how many devices the op's product is spread, its batch aside.
+
+        >>> Strategy(Grid(x=2, y=2, data=4)).degree
+        4
+        """
+        return self.grid.x * self.grid.y * self.grid.experts
+
     def axes(self, mesh: Mesh) -> GridAxes:
         """The axes of `mesh` for each dimension of the grid; `LayoutError` where the sizes do not fit its axes."""
         remaining = list(mesh.innermost_first)

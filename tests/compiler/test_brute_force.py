@@ -47,6 +47,8 @@ SMALL = [
     Small("rtx3090-nvlink", 4096, 2048, 2048, 512),
     Small("rtx3090-pcie", 16384, 1024, 4096, 1024),
 ]
+RETURNED = [Small("rtx3090-pcie", 8192, 4096, 512, 2048), Small("rtx3090-pcie", 512, 1024, 256, 4096)]
+"""What these return takes longer to gather than to compute. It was not counted: a plan took 2.9 times as long."""
 
 
 @cache
@@ -65,7 +67,7 @@ def everything(small: Small) -> list[Judged]:
     return found
 
 
-@pytest.mark.parametrize(("small", "part"), product(SMALL, [1.0, 0.5]), ids=str)
+@pytest.mark.parametrize(("small", "part"), [*product(SMALL, [1.0, 0.5]), *product(RETURNED, [1.0])], ids=str)
 def test_no_choice_is_much_faster_than_the_plan(small: Small, part: float) -> None:
     """Under no limit, and half way between the smallest memory and that of the fastest choice."""
     choices = everything(small)

@@ -41,6 +41,8 @@ class Variable:
     working: Floats = field(default_factory=lambda: np.zeros(0))
     modes: tuple[Mode, ...] = ()
     """Of a layer's recomputation, in which case it has none of the others."""
+    degrees: tuple[int, ...] = ()
+    """Of the border (`planner.returned`), in which case it has none of the others."""
 
 
 @dataclass

@@ -1,0 +1,106 @@
+"""Returned: what it takes to bring the model's outputs to where a call returns them.
+
+A batch is spread over the axes that *every* op puts on its batch (`pipeline.data_axes`), and what a model returns that
+is no loss comes back as its batch went in. Tensor parallelism takes the innermost axes, so these are all axes outside
+of the largest degree of any op. That is one more variable, the *border*: the degree that no op exceeds. Each op has an
+edge to it, which forbids more; those that outputs follow have the changes of layout on theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import fx
+
+from shardweave.compiler.planner.costing import Costing
+from shardweave.compiler.planner.prices import Links
+from shardweave.compiler.planner.problem import Candidate, Edge
+from shardweave.compiler.planner.problem import Op as Row
+from shardweave.compiler.planner.rows import Costed, Variable
+from shardweave.ir import Layout, axes_size, normalise
+from shardweave.passes.annotate import graph_outputs
+
+BORDER = ":returned"
+"""The name of the variable."""
+
+
+def with_outputs(costing: Costing, costed: Costed, named: Callable[[str], str]) -> Costed:
+    """The problem of a whole step with what its outputs take; as it is where they are returned as they lie.
+
+    Parameters
+    ----------
+    costing : Costing
+        Of the folded step.
+    costed : Costed
+        Of the whole step.
+    named : callable
+        From the name of a variable of the folded step to that of the last one that it stands for.
+    """
+    outputs = _outputs(costing)
+    if not outputs:
+        return costed
+    whole = costing.annotated.captured.whole or costing.options.outputs == "whole"
+    of_ops = [
+        [strategy.degree for strategy in variable.strategies] if variable.op and variable.op.batch > 1 else []
+        for variable in costed.variables
+    ]
+    degrees = [1] if whole else sorted({degree for own in of_ops for degree in own})
+    border = len(costed.variables)
+    place = {variable.name: index for index, variable in enumerate(costed.variables)}
+    edges: dict[int, Edge] = {}
+    for index, (variable, own) in enumerate(zip(costed.variables, of_ops, strict=True)):
+        if own and not whole:
+            least = np.full((len(variable.ports), 1), math.inf)
+            np.minimum.at(least[:, 0], variable.port_of, own)
+            edges[index] = Edge(index, border, np.where(least <= degrees, 0.0, math.inf))
+    for node in outputs:
+        number = costing.follows[node]
+        index = place[named(costing.variables[number].name)]
+        links = costing.windows.activations(_links(costing, node, degrees))
+        loads = costing.windows.loads(costing.options.turns * links)
+        known = edges.get(index, Edge(index, border, np.zeros(loads.shape[1:])))
+        edges[index] = replace(known, loads=loads if known.loads is None else known.loads + loads)
+    levels = tuple(Candidate(f"batch outside of {degree}", 0.0, in_port=at) for at, degree in enumerate(degrees))
+    problem = replace(
+        costed.problem,
+        ops=(*costed.problem.ops, Row(BORDER, levels)),
+        edges=tuple(sorted((*costed.problem.edges, *edges.values()), key=lambda edge: (edge.producer, edge.consumer))),
+    )
+    return replace(costed, problem=problem, variables=[*costed.variables, Variable(BORDER, -1, degrees=tuple(degrees))])
+
+
+def _outputs(costing: Costing) -> list[fx.Node]:
+    """The outputs that go where the batch came from, or are returned whole (`boundary.Boundary`)."""
+    captured, mode = costing.annotated.captured, costing.options.outputs
+    returned = not costing.annotated.loss_inside if mode == "auto" else mode != "sharded"
+    if not (captured.whole or returned):
+        return []
+    first = len(captured.mutated_buffers)
+    values = graph_outputs(captured.graph.graph)[first : first + len(captured.outputs)]
+    return [value for value in values if isinstance(value, fx.Node) and value in costing.follows
+            and isinstance(value.meta["val"], torch.Tensor) and value.meta["val"].dim()]  # fmt: skip
+
+
+def _links(costing: Costing, node: fx.Node, degrees: list[int]) -> Links:
+    """What brings an output from each port to where each degree has it, and its gradient back."""
+    haves = [port[0] for port in costing.lies[node]]
+    value = node.meta["val"]
+    wants = [_wanted(costing, tuple(value.shape), degree) for degree in degrees]
+    return costing.prices.table(haves, wants, wants, value.element_size())
+
+
+def _wanted(costing: Costing, shape: tuple[int, ...], degree: int) -> Layout:
+    """The batch over all axes outside of the innermost ones that make up a degree."""
+    layout = Layout.replicated(shape)
+    if shape[0] != costing.annotated.batch or costing.options.outputs == "whole" or costing.annotated.captured.whole:
+        return layout
+    axes = costing.mesh.innermost_first
+    count = next(count for count in range(len(axes) + 1) if axes_size(axes[:count]) >= degree)
+    outside = (*costing.mesh.all_times, *reversed(axes[count:]))
+    if shape[0] % axes_size(outside):
+        return layout
+    return Layout((normalise([*outside, shape[0] // axes_size(outside)]), *layout.dims[1:]))

@@ -1,0 +1,98 @@
+"""What a model returns goes where its batch came from: the border of a problem, against the steps that are lowered."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardweave as sw
+from shardweave.compiler.planner.costing import Costing
+from shardweave.compiler.planner.returned import BORDER, with_outputs
+from shardweave.compiler.planner.rows import Costed
+from tests.compiler.planners import Planner
+from tests.compiler.test_micro_batches import Loss
+
+CLUSTER = sw.Cluster.preset("rtx3090-pcie", nodes=1)
+
+
+def layers() -> list[nn.Module]:
+    return [nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 4096)]
+
+
+def planner(model: nn.Module, batch: int = 512, **options: object) -> Planner:
+    plain = {"sub_batches": 1, "buckets": False, "recompute": "none", "micro_batches": 1}
+    return Planner(model, CLUSTER, torch.zeros(batch, 512), **{**plain, **options})
+
+
+def costed(found: Planner, **options: object) -> tuple[Costed, Costed]:
+    """The problem without its outputs, and with them."""
+    compiler = found._compiler
+    given = sw.Options(memory_limit=10**12, **options)  # type: ignore[arg-type]
+    costing = Costing(compiler.annotated, compiler.cluster, given, {})
+    before = costing.build()
+    return before, with_outputs(costing, before, lambda name: name)
+
+
+def test_a_loss_has_no_border() -> None:
+    before, after = costed(planner(Loss(*layers())))
+    assert after is before
+
+
+def test_a_border_forbids_larger_degrees_than_its_own() -> None:
+    before, after = costed(planner(nn.Sequential(*layers())))
+    assert [op.name for op in after.problem.ops[len(before.problem.ops) :]] == [BORDER]
+    *variables, border = after.variables
+    assert border.degrees == (1, 2, 4)
+    rng = random.Random(0)
+    seen = set()
+    for _ in range(60):
+        choice = tuple(rng.randrange(len(op.candidates)) for op in before.problem.ops)
+        if before.problem.ticks(choice) is None:
+            continue
+        most = max(v.strategies[i].degree for v, i in zip(variables, choice, strict=True) if v.op is not None)
+        allowed = [after.problem.ticks((*choice, at)) is not None for at in range(3)]
+        assert allowed == [degree >= most for degree in border.degrees]
+        seen.add(most)
+        times = [after.problem.objective((*choice, at)) for at in range(3) if allowed[at]]
+        assert times == sorted(times) and times[0] >= before.problem.objective(choice)
+    assert seen == {1, 2, 4}
+
+
+def test_outputs_that_lie_as_they_were_computed_take_nothing_and_whole_ones_are_gathered() -> None:
+    found = planner(nn.Sequential(*layers()))
+    before, after = costed(found, outputs="sharded")
+    assert after is before
+    _, whole = costed(found, outputs="whole")
+    assert whole.variables[-1].degrees == (1,)
+    fastest = found.plan(outputs="sharded").step_time
+    assert found.plan(outputs="part").step_time >= fastest
+    assert found.plan(outputs="whole").step_time > 1.2 * fastest
+
+
+@pytest.mark.parametrize("force", ["dp", "column:4", "column:2"])
+def test_the_program_counts_what_is_gathered(force: str) -> None:
+    plan = planner(nn.Sequential(*layers()), batch=4096).plan(force={"*": force})
+    assert plan.program_time == pytest.approx(plan.step_time, rel=0.2)
+
+
+class Residual(nn.Module):
+    """Layers that are folded: what is returned follows the last one's sum."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(512, 512) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.relu(block(x))
+        return x
+
+
+def test_outputs_of_equal_layers_belong_to_the_last_of_them_and_a_plan_is_a_start_for_another() -> None:
+    found = planner(Residual(6))
+    plan = found.plan()
+    assert len(plan.choices) == 6 and plan.step_time <= 1.02 * found.plan(force={"*": "dp"}).step_time
+    assert plan.resolve(lookahead=1).step_time >= plan.step_time * (1 - 1e-9)
