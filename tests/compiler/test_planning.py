@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,8 @@ def test_as_memory_falls_data_parallelism_gives_way_to_sharded_and_tensor_parall
     seen = {name: [kinds(plan) for plan in fallen(name)[0]] for name in SETTINGS}
     for name in ("wide-gpt-dgx", "wide-mlp-dgx"):
         assert seen[name][0] == {"data"} and "data" not in seen[name][-1], seen[name]
-    assert {"sharded", "tensor"} in seen["wide-gpt-dgx"], seen["wide-gpt-dgx"]
-    assert seen["wide-gpt-dgx"][-1] in ({"sharded"}, {"sharded", "tensor"}), seen["wide-gpt-dgx"]  # then in slices
+    # Before DDP, ZeRO-2 and ZeRO-3 were simulated, too, tensor parallelism was between the two, and 2 to 3 % slower
+    assert seen["wide-gpt-dgx"][-1] == {"sharded"}, seen["wide-gpt-dgx"]
     assert {"data", "tensor"} in seen["wide-mlp-dgx"], seen["wide-mlp-dgx"]
     assert {"data", "sharded"} in seen["wide-mlp-pcie"], seen["wide-mlp-pcie"]
 
@@ -191,8 +192,9 @@ def test_less_memory_never_betters_what_is_proven() -> None:
     )  # fmt: skip
     levels = (Level("gpu", 4, 993606497.5087544, 3.5122861999103832e-06),)
     plans, _ = falling(small_mlp().on(sw.Cluster("any", levels, device)), 0.9647206999747739)
-    times = [plan.program_time for plan in plans]
-    assert times == sorted(times)
+    assert_nothing_betters_what_is_proven(plans)
+    for before, after in pairwise(plans):  # by the simulator, which has the last word
+        assert before.step_time <= after.step_time * (1 + 5e-4)
 
 
 @cache

@@ -48,7 +48,7 @@ def with_outputs(costing: Costing, costed: Costed, named: Callable[[str], str]) 
         [strategy.degree for strategy in variable.strategies] if variable.op and variable.op.batch > 1 else []
         for variable in costed.variables
     ]
-    degrees = [1] if whole else sorted({degree for own in of_ops for degree in own})
+    degrees = [1] if whole else sorted({degree for own in of_ops for degree in own} or {costing.mesh.world_size})
     border = len(costed.variables)
     place = {variable.name: index for index, variable in enumerate(costed.variables)}
     edges: dict[int, Edge] = {}
