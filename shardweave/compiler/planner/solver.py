@@ -27,7 +27,7 @@ any streams of a window.
 Most models are narrow graphs: chains with residual edges. There the program is never written down:
 
 1. `elimination.Elimination` minimises any weighed sum of time, memory and loads exactly, one op after the other, equal
-   layers once.
+   layers once; where ops have hundreds of layouts, in groups of them (`groups.Groups`).
 2. `duality.dual` weighs the streams of each window and pays for memory in ticks a byte, which turns (4) and (5) into
    terms of (6) and the minimum into a bound, the best one that Lagrange multipliers give. They come from the best
    mixture of the choices found so far (`duality.Master`, solved by GLOP).
