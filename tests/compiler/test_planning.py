@@ -128,7 +128,11 @@ def test_as_memory_falls_data_parallelism_gives_way_to_sharded_and_tensor_parall
     # Before DDP, ZeRO-2 and ZeRO-3 were simulated, too, tensor parallelism was between the two, and 2 to 3 % slower
     assert seen["wide-gpt-dgx"][-1] == {"sharded"}, seen["wide-gpt-dgx"]
     assert {"data", "tensor"} in seen["wide-mlp-dgx"], seen["wide-mlp-dgx"]
-    assert "sharded" in set().union(*seen["wide-mlp-pcie"]), seen["wide-mlp-pcie"]
+    # ZeRO-2 of all is the fastest of the mixtures with DP and ZeRO-3 (by 0.1 to 26 %) down to where it does not fit
+    assert seen["wide-mlp-pcie"][-1] == {"data"}, seen["wide-mlp-pcie"]
+    assert all(choice.strategy.states == 4 for choice in fallen("wide-mlp-pcie")[0][-1].choices.values())
+    last = planner("wide-mlp-pcie").plan(memory_limit=smallest_named(fallen("wide-mlp-pcie")[1]))
+    assert kinds(last) == {"sharded"}
 
 
 def test_a_mask_that_biases_are_added_to_is_cut_with_the_batch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -27,10 +28,10 @@ def planner(model: nn.Module, batch: int = 512, **options: object) -> Planner:
     return Planner(model, CLUSTER, torch.zeros(batch, 512), **{**plain, **options})
 
 
-def costed(found: Planner, **options: object) -> tuple[Costed, Costed]:
+def costed(found: Planner, **options: Any) -> tuple[Costed, Costed]:
     """The problem without its outputs, and with them."""
     compiler = found._compiler
-    given = sw.Options(memory_limit=10**12, **options)  # type: ignore[arg-type]
+    given = sw.Options(memory_limit=10**12, **options)
     costing = Costing(compiler.annotated, compiler.cluster, given, {})
     before = costing.build()
     return before, with_outputs(costing, before, lambda name: name)
