@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -104,19 +104,30 @@ def join_names(graph: fx.Graph) -> dict[fx.Node, str]:
     return found
 
 
-def mesh_for(mesh: Mesh, strategies: Mapping[str, Strategy]) -> Mesh:
+def mesh_for(mesh: Mesh, strategies: Mapping[str, Strategy], sizes: Mapping[str, int]) -> Mesh:
     """The mesh in layout order: the axes of tensor parallelism first, each kind from the outermost in.
 
-    At-rest axes then lie inside them on every dimension, which keeps layouts plain DTensor placements. Axes of ops
-    whose states rest whole beside them stay where they are: what others gather over these and more axes would come in
-    another order than its ranks', and be copied.
+    At-rest axes then lie inside them on every dimension, which keeps layouts plain DTensor placements. What others
+    gather over some of these axes and more comes in another order than its ranks', and is copied: axes come first where
+    the ops that are tensor parallel over them, and do not rest whole beside that, have the larger part of both by the
+    `sizes` of their parameters.
     """
-    tensor: set[Axis] = set()
-    for strategy in strategies.values():
-        axes = strategy.axes(mesh)
-        if any(axes.stages):
-            tensor.update((*axes.x, *axes.y))
-    return Mesh(tuple(sorted(mesh.axes, key=lambda axis: (axis not in tensor, -axis.stride))))
+    asked, gathered = Counter[frozenset[Axis]](), Counter[frozenset[Axis]]()
+    for name, size in sizes.items():
+        axes = strategies[name].axes(mesh)
+        gathered[frozenset(axes.states)] += size
+        if axes.states:
+            asked[frozenset((*axes.x, *axes.y))] += size
+    first: set[Axis] = set()
+    for tensor, size in asked.most_common():
+        copied = sum(other for axes, other in gathered.items() if _ordered(axes, tensor) != _ordered(axes))
+        if size >= copied:
+            first |= tensor
+    return Mesh(tuple(_ordered(mesh.axes, first)))
+
+
+def _ordered(axes: Iterable[Axis], first: Container[Axis] = ()) -> list[Axis]:
+    return sorted(axes, key=lambda axis: (axis not in first, -axis.stride))
 
 
 def data_axes(ops: list[Op], strategies: Mapping[str, Strategy], mesh: Mesh) -> tuple[Axis, ...]:
@@ -153,10 +164,11 @@ def lower(
     LayoutError
         Where a strategy does not fit its op.
     """
-    mesh = with_times(mesh_for(mesh, strategies), options, strategies.values())
+    joins, shards, more = joins or {}, {} if shards is None else shards, more or {}
+    sizes = {op.name: math.prod(op.sizes.values()) * (1 + more.get(layer_of(op.name), 0)) for op in annotated.ops}
+    mesh = with_times(mesh_for(mesh, strategies, sizes), options, strategies.values())
     cluster = cluster or Cluster.local(mesh.world_size)
     check_patterns(annotated.captured, options.weaving)
-    joins, shards, more = joins or {}, {} if shards is None else shards, more or {}
     lowering = _Lowering(annotated, strategies, mesh, options, joins, on_stage, cluster, draft, shards, more)
     return lowering.turns() if mesh.times else lowering.step()
 

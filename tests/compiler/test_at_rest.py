@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shardweave as sw
+from shardweave.compiler.pipeline import mesh_for
 from shardweave.compiler.planner.force import forced_strategies
 from shardweave.compiler.planner.ops import Op
 from shardweave.compiler.planner.presets import PRESETS, preset
@@ -190,3 +191,15 @@ def test_each_factor_is_a_multiple_of_the_one_before(factors: tuple[int, int, in
 def test_presets_that_do_not_fit_are_refused(word: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         forced_strategies({"*": word}, joint("mlp").annotated.ops, Mesh.of_levels([("gpu", 4)]), 8)
+
+
+def test_a_small_op_does_not_put_what_others_gather_out_of_order() -> None:
+    """A table of positions that was tensor parallel made all other weights be copied after they were gathered."""
+    mesh = sw.Cluster.preset("dgx-h100", nodes=2).mesh()
+    sharded, tensor = Strategy(Grid(z=16), rest=16), Strategy(Grid(x=4, z=4), rest=4)
+    plain = mesh_for(mesh, {"up": sharded}, {"up": 10**6})
+    assert plain.axes == tuple(sorted(mesh.axes, key=lambda axis: -axis.stride))
+    small = mesh_for(mesh, {"up": sharded, "positions": tensor}, {"up": 10**6, "positions": 10**3})
+    assert small.axes == plain.axes
+    large = mesh_for(mesh, {"up": sharded, "positions": tensor}, {"up": 10**3, "positions": 10**6})
+    assert {axis.stride for axis in large.axes[:2]} == {1, 2}
