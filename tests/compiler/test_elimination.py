@@ -219,3 +219,16 @@ def test_a_hint_is_where_the_search_begins() -> None:
     first: list[float] = []
     solution = solve(Problem((op, op), (change,)), progress=lambda p: first.append(p.objective), hint=(0, 0))
     assert (first[0], solution.objective, solution.status) == (2.0, 2.0, "optimal")
+
+
+def test_transients_that_are_free_for_the_bound_split_its_part() -> None:
+    """Where memory would do but for what is there for a while, no weight says so: the first plan was the answer."""
+    fast, middle, small = (
+        Candidate("fast", 1.0, state_bytes=1, transient_bytes=65),
+        Candidate("middle", 1.01, state_bytes=1, transient_bytes=50),
+        Candidate("small", 10.0),
+    )
+    problem = Problem(tuple(Op(f"op{n}", (fast, middle, small)) for n in range(12)), memory_limit=72)
+    found = solve(problem, gap=5e-3, rough=True)
+    assert found.choice == (1,) * 12
+    assert found.gap <= 5e-3

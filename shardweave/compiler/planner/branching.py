@@ -25,7 +25,7 @@ from shardweave.compiler.planner.elimination import Elimination, Floats
 from shardweave.compiler.planner.incumbent import Incumbent
 from shardweave.compiler.planner.labels import Walker
 from shardweave.compiler.planner.mixing import mix
-from shardweave.compiler.planner.tables import Bools
+from shardweave.compiler.planner.tables import KEPT, Bools
 from shardweave.compiler.planner.tuning import tune
 
 NARROW, BROAD, WIDE = 2**10, 2**12, 2**16
@@ -116,11 +116,16 @@ class Branching:
         part = found.part
         peak = max((column.peak for column in found.mixed), default=0)
         below = max((level for level in self.levels if level < peak), default=-1)
-        if below < part.low or found.price * (peak - part.low) <= self.loose * found.bound:
+        cheap = found.price * (peak - part.low) <= self.loose * found.bound
+        if below < part.low or (cheap and not (found.price == 0.0 and self._is_too_large(found))):
             return False
         self._enter(found.elimination, Part(part.low, below), found)
         self._enter(found.elimination, Part(peak, part.high), found)
         return True
+
+    def _is_too_large(self, found: Dual) -> bool:
+        """Whether the transients of its choices alone are what does not fit: then they are free as far as it knows."""
+        return not any(column.figures[KEPT] + column.peak <= self.tables.room for column in found.mixed)
 
     def _decide(self, found: Dual) -> bool:
         """Split a part by what goes with one or another choice of its mixture, at an op where a change would cost."""
