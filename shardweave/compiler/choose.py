@@ -37,10 +37,12 @@ FAR, FAR_SMALL = 1.5, 2.0
 """A plan that the program counts as so many times the limit is not simulated: it does not fit. Of problems with at most
 `EXACT` candidates, of which the program's memory is the roughest."""
 
-NEAR = 0.05
+NEAR = 0.03
 """How much longer than the program's bound a simulated step may be for no other plans to be simulated; of problems
-with at most `EXACT` candidates all are that are in question. Where memory makes a step no slower than that, it does not
-press."""
+with at most `EXACT` candidates all are that are in question."""
+
+PRESSING = 0.05
+"""Memory presses where it makes a step longer by more than that."""
 
 LITTLE = (0.0, 0.125, 0.25, 0.375, 0.5)
 """Parts of the way from what the program says is the smallest memory to what the simulator says of that plan."""
@@ -113,7 +115,7 @@ class Chooser:
         # Simulated is held against simulated: of a plan that counts too much, the bound tells nothing of memory
         slower = best.judged.step_time / fastest_of(near).judged.step_time if near else bound / fastest.bound
         held, answer = best.solution.held_to(bound), _least([*too_large, *fits])
-        return replace(best, solution=held, pressed=slower > 1 + NEAR, answer=answer).within(limit)
+        return replace(best, solution=held, pressed=slower > 1 + PRESSING, answer=answer).within(limit)
 
     def _near(self, free: Both, fastest: Solution, limit: int) -> list[Chosen]:
         """The fastest choice of all, first, and its rivals, simulated; some may not fit. None where it is far off."""

@@ -69,7 +69,10 @@ def _least() -> int:
 
 
 def test_keeping_everything_is_the_problem_without_modes() -> None:
-    """The law of this reduction's inverse: with every layer's mode "none", times and memory are as they were."""
+    """With every layer's mode "none" times are as they were, and memory, but for what ops leave and saved more of.
+
+    An op counts the larger of what it saves and of what it leaves; of what it saves inside of its layer an edge counts.
+    """
     compiler = planner()._compiler
     options = sw.Options(memory_limit=10**10)
     costing = Costing(compiler.annotated, compiler.cluster, options, {})
@@ -83,7 +86,8 @@ def test_keeping_everything_is_the_problem_without_modes() -> None:
         picked = [rng.randrange(len(op.candidates)) for op in before.problem.ops]
         known = dict(zip((op.name for op in before.problem.ops), picked))
         choice = [known.get(op.name, 0) for op in after.problem.ops]
-        assert after.problem.memory(choice) == pytest.approx(before.problem.memory(picked), rel=1e-6)
+        left = sum(min(op.left_bytes, op.saved_bytes) for op in before.problem.chosen(picked))
+        assert 0 <= after.problem.memory(choice) - before.problem.memory(picked) + len(picked) <= left + 2 * len(picked)
         assert after.problem.ticks(choice) == before.problem.ticks(picked)
         tried += before.problem.ticks(picked) != FORBIDDEN
         for mode, (less, slower) in enumerate(((False, False), (True, True), (True, True))):

@@ -18,7 +18,7 @@ from torch import fx
 
 from shardweave.compiler.pipeline import Annotated
 from shardweave.compiler.planner.candidates import legal, spread
-from shardweave.compiler.planner.facts import Facts, bound_of, num_bytes, root_of
+from shardweave.compiler.planner.facts import Facts, bound_of, is_alias, num_bytes, root_of
 from shardweave.compiler.planner.ops import Op
 from shardweave.compiler.planner.prices import Links, Prices, local_numel, tensor_outputs
 from shardweave.compiler.planner.pricing import Parameters, Sizes, price_op
@@ -57,7 +57,7 @@ class Costing:
         self.legal_mesh, self.mesh = timed, replace(timed, woven=())
         self.prices = Prices(self.mesh, cluster)
         self.windows = Windows.of(cluster, self.prices.levels, options.weaving.sub_batches)
-        self.facts = Facts(annotated)
+        self.facts = Facts(annotated, cluster)
         self._unread = set(self.facts.inputs)
         self.variables: list[Variable] = []
         self.follows: dict[fx.Node, int] = {}
@@ -95,8 +95,8 @@ class Costing:
         edges = tuple(rows.edge(*ends, links) for ends, links in sorted(self._edges.items()) if links.any())
         limit = self.options.memory_limit
         assert limit is not None
-        problem = Problem(ops, edges, limit, num_bytes(self._unread), windows=self.windows.names)
-        return Costed(problem, self.variables, self.facts.backward_ratio)
+        fixed = num_bytes(self._unread) + self._saved_of_inputs()
+        return Costed(Problem(ops, edges, limit, fixed, windows=self.windows.names), self.variables)
 
     # -- variables
 
@@ -139,7 +139,7 @@ class Costing:
     ) -> Floats:
         """What a product keeps of its inputs, as it reads them, for its weight's gradient: by its port.
 
-        Of those that several devices read the same part of alone, if `gathered`.
+        Of those that several devices read the same part of alone, if `gathered`, or if they are kept anyway.
         """
         variable = self.variables[self._numbers[self.facts.roles[node].name]]
         names = [role.node.name for role in self.facts.roles[node].roles]
@@ -148,7 +148,7 @@ class Costing:
         for position, argument in enumerate(tensor_args(node)):
             if argument in self.follows and of(argument):
                 copies = np.array([local_numel(want[position]) for want in wants], dtype=float)
-                if gathered:
+                if gathered or self.facts.is_kept(root_of(argument)):
                     copies *= copies * self.mesh.world_size > argument.meta["val"].numel()
                 total += copies * argument.meta["val"].element_size() / max(1, self.facts.readers[root_of(argument)])
         return total
@@ -172,9 +172,9 @@ class Costing:
                     "sizes, or another number of devices"
                 )
             known = self._priced[signature] = self.spread(Variable(op.name, signature, op), options)
-        size = len(known.ports)
-        costs = self.windows.none(size)
-        return replace(known, name=op.name, op=op, costs=costs, saved=np.zeros(size), working=np.zeros(size))
+        saved, working, product = np.zeros((3, len(known.ports)))
+        costs = self.windows.none(len(known.ports))
+        return replace(known, name=op.name, op=op, costs=costs, saved=saved, working=working, product=product)
 
     def spread(self, variable: Variable, strategies: list[Strategy]) -> Variable:
         """An op's row with these strategies, priced."""
@@ -245,7 +245,7 @@ class Costing:
     def _computed(self, node: fx.Node, assignments: Sequence[Assignment]) -> Costs:
         """Computing a node at each of these assignments, forward and backward."""
         seconds = np.array([self.prices.compute(node, assignment) for assignment in assignments])
-        return self.windows.computed(seconds, self.facts.backward_ratio * seconds)
+        return self.windows.computed(seconds, self.facts.backward_ratio(node) * seconds)
 
     def _ends_sums(self, node: fx.Node, bound: BoundRule, arguments: Sequence[fx.Node]) -> bool:
         """Whether a partial sum ends here (with a bias, say) that is asked to be scattered.
@@ -441,7 +441,7 @@ class Costing:
     def _saved(self, node: fx.Node) -> None:
         """What the backward needs of a value, in each port of the variable that it follows."""
         rule = find_rule(node)
-        if node not in self.follows or (rule is not None and rule.kind == "view"):
+        if node not in self.follows or is_alias(node):
             return
         if not hasattr(node.meta["val"], "numel"):
             return
@@ -451,12 +451,23 @@ class Costing:
             self._numels[signature] = np.array([local_numel(port[0]) for port in self.lies[node]], dtype=float)
         sizes = self._numels[signature] * itemsize
         variable = self.variables[self.follows[node]]
-        variable.working = np.maximum(variable.working, sizes)
-        if node in self.facts.returned or self.facts.needed_by_backward(node):
-            variable.saved += sizes
+        whole = node.meta["val"].numel() * itemsize
+        held = sizes * self.facts.held(whole) / max(1, whole)
+        variable.working = np.maximum(variable.working, held)
+        if node in self.facts.roles:
+            variable.product = np.maximum(variable.product, held)
+        if self.facts.is_kept(node):
+            variable.saved += sizes * (self.options.turns if node in self.facts.returned else 1)  # of all micro-batches
             if rule is not None and rule.decompose is not None:  # in parts, it leaves its shifted input, too
                 blocked = {factor.name for factor in bound_of(node).factors if factor.blocked}
                 variable.saved += sizes * [self._on(node, port[0], blocked) for port in self.lies[node]]
+
+    def _saved_of_inputs(self) -> int:
+        """What the backward needs of what depends on inputs alone, such as a mask: what has no batch is whole."""
+        nodes = (node for node in self.facts.graph.nodes if node.op == "call_function" and not info(node).backward)
+        kept = [node for node in nodes if node not in self.follows and not is_alias(node) and self.facts.is_kept(node)]
+        parts = self.mesh.world_size * self.options.turns
+        return sum(num_bytes([node]) // (parts if self.facts.batch_factor(node) else 1) for node in kept)
 
     def _on(self, node: fx.Node, layout: Layout, factors: set[str]) -> bool:
         bound = bound_of(node)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
+from itertools import accumulate
 
+import torch
 from torch import fx
 
 from shardweave.compiler.pipeline import Annotated, join_names
 from shardweave.compiler.planner.ops import Op, batch_classes
 from shardweave.compiler.planner.prices import tensor_outputs
 from shardweave.compiler.planner.pricing import Ends
-from shardweave.cost_model.compute import node_work
+from shardweave.cost_model import Cluster
+from shardweave.cost_model.compute import node_seconds, node_work
+from shardweave.cost_model.graphs import alias_of
 from shardweave.ir import BoundRule
 from shardweave.passes.annotate import depends_on_inputs, graph_outputs, info
 from shardweave.passes.rules import is_view
@@ -25,10 +31,12 @@ class Facts:
     Parameters
     ----------
     annotated : Annotated
+    cluster : Cluster
+        On one device of which ops are compared.
     """
 
-    def __init__(self, annotated: Annotated) -> None:
-        self.annotated = annotated
+    def __init__(self, annotated: Annotated, cluster: Cluster) -> None:
+        self.annotated, self.cluster = annotated, cluster
         self.graph = annotated.captured.graph.graph
         self.roles: dict[fx.Node, Op] = {role.node: op for op in annotated.ops for role in op.roles}
         """The op whose product a node computes."""
@@ -44,14 +52,17 @@ class Facts:
         forward = (node for node in self.roles if not info(node).backward)
         return Counter(root_of(argument) for node in forward for argument in tensor_args(node))
 
+    def backward_ratio(self, node: fx.Node) -> float:
+        """Seconds of the backward for each of the forward: of followers that multiply, as attention, or of others."""
+        return self._ratios[_multiplies(node)]
+
     @cached_property
-    def backward_ratio(self) -> float:
-        """Bytes that following ops move in the backward, for each byte in the forward."""
-        moved = [0, 0]
+    def _ratios(self) -> dict[bool, float]:
+        seconds = {each: [0.0, 0.0] for each in (False, True)}
         for node in self.graph.nodes:
-            if node not in self.roles and node.op == "call_function" and (work := node_work(node)) is not None:
-                moved[info(node).backward] += work.num_bytes
-        return moved[1] / moved[0] if moved[0] else 0.0
+            if node not in self.roles and node.op == "call_function":
+                seconds[_multiplies(node)][info(node).backward] += node_seconds(node, self.cluster)
+        return {each: backward / forward if forward else 0.0 for each, (forward, backward) in seconds.items()}
 
     @property
     def inputs(self) -> list[fx.Node]:
@@ -72,11 +83,49 @@ class Facts:
     def needed_by_backward(self, node: fx.Node) -> bool:
         """Whether a backward op other than an op's own product reads a forward value."""
         for user in node.users:
-            if info(user).backward and user not in self.roles and not is_view(user):
+            if info(user).backward and user not in self.roles and not is_alias(user):
                 return True
-            if is_view(user) and self.needed_by_backward(user):
+            if is_alias(user) and self.needed_by_backward(user):
                 return True
         return False
+
+    def is_kept(self, node: fx.Node) -> bool:
+        """Whether a forward value outlives its readers, as it lies: for the backward, or as it is returned."""
+        return node in self.returned or self.needed_by_backward(node)
+
+    def held(self, size: int) -> int:
+        """The most bytes of values, as they are whole, that live at once where none of them is larger than `size`.
+
+        Beside what is saved, returned and given, where nodes run in the graph's order; at least one value of this size.
+        """
+        at = bisect_right(self._holding, (size, math.inf))
+        return max(size, self._holding[at - 1][1]) if at else size
+
+    @cached_property
+    def _holding(self) -> list[tuple[int, int]]:
+        """By the size of the largest value, ascending: the most that lives at once where none is larger."""
+        last: dict[fx.Node, fx.Node] = {}
+        kept = set(self.returned)
+        for node in self.graph.nodes:
+            for source in map(root_of, node.all_input_nodes):
+                last[source] = node
+                if node in self._backward and source not in self._backward:
+                    kept.add(source)
+        most: dict[int, int] = {}
+        live: dict[fx.Node, int] = {}
+        for node in self.graph.nodes:
+            if node.op != "call_function" or is_alias(node):
+                continue
+            if node not in kept and isinstance(node.meta["val"], torch.Tensor):
+                live[node] = num_bytes([node])
+            largest = max(live.values(), default=0)
+            most[largest] = max(most.get(largest, 0), sum(live.values()))
+            live = {value: size for value, size in live.items() if last.get(value) not in (node, None)}
+        return list(accumulate(sorted(most.items()), lambda one, other: (other[0], max(one[1], other[1]))))
+
+    @cached_property
+    def _backward(self) -> set[fx.Node]:
+        return {node for node in self.graph.nodes if node.op == "call_function" and info(node).backward}
 
     def ends(self, op: Op) -> Ends:
         """Whether no op comes before it, and whether none comes after it."""
@@ -111,9 +160,19 @@ def bound_of(node: fx.Node) -> BoundRule:
 
 def root_of(value: fx.Node) -> fx.Node:
     """What a view is one of, or the value itself."""
-    while is_view(value):
+    while is_alias(value):
         value = tensor_args(value)[0]
     return value
+
+
+def is_alias(node: fx.Node) -> bool:
+    """Whether a node is a view that takes no memory of its own; one that reshapes an expanded value does."""
+    return is_view(node) and alias_of(node) is not None
+
+
+def _multiplies(node: fx.Node) -> bool:
+    work = node_work(node)
+    return work is not None and work.flops > 0
 
 
 def num_bytes(nodes: Iterable[fx.Node]) -> int:

@@ -52,16 +52,26 @@ class OpPrices:
         Seconds of its passes (`windows.Costs`), by strategy.
     optimizer : array
         Seconds of the optimizer's step on each stream of its window, by strategy.
-    state_bytes, transient_bytes, scratch_bytes : arrays
-        Bytes by strategy; the last are what the optimizer's step needs beside the states: as much as the parameters,
-        for foreach optimizers.
+    state_bytes, gradient_bytes, scratch_bytes : arrays
+        Bytes by strategy: of the states, with gradients where several micro-batches add up; of gradients that are
+        there from the backward on; of what the optimizer's step needs, for foreach optimizers as much as parameters.
+    gathered_bytes, reduced_bytes : arrays
+        Bytes of copies of parameters while the op runs, and of gradients while they are reduced, each with its
+        neighbour's.
     """
 
     costs: Costs
     optimizer: Floats
     state_bytes: Ints
-    transient_bytes: Ints
+    gradient_bytes: Ints
     scratch_bytes: Ints
+    gathered_bytes: Ints
+    reduced_bytes: Ints
+
+    @property
+    def transient_bytes(self) -> Ints:
+        """What is there while its own products run, in the backward."""
+        return self.gathered_bytes + self.reduced_bytes
 
     def communication(self, strategy: int) -> float:
         """Seconds that move parameters, gradients and the partial sums of its own backward, by no means hidden."""
@@ -105,8 +115,10 @@ class _Held:
     costs: Costs
     optimizer: Floats
     states: Ints
-    transient: Ints
+    gradients: Ints
     scratch: Ints
+    gathered: Ints
+    reduced: Ints
 
 
 def price_op(
@@ -160,8 +172,10 @@ def price_op(
         turns * computed + np.sum([count * held.costs for held, count in parts], axis=0),
         np.sum([count * held.optimizer for held, count in parts], axis=0),
         np.sum([count * held.states for held, count in parts], axis=0),
-        np.max([held.transient for held, _ in parts], axis=0),
+        np.sum([count * held.gradients for held, count in parts], axis=0),
         np.sum([count * held.scratch for held, count in parts], axis=0),
+        np.max([held.gathered for held, _ in parts], axis=0),
+        np.max([held.reduced for held, _ in parts], axis=0),
     )
 
 
@@ -185,16 +199,18 @@ def _held(
     for layout, axes, batch in zip(lies, stages, over):
         whole = Layout.replicated(layout.global_shape)
         rests.append([whole] * 3 if parameters.whole else prices.rests(layout, axes))
-        left = (axis for axis in mesh.axes if axis in batch and axis not in layout.shard_axes)
-        partials.append(Layout(layout.dims, tuple((axis, "sum") for axis in left)))
+        unsummed = (axis for axis in mesh.axes if axis in batch and axis not in layout.shard_axes)
+        partials.append(Layout(layout.dims, tuple((axis, "sum") for axis in unsummed)))
     rest, summed, master = ([stage[number] for stage in rests] for number in range(3))
     used, resting, adding, owning = (np.array([*map(local_numel, each)]) for each in (lies, rest, summed, master))
 
-    states = owning * (sizes.master + parameters.optimizer_bytes)
     copied = np.array([a != b for a, b in zip(master, rest)]) | (sizes.master != sizes.working)
     copy, gradient = copied * resting * sizes.working, owning * sizes.master  # gathered or cast once, held for the step
-    # In mixed precision the copies are most of a step's states, and gone where the gradients come
-    states = states + (np.maximum(copy, gradient) if sizes.master != sizes.working else copy + gradient)
+    states, scratch = owning * (sizes.master + parameters.optimizer_bytes) + copy, owning * sizes.master
+    if sizes.master != sizes.working:  # the copies are most of a step's states, and gone where the gradients come
+        gradient = np.maximum(0, gradient - copy)
+    if turns > 1:  # from the first micro-batch's backward on
+        states, gradient = states + gradient, np.zeros_like(gradient)
 
     def moved(haves: Sequence[Layout], wants: Sequence[Layout], itemsize: int) -> Floats:
         """Of each slice alone, all of them together."""
@@ -223,11 +239,12 @@ def _held(
     ):
         costs += windows.waited(links) if alone else windows.hidden(links)
     gathered = np.array([a != b for a, b in zip(rest, lies)])
-    # Its own copy, the next one's, gradients
-    transient = gathered * 2 * (used // np.array(slices)) * (sizes.working + sizes.reduced)
+    copies = gathered * 2 * (used // np.array(slices))  # its own and the next one's
     optimizer = [optimizer_loads(int(size), parameters.optimizer_bytes / sizes.master, prices.cluster)
                  for size in owning * sizes.master]  # fmt: skip
-    return _Held(costs, np.array(optimizer).T, states, transient, owning * sizes.master)
+    return _Held(
+        costs, np.array(optimizer).T, states, gradient, scratch, copies * sizes.working, copies * sizes.reduced
+    )
 
 
 def _in_slices(op: Op, strategy: Strategy, whole: Mapping[str, Assignment], prices: Prices) -> Floats:

@@ -8,8 +8,11 @@ these. Between the two lies a `Problem`: pick one candidate for each op so that
 
 is smallest while
 
-    memory = fixed_bytes + sum of (state_bytes + saved_bytes) + sum of the edges' bytes[out port, in port]
-             + largest transient_bytes  <=  memory_limit.
+    memory = fixed_bytes + sum of (state_bytes + max(saved_bytes, left_bytes))
+             + sum of the edges' bytes[out port, in port] + largest transient_bytes  <=  memory_limit.
+
+The backward frees what an op saved and leaves its gradient. Wherever it is, each op holds one or the other: the sum of
+the larger of both bounds every point of the step, and is met at its turn to the backward where all save more.
 
 A *window* is a part of the step (the forward, the backward) in which streams (compute, the links of a level) work at
 once: it takes as long as the busiest of them, the sum of what the candidates and edges load on it. So communication
@@ -65,6 +68,8 @@ class Candidate:
         What its parameters, gradients and optimizer states occupy all the time.
     saved_bytes : int
         What it keeps from the forward for the backward.
+    left_bytes : int
+        What there is in its place once its backward is done: gradients, and what the optimizer's step needs.
     transient_bytes : int
         What it needs beside that only while it runs, such as gathered copies.
     in_port, out_port : int
@@ -84,11 +89,12 @@ class Candidate:
     out_port: int = 0
     data: Hashable = None
     loads: tuple[float, ...] = ()
+    left_bytes: int = 0
 
     @property
     def kept_bytes(self) -> int:
-        """State and saved bytes: what adds up over the ops."""
-        return self.state_bytes + self.saved_bytes
+        """What adds up over the ops."""
+        return self.state_bytes + max(self.saved_bytes, self.left_bytes)
 
     @cached_property
     def ticks(self) -> int:
@@ -366,6 +372,7 @@ def _check_op(op: Op, num_streams: int) -> None:
             candidate.seconds,
             candidate.state_bytes,
             candidate.saved_bytes,
+            candidate.left_bytes,
             candidate.transient_bytes,
             candidate.in_port,
             candidate.out_port,

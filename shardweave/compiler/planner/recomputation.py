@@ -1,23 +1,26 @@
 """Recomputation as a choice: one more op of the problem for each layer, whose candidates are the modes.
 
 What a mode costs follows from how the layer's ops are spread, so it lies on the edges between these and it: with
-``"none"`` they keep what their backward needs; with ``"full"`` only what other layers read, and their forward runs
-again; with ``"fine"`` the results of collectives besides, which then are not repeated (Oases, arXiv 2305.16121,
-section 3.2).
+``"none"`` they keep what their backward needs; with ``"full"`` only what the layer reads of others and these of it, and
+as much of its forward runs again as the backward needs; with ``"fine"`` the results of collectives are kept besides,
+which then are not repeated, nor what they are the sums of (Oases, arXiv 2305.16121, section 3.2).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
+import torch
 from torch import fx
 
 from shardweave.compiler.planner.costing import Costing
+from shardweave.compiler.planner.facts import is_alias, num_bytes, root_of
 from shardweave.compiler.planner.ops import users_through_views
-from shardweave.compiler.planner.prices import local_numel
+from shardweave.compiler.planner.prices import local_numel, tensor_outputs
 from shardweave.compiler.planner.problem import Candidate, Edge
 from shardweave.compiler.planner.problem import Op as Row
 from shardweave.compiler.planner.rows import Costed, Variable
@@ -26,7 +29,7 @@ from shardweave.cost_model.compute import node_work, work_seconds
 from shardweave.ir import MODES, Mode
 from shardweave.passes.annotate import info
 from shardweave.passes.recompute import region_of
-from shardweave.passes.rules import is_view
+from shardweave.passes.rules.registry import tensor_args
 
 
 @dataclass
@@ -35,31 +38,53 @@ class _Share:
 
     inside: Floats
     """Kept for the layer's own backward alone."""
+    given: Floats
+    """Kept for computing these again alone."""
     reduced: Floats
-    """Results of collectives among these."""
+    """Results of collectives that computing them again needs."""
     again: Floats
     """Computing them again."""
+    summed: Floats
+    """The part of it that leads to these results alone."""
     moved: Floats
     """The collectives of computing them again, as `prices.Links`."""
 
     @classmethod
     def none(cls, ports: int, levels: int) -> _Share:
-        return cls(np.zeros(ports), np.zeros(ports), np.zeros(ports), np.zeros((1 + levels, ports)))
+        inside, given, reduced, again, summed = np.zeros((5, ports))
+        return cls(inside, given, reduced, again, summed, np.zeros((1 + levels, ports)))
 
     def kept(self, mode: Mode) -> Floats:
-        return {"none": self.inside, "fine": self.reduced, "full": np.zeros_like(self.inside)}[mode]
+        return {"none": self.inside, "fine": self.given + self.reduced, "full": self.given}[mode]
 
     def costs(self, mode: Mode, windows: Windows) -> Costs:
         """In the backward."""
-        again, moved = (0.0 if mode == "none" else 1.0), (1.0 if mode == "full" else 0.0)
-        computed = windows.computed(np.zeros_like(self.again), again * self.again)
-        return computed + windows.activations(moved * np.stack([np.zeros_like(self.moved), self.moved]))
+        none = np.zeros_like(self.again)
+        again = {"none": none, "fine": self.again - self.summed, "full": self.again}[mode]
+        moved = self.moved if mode == "full" else np.zeros_like(self.moved)
+        return windows.computed(none, again) + windows.activations(np.stack([np.zeros_like(moved), moved]))
 
 
 @dataclass
 class _Layer:
     name: str
     shares: dict[int, _Share] = field(default_factory=dict)
+    """By the number of the variable."""
+
+    def share(self, costing: Costing, node: fx.Node) -> _Share:
+        """What values that follow the same variable as `node` come to."""
+        ports, levels = len(costing.lies[node]), len(costing.prices.levels)
+        return self.shares.setdefault(costing.follows[node], _Share.none(ports, levels))
+
+    def give(self, costing: Costing, node: fx.Node) -> None:
+        """Keep another's value: as it lies, or, of a variable that has no share yet, as if it were spread over all.
+
+        One more share would make the layer's mode one more op's neighbour: of wide models few can be.
+        """
+        if costing.follows[node] in self.shares:
+            self.share(costing, node).given += _sizes(costing, node)
+        else:
+            next(iter(self.shares.values())).given += num_bytes([node]) / costing.mesh.world_size
 
 
 _SUFFIX = ":recompute"
@@ -145,32 +170,69 @@ class _Same:
 
 def _layers(costing: Costing) -> list[_Layer]:
     """The layers, and of each variable that has values in them what these come to."""
-    found: dict[str, _Layer] = {}
+    nodes: dict[str, list[fx.Node]] = {}
     for node in costing.follows:
-        layer = region_of(node)
-        if layer and not info(node).backward and not is_view(node) and hasattr(node.meta["val"], "numel"):
-            own = found.setdefault(layer, _Layer(layer)).shares
-            number = costing.follows[node]
-            share = own.setdefault(number, _Share.none(len(costing.lies[node]), len(costing.prices.levels)))
-            _add(costing, number, share, node, layer)
-    return [layer for layer in found.values() if any(share.inside.any() for share in layer.shares.values())]
+        name = region_of(node)
+        if name and not info(node).backward:
+            nodes.setdefault(name, []).append(node)
+    found, given = [], set[fx.Node]()
+    for name, own in nodes.items():
+        layer, again = _Layer(name), _again(costing, own)
+        for node in own:
+            if not is_alias(node):
+                _add(costing, layer.share(costing, node), node, node in again, name)
+        for source in dict.fromkeys(root_of(source) for node in own if node in again for source in tensor_args(node)):
+            if source in costing.follows and source not in again | given and not _is_saved(costing, source):
+                layer.give(costing, source)
+                given.add(source)
+        found.append(layer)
+    return [layer for layer in found if any(share.inside.any() for share in layer.shares.values())]
 
 
-def _add(costing: Costing, number: int, share: _Share, node: fx.Node, layer: str) -> None:
-    itemsize = node.meta["val"].element_size()
-    lies = [port[0] for port in costing.lies[node]]
-    sizes = np.array([float(local_numel(layout)) for layout in lies]) * itemsize
-    share.again += _compute(costing, number, node, sizes)
-    unsummed = [tuple(axis for axis in layout.partial_axes if axis.kind == "space") for layout in lies]
-    across = any(region_of(user) != layer and not info(user).backward for user in users_through_views(node))
-    if not across and node not in costing.facts.returned:
+def _again(costing: Costing, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """What of a layer runs again where only what others read is kept: what its backward needs, and leads to it."""
+    inside = {node for node in nodes if not _is_read_outside(costing, node)}
+    needed = [node for node in inside if _is_saved(costing, node)]
+    found: set[fx.Node] = set()
+    while needed:
+        node = needed.pop()
+        if node not in found:
+            found.add(node)
+            needed += [source for source in node.all_input_nodes if source in inside]
+    return found
+
+
+def _is_read_outside(costing: Costing, node: fx.Node) -> bool:
+    users = [user for user in users_through_views(node) if not info(user).backward]
+    return node in costing.facts.returned or any(region_of(user) != region_of(node) for user in users)
+
+
+def _is_saved(costing: Costing, node: fx.Node) -> bool:
+    """Whether the backward needs a value: its own ops, or the products that read it for their weights' gradients."""
+    return costing.facts.is_kept(node) or costing.facts.readers[root_of(node)] > 0
+
+
+def _sizes(costing: Costing, node: fx.Node) -> Floats:
+    """Bytes of a node's value, or the first of several, on a device, by the port of the variable that it follows."""
+    sizes: Floats = np.array([float(local_numel(port[0])) for port in costing.lies[node]])
+    return sizes * float(tensor_outputs(node)[0].element_size())
+
+
+def _add(costing: Costing, share: _Share, node: fx.Node, again: bool, layer: str) -> None:
+    """Add a value to the share of the variable that it follows."""
+    sizes = _sizes(costing, node)
+    seconds = _compute(costing, costing.follows[node], node, sizes) if again else np.zeros_like(sizes)
+    share.again += seconds
+    if isinstance(node.meta["val"], torch.Tensor) and not _is_read_outside(costing, node):
         if costing.facts.needed_by_backward(node):
             share.inside += sizes
-            share.reduced += np.where([bool(axes) for axes in unsummed], sizes, 0.0)
-        for port, axes in enumerate(unsummed):
+        unsummed = [tuple(axis for axis in port[0].partial_axes if axis.kind == "space") for port in costing.lies[node]]
+        for port, axes in enumerate(unsummed if again else ()):
             if axes:
-                level, seconds = costing.prices.collective("all_reduce", axes, int(sizes[port]))
-                share.moved[1 + level, port] += seconds
+                level, moved = costing.prices.collective("all_reduce", axes, int(sizes[port]))
+                share.moved[1 + level, port] += moved
+                share.reduced[port] += sizes[port]
+                share.summed[port] += seconds[port]
     if node in costing.facts.roles:
         own = partial(_lies_in, layer)
         share.inside += costing.read_bytes(node, own)
@@ -183,14 +245,16 @@ def _lies_in(layer: str, node: fx.Node) -> bool:
 
 def _compute(costing: Costing, number: int, node: fx.Node, sizes: Floats) -> Floats:
     """Seconds of a forward op by the port of the variable that it follows; of one that follows by its part."""
-    if node in costing.facts.roles:
-        at = [role.node for role in costing.facts.roles[node].roles].index(node)
-        ports = costing.variables[number].ports  # of the first of equal ops: its nodes have other names
-        return np.array([costing.prices.compute(node, [*port.values()][at]) for port in ports])
+    variable = costing.variables[number]
+    if node in costing.facts.roles or node is variable.node:
+        roles = costing.facts.roles[node].roles if node in costing.facts.roles else ()
+        at = next((at for at, role in enumerate(roles) if role.node is node), 0)
+        # Ports are those of the first of equal ops: its nodes have other names
+        return np.array([costing.prices.compute(node, [*port.values()][at]) for port in variable.ports])
     work = node_work(node)
     if work is None:
         return np.zeros(len(sizes))
-    parts = sizes / max(1, node.meta["val"].numel() * node.meta["val"].element_size())
+    parts = sizes / max(1, tensor_outputs(node)[0].nbytes)
     seconds = {}
     for part in set(parts):
         local = replace(work, flops=int(work.flops * part), num_bytes=int(work.num_bytes * part), product=None)

@@ -82,6 +82,7 @@ class UnitScaling:
                 candidate,
                 state_bytes=candidate.kept_bytes // unit,
                 saved_bytes=0,
+                left_bytes=0,
                 transient_bytes=candidate.transient_bytes // unit,
             )
 

@@ -17,15 +17,13 @@ from shardweave.compiler.planner.problem import Op as Row
 from shardweave.compiler.planner.windows import OPTIMIZER, Costs, Floats, Windows
 from shardweave.ir import Assignment, Mode, Strategy
 
-WORKING = 2.5
-"""Values of an op's largest size that its backward holds at once, beside what is saved: in, out, part of the next."""
-
 
 @dataclass
 class Variable:
     """A row of the problem: an op with its strategies, or a join with its layouts; ports are where its output lies.
 
-    `prices` are those of its strategies; `costs`, `saved` and `working` what follows it costs and holds, by port.
+    `prices` are those of its strategies; `costs`, `saved` and `working` what follows it costs, keeps and holds for a
+    while, by port; `product` is `working` where its own products run.
     """
 
     name: str
@@ -39,6 +37,7 @@ class Variable:
     costs: Costs = field(default_factory=lambda: np.zeros(0))
     saved: Floats = field(default_factory=lambda: np.zeros(0))
     working: Floats = field(default_factory=lambda: np.zeros(0))
+    product: Floats = field(default_factory=lambda: np.zeros(0))
     modes: tuple[Mode, ...] = ()
     """Of a layer's recomputation, in which case it has none of the others."""
     degrees: tuple[int, ...] = ()
@@ -51,7 +50,6 @@ class Costed:
 
     problem: Problem
     variables: list[Variable]
-    backward_ratio: float
 
 
 class Rows:
@@ -71,7 +69,7 @@ class Rows:
 
     def row(self, variable: Variable) -> Row:
         """A variable's row."""
-        figures = variable.costs, variable.saved, variable.working
+        figures = variable.costs, variable.saved, variable.working, variable.product
         key = variable.signature, *(column.tobytes() for column in figures)
         if key not in self._candidates:
             self._candidates[key] = tuple(self._written(variable))
@@ -87,23 +85,24 @@ class Rows:
     def _written(self, variable: Variable) -> list[Candidate]:
         prices, ports = variable.prices, np.array(variable.port_of)
         costs = self.turns * variable.costs[:, :, ports]
-        saved, transient = variable.saved[ports].astype(int), (WORKING * variable.working[ports]).astype(int)
-        states = np.zeros_like(saved)
+        saved, transient = variable.saved[ports].astype(int), variable.working[ports].astype(int)
+        states = left = np.zeros_like(saved)
         if prices is not None:
             costs = costs + prices.costs
-            states = prices.state_bytes
-            # What is saved is gone when the optimizer needs its scratch, so the larger of the two would do.
-            saved = np.maximum(saved, prices.scratch_bytes)
-            transient = prices.transient_bytes + transient
+            states, left = prices.state_bytes, prices.gradient_bytes + prices.scratch_bytes
+            # At its own products gradients besides: what follows, such as a loss, may have larger values then
+            own = variable.product[ports].astype(int)
+            transient = np.maximum(transient + prices.gathered_bytes, own + prices.transient_bytes)
         loads = self.windows.loads(costs)
         if prices is not None:
             loads[-len(OPTIMIZER) :] = prices.optimizer
         strategies: Sequence[Strategy | None] = variable.strategies or [None] * len(ports)
         columns = zip(
-            strategies, states.tolist(), saved.tolist(), transient.tolist(), variable.port_of, loads.T.tolist()
-        )
+            strategies, states.tolist(), saved.tolist(), left.tolist(), transient.tolist(), variable.port_of,
+            loads.T.tolist(),
+        )  # fmt: skip
         return [
             Candidate(str(strategy or next(iter(variable.ports[port].values()))), 0.0, state, keeps, holds, port, port,
-                      strategy, tuple(load))
-            for strategy, state, keeps, holds, port, load in columns
+                      strategy, tuple(load), leaves)
+            for strategy, state, keeps, leaves, holds, port, load in columns
         ]  # fmt: skip

@@ -1,0 +1,79 @@
+"""What the program counts, of memory and of computing again, against the generated steps on the simulator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shardweave as sw
+from docs.large_models import LARGE
+from shardweave.compiler import choose
+from shardweave.compiler.chosen import Chosen
+from shardweave.compiler.compiler import Compiler
+from shardweave.compiler.planner.costing import Costing
+from shardweave.compiler.planner.recomputation import with_modes
+from shardweave.cost_model.compute import node_seconds
+from shardweave.ir import MODES
+from shardweave.passes.annotate import info
+from shardweave.passes.recompute import layer_of
+from tests.compiler.planners import MetaGPT
+from tests.compiler.training import ALL_CASES
+
+PCIE = sw.Cluster.preset("rtx3090-pcie", nodes=2)
+MODELS = [*LARGE] if ALL_CASES else ["bert (large)", "llama (3-8B)"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("form", ["dp", "zero3"])
+def test_the_memory_that_is_counted_is_about_what_is_simulated(
+    name: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any number of micro-batches: what is returned is of all of them, what is saved is not.
+
+    Of ops that gather, the program thinks that the largest does so while most is held.
+    """
+    figures: list[tuple[int, int]] = []
+    of = Chosen.of
+
+    def seen(costed: choose.Costed, solution: choose.Solution, judged: choose.Judged) -> Chosen:
+        figures.append((costed.problem.memory(solution.choice), judged.peak_memory))
+        return of(costed, solution, judged)
+
+    monkeypatch.setattr(Chosen, "of", seen)
+    model, inputs = LARGE[name]()
+    inputs = {key: torch.zeros(64, *value.shape[1:], dtype=value.dtype, device="meta") for key, value in inputs.items()}
+    compiler = Compiler(model, PCIE, inputs, None, None)
+    plain = {"force": {"*": form}, "recompute": "none", "sub_batches": 1, "buckets": False, "memory_limit": 10**13}
+    for count in (1, 2, 4):
+        compiler._with(PCIE, sw.Options(micro_batches=count, **plain)).plan()
+    assert len(figures) >= 3
+    for counted, simulated in figures:
+        assert 0.97 <= counted / simulated <= (1.05 if form == "dp" else 1.3), figures
+
+
+def test_what_runs_again_is_what_the_backward_needs() -> None:
+    """A layer's last product is not among it: nobody reads its result but by the sum that is kept."""
+    model, inputs = MetaGPT(sw.demo.model.GPTConfig(layers=3, width=256, heads=4, context=128), 16).build()
+    cluster = sw.Cluster.preset("dgx-a100", nodes=1)
+    options = sw.Options(
+        force={"*": "zero3"}, recompute="full", micro_batches=1, sub_batches=1, buckets=False, memory_limit=10**12
+    )
+    compiler = Compiler(model, cluster, inputs, options, None)
+    step = compiler.lower(compiler.plan()).step
+    layer = "blocks.1"
+    again = [node for node in step.backward.graph.nodes if node.op == "call_function" and info(node).recomputed]
+    products = {info(node).op for node in again if "mm" in str(node.target) and layer_of(info(node).op) == layer}
+    seconds = sum(node_seconds(node, cluster) for node in again if layer_of(info(node).op) == layer)
+    costing = Costing(compiler.annotated, cluster, options, compiler._forced(compiler.annotated, cluster.mesh()))
+    problem = with_modes(costing, costing.build()).problem
+    mode = next(index for index, op in enumerate(problem.ops) if op.name == f"{layer}:recompute")
+    # Of ops that are data parallel: in the port that the plan has
+    known = {name: choice.strategy for name, choice in compiler.plan().choices.items()}
+    picked = [next((at for at, each in enumerate(op.candidates) if each.data == known.get(op.name)), 0)
+              for op in problem.ops]  # fmt: skip
+    loads = []
+    for port in (MODES.index("none"), MODES.index("full")):
+        choice = [port if index == mode else own for index, own in enumerate(picked)]
+        loads.append(problem.load_ticks(choice)[len(problem.windows[0])] / 2**40)
+    assert loads[1] - loads[0] == pytest.approx(seconds, rel=0.05)
+    assert products == {f"{layer}.{name}" for name in ("attention.qkv", "attention.out", "up")}
