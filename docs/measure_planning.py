@@ -1,8 +1,9 @@
 """How long planning takes, stage by stage, in CPU seconds: the figures of docs/measured.md.
 
-python docs/measure_planning.py                                  # Llama-3-8B, 32 layers, on 64 H100s
-python docs/measure_planning.py --model gpt3 --nodes 128         # like GPT-3-175B, 96 layers, on 1,024
-python docs/measure_planning.py --batch 64 --memory-gib 24       # more tokens, less memory
+python -m docs.measure_planning                                  # Llama-3-8B, 32 layers, on 64 H100s
+python -m docs.measure_planning --model gpt3 --nodes 128         # like GPT-3-175B, 96 layers, on 1,024
+python -m docs.measure_planning --batch 64 --memory-gib 24       # more tokens, less memory
+python -m docs.measure_planning --model unet --nodes 2           # skip connections: the U-Net of docs/large_models.py
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import shardweave as sw
+from docs.large_models import LARGE
 from shardweave.compiler import choose
 from shardweave.compiler.compiler import Compiler
 
@@ -32,6 +34,10 @@ def gpt3(layers: int) -> nn.Module:
     sizes: dict[str, Any] = {"vocab_size": 51200, "n_embd": 12288, "n_head": 96, "n_positions": 2048}
     dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
     return GPT2LMHeadModel(GPT2Config(n_layer=layers, use_cache=False, **sizes, **dropout))
+
+
+def unet() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return LARGE["unet (ddpm)"]()
 
 
 def mixtral(layers: int) -> nn.Module:
@@ -76,23 +82,26 @@ class Clock:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(MODELS), default="llama")
+    parser.add_argument("--model", choices=["unet", *sorted(MODELS)], default="llama")
     parser.add_argument("--layers", type=int, help="by default the model's own number")
     parser.add_argument("--nodes", type=int, default=8, help="of 8 H100s")
     parser.add_argument("--batch", type=int, help="sequences; by default one a device")
     parser.add_argument("--memory-gib", type=float, help="memory limit a device")
     parser.add_argument("--micro-batches", type=int, help="by default the planner chooses")
     given = parser.parse_args()
-    build, layers, length = MODELS[given.model]
     cluster = sw.Cluster.preset("dgx-h100", nodes=given.nodes)
-    with torch.device("meta"):
-        model = build(given.layers or layers).to(torch.bfloat16)
-        tokens = torch.zeros(given.batch or cluster.world_size, length, dtype=torch.long)
+    if given.model == "unet":
+        model, inputs = unet()
+    else:
+        build, layers, length = MODELS[given.model]
+        with torch.device("meta"):
+            model = build(given.layers or layers).to(torch.bfloat16)
+            tokens = torch.zeros(given.batch or cluster.world_size, length, dtype=torch.long)
+        inputs = {"input_ids": tokens, "labels": tokens}
     limit = int(given.memory_gib * 2**30) if given.memory_gib else None
     clock = Clock()
     clock.around(choose, "solve", "solve: the solver")
     clock.around(choose.Chooser, "_simulated", "judge: lower, schedule, simulate")
-    inputs = {"input_ids": tokens, "labels": tokens}
     options = sw.Options(memory_limit=limit, micro_batches=given.micro_batches)
     plan = Compiler(model, cluster, inputs, options, clock.enter).plan()
     clock.enter("end")

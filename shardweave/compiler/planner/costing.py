@@ -95,7 +95,7 @@ class Costing:
         edges = tuple(rows.edge(*ends, links) for ends, links in sorted(self._edges.items()) if links.any())
         limit = self.options.memory_limit
         assert limit is not None
-        fixed = num_bytes(self._unread) + self._saved_of_inputs()
+        fixed = self._unread_bytes() + self._saved_of_inputs()
         return Costed(Problem(ops, edges, limit, fixed, windows=self.windows.names), self.variables)
 
     # -- variables
@@ -461,6 +461,14 @@ class Costing:
             if rule is not None and rule.decompose is not None:  # in parts, it leaves its shifted input, too
                 blocked = {factor.name for factor in bound_of(node).factors if factor.blocked}
                 variable.saved += sizes * [self._on(node, port[0], blocked) for port in self.lies[node]]
+
+    def _unread_bytes(self) -> int:
+        """Inputs that no op reads, such as labels, and the gradients of what is returned: each device has its part."""
+        batch, parts = (self.annotated.batch,), self.mesh.world_size
+        return sum(
+            num_bytes([node]) // (parts if node.meta["val"].shape[:1] == batch else 1)
+            for node in self._unread if hasattr(node.meta["val"], "shape")
+        )  # fmt: skip
 
     def _saved_of_inputs(self) -> int:
         """What the backward needs of what depends on inputs alone, such as a mask: what has no batch is whole."""
