@@ -159,7 +159,7 @@ class Costing:
             self._element(op), tuple(op.sizes.items()), op.outputs, op.contracted, op.experts, op.batch,
             self._shared(op), tuple(value.shape for value in values),
             tuple((str(role.node.target), role.atoms, role.batch, bound_of(role.node)) for role in op.roles),
-            tuple(self.forced.get(op.name, ())), self.facts.ends(op),
+            tuple(self.forced.get(op.name, ())), self.facts.ends(op), self.facts.beside(op),
         ))  # fmt: skip
         known = self._priced.get(signature)
         if known is None:
@@ -182,7 +182,7 @@ class Costing:
         assert op is not None
         shapes = [tuple(self.facts.shapes[name].shape) for name in (op.parameter, *op.companions)]
         whole = self.annotated.captured.whole
-        parameters = Parameters(shapes, self._element(op), self.options.optimizer_bytes, whole)
+        parameters = Parameters(shapes, self._element(op), self.options.optimizer_bytes, whole, self.facts.beside(op))
         ports, port_of = spread(op, strategies, self.mesh)
         shared, ends = self._shared(op), self.facts.ends(op)
         prices = price_op(op, strategies, ports, port_of, parameters, self.prices, self.windows, shared, ends)

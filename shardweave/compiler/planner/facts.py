@@ -21,6 +21,7 @@ from shardweave.cost_model.compute import node_seconds, node_work
 from shardweave.cost_model.graphs import alias_of
 from shardweave.ir import BoundRule
 from shardweave.passes.annotate import depends_on_inputs, graph_outputs, info
+from shardweave.passes.recompute import layer_of
 from shardweave.passes.rules import is_view
 from shardweave.passes.rules.registry import tensor_args
 
@@ -131,6 +132,15 @@ class Facts:
         """Whether no op comes before it, and whether none comes after it."""
         own = [role.node for role in op.roles if not info(role.node).backward]
         return Ends(any(node not in self._behind for node in own), any(node not in self._before for node in own))
+
+    def beside(self, op: Op) -> float:
+        """How large another op's parameter is, as a part of this op's, while this one's is there: at most as large.
+
+        Beside what a model has once, such as its head, are its layers.
+        """
+        sizes = {each.name: self.shapes[each.parameter].numel() for each in self.annotated.ops}
+        others = [size for name, size in sizes.items() if layer_of(name)]
+        return 1.0 if layer_of(op.name) or not others else min(1.0, max(others) / sizes[op.name])
 
     @cached_property
     def _behind(self) -> set[fx.Node]:

@@ -100,12 +100,15 @@ class Parameters:
         Of the optimizer's states for one element.
     whole : bool
         They and their gradients are whole on every rank.
+    beside : float
+        What is gathered and reduced beside them, of another op, as a part of their own.
     """
 
     shapes: Sequence[tuple[int, ...]]
     sizes: Sizes
     optimizer_bytes: int
     whole: bool = False
+    beside: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -239,7 +242,7 @@ def _held(
     ):
         costs += windows.waited(links) if alone else windows.hidden(links)
     gathered = np.array([a != b for a, b in zip(rest, lies)])
-    copies = gathered * 2 * (used // np.array(slices))  # its own and the next one's
+    copies = (gathered * (1.0 + parameters.beside) * (used // np.array(slices))).astype(np.int64)
     optimizer = [optimizer_loads(int(size), parameters.optimizer_bytes / sizes.master, prices.cluster)
                  for size in owning * sizes.master]  # fmt: skip
     return _Held(
