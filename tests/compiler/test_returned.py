@@ -62,6 +62,13 @@ def test_a_border_forbids_larger_degrees_than_its_own() -> None:
     assert seen == {1, 2, 4}
 
 
+def test_a_border_holds_what_each_device_returns_and_its_gradient() -> None:
+    """Of tensor parallel ops all of a batch's outputs: such plans were thought the smallest, and were not."""
+    _, after = costed(planner(nn.Sequential(*layers()), batch=512))
+    part = 512 * 4096 * 4 // 4
+    assert [candidate.saved_bytes for candidate in after.problem.ops[-1].candidates] == [0, 2 * part, 6 * part]
+
+
 def test_outputs_that_lie_as_they_were_computed_take_nothing_and_whole_ones_are_gathered() -> None:
     found = planner(nn.Sequential(*layers()))
     before, after = costed(found, outputs="sharded")

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from shardweave.compiler.planner.costing import Costing
-from shardweave.compiler.planner.prices import Links
+from shardweave.compiler.planner.prices import Links, local_numel
 from shardweave.compiler.planner.problem import Candidate, Edge
 from shardweave.compiler.planner.problem import Op as Row
 from shardweave.compiler.planner.rows import Costed, Variable
@@ -64,7 +64,10 @@ def with_outputs(costing: Costing, costed: Costed, named: Callable[[str], str]) 
         loads = costing.windows.loads(costing.options.turns * links)
         known = edges.get(index, Edge(index, border, np.zeros(loads.shape[1:])))
         edges[index] = replace(known, loads=loads if known.loads is None else known.loads + loads)
-    levels = tuple(Candidate(f"batch outside of {degree}", 0.0, in_port=at) for at, degree in enumerate(degrees))
+    levels = tuple(
+        Candidate(f"batch outside of {degree}", 0.0, saved_bytes=_kept(costing, outputs, degree), in_port=at)
+        for at, degree in enumerate(degrees)
+    )
     problem = replace(
         costed.problem,
         ops=(*costed.problem.ops, Row(BORDER, levels)),
@@ -91,6 +94,16 @@ def _links(costing: Costing, node: fx.Node, degrees: list[int]) -> Links:
     value = node.meta["val"]
     wants = [_wanted(costing, tuple(value.shape), degree) for degree in degrees]
     return costing.prices.table(haves, wants, wants, value.element_size())
+
+
+def _kept(costing: Costing, outputs: list[fx.Node], degree: int) -> int:
+    """Bytes of outputs and of their gradients on a device, beyond its part of the world, which is counted of any."""
+    found = 0
+    for node in outputs:
+        value = node.meta["val"]
+        local = costing.options.turns * local_numel(_wanted(costing, tuple(value.shape), degree))
+        found += 2 * max(0, local - value.numel() // costing.mesh.world_size) * value.element_size()
+    return found
 
 
 def _wanted(costing: Costing, shape: tuple[int, ...], degree: int) -> Layout:
