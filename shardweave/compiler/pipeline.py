@@ -120,14 +120,14 @@ def mesh_for(mesh: Mesh, strategies: Mapping[str, Strategy], sizes: Mapping[str,
             asked[frozenset((*axes.x, *axes.y))] += size
     first: set[Axis] = set()
     for tensor, size in asked.most_common():
-        copied = sum(other for axes, other in gathered.items() if _ordered(axes, tensor) != _ordered(axes))
+        copied = sum(other for axes, other in gathered.items() if _ordered(axes, tensor) != outermost_first(axes))
         if size >= copied:
             first |= tensor
     return Mesh(tuple(_ordered(mesh.axes, first)))
 
 
-def _ordered(axes: Iterable[Axis], first: Container[Axis] = ()) -> list[Axis]:
-    return sorted(axes, key=lambda axis: (axis not in first, -axis.stride))
+def _ordered(axes: Iterable[Axis], first: Container[Axis]) -> list[Axis]:
+    return sorted(outermost_first(axes), key=lambda axis: axis not in first)
 
 
 def data_axes(ops: list[Op], strategies: Mapping[str, Strategy], mesh: Mesh) -> tuple[Axis, ...]:

@@ -138,9 +138,14 @@ class Facts:
 
         Beside what a model has once, such as its head, are its layers.
         """
-        sizes = {each.name: self.shapes[each.parameter].numel() for each in self.annotated.ops}
-        others = [size for name, size in sizes.items() if layer_of(name)]
-        return 1.0 if layer_of(op.name) or not others else min(1.0, max(others) / sizes[op.name])
+        if layer_of(op.name) or not self._largest_of_layers:
+            return 1.0
+        return min(1.0, self._largest_of_layers / int(self.shapes[op.parameter].numel()))
+
+    @cached_property
+    def _largest_of_layers(self) -> int:
+        ops = (op for op in self.annotated.ops if layer_of(op.name))
+        return max((self.shapes[op.parameter].numel() for op in ops), default=0)
 
     @cached_property
     def _behind(self) -> set[fx.Node]:
