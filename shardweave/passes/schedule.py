@@ -41,6 +41,9 @@ _FINE = 0.1
 """No memory is saved that is less than this part of it."""
 _PLAYED = 4
 """How many of the orders from both ends are tried, the most promising ones."""
+_LESS = (1, 2, 4)
+"""How many times what an order holds too much it is given less."""
+
 _Order = Callable[..., Woven]
 
 
@@ -97,12 +100,10 @@ class Schedule:
             nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and info(n).backward == backward]
             if not nodes:
                 continue
-            tasks = Tasks.of(graph, nodes, prices)
+            tasks = Tasks.of(graph, nodes, prices, self._others)
             if not self.cross_pass:
                 tasks = tasks.after(barriers(tasks))
             kept = [sum(tasks.sizes[each] for each in born if tasks.kept[each]) for born in tasks.born]
-            if not backward:
-                held += sum(self._others(node) * size for node, size in zip(nodes, kept))
             room = None if self.memory_limit is None else self.memory_limit - held
             best = self._best(tasks, room)
             fits &= room is None or best.peak_bytes <= room
@@ -120,15 +121,15 @@ class Schedule:
         limit = math.inf if room is None else room
         best: Woven | None = None
         for order in self._orders(tasks) if tasks.kept_bytes <= limit else ():
-            found = order(room=limit)
+            found, most = _within(order, limit)
             if best is None or _better(found, best, limit):
-                best, fastest = found, order
+                best, fastest = found, partial(order, most=most)
             if best.seconds <= bound and best.peak_bytes <= limit:
                 break
         if best is not None and best.peak_bytes <= limit:
             best = _thriftier(best, fastest)
         else:
-            best = min((order(room=0) for order in self._orders(tasks)), key=lambda woven: woven.peak_bytes)
+            best = min((order(room=0, most=0) for order in self._orders(tasks)), key=lambda woven: woven.peak_bytes)
         if self.lookahead is None and (best.seconds > bound or best.peak_bytes > limit):
             for each in justified(tasks.after(ahead_of_use(tasks, max(AHEAD))))[:_PLAYED]:
                 other = _sunk(tasks, played(tasks, each.order, self.cluster.device.overlap_slowdown))
@@ -156,9 +157,25 @@ class Schedule:
                 )
 
 
-def _late(tasks: Tasks, order: _Order, room: float) -> Woven:
+def _within(order: _Order, limit: float) -> tuple[Woven, float]:
+    """An order that may hold so much, or, where it holds a little more, less and less; and what it was given.
+
+    What is gathered ahead is there still where more is computed, which was not foreseen.
+    """
+    found = order(room=limit, most=limit)
+    for times in _LESS:
+        less = limit - times * (found.peak_bytes - limit)
+        if not 0 < less < limit:
+            break
+        again = order(room=less, most=less)
+        if again.peak_bytes <= limit:
+            return again, less
+    return found, limit
+
+
+def _late(tasks: Tasks, order: _Order, room: float, most: float) -> Woven:
     """An order with its waits where they belong."""
-    return _sunk(tasks, order(room=room))
+    return _sunk(tasks, order(room=room, most=most))
 
 
 def _thriftier(best: Woven, order: _Order) -> Woven:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -39,7 +39,7 @@ class Tasks:
     lives : for each task the storages that it uses, by number
     scratch : for each task the bytes that it takes while it runs
     sending : for each start the bytes that it takes until its wait, beside its input and its result
-    sizes : bytes of each storage
+    sizes : bytes of each storage, with those of layers that are not in the graph where it outlives its part
     kept : whether each storage outlives the part
     """
 
@@ -57,8 +57,13 @@ class Tasks:
     kept: Sequence[bool]
 
     @classmethod
-    def of(cls, graph: fx.Graph, nodes: Sequence[fx.Node], prices: Prices) -> Tasks:
-        """The tasks of these nodes, which lie in the order of `graph`."""
+    def of(
+        cls, graph: fx.Graph, nodes: Sequence[fx.Node], prices: Prices, others: Callable[[fx.Node], int] = lambda _: 0
+    ) -> Tasks:
+        """The tasks of these nodes, which lie in the order of `graph`.
+
+        What a node leaves to another part stands for as much of each of its `others`, which are not in the graph.
+        """
         number = {node: index for index, node in enumerate(nodes)}
         needs = [[number[source] for source in node.all_input_nodes if source in number] for node in nodes]
         users: list[list[int]] = [[] for _ in nodes]
@@ -92,6 +97,10 @@ class Tasks:
                     if source in inside:
                         for key in found.where[source]:
                             kept[storage(key)] = True
+        here = {each for own in born for each in own}
+        for key, each in storages.items():
+            if kept[each] or each not in here:
+                sizes[each] *= 1 + others(key[0])
         transfers: list[Transfers | None] = []
         for node in nodes:
             what = collective(node) if is_start(node) else None

@@ -66,6 +66,7 @@ def weave(
     lookahead: int,
     reductions: int,
     room: float = math.inf,
+    most: float = math.inf,
     slowdown: float = 1.0,
 ) -> Woven:
     """Order `tasks`.
@@ -82,10 +83,12 @@ def weave(
         How many gradients may be on their way to their states when another one starts.
     room : float
         Bytes. What would hold more is not computed before its turn, as long as time may pass instead.
+    most : float
+        Bytes. What would hold more waits for gradients on their way, and nothing is gathered ahead of the next moment.
     slowdown : float
         What compute takes, as a multiple, while a collective runs.
     """
-    return _Weaver(tasks, keys, moments, lookahead, reductions, room, slowdown).run()
+    return _Weaver(tasks, keys, moments, lookahead, reductions, room, most, slowdown).run()
 
 
 def played(tasks: Tasks, order: Sequence[int], slowdown: float = 1.0) -> Woven:
@@ -159,10 +162,11 @@ class _Weaver:
         lookahead: int,
         reductions: int,
         room: float,
+        most: float,
         slowdown: float,
     ) -> None:
         self.tasks, self.keys, self.moments = tasks, keys, moments
-        self.lookahead, self.reductions, self.room = lookahead, reductions, room
+        self.lookahead, self.reductions, self.room, self.most = lookahead, reductions, room, most
         self.device = _Device(tasks, slowdown)
         self.streams = self.device.streams
         self.order: list[int] = []
@@ -188,7 +192,8 @@ class _Weaver:
         """The first task, by the keys, that has not run."""
         self.parked: dict[int, list[int]] = {}  # by the moment: what is ready but for its release
         self.begun = -1
-        self.released = lookahead - 1
+        self.released = -1
+        self.released = self._ahead(-1)
 
     def _hold(self, task: int, moment: int) -> None:
         self.moment_of[task] = moment
@@ -263,6 +268,15 @@ class _Weaver:
             heapq.heappush(self.ready, (_NOW, task))
         return bool(early)
 
+    def _ahead(self, moment: int) -> int:
+        """Up to which moment is gathered when one begins: as far ahead as may be held, but always for the next one."""
+        held = self.held
+        for index in range(max(self.released, moment) + 1, min(moment + self.lookahead, len(self.moments) - 1) + 1):
+            held += sum(self.born[start] for start in self.moments[index].starts)
+            if held > self.most and index > moment + 1:
+                return index - 1
+        return moment + self.lookahead
+
     def _offer(self, task: int) -> None:
         """All that a task needs is there, but for the end of a collective."""
         if self.tasks.started[task] >= 0:
@@ -280,20 +294,31 @@ class _Weaver:
         moment = self.begins.get(task)
         if moment is not None and moment > self.begun:
             self.begun = moment
-            if self._release(moment + self.lookahead):  # they start before the one that begins the moment
+            if self._release(self._ahead(moment)):  # they start before the one that begins the moment
                 heapq.heappush(self.ready, (_NOW_TOO, task))
                 return
+        if self.tasks.started[task] < 0:
+            self._wait_for_room(self.born[task] + self.tasks.sending[task] + self.tasks.scratch[task])
         transfers = self.tasks.transfers[task]
         if transfers is not None and transfers.what.cause == "gradient":
             while len(self.reducing) > self.reductions:
-                wait = self.reducing.popleft()
-                self.device.run(wait)
-                self._finish(wait)
+                self._wait_for_oldest()
             self.reducing.extend(self.tasks.users[task])
         self.device.run(task)
         if self.tasks.started[task] >= 0 and task in self.reducing:
             self.reducing.remove(task)
         self._finish(task)
+
+    def _wait_for_room(self, more: int) -> None:
+        """Wait for gradients on their way where what is held besides would be too much."""
+        while more and self.reducing and self.held + more > self.most:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        """Wait for the oldest gradient that is on its way."""
+        wait = self.reducing.popleft()
+        self.device.run(wait)
+        self._finish(wait)
 
     def _finish(self, task: int) -> None:
         self.order.append(task)

@@ -177,6 +177,24 @@ def test_a_few_layers_tell_what_all_of_them_take(way: str, sub_batches: int) -> 
     assert judged.compute_time == pytest.approx(timeline.compute_time, rel=0.02)
 
 
+@pytest.mark.parametrize("width", [512, 1024])
+def test_a_limit_that_a_step_keeps_to_anyway_does_not_slow_it_down(width: int) -> None:
+    """Layers that were left out free what they saved as the one does that stands for them.
+
+    They were thought to hold it for the whole backward, which then had no room to gather ahead.
+    """
+    model, inputs = gpt(24, replace(WIDE, width=width), 32)
+    plain = {"force": {"*": "hsdp"}, "micro_batches": 1, "recompute": "none", "sub_batches": 1, "buckets": False}
+    options = sw.Options(memory_limit=10**13, **plain)
+    compiler = Compiler(model, sw.Cluster.preset("rtx3090-pcie", nodes=2), inputs, options, None)
+    plan = compiler.plan()
+    decision = decided(compiler, plan)
+    free = compiler.judge(decision, options.woven(plan.weaving))
+    limited = compiler.judge(decision, sw.Options(memory_limit=free.peak_memory, **plain).woven(plan.weaving))
+    assert limited.peak_memory <= free.peak_memory
+    assert limited.step_time <= 1.005 * free.step_time
+
+
 def test_layers_that_are_recomputed_hold_what_they_hold() -> None:
     """Two stretches that hold different amounts: each counts as often as it has layers, and the step fits by that."""
     compiler = copy.copy(wide())

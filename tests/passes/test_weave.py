@@ -25,7 +25,7 @@ from shardweave.cost_model import Cluster
 from shardweave.cost_model.collectives import Demand
 from shardweave.cost_model.prices import Prices
 from shardweave.demo.model import GPT, GPTConfig
-from shardweave.ir import Axis, Collective, Grid, Mode, Strategy
+from shardweave.ir import ALL, Axis, Collective, Grid, Mode, Strategy
 from shardweave.options import Options
 from shardweave.passes.annotate import info
 from shardweave.passes.justify import justified
@@ -146,6 +146,28 @@ def test_less_room_holds_less(seed: int, ahead: bool) -> None:
     else:
         least = weave(tasks, keys, lookahead=1, reductions=1, room=0)
         assert sorted(least.order) == list(range(count)) and least.peak_bytes <= free.peak_bytes
+
+
+@pytest.mark.parametrize("most", [3, 5, 100])
+def test_gradients_are_waited_for_where_no_more_may_be_held(most: int) -> None:
+    """Links that are slower than compute leave more and more gradients on their way: as many as there is room for."""
+    count, needs, started = 12, list[list[int]](), list[int]()
+    seconds, transfers = list[float](), list[Transfers | None]()
+    what = Collective("reduce_scatter", (Axis("a", 2),), 8, "", "", "gradient")
+    for index in range(count):
+        needs += [[3 * index - 3] if index else [], [3 * index], [3 * index + 1]]
+        seconds += [0.001, 0.0, 0.0]
+        transfers += [None, Transfers("a", Demand(0.0, 0.002, {"a": 1.0}), what), None]
+        started += [-1, -1, 3 * index + 1]
+    born = [[task // 3] if task % 3 == 0 else [] for task in range(3 * count)]
+    lives = [[task // 3] for task in range(3 * count)]
+    tasks = tasks_of(needs, seconds, transfers, started)
+    tasks = replace(tasks, born=born, lives=lives, sizes=[1] * count, kept=[False] * count)
+    woven = weave(tasks, [(task,) for task in range(3 * count)], lookahead=1, reductions=ALL, most=most)
+    assert sorted(woven.order) == list(range(3 * count))
+    free = weave(tasks, [(task,) for task in range(3 * count)], lookahead=1, reductions=ALL)
+    assert woven.peak_bytes == min(most, free.peak_bytes) and free.peak_bytes > 5
+    assert woven.seconds == pytest.approx(0.001 + 0.002 * count)  # the links are never idle
 
 
 def parts_of(graph: fx.Graph, cluster: Cluster) -> Iterator[Tasks]:
