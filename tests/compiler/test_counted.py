@@ -13,14 +13,28 @@ from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.planner.costing import Costing
 from shardweave.compiler.planner.recomputation import with_modes
 from shardweave.cost_model.compute import node_seconds
-from shardweave.ir import MODES
+from shardweave.ir import MODES, Grid, Strategy
 from shardweave.passes.annotate import info
 from shardweave.passes.recompute import layer_of
 from tests.compiler.planners import MetaGPT
+from tests.compiler.test_brute_force import PLAIN, Small
 from tests.compiler.training import ALL_CASES
 
 PCIE = sw.Cluster.preset("rtx3090-pcie", nodes=2)
 MODELS = [*LARGE] if ALL_CASES else ["bert (large)", "llama (3-8B)"]
+
+
+def figures_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What the program counts and what the simulator finds, of each plan that is simulated from now on."""
+    figures: list[tuple[int, int]] = []
+    of = Chosen.of
+
+    def seen(costed: choose.Costed, solution: choose.Solution, judged: choose.Judged) -> Chosen:
+        figures.append((costed.problem.memory(solution.choice), judged.peak_memory))
+        return of(costed, solution, judged)
+
+    monkeypatch.setattr(Chosen, "of", seen)
+    return figures
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -32,14 +46,7 @@ def test_the_memory_that_is_counted_is_about_what_is_simulated(
 
     Of ops that gather, the program thinks that the largest does so while most is held.
     """
-    figures: list[tuple[int, int]] = []
-    of = Chosen.of
-
-    def seen(costed: choose.Costed, solution: choose.Solution, judged: choose.Judged) -> Chosen:
-        figures.append((costed.problem.memory(solution.choice), judged.peak_memory))
-        return of(costed, solution, judged)
-
-    monkeypatch.setattr(Chosen, "of", seen)
+    figures = figures_of(monkeypatch)
     model, inputs = LARGE[name]()
     inputs = {key: torch.zeros(64, *value.shape[1:], dtype=value.dtype, device="meta") for key, value in inputs.items()}
     compiler = Compiler(model, PCIE, inputs, None, None)
@@ -77,3 +84,19 @@ def test_what_runs_again_is_what_the_backward_needs() -> None:
         loads.append(problem.load_ticks(choice)[len(problem.windows[0])] / 2**40)
     assert loads[1] - loads[0] == pytest.approx(seconds, rel=0.05)
     assert products == {f"{layer}.{name}" for name in ("attention.qkv", "attention.out", "up")}
+
+
+TENSOR = {"0": Strategy(Grid(x=4)), "2": Strategy(Grid(y=4))}
+SMALL = [Small("rtx3090-nvlink", 512, 4096, 2048, 128), Small("rtx3090-pcie", 2048, 4096, 8192, 2048)]
+
+
+@pytest.mark.parametrize("small", SMALL, ids=str)
+def test_where_the_optimizer_steps_there_are_inputs_outputs_gradients_and_what_it_takes(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ops that save little the peak is there: it was counted as if inputs were gone, and every parameter at once."""
+    figures = figures_of(monkeypatch)
+    small.compiler(**PLAIN, force=TENSOR, micro_batches=1, memory_limit=10**12).plan()
+    assert figures
+    for counted, simulated in figures:
+        assert counted == pytest.approx(simulated, rel=0.005)

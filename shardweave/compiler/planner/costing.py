@@ -120,7 +120,8 @@ class Costing:
             self._placed[key] = wants, gradients, outputs, self._number(tuple(outputs))
         wants, gradients, outputs, signature = self._placed[key]
         self._edges_into(number, node, wants, gradients, key)
-        variable.saved += self.read_bytes(node) + self._inputs_read(node, variable)
+        variable.saved += self.read_bytes(node)
+        variable.lasting += self._inputs_read(node, variable)
         self._settle(node, number, outputs, signature)
 
     def _inputs_read(self, node: fx.Node, variable: Variable) -> Floats:
@@ -172,9 +173,11 @@ class Costing:
                     "sizes, or another number of devices"
                 )
             known = self._priced[signature] = self.spread(Variable(op.name, signature, op), options)
-        saved, working, product = np.zeros((3, len(known.ports)))
+        saved, working, product, lasting = np.zeros((4, len(known.ports)))
         costs = self.windows.none(len(known.ports))
-        return replace(known, name=op.name, op=op, costs=costs, saved=saved, working=working, product=product)
+        return replace(
+            known, name=op.name, op=op, costs=costs, saved=saved, working=working, product=product, lasting=lasting
+        )
 
     def spread(self, variable: Variable, strategies: list[Strategy]) -> Variable:
         """An op's row with these strategies, priced."""
@@ -305,6 +308,7 @@ class Costing:
                 costs=costs.copy(),
                 saved=np.zeros(size),
                 working=np.zeros(size),
+                lasting=np.zeros(size),
             )
         )
         self._edges_into(number, node, wants, gradients, key)
@@ -456,18 +460,23 @@ class Costing:
         variable.working = np.maximum(variable.working, held)
         if node in self.facts.roles:
             variable.product = np.maximum(variable.product, held)
-        if self.facts.is_kept(node):
-            variable.saved += sizes * (self.options.turns if node in self.facts.returned else 1)  # of all micro-batches
-            if rule is not None and rule.decompose is not None:  # in parts, it leaves its shifted input, too
-                blocked = {factor.name for factor in bound_of(node).factors if factor.blocked}
-                variable.saved += sizes * [self._on(node, port[0], blocked) for port in self.lies[node]]
+        if node in self.facts.returned:
+            variable.lasting += sizes * self.options.turns  # of all micro-batches
+            variable.saved += sizes * (self.options.turns if node in self.facts.differentiated else 0)
+        elif self.facts.is_kept(node):
+            variable.saved += sizes
+        if self.facts.is_kept(node) and rule is not None and rule.decompose is not None:
+            blocked = {factor.name for factor in bound_of(node).factors if factor.blocked}
+            # In parts, it leaves its shifted input, too
+            variable.saved += sizes * [self._on(node, port[0], blocked) for port in self.lies[node]]
 
     def _unread_bytes(self) -> int:
-        """Inputs that no op reads, such as labels, and the gradients of what is returned: each device has its part."""
+        """Inputs that no op reads, such as labels: each device has its part."""
         batch, parts = (self.annotated.batch,), self.mesh.world_size
         return sum(
             num_bytes([node]) // (parts if node.meta["val"].shape[:1] == batch else 1)
-            for node in self._unread if hasattr(node.meta["val"], "shape")
+            for node in self._unread
+            if hasattr(node.meta["val"], "shape") and node.name not in self.annotated.tangents
         )  # fmt: skip
 
     def _saved_of_inputs(self) -> int:

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import fx
@@ -21,7 +21,6 @@ from shardweave.cost_model.compute import node_seconds, node_work
 from shardweave.cost_model.graphs import alias_of
 from shardweave.ir import BoundRule
 from shardweave.passes.annotate import depends_on_inputs, graph_outputs, info
-from shardweave.passes.recompute import layer_of
 from shardweave.passes.rules import is_view
 from shardweave.passes.rules.registry import tensor_args
 
@@ -45,7 +44,12 @@ class Facts:
         self.shapes = {parameters[node.name]: node.meta["val"] for node in self.graph.nodes if node.name in parameters}
         self.names = join_names(self.graph)
         self.dependent = depends_on_inputs(self.graph)
-        self.returned = {root_of(value) for value in graph_outputs(self.graph) if isinstance(value, fx.Node)}
+        values = graph_outputs(self.graph)
+        self.returned = {root_of(value) for value in values if isinstance(value, fx.Node)}
+        captured = annotated.captured
+        tangents = [captured.tangents[name] + len(captured.mutated_buffers) for name in annotated.tangents]
+        self.differentiated = {root_of(values[index]) for index in tangents}
+        """Of what is returned, that whose gradient is given."""
 
     @cached_property
     def readers(self) -> Counter[fx.Node]:
@@ -134,18 +138,23 @@ class Facts:
         return Ends(any(node not in self._behind for node in own), any(node not in self._before for node in own))
 
     def beside(self, op: Op) -> float:
-        """How large another op's parameter is, as a part of this op's, while this one's is there: at most as large.
+        """How large a neighbour's parameter is, as a part of this op's: it is gathered and reduced beside it.
 
-        Beside what a model has once, such as its head, are its layers.
+        The largest of the ops just before and after it, wherever the forward comes by it; at most as large as its own.
         """
-        if layer_of(op.name) or not self._largest_of_layers:
-            return 1.0
-        return min(1.0, self._largest_of_layers / int(self.shapes[op.parameter].numel()))
+        sizes = [self.shapes[near.parameter].numel() for near in self._neighbours[op.name]]
+        return min(1.0, max(sizes, default=0) / max(1, int(self.shapes[op.parameter].numel())))
 
     @cached_property
-    def _largest_of_layers(self) -> int:
-        ops = (op for op in self.annotated.ops if layer_of(op.name))
-        return max((self.shapes[op.parameter].numel() for op in ops), default=0)
+    def _neighbours(self) -> dict[str, list[Op]]:
+        """By an op's name: the others that the forward comes by just before it and just after it."""
+        forward = [self.roles[node] for node in self.graph.nodes if node in self.roles and not info(node).backward]
+        found: dict[str, list[Op]] = {op.name: [] for op in self.annotated.ops}
+        for one, other in pairwise(forward):
+            if one is not other:
+                found[one.name].append(other)
+                found[other.name].append(one)
+        return found
 
     @cached_property
     def _behind(self) -> set[fx.Node]:

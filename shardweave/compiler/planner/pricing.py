@@ -54,10 +54,10 @@ class OpPrices:
         Seconds of the optimizer's step on each stream of its window, by strategy.
     state_bytes, gradient_bytes, scratch_bytes : arrays
         Bytes by strategy: of the states, with gradients where several micro-batches add up; of gradients that are
-        there from the backward on; of what the optimizer's step needs, for foreach optimizers as much as parameters.
-    gathered_bytes, reduced_bytes : arrays
-        Bytes of copies of parameters while the op runs, and of gradients while they are reduced, each with its
-        neighbour's.
+        there from the backward on; of what the optimizer's step needs while it updates these parameters.
+    gathered_bytes, transient_bytes : arrays
+        Bytes of copies of parameters while the op runs, with its neighbour's; the same with gradients while they are
+        reduced: what is there while its own products run, in the backward.
     """
 
     costs: Costs
@@ -66,12 +66,7 @@ class OpPrices:
     gradient_bytes: Ints
     scratch_bytes: Ints
     gathered_bytes: Ints
-    reduced_bytes: Ints
-
-    @property
-    def transient_bytes(self) -> Ints:
-        """What is there while its own products run, in the backward."""
-        return self.gathered_bytes + self.reduced_bytes
+    transient_bytes: Ints
 
     def communication(self, strategy: int) -> float:
         """Seconds that move parameters, gradients and the partial sums of its own backward, by no means hidden."""
@@ -171,14 +166,16 @@ def price_op(
     for index, strategy in enumerate(strategies):
         if strategy.slices > 1:
             computed[:, 0, index] += _in_slices(op, strategy, ports[port_of[index]], prices)
+    gathered, reduced = (np.max([getattr(held, kind) for held, _ in parts], axis=0) for kind in ("gathered", "reduced"))
     return OpPrices(
         turns * computed + np.sum([count * held.costs for held, count in parts], axis=0),
         np.sum([count * held.optimizer for held, count in parts], axis=0),
         np.sum([count * held.states for held, count in parts], axis=0),
         np.sum([count * held.gradients for held, count in parts], axis=0),
-        np.sum([count * held.scratch for held, count in parts], axis=0),
-        np.max([held.gathered for held, _ in parts], axis=0),
-        np.max([held.reduced for held, _ in parts], axis=0),
+        np.max([held.scratch for held, _ in parts], axis=0),
+        gathered,
+        # Where no input's gradient is asked for, the backward needs the parameter no more
+        np.maximum(gathered, reduced) if ends.first and not ends.last else gathered + reduced,
     )
 
 
@@ -209,7 +206,11 @@ def _held(
 
     copied = np.array([a != b for a, b in zip(master, rest)]) | (sizes.master != sizes.working)
     copy, gradient = copied * resting * sizes.working, owning * sizes.master  # gathered or cast once, held for the step
-    states, scratch = owning * (sizes.master + parameters.optimizer_bytes) + copy, owning * sizes.master
+    states = owning * (sizes.master + parameters.optimizer_bytes) + copy
+    # Two temporaries, and one of the parameter before: a bias, where there are any (`cost_model.scratch`)
+    before = 0.0 if len(parameters.shapes) > 1 else parameters.beside
+    adapts = parameters.optimizer_bytes >= 2 * sizes.master
+    scratch = adapts * ((2.0 + before) * owning).astype(np.int64) * sizes.master
     if sizes.master != sizes.working:  # the copies are most of a step's states, and gone where the gradients come
         gradient = np.maximum(0, gradient - copy)
     if turns > 1:  # from the first micro-batch's backward on

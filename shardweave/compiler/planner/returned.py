@@ -14,9 +14,11 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import fx
 
 from shardweave.compiler.planner.costing import Costing
+from shardweave.compiler.planner.facts import root_of
 from shardweave.compiler.planner.prices import Links, local_numel
 from shardweave.compiler.planner.problem import Candidate, Edge
 from shardweave.compiler.planner.problem import Op as Row
@@ -61,13 +63,14 @@ def with_outputs(costing: Costing, costed: Costed, named: Callable[[str], str]) 
         number = costing.follows[node]
         index = place[named(costing.variables[number].name)]
         links = costing.windows.activations(_links(costing, node, degrees))
-        loads = costing.windows.loads(costing.options.turns * links)
-        known = edges.get(index, Edge(index, border, np.zeros(loads.shape[1:])))
-        edges[index] = replace(known, loads=loads if known.loads is None else known.loads + loads)
-    levels = tuple(
-        Candidate(f"batch outside of {degree}", 0.0, saved_bytes=_kept(costing, outputs, degree), in_port=at)
-        for at, degree in enumerate(degrees)
-    )
+        loads, kept = costing.windows.loads(costing.options.turns * links), _kept(costing, node, degrees)
+        known = edges.get(index, Edge(index, border, np.zeros(kept.shape)))
+        edges[index] = replace(
+            known,
+            loads=loads if known.loads is None else known.loads + loads,
+            kept=kept if known.kept is None else known.kept + kept,
+        )
+    levels = tuple(Candidate(f"batch outside of {degree}", 0.0, in_port=at) for at, degree in enumerate(degrees))
     problem = replace(
         costed.problem,
         ops=(*costed.problem.ops, Row(BORDER, levels)),
@@ -96,14 +99,14 @@ def _links(costing: Costing, node: fx.Node, degrees: list[int]) -> Links:
     return costing.prices.table(haves, wants, wants, value.element_size())
 
 
-def _kept(costing: Costing, outputs: list[fx.Node], degree: int) -> int:
-    """Bytes of outputs and of their gradients on a device, beyond its part of the world, which is counted of any."""
-    found = 0
-    for node in outputs:
-        value = node.meta["val"]
-        local = costing.options.turns * local_numel(_wanted(costing, tuple(value.shape), degree))
-        found += 2 * max(0, local - value.numel() // costing.mesh.world_size) * value.element_size()
-    return found
+def _kept(costing: Costing, node: fx.Node, degrees: list[int]) -> NDArray[np.int64]:
+    """Bytes of an output, and of its gradient, as it is returned at each degree beyond those as it lies, by port."""
+    value, facts = node.meta["val"], costing.facts
+    wanted = [local_numel(_wanted(costing, tuple(value.shape), degree)) for degree in degrees]
+    lies = [local_numel(port[0]) for port in costing.lies[node]]
+    times = costing.options.turns * (1 + (root_of(node) in facts.differentiated))
+    beyond = np.maximum(0, np.array(wanted, dtype=np.int64) - np.array(lies, dtype=np.int64)[:, None])
+    return np.asarray(times * value.element_size() * beyond)
 
 
 def _wanted(costing: Costing, shape: tuple[int, ...], degree: int) -> Layout:

@@ -23,7 +23,7 @@ class Variable:
     """A row of the problem: an op with its strategies, or a join with its layouts; ports are where its output lies.
 
     `prices` are those of its strategies; `costs`, `saved` and `working` what follows it costs, keeps and holds for a
-    while, by port; `product` is `working` where its own products run.
+    while, by port; `product` is `working` where its own products run, `lasting` what is held until the step ends.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Variable:
     saved: Floats = field(default_factory=lambda: np.zeros(0))
     working: Floats = field(default_factory=lambda: np.zeros(0))
     product: Floats = field(default_factory=lambda: np.zeros(0))
+    lasting: Floats = field(default_factory=lambda: np.zeros(0))
     modes: tuple[Mode, ...] = ()
     """Of a layer's recomputation, in which case it has none of the others."""
     degrees: tuple[int, ...] = ()
@@ -69,7 +70,7 @@ class Rows:
 
     def row(self, variable: Variable) -> Row:
         """A variable's row."""
-        figures = variable.costs, variable.saved, variable.working, variable.product
+        figures = variable.costs, variable.saved, variable.working, variable.product, variable.lasting
         key = variable.signature, *(column.tobytes() for column in figures)
         if key not in self._candidates:
             self._candidates[key] = tuple(self._written(variable))
@@ -86,13 +87,14 @@ class Rows:
         prices, ports = variable.prices, np.array(variable.port_of)
         costs = self.turns * variable.costs[:, :, ports]
         saved, transient = variable.saved[ports].astype(int), variable.working[ports].astype(int)
-        states = left = np.zeros_like(saved)
+        states, left = variable.lasting[ports].astype(int), np.zeros_like(saved)
         if prices is not None:
             costs = costs + prices.costs
-            states, left = prices.state_bytes, prices.gradient_bytes + prices.scratch_bytes
+            states, left = states + prices.state_bytes, prices.gradient_bytes
             # At its own products gradients besides: what follows, such as a loss, may have larger values then
             own = variable.product[ports].astype(int)
             transient = np.maximum(transient + prices.gathered_bytes, own + prices.transient_bytes)
+            transient = np.maximum(transient, prices.scratch_bytes)
         loads = self.windows.loads(costs)
         if prices is not None:
             loads[-len(OPTIMIZER) :] = prices.optimizer
