@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from shardweave.compiler.chosen import Both, Chosen, Lacking, decision, fastest_of, limited
 from shardweave.compiler.judge import Decision, Judged
+from shardweave.compiler.overlooked import overlooked
 from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.solver import Solution, smallest, solve
 from shardweave.compiler.planner.tidy import tidied
@@ -27,9 +28,6 @@ ROUGH, TINY = 5e-3, 2**8
 MODEST = 2**14
 """Candidates of a problem up to which plans that people write by hand are simulated, however near the answer is."""
 
-TRIES = 4
-"""How often the program is asked for less than it counted, before it is asked under the limit."""
-
 MANY = 8
 """Families of plans that rivals are looked for in."""
 
@@ -37,9 +35,10 @@ FAR, FAR_SMALL = 1.5, 2.0
 """A plan that the program counts as so many times the limit is not simulated: it does not fit. Of problems with at most
 `EXACT` candidates, of which the program's memory is the roughest."""
 
-NEAR = 0.03
+NEAR, NEAR_LARGE = 0.03, 0.05
 """How much longer than the program's bound a simulated step may be for no other plans to be simulated; of problems
-with at most `EXACT` candidates all are that are in question."""
+with more than `MODEST` candidates, whose steps are simulated with few of their layers, and are so far from whole ones.
+Of problems with at most `EXACT` candidates all are that are in question."""
 
 PRESSING = 0.05
 """Memory presses where it makes a step longer by more than that."""
@@ -94,15 +93,19 @@ class Chooser:
         if fastest.bound >= ceiling:
             return None
         near = self._near(free, fastest, limit)
+        too_large = [chosen for chosen in near if chosen.judged.peak_memory <= limit]  # as counted, maybe, but they fit
         if near and (best := fastest_of(near)).judged.peak_memory <= limit:
-            fitting = [chosen for chosen in near if chosen.judged.peak_memory <= limit]
-            return replace(best, answer=_least(fitting)).within(limit)
+            # What does not fit is simulated as slower than it would be with the memory that it needs
+            fits_too = near[0].judged.peak_memory <= limit
+            if fits_too or best.judged.step_time <= (1 + ROUGH) * fastest.bound:
+                return replace(best, answer=_least(too_large)).within(limit)
         given = costed if smaller is None else smaller()
         both = Both.of(given, limit)
         hint = self.start(both.overlapping) or (fastest.choice if smaller is None else None)
         found = self._under(both.overlapping, limit, hint, fastest.waits_for, ceiling=ceiling)
-        too_large = [chosen for chosen in near if chosen.judged.peak_memory <= limit]  # as counted, but they fit
         fits = self._with_rivals(both, found, limit) if found is not None else []
+        known = fastest_of([*too_large, *fits]) if too_large or fits else None
+        too_large += self._overlooked(free.overlapping, fastest, known, limit)
         if not (too_large or fits):
             if ceiling < math.inf:
                 return None
@@ -123,21 +126,21 @@ class Chooser:
         if free.overlapping.problem.memory(fastest.choice) > far * limit:
             return []
         fastest = self._solve(free.overlapping, fastest.choice, fastest.waits_for)
-        found = self._with_rivals(free, self._simulated(free.overlapping, fastest, limit), limit)
-        if _size(free.overlapping) <= TINY and all(chosen.judged.peak_memory > limit for chosen in found):
-            found += self._from_above(free.overlapping, found[0], limit)
-        return found
+        return self._with_rivals(free, self._simulated(free.overlapping, fastest, limit), limit)
 
-    def _from_above(self, costed: Costed, chosen: Chosen, limit: int) -> list[Chosen]:
-        """The fastest choices that count less and less, simulated, until one fits: the program may count too much."""
+    def _overlooked(self, costed: Costed, fastest: Solution, best: Chosen | None, limit: int) -> list[Chosen]:
+        """What fits and is faster than the best that is known, whatever it counts; of a problem with few choices."""
         found: list[Chosen] = []
-        while len(found) < TRIES and chosen.judged.peak_memory > limit:
-            asked = limited(costed, costed.problem.memory(chosen.solution.choice) - 1)
-            try:
-                chosen = self._simulated(costed, self._solve(asked, rough=True), limit)
-            except InfeasibleError:
-                break
-            found.append(chosen)
+        ceiling = best.judged.step_time if best is not None else math.inf
+        for choice in overlooked(costed.problem, limit, ceiling):
+            if costed.problem.objective(choice) >= ceiling:
+                continue
+            chosen = self._simulated(costed, _unproven(costed, choice, fastest), limit)
+            if chosen.judged.peak_memory <= limit and chosen.judged.step_time < ceiling:
+                found.append(chosen)
+                ceiling = chosen.judged.step_time
+        if found and best is None:  # the smallest ones were looked at
+            found += self._overlooked(costed, fastest, found[-1], limit)
         return found
 
     def _with_rivals(self, both: Both, best: Chosen, limit: int) -> list[Chosen]:
@@ -147,7 +150,8 @@ class Chooser:
         for others in self._in_question(both, best, limit):
             found += others
             fits = [chosen for chosen in found if chosen.judged.peak_memory <= limit]
-            near = bool(fits) and fastest_of(fits).judged.step_time <= (1 + NEAR) * best.solution.bound
+            close = NEAR if _size(both.given) <= MODEST else NEAR_LARGE
+            near = bool(fits) and fastest_of(fits).judged.step_time <= (1 + close) * best.solution.bound
             if near and not _is_small(both.given):
                 break
         if _size(both.given) <= MODEST:
@@ -259,7 +263,8 @@ class Chooser:
     def _below(self, lacking: Lacking) -> Chosen | None:
         """A plan that needs less than the smallest so far."""
         limit = lacking.least.peak_memory - 1
-        found = self._under(lacking.costed, limit, rough=True) or self._fits(lacking.least, limit)
+        rough = not _is_small(lacking.costed)
+        found = self._under(lacking.costed, limit, rough=rough) or self._fits(lacking.least, limit)
         near = [] if found else self._near(lacking.free, lacking.fastest, limit)
         return found or next((each.within(limit) for each in near if each.judged.peak_memory <= limit), None)
 
