@@ -162,6 +162,9 @@ def _within(order: _Order, limit: float) -> tuple[Woven, float]:
 
     What is gathered ahead is there still where more is computed, which was not foreseen.
     """
+    free = order(room=limit, most=math.inf)
+    if free.peak_bytes <= limit:
+        return free, math.inf
     found = order(room=limit, most=limit)
     for times in _LESS:
         less = limit - times * (found.peak_bytes - limit)
