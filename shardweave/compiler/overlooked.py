@@ -10,7 +10,7 @@ from shardweave.compiler.planner.problem import Problem
 FEW = 2**12
 """Choices of a problem up to which each is looked at."""
 
-SLACK = 1.05
+SLACK = 1.15
 """How many times the limit one may count."""
 
 MOST = 32

@@ -174,8 +174,7 @@ def price_op(
         np.sum([count * held.gradients for held, count in parts], axis=0),
         np.max([held.scratch for held, _ in parts], axis=0),
         gathered,
-        # Where no input's gradient is asked for, the backward needs the parameter no more
-        np.maximum(gathered, reduced) if ends.first and not ends.last else gathered + reduced,
+        gathered + reduced,
     )
 
 
