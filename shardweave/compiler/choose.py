@@ -133,9 +133,10 @@ class Chooser:
         found: list[Chosen] = []
         ceiling = best.judged.step_time if best is not None else math.inf
         for choice in overlooked(costed.problem, limit, ceiling):
-            if costed.problem.objective(choice) >= ceiling:
+            solution = _unproven(costed, choice, fastest)
+            if solution.objective >= ceiling:
                 continue
-            chosen = self._simulated(costed, _unproven(costed, choice, fastest), limit)
+            chosen = self._simulated(costed, solution, limit)
             if chosen.judged.peak_memory <= limit and chosen.judged.step_time < ceiling:
                 found.append(chosen)
                 ceiling = chosen.judged.step_time
@@ -146,11 +147,11 @@ class Chooser:
     def _with_rivals(self, both: Both, best: Chosen, limit: int) -> list[Chosen]:
         """The best choice and its rivals, simulated, until one is near the bound; under the limit those that fit."""
         under_limit = both.given.problem.memory_limit < UNLIMITED
+        close = NEAR if _size(both.given) <= MODEST else NEAR_LARGE
         found: list[Chosen] = []
         for others in self._in_question(both, best, limit):
             found += others
             fits = [chosen for chosen in found if chosen.judged.peak_memory <= limit]
-            close = NEAR if _size(both.given) <= MODEST else NEAR_LARGE
             near = bool(fits) and fastest_of(fits).judged.step_time <= (1 + close) * best.solution.bound
             if near and not _is_small(both.given):
                 break

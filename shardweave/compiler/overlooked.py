@@ -34,7 +34,7 @@ def overlooked(problem: Problem, limit: int, ceiling: float) -> list[tuple[int, 
         return []
     found = []
     for choice in product(*(range(len(op.candidates)) for op in problem.ops)):
-        seconds, size = problem.objective(choice), problem.memory(choice)
-        if seconds < ceiling and size <= SLACK * limit:
+        seconds = problem.objective(choice)
+        if seconds < ceiling and (size := problem.memory(choice)) <= SLACK * limit:
             found.append((seconds if ceiling < math.inf else size, choice))
     return [choice for _, choice in sorted(found)[:MOST]]

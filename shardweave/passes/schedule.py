@@ -103,12 +103,11 @@ class Schedule:
             tasks = Tasks.of(graph, nodes, prices, self._others)
             if not self.cross_pass:
                 tasks = tasks.after(barriers(tasks))
-            kept = [sum(tasks.sizes[each] for each in born if tasks.kept[each]) for born in tasks.born]
             room = None if self.memory_limit is None else self.memory_limit - held
             best = self._best(tasks, room)
             fits &= room is None or best.peak_bytes <= room
             order += [nodes[task] for task in best.order]
-            held += sum(kept)
+            held += tasks.kept_bytes
         return order, fits
 
     def _others(self, node: fx.Node) -> int:
