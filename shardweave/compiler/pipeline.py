@@ -17,6 +17,7 @@ from shardweave.compiler.planner.ops import Op, batch_classes, find_ops
 from shardweave.compiler.turns import Turns
 from shardweave.compiler.weaving import check_patterns, sliced_ops, with_times
 from shardweave.cost_model import Cluster
+from shardweave.cost_model.memory import liveness, output_storages, storage_bytes
 from shardweave.cost_model.scratch import rounded
 from shardweave.errors import PlanError
 from shardweave.ir import Assignment, Axis, Mesh, StepSpec, Strategy
@@ -292,7 +293,7 @@ class _Lowering:
             local = Keep(weaving.keep_gathered, self.mesh.slices)(local)
             self._verified(local, "keep")
             self._stage("keep", local)
-        local = self._scheduled(local, self._schedule(sharder), self._borders(sharder))
+        local = self._scheduled(local, self._schedule(sharder, local.graph), self._borders(sharder))
         self._verified(local, "schedule")
         self._stage("schedule", local, last=True)
         return sharder, specs, local
@@ -309,7 +310,7 @@ class _Lowering:
             self.graphs.pop("bucket", None)
             ordered, fits = schedule.scheduled(local)
         if fits and not self.draft:
-            verify_memory(ordered, "schedule", self.cluster, schedule.memory_limit, schedule.optimizer_bytes)
+            verify_memory(ordered, "schedule", self.cluster, schedule.memory_limit, schedule.beside_bytes)
         return ordered
 
     def _borders(self, sharder: Sharder) -> list[list[str]]:
@@ -318,21 +319,35 @@ class _Lowering:
         turns = [[node.name for node in nodes] for nodes in shared] if sharder.options.accumulates else []
         return [[tangent] for tangent in self.annotated.tangents] + turns
 
-    def _schedule(self, sharder: Sharder) -> Schedule:
+    def _schedule(self, sharder: Sharder, local: fx.Graph) -> Schedule:
         options = self.options
-        states = 0
-        for name in self.annotated.captured.gradients:
-            if name in sharder.rests:
-                size = math.prod(sharder.rests[name].local_shape) * options.optimizer_bytes
-                states += rounded(size, self.cluster.device) * (1 + self.more.get(layer_of(name), 0))
         return Schedule(
             self.cluster,
             options.lookahead,
             options.limit(self.cluster),
-            states,
+            self._state_bytes(sharder) + (options.turns - 1) * self._bytes_of_a_turn(local),
             options.cross_pass,
             self.more,
         )
+
+    def _state_bytes(self, sharder: Sharder) -> int:
+        """Of the optimizer's states."""
+        states = 0
+        for name in self.annotated.captured.gradients:
+            if name in sharder.rests:
+                size = math.prod(sharder.rests[name].local_shape) * self.options.optimizer_bytes
+                states += rounded(size, self.cluster.device) * (1 + self.more.get(layer_of(name), 0))
+        return states
+
+    def _bytes_of_a_turn(self, local: fx.Graph) -> int:
+        """What one micro-batch is given and returns, which is there while the others run, too."""
+        captured, found = self.annotated.captured, liveness(local)
+        first = len(captured.mutated_buffers)
+        returned = graph_outputs(local)[first : first + len(captured.outputs)]
+        names = set(captured.inputs.values())
+        given = [node for node in local.nodes if node.op == "placeholder" and info(node).op in names]
+        storages = dict.fromkeys(output_storages([*given, *returned], found))
+        return sum(rounded(storage_bytes(storage), self.cluster.device) for storage in storages)
 
     def _hash(self, *graphs: fx.GraphModule) -> str:
         return "" if self.draft else graph_hash(*graphs)

@@ -63,8 +63,8 @@ class Schedule:
         as many as pay, and fit.
     memory_limit : int, optional
         Bytes that a device may use.
-    optimizer_bytes : int
-        Bytes of the optimizer's states on a device.
+    beside_bytes : int
+        Bytes on a device that the graph does not see: the optimizer's states, what other micro-batches return.
     cross_pass : bool
         Recomputation and gradients of different layers may overlap.
     more : mapping of str to int
@@ -75,7 +75,7 @@ class Schedule:
     cluster: Cluster
     lookahead: int | None = None
     memory_limit: int | None = None
-    optimizer_bytes: int = 0
+    beside_bytes: int = 0
     cross_pass: bool = True
     more: Mapping[str, int] = field(default_factory=dict)
 
@@ -95,7 +95,7 @@ class Schedule:
         fits = True
         prices = Prices(self.cluster)
         order = [node for node in graph.nodes if node.op == "placeholder"]
-        held = self.optimizer_bytes + sum((1 + self._others(node)) * sum(prices.of(node).sizes) for node in order)
+        held = self.beside_bytes + sum((1 + self._others(node)) * sum(prices.of(node).sizes) for node in order)
         for backward in (False, True):
             nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and info(n).backward == backward]
             if not nodes:

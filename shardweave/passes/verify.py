@@ -51,7 +51,7 @@ def verify(graph_module: fx.GraphModule, after: str) -> None:
 
 
 def verify_memory(
-    graph_module: fx.GraphModule, after: str, cluster: Cluster, limit: int | None, states: int = 0
+    graph_module: fx.GraphModule, after: str, cluster: Cluster, limit: int | None, beside: int = 0
 ) -> None:
     """Check that what a local graph holds at once, in its order, is within a limit.
 
@@ -61,8 +61,8 @@ def verify_memory(
         Whose allocator gives the memory.
     limit : int, optional
         Bytes that a device may use; None: as many as there are.
-    states : int
-        Bytes of the optimizer's states, which lie there besides.
+    beside : int
+        Bytes that the graph does not see: the optimizer's states, what other micro-batches return.
 
     Raises
     ------
@@ -70,10 +70,10 @@ def verify_memory(
         Naming the pass, the node at which it holds most, and the bytes.
     """
     most, node = most_held(graph_module.graph, Prices(cluster))
-    if limit is not None and most + states > limit:
+    if limit is not None and most + beside > limit:
         where = f" at {node.name} of {info(node).op}" if node is not None else ""
         raise VerifyError(
-            f"after {after}: {readable_bytes(most + states)} ({most + states:,} bytes) are held{where}, "
+            f"after {after}: {readable_bytes(most + beside)} ({most + beside:,} bytes) are held{where}, "
             f"the limit is {readable_bytes(limit)} ({limit:,} bytes)"
         )
 

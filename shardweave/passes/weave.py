@@ -269,11 +269,11 @@ class _Weaver:
         return bool(early)
 
     def _ahead(self, moment: int) -> int:
-        """Up to which moment is gathered when one begins: as far ahead as may be held, but always for the next one."""
+        """Up to which moment is gathered after one has begun: as far ahead as may be held."""
         held = self.held
         for index in range(max(self.released, moment) + 1, min(moment + self.lookahead, len(self.moments) - 1) + 1):
             held += sum(self.born[start] for start in self.moments[index].starts)
-            if held > self.most and index > moment + 1:
+            if held > self.most:
                 return index - 1
         return moment + self.lookahead
 

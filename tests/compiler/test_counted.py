@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -56,6 +58,29 @@ def test_the_memory_that_is_counted_is_about_what_is_simulated(
     assert len(figures) >= 3
     for counted, simulated in figures:
         assert 0.97 <= counted / simulated <= (1.05 if form == "dp" else 1.3), figures
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_layers_that_are_computed_again_are_counted_where_products_are_tensor_parallel(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs that are gathered for a layer are among what it keeps, in any number of micro-batches.
+
+    They were not counted in several; of a vocabulary in parts the loss was counted twice.
+    """
+    figures = figures_of(monkeypatch)
+    model, inputs = LARGE["llama (3-8B)"]()
+    inputs = {key: torch.zeros(64, *value.shape[1:], dtype=value.dtype, device="meta") for key, value in inputs.items()}
+    compiler = Compiler(model, sw.Cluster.preset("dgx-h100", nodes=2), inputs, None, None)
+    forms = {"*_proj": "tensor:4", "lm_head": "tensor:4"}
+    options = sw.Options(force=forms, micro_batches=count, sub_batches=1, buckets=False, memory_limit=10**13)
+    whole = compiler._with(options=options).plan()
+    figures.clear()
+    limit = int(0.9 * whole.peak_memory)
+    plan = compiler._with(options=replace(options, memory_limit=limit)).plan()
+    assert plan.weaving.recompute and len(figures) > 1
+    for counted, simulated in figures:
+        assert 0.97 <= counted / simulated <= 1.1, figures
 
 
 def test_what_runs_again_is_what_the_backward_needs() -> None:

@@ -12,11 +12,16 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 import shardweave as sw
+from shardweave.compiler import pipeline
+from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.pipeline import Compiled, lower
 from shardweave.compiler.planner.presets import preset
+from shardweave.cost_model.memory import most_held
+from shardweave.cost_model.prices import Prices
 from shardweave.errors import LayoutError, PlanError
 from shardweave.ir import Grid, Strategy
 from shardweave.options import Options
+from shardweave.passes.schedule import Schedule
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.training import ADAMW, STEPS, Way, compile_ways, differences, model_of, train, train_packed
 from tests.models import ZOO
@@ -227,3 +232,33 @@ def test_micro_batches_hold_less() -> None:
         curve = plan.timeline().memory
         peaks[count] = curve.at_peak().get("saved", 0)
     assert 3.5 * peaks[4] < peaks[1]
+
+
+class WithLogits(nn.Sequential):
+    """Returns much besides its loss."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        found = super().forward(x)
+        return found.square().mean(), found
+
+
+def test_where_an_order_has_to_fit_what_other_micro_batches_return_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orders had a limit to themselves that the other micro-batches' inputs and outputs take a part of."""
+    schedules: list[Schedule] = []
+
+    def noted(*args: Any) -> Schedule:
+        schedules.append(Schedule(*args))
+        return schedules[-1]
+
+    monkeypatch.setattr(pipeline, "Schedule", noted)
+    model, x = WithLogits(nn.Linear(64, 64), nn.Linear(64, 512)), torch.randn(4096, 64)
+    cluster, options = sw.Cluster.local(4), {"force": {"*": "zero3"}, "sub_batches": 1, "buckets": False}
+    for count in (1, 8):
+        compiler = Compiler(model, cluster, x, sw.Options(micro_batches=count, **options), None)
+        compiled = compiler.lower(compiler.plan())
+        given_and_returned = 4096 * (64 + 512) * 4 // 4 // count + 4  # of each of four devices, with the loss
+        states = 8 * sum(parameter.numel() for parameter in model.parameters()) // 4
+        assert schedules[-1].beside_bytes == states + (count - 1) * given_and_returned
+        held, _ = most_held(compiled.graphs["schedule"].graph, Prices(cluster))
+        peak = compiler.timeline(compiled).peak_memory
+        assert held + schedules[-1].beside_bytes == pytest.approx(peak, rel=0.05)

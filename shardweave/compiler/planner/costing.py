@@ -150,7 +150,7 @@ class Costing:
             if argument in self.follows and of(argument):
                 copies = np.array([local_numel(want[position]) for want in wants], dtype=float)
                 if gathered or self.facts.is_kept(root_of(argument)):
-                    copies *= copies * self.mesh.world_size > argument.meta["val"].numel()
+                    copies *= copies * self.options.turns * self.mesh.world_size > argument.meta["val"].numel()
                 total += copies * argument.meta["val"].element_size() / max(1, self.facts.readers[root_of(argument)])
         return total
 
@@ -444,7 +444,6 @@ class Costing:
 
     def _saved(self, node: fx.Node) -> None:
         """What the backward needs of a value, in each port of the variable that it follows."""
-        rule = find_rule(node)
         if node not in self.follows or is_alias(node):
             return
         if not hasattr(node.meta["val"], "numel"):
@@ -465,10 +464,6 @@ class Costing:
             variable.saved += sizes * (self.options.turns if node in self.facts.differentiated else 0)
         elif self.facts.is_kept(node):
             variable.saved += sizes
-        if self.facts.is_kept(node) and rule is not None and rule.decompose is not None:
-            blocked = {factor.name for factor in bound_of(node).factors if factor.blocked}
-            # In parts, it leaves its shifted input, too
-            variable.saved += sizes * [self._on(node, port[0], blocked) for port in self.lies[node]]
 
     def _unread_bytes(self) -> int:
         """Inputs that no op reads, such as labels: each device has its part."""
@@ -485,10 +480,6 @@ class Costing:
         kept = [node for node in nodes if node not in self.follows and not is_alias(node) and self.facts.is_kept(node)]
         parts = self.mesh.world_size * self.options.turns
         return sum(num_bytes([node]) // (parts if self.facts.batch_factor(node) else 1) for node in kept)
-
-    def _on(self, node: fx.Node, layout: Layout, factors: set[str]) -> bool:
-        bound = bound_of(node)
-        return any(name in factors for name in factors_of(layout.dims, bound.outputs[0], bound.sizes()).values())
 
 
 def _gradients(node: fx.Node, assignment: Mapping[Axis, str], inputs: Sequence[Layout]) -> tuple[Layout, ...]:
