@@ -31,9 +31,9 @@ MODEST = 2**14
 MANY = 8
 """Families of plans that rivals are looked for in."""
 
-FAR, FAR_SMALL = 1.5, 2.0
+FAR, FAR_SMALL, FAR_LARGE = 1.5, 2.0, 1.1
 """A plan that the program counts as so many times the limit is not simulated: it does not fit. Of problems with at most
-`EXACT` candidates, of which the program's memory is the roughest."""
+`EXACT` candidates, of which the program's memory is the roughest; with more than `MODEST`, of which it is good."""
 
 NEAR, NEAR_LARGE = 0.03, 0.05
 """How much longer than the program's bound a simulated step may be for no other plans to be simulated; of problems
@@ -74,6 +74,32 @@ class Chooser:
     runs: Sequence[Sequence[str]] = ()
     _judged: dict[tuple[int, ...], dict[int, Judged]] = field(default_factory=dict)
     """What has been simulated, by its choice (of a problem with modes a longer one than without) and the limit."""
+    _known: dict[tuple[int, int], tuple[Costed, Solution]] = field(default_factory=dict)
+    """Choices that are nearly the best, with their problems, by these' identities and the memory limit."""
+
+    def presses(self, costed: Costed) -> bool:
+        """Whether the fastest plan of many candidates takes far more memory than there is: it will not be simulated."""
+        if _size(costed) <= MODEST:
+            return False
+        free = Both.of(costed, UNLIMITED)
+        return self._is_far(free.overlapping, self._fastest(free, costed), costed.problem.memory_limit)
+
+    def expects(self, costed: Costed, smaller: Callable[[], Costed] | None = None) -> tuple[float, int]:
+        """Seconds that the program says the fastest plan takes that fits, about; infinite where none does.
+
+        And the bytes that it counts for it, or for the smallest there is.
+        """
+        limit = costed.problem.memory_limit
+        given = costed if smaller is None else smaller()
+        fastest = self._fastest(Both.of(costed, UNLIMITED), costed)
+        asked = Both.of(given, limit).overlapping
+        hint = self.start(asked) or (fastest.choice if smaller is None else None)
+        try:
+            found = self._solve(asked, hint, fastest.waits_for, rough=True)
+        except InfeasibleError as error:
+            return math.inf, error.needed_bytes or 0
+        self._known[id(given), limit] = given, found
+        return found.objective, given.problem.memory(found.choice)
 
     def choose(
         self, costed: Costed, smaller: Callable[[], Costed] | None = None, ceiling: float = math.inf
@@ -85,11 +111,11 @@ class Chooser:
         is asked under the limit, `smaller` with all ways to save memory, and again under a smaller limit as long as its
         answer needs more than it thought; its first answer remains the bound. The smallest plan is the last resort.
         The answer is refined: the simulator picks among plans that may be faster when less hides than the program lets.
-        None where the program says that nothing that fits takes less than `ceiling` seconds.
+        None where the program says that nothing that fits takes less than `ceiling` seconds; not of small problems.
         """
-        limit = costed.problem.memory_limit
+        limit, ceiling = costed.problem.memory_limit, math.inf if _is_small(costed) else ceiling
         free = Both.of(costed, UNLIMITED)
-        fastest = self._solve(free.overlapping, self.start(free.overlapping), ceiling=ceiling, rough=True)
+        fastest = self._fastest(free, costed, ceiling)
         if fastest.bound >= ceiling:
             return None
         near = self._near(free, fastest, limit)
@@ -102,6 +128,11 @@ class Chooser:
         given = costed if smaller is None else smaller()
         both = Both.of(given, limit)
         hint = self.start(both.overlapping) or (fastest.choice if smaller is None else None)
+        _, expected = self._known.get((id(given), limit), (given, None))
+        if expected is not None:
+            hint = expected.choice
+            if expected.bound >= ceiling:
+                return None
         found = self._under(both.overlapping, limit, hint, fastest.waits_for, ceiling=ceiling)
         fits = self._with_rivals(both, found, limit) if found is not None else []
         known = fastest_of([*too_large, *fits]) if too_large or fits else None
@@ -120,10 +151,22 @@ class Chooser:
         held, answer = best.solution.held_to(bound), _least([*too_large, *fits])
         return replace(best, solution=held, pressed=slower > 1 + PRESSING, answer=answer).within(limit)
 
+    def _fastest(self, free: Both, costed: Costed, ceiling: float = math.inf) -> Solution:
+        """A choice that is nearly the fastest of all of a problem, `free` of its limit; one that was found before."""
+        key = id(costed), UNLIMITED
+        if key not in self._known:
+            found = self._solve(free.overlapping, self.start(free.overlapping), ceiling=ceiling, rough=True)
+            self._known[key] = costed, found
+        return self._known[key][1]
+
+    def _is_far(self, costed: Costed, fastest: Solution, limit: int) -> bool:
+        """Whether a choice does not fit for sure, whatever the simulator says."""
+        far = FAR_SMALL if _is_small(costed) else FAR if _size(costed) <= MODEST else FAR_LARGE
+        return costed.problem.memory(fastest.choice) > far * limit
+
     def _near(self, free: Both, fastest: Solution, limit: int) -> list[Chosen]:
         """The fastest choice of all, first, and its rivals, simulated; some may not fit. None where it is far off."""
-        far = FAR_SMALL if _is_small(free.overlapping) else FAR
-        if free.overlapping.problem.memory(fastest.choice) > far * limit:
+        if self._is_far(free.overlapping, fastest, limit):
             return []
         fastest = self._solve(free.overlapping, fastest.choice, fastest.waits_for)
         return self._with_rivals(free, self._simulated(free.overlapping, fastest, limit), limit)

@@ -89,16 +89,16 @@ class Compiler:
         given = self.options.micro_batches
         counts = powers(self.annotated) if given is None else [given]
         with collected_later():
-            made = fastest(map(self._planning, counts), start)
+            made = fastest(self._planning(count, start) for count in counts)
             found = made.planning.plan(made, self.model_key, weigh, begun)
         return found.with_model(lambda: self.timeline(self.lower(found)), self._resolved)
 
-    def _planning(self, micro_batches: int) -> Planning:
-        """Of a step of so many micro-batches."""
+    def _planning(self, micro_batches: int, start: Plan | None = None) -> Planning:
+        """Of a step of so many micro-batches, from an earlier plan."""
         limit = self.options.limit(self.cluster)
         options = replace(self.options, memory_limit=limit, micro_batches=micro_batches)
         name = type(self.model).__name__
-        return Planning(self.steps, self.cluster, options, self._forced, self.judge, self.progress, name)
+        return Planning(self.steps, self.cluster, options, self._forced, self.judge, self.progress, name, start)
 
     def _resolved(self, start: Plan, changes: dict[str, Any]) -> Plan:
         """A plan with other options, from an earlier one."""

@@ -49,7 +49,10 @@ FIRST_LEFT = 2
 
 
 class Planning:
-    """Plans one step on one cluster, under options that have a memory limit."""
+    """Plans one step on one cluster, under options that have a memory limit.
+
+    `start` is a plan of the same model, to begin with.
+    """
 
     def __init__(
         self,
@@ -60,32 +63,30 @@ class Planning:
         judge: Judge,
         progress: Callable[[str], None],
         model: str = "the model",
+        start: Plan | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.start = model, start
         self.steps, self.cluster, self.options, self.forced = steps, cluster, options, forced
         self.judge, self.progress = judge, progress
 
-    def make(self, start: Plan | None = None, ceiling: float = math.inf) -> Made | Lacked | None:
-        """What is best for the step, if the program does not say that it takes at least `ceiling` seconds.
+    @property
+    def presses(self) -> bool:
+        """Whether memory makes the step slower for sure, and simulating it takes long."""
+        return self._chooser.presses(self._whole)
 
-        Parameters
-        ----------
-        start : Plan, optional
-            A plan of the same model, to begin with.
-        """
-        priced = self._priced()
+    @cached_property
+    def expected(self) -> tuple[float, int]:
+        """Seconds that the program says the fastest plan takes that fits, infinite where none does, and its bytes."""
         self.progress("solve")
-        limit = self.options.limit(self.cluster)
-        chooser = Chooser(
-            lambda decision, limit: self.judge(decision, replace(self.options, memory_limit=limit)),
-            self.options.time_limit,
-            lambda costed: None if start is None else _hint(costed, start),
-            [run.layers for run in self.steps.runs(self.options)],
-        )
-        modes = self.options.recompute is None and not priced.has_checkpoints
-        whole, lacking = priced.whole(priced.costed), list[Lacking]()
-        for smaller in priced.ways_to_save(modes):
-            chosen = chooser.choose(whole, smaller, ceiling)
+        return self._chooser.expects(self._whole, next(self._priced.ways_to_save(self._modes)))
+
+    def make(self, ceiling: float = math.inf) -> Made | Lacked | None:
+        """What is best for the step, if the program does not say that it takes at least `ceiling` seconds."""
+        priced, whole, limit = self._priced, self._whole, self.options.limit(self.cluster)
+        self.progress("solve")
+        lacking = list[Lacking]()
+        for smaller in priced.ways_to_save(self._modes):
+            chosen = self._chooser.choose(whole, smaller, ceiling)
             if chosen is None:
                 return None
             if not isinstance(chosen, Lacking):
@@ -93,8 +94,28 @@ class Planning:
             lacking.append(chosen)
         return Lacked(
             min(each.least.judged.peak_memory for each in lacking),
-            lambda: self._made(priced, first([partial(chooser.last, each, limit) for each in lacking])),
+            lambda: self._made(priced, first([partial(self._chooser.last, each, limit) for each in lacking])),
         )
+
+    @cached_property
+    def _chooser(self) -> Chooser:
+        start = self.start
+        return Chooser(
+            lambda decision, limit: self.judge(decision, replace(self.options, memory_limit=limit)),
+            self.options.time_limit,
+            lambda costed: None if start is None else _hint(costed, start),
+            [run.layers for run in self.steps.runs(self.options)],
+        )
+
+    @cached_property
+    def _whole(self) -> Costed:
+        """The problem of the whole step, without recomputation."""
+        return self._priced.whole(self._priced.costed)
+
+    @property
+    def _modes(self) -> bool:
+        """Whether recomputation is chosen."""
+        return self.options.recompute is None and not self._priced.has_checkpoints
 
     def _made(self, priced: _Priced, chosen: Chosen) -> Made:
         """With what is left open for the whole step."""
@@ -114,6 +135,7 @@ class Planning:
         savings = self._savings(made.chosen, made.weaving) if weigh else ()
         return self._described(key, made.chosen, made.priced, made.weaving, savings, time.monotonic() - begun)
 
+    @cached_property
     def _priced(self) -> _Priced:
         """The folded step's problem: the smallest that tells how layers meet."""
         runs = self.steps.runs(self.options)
@@ -273,9 +295,15 @@ class _Priced:
         """Whether the user says what is recomputed, by activation checkpoints in the model."""
         return any(checkpoint_of(node) for node in self.annotated.captured.graph.graph.nodes)
 
-    def with_modes(self, costed: Costed) -> Costed:
+    @cached_property
+    def computed_again(self) -> Costed:
         """The whole step's problem with a choice of recomputation for each layer."""
-        return self.whole(with_modes(self.costing, costed))
+        return self.whole(with_modes(self.costing, self.costed))
+
+    @cached_property
+    def sliced(self) -> Costed:
+        """The folded step's problem with slices of ops that gather much."""
+        return with_slices(self.costing, self.costed)
 
     def ways_to_save(self, modes: bool) -> Iterator[Callable[[], Costed] | None]:
         """The whole step's problem with more and more ways to save memory; None stands for the one without any.
@@ -283,10 +311,9 @@ class _Priced:
         Slices of ops that gather much are the last resort. The program's memory is rough: what gathers much may fit,
         though it counts too much, and is faster whole.
         """
-        yield partial(self.with_modes, self.costed) if modes else None
-        sliced = with_slices(self.costing, self.costed)
-        if sliced is not self.costed:
-            yield partial(self.with_modes if modes else self.whole, sliced)
+        yield (lambda: self.computed_again) if modes else None
+        if self.sliced is not self.costed:
+            yield lambda: self.whole(with_modes(self.costing, self.sliced) if modes else self.sliced)
 
     def whole(self, costed: Costed) -> Costed:
         """The problem of the whole step."""

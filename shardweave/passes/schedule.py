@@ -118,17 +118,16 @@ class Schedule:
         """The fastest order that fits; where none does, the one that holds least, whatever the limit is."""
         bound = _bound(tasks) * _CLOSE
         limit = math.inf if room is None else room
-        best: Woven | None = None
+        free: list[tuple[Woven, _Order]] = []  # with all gathers that they ask for
         for order in self._orders(tasks) if tasks.kept_bytes <= limit else ():
-            found, most = _within(order, limit)
-            if best is None or _better(found, best, limit):
-                best, fastest = found, partial(order, most=most)
-            if best.seconds <= bound and best.peak_bytes <= limit:
+            free.append((order(room=limit, most=math.inf), order))
+            if free[-1][0].seconds <= bound and free[-1][0].peak_bytes <= limit:
                 break
-        if best is not None and best.peak_bytes <= limit:
-            best = _thriftier(best, fastest)
-        else:
+        best: Woven | None = None
+        if not any(woven.peak_bytes <= limit for woven, _ in free):
             best = min((order(room=0, most=0) for order in self._orders(tasks)), key=lambda woven: woven.peak_bytes)
+        if best is None or best.peak_bytes <= limit:
+            best = _fastest_of(free, limit, best)
         if self.lookahead is None and (best.seconds > bound or best.peak_bytes > limit):
             for each in justified(tasks.after(ahead_of_use(tasks, max(AHEAD))))[:_PLAYED]:
                 other = _sunk(tasks, played(tasks, each.order, self.cluster.device.overlap_slowdown))
@@ -156,15 +155,27 @@ class Schedule:
                 )
 
 
+def _fastest_of(free: Sequence[tuple[Woven, _Order]], limit: float, best: Woven | None) -> Woven:
+    """The fastest that fits of orders, given with what each takes where it is not held back, or `best`."""
+    again: _Order | None = None
+    for fastest, order in sorted(free, key=lambda each: each[0].seconds):
+        if best is not None and best.peak_bytes <= limit and best.seconds * _CLOSE < fastest.seconds:
+            break  # held back, they take longer
+        found, most = (fastest, math.inf) if fastest.peak_bytes <= limit else _within(order, limit)
+        if best is None or _better(found, best, limit):
+            best, again = found, partial(order, most=most)
+    assert best is not None  # none is given where one of the others fits
+    return best if again is None else _thriftier(best, again)
+
+
 def _within(order: _Order, limit: float) -> tuple[Woven, float]:
     """An order that may hold so much, or, where it holds a little more, less and less; and what it was given.
 
     What is gathered ahead is there still where more is computed, which was not foreseen.
     """
-    free = order(room=limit, most=math.inf)
-    if free.peak_bytes <= limit:
-        return free, math.inf
     found = order(room=limit, most=limit)
+    if found.peak_bytes <= limit:
+        return found, limit
     for times in _LESS:
         less = limit - times * (found.peak_bytes - limit)
         if not 0 < less < limit:

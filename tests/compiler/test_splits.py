@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache
+from math import inf
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +14,10 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.planning import Made
+from shardweave.compiler.judge import Judged
+from shardweave.compiler.planning import Lacked, Made
+from shardweave.compiler.splits import fastest
+from shardweave.ir import Weaving
 from shardweave.runtime import ParallelModule
 from tests.compiler.planners import WIDE, Planner, smallest_named
 from tests.compiler.test_micro_batches import Loss
@@ -122,3 +128,58 @@ def test_micro_batches_in_sub_batches_take_what_is_said() -> None:
         taken = compiler.timeline(compiler.lower(replace(plan, weaving=weaving)))
         assert said.compute_time == pytest.approx(taken.compute_time, rel=0.01)
         assert said.step_time == pytest.approx(taken.step_time, rel=0.01)
+
+
+@dataclass
+class Asked:
+    """Stands for the planning of one cut; `seconds` that its plan takes, `expected` that the program says it will."""
+
+    seconds: float
+    expected: tuple[float, int]
+    presses: bool = True
+    made: int = 0
+
+    def make(self, ceiling: float = inf) -> Made | Lacked | None:
+        self.made += 1
+        if self.expected[0] == inf:
+            return Lacked(self.expected[1], self.last)
+        judged = Judged(self.seconds, 0.0, 0.0, 0, {})
+        chosen = SimpleNamespace(judged=judged, pressed=True)
+        return Made(self, None, chosen, Weaving()) if self.seconds < ceiling else None  # type: ignore[arg-type]
+
+    def last(self) -> Made:
+        raise sw.InfeasibleError.needing(self.expected[1], f"needs {self.expected[1]}")
+
+
+@pytest.mark.parametrize(
+    ("expected", "best", "looked_at"),
+    [
+        ([5.0, 4.0, 3.0, 3.5, 1.0], 2, 4),  # the last is not asked: its coarser neighbour is slower
+        ([1.0, 2.0, 0.5], 0, 2),
+        ([inf, inf, 4.0, 3.0, 5.0], 3, 5),
+        ([inf, 3.0, 2.0], 2, 3),
+    ],
+)
+def test_of_a_large_step_what_the_program_says_is_the_fastest_is_simulated_first(
+    expected: list[float], best: int, looked_at: int
+) -> None:
+    asked = [Asked(seconds, (seconds, 100 - number)) for number, seconds in enumerate(expected)]
+    given: list[Asked] = []
+
+    def one_by_one() -> Iterator[Asked]:
+        for each in asked:
+            given.append(each)
+            yield each
+
+    made = fastest(one_by_one())  # type: ignore[arg-type]
+    assert made.planning is asked[best]  # type: ignore[comparison-overlap]
+    assert len(given) == looked_at and not any(each.made for each in asked[looked_at:])
+    assert all(each.made == (each is asked[best]) for each in asked if each.expected[0] == inf)
+
+
+def test_where_the_program_knows_of_no_cut_that_fits_the_coarsest_is_tried_first() -> None:
+    """Until finer ones need no less: what the program says of memory is rough."""
+    asked = [Asked(inf, (inf, needs)) for needs in (50, 60, 40, 40, 10)]
+    with pytest.raises(sw.InfeasibleError, match="40"):
+        fastest(asked)  # type: ignore[arg-type]
+    assert [each.made for each in asked] == [1, 1, 1, 1, 0]

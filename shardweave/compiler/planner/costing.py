@@ -20,7 +20,7 @@ from shardweave.compiler.pipeline import Annotated
 from shardweave.compiler.planner.candidates import legal, spread
 from shardweave.compiler.planner.facts import Facts, bound_of, is_alias, num_bytes, root_of
 from shardweave.compiler.planner.ops import Op
-from shardweave.compiler.planner.prices import Links, Prices, local_numel, tensor_outputs
+from shardweave.compiler.planner.prices import Links, Prices, local_numel, tensor_outputs, whole
 from shardweave.compiler.planner.pricing import Parameters, Sizes, price_op
 from shardweave.compiler.planner.problem import Problem
 from shardweave.compiler.planner.rows import Costed, Rows, Variable
@@ -370,7 +370,7 @@ class Costing:
                     assert result is not None
                 wants.append(lies)
                 arrivals.append((result,))
-            change = (0, *self._change(source, wants, [replace(want, partial=()) for want in wants]))
+            change = (0, *self._change(source, wants, [whole(want) for want in wants]))
             costs = self.windows.none(len(wants))
             self._remembered[key] = arrivals, self._number(tuple(arrivals)), costs, [change]
         self._remember(node, number, key)

@@ -63,22 +63,24 @@ class Prices:
 
         An array of the two ways, what takes them, and the two.
         """
-        back = self._changes(gradients, [_whole(have) for have in haves], itemsize)
+        back = self._changes(gradients, [whole(have) for have in haves], itemsize)
         return np.stack([self._changes(haves, wants, itemsize), back.swapaxes(1, 2)])
 
     def pairs(
         self, haves: Sequence[Layout], wants: Sequence[Layout], gradients: Sequence[Layout], itemsize: int
     ) -> Links:
         """As `table`, from each of `haves` only to what is in the same place."""
-        back = self.one_way(gradients, [_whole(have) for have in haves], itemsize)
+        back = self.one_way(gradients, [whole(have) for have in haves], itemsize)
         return np.stack([self.one_way(haves, wants, itemsize), back])
 
     def one_way(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float) -> Links:
         """From each of `haves` to that of `wants` in the same place: an array of what takes it, and these."""
         links = np.zeros((1 + len(self.levels), len(haves)))
-        plain = [index for index, pair in enumerate(zip(haves, wants)) if not any(layout.padding for layout in pair)]
-        links[:, plain] = self._priced([haves[i] for i in plain], [wants[i] for i in plain], itemsize, paired=True)
-        for index in sorted(set(range(len(haves))) - set(plain)):
+        moved = [index for index, (have, want) in enumerate(zip(haves, wants)) if have is not want and have != want]
+        plain = [index for index in moved if haves[index].padding is None and wants[index].padding is None]
+        if plain:
+            links[:, plain] = self._priced([haves[i] for i in plain], [wants[i] for i in plain], itemsize, paired=True)
+        for index in sorted({*moved} - {*plain}):
             for step in steps_between(haves[index], wants[index]):
                 if step.kind not in LOCAL:
                     size = max(local_numel(step.before), local_numel(step.after)) * itemsize
@@ -190,6 +192,6 @@ def _distinct(layouts: Sequence[Layout]) -> tuple[tuple[Layout, ...], Ints]:
     return tuple(numbers), np.array(number_of, dtype=np.int64)
 
 
-def _whole(layout: Layout) -> Layout:
+def whole(layout: Layout) -> Layout:
     """Where the gradient of a value is wanted: of a partial sum it is whole."""
     return replace(layout, partial=()) if layout.partial else layout

@@ -221,10 +221,11 @@ def _infeasible(problem: Problem, time_limit: float) -> PlanError:
         parts.append(f"fixed {readable_bytes(problem.fixed_bytes)}")
     needed = problem.memory(proof.choice)
     least = "smallest memory that does" if proof.status == "OPTIMAL" else "smallest memory found to do"
-    return InfeasibleError(
+    return InfeasibleError.needing(
+        needed,
         f"no plan fits into the memory limit of {limit} bytes ({readable_bytes(limit)}) a device; the {least} is "
         f"{needed} bytes ({readable_bytes(needed)}). Most of it: {', '.join(parts)}. Raise memory_limit, or use more "
-        "devices or a smaller batch."
+        "devices or a smaller batch.",
     )
 
 
