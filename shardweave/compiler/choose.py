@@ -28,6 +28,9 @@ ROUGH, TINY = 5e-3, 2**8
 MODEST = 2**14
 """Candidates of a problem up to which plans that people write by hand are simulated, however near the answer is."""
 
+WIDER = 0.25
+"""How much more of what was not counted is left free each time that an answer of many candidates did not fit."""
+
 MANY = 8
 """Families of plans that rivals are looked for in."""
 
@@ -74,31 +77,36 @@ class Chooser:
     runs: Sequence[Sequence[str]] = ()
     _judged: dict[tuple[int, ...], dict[int, Judged]] = field(default_factory=dict)
     """What has been simulated, by its choice (of a problem with modes a longer one than without) and the limit."""
-    _known: dict[tuple[int, int], tuple[Costed, Solution]] = field(default_factory=dict)
-    """Choices that are nearly the best, with their problems, by these' identities and the memory limit."""
+    _asked: dict[tuple[int, int], tuple[Costed, Both]] = field(default_factory=dict)
+    """What the program is asked, by the identity of the problem and the memory limit."""
+    _known: dict[tuple[int, int], Solution] = field(default_factory=dict)
+    """Choices that are nearly the best, by the same."""
 
     def presses(self, costed: Costed) -> bool:
         """Whether the fastest plan of many candidates takes far more memory than there is: it will not be simulated."""
         if _size(costed) <= MODEST:
             return False
-        free = Both.of(costed, UNLIMITED)
-        return self._is_far(free.overlapping, self._fastest(free, costed), costed.problem.memory_limit)
+        return self._is_far(costed, self._fastest(costed), costed.problem.memory_limit)
 
-    def expects(self, costed: Costed, smaller: Callable[[], Costed] | None = None) -> tuple[float, int]:
+    def expects(
+        self, costed: Costed, smaller: Callable[[], Costed] | None = None, ceiling: float = math.inf
+    ) -> tuple[float, int]:
         """Seconds that the program says the fastest plan takes that fits, about; infinite where none does.
 
-        And the bytes that it counts for it, or for the smallest there is.
+        And the bytes that it counts for it, or for the smallest there is. From `ceiling` seconds on any will do.
         """
         limit = costed.problem.memory_limit
         given = costed if smaller is None else smaller()
-        fastest = self._fastest(Both.of(costed, UNLIMITED), costed)
-        asked = Both.of(given, limit).overlapping
+        fastest, asked = self._fastest(costed), self._both(given, limit).overlapping
         hint = self.start(asked) or (fastest.choice if smaller is None else None)
         try:
-            found = self._solve(asked, hint, fastest.waits_for, rough=True)
+            found = self._solve(asked, hint, fastest.waits_for, ceiling, rough=True)
         except InfeasibleError as error:
             return math.inf, error.needed_bytes or 0
-        self._known[id(given), limit] = given, found
+        self._known[id(given), limit] = found
+        kept = [] if found.bound >= ceiling else [(id(given), limit)]  # others take much memory, and are not asked soon
+        for key in self._asked.keys() - kept:
+            del self._asked[key]
         return found.objective, given.problem.memory(found.choice)
 
     def choose(
@@ -114,8 +122,9 @@ class Chooser:
         None where the program says that nothing that fits takes less than `ceiling` seconds; not of small problems.
         """
         limit, ceiling = costed.problem.memory_limit, math.inf if _is_small(costed) else ceiling
-        free = Both.of(costed, UNLIMITED)
-        fastest = self._fastest(free, costed, ceiling)
+        if any(found.bound >= ceiling for (_, under), found in self._known.items() if under < UNLIMITED):
+            return None  # as was expected
+        free, fastest = self._both(costed, UNLIMITED), self._fastest(costed, ceiling)
         if fastest.bound >= ceiling:
             return None
         near = self._near(free, fastest, limit)
@@ -126,14 +135,11 @@ class Chooser:
             if fits_too or best.judged.step_time <= (1 + ROUGH) * fastest.bound:
                 return replace(best, answer=_least(too_large)).within(limit)
         given = costed if smaller is None else smaller()
-        both = Both.of(given, limit)
+        both = self._both(given, limit)
         hint = self.start(both.overlapping) or (fastest.choice if smaller is None else None)
-        _, expected = self._known.get((id(given), limit), (given, None))
-        if expected is not None:
+        if (expected := self._known.get((id(given), limit))) is not None:
             hint = expected.choice
-            if expected.bound >= ceiling:
-                return None
-        found = self._under(both.overlapping, limit, hint, fastest.waits_for, ceiling=ceiling)
+        found = self._under(both.overlapping, limit, hint, fastest.waits_for, ceiling=ceiling, known=expected)
         fits = self._with_rivals(both, found, limit) if found is not None else []
         known = fastest_of([*too_large, *fits]) if too_large or fits else None
         too_large += self._overlooked(free.overlapping, fastest, known, limit)
@@ -151,13 +157,20 @@ class Chooser:
         held, answer = best.solution.held_to(bound), _least([*too_large, *fits])
         return replace(best, solution=held, pressed=slower > 1 + PRESSING, answer=answer).within(limit)
 
-    def _fastest(self, free: Both, costed: Costed, ceiling: float = math.inf) -> Solution:
-        """A choice that is nearly the fastest of all of a problem, `free` of its limit; one that was found before."""
+    def _both(self, costed: Costed, limit: int) -> Both:
+        """What the program is asked under a limit."""
+        key = id(costed), limit
+        if key not in self._asked:
+            self._asked[key] = costed, Both.of(costed, limit)
+        return self._asked[key][1]
+
+    def _fastest(self, costed: Costed, ceiling: float = math.inf) -> Solution:
+        """A choice that is nearly the fastest of all, whatever it holds."""
         key = id(costed), UNLIMITED
         if key not in self._known:
-            found = self._solve(free.overlapping, self.start(free.overlapping), ceiling=ceiling, rough=True)
-            self._known[key] = costed, found
-        return self._known[key][1]
+            asked = self._both(costed, UNLIMITED).overlapping
+            self._known[key] = self._solve(asked, self.start(asked), ceiling=ceiling, rough=True)
+        return self._known[key]
 
     def _is_far(self, costed: Costed, fastest: Solution, limit: int) -> bool:
         """Whether a choice does not fit for sure, whatever the simulator says."""
@@ -325,16 +338,20 @@ class Chooser:
         waits_for: Sequence[str] = (),
         rough: bool = False,
         ceiling: float = math.inf,
+        known: Solution | None = None,
     ) -> Chosen | None:
         """The best choice that fits into `limit` when simulated, too; None where the program runs out of choices.
 
-        Of those that may take less than `ceiling` seconds.
+        Of those that may take less than `ceiling` seconds; `known` is one that the program has found under the limit.
         """
-        asked = limited(costed, limit)
+        asked, wider = limited(costed, limit), 1.0
         first: Solution | None = None
         while True:
             try:
-                solution = self._solve(asked, hint, first.waits_for if first else waits_for, ceiling, rough)
+                if first is None and known is not None and known.gap <= GAP:
+                    solution = known
+                else:
+                    solution = self._solve(asked, hint, first.waits_for if first else waits_for, ceiling, rough)
             except InfeasibleError:
                 return None
             if solution.bound >= ceiling:
@@ -346,7 +363,9 @@ class Chooser:
             if chosen.judged.peak_memory <= limit:
                 return chosen.within(limit)
             counted = costed.problem.memory(solution.choice)
-            asked = limited(costed, min(counted - 1, limit - (chosen.judged.peak_memory - counted)))
+            missed = chosen.judged.peak_memory - counted
+            asked = limited(costed, min(counted - 1, limit - int(wider * missed)))
+            wider += WIDER if _size(costed) > MODEST else 0.0
 
     def _solve(
         self,

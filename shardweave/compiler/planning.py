@@ -74,11 +74,13 @@ class Planning:
         """Whether memory makes the step slower for sure, and simulating it takes long."""
         return self._chooser.presses(self._whole)
 
-    @cached_property
-    def expected(self) -> tuple[float, int]:
-        """Seconds that the program says the fastest plan takes that fits, infinite where none does, and its bytes."""
+    def expected(self, ceiling: float = math.inf) -> tuple[float, int]:
+        """Seconds that the program says the fastest plan takes that fits, infinite where none does, and its bytes.
+
+        From `ceiling` seconds on it says so of any plan.
+        """
         self.progress("solve")
-        return self._chooser.expects(self._whole, next(self._priced.ways_to_save(self._modes)))
+        return self._chooser.expects(self._whole, next(self._priced.ways_to_save(self._modes)), ceiling)
 
     def make(self, ceiling: float = math.inf) -> Made | Lacked | None:
         """What is best for the step, if the program does not say that it takes at least `ceiling` seconds."""

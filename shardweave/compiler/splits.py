@@ -68,10 +68,11 @@ def _likely_first(plannings: Iterator[Planning]) -> Iterator[Planning]:
     """
     looked_at = [*islice(plannings, 2)]
     if len(looked_at) > 1 and looked_at[0].presses:
-        expected = [_expected(planning) for planning in looked_at]
+        expected = [_expected(looked_at[0], inf)]
+        expected.append(_expected(looked_at[1], expected[0][0]))
         while _goes_on(expected) and (finer := next(plannings, None)) is not None:
             looked_at.append(finer)
-            expected.append(_expected(finer))
+            expected.append(_expected(finer, min(expected)[0]))
         order = sorted(range(len(looked_at)), key=lambda index: expected[index][0])
         if fitting := [looked_at[index] for index in order if expected[index][0] < inf]:
             looked_at, plannings = fitting, iter(())
@@ -91,10 +92,10 @@ def _goes_on(expected: Sequence[tuple[float, float]]) -> bool:
     return finest < coarser
 
 
-def _expected(planning: Planning) -> tuple[float, float]:
+def _expected(planning: Planning, ceiling: float) -> tuple[float, float]:
     """`Planning.expected`; where the step cannot be cut so, nothing fits."""
     try:
-        return planning.expected
+        return planning.expected(ceiling)
     except ParallelError:
         return inf, inf
 

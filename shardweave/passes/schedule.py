@@ -126,8 +126,7 @@ class Schedule:
         best: Woven | None = None
         if not any(woven.peak_bytes <= limit for woven, _ in free):
             best = min((order(room=0, most=0) for order in self._orders(tasks)), key=lambda woven: woven.peak_bytes)
-        if best is None or best.peak_bytes <= limit:
-            best = _fastest_of(free, limit, best)
+        best = _fastest_of(free, limit, best)
         if self.lookahead is None and (best.seconds > bound or best.peak_bytes > limit):
             for each in justified(tasks.after(ahead_of_use(tasks, max(AHEAD))))[:_PLAYED]:
                 other = _sunk(tasks, played(tasks, each.order, self.cluster.device.overlap_slowdown))
@@ -164,8 +163,8 @@ def _fastest_of(free: Sequence[tuple[Woven, _Order]], limit: float, best: Woven 
         found, most = (fastest, math.inf) if fastest.peak_bytes <= limit else _within(order, limit)
         if best is None or _better(found, best, limit):
             best, again = found, partial(order, most=most)
-    assert best is not None  # none is given where one of the others fits
-    return best if again is None else _thriftier(best, again)
+    assert best is not None  # none is given only where one of the others fits
+    return best if again is None or best.peak_bytes > limit else _thriftier(best, again)
 
 
 def _within(order: _Order, limit: float) -> tuple[Woven, float]:

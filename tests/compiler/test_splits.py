@@ -132,23 +132,26 @@ def test_micro_batches_in_sub_batches_take_what_is_said() -> None:
 
 @dataclass
 class Asked:
-    """Stands for the planning of one cut; `seconds` that its plan takes, `expected` that the program says it will."""
+    """Stands for the planning of one cut; `seconds` that its plan takes, and the program says so, and its bytes."""
 
     seconds: float
-    expected: tuple[float, int]
+    needs: int
     presses: bool = True
     made: int = 0
 
+    def expected(self, ceiling: float) -> tuple[float, int]:
+        return self.seconds, self.needs
+
     def make(self, ceiling: float = inf) -> Made | Lacked | None:
         self.made += 1
-        if self.expected[0] == inf:
-            return Lacked(self.expected[1], self.last)
+        if self.seconds == inf:
+            return Lacked(self.needs, self.last)
         judged = Judged(self.seconds, 0.0, 0.0, 0, {})
         chosen = SimpleNamespace(judged=judged, pressed=True)
         return Made(self, None, chosen, Weaving()) if self.seconds < ceiling else None  # type: ignore[arg-type]
 
     def last(self) -> Made:
-        raise sw.InfeasibleError.needing(self.expected[1], f"needs {self.expected[1]}")
+        raise sw.InfeasibleError.needing(self.needs, f"needs {self.needs}")
 
 
 @pytest.mark.parametrize(
@@ -163,7 +166,7 @@ class Asked:
 def test_of_a_large_step_what_the_program_says_is_the_fastest_is_simulated_first(
     expected: list[float], best: int, looked_at: int
 ) -> None:
-    asked = [Asked(seconds, (seconds, 100 - number)) for number, seconds in enumerate(expected)]
+    asked = [Asked(seconds, 100 - number) for number, seconds in enumerate(expected)]
     given: list[Asked] = []
 
     def one_by_one() -> Iterator[Asked]:
@@ -174,12 +177,12 @@ def test_of_a_large_step_what_the_program_says_is_the_fastest_is_simulated_first
     made = fastest(one_by_one())  # type: ignore[arg-type]
     assert made.planning is asked[best]  # type: ignore[comparison-overlap]
     assert len(given) == looked_at and not any(each.made for each in asked[looked_at:])
-    assert all(each.made == (each is asked[best]) for each in asked if each.expected[0] == inf)
+    assert all(each.made == (each is asked[best]) for each in asked if each.seconds == inf)
 
 
 def test_where_the_program_knows_of_no_cut_that_fits_the_coarsest_is_tried_first() -> None:
     """Until finer ones need no less: what the program says of memory is rough."""
-    asked = [Asked(inf, (inf, needs)) for needs in (50, 60, 40, 40, 10)]
+    asked = [Asked(inf, needs) for needs in (50, 60, 40, 40, 10)]
     with pytest.raises(sw.InfeasibleError, match="40"):
         fastest(asked)  # type: ignore[arg-type]
     assert [each.made for each in asked] == [1, 1, 1, 1, 0]

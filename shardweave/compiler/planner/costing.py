@@ -419,10 +419,10 @@ class Costing:
                 haves, wanted = [port[0] for port in self.lies[argument]], [want[position] for want in wants]
                 back, itemsize = [gradient[position] for gradient in gradients], argument.meta["val"].element_size()
                 links = self.prices.table(haves, wanted, back, itemsize)
-                for port, idle in enumerate(self._idle(source)):
-                    if idle:  # its backward computes with a part of the gradient, too, and sums what becomes of it
-                        parts, own = [drop(gradient, idle) for gradient in back], slice(port, port + 1)
-                        links[:, :, own] = self.prices.table(haves[own], wanted, parts, itemsize)
+                for idle, ports in self._idle(source).items():
+                    # Its backward computes with a part of the gradient, too, and sums what becomes of it
+                    parts = [drop(gradient, set(idle)) for gradient in back]
+                    links[1][:, ports] = self.prices.gradients(parts, [haves[port] for port in ports], itemsize)
                 self._changes[key] = links / shared
             links = self._changes[key]
             if source == number:
@@ -434,13 +434,16 @@ class Costing:
             else:
                 self._edges[source, number] = links
 
-    def _idle(self, number: int) -> list[list[Axis]]:
-        """The axes over which an op without a batch does the same everywhere, by port; none of a join."""
-        variable = self.variables[number]
+    def _idle(self, number: int) -> dict[frozenset[Axis], list[int]]:
+        """The ports of an op without a batch by the axes over which it does the same everywhere; none of a join."""
+        variable, found = self.variables[number], dict[frozenset[Axis], list[int]]()
         if variable.op is None or variable.op.batch > 1:
-            return []
-        used = [{axis for own in port.values() for axis, _ in own.items} for port in variable.ports]
-        return [[axis for axis in self.mesh.axes if axis not in axes] for axes in used]
+            return found
+        for number, port in enumerate(variable.ports):
+            used = {axis for own in port.values() for axis, _ in own.items}
+            found.setdefault(frozenset(self.mesh.axes) - used, []).append(number)
+        found.pop(frozenset(), None)
+        return found
 
     def _saved(self, node: fx.Node) -> None:
         """What the backward needs of a value, in each port of the variable that it follows."""

@@ -49,8 +49,8 @@ class Prices:
         self.mesh, self.cluster = mesh, cluster
         self._axes = (*mesh.axes, *mesh.all_times, *mesh.slices)
         self.levels = [level.name for level in cluster.levels if level.size > 1] or [cluster.levels[0].name]
-        self._groups: dict[int, tuple[Axis, ...]] = {}
         self._collectives: dict[tuple[str, tuple[Axis, ...]], dict[int, tuple[int, float]]] = {}
+        self._groups: dict[tuple[str, int], tuple[tuple[Axis, ...], dict[int, tuple[int, float]]]] = {}
         self._works: dict[fx.Node, Work | None] = {}
         self._rests: dict[tuple[Layout, tuple[tuple[Axis, ...], ...]], list[Layout]] = {}
         self._computed: dict[tuple[object, ...], float] = {}
@@ -63,8 +63,11 @@ class Prices:
 
         An array of the two ways, what takes them, and the two.
         """
-        back = self._changes(gradients, [whole(have) for have in haves], itemsize)
-        return np.stack([self._changes(haves, wants, itemsize), back.swapaxes(1, 2)])
+        return np.stack([self._changes(haves, wants, itemsize), self.gradients(gradients, haves, itemsize)])
+
+    def gradients(self, gradients: Sequence[Layout], haves: Sequence[Layout], itemsize: int) -> Links:
+        """The second of `table`'s ways alone: an array of what takes it, and the two."""
+        return self._changes(gradients, [whole(have) for have in haves], itemsize).swapaxes(1, 2)
 
     def pairs(
         self, haves: Sequence[Layout], wants: Sequence[Layout], gradients: Sequence[Layout], itemsize: int
@@ -113,7 +116,7 @@ class Prices:
         different, size_of = np.unique(sizes[on], return_inverse=True)
         pairs, pair_of = np.unique(groups[on] * len(different) + size_of, return_inverse=True)
         numbers = [divmod(int(pair), len(different)) for pair in pairs]
-        priced = [self.collective(kind, self._group(group), int(different[size])) for group, size in numbers]
+        priced = [self._of_group(kind, group, int(different[size])) for group, size in numbers]
         levels, seconds = (np.array(column)[pair_of] for column in zip(*priced))
         for level in range(len(self.levels)):
             links[1 + level][on] += np.where(levels == level, seconds, 0.0)
@@ -123,11 +126,14 @@ class Prices:
         device = self.cluster.device
         return device.launch_latency + bytes_seconds(2 * num_bytes, self.cluster) if num_bytes else 0.0
 
-    def _group(self, group: int) -> tuple[Axis, ...]:
-        """The axes of one of a move's groups: the same tuple for the same group."""
-        if group not in self._groups:
-            self._groups[group] = group_axes(group, self._axes)
-        return self._groups[group]
+    def _of_group(self, kind: str, group: int, num_bytes: int) -> tuple[int, float]:
+        """`collective` over the axes of one of a move's groups: looked up by its number, as axes take long to hash."""
+        key = kind, group
+        if key not in self._groups:
+            axes = group_axes(group, self._axes)
+            self._groups[key] = axes, self._collectives.setdefault((kind, axes), {})
+        axes, prices = self._groups[key]
+        return prices[num_bytes] if num_bytes in prices else self.collective(kind, axes, num_bytes)
 
     def collective(self, kind: str, axes: tuple[Axis, ...], num_bytes: int) -> tuple[int, float]:
         """The outermost level that a collective crosses, and its seconds: nothing over time axes."""
