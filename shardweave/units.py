@@ -1,8 +1,9 @@
-"""Bytes and seconds as people read them."""
+"""Bytes, seconds and numbers as people read them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 _SECONDS = ("s", "ms", "µs", "ns")
@@ -33,3 +34,18 @@ def readable_seconds(seconds: float) -> str:
         seconds, power = seconds * 1000, power + 1
     digits = 2 if abs(seconds) < 9.995 else 1 if abs(seconds) < 99.95 else 0
     return f"{seconds:.{digits}f} {_SECONDS[power]}"
+
+
+def readable_ranges(numbers: Iterable[int]) -> str:
+    """Whole numbers, those in a row by the first and the last.
+
+    >>> readable_ranges([6, 0, 1, 2, 3])
+    '0-3,6'
+    """
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from shardweave.errors import PlanError
+from shardweave.units import readable_ranges
 
 Mode = Literal["none", "fine", "full"]
 MODES: tuple[Mode, ...] = ("none", "fine", "full")
@@ -65,8 +66,8 @@ class Weaving:
         ['2 sub-batches', 'recomputation * fine', 'recomputation under other gradients']
         """
         found = {f"{self.sub_batches} sub-batches": replace(self, sub_batches=1)} if self.sub_batches > 1 else {}
-        if again := [f"recomputation {pattern} {mode}" for pattern, mode in self.recompute.items()]:
-            found[" and ".join(again)] = replace(self, recompute={})
+        if self.recompute:
+            found[f"recomputation {_by_mode(self.recompute)}"] = replace(self, recompute={})
             if self.cross_pass:
                 found[_UNDER] = replace(self, cross_pass=False)
         sliced = [f"{pattern} in {count} slices" for pattern, count in self.operator_slices.items() if count > 1]
@@ -102,3 +103,20 @@ class Weaving:
 
     def __str__(self) -> str:
         return ", ".join(choice for choice in self.without() if choice != _UNDER)
+
+
+def _by_mode(recompute: Mapping[str, Mode]) -> str:
+    """Patterns and their modes, those that differ in a layer's number together.
+
+    >>> _by_mode({"*": "fine", "h.0": "none", "h.1": "none", "h.2": "none", "h.7": "full"})
+    '* fine and h.0-2 none and h.7 full'
+    """
+    groups: dict[tuple[str, str, Mode], list[int]] = {}
+    for pattern, mode in recompute.items():
+        stem, _, number = pattern.rpartition(".")
+        if number.isdecimal():
+            groups.setdefault((stem, ".", mode), []).append(int(number))
+        else:
+            groups.setdefault((pattern, "", mode), [])
+    said = ((f"{stem}{dot}{readable_ranges(numbers)}", mode) for (stem, dot, mode), numbers in groups.items())
+    return " and ".join(f"{pattern} {mode}" for pattern, mode in said)

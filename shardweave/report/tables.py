@@ -20,7 +20,7 @@ from rich.text import Text
 from shardweave.compiler.op_choice import OpChoice, RunnerUp
 from shardweave.compiler.plan import Plan, Saving
 from shardweave.ir import Strategy
-from shardweave.units import readable_bytes, readable_seconds
+from shardweave.units import readable_bytes, readable_ranges, readable_seconds
 
 _WIDTH = 140
 
@@ -172,22 +172,11 @@ def fold(names: Iterable[str], key: Callable[[str], object]) -> list[tuple[str, 
             folded.append((f"{pattern} ×{len(own)}", own))
         else:
             numbers = [int(match.group()) for name in own if (match := _NUMBER.search(name))]
-            folded.append((f"{pattern.replace('*', _ranges(numbers))} ×{len(own)}", own))
+            folded.append((f"{pattern.replace('*', readable_ranges(numbers))} ×{len(own)}", own))
     return folded
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """``0-3,6``"""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _choice_key(choice: OpChoice) -> tuple[object, ...]:
