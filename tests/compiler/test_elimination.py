@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardweave.compiler.planner import elimination as module
+from shardweave.compiler.planner.branching import Branching
 from shardweave.compiler.planner.descent import descend
 from shardweave.compiler.planner.duality import Part, dual, least_memory
 from shardweave.compiler.planner.elimination import Elimination
+from shardweave.compiler.planner.incumbent import Incumbent
 from shardweave.compiler.planner.labels import Walker
 from shardweave.compiler.planner.problem import Candidate, Edge, Op, Problem
 from shardweave.compiler.planner.solver import solve
@@ -144,6 +146,48 @@ def test_no_choice_of_a_part_is_faster_than_its_bound(problem: Problem, at: floa
         assert (found is None) == (alone is None)
         assert found is None or alone is None or found.bound == pytest.approx(alone.bound, rel=1e-4, abs=64)
     assert all(len(choice) == len(problem.ops) for choice in offered)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.data())
+def test_no_choice_that_counts_as_little_is_faster_than_their_bound(
+    problem: Problem, data: st.DataObject
+) -> None:
+    """Whatever equal ops count, with either sign, and where two figures count; begun from the bound of all choices."""
+    elimination = eliminated(problem)
+    part = Part(0, max(int(level) for table in elimination.ops for level in table.transient))
+    whole = dual(elimination, part, lambda _: None)
+    counted = []
+    for _ in range(data.draw(st.integers(1, 2))):
+        table = data.draw(st.integers(0, len(elimination.tables.ops) - 1))
+        size = len(elimination.tables.ops[table].transient)
+        counts = np.array(data.draw(st.lists(st.integers(-1, 1), min_size=size, max_size=size)))
+        most = data.draw(st.integers(-2, 2))
+        elimination = elimination.counting(table, counts, most)
+        counted.append((elimination.tables.members[table], counts, most))
+    found = dual(elimination, part, lambda _: None, whole) if whole else None
+    for choice in choices(problem):
+        own = np.array(choice)
+        if problem.feasible(choice) and all(counts[own[ops]].sum() <= most for ops, counts, most in counted):
+            assert found is not None and found.bound <= (problem.ticks(choice) or 0)
+
+
+def test_a_part_is_split_by_how_many_equal_ops_take_a_candidate() -> None:
+    """A mixture recomputes 3.4 of eight layers, a plan three or four: no layouts change and no transient differs."""
+    layer = Candidate("keep", 1.0, saved_bytes=10), Candidate("again", 1.5, saved_bytes=3)
+    other = Candidate("large", 0.0, saved_bytes=8), Candidate("small", 0.8, saved_bytes=0)
+    ops = tuple(Op(f"{kind}{n}", own) for n in range(8) for kind, own in (("layer", layer), ("other", other)))
+    edges = tuple(Edge(n, n + 1, np.zeros((1, 1))) for n in range(15))
+    problem = Problem(ops, edges, memory_limit=8 * 18 - 24)
+    branching = Branching(eliminated(problem), Incumbent(eliminated(problem).tables, None, gap=1e-3))
+    branching._enter(branching.elimination, Part(0, 0), None)
+    (root,) = (found for _, _, found, _ in branching.open)
+    branching.open.clear()
+    assert branching._count(root)
+    bounds = [found.bound for _, _, found, _ in branching.open]
+    best = problem.ticks(solve(problem).choice)
+    assert best is not None and root.bound < 0.99 * best and root.bound < min(bounds) <= best
+    assert solve(problem, gap=1e-3).gap <= 1e-3
 
 
 @settings(max_examples=100, deadline=None)

@@ -5,7 +5,9 @@ What makes a bound loose is what a mixture of choices averages and a plan cannot
 - the largest transient: a part is split at the largest that the mixture's choices have;
 - layouts: a plan has to change them somewhere between runs of two choices, a mixture does not. So an op is made to
   take a candidate that goes better with the one choice, or with the other: the first such op, then the one that is
-  farthest from all ops so decided, until all that is left pays for its changes.
+  farthest from all ops so decided, until all that is left pays for its changes;
+- equal ops: a plan has a whole number of them take a candidate, recompute, say, a mixture 6.85 of 32. So at most six
+  do, or at least seven, which is one more figure with a limit (`Tables.counting`).
 
 What is left is walked through, ever farther from its bound (`Walker`).
 """
@@ -16,6 +18,7 @@ import heapq
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -39,6 +42,9 @@ _LOOSE = 1e-6
 
 _SHARES = 4
 """Choices of a mixture, those with the largest shares, whose layouts are compared."""
+
+_WHOLE = 1e-3
+"""How far from a whole number of times a mixture may take a candidate for it to count as one."""
 
 _OPS = 32
 """Ops that are looked at for one to decide."""
@@ -83,7 +89,7 @@ class Branching:
             elif (rough or incumbent.gap) and incumbent.choice and self.numbers >= _FEW_PARTS:
                 heapq.heappush(self.open, (bound, number, found, walked))
                 break
-            elif walked > 0.0 or not (self._split(found) or (incumbent.gap and self._decide(found))):
+            elif walked > 0.0 or not self._divide(found):
                 if rough and incumbent.choice:
                     heapq.heappush(self.open, (bound, number, found, walked))
                     break
@@ -99,7 +105,7 @@ class Branching:
             return
         mixed = None
         if found.bound < incumbent.enough:
-            mixed = mix(self.tables, found.weights, found.mixed, incumbent.offer)
+            mixed = mix(self.tables, found.weights[: self.tables.rows], self._own(found.mixed), incumbent.offer)
         if mixed is not None and mixed == incumbent.choice:
             self._tune(found, found.mixed, mixed)
         else:
@@ -109,7 +115,16 @@ class Branching:
 
     def _tune(self, found: Dual, columns: Sequence[Column], mixed: Choice) -> None:
         goal = found.bound / (1.0 - self.incumbent.gap)
-        tune(self.tables, found.weights, columns, mixed, found.bound, goal, self.incumbent.offer)
+        weights = found.weights[: self.tables.rows]
+        tune(self.tables, weights, self._own(columns), mixed, found.bound, goal, self.incumbent.offer)
+
+    def _own(self, columns: Sequence[Column]) -> list[Column]:
+        """Columns with the figures of the problem itself, without counts."""
+        return [replace(column, figures=column.figures[: self.tables.rows]) for column in columns]
+
+    def _divide(self, found: Dual) -> bool:
+        """Split a part in some way that betters its bound, if there is one; exact answers are walked to, mostly."""
+        return self._split(found) or (self.incumbent.gap > 0.0 and (self._decide(found) or self._count(found)))
 
     def _split(self, found: Dual) -> bool:
         """Split a part at the largest transient of its mixture's choices, where that makes the bound loose."""
@@ -155,12 +170,33 @@ class Branching:
 
         def weighed(choice: Choice) -> Floats:
             figures, allowed = self.tables.around(op, choice)
-            return np.where(allowed, found.weights @ figures, _NEVER)
+            return np.where(allowed, found.weights[: self.tables.rows] @ figures, _NEVER)
 
         farther = weighed(first) - weighed(second)
         if farther[second[op]] - farther[first[op]] <= 2 * self.loose * found.bound:
             return None
         return np.asarray(2 * farther <= farther[first[op]] + farther[second[op]])
+
+    def _count(self, found: Dual) -> bool:
+        """Split a part by how many of equal ops take a candidate, where its mixture has a fraction of one take it."""
+        choices = np.array([column.choice for column in found.mixed])
+        kept = np.ptp([column.figures[KEPT] for column in found.mixed])
+        best: tuple[float, int, int, int] | None = None
+        for table, members in enumerate(self.tables.members):
+            for candidate in np.unique(choices[:, members]) if found.shares and len(members) > 1 else ():
+                counts = (choices[:, members] == candidate).sum(axis=1)
+                times = float(np.dot(found.shares, counts))
+                # The fraction of what memory one of them makes out
+                worth = abs(times - round(times)) * float(kept / max(1, np.ptp(counts)))
+                if abs(times - round(times)) > _WHOLE and (best is None or worth > best[0]):
+                    best = worth, table, int(candidate), math.floor(times)
+        if best is None:
+            return False
+        _, table, candidate, most = best
+        taken = np.arange(len(self.tables.ops[table].transient)) == candidate
+        for sign, limit in ((1, most), (-1, -most - 1)):
+            self._enter(found.elimination.counting(table, sign * taken.astype(np.int64), limit), found.part, found)
+        return True
 
     def _walk(self, bound: float, number: int, found: Dual, walked: float, deadline: float) -> None:
         """Walk through a part, farther than before; what is too large is split, or left as it is."""
@@ -168,7 +204,7 @@ class Branching:
         mixed = self.mixed.pop(number, None)
         if mixed is not None:
             self._tune(found, found.columns, mixed)
-        if found.elimination.too_large:
+        if found.elimination.too_large or found.elimination.tables.limits:  # labels are held to no counts
             if not self._decide(found):
                 self.left = min(self.left, bound)
             return

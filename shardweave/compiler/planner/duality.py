@@ -10,6 +10,8 @@ whose minimum `Elimination` finds exactly. The best weights come from the other 
 are the next weights, and a choice that is worth more than they say enters it. Where none does, mixture and bound are
 one. Weights are taken from between those of the mixture and the best ones so far (Wentges, 1997): far steadier.
 
+Any figure with a limit is priced as memory is: how many equal ops take a candidate, say (`Tables.counting`).
+
 The largest transient is no sum. A `Part` of all choices is those whose largest transient lies in an interval: its
 candidates are capped from above, and its room is what the lower end leaves. Parts are split where that is too little.
 """
@@ -70,8 +72,8 @@ class Dual:
     """Every choice of `part` that `elimination` allows takes at least `bound` ticks, at these `weights` of the figures.
 
     `minimum` belongs to these weights; `columns` are all choices that it came by, `mixed` those that the best mixture
-    is made of. `error` covers the rounding of sums, in ticks: none while they stay below ``2**52``, as those of real
-    steps do.
+    is made of, and their `shares`. `error` covers the rounding of sums, in ticks: none while they stay below ``2**52``,
+    as those of real steps do.
     """
 
     elimination: Elimination
@@ -82,6 +84,7 @@ class Dual:
     columns: list[Column]
     mixed: list[Column]
     error: float
+    shares: Sequence[float] = ()
 
     @property
     def price(self) -> float:
@@ -118,7 +121,7 @@ def least_memory(elimination: Elimination) -> Choice | None:
 
 
 def _only(elimination: Elimination, row: int) -> Floats:
-    weights = np.zeros(LOADS + elimination.problem.num_streams)
+    weights = np.zeros(elimination.tables.rows)
     weights[row] = 1.0
     return weights
 
@@ -138,6 +141,8 @@ def dual(
     room = tables.room - part.low
     before = start.columns if start else []
     columns = [column for column in before if column.peak <= part.high and elimination.allows(column.choice)]
+    if start and len(start.weights) < tables.rows:  # a figure more counts
+        columns = [counted for column in columns if (counted := Column.of(tables, column.choice)) is not None]
 
     def priced(weights: Floats) -> Minimum | None:
         found = elimination.minimum(weights, part.high)
@@ -153,7 +158,9 @@ def dual(
         least = priced(_only(elimination, KEPT))
         if least is None or least.value > room:
             return None
-    weights = start.weights if start else _first_weights(tables)
+    weights = _first_weights(tables)
+    if start:
+        weights = np.append(start.weights, np.zeros(tables.rows - len(start.weights)))
     master = Master(tables, room)
     best: Dual | None = None
     steady = 1.0
@@ -173,11 +180,11 @@ def dual(
         weights = _rounded(tables, steady * best.weights + (1.0 - steady) * mixture.weights)
     assert best is not None
     mixed = mixture.mixed if mixture else columns
-    return replace(best, mixed=mixed)
+    return replace(best, mixed=mixed, shares=mixture.shares if mixture else ())
 
 
 def _first_weights(tables: Tables) -> Floats:
-    weights = np.zeros(LOADS + tables.problem.num_streams)
+    weights = np.zeros(tables.rows)
     weights[TICKS] = 1.0
     for rows in tables.windows:
         weights[rows] = 1.0
@@ -196,7 +203,7 @@ def _rounded(tables: Tables, weights: Floats) -> Floats:
 
 def _bound(tables: Tables, found: Minimum, weights: Floats, room: int) -> tuple[float, float]:
     """The bound that a minimum gives, and the error of its sums (of which the bound is free)."""
-    paid = float(weights[KEPT]) * room
+    paid = float(weights[KEPT]) * room + sum(float(weights[row]) * most for row, most in tables.limits.items())
     largest = abs(tables.fixed) + found.value + abs(paid)
     terms = len(tables.op_of) + len(tables.edge_of)
     error = 0.0 if largest < 2**52 else largest * (terms + 4) * 2.0**-52
@@ -207,11 +214,12 @@ def _bound(tables: Tables, found: Minimum, weights: Floats, room: int) -> tuple[
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """What the best mixture of columns takes, what it makes the figures worth, and its columns, the largest first."""
+    """What the best mixture takes, and makes the figures worth; its columns, the largest first, and their shares."""
 
     value: float
     weights: Floats
     mixed: list[Column]
+    shares: list[float]
 
 
 class Master:
@@ -220,7 +228,10 @@ class Master:
     With ``n[p]`` the share of column p and ``t[w]`` what window w takes:
 
         minimise   sum of ticks[p] n[p] + sum of t[w]
-        subject to sum of n[p] = 1,   sum of kept[p] n[p] <= room,   t[w] >= sum of load[s, p] n[p] for its streams s.
+        subject to sum of n[p] = 1,   sum of kept[p] n[p] <= room,   t[w] >= sum of load[s, p] n[p] for its streams s,
+                   sum of count[c, p] n[p] <= most[c] of figures that count.
+
+    What a count has too much costs as much as a whole step: columns that count less may not be known yet.
     """
 
     def __init__(self, tables: Tables, room: int) -> None:
@@ -230,16 +241,23 @@ class Master:
         """None where GLOP finds no optimum."""
         tables = self.tables
         figures = np.stack([column.figures for column in columns], axis=1).astype(np.float64)
-        unit = max(1.0, float((figures[TICKS] + figures[LOADS:].sum(axis=0)).max()))
+        unit = max(1.0, float((figures[TICKS] + figures[LOADS : LOADS + tables.problem.num_streams].sum(axis=0)).max()))
         byte = max(1.0, float(self.room), float(figures[KEPT].max()))
         scaled = figures / unit
         scaled[KEPT] = figures[KEPT] / byte
+        for row in tables.limits:
+            scaled[row] = figures[row]
         model = mathopt.Model()
         shares = [model.add_variable(lb=0.0) for _ in columns]
         times = [model.add_variable(lb=0.0) for _ in tables.windows]
         whole = model.add_linear_constraint(lb=1.0, ub=1.0)
         kept = model.add_linear_constraint(ub=self.room / byte)
         rows = {KEPT: kept}
+        for row, most in tables.limits.items():
+            rows[row] = model.add_linear_constraint(ub=float(most))
+            beyond = model.add_variable(lb=0.0)
+            rows[row].set_coefficient(beyond, -1.0)
+            model.objective.set_linear_coefficient(beyond, 1.0)
         for time, window in zip(times, tables.windows, strict=True):
             model.objective.set_linear_coefficient(time, 1.0)
             for row in range(window.start, window.stop):
@@ -260,7 +278,10 @@ class Master:
         for row, constraint in rows.items():
             weights[row] = -duals[constraint]
         weights[KEPT] *= unit / byte
+        for row in tables.limits:
+            weights[row] *= unit
         order = sorted((number for number, share in enumerate(shares) if values[share] > 1e-9),
                        key=lambda number: (-values[shares[number]], number))  # fmt: skip
         value = result.objective_value() * unit + tables.fixed
-        return Mixture(value, _rounded(tables, weights), [columns[number] for number in order])
+        mixed = [columns[number] for number in order]
+        return Mixture(value, _rounded(tables, weights), mixed, [values[shares[number]] for number in order])

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from shardweave.compiler.planner.groups import Groups
 from shardweave.compiler.planner.ordering import join, ordered
 from shardweave.compiler.planner.problem import Candidate, Problem
-from shardweave.compiler.planner.tables import Bools, EdgeFigures, Ints, OpFigures, Tables
+from shardweave.compiler.planner.tables import LOADS, Bools, EdgeFigures, Ints, OpFigures, Tables
 
 Floats = NDArray[np.float64]
 
@@ -141,7 +141,7 @@ class Elimination:
 
     def __init__(self, tables: Tables, allowed: Mapping[int, Bools]) -> None:
         self.problem, self.tables, self.allowed = tables.problem, tables, allowed
-        nothing = OpFigures.of((Candidate("", 0.0),), self.problem.num_streams)
+        nothing = OpFigures.of((Candidate("", 0.0),), tables.rows - LOADS)
         # A last op without costs takes up what the graph's components leave.
         self.ops = [OpTable.of(op) for op in (*tables.ops, nothing)]
         self.op_of = [*tables.op_of, len(self.ops) - 1]
@@ -164,6 +164,10 @@ class Elimination:
         """The same with only these candidates of one op, of those that it still has."""
         own = allowed & self.allowed[op] if op in self.allowed else allowed
         return Elimination(self.tables, {**self.allowed, op: own})
+
+    def counting(self, table: int, counts: Ints, most: int) -> Elimination:
+        """The same where what equal ops count, by their candidate, comes to at most so much."""
+        return Elimination(self.tables.counting(table, counts, most), self.allowed)
 
     def allows(self, choice: Sequence[int]) -> bool:
         """Whether it has all candidates of a choice."""

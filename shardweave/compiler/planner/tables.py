@@ -6,8 +6,9 @@ the load on each stream of each window. Figures add up; `Tables.ticks` says how 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeVar
 
@@ -114,15 +115,41 @@ class Tables:
             for op, other in ((edge.producer, edge.consumer), (edge.consumer, edge.producer)):
                 self.edges_at[op].append(number)
                 self.near[op].append(other)
-        self._ops_of = _members(self.op_of, len(self.ops))
+        self.members = _members(self.op_of, len(self.ops))
+        """The ops of each table."""
         self._edges_of = _members(self.edge_of, len(self.edges))
+        self.rows = LOADS + streams
+        """How many figures a column has."""
+        self.limits: dict[int, int] = {}
+        """Of figures that count (`counting`): what they may come to at most."""
+
+    def counting(self, table: int, counts: Ints, most: int) -> Tables:
+        """The same with one more figure, of which equal ops have `counts` by their candidate, all others nothing.
+
+        It may come to `most` in all.
+
+        >>> from shardweave.compiler.planner.problem import Op
+        >>> op = Op("up", (Candidate("fast", 1.0), Candidate("small", 2.0)))
+        >>> counting = Tables(Problem((op, op, op))).counting(0, np.array([1, 0]), most=1)
+        >>> int(counting.total((0, 1, 0))[-1]), counting.limits
+        (2, {2: 1})
+        """
+        other = copy.copy(self)
+        own = {number: np.zeros_like(op.transient) for number, op in enumerate(self.ops)} | {table: counts}
+        other.ops = [replace(op, figures=np.vstack([op.figures, own[number]])) for number, op in enumerate(self.ops)]
+        other.edges = [
+            replace(edge, figures=np.concatenate([edge.figures, np.zeros_like(edge.figures[:1])]))
+            for edge in self.edges
+        ]
+        other.limits, other.rows = {**self.limits, self.rows: most}, self.rows + 1
+        return other
 
     def picked(self, choice: Sequence[int]) -> OpFigures:
         """What `choice` picks: one column an op."""
         own, count = np.asarray(choice, dtype=np.int64), len(self.op_of)
-        figures = np.zeros((LOADS + self.problem.num_streams, count), dtype=np.int64)
+        figures = np.zeros((self.rows, count), dtype=np.int64)
         transient, ins, outs = (np.zeros(count, dtype=np.int64) for _ in range(3))
-        for table, members in zip(self.ops, self._ops_of, strict=True):
+        for table, members in zip(self.ops, self.members, strict=True):
             mine = own[members]
             figures[:, members] = table.figures[:, mine]
             transient[members], ins[members], outs[members] = table.transient[mine], table.ins[mine], table.outs[mine]
@@ -130,7 +157,7 @@ class Tables:
 
     def joined(self, outs: Ints, ins: Ints) -> tuple[Ints, Bools]:
         """The figures of all edges, one column an edge, and which are allowed, at these ports of their two ops."""
-        figures = np.zeros((LOADS + self.problem.num_streams, len(self.edge_of)), dtype=np.int64)
+        figures = np.zeros((self.rows, len(self.edge_of)), dtype=np.int64)
         allowed = np.ones(len(self.edge_of), dtype=np.bool_)
         for table, members in zip(self.edges, self._edges_of, strict=True):
             at = outs[members], ins[members]
