@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 from shardweave.compiler.planner.reductions import Kept, invert, restricted
@@ -42,12 +43,22 @@ def rivals(costed: Costed, best: Solution, solve: Solve, most: int) -> Iterator[
         How many families are looked at.
     """
     close = list(_close(costed, best, solve, islice(families(costed, best.choice), most)))
-    yield from [*close[:1], *sorted(close[1:], key=lambda solution: solution.objective)][:MOST]
+    yield from [*close[:1], *sorted(close[1:], key=_objective)][:MOST]
+
+
+PARTLY = 3
+"""How many plans are simulated whose states all rest over the same part of the devices."""
 
 
 def alike(costed: Costed, best: Solution, solve: Solve) -> list[Solution]:
-    """The same of plans whose ops are data parallel and rest alike (`ways_to_rest`)."""
-    return list(_close(costed, best, solve, ways_to_rest(costed)))
+    """The same of plans whose ops are data parallel and rest alike: over all devices, and over a part of them."""
+    partly = _close(costed, best, solve, partly_at_rest(costed))
+    found = [*_close(costed, best, solve, ways_to_rest(costed)), *sorted(partly, key=_objective)[:PARTLY]]
+    return [*{solution.choice: solution for solution in found}.values()]
+
+
+def _objective(solution: Solution) -> float:
+    return solution.objective
 
 
 def _close(costed: Costed, best: Solution, solve: Solve, found_in: Iterable[Kept]) -> Iterator[Solution]:
@@ -90,17 +101,33 @@ def ways_to_rest(costed: Costed) -> Iterator[Kept]:
     Their states whole, or sharded over all devices, or their parameters as well: DDP, ZeRO-2 and ZeRO-3. The program
     says that as much hides of all of them, and the simulator does not. An op that cannot keeps its candidates.
     """
-    ways: list[Callable[[Strategy], tuple[int, int]]] = [
-        lambda strategy: (1, 1),
-        lambda strategy: (1, strategy.grid.data),
-        lambda strategy: (strategy.grid.data, strategy.grid.data),
-    ]
-    for way in ways:
-        alike = [
-            [each.degree == each.grid.z == each.slices == 1 and (each.rest, each.states) == way(each) for each in own]
-            for own in (variable.strategies for variable in costed.variables)
-        ]
-        yield tuple(
-            tuple(index for index in range(len(row.candidates)) if not any(own) or own[index])
-            for row, own in zip(costed.problem.ops, alike, strict=True)
-        )
+    yield _kept(costed, lambda each: _rests(each) == (1, 1, 1))
+    yield _kept(costed, lambda each: _rests(each) == (1, 1, each.grid.data))
+    yield _kept(costed, lambda each: _rests(each) == (1, each.grid.data, each.grid.data))
+
+
+def partly_at_rest(costed: Costed) -> Iterator[Kept]:
+    """The same where parameters or states rest over a part of the devices: HSDP, MiCS, ZeRO++'s secondary partition."""
+    own = [each for variable in costed.variables for each in variable.strategies]
+    most = max((each.grid.data for each in own), default=1)
+    for rests in sorted({found for each in own if (found := _rests(each)) is not None}):
+        if rests not in ((1, 1, 1), (1, 1, most), (1, most, most)):
+            yield _kept(costed, partial(_rests_so, rests))
+
+
+def _rests(each: Strategy) -> tuple[int, int, int] | None:
+    """Devices that a data parallel op gathers its parameters from, that they rest on, and that its states rest on."""
+    return (each.grid.z, each.rest, each.states) if each.degree == each.slices == 1 else None
+
+
+def _rests_so(rests: tuple[int, int, int], each: Strategy) -> bool:
+    return _rests(each) == rests
+
+
+def _kept(costed: Costed, is_so: Callable[[Strategy], bool]) -> Kept:
+    """The candidates that are so, of ops that have any."""
+    alike = [[is_so(each) for each in variable.strategies] for variable in costed.variables]
+    return tuple(
+        tuple(index for index in range(len(row.candidates)) if not any(own) or own[index])
+        for row, own in zip(costed.problem.ops, alike, strict=True)
+    )
