@@ -41,6 +41,9 @@ _FINE = 0.1
 """No memory is saved that is less than this part of it."""
 _PLAYED = 4
 """How many of the orders from both ends are tried, the most promising ones."""
+_NEAREST = 4
+"""Of the orders that hold least, how many are tried to hold still less."""
+
 _LESS = (1, 2, 4)
 """How many times what an order holds too much it is given less."""
 
@@ -125,7 +128,7 @@ class Schedule:
                 break
         best: Woven | None = None
         if not any(woven.peak_bytes <= limit for woven, _ in free):
-            best = min((order(room=0, most=0) for order in self._orders(tasks)), key=lambda woven: woven.peak_bytes)
+            best = _least_of([*self._orders(tasks)])
         best = _fastest_of(free, limit, best)
         if self.lookahead is None and (best.seconds > bound or best.peak_bytes > limit):
             for each in justified(tasks.after(ahead_of_use(tasks, max(AHEAD))))[:_PLAYED]:
@@ -155,16 +158,28 @@ class Schedule:
 
 
 def _fastest_of(free: Sequence[tuple[Woven, _Order]], limit: float, best: Woven | None) -> Woven:
-    """The fastest that fits of orders, given with what each takes where it is not held back, or `best`."""
+    """The fastest that fits of orders, given with what each takes where it is not held back; `best` where none does."""
     again: _Order | None = None
     for fastest, order in sorted(free, key=lambda each: each[0].seconds):
         if best is not None and best.peak_bytes <= limit and best.seconds * _CLOSE < fastest.seconds:
             break  # held back, they take longer
         found, most = (fastest, math.inf) if fastest.peak_bytes <= limit else _within(order, limit)
-        if best is None or _better(found, best, limit):
+        if found.peak_bytes <= limit and (best is None or _better(found, best, limit)):
             best, again = found, partial(order, most=most)
     assert best is not None  # none is given only where one of the others fits
-    return best if again is None or best.peak_bytes > limit else _thriftier(best, again)
+    return best if again is None else _thriftier(best, again)
+
+
+def _least_of(orders: Sequence[_Order]) -> Woven:
+    """What holds least of orders, whatever the limit is: they hold less where they are given a little, not nothing."""
+    found = sorted(((order(room=0, most=0), order) for order in orders), key=lambda each: each[0].peak_bytes)
+    best, nearest = found[0][0], [order for _, order in found[:_NEAREST]]
+    while True:
+        less = best.peak_bytes - 1
+        other = min((order(room=less, most=less) for order in nearest), key=lambda woven: woven.peak_bytes)
+        if other.peak_bytes > less:
+            return best
+        best = other
 
 
 def _within(order: _Order, limit: float) -> tuple[Woven, float]:
