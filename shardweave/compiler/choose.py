@@ -82,25 +82,29 @@ class Chooser:
     _known: dict[tuple[int, int], Solution] = field(default_factory=dict)
     """Choices that are nearly the best, by the same."""
 
-    def presses(self, costed: Costed) -> bool:
-        """Whether the fastest plan of many candidates takes far more memory than there is: it will not be simulated."""
-        if _size(costed) <= MODEST:
+    def presses(self, costed: Costed, smaller: Callable[[], Costed] | None = None) -> bool:
+        """Whether the program says that memory makes a plan of many candidates slower, which will not be simulated."""
+        fastest = self._fastest(costed) if _size(costed) > MODEST else None
+        if fastest is None or not self._is_far(costed, fastest, costed.problem.memory_limit):
             return False
-        return self._is_far(costed, self._fastest(costed), costed.problem.memory_limit)
+        return self.expects(costed, smaller)[0] > (1 + PRESSING) * fastest.bound
 
     def expects(
         self, costed: Costed, smaller: Callable[[], Costed] | None = None, ceiling: float = math.inf
     ) -> tuple[float, int]:
         """Seconds that the program says the fastest plan takes that fits, about; infinite where none does.
 
-        And the bytes that it counts for it, or for the smallest there is. From `ceiling` seconds on any will do.
+        And the bytes that it counts for it, or for the smallest there is. Where a `ceiling` is given, roughly: any plan
+        will do from so many seconds on.
         """
         limit = costed.problem.memory_limit
         given = costed if smaller is None else smaller()
+        if (known := self._known.get((id(given), limit))) is not None:
+            return known.objective, given.problem.memory(known.choice)
         fastest, asked = self._fastest(costed), self._both(given, limit).overlapping
         hint = self.start(asked) or (fastest.choice if smaller is None else None)
         try:
-            found = self._solve(asked, hint, fastest.waits_for, ceiling, rough=True)
+            found = self._solve(asked, hint, fastest.waits_for, ceiling, rough=ceiling < math.inf)
         except InfeasibleError as error:
             return math.inf, error.needed_bytes or 0
         self._known[id(given), limit] = found

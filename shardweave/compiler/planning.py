@@ -72,7 +72,7 @@ class Planning:
     @property
     def presses(self) -> bool:
         """Whether memory makes the step slower for sure, and simulating it takes long."""
-        return self._chooser.presses(self._whole)
+        return self._chooser.presses(self._whole, next(self._priced.ways_to_save(self._modes)))
 
     def expected(self, ceiling: float = math.inf) -> tuple[float, int]:
         """Seconds that the program says the fastest plan takes that fits, infinite where none does, and its bytes.
