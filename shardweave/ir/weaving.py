@@ -113,9 +113,9 @@ def _by_mode(recompute: Mapping[str, Mode]) -> str:
     """
     groups: dict[tuple[str, str, Mode], list[int]] = {}
     for pattern, mode in recompute.items():
-        stem, _, number = pattern.rpartition(".")
+        stem, dot, number = pattern.rpartition(".")
         if number.isdecimal():
-            groups.setdefault((stem, ".", mode), []).append(int(number))
+            groups.setdefault((stem, dot, mode), []).append(int(number))
         else:
             groups.setdefault((pattern, "", mode), [])
     said = ((f"{stem}{dot}{readable_ranges(numbers)}", mode) for (stem, dot, mode), numbers in groups.items())
