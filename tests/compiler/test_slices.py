@@ -170,8 +170,9 @@ def test_what_gathers_much_at_a_time_is_offered_in_slices() -> None:
 
 
 def test_what_fits_in_slices_alone_is_planned_in_slices() -> None:
-    model, inputs = MetaGPT(GPTConfig(50304, 128, 1, 8, 512), 32).build()
-    planner = Planner(model, sw.Cluster.preset("rtx3090-pcie", nodes=1), inputs, micro_batches=1, sub_batches=1)
+    """Where parameters are most of it: of longer sequences gathers wait for room, and what is whole fits as well."""
+    model, inputs = MetaGPT(GPTConfig(50304, 32, 1, 8, 1024), 16).build()
+    planner = Planner(model, sw.Cluster.preset("rtx3090-pcie", nodes=4), inputs, micro_batches=1, sub_batches=1)
     with pytest.raises(sw.InfeasibleError) as caught:
         planner.plan(memory_limit=1, operator_slices={"head": 1})  # which says that it stays whole
     whole = smallest_named(caught.value)
