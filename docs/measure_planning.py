@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import shardweave as sw
 from docs.large_models import LARGE
-from shardweave.compiler import choose
+from shardweave.compiler import answers, choose
 from shardweave.compiler.compiler import Compiler
 
 
@@ -100,7 +100,7 @@ def main() -> None:
         inputs = {"input_ids": tokens, "labels": tokens}
     limit = int(given.memory_gib * 2**30) if given.memory_gib else None
     clock = Clock()
-    clock.around(choose, "solve", "solve: the solver")
+    clock.around(answers, "solve", "solve: the solver")
     clock.around(choose.Chooser, "_simulated", "judge: lower, schedule, simulate")
     options = sw.Options(memory_limit=limit, micro_batches=given.micro_batches)
     plan = Compiler(model, cluster, inputs, options, clock.enter).plan()

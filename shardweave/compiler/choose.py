@@ -6,27 +6,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from shardweave.compiler.answers import GAP, MODEST, PRESSING, ROUGH, UNLIMITED, Answers, is_small, size
 from shardweave.compiler.chosen import Both, Chosen, Lacking, decision, fastest_of, limited
 from shardweave.compiler.judge import Decision, Judged
 from shardweave.compiler.overlooked import overlooked
 from shardweave.compiler.planner.rows import Costed
-from shardweave.compiler.planner.solver import Solution, smallest, solve
-from shardweave.compiler.planner.tidy import tidied
+from shardweave.compiler.planner.solver import Solution, smallest
 from shardweave.compiler.refine import alike, rivals
 from shardweave.errors import InfeasibleError
 from shardweave.units import readable_bytes
-
-UNLIMITED = 2**62
-"""Bytes that no device has."""
-
-GAP, EXACT = 1e-3, 2**10
-"""How far from its bound an answer of the program may be; of problems with at most so many candidates, not at all."""
-
-ROUGH, TINY = 5e-3, 2**8
-"""The same where the simulator has the last word; of problems with at most so many candidates, not at all."""
-
-MODEST = 2**14
-"""Candidates of a problem up to which plans that people write by hand are simulated, however near the answer is."""
 
 WIDER = 0.25
 """How much more of what was not counted is left free each time that an answer of many candidates did not fit."""
@@ -34,23 +22,16 @@ WIDER = 0.25
 MANY = 8
 """Families of plans that rivals are looked for in."""
 
-FAR, FAR_SMALL, FAR_LARGE = 1.5, 2.0, 1.1
-"""A plan that the program counts as so many times the limit is not simulated: it does not fit. Of problems with at most
-`EXACT` candidates, of which the program's memory is the roughest; with more than `MODEST`, of which it is good."""
-
 NEAR, NEAR_LARGE = 0.03, 0.05
 """How much longer than the program's bound a simulated step may be for no other plans to be simulated; of problems
 with more than `MODEST` candidates, whose steps are simulated with few of their layers, and are so far from whole ones.
 Of problems with at most `EXACT` candidates all are that are in question."""
 
-PRESSING = 0.05
-"""Memory presses where it makes a step longer by more than that."""
-
 LITTLE = (0.0, 0.125, 0.25, 0.375, 0.5)
 """Parts of the way from what the program says is the smallest memory to what the simulator says of that plan."""
 
-Start = Callable[[Costed], Sequence[int] | None]
-"""From a problem to a choice to begin with."""
+MUCH_LESS = 1.25
+"""How many times what is found to need least may need that the program says is the smallest."""
 
 Simulate = Callable[[Decision, int], Judged]
 """From what is decided of each op and join to what the generated step takes, scheduled under a memory limit."""
@@ -63,55 +44,14 @@ class Chooser:
     Parameters
     ----------
     simulate : callable
-    time_limit : float
-        Seconds that the solver may take for one problem.
-    start : callable
-        From a problem to a choice to begin with, where one is known.
-    runs : sequence of sequences of str
-        The names of layers that are equal.
+    answers : Answers
+        What the program says.
     """
 
     simulate: Simulate
-    time_limit: float
-    start: Start = lambda costed: None
-    runs: Sequence[Sequence[str]] = ()
+    answers: Answers
     _judged: dict[tuple[int, ...], dict[int, Judged]] = field(default_factory=dict)
     """What has been simulated, by its choice (of a problem with modes a longer one than without) and the limit."""
-    _asked: dict[tuple[int, int], tuple[Costed, Both]] = field(default_factory=dict)
-    """What the program is asked, by the identity of the problem and the memory limit."""
-    _known: dict[tuple[int, int], Solution] = field(default_factory=dict)
-    """Choices that are nearly the best, by the same."""
-
-    def presses(self, costed: Costed, smaller: Callable[[], Costed] | None = None) -> bool:
-        """Whether the program says that memory makes a plan of many candidates slower, which will not be simulated."""
-        fastest = self._fastest(costed) if _size(costed) > MODEST else None
-        if fastest is None or not self._is_far(costed, fastest, costed.problem.memory_limit):
-            return False
-        return self.expects(costed, smaller)[0] > (1 + PRESSING) * fastest.bound
-
-    def expects(
-        self, costed: Costed, smaller: Callable[[], Costed] | None = None, ceiling: float = math.inf
-    ) -> tuple[float, int]:
-        """Seconds that the program says the fastest plan takes that fits, about; infinite where none does.
-
-        And the bytes that it counts for it, or for the smallest there is. Where a `ceiling` is given, roughly: any plan
-        will do from so many seconds on.
-        """
-        limit = costed.problem.memory_limit
-        given = costed if smaller is None else smaller()
-        if (known := self._known.get((id(given), limit))) is not None:
-            return known.objective, given.problem.memory(known.choice)
-        fastest, asked = self._fastest(costed), self._both(given, limit).overlapping
-        hint = self.start(asked) or (fastest.choice if smaller is None else None)
-        try:
-            found = self._solve(asked, hint, fastest.waits_for, ceiling, rough=ceiling < math.inf)
-        except InfeasibleError as error:
-            return math.inf, error.needed_bytes or 0
-        self._known[id(given), limit] = found
-        kept = [] if found.bound >= ceiling else [(id(given), limit)]  # others take much memory, and are not asked soon
-        for key in self._asked.keys() - kept:
-            del self._asked[key]
-        return found.objective, given.problem.memory(found.choice)
 
     def choose(
         self, costed: Costed, smaller: Callable[[], Costed] | None = None, ceiling: float = math.inf
@@ -125,10 +65,10 @@ class Chooser:
         The answer is refined: the simulator picks among plans that may be faster when less hides than the program lets.
         None where the program says that nothing that fits takes less than `ceiling` seconds; not of small problems.
         """
-        limit, ceiling = costed.problem.memory_limit, math.inf if _is_small(costed) else ceiling
-        if any(found.bound >= ceiling for (_, under), found in self._known.items() if under < UNLIMITED):
-            return None  # as was expected
-        free, fastest = self._both(costed, UNLIMITED), self._fastest(costed, ceiling)
+        limit, ceiling = costed.problem.memory_limit, math.inf if is_small(costed) else ceiling
+        if self.answers.takes(limit, ceiling):
+            return None
+        free, fastest = self.answers.both(costed, UNLIMITED), self.answers.fastest(costed, ceiling)
         if fastest.bound >= ceiling:
             return None
         near = self._near(free, fastest, limit)
@@ -139,9 +79,9 @@ class Chooser:
             if fits_too or best.judged.step_time <= (1 + ROUGH) * fastest.bound:
                 return replace(best, answer=_least(too_large)).within(limit)
         given = costed if smaller is None else smaller()
-        both = self._both(given, limit)
-        hint = self.start(both.overlapping) or (fastest.choice if smaller is None else None)
-        if (expected := self._known.get((id(given), limit))) is not None:
+        both = self.answers.both(given, limit)
+        hint = self.answers.start(both.overlapping) or (fastest.choice if smaller is None else None)
+        if (expected := self.answers.expected(given, limit)) is not None:
             hint = expected.choice
         found = self._under(both.overlapping, limit, hint, fastest.waits_for, ceiling=ceiling, known=expected)
         fits = self._with_rivals(both, found, limit) if found is not None else []
@@ -161,31 +101,11 @@ class Chooser:
         held, answer = best.solution.held_to(bound), _least([*too_large, *fits])
         return replace(best, solution=held, pressed=slower > 1 + PRESSING, answer=answer).within(limit)
 
-    def _both(self, costed: Costed, limit: int) -> Both:
-        """What the program is asked under a limit."""
-        key = id(costed), limit
-        if key not in self._asked:
-            self._asked[key] = costed, Both.of(costed, limit)
-        return self._asked[key][1]
-
-    def _fastest(self, costed: Costed, ceiling: float = math.inf) -> Solution:
-        """A choice that is nearly the fastest of all, whatever it holds."""
-        key = id(costed), UNLIMITED
-        if key not in self._known:
-            asked = self._both(costed, UNLIMITED).overlapping
-            self._known[key] = self._solve(asked, self.start(asked), ceiling=ceiling, rough=True)
-        return self._known[key]
-
-    def _is_far(self, costed: Costed, fastest: Solution, limit: int) -> bool:
-        """Whether a choice does not fit for sure, whatever the simulator says."""
-        far = FAR_SMALL if _is_small(costed) else FAR if _size(costed) <= MODEST else FAR_LARGE
-        return costed.problem.memory(fastest.choice) > far * limit
-
     def _near(self, free: Both, fastest: Solution, limit: int) -> list[Chosen]:
         """The fastest choice of all, first, and its rivals, simulated; some may not fit. None where it is far off."""
-        if self._is_far(free.overlapping, fastest, limit):
+        if self.answers.is_far(free.overlapping, fastest, limit):
             return []
-        fastest = self._solve(free.overlapping, fastest.choice, fastest.waits_for)
+        fastest = self.answers.solve(free.overlapping, fastest.choice, fastest.waits_for)
         return self._with_rivals(free, self._simulated(free.overlapping, fastest, limit), limit)
 
     def _overlooked(self, costed: Costed, fastest: Solution, best: Chosen | None, limit: int) -> list[Chosen]:
@@ -207,15 +127,15 @@ class Chooser:
     def _with_rivals(self, both: Both, best: Chosen, limit: int) -> list[Chosen]:
         """The best choice and its rivals, simulated, until one is near the bound; under the limit those that fit."""
         under_limit = both.given.problem.memory_limit < UNLIMITED
-        close = NEAR if _size(both.given) <= MODEST else NEAR_LARGE
+        close = NEAR if size(both.given) <= MODEST else NEAR_LARGE
         found: list[Chosen] = []
         for others in self._in_question(both, best, limit):
             found += others
             fits = [chosen for chosen in found if chosen.judged.peak_memory <= limit]
             near = bool(fits) and fastest_of(fits).judged.step_time <= (1 + close) * best.solution.bound
-            if near and not _is_small(both.given):
+            if near and not is_small(both.given):
                 break
-        if _size(both.given) <= MODEST:
+        if size(both.given) <= MODEST:
             seen = {chosen.solution.choice for chosen in found}
             others = self._alike(both.overlapping, best, limit)
             found += [chosen for chosen in others if chosen.solution.choice not in seen]
@@ -240,7 +160,7 @@ class Chooser:
         if asked.problem.memory_limit < UNLIMITED:
             other = self._under(asked, limit, hint, waits_for, rough=True)
         else:
-            other = self._simulated(asked, self._solve(asked, hint, waits_for, rough=True), limit)
+            other = self._simulated(asked, self.answers.solve(asked, hint, waits_for, rough=True), limit)
         if other is not None:
             yield [other.in_terms_of(both.overlapping, best)]
             yield [each.in_terms_of(both.overlapping, best) for each in self._rivals(asked, other, limit, 1)]
@@ -256,17 +176,17 @@ class Chooser:
 
     def _close(self, costed: Costed, best: Solution, ceiling: float) -> Solution:
         """A choice that is nearly the best one, if that takes less than `ceiling` seconds."""
-        return self._solve(costed, waits_for=best.waits_for, ceiling=ceiling, rough=True)
+        return self.answers.solve(costed, waits_for=best.waits_for, ceiling=ceiling, rough=True)
 
     def _smallest(self, costed: Costed, free: Both, fastest: Solution, limit: int) -> Chosen | Lacking:
         """What the program says is the smallest plan of all, where it finds none that fits."""
-        choice = smallest(costed.problem, self.time_limit)
+        choice = smallest(costed.problem, self.answers.time_limit)
         assert choice is not None  # there is a fastest one
         least = self._simulated(costed, _unproven(costed, choice, fastest), limit)
         if least.judged.peak_memory <= limit:
             return replace(least, pressed=True).within(limit)
         lacking = Lacking(costed, free, fastest, replace(least, peak_memory=least.judged.peak_memory))
-        if _is_small(costed):  # of which the program's memory is the roughest
+        if is_small(costed) and least.judged.peak_memory <= MUCH_LESS * limit:
             lacking = self._less(self._nearly_smallest(lacking), limit)
         return lacking if lacking.least.peak_memory > limit else self._lowered_under(limit, lacking.least)
 
@@ -278,9 +198,7 @@ class Chooser:
         InfeasibleError
             With the smallest memory that would do, and what takes it.
         """
-        if not _is_small(lacking.costed):
-            lacking = self._nearly_smallest(lacking)
-        least = self._less(lacking, limit).least
+        least = self._less(self._nearly_smallest(lacking), limit).least
         needed = least.peak_memory
         if needed <= limit:
             return self._lowered_under(limit, least)
@@ -312,7 +230,7 @@ class Chooser:
         low, high = costed.problem.memory(least.solution.choice), least.peak_memory
         for part in LITTLE if low < high else ():
             asked = limited(costed, low + int(part * (high - low)))
-            chosen = self._simulated(costed, self._solve(asked, least.solution.choice, rough=True), low)
+            chosen = self._simulated(costed, self.answers.solve(asked, least.solution.choice, rough=True), low)
             least = min(least, chosen, key=lambda each: each.peak_memory)
         return replace(lacking, least=least)
 
@@ -324,7 +242,7 @@ class Chooser:
     def _below(self, lacking: Lacking) -> Chosen | None:
         """A plan that needs less than the smallest so far."""
         limit = lacking.least.peak_memory - 1
-        rough = not _is_small(lacking.costed)
+        rough = not is_small(lacking.costed)
         found = self._under(lacking.costed, limit, rough=rough) or self._fits(lacking.least, limit)
         near = [] if found else self._near(lacking.free, lacking.fastest, limit)
         return found or next((each.within(limit) for each in near if each.judged.peak_memory <= limit), None)
@@ -355,7 +273,7 @@ class Chooser:
                 if first is None and known is not None and known.gap <= GAP:
                     solution = known
                 else:
-                    solution = self._solve(asked, hint, first.waits_for if first else waits_for, ceiling, rough)
+                    solution = self.answers.solve(asked, hint, first.waits_for if first else waits_for, ceiling, rough)
             except InfeasibleError:
                 return None
             if solution.bound >= ceiling:
@@ -369,21 +287,7 @@ class Chooser:
             counted = costed.problem.memory(solution.choice)
             missed = chosen.judged.peak_memory - counted
             asked = limited(costed, min(counted - 1, limit - int(wider * missed)))
-            wider += WIDER if _size(costed) > MODEST else 0.0
-
-    def _solve(
-        self,
-        costed: Costed,
-        hint: Sequence[int] | None = None,
-        waits_for: Sequence[str] = (),
-        ceiling: float = math.inf,
-        rough: bool = False,
-    ) -> Solution:
-        rough = rough and _size(costed) > TINY
-        gap = ROUGH if rough else 0.0 if _is_small(costed) else GAP
-        found = solve(costed.problem, self.time_limit, None, hint, waits_for, gap, ceiling, rough)
-        choice = tidied(costed.problem, self.runs, found.choice)
-        return replace(found, choice=choice, objective=costed.problem.objective(choice)).held_to(found.bound)
+            wider += WIDER if size(costed) > MODEST else 0.0
 
     def _simulated(self, costed: Costed, solution: Solution, limit: int) -> Chosen:
         known = self._judged.setdefault(solution.choice, {})
@@ -398,14 +302,6 @@ class Chooser:
 def _least(found: Sequence[Chosen]) -> float:
     """What the program's answer takes in it."""
     return min(chosen.solution.objective for chosen in found)
-
-
-def _is_small(costed: Costed) -> bool:
-    return _size(costed) <= EXACT
-
-
-def _size(costed: Costed) -> int:
-    return sum(len(op.candidates) for op in costed.problem.ops)
 
 
 def _unproven(costed: Costed, choice: tuple[int, ...], fastest: Solution) -> Solution:

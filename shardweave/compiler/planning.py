@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TypeVar
 
 import torch
 
+from shardweave.compiler.answers import Answers
 from shardweave.compiler.capture import Captured
-from shardweave.compiler.choose import Chooser
+from shardweave.compiler.choose import MUCH_LESS, Chooser
 from shardweave.compiler.chosen import Chosen, Lacking
 from shardweave.compiler.fold import Fold, Run
 from shardweave.compiler.judge import Decision, Judge, Judged
@@ -72,7 +73,7 @@ class Planning:
     @property
     def presses(self) -> bool:
         """Whether memory makes the step slower for sure, and simulating it takes long."""
-        return self._chooser.presses(self._whole, next(self._priced.ways_to_save(self._modes)))
+        return self._answers.presses(self._whole, next(self._priced.ways_to_save(self._modes)))
 
     def expected(self, ceiling: float = math.inf) -> tuple[float, int]:
         """Seconds that the program says the fastest plan takes that fits, infinite where none does, and its bytes.
@@ -80,7 +81,7 @@ class Planning:
         From `ceiling` seconds on it says so of any plan.
         """
         self.progress("solve")
-        return self._chooser.expects(self._whole, next(self._priced.ways_to_save(self._modes)), ceiling)
+        return self._answers.expects(self._whole, next(self._priced.ways_to_save(self._modes)), ceiling)
 
     def make(self, ceiling: float = math.inf) -> Made | Lacked | None:
         """What is best for the step, if the program does not say that it takes at least `ceiling` seconds."""
@@ -94,19 +95,22 @@ class Planning:
             if not isinstance(chosen, Lacking):
                 return self._made(priced, chosen)
             lacking.append(chosen)
-        return Lacked(
-            min(each.least.judged.peak_memory for each in lacking),
-            lambda: self._made(priced, first([partial(self._chooser.last, each, limit) for each in lacking])),
+        ways = [(each.least.judged.peak_memory, partial(self._chooser.last, each, limit)) for each in lacking]
+        return Lacked(min(least for least, _ in ways), lambda: self._made(priced, first_of(ways)))
+
+    @cached_property
+    def _answers(self) -> Answers:
+        start = self.start
+        return Answers(
+            self.options.time_limit,
+            lambda costed: None if start is None else _hint(costed, start),
+            [run.layers for run in self.steps.runs(self.options)],
         )
 
     @cached_property
     def _chooser(self) -> Chooser:
-        start = self.start
         return Chooser(
-            lambda decision, limit: self.judge(decision, replace(self.options, memory_limit=limit)),
-            self.options.time_limit,
-            lambda costed: None if start is None else _hint(costed, start),
-            [run.layers for run in self.steps.runs(self.options)],
+            lambda decision, limit: self.judge(decision, replace(self.options, memory_limit=limit)), self._answers
         )
 
     @cached_property
@@ -244,15 +248,21 @@ class Planning:
 Found = TypeVar("Found")
 
 
-def first(found: Iterable[Callable[[], Found]]) -> Found:
-    """The first that is found, or the error that names the smallest memory."""
-    errors: list[InfeasibleError] = []
-    for each in found:
+def first_of(lacking: Sequence[tuple[int, Callable[[], Found]]]) -> Found:
+    """The first that is found, or the error that names the smallest memory; with the bytes that each needs, about.
+
+    Those that need the least come first, and none that need much more.
+    """
+    error: InfeasibleError | None = None
+    for least_bytes, last in sorted(lacking, key=lambda each: each[0]):
+        if error is not None and least_bytes > MUCH_LESS * (error.needed_bytes or math.inf):
+            break
         try:
-            return each()
-        except InfeasibleError as error:
-            errors.append(error)
-    raise min(errors, key=lambda error: error.needed_bytes or math.inf)
+            return last()
+        except InfeasibleError as other:
+            error = min(error or other, other, key=lambda each: each.needed_bytes or math.inf)
+    assert error is not None  # there is something lacking
+    raise error
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from itertools import islice
 from math import inf
 
 from shardweave.compiler.pipeline import Annotated
-from shardweave.compiler.planning import Lacked, Made, Planning, first
+from shardweave.compiler.planning import Lacked, Made, Planning, first_of
 from shardweave.errors import ParallelError
 
 PATIENCE = 2
@@ -58,7 +58,7 @@ def fastest(plannings: Iterable[Planning]) -> Made:
             best, slower = made, 0
             if not made.chosen.pressed:
                 break
-    return first([each.last for each in lacked]) if best is None else best
+    return first_of([(each.least_bytes, each.last) for each in lacked]) if best is None else best
 
 
 def _likely_first(plannings: Iterator[Planning]) -> Iterator[Planning]:

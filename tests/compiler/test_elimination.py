@@ -150,9 +150,7 @@ def test_no_choice_of_a_part_is_faster_than_its_bound(problem: Problem, at: floa
 
 @settings(max_examples=100, deadline=None)
 @given(problems(), st.data())
-def test_no_choice_that_counts_as_little_is_faster_than_their_bound(
-    problem: Problem, data: st.DataObject
-) -> None:
+def test_no_choice_that_counts_as_little_is_faster_than_their_bound(problem: Problem, data: st.DataObject) -> None:
     """Whatever equal ops count, with either sign, and where two figures count; begun from the bound of all choices."""
     elimination = eliminated(problem)
     part = Part(0, max(int(level) for table in elimination.ops for level in table.transient))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from math import inf
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.judge import Judged
-from shardweave.compiler.planning import Lacked, Made
+from shardweave.compiler.planning import Lacked, Made, Planning
 from shardweave.compiler.splits import fastest
 from shardweave.ir import Weaving
 from shardweave.runtime import ParallelModule
@@ -130,16 +131,17 @@ def test_micro_batches_in_sub_batches_take_what_is_said() -> None:
         assert said.step_time == pytest.approx(taken.step_time, rel=0.01)
 
 
-@dataclass
-class Asked:
-    """Stands for the planning of one cut; `seconds` that its plan takes, and the program says so, and its bytes."""
+class Asked(Planning):
+    """The planning of one cut, but that it knows: the seconds of its plan, which the program says, too, and bytes."""
 
-    seconds: float
-    needs: int
-    presses: bool = True
-    made: int = 0
+    def __init__(self, seconds: float, needs: int) -> None:
+        self.seconds, self.needs, self.made = seconds, needs, 0
 
-    def expected(self, ceiling: float) -> tuple[float, int]:
+    @property
+    def presses(self) -> bool:
+        return True
+
+    def expected(self, ceiling: float = inf) -> tuple[float, int]:
         return self.seconds, self.needs
 
     def make(self, ceiling: float = inf) -> Made | Lacked | None:
@@ -147,8 +149,8 @@ class Asked:
         if self.seconds == inf:
             return Lacked(self.needs, self.last)
         judged = Judged(self.seconds, 0.0, 0.0, 0, {})
-        chosen = SimpleNamespace(judged=judged, pressed=True)
-        return Made(self, None, chosen, Weaving()) if self.seconds < ceiling else None  # type: ignore[arg-type]
+        parts: dict[str, Any] = {"priced": None, "chosen": SimpleNamespace(judged=judged, pressed=True)}
+        return Made(self, weaving=Weaving(), **parts) if self.seconds < ceiling else None
 
     def last(self) -> Made:
         raise sw.InfeasibleError.needing(self.needs, f"needs {self.needs}")
@@ -174,8 +176,8 @@ def test_of_a_large_step_what_the_program_says_is_the_fastest_is_simulated_first
             given.append(each)
             yield each
 
-    made = fastest(one_by_one())  # type: ignore[arg-type]
-    assert made.planning is asked[best]  # type: ignore[comparison-overlap]
+    made = fastest(one_by_one())
+    assert made.planning is asked[best]
     assert len(given) == looked_at and not any(each.made for each in asked[looked_at:])
     assert all(each.made == (each is asked[best]) for each in asked if each.seconds == inf)
 
@@ -184,5 +186,5 @@ def test_where_the_program_knows_of_no_cut_that_fits_the_coarsest_is_tried_first
     """Until finer ones need no less: what the program says of memory is rough."""
     asked = [Asked(inf, needs) for needs in (50, 60, 40, 40, 10)]
     with pytest.raises(sw.InfeasibleError, match="40"):
-        fastest(asked)  # type: ignore[arg-type]
+        fastest(asked)
     assert [each.made for each in asked] == [1, 1, 1, 1, 0]

@@ -186,9 +186,9 @@ class Branching:
             for candidate in np.unique(choices[:, members]) if found.shares and len(members) > 1 else ():
                 counts = (choices[:, members] == candidate).sum(axis=1)
                 times = float(np.dot(found.shares, counts))
-                # The fraction of what memory one of them makes out
-                worth = abs(times - round(times)) * float(kept / max(1, np.ptp(counts)))
-                if abs(times - round(times)) > _WHOLE and (best is None or worth > best[0]):
+                away = abs(times - round(times))
+                worth = away * float(kept / max(1, np.ptp(counts)))  # a part of what memory one of them makes out
+                if away > _WHOLE and (best is None or worth > best[0]):
                     best = worth, table, int(candidate), math.floor(times)
         if best is None:
             return False

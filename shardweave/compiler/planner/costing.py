@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,14 +18,15 @@ from torch import fx
 
 from shardweave.compiler.pipeline import Annotated
 from shardweave.compiler.planner.candidates import legal, spread
-from shardweave.compiler.planner.facts import Facts, bound_of, is_alias, num_bytes, root_of
+from shardweave.compiler.planner.facts import Facts, bound_of, root_of
+from shardweave.compiler.planner.holding import Holding
 from shardweave.compiler.planner.ops import Op
 from shardweave.compiler.planner.prices import Links, Prices, local_numel, tensor_outputs, whole
 from shardweave.compiler.planner.pricing import Parameters, Sizes, price_op
 from shardweave.compiler.planner.problem import Problem
 from shardweave.compiler.planner.rows import Costed, Rows, Variable
 from shardweave.compiler.planner.scatter import Scatters
-from shardweave.compiler.planner.windows import Costs, Floats, Windows
+from shardweave.compiler.planner.windows import Costs, Windows
 from shardweave.compiler.weaving import with_times
 from shardweave.cost_model import Cluster
 from shardweave.errors import PlanError
@@ -58,10 +59,11 @@ class Costing:
         self.prices = Prices(self.mesh, cluster)
         self.windows = Windows.of(cluster, self.prices.levels, options.weaving.sub_batches)
         self.facts = Facts(annotated, cluster)
-        self._unread = set(self.facts.inputs)
         self.variables: list[Variable] = []
         self.follows: dict[fx.Node, int] = {}
         self.lies: dict[fx.Node, Arrivals] = {}
+        world_size = self.mesh.world_size
+        self.holding = Holding(annotated, self.facts, options.turns, world_size, self.follows, self.lies)
         self._signatures: dict[fx.Node, int] = {}
         """The same number for values that lie alike, port by port."""
         self._edges: dict[tuple[int, int], Links] = {}
@@ -72,7 +74,6 @@ class Costing:
         self._joins: dict[object, tuple[list[Assignment], Costs, Arrivals, Arrivals, Arrivals, int]] = {}
         self._changes: dict[object, Links] = {}
         self._sums: dict[object, Links] = {}
-        self._numels: dict[int, Floats] = {}
         self._priced: dict[int, Variable] = {}
         self._numbers: dict[str, int] = {}
 
@@ -89,13 +90,14 @@ class Costing:
                 self._view(node)
             else:
                 self._follower(node)
-            self._saved(node)
+            if node in self.follows:
+                self.holding.add(node, self.variables[self.follows[node]])
         rows = Rows(self.windows, self.options.turns)
         ops = tuple(rows.row(variable) for variable in self.variables)
         edges = tuple(rows.edge(*ends, links) for ends, links in sorted(self._edges.items()) if links.any())
         limit = self.options.memory_limit
         assert limit is not None
-        fixed = self._unread_bytes() + self._saved_of_inputs()
+        fixed = self.holding.fixed_bytes
         return Costed(Problem(ops, edges, limit, fixed, windows=self.windows.names), self.variables)
 
     # -- variables
@@ -120,39 +122,8 @@ class Costing:
             self._placed[key] = wants, gradients, outputs, self._number(tuple(outputs))
         wants, gradients, outputs, signature = self._placed[key]
         self._edges_into(number, node, wants, gradients, key)
-        variable.saved += self.read_bytes(node)
-        variable.lasting += self._inputs_read(node, variable)
+        self.holding.add_op(node, variable, wants)
         self._settle(node, number, outputs, signature)
-
-    def _inputs_read(self, node: fx.Node, variable: Variable) -> Floats:
-        """Inputs of the step that this op is the first to read: each device has its part of the batch, all the time."""
-        inputs = self._unread.intersection(tensor_args(node))
-        found = np.zeros(len(variable.ports))
-        if inputs:
-            self._unread -= inputs
-            size = num_bytes(inputs)
-            for port, strategy in zip(variable.port_of, variable.strategies):
-                found[port] = max(found[port], size / (strategy.grid.z * strategy.grid.data))
-        return found
-
-    def read_bytes(
-        self, node: fx.Node, of: Callable[[fx.Node], bool] = lambda argument: True, gathered: bool = False
-    ) -> Floats:
-        """What a product keeps of its inputs, as it reads them, for its weight's gradient: by its port.
-
-        Of those that several devices read the same part of alone, if `gathered`, or if they are kept anyway.
-        """
-        variable = self.variables[self._numbers[self.facts.roles[node].name]]
-        names = [role.node.name for role in self.facts.roles[node].roles]
-        wants, _, _, _ = self._placed[variable.signature, names.index(node.name)]
-        total = np.zeros(len(wants))
-        for position, argument in enumerate(tensor_args(node)):
-            if argument in self.follows and of(argument):
-                copies = np.array([local_numel(want[position]) for want in wants], dtype=float)
-                if gathered or self.facts.is_kept(root_of(argument)):
-                    copies *= copies * self.options.turns * self.mesh.world_size > argument.meta["val"].numel()
-                total += copies * argument.meta["val"].element_size() / max(1, self.facts.readers[root_of(argument)])
-        return total
 
     def _op_variable(self, op: Op) -> Variable:
         values = [self.facts.shapes[name] for name in (op.parameter, *op.companions)]
@@ -399,7 +370,7 @@ class Costing:
         batch = self.facts.batch_factor(node)
         return str(node.target), self._number(bound_of(node)), given, str(node.meta.get("val")), batch
 
-    # -- edges, memory, rows
+    # -- edges
 
     def _edges_into(
         self,
@@ -444,45 +415,6 @@ class Costing:
             found.setdefault(frozenset(self.mesh.axes) - used, []).append(number)
         found.pop(frozenset(), None)
         return found
-
-    def _saved(self, node: fx.Node) -> None:
-        """What the backward needs of a value, in each port of the variable that it follows."""
-        if node not in self.follows or is_alias(node):
-            return
-        if not hasattr(node.meta["val"], "numel"):
-            return
-        itemsize = node.meta["val"].element_size()
-        signature = self._signatures[node]
-        if signature not in self._numels:
-            self._numels[signature] = np.array([local_numel(port[0]) for port in self.lies[node]], dtype=float)
-        sizes = self._numels[signature] * itemsize
-        variable = self.variables[self.follows[node]]
-        whole = node.meta["val"].numel() * itemsize
-        held = sizes * self.facts.held(whole) / max(1, whole)
-        variable.working = np.maximum(variable.working, held)
-        if node in self.facts.roles:
-            variable.product = np.maximum(variable.product, held)
-        if node in self.facts.returned:
-            variable.lasting += sizes * self.options.turns  # of all micro-batches
-            variable.saved += sizes * (self.options.turns if node in self.facts.differentiated else 0)
-        elif self.facts.is_kept(node):
-            variable.saved += sizes
-
-    def _unread_bytes(self) -> int:
-        """Inputs that no op reads, such as labels: each device has its part."""
-        batch, parts = (self.annotated.batch,), self.mesh.world_size
-        return sum(
-            num_bytes([node]) // (parts if node.meta["val"].shape[:1] == batch else 1)
-            for node in self._unread
-            if hasattr(node.meta["val"], "shape") and node.name not in self.annotated.tangents
-        )  # fmt: skip
-
-    def _saved_of_inputs(self) -> int:
-        """What the backward needs of what depends on inputs alone, such as a mask: what has no batch is whole."""
-        nodes = (node for node in self.facts.graph.nodes if node.op == "call_function" and not info(node).backward)
-        kept = [node for node in nodes if node not in self.follows and not is_alias(node) and self.facts.is_kept(node)]
-        parts = self.mesh.world_size * self.options.turns
-        return sum(num_bytes([node]) // (parts if self.facts.batch_factor(node) else 1) for node in kept)
 
 
 def _gradients(node: fx.Node, assignment: Mapping[Axis, str], inputs: Sequence[Layout]) -> tuple[Layout, ...]:

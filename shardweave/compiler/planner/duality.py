@@ -25,7 +25,7 @@ import numpy as np
 from ortools.math_opt.python import mathopt
 
 from shardweave.compiler.planner.elimination import Elimination, Floats, Minimum
-from shardweave.compiler.planner.tables import KEPT, LOADS, TICKS, Ints, Tables
+from shardweave.compiler.planner.tables import KEPT, TICKS, Ints, Tables
 
 Choice = tuple[int, ...]
 Offer = Callable[[Choice], None]
@@ -241,7 +241,7 @@ class Master:
         """None where GLOP finds no optimum."""
         tables = self.tables
         figures = np.stack([column.figures for column in columns], axis=1).astype(np.float64)
-        unit = max(1.0, float((figures[TICKS] + figures[LOADS : LOADS + tables.problem.num_streams].sum(axis=0)).max()))
+        unit = max(1.0, float((figures[TICKS] + figures[tables.streams].sum(axis=0)).max()))
         byte = max(1.0, float(self.room), float(figures[KEPT].max()))
         scaled = figures / unit
         scaled[KEPT] = figures[KEPT] / byte

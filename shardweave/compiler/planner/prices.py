@@ -97,9 +97,7 @@ class Prices:
         others, columns = _distinct(wants)
         return self._tables(different, others, itemsize)[:, rows[:, None], columns]
 
-    def _priced(
-        self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float, paired: bool = False
-    ) -> Links:
+    def _priced(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float, paired: bool = False) -> Links:
         """What changes of layout take: a table of them, or a column."""
         links: Links = np.zeros((1 + len(self.levels), len(haves)) if paired else (
             1 + len(self.levels), len(haves), len(wants)))  # fmt: skip

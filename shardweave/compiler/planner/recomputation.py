@@ -235,8 +235,8 @@ def _add(costing: Costing, share: _Share, node: fx.Node, again: bool, layer: str
                 share.summed[port] += seconds[port]
     if node in costing.facts.roles:
         own = partial(_lies_in, layer)
-        share.inside += costing.read_bytes(node, own)
-        share.reduced += costing.read_bytes(node, own, gathered=True)
+        share.inside += costing.holding.read_bytes(node, own)
+        share.reduced += costing.holding.read_bytes(node, own, gathered=True)
 
 
 def _lies_in(layer: str, node: fx.Node) -> bool:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from shardweave.compiler.planner.dominance import LARGE, undominated
 from shardweave.compiler.planner.problem import Edge, Problem
 from shardweave.compiler.planner.program import Relaxation
-from shardweave.compiler.planner.tables import KEPT, LOADS, EdgeFigures, Ints, Tables
+from shardweave.compiler.planner.tables import KEPT, EdgeFigures, Ints, Tables
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def sweep(tables: Tables, relaxation: Relaxation, slack: float, width: int, dead
     for edge, number, excess in zip(problem.edges, tables.edge_of, relaxation.edges, strict=True):
         arriving[max(edge.producer, edge.consumer)].append((edge, tables.edges[number], excess))
 
-    figures = np.zeros((LOADS + problem.num_streams, 1), dtype=np.int64)
+    figures = np.zeros((tables.rows, 1), dtype=np.int64)
     labels = Labels(figures, np.full(1, floor, dtype=np.int64), np.zeros(1), {})
     steps: list[tuple[Ints, Ints]] = []
     complete = slack

@@ -93,6 +93,8 @@ class Tables:
         first = [LOADS, *(LOADS + int(end) for end in np.cumsum([len(names) for names in problem.windows]))]
         self.windows = [slice(*ends) for ends in pairwise(first) if ends[0] < ends[1]]
         """The rows of each window's streams."""
+        self.streams = slice(LOADS, LOADS + streams)
+        """The rows of all of them."""
         self.ops, self.op_of = _distinct(
             problem.ops,
             lambda op: id(op.candidates),

@@ -18,7 +18,7 @@ import numpy as np
 from shardweave.compiler.planner.duality import Choice, Column, Offer
 from shardweave.compiler.planner.elimination import Floats
 from shardweave.compiler.planner.mixing import all_runs
-from shardweave.compiler.planner.tables import KEPT, LOADS, Bools, Ints, Tables
+from shardweave.compiler.planner.tables import KEPT, Bools, Ints, Tables
 
 _CHANGES = 96
 """Changes of either kind of which all pairs are tried, those that weigh the least."""
@@ -103,7 +103,7 @@ def _flips(tables: Tables, weights: Floats, choice: Choice, peak: int, slack: fl
         edges = (tables.edge_of[edge] for edge in tables.edges_at[op])
         sides = ((other < op, tables.op_of[other], choice[other]) for other in tables.near[op])
         alike[tables.op_of[op], own, *edges, *sides].append(op)
-    added = [np.zeros((LOADS + tables.problem.num_streams, 0), dtype=np.int64)]
+    added = [np.zeros((tables.rows, 0), dtype=np.int64)]
     changes: list[tuple[list[int], int, int]] = []  # the ops, the candidate and how many of them take it
     for members in alike.values():
         op, own = members[0], choice[members[0]]
