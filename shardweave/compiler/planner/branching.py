@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -36,6 +36,9 @@ NARROW, BROAD, WIDE = 2**10, 2**12, 2**16
 
 FIRST_SLACK, GROWTH = 1e-5, 4
 """The first slack, as a part of the bound, and the factor by which it grows."""
+
+_UNSETTLED = 0.02
+"""What a bound may be loose by where a gap is allowed, as a part of it."""
 
 _LOOSE = 1e-6
 """What a transient or a change of layouts may cost a bound, as a part of it, before its part is split."""
@@ -71,11 +74,13 @@ class Branching:
         """A choice for each part that is worth tuning before it is walked through."""
         self.walkers: dict[int, Walker] = {}
         self.loose = max(_LOOSE, incumbent.gap / 4)
+        self.known: dict[Choice, None] = {}
+        """Choices that bounds came by, of one part or another."""
 
-    def run(self, deadline: float, rough: bool = False) -> None:
+    def run(self, deadline: float, rough: bool = False, leads: Callable[[Choice], bool] = lambda choice: True) -> None:
         """Search until the proof or the deadline (of ``time.monotonic``), or, `rough`, until only walks go further.
 
-        It may be called again, to go on.
+        A rough search ends where its choice leads nowhere, too. It may be called again, to go on.
         """
         incumbent = self.incumbent
         if not self.numbers:
@@ -86,7 +91,12 @@ class Branching:
             incumbent.bound = max(incumbent.bound, min(bound, self.left))
             if bound >= incumbent.enough:
                 self.open, self.left = [], min(self.left, bound)
-            elif (rough or incumbent.gap) and incumbent.choice and self.numbers >= _FEW_PARTS:
+            elif (
+                (rough or incumbent.gap)
+                and incumbent.choice
+                and self.numbers >= _FEW_PARTS
+                or (rough and incumbent.choice and not leads(incumbent.choice))
+            ):
                 heapq.heappush(self.open, (bound, number, found, walked))
                 break
             elif walked > 0.0 or not self._divide(found):
@@ -100,9 +110,11 @@ class Branching:
 
     def _enter(self, elimination: Elimination, part: Part, whole: Dual | None) -> None:
         incumbent = self.incumbent
-        found = dual(elimination, part, incumbent.offer, whole, lambda bound: bound >= incumbent.enough)
+        found = dual(elimination, part, incumbent.offer, whole, lambda bound: bound >= incumbent.enough,
+                     [*self.known], _UNSETTLED * incumbent.gap)  # fmt: skip
         if found is None:
             return
+        self.known.update(dict.fromkeys(column.choice for column in found.columns))
         mixed = None
         if found.bound < incumbent.enough:
             mixed = mix(self.tables, found.weights[: self.tables.rows], self._own(found.mixed), incumbent.offer)

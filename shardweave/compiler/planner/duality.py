@@ -132,14 +132,17 @@ def dual(
     offer: Offer,
     start: Dual | None = None,
     enough: Callable[[float], bool] = lambda bound: False,
+    known: Sequence[Choice] = (),
+    loose: float = 0.0,
 ) -> Dual | None:
     """The best bound of a part, or the first that is `enough`; None where it has no choice within the limit.
 
-    Every choice that it comes by is offered. `start` is a dual whose choices include this one's.
+    Every choice that it comes by is offered. `start` is a dual whose choices include this one's, `known` are some of
+    these to begin with. It may be `loose` by a part of itself.
     """
     tables = elimination.tables
     room = tables.room - part.low
-    before = start.columns if start else []
+    before = start.columns if start else [each for choice in known if (each := Column.of(tables, choice)) is not None]
     columns = [column for column in before if column.peak <= part.high and elimination.allows(column.choice)]
     if start and len(start.weights) < tables.rows:  # a figure more counts
         columns = [counted for column in columns if (counted := Column.of(tables, column.choice)) is not None]
@@ -161,7 +164,9 @@ def dual(
     weights = _first_weights(tables)
     if start:
         weights = np.append(start.weights, np.zeros(tables.rows - len(start.weights)))
-    master = Master(tables, room)
+    master, loose = Master(tables, room), max(_PRECISE, loose)
+    if not start and columns and (mixture := master.solved(columns)) is not None:
+        weights = mixture.weights
     best: Dual | None = None
     steady = 1.0
     for _ in range(_STEPS):
@@ -172,7 +177,7 @@ def dual(
         if best is None or bound > best.bound:
             best = Dual(elimination, part, bound, weights, found, columns, [], error)
         mixture = master.solved(columns)
-        if mixture is None or mixture.value - best.bound <= _PRECISE * abs(mixture.value) or enough(best.bound):
+        if mixture is None or mixture.value - best.bound <= loose * abs(mixture.value) or enough(best.bound):
             break
         if len(columns) == count and steady == 0.0:
             break  # what the mixture's own weights find is known: only rounding is left

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -55,19 +55,32 @@ class Search:
         """No choice takes less than so many seconds."""
         return self.incumbent.least_seconds
 
-    def hint(self, choice: Sequence[int]) -> None:
-        """Offer a choice for the problem itself."""
-        if all(index in kept for index, kept in zip(choice, self.kept, strict=True)):
-            self.incumbent.offer(tuple(kept.index(index) for index, kept in zip(choice, self.kept, strict=True)))
+    @property
+    def known(self) -> list[tuple[int, ...]]:
+        """Choices for the problem itself that bounds came by."""
+        return [invert(choice, self.kept) for choice in self.branching.known]
 
-    def run(self, rough: bool = False) -> None:
+    def hint(self, choice: Sequence[int], known: Iterable[Sequence[int]] = ()) -> None:
+        """Offer a choice for the problem itself; bounds begin with those that are `known`."""
+        if (own := self._reduced(choice)) is not None:
+            self.incumbent.offer(own)
+        self.branching.known = {own: None for each in known if (own := self._reduced(each)) is not None}
+
+    def _reduced(self, choice: Sequence[int]) -> tuple[int, ...] | None:
+        """A choice for the problem itself as one for the reduced problem; None where that has not got it."""
+        if not all(index in kept for index, kept in zip(choice, self.kept, strict=True)):
+            return None
+        return tuple(kept.index(index) for index, kept in zip(choice, self.kept, strict=True))
+
+    def run(self, rough: bool = False, leads: Callable[[tuple[int, ...]], bool] = lambda choice: True) -> None:
         """Search until the proof or the deadline; or, `rough`, until a choice that bounds lead to.
 
+        A rough search of a narrow graph ends, too, with a choice for the problem itself that `leads` nowhere.
         Where a gap is allowed, the parts of a narrow graph end at a number of them, too, and the gap may stay larger.
         """
         incumbent, narrow = self.incumbent, not self.elimination.too_wide
         if narrow:
-            self.branching.run(self.deadline, rough)
+            self.branching.run(self.deadline, rough, lambda choice: leads(invert(choice, self.kept)))
         else:
             descend(self.tables, incumbent.offer)
             if not (rough and incumbent.choice):

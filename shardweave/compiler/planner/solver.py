@@ -57,6 +57,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from shardweave.compiler.planner.duality import least_memory
@@ -87,7 +88,7 @@ class Solution:
     seconds : float
         What solving took.
     waits_for : tuple of str
-        The busiest stream of each window.
+        The streams to begin with in a similar problem: the busiest of each window, or all that the search came by.
     """
 
     choice: tuple[int, ...]
@@ -167,13 +168,13 @@ def solve(
     names = [name for window in problem.windows for name in window]
     streams = {number for number, name in enumerate(names) if name in waits_for} or first_of_each(problem)
     best: tuple[float, tuple[int, ...]] | None = None
-    bound, going_on = 0.0, True
+    bound, going_on, known = 0.0, True, list[tuple[int, ...]]()
     while going_on:
         search = Search(with_streams(problem, streams), start + time_limit, progress, gap, ceiling)
         if hint is not None:
-            search.hint(hint)
+            search.hint(hint, known)
         for roughly in [True] if rough else [True, False]:  # no proof of what waits for other streams
-            search.run(roughly)
+            search.run(roughly, partial(_waits_for, problem, streams))
             if search.choice is None:
                 going_on = False
                 break
@@ -185,7 +186,7 @@ def solve(
             if enough or going_on:
                 break
         if going_on:
-            streams = streams | busiest
+            streams, known = streams | busiest, search.known
     if best is None:
         if search.incumbent.proven:
             raise _infeasible(problem, time_limit)
@@ -195,8 +196,13 @@ def solve(
         )
     objective, choice = best
     status: Literal["optimal", "feasible"] = "optimal" if bound >= objective else "feasible"
-    waits = tuple(names[stream] for stream in problem.busiest(choice))
+    waits = tuple(names[stream] for stream in (sorted(streams) if known else problem.busiest(choice)))
     return Solution(choice, objective, min(bound, objective), status, time.monotonic() - start, waits)
+
+
+def _waits_for(problem: Problem, streams: set[int], choice: Sequence[int]) -> bool:
+    """Whether a choice waits for none but these streams."""
+    return set(problem.busiest(choice)) <= streams
 
 
 def _infeasible(problem: Problem, time_limit: float) -> PlanError:
