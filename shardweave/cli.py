@@ -72,7 +72,10 @@ def plan(
     operator_slices: Annotated[
         int | None, typer.Option(min=1, help="Parts of an op, gathered one after another; else the planner chooses.")
     ] = None,
-    keep_gathered: Annotated[bool, typer.Option(help="Gather parameters once for forward and backward.")] = False,
+    keep_gathered: Annotated[
+        bool | None,
+        typer.Option(help="Gather parameters once for forward and backward; else the planner chooses."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Where to save the plan (JSON).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Where to save the simulated step (Chrome trace).")] = None,
 ) -> None:

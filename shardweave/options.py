@@ -68,10 +68,10 @@ class Options:
         Into how many slices an op with a parameter is cut, computed one after another, so that only a slice of the
         parameter is gathered at a time. Patterns as in `force`; what a number does not divide stays whole. By default
         the planner chooses, as a part of an op's strategy, where memory asks for it; with 1 nothing is cut.
-    keep_gathered : bool or mapping from a name pattern to bool or int
+    keep_gathered : bool or mapping from a name pattern to bool or int, optional
         What is gathered for the forward is kept for the backward, instead of gathered again. Of an op in slices a
         number says how many of them; the others are gathered again. (What is gathered once a step, ``"zero2"``, is a
-        strategy that the planner has anyway.)
+        strategy that the planner has anyway.) By default the planner chooses, all or none, for models of few layers.
     buckets : bool, optional
         Small collectives of parameters and gradients are put together. By default the planner chooses.
     sequence_parallel : bool, optional
@@ -101,7 +101,7 @@ class Options:
     sub_batches: int | None = None
     recompute: Mode | Mapping[str, Mode] | None = None
     operator_slices: int | Mapping[str, int] = field(default_factory=dict)
-    keep_gathered: bool | Mapping[str, int] = field(default_factory=dict)
+    keep_gathered: bool | Mapping[str, int] | None = None
     buckets: bool | None = None
     sequence_parallel: bool | None = None
     cross_pass: bool = True
@@ -134,7 +134,7 @@ class Options:
         """What is asked of the whole step; what is left open is not made use of."""
         recompute = {"*": self.recompute} if isinstance(self.recompute, str) else self.recompute or {}
         slices = {"*": self.operator_slices} if isinstance(self.operator_slices, int) else self.operator_slices
-        kept = {"*": self.keep_gathered} if isinstance(self.keep_gathered, bool) else self.keep_gathered
+        kept = {"*": self.keep_gathered} if isinstance(self.keep_gathered, bool) else self.keep_gathered or {}
         kept = {pattern: ALL if number is True else int(number) for pattern, number in kept.items()}
         slices, kept = ({} if each == whole else each for each, whole in ((slices, {"*": 1}), (kept, {"*": 0})))
         sub_batches = 1 if self.sub_batches is None else self.sub_batches

@@ -22,7 +22,7 @@ from shardweave.cost_model import Cluster
 from shardweave.errors import PlanError
 from shardweave.options import Options
 
-_PLAIN = {"sub_batches": 1, "buckets": False}
+_PLAIN = {"sub_batches": 1, "buckets": False, "keep_gathered": False}
 """What the planner would choose for a system."""
 
 

@@ -84,7 +84,7 @@ class Chooser:
         if (expected := self.answers.expected(given, limit)) is not None:
             hint = expected.choice
         found = self._under(both.overlapping, limit, hint, fastest.waits_for, ceiling=ceiling, known=expected)
-        fits = self._with_rivals(both, found, limit) if found is not None else []
+        fits = self._with_rivals(both, found, limit) if found else self._families(both.overlapping, fastest, limit)
         known = fastest_of([*too_large, *fits]) if too_large or fits else None
         too_large += self._overlooked(free.overlapping, fastest, known, limit)
         if not (too_large or fits):
@@ -137,7 +137,7 @@ class Chooser:
                 break
         if size(both.given) <= MODEST:
             seen = {chosen.solution.choice for chosen in found}
-            others = self._alike(both.overlapping, best, limit)
+            others = self._alike(both.overlapping, best.solution, limit)
             found += [chosen for chosen in others if chosen.solution.choice not in seen]
             fits = [chosen for chosen in found if chosen.judged.peak_memory <= limit]
         return fits if under_limit else found
@@ -170,9 +170,16 @@ class Chooser:
         found = rivals(costed, best.solution, self._close, most)
         return [self._simulated(costed, solution, limit) for solution in found]
 
-    def _alike(self, costed: Costed, best: Chosen, limit: int) -> list[Chosen]:
+    def _alike(self, costed: Costed, best: Solution, limit: int) -> list[Chosen]:
         """Plans that are data parallel and rest alike everywhere, simulated."""
-        return [self._simulated(costed, solution, limit) for solution in alike(costed, best.solution, self._close)]
+        return [self._simulated(costed, solution, limit) for solution in alike(costed, best, self._close)]
+
+    def _families(self, costed: Costed, fastest: Solution, limit: int) -> list[Chosen]:
+        """Those of them that fit, however long they take."""
+        if size(costed) > MODEST:
+            return []
+        found = self._alike(costed, replace(fastest, objective=math.inf), limit)
+        return [chosen.within(limit) for chosen in found if chosen.judged.peak_memory <= limit]
 
     def _close(self, costed: Costed, best: Solution, ceiling: float) -> Solution:
         """A choice that is nearly the best one, if that takes less than `ceiling` seconds."""
@@ -245,7 +252,8 @@ class Chooser:
         rough = not is_small(lacking.costed)
         found = self._under(lacking.costed, limit, rough=rough) or self._fits(lacking.least, limit)
         near = [] if found else self._near(lacking.free, lacking.fastest, limit)
-        return found or next((each.within(limit) for each in near if each.judged.peak_memory <= limit), None)
+        fits = [each.within(limit) for each in near if each.judged.peak_memory <= limit]
+        return found or next(iter(fits or self._families(lacking.costed, lacking.fastest, limit)), None)
 
     def _fits(self, chosen: Chosen, limit: int) -> Chosen | None:
         """A plan scheduled under a limit; None where it does not meet it."""

@@ -42,6 +42,11 @@ class Chosen:
         """What it says of each op and join."""
         return decision(self.costed, self.solution.choice)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether anything is gathered for each of its uses."""
+        return any(strategy.rest > 1 for strategy in self.decision.strategies.values())
+
     def within(self, limit: int) -> Chosen:
         """With the memory that the plan says it needs: the larger figure, unless only the program's is too large."""
         return self if self.peak_memory <= limit else replace(self, peak_memory=self.judged.peak_memory)

@@ -282,7 +282,7 @@ class _Lowering:
         self._verified(local, "shard")
         self._stage("shard", local)
         local = copied(local)
-        local = Recompute(weaving.recompute)(local)
+        local = Recompute(weaving.recompute, {node.name for node in sharder.working})(local)
         self._verified(local, "recompute")
         self._stage("recompute", local)
         if self.mesh.unrolled:

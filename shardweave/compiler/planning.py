@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from shardweave.compiler.answers import Answers
+from shardweave.compiler.answers import MODEST, Answers, size
 from shardweave.compiler.capture import Captured
 from shardweave.compiler.choose import MUCH_LESS, Chooser
 from shardweave.compiler.chosen import Chosen, Lacking
@@ -163,8 +163,9 @@ class Planning:
     def _for_the_whole(self, chosen: Chosen, weaving: Weaving) -> tuple[Chosen, Weaving]:
         """With what is left open for the whole step."""
         limit = self.options.limit(self.cluster)
+        keeps = size(chosen.costed) <= MODEST and chosen.gathers
         woven, judged = choices_for_the_whole(
-            self.options, weaving, chosen.judged, lambda other: self._judged(chosen, other), limit
+            self.options, weaving, chosen.judged, lambda other: self._judged(chosen, other), limit, keeps
         )
         if woven == weaving:
             return chosen, weaving

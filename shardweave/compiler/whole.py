@@ -1,4 +1,4 @@
-"""Choices for the whole step that the user leaves open: sub-batches and buckets.
+"""Choices for the whole step that the user leaves open: kept gathers, sub-batches and buckets.
 
 They hide communication, so they are tried where some is exposed, one after another, each on top of those that were
 worth it; the simulator is the judge. What a choice does not go with (sub-batches of a batch norm, say) is left out.
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from shardweave.compiler.judge import Judged
 from shardweave.errors import ParallelError
-from shardweave.ir import Weaving
+from shardweave.ir import ALL, Weaving
 from shardweave.options import Options
 
 EXPOSED = 0.02
@@ -25,7 +25,12 @@ SUB_BATCHES = 2
 
 
 def choices_for_the_whole(
-    options: Options, made: Weaving, judged: Judged, judge: Callable[[Weaving], Judged], limit: int
+    options: Options,
+    made: Weaving,
+    judged: Judged,
+    judge: Callable[[Weaving], Judged],
+    limit: int,
+    keeps: bool = False,
 ) -> tuple[Weaving, Judged]:
     """What is chosen for the whole step, and what it then takes.
 
@@ -41,8 +46,10 @@ def choices_for_the_whole(
         From other choices to what the step takes.
     limit : int
         Bytes a device.
+    keeps : bool
+        Whether anything may be kept gathered.
     """
-    for tried in _open(options):
+    for tried in _open(options, keeps):
         if judged.exposed_communication <= EXPOSED * judged.step_time:
             break
         other = tried(made)
@@ -55,7 +62,9 @@ def choices_for_the_whole(
     return made, judged
 
 
-def _open(options: Options) -> Iterator[Callable[[Weaving], Weaving]]:
+def _open(options: Options, keeps: bool) -> Iterator[Callable[[Weaving], Weaving]]:
+    if options.keep_gathered is None and keeps:
+        yield lambda made: replace(made, keep_gathered={"*": ALL})
     if options.sub_batches is None:
         yield lambda made: replace(made, sub_batches=SUB_BATCHES)
     if options.buckets is None:

@@ -10,7 +10,7 @@ What the backward gathers anyway is not gathered once more for a copy.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,13 +57,16 @@ class Recompute:
     modes : mapping of str to {"none", "full", "fine"}
         By patterns as in a shell, matched against the names of modules; of several that match the last one holds.
         Where none does, what the user's activation checkpoints say holds (``"full"`` inside of them).
+    working : collection of str
+        Names of nodes that are kept whatever the mode: the copies of parameters that are gathered once a step.
     """
 
     name = "recompute"
     modes: Mapping[str, Mode] = field(default_factory=dict)
+    working: Collection[str] = ()
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        _Recomputation(graph_module.graph, self.mode).write()
+        _Recomputation(graph_module.graph, self.mode, self.working).write()
         remove_dead(graph_module.graph)
         graph_module.graph.lint()
         graph_module.recompile()
@@ -77,14 +80,14 @@ class Recompute:
 
 
 class _Recomputation:
-    def __init__(self, graph: fx.Graph, mode: Any) -> None:
+    def __init__(self, graph: fx.Graph, mode: Callable[[fx.Node], Mode], working: Collection[str]) -> None:
         self.graph, self.mode = graph, mode
         nodes = list(graph.nodes)
         self.modes: dict[fx.Node, Mode] = {
             node: mode(node) for node in nodes if node.op == "call_function" and not info(node).backward
         }
         outputs = {value for value in graph_outputs(graph) if isinstance(value, fx.Node)}
-        self.kept = {node for node in self.modes if self._is_kept(node, outputs)}
+        self.kept = {node for node in self.modes if node.name in working or self._is_kept(node, outputs)}
         self.again: dict[fx.Node, fx.Node] = {}
         self.known: dict[Hashable, fx.Node] = {}
         """The backward's own gathers, by what they do."""

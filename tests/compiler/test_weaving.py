@@ -166,6 +166,14 @@ def test_fine_recomputation_repeats_no_collective(name: str, sub_batches: int) -
     assert saved == sorted(set(saved))
 
 
+@pytest.mark.parametrize("mode", ["fine", "full"])
+def test_what_is_gathered_once_a_step_is_not_gathered_again_to_compute_a_layer_again(mode: Any) -> None:
+    """Of ZeRO-2 no gather runs in the backward."""
+    plain, again = (lowered("deep", {"*": "zero2"}, recompute=each).step for each in ("none", mode))
+    assert moved(again.forward, "parameter") and not moved(again.backward, "parameter")
+    assert saved_bytes(again.backward) < saved_bytes(plain.backward)
+
+
 def saved_bytes(module: fx.GraphModule | None) -> int:
     assert module is not None
     values = [node.meta.get("val") for node in module.graph.nodes if node.op == "placeholder"]
