@@ -253,7 +253,7 @@ class Chooser:
         found = self._under(lacking.costed, limit, rough=rough) or self._fits(lacking.least, limit)
         near = [] if found else self._near(lacking.free, lacking.fastest, limit)
         fits = [each.within(limit) for each in near if each.judged.peak_memory <= limit]
-        return found or next(iter(fits or self._families(lacking.costed, lacking.fastest, limit)), None)
+        return found or next(iter(fits or self._families(limited(lacking.costed, limit), lacking.fastest, limit)), None)
 
     def _fits(self, chosen: Chosen, limit: int) -> Chosen | None:
         """A plan scheduled under a limit; None where it does not meet it."""

@@ -165,8 +165,6 @@ def dual(
     if start:
         weights = np.append(start.weights, np.zeros(tables.rows - len(start.weights)))
     master, loose = Master(tables, room), max(_PRECISE, loose)
-    if not start and columns and (mixture := master.solved(columns)) is not None:
-        weights = mixture.weights
     best: Dual | None = None
     steady = 1.0
     for _ in range(_STEPS):

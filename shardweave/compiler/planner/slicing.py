@@ -2,7 +2,8 @@
 
 An op in slices gathers one part of its parameter after another and holds no more of it at a time; its products are
 smaller, and each part's collectives wait for links anew (OSDP, arXiv 2209.13258, section 3.3). That is worth while
-where what is gathered at once is a good part of memory: for a table of words, say.
+where what is gathered at once is what a step holds most of at a time: for a table of words, say. Which ops these are
+does not depend on the memory limit, so that under more memory nothing is missing that fits into less.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from shardweave.ir import Strategy
 SLICES = 4
 """As many as OSDP takes."""
 
-MUCH = 1 / 16
-"""The part of the memory limit that a strategy's own transient takes for it to be offered in slices, too."""
+MUCH = 1 / 8
+"""The part of the largest transient of any op that a strategy's own makes out for it to be offered in slices, too."""
 
 
 def with_slices(costing: Costing, costed: Costed) -> Costed:
     """The problem with the strategies in slices, too, that gather much at a time; itself where none does."""
-    much = MUCH * costed.problem.memory_limit
+    priced = [variable.prices for variable in costed.variables if variable.prices is not None]
+    much = MUCH * max((float(prices.transient_bytes.max()) for prices in priced), default=0.0)
     more = {index: sliced for index, variable in enumerate(costed.variables)
             if (sliced := _sliced(costing, variable, much))}  # fmt: skip
     if not more:
