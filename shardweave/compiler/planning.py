@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TypeVar
@@ -17,7 +17,6 @@ from typing import TypeVar
 import torch
 
 from shardweave.compiler.answers import MODEST, Answers, size
-from shardweave.compiler.capture import Captured
 from shardweave.compiler.choose import MUCH_LESS, Chooser
 from shardweave.compiler.chosen import Chosen, Lacking
 from shardweave.compiler.fold import Fold, Run
@@ -28,11 +27,9 @@ from shardweave.compiler.pipeline import Annotated
 from shardweave.compiler.plan import Plan, Saving
 from shardweave.compiler.planner.alternatives import alternatives
 from shardweave.compiler.planner.costing import Costing
-from shardweave.compiler.planner.recomputation import layer_named, with_modes
-from shardweave.compiler.planner.returned import with_outputs
+from shardweave.compiler.planner.recomputation import layer_named
 from shardweave.compiler.planner.rows import Costed
-from shardweave.compiler.planner.slicing import with_slices
-from shardweave.compiler.planner.unfold import inside, renamed, unfold
+from shardweave.compiler.priced import Priced, buffer_bytes
 from shardweave.compiler.steps import Steps
 from shardweave.compiler.weaving import with_times
 from shardweave.compiler.whole import choices_for_the_whole
@@ -42,7 +39,7 @@ from shardweave.errors import InfeasibleError, PlanError
 from shardweave.ir import Assignment, Mesh, Mode, Strategy, Weaving
 from shardweave.options import Options
 from shardweave.passes.annotate import info, last_match
-from shardweave.passes.recompute import checkpoint_of, layer_of
+from shardweave.passes.recompute import layer_of
 
 Forced = Callable[[Annotated, Mesh], dict[str, list[Strategy]]]
 FIRST_LEFT = 2
@@ -123,7 +120,7 @@ class Planning:
         """Whether recomputation is chosen."""
         return self.options.recompute is None and not self._priced.has_checkpoints
 
-    def _made(self, priced: _Priced, chosen: Chosen) -> Made:
+    def _made(self, priced: Priced, chosen: Chosen) -> Made:
         """With what is left open for the whole step."""
         weaving = _woven(self.options.weaving, chosen.decision)
         self.progress("weave")
@@ -142,7 +139,7 @@ class Planning:
         return self._described(key, made.chosen, made.priced, made.weaving, savings, time.monotonic() - begun)
 
     @cached_property
-    def _priced(self) -> _Priced:
+    def _priced(self) -> Priced:
         """The folded step's problem: the smallest that tells how layers meet."""
         runs = self.steps.runs(self.options)
         mesh = with_times(self.cluster.mesh(), self.options)
@@ -155,7 +152,7 @@ class Planning:
                 raise PlanError(f"{self.model} has no matrix product with a parameter: there is nothing to spread")
             self.progress("price")
             costing = Costing(annotated, self.cluster, self.options, self.forced(annotated, mesh))
-            priced = _Priced(fold, annotated, costing, costing.build(), _buffer_bytes(self.steps.captured))
+            priced = Priced(fold, annotated, costing, costing.build(), buffer_bytes(self.steps.captured))
             if priced.unfolds:
                 return priced
             left += 1
@@ -192,7 +189,7 @@ class Planning:
         self,
         key: ModelKey,
         chosen: Chosen,
-        priced: _Priced,
+        priced: Priced,
         weaving: Weaving,
         savings: tuple[Saving, ...],
         seconds: float,
@@ -271,7 +268,7 @@ class Made:
     """What is chosen for a step of so many micro-batches."""
 
     planning: Planning
-    priced: _Priced
+    priced: Priced
     chosen: Chosen
     weaving: Weaving
 
@@ -285,68 +282,6 @@ class Lacked:
 
     least_bytes: int
     last: Callable[[], Made]
-
-
-@dataclass(frozen=True)
-class _Priced:
-    """A folded step with its problem."""
-
-    fold: Fold
-    annotated: Annotated
-    costing: Costing
-    costed: Costed
-    buffer_bytes: int
-    """Of the whole step's buffers."""
-
-    @cached_property
-    def unfolds(self) -> bool:
-        """Whether the last layer of each run that is left is like the one before it."""
-        return self._unfolded(self.costed) is not None
-
-    @property
-    def has_checkpoints(self) -> bool:
-        """Whether the user says what is recomputed, by activation checkpoints in the model."""
-        return any(checkpoint_of(node) for node in self.annotated.captured.graph.graph.nodes)
-
-    @cached_property
-    def computed_again(self) -> Costed:
-        """The whole step's problem with a choice of recomputation for each layer."""
-        return self.whole(with_modes(self.costing, self.costed))
-
-    @cached_property
-    def sliced(self) -> Costed:
-        """The folded step's problem with slices of ops that gather much."""
-        return with_slices(self.costing, self.costed)
-
-    def ways_to_save(self, modes: bool) -> Iterator[Callable[[], Costed] | None]:
-        """The whole step's problem with more and more ways to save memory; None stands for the one without any.
-
-        Slices of ops that gather much are the last resort. The program's memory is rough: what gathers much may fit,
-        though it counts too much, and is faster whole.
-        """
-        yield (lambda: self.computed_again) if modes else None
-        if self.sliced is not self.costed:
-            yield lambda: self.whole(with_modes(self.costing, self.sliced) if modes else self.sliced)
-
-    def whole(self, costed: Costed) -> Costed:
-        """The problem of the whole step."""
-        found = self._unfolded(costed)
-        if found is None:
-            raise PlanError("layers that are equal are not priced alike: a bug in shardweave")
-        found = with_outputs(self.costing, found, self._last)
-        left_out = self.buffer_bytes - _buffer_bytes(self.annotated.captured)
-        return replace(found, problem=replace(found.problem, fixed_bytes=found.problem.fixed_bytes + left_out))
-
-    def _last(self, name: str) -> str:
-        """The last variable of the whole step that one of the folded step stands for."""
-        for layer, others in self.fold.stands_for.items():
-            if others and inside(name, layer):
-                return renamed(name, layer, others[-1])
-        return name
-
-    def _unfolded(self, costed: Costed) -> Costed | None:
-        before = {run.layers[count - 1]: run.layers[count - 2] for run, count in self.fold.runs}
-        return unfold(costed, self.fold.stands_for, before)
 
 
 def _woven(weaving: Weaving, decision: Decision) -> Weaving:
@@ -387,11 +322,6 @@ def _hint(costed: Costed, start: Plan) -> tuple[int, ...] | None:
 def _named(assignment: Assignment) -> dict[str, str]:
     """The factor that each axis is on, by its name."""
     return {axis.name: factor for axis, factor in assignment.items}
-
-
-def _buffer_bytes(captured: Captured) -> int:
-    values = [node.meta["val"] for node in captured.graph.graph.nodes if node.name in captured.buffers]
-    return sum(value.numel() * value.element_size() for value in values)
 
 
 def _tokens(annotated: Annotated) -> int:

@@ -91,12 +91,7 @@ class Branching:
             incumbent.bound = max(incumbent.bound, min(bound, self.left))
             if bound >= incumbent.enough:
                 self.open, self.left = [], min(self.left, bound)
-            elif (
-                (rough or incumbent.gap)
-                and incumbent.choice
-                and self.numbers >= _FEW_PARTS
-                or (rough and incumbent.choice and not leads(incumbent.choice))
-            ):
+            elif self._is_enough(rough, leads):
                 heapq.heappush(self.open, (bound, number, found, walked))
                 break
             elif walked > 0.0 or not self._divide(found):
@@ -107,6 +102,13 @@ class Branching:
         lowest = min(self.left, self.open[0][0] if self.open else math.inf, incumbent.ticks)
         incumbent.bound = max(incumbent.bound, lowest if lowest < math.inf else 0.0)
         incumbent.proven = not self.open and self.left >= incumbent.ticks
+
+    def _is_enough(self, rough: bool, leads: Callable[[Choice], bool]) -> bool:
+        """Whether the search ends with its choice, though parts are left."""
+        choice = self.incumbent.choice
+        if not choice:
+            return False
+        return (self.numbers >= _FEW_PARTS and (rough or self.incumbent.gap > 0.0)) or (rough and not leads(choice))
 
     def _enter(self, elimination: Elimination, part: Part, whole: Dual | None) -> None:
         incumbent = self.incumbent

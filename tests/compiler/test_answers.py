@@ -1,0 +1,51 @@
+"""What the program is asked, and what of that only once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import shardweave as sw
+from shardweave.compiler import answers
+from shardweave.compiler.answers import Answers
+from shardweave.compiler.chosen import limited
+from shardweave.compiler.planner.problem import Candidate, Op, Problem
+from shardweave.compiler.planner.rows import Costed
+from shardweave.compiler.planner.solver import solve
+from shardweave.compiler.planning import first_of
+
+FAST, SMALL = Candidate("fast", 1.0, state_bytes=8), Candidate("small", 1.5, state_bytes=4)
+
+
+def test_what_is_known_under_more_memory_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def noted(problem: Problem, *rest: Any) -> Any:
+        asked.append(problem.memory_limit)
+        return solve(problem, *rest)
+
+    monkeypatch.setattr(answers, "solve", noted)
+    costed, given = Costed(Problem((Op("up", (FAST, SMALL)), Op("down", (FAST, SMALL)))), []), Answers(10.0)
+    found = [given.solve(limited(costed, limit)) for limit in (15, 13, 12, 11, 9)]
+    assert asked == [15, 11]  # the first answer counts 12 bytes, the second one 8
+    assert [each.objective for each in found] == [2.5, 2.5, 2.5, 3.0, 3.0]
+    assert all(each.status == "optimal" for each in found)
+
+
+def test_of_what_does_not_fit_the_least_is_looked_at_first_and_what_is_hopeless_not_at_all() -> None:
+    asked: list[int] = []
+
+    def needs(size: int) -> Any:
+        def last() -> str:
+            asked.append(size)
+            if size == 7:
+                return "a plan"
+            raise sw.InfeasibleError.needing(size, f"needs {size}")
+
+        return size, last
+
+    with pytest.raises(sw.InfeasibleError, match="needs 100"):
+        first_of([needs(110), needs(126), needs(100)])
+    assert asked == [100, 110]
+    assert first_of([needs(110), needs(7)]) == "a plan" and asked[-1] == 7
