@@ -62,9 +62,8 @@ def compiler() -> Compiler:
 
 def planned(rest: int, states: int) -> tuple[sw.Plan, Bytes]:
     found = compiler()
-    found.options = sw.Options(
-        precision=sw.Precision(BF16), force={"*": Strategy(Grid(data=RANKS), rest, states=states)}
-    )
+    force = {"*": Strategy(Grid(data=RANKS), rest, states=states)}
+    found.options = sw.Options(precision=sw.Precision(BF16), force=force, keep_gathered=False)
     plan = found.plan()
     timeline = plan.timeline()
     memory = timeline.memory
