@@ -138,6 +138,19 @@ def test_a_search_that_ends_early_says_how_far_the_optimum_can_be(
         assert solution.gap <= gap + 1e-12
 
 
+def test_of_few_candidates_the_search_goes_on_to_the_gap_that_was_asked_for() -> None:
+    """Of these eight parts were bounded, which left a gap of an eighth."""
+    bad = math.inf
+    whole = Candidate("whole", 0.0, in_port=2, out_port=2), Candidate("kept", 0.0, saved_bytes=8, in_port=1)
+    ways = (*whole, Candidate("slow", 1.0), Candidate("held", 0.0, transient_bytes=1, in_port=2))
+    first, last = [[0, 0, bad]] * 3, [[bad, 0, 0], [bad, 0, 0], [0, 0, 0]]
+    second, third = [[0, 0, bad], [0, 0, bad], [0, bad, 0]], [[0, 0, bad], [0, 0, bad], [bad, 0, 0]]
+    tables = {(0, 1): first, (0, 2): second, (1, 2): third, (2, 3): last}
+    edges = tuple(Edge(*ends, np.array(table, dtype=float)) for ends, table in tables.items())
+    problem = Problem(tuple(Op(f"op{index}", ways, "op") for index in range(4)), edges, 16, windows=(("a",),))
+    assert solve(problem, gap=1e-3).gap <= 1e-3
+
+
 @settings(max_examples=40, deadline=None)
 @given(problems())
 def test_the_same_problem_gives_the_same_choice(problem: Problem) -> None:

@@ -55,6 +55,9 @@ _OPS = 32
 _FEW_PARTS = 8
 """Parts that a search bounds that need not find the best choice: more better its bound by little."""
 
+_SMALL = 2**10
+"""Candidates up to which a search that is not rough goes on, all the same, to the gap that was asked for."""
+
 _NEVER = 2.0**61
 """Weighs more than any choice."""
 
@@ -65,6 +68,7 @@ class Branching:
     def __init__(self, elimination: Elimination, incumbent: Incumbent) -> None:
         self.elimination, self.tables, self.incumbent = elimination, elimination.tables, incumbent
         self.levels = sorted({int(level) for table in elimination.ops for level in table.transient})
+        self.candidates = sum(len(self.tables.ops[table].ins) for table in self.tables.op_of)
         self.open: list[tuple[float, int, Dual, float]] = []
         """Bound, number, dual and how far the part was walked through beyond its bound."""
         self.left = math.inf
@@ -108,7 +112,8 @@ class Branching:
         choice = self.incumbent.choice
         if not choice:
             return False
-        return (self.numbers >= _FEW_PARTS and (rough or self.incumbent.gap > 0.0)) or (rough and not leads(choice))
+        few = rough or (self.incumbent.gap > 0.0 and self.candidates > _SMALL)
+        return (few and self.numbers >= _FEW_PARTS) or (rough and not leads(choice))
 
     def _enter(self, elimination: Elimination, part: Part, whole: Dual | None) -> None:
         incumbent = self.incumbent
