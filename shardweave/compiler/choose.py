@@ -175,7 +175,7 @@ class Chooser:
         return [self._simulated(costed, solution, limit) for solution in alike(costed, best, self._close)]
 
     def _families(self, costed: Costed, fastest: Solution, limit: int) -> list[Chosen]:
-        """Those of them that fit, however long they take."""
+        """Plans that rest alike everywhere and fit when simulated, however long they take; none of large problems."""
         if size(costed) > MODEST:
             return []
         found = self._alike(costed, replace(fastest, objective=math.inf), limit)
