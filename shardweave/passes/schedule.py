@@ -41,8 +41,8 @@ _FINE = 0.1
 """No memory is saved that is less than this part of it."""
 _PLAYED = 4
 """How many of the orders from both ends are tried, the most promising ones."""
-_NEAREST = 4
-"""Of the orders that hold least, how many are tried to hold still less."""
+_NEAREST, _FINER = 4, 2**-7
+"""Of the orders that hold least, how many are tried to hold still less; and by which part of it at least."""
 
 _LESS = (1, 2, 4)
 """How many times what an order holds too much it is given less."""
@@ -175,10 +175,10 @@ def _least_of(orders: Sequence[_Order]) -> Woven:
     found = sorted(((order(room=0, most=0), order) for order in orders), key=lambda each: each[0].peak_bytes)
     best, nearest = found[0][0], [order for _, order in found[:_NEAREST]]
     while True:
-        less = best.peak_bytes - 1
+        less = int((1 - _FINER) * best.peak_bytes)
         other = min((order(room=less, most=less) for order in nearest), key=lambda woven: woven.peak_bytes)
         if other.peak_bytes > less:
-            return best
+            return min(best, other, key=lambda woven: woven.peak_bytes)
         best = other
 
 
