@@ -17,7 +17,7 @@ from shardweave.compiler.capture import Captured, capture
 from shardweave.compiler.collection import collected_later
 from shardweave.compiler.judge import Decision, Judge
 from shardweave.compiler.model_key import ModelKey
-from shardweave.compiler.pipeline import Annotated, Compiled, More, Shards, lower
+from shardweave.compiler.pipeline import Annotated, Compiled, Shards, lower
 from shardweave.compiler.plan import Plan
 from shardweave.compiler.planner.force import forced_strategies
 from shardweave.compiler.planning import Planning
@@ -29,6 +29,7 @@ from shardweave.cost_model.optimizer import optimizer_seconds
 from shardweave.errors import ParallelError, PlanError
 from shardweave.ir import Assignment, Mesh, Strategy, Weaving
 from shardweave.options import Options
+from shardweave.passes.schedule import Alike
 from shardweave.runtime import ParallelModule
 
 Progress = Callable[[str], None]
@@ -188,13 +189,11 @@ class Compiler:
         shards = self._shards(self.annotated, strategies, joins, options)
         return lower(self.annotated, strategies, mesh, options, self._stage, joins, cluster, False, shards)
 
-    def _lowered(
-        self, annotated: Annotated, decision: Decision, options: Options, more: More | None = None
-    ) -> Compiled:
+    def _lowered(self, annotated: Annotated, decision: Decision, options: Options, alike: Alike = ()) -> Compiled:
         strategies, joins = decision.strategies, decision.joins
         shards = self._shards(annotated, strategies, joins, options)
         mesh, cluster = self.cluster.mesh(), self.cluster
-        return lower(annotated, strategies, mesh, options, None, joins, cluster, True, shards, more)
+        return lower(annotated, strategies, mesh, options, None, joins, cluster, True, shards, alike)
 
     def _shards(
         self, annotated: Annotated, strategies: dict[str, Strategy], joins: dict[str, Assignment], options: Options

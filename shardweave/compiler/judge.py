@@ -15,13 +15,14 @@ import torch
 
 from shardweave.compiler.fold import Run, layers_of_ops
 from shardweave.compiler.per_layer import Layers, Taken, held_with_more, taken_by
-from shardweave.compiler.pipeline import Annotated, Compiled, More
+from shardweave.compiler.pipeline import Annotated, Compiled, times_of
 from shardweave.compiler.planner.unfold import inside, renamed
 from shardweave.compiler.steps import Steps
 from shardweave.cost_model import Timeline
 from shardweave.ir import Assignment, Mode, Strategy
 from shardweave.options import Options
 from shardweave.passes.recompute import layer_of
+from shardweave.passes.schedule import Alike
 
 LEFT = 2
 """Layers of a stretch that are simulated."""
@@ -68,7 +69,7 @@ class Judged:
         )
 
 
-Lower = Callable[[Annotated, Decision, Options, More], Compiled]
+Lower = Callable[[Annotated, Decision, Options, Alike], Compiled]
 
 
 class Judge:
@@ -99,18 +100,17 @@ class Judge:
         """What the step takes; `options` have the memory limit."""
         left = {stretch: min(LEFT, len(stretch.layers)) for stretch in self._stretches(decision, options)}
         fold, annotated = self.steps.folded(left)
-        more = {layer: len(others) for layer, others in fold.stands_for.items()}
+        alike = [(run.layers[:count], len(run.layers) - count) for run, count in left.items()]
         gone = {layer for others in fold.stands_for.values() for layer in others}
         modes = {layer: mode for layer, mode in decision.modes.items() if layer not in gone}
         options = replace(options, recompute={**options.weaving.recompute, **modes})
-        compiled = self.lower(annotated, decision, options, more)
+        compiled = self.lower(annotated, decision, options, alike)
         judged = Judged.of(timeline := self.simulate(compiled))
-        if not more:
+        if not gone:
             return judged
         layers = Layers(layers_of_ops(annotated.captured.graph.graph))
-        alike = [(run.layers[:count], len(run.layers) - count) for run, count in left.items()]
         taken = [taken_by(timeline, layers, few).times(others) for few, others in alike]
-        optimizer = self._optimizer(compiled, more) - self._optimizer(compiled, {})
+        optimizer = self._optimizer(compiled, alike) - self._optimizer(compiled, ())
         compute, exposed = (sum(each) for each in zip(*taken, Taken(optimizer, 0.0)))
         held = held_with_more(timeline.memory, layers, alike)
         return Judged(
@@ -121,13 +121,13 @@ class Judge:
             held.at_peak(),
         )
 
-    def _optimizer(self, compiled: Compiled, more: More) -> float:
+    def _optimizer(self, compiled: Compiled, alike: Alike) -> float:
         """Seconds of the optimizer's step with so many more of each layer."""
-        sizes = []
+        sizes, times = [], times_of(alike)
         for parameter in compiled.step.spec.parameters:
             if parameter.trainable:
                 size = math.prod(parameter.layout.local_shape) * getattr(torch, parameter.dtype).itemsize
-                sizes += [size] * (1 + more.get(layer_of(parameter.name), 0))
+                sizes += [size] * times.get(layer_of(parameter.name), 1)
         return self.optimizer(compiled, sizes)
 
     def _stretches(self, decision: Decision, options: Options) -> list[Run]:

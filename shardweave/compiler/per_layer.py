@@ -17,12 +17,10 @@ from numpy.typing import NDArray
 from shardweave.cost_model import Timeline
 from shardweave.cost_model.curve import MemoryCurve
 from shardweave.passes.recompute import layer_of
+from shardweave.passes.schedule import Alike
 
 LASTING = ("parameters", "optimizer", "copies", "buffers", "saved", "gradients")
 """The kinds of memory that layers hold while others are computed."""
-
-Alike = Sequence[tuple[Sequence[str], int]]
-"""Equal layers, and how many more of them there are."""
 
 
 class Taken(NamedTuple):

@@ -29,7 +29,7 @@ from shardweave.passes.keep import Keep
 from shardweave.passes.layouts import outermost_first
 from shardweave.passes.modules import copied
 from shardweave.passes.recompute import Recompute, layer_of
-from shardweave.passes.schedule import Schedule
+from shardweave.passes.schedule import Alike, Schedule
 from shardweave.passes.shard import Shard, Sharder
 from shardweave.passes.split import Split
 from shardweave.passes.tangents import drop_tangents
@@ -38,9 +38,6 @@ from shardweave.passes.verify import verify, verify_memory
 
 Shards = dict[Hashable, tuple[Sharder, Boundary, fx.GraphModule]]
 """Sharded graphs of one step under one plan, by what of the options they depend on."""
-
-More = Mapping[str, int]
-"""For layers of a folded step that stand for others: how many."""
 
 
 @dataclass
@@ -127,6 +124,15 @@ def mesh_for(mesh: Mesh, strategies: Mapping[str, Strategy], sizes: Mapping[str,
     return Mesh(tuple(_ordered(mesh.axes, first)))
 
 
+def times_of(alike: Alike) -> dict[str, int]:
+    """For how many layers one counts, itself among them, by its name.
+
+    >>> times_of([(["blocks.0", "blocks.1"], 10)])
+    {'blocks.1': 11}
+    """
+    return {few[-1]: 1 + count for few, count in alike}
+
+
 def _ordered(axes: Iterable[Axis], first: Container[Axis]) -> list[Axis]:
     return sorted(outermost_first(axes), key=lambda axis: axis not in first)
 
@@ -151,26 +157,28 @@ def lower(
     cluster: Cluster | None = None,
     draft: bool = False,
     shards: Shards | None = None,
-    more: More | None = None,
+    alike: Alike = (),
 ) -> Compiled:
     """The local forward and backward graphs of a step under these strategies, one an op.
 
     `joins` say how ops that bring several of them together are spread, by `join_names`; the others follow. Nodes are
     ordered by what they take on `cluster`; left out, on this machine. A `draft` is simulated and not run: its graphs
     are not verified, and only the last ones are kept. Lowered again with the same `shards` and other options for what
-    comes after `shard`, the step is not sharded anew. Memory is left for `more` layers than there are.
+    comes after `shard`, the step is not sharded anew. `alike` are equal layers of a folded step, and how many were
+    left out: memory is left for these.
 
     Raises
     ------
     LayoutError
         Where a strategy does not fit its op.
     """
-    joins, shards, more = joins or {}, {} if shards is None else shards, more or {}
-    sizes = {op.name: math.prod(op.sizes.values()) * (1 + more.get(layer_of(op.name), 0)) for op in annotated.ops}
+    joins, shards = joins or {}, {} if shards is None else shards
+    times = times_of(alike)
+    sizes = {op.name: math.prod(op.sizes.values()) * times.get(layer_of(op.name), 1) for op in annotated.ops}
     mesh = with_times(mesh_for(mesh, strategies, sizes), options, strategies.values())
     cluster = cluster or Cluster.local(mesh.world_size)
     check_patterns(annotated.captured, options.weaving)
-    lowering = _Lowering(annotated, strategies, mesh, options, joins, on_stage, cluster, draft, shards, more)
+    lowering = _Lowering(annotated, strategies, mesh, options, joins, on_stage, cluster, draft, shards, alike)
     return lowering.turns() if mesh.times else lowering.step()
 
 
@@ -187,7 +195,7 @@ class _Lowering:
     cluster: Cluster
     draft: bool
     shards: Shards
-    more: More
+    alike: Alike
     graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
 
     def step(self) -> Compiled:
@@ -327,16 +335,16 @@ class _Lowering:
             options.limit(self.cluster),
             self._state_bytes(sharder) + (options.turns - 1) * self._bytes_of_a_turn(local),
             options.cross_pass,
-            self.more,
+            self.alike,
         )
 
     def _state_bytes(self, sharder: Sharder) -> int:
         """Of the optimizer's states."""
-        states = 0
+        states, times = 0, times_of(self.alike)
         for name in self.annotated.captured.gradients:
             if name in sharder.rests:
                 size = math.prod(sharder.rests[name].local_shape) * self.options.optimizer_bytes
-                states += rounded(size, self.cluster.device) * (1 + self.more.get(layer_of(name), 0))
+                states += rounded(size, self.cluster.device) * times.get(layer_of(name), 1)
         return states
 
     def _bytes_of_a_turn(self, local: fx.Graph) -> int:

@@ -16,13 +16,15 @@ orders that were found from both ends (`justify`) compete with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from torch import fx
 
 from shardweave.cost_model import Cluster
+from shardweave.cost_model.memory import liveness
 from shardweave.cost_model.prices import Prices
 from shardweave.ir import ALL
 from shardweave.passes.annotate import info
@@ -46,8 +48,13 @@ _NEAREST, _FINER = 4, 2**-7
 
 _LESS = (1, 2, 4)
 """How many times what an order holds too much it is given less."""
+_HOPELESS = 1.0625
+"""Where what holds least needs so many times the room, no order is looked for that fits."""
 
 _Order = Callable[..., Woven]
+
+Alike = Sequence[tuple[Sequence[str], int]]
+"""Equal layers, and how many more of them there are."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +77,8 @@ class Schedule:
         Bytes on a device that the graph does not see: the optimizer's states, what other micro-batches return.
     cross_pass : bool
         Recomputation and gradients of different layers may overlap.
-    more : mapping of str to int
-        How many layers that are not in the graph hold what one that is holds, by its name.
+    alike : sequence of (sequence of str, int)
+        Equal layers of the graph, and how many more of them there are that are not in it.
     """
 
     name = "schedule"
@@ -80,7 +87,7 @@ class Schedule:
     memory_limit: int | None = None
     beside_bytes: int = 0
     cross_pass: bool = True
-    more: Mapping[str, int] = field(default_factory=dict)
+    alike: Alike = ()
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         return self.scheduled(graph_module)[0]
@@ -97,13 +104,18 @@ class Schedule:
         """The order of the nodes, and whether it keeps to the memory limit."""
         fits = True
         prices = Prices(self.cluster)
+        more = _standing_for(graph, prices, self.alike)
+
+        def others(node: fx.Node) -> int:
+            return more.get(layer_of(info(node).op), 0) if more else 0
+
         order = [node for node in graph.nodes if node.op == "placeholder"]
-        held = self.beside_bytes + sum((1 + self._others(node)) * sum(prices.of(node).sizes) for node in order)
+        held = self.beside_bytes + sum((1 + others(node)) * sum(prices.of(node).sizes) for node in order)
         for backward in (False, True):
             nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and info(n).backward == backward]
             if not nodes:
                 continue
-            tasks = Tasks.of(graph, nodes, prices, self._others)
+            tasks = Tasks.of(graph, nodes, prices, others)
             if not self.cross_pass:
                 tasks = tasks.after(barriers(tasks))
             room = None if self.memory_limit is None else self.memory_limit - held
@@ -112,10 +124,6 @@ class Schedule:
             order += [nodes[task] for task in best.order]
             held += tasks.kept_bytes
         return order, fits
-
-    def _others(self, node: fx.Node) -> int:
-        """How many layers that are not in the graph have a node like this one."""
-        return self.more.get(layer_of(info(node).op), 0)
 
     def _best(self, tasks: Tasks, room: int | None) -> Woven:
         """The fastest order that fits; where none does, the one that holds least, whatever the limit is."""
@@ -129,7 +137,8 @@ class Schedule:
         best: Woven | None = None
         if not any(woven.peak_bytes <= limit for woven, _ in free):
             best = _least_of([*self._orders(tasks)])
-        best = _fastest_of(free, limit, best)
+        if best is None or best.peak_bytes <= _HOPELESS * limit:
+            best = _fastest_of(free, limit, best)
         if self.lookahead is None and (best.seconds > bound or best.peak_bytes > limit):
             for each in justified(tasks.after(ahead_of_use(tasks, max(AHEAD))))[:_PLAYED]:
                 other = _sunk(tasks, played(tasks, each.order, self.cluster.device.overlap_slowdown))
@@ -155,6 +164,22 @@ class Schedule:
                 yield from (
                     order(tasks.after(edges), max(AHEAD), ALL) for edges in paced(tasks, keys, moments, max(AHEAD))
                 )
+
+
+def _standing_for(graph: fx.Graph, prices: Prices, alike: Alike) -> dict[str, int]:
+    """For how many layers that are not in the graph one stands, by its name: of equal ones that which saves the least.
+
+    The first and the last may keep what their other neighbour reads in another layout, too.
+    """
+    if not alike:
+        return {}
+    saved: Counter[str] = Counter()
+    where = liveness(graph).where
+    backward = [node for node in graph.nodes if node.op == "call_function" and info(node).backward]
+    for storage in {key for node in backward for source in node.all_input_nodes for key in where[source]}:
+        if storage[0].op == "call_function" and not info(storage[0]).backward:
+            saved[layer_of(info(storage[0]).op)] += prices.of(storage[0]).sizes[storage[1]]
+    return {min(few, key=lambda layer: saved[layer]): count for few, count in alike if count}
 
 
 def _fastest_of(free: Sequence[tuple[Woven, _Order]], limit: float, best: Woven | None) -> Woven:

@@ -28,7 +28,7 @@ from shardweave.compiler.planner.elimination import Elimination, Floats
 from shardweave.compiler.planner.incumbent import Incumbent
 from shardweave.compiler.planner.labels import Walker
 from shardweave.compiler.planner.mixing import mix
-from shardweave.compiler.planner.tables import KEPT, Bools
+from shardweave.compiler.planner.tables import KEPT, Bools, Ints
 from shardweave.compiler.planner.tuning import tune
 
 NARROW, BROAD, WIDE = 2**10, 2**12, 2**16
@@ -199,16 +199,15 @@ class Branching:
     def _count(self, found: Dual) -> bool:
         """Split a part by how many of equal ops take a candidate, where its mixture has a fraction of one take it."""
         choices = np.array([column.choice for column in found.mixed])
-        kept = np.ptp([column.figures[KEPT] for column in found.mixed])
         best: tuple[float, int, int, int] | None = None
         for table, members in enumerate(self.tables.members):
             for candidate in np.unique(choices[:, members]) if found.shares and len(members) > 1 else ():
-                counts = (choices[:, members] == candidate).sum(axis=1)
-                times = float(np.dot(found.shares, counts))
-                away = abs(times - round(times))
-                worth = away * float(kept / max(1, np.ptp(counts)))  # a part of what memory one of them makes out
-                if away > _WHOLE and (best is None or worth > best[0]):
-                    best = worth, table, int(candidate), math.floor(times)
+                takes = choices[:, members] == candidate
+                times = float(np.dot(found.shares, takes.sum(axis=1)))
+                if (away := abs(times - round(times))) > _WHOLE:
+                    worth = away * self._turns(found, members, takes)
+                    if best is None or worth > best[0]:
+                        best = worth, table, int(candidate), math.floor(times)
         if best is None:
             return False
         _, table, candidate, most = best
@@ -216,6 +215,15 @@ class Branching:
         for sign, limit in ((1, most), (-1, -most - 1)):
             self._enter(found.elimination.counting(table, sign * taken.astype(np.int64), limit), found.part, found)
         return True
+
+    def _turns(self, found: Dual, members: Ints, takes: Bools) -> float:
+        """How much one of equal ops turns what has a price where it takes a candidate, as in some choices, or not."""
+        at = int(np.argmax(takes.any(axis=0) & ~takes.all(axis=0)))
+        own, others = (found.mixed[int(index)].choice for index in (np.argmax(takes[:, at]), np.argmin(takes[:, at])))
+        op = int(members[at])
+        figures, _ = self.tables.around(op, own)
+        turned = np.abs(figures[:, own[op]] - figures[:, others[op]])
+        return float(found.weights[: self.tables.rows] @ turned)
 
     def _walk(self, bound: float, number: int, found: Dual, walked: float, deadline: float) -> None:
         """Walk through a part, farther than before; what is too large is split, or left as it is."""
