@@ -57,6 +57,8 @@ class Answers:
     """What the program is asked, by the identity of the problem and the memory limit."""
     _known: dict[tuple[int, int], Solution] = field(default_factory=dict)
     """Choices that are nearly the best, by the same."""
+    _lacking: dict[tuple[int, int], int] = field(default_factory=dict)
+    """The bytes that would do where nothing fits, by the same."""
     _solved: dict[tuple[int, int], list[_Solved]] = field(default_factory=dict)
     """What was found of problems of few candidates, whatever they take, by the identities of ops and edges."""
 
@@ -79,12 +81,18 @@ class Answers:
         given = costed if smaller is None else smaller()
         if (known := self.expected(given, limit)) is not None:
             return known.objective, given.problem.memory(known.choice)
-        fastest, asked = self.fastest(costed), self.both(given, limit).overlapping
+        if (id(given), limit) in self._lacking:
+            return math.inf, self._lacking[id(given), limit]
+        fastest = self.fastest(costed)
+        if fastest.bound >= ceiling:
+            return fastest.objective, costed.problem.memory(fastest.choice)
+        asked = self.both(given, limit).overlapping
         hint = self.start(asked) or (fastest.choice if smaller is None else None)
         try:
             found = self.solve(asked, hint, fastest.waits_for, ceiling, rough=ceiling < math.inf)
         except InfeasibleError as error:
-            return math.inf, error.needed_bytes or 0
+            self._lacking[id(given), limit] = error.needed_bytes or 0
+            return math.inf, self._lacking[id(given), limit]
         self._known[id(given), limit] = found
         kept = [] if found.bound >= ceiling else [(id(given), limit)]  # others take much memory, and are not asked soon
         for key in self._asked.keys() - kept:
@@ -96,8 +104,9 @@ class Answers:
         return self._known.get((id(costed), limit))
 
     def takes(self, limit: int, ceiling: float) -> bool:
-        """Whether `expects` found that whatever fits takes at least `ceiling` seconds."""
-        return any(found.bound >= ceiling for (_, under), found in self._known.items() if under == limit)
+        """Whether it is known that whatever fits takes at least `ceiling` seconds."""
+        bounds = (found.bound for (_, under), found in self._known.items() if under in (limit, UNLIMITED))
+        return any(bound >= ceiling for bound in bounds)
 
     def both(self, costed: Costed, limit: int) -> Both:
         """What the program is asked under a limit."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from itertools import groupby
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -69,6 +70,8 @@ class Judged:
         )
 
 
+Said = TypeVar("Said")
+
 Lower = Callable[[Annotated, Decision, Options, Alike], Compiled]
 
 
@@ -98,15 +101,13 @@ class Judge:
 
     def __call__(self, decision: Decision, options: Options) -> Judged:
         """What the step takes; `options` have the memory limit."""
-        left = {stretch: min(LEFT, len(stretch.layers)) for stretch in self._stretches(decision, options)}
-        fold, annotated = self.steps.folded(left)
-        alike = [(run.layers[:count], len(run.layers) - count) for run, count in left.items()]
-        gone = {layer for others in fold.stands_for.values() for layer in others}
-        modes = {layer: mode for layer, mode in decision.modes.items() if layer not in gone}
-        options = replace(options, recompute={**options.weaving.recompute, **modes})
+        few = self._few(decision, options)
+        fold, annotated = self.steps.folded(few.left)
+        decision, alike = few.decision, few.alike
+        options = replace(options, recompute={**options.weaving.recompute, **decision.modes})
         compiled = self.lower(annotated, decision, options, alike)
         judged = Judged.of(timeline := self.simulate(compiled))
-        if not gone:
+        if not fold.stands_for:
             return judged
         layers = Layers(layers_of_ops(annotated.captured.graph.graph))
         taken = [taken_by(timeline, layers, few).times(others) for few, others in alike]
@@ -130,23 +131,60 @@ class Judge:
                 sizes += [size] * times.get(layer_of(parameter.name), 1)
         return self.optimizer(compiled, sizes)
 
-    def _stretches(self, decision: Decision, options: Options) -> list[Run]:
-        """The runs, cut where what is decided changes."""
-        found: list[Run] = []
-        names = [*decision.strategies, *decision.joins]
+    def _few(self, decision: Decision, options: Options) -> _Few:
+        """The layers that are simulated: the first of each run, of which is decided what is of those of its stretches.
+
+        They are equal, so it makes no difference which ones are left out; the first ones are sharded once for plans
+        whose stretches differ in their lengths alone.
+        """
+        left: dict[Run, int] = {}
+        alike: list[tuple[Sequence[str], int]] = []
+        places: dict[str, str] = {}
         for run in self.steps.runs(options):
-            first = [name for name in names if inside(name, run.layers[0])]
-            said = [
-                (decision.modes.get(layer), _said(decision, [renamed(name, run.layers[0], layer) for name in first]))
-                for layer in run.layers
-            ]
-            begin = 0
-            for end in range(1, len(said) + 1):
-                if end == len(said) or said[end] != said[begin]:
-                    found.append(Run(run.layers[begin:end]))
-                    begin = end
-        return found
+            begin = count = 0
+            for length in _lengths(decision, run):
+                few = min(LEFT, length)
+                places.update(zip(run.layers[begin : begin + few], run.layers[count : count + few], strict=True))
+                alike.append((run.layers[count : count + few], length - few))
+                begin, count = begin + length, count + few
+            left[run] = count
+        layers = [layer for run in left for layer in run.layers]
+        return _Few(left, _moved(decision, layers, places), alike)
+
+
+class _Few(NamedTuple):
+    """What is left of each run, what is decided of that, and how many more of each stretch there are."""
+
+    left: dict[Run, int]
+    decision: Decision
+    alike: Alike
+
+
+def _lengths(decision: Decision, run: Run) -> list[int]:
+    """Of the stretches of a run, cut where what is decided changes."""
+    names = [name for name in (*decision.strategies, *decision.joins) if inside(name, run.layers[0])]
+    said = [
+        (decision.modes.get(layer), _said(decision, [renamed(name, run.layers[0], layer) for name in names]))
+        for layer in run.layers
+    ]
+    return [len([*group]) for _, group in groupby(said)]
 
 
 def _said(decision: Decision, names: Sequence[str]) -> list[object]:
     return [decision.strategies.get(name) or decision.joins.get(name) for name in names]
+
+
+def _moved(decision: Decision, layers: Sequence[str], places: Mapping[str, str]) -> Decision:
+    """What is decided of some of the layers, as if they were others; of the rest of the layers nothing."""
+
+    def moved(what: Mapping[str, Said]) -> dict[str, Said]:
+        found = {}
+        for name, said in what.items():
+            layer = next((layer for layer in layers if inside(name, layer)), None)
+            if layer is None:
+                found[name] = said
+            elif layer in places:
+                found[renamed(name, layer, places[layer])] = said
+        return found
+
+    return Decision(moved(decision.strategies), moved(decision.joins), moved(decision.modes))

@@ -186,8 +186,8 @@ def _fastest_of(free: Sequence[tuple[Woven, _Order]], limit: float, best: Woven 
     """The fastest that fits of orders, given with what each takes where it is not held back; `best` where none does."""
     again: _Order | None = None
     for fastest, order in sorted(free, key=lambda each: each[0].seconds):
-        if best is not None and best.peak_bytes <= limit and best.seconds * _CLOSE < fastest.seconds:
-            break  # held back, they take longer
+        if best is not None and best.peak_bytes <= limit and best.seconds <= fastest.seconds * _CLOSE:
+            break  # held back, they take longer, and none is much faster
         found, most = (fastest, math.inf) if fastest.peak_bytes <= limit else _within(order, limit)
         if found.peak_bytes <= limit and (best is None or _better(found, best, limit)):
             best, again = found, partial(order, most=most)
