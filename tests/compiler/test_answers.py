@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +33,23 @@ def test_what_is_known_under_more_memory_is_not_asked_again(monkeypatch: pytest.
     assert asked == [15, 11]  # the first answer counts 12 bytes, the second one 8
     assert [each.objective for each in found] == [2.5, 2.5, 2.5, 3.0, 3.0]
     assert all(each.status == "optimal" for each in found)
+
+
+def test_what_does_not_fit_or_takes_too_long_anyway_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def noted(problem: Problem, *rest: Any) -> Any:
+        asked.append(problem.memory_limit)
+        return solve(problem, *rest)
+
+    monkeypatch.setattr(answers, "solve", noted)
+    given = Answers(10.0)
+    costed = Costed(Problem((Op("up", (FAST, SMALL)), Op("down", (FAST, SMALL))), memory_limit=7), [])
+    assert [given.expects(costed) for _ in range(2)] == [(math.inf, 8)] * 2
+    assert asked == [answers.UNLIMITED, 7]
+    wider = replace(costed, problem=replace(costed.problem, memory_limit=12))
+    assert given.expects(wider, ceiling=2.0) == (2.0, 16) and given.takes(12, 2.0)  # whatever fits takes as long
+    assert asked == [answers.UNLIMITED, 7] and not given.takes(12, 2.1)
 
 
 def test_of_what_does_not_fit_the_least_is_looked_at_first_and_what_is_hopeless_not_at_all() -> None:

@@ -170,6 +170,25 @@ def test_no_choice_that_counts_as_little_is_faster_than_their_bound(problem: Pro
             assert found is not None and found.bound <= (problem.ticks(choice) or 0)
 
 
+def test_a_part_is_split_by_those_of_equal_ops_of_which_one_turns_most() -> None:
+    """Layouts went first that hold next to nothing, as they change with what is recomputed: no bound was better."""
+    layout = Candidate("wide", 0.0), Candidate("narrow", 0.0, saved_bytes=1, in_port=1, out_port=1)
+    layer = Candidate("keep", 1.0, saved_bytes=10), Candidate("again", 1.5, saved_bytes=3, in_port=1)
+    change = np.array([[0.0, 0.1], [0.1, 0.0]])
+    ops = tuple(Op(f"{kind}{n}", own) for n in range(8) for kind, own in (("layout", layout), ("layer", layer)))
+    problem = Problem(ops, tuple(Edge(n, n + 1, change) for n in range(0, 16, 2)), memory_limit=63)
+    branching = Branching(eliminated(problem), Incumbent(eliminated(problem).tables, None, gap=1e-3))
+    branching._enter(branching.elimination, Part(0, 0), None)
+    (root,) = (found for _, _, found, _ in branching.open)
+    times = [np.dot(root.shares, [sum(column.choice[at::2]) for column in root.mixed]) for at in (0, 1)]
+    assert all(abs(each - round(each)) > 0.1 for each in times)  # the mixture divides both
+    branching.open.clear()
+    assert branching._count(root)
+    bounds = [found.bound for _, _, found, _ in branching.open]
+    best = problem.ticks(solve(problem).choice)
+    assert best is not None and root.bound < 0.992 * best and min(bounds) > 0.999 * best
+
+
 def test_a_part_is_split_by_how_many_equal_ops_take_a_candidate() -> None:
     """A mixture recomputes 3.4 of eight layers, a plan three or four: no layouts change and no transient differs."""
     layer = Candidate("keep", 1.0, saved_bytes=10), Candidate("again", 1.5, saved_bytes=3)

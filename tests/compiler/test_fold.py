@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import shardweave as sw
+from shardweave.compiler import pipeline
 from shardweave.compiler.capture import Captured, capture
 from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.fold import find_runs, fold
@@ -23,6 +24,7 @@ from shardweave.compiler.planner.unfold import unfold
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import Grid, Mode, Strategy
 from shardweave.passes.modules import copied
+from shardweave.passes.shard import Shard, Sharder
 
 SMALL = GPTConfig(vocabulary=32, context=8, layers=6, heads=2, width=16, bias=True, tied=True)
 BATCH = 8
@@ -193,6 +195,32 @@ def test_a_limit_that_a_step_keeps_to_anyway_does_not_slow_it_down(width: int) -
     limited = compiler.judge(decision, sw.Options(memory_limit=free.peak_memory, **plain).woven(plan.weaving))
     assert limited.peak_memory <= free.peak_memory
     assert limited.step_time <= 1.005 * free.step_time
+
+
+def test_stretches_of_other_lengths_are_told_by_the_same_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal layers change places: plans that cut a run elsewhere are folded and sharded once."""
+    compiler = Compiler(*gpt(WIDE.layers, WIDE, 64)[:1], sw.Cluster.preset("dgx-a100", nodes=2), gpt(8, WIDE, 64)[1],
+                        None, None)  # fmt: skip
+    sharded: list[Shard] = []
+
+    def noted(shard: Shard, graph_module: fx.GraphModule) -> Sharder:
+        sharded.append(shard)
+        return Sharder(shard, graph_module)
+
+    judged, whole = [], []
+    for pattern in ("blocks.[4567]", "blocks.[567]"):
+        compiler.options = sw.Options(force={"*": "zero3", pattern: TENSOR}, memory_limit=10**13)
+        plan = compiler.plan()
+        whole.append(compiler.timeline(compiler.lower(plan)))
+        free = sw.Options(memory_limit=10**13).woven(plan.weaving)
+        with monkeypatch.context() as patch:
+            patch.setattr(pipeline, "Sharder", noted)
+            judged.append(compiler.judge(decided(compiler, plan), free))
+    assert len(sharded) == 1
+    assert abs(whole[0].step_time / whole[1].step_time - 1) > 0.01  # they are not the same plan
+    for mine, timeline in zip(judged, whole):
+        assert mine.step_time == pytest.approx(timeline.step_time, rel=0.02)
+        assert mine.peak_memory == pytest.approx(timeline.peak_memory, rel=0.03)
 
 
 def test_layers_that_are_recomputed_hold_what_they_hold() -> None:
