@@ -52,8 +52,8 @@ _WHOLE = 1e-3
 _OPS = 32
 """Ops that are looked at for one to decide."""
 
-_FEW_PARTS = 8
-"""Parts that a search bounds that need not find the best choice: more better its bound by little."""
+_FEW_PARTS, _SOME_PARTS = 8, 16
+"""Parts that a rough search bounds, and one that need not find the best choice: more better its bound by little."""
 
 _SMALL = 2**10
 """Candidates up to which a search that is not rough goes on, all the same, to the gap that was asked for."""
@@ -112,8 +112,9 @@ class Branching:
         choice = self.incumbent.choice
         if not choice:
             return False
-        few = rough or (self.incumbent.gap > 0.0 and self.candidates > _SMALL)
-        return (few and self.numbers >= _FEW_PARTS) or (rough and not leads(choice))
+        if rough:
+            return self.numbers >= _FEW_PARTS or not leads(choice)
+        return self.incumbent.gap > 0.0 and self.candidates > _SMALL and self.numbers >= _SOME_PARTS
 
     def _enter(self, elimination: Elimination, part: Part, whole: Dual | None) -> None:
         incumbent = self.incumbent
