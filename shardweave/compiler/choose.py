@@ -22,7 +22,7 @@ WIDER = 0.25
 MANY = 8
 """Families of plans that rivals are looked for in."""
 
-NEAR, NEAR_LARGE = 0.03, 0.05
+NEAR, NEAR_LARGE = 0.03, 0.06
 """How much longer than the program's bound a simulated step may be for no other plans to be simulated; of problems
 with more than `MODEST` candidates, whose steps are simulated with few of their layers, and are so far from whole ones.
 Of problems with at most `EXACT` candidates all are that are in question."""
