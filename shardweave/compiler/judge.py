@@ -110,7 +110,7 @@ class Judge:
         if not fold.stands_for:
             return judged
         layers = Layers(layers_of_ops(annotated.captured.graph.graph))
-        taken = [taken_by(timeline, layers, few).times(others) for few, others in alike]
+        taken = [taken_by(timeline, layers, same).times(others) for same, others in alike]
         optimizer = self._optimizer(compiled, alike) - self._optimizer(compiled, ())
         compute, exposed = (sum(each) for each in zip(*taken, Taken(optimizer, 0.0)))
         held = held_with_more(timeline.memory, layers, alike)
