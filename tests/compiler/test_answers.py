@@ -20,14 +20,20 @@ from shardweave.compiler.planning import first_of
 FAST, SMALL = Candidate("fast", 1.0, state_bytes=8), Candidate("small", 1.5, state_bytes=4)
 
 
-def test_what_is_known_under_more_memory_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The memory limits of the problems that the solver is given."""
+    found: list[int] = []
 
     def noted(problem: Problem, *rest: Any) -> Any:
-        asked.append(problem.memory_limit)
+        found.append(problem.memory_limit)
         return solve(problem, *rest)
 
     monkeypatch.setattr(answers, "solve", noted)
+    return found
+
+
+def test_what_is_known_under_more_memory_is_not_asked_again(asked: list[int]) -> None:
     costed, given = Costed(Problem((Op("up", (FAST, SMALL)), Op("down", (FAST, SMALL)))), []), Answers(10.0)
     found = [given.solve(limited(costed, limit)) for limit in (15, 13, 12, 11, 9)]
     assert asked == [15, 11]  # the first answer counts 12 bytes, the second one 8
@@ -35,14 +41,7 @@ def test_what_is_known_under_more_memory_is_not_asked_again(monkeypatch: pytest.
     assert all(each.status == "optimal" for each in found)
 
 
-def test_what_does_not_fit_or_takes_too_long_anyway_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def noted(problem: Problem, *rest: Any) -> Any:
-        asked.append(problem.memory_limit)
-        return solve(problem, *rest)
-
-    monkeypatch.setattr(answers, "solve", noted)
+def test_what_does_not_fit_or_takes_too_long_anyway_is_not_asked_again(asked: list[int]) -> None:
     given = Answers(10.0)
     costed = Costed(Problem((Op("up", (FAST, SMALL)), Op("down", (FAST, SMALL))), memory_limit=7), [])
     assert [given.expects(costed) for _ in range(2)] == [(math.inf, 8)] * 2
