@@ -107,7 +107,7 @@ class Schedule:
         more = _standing_for(graph, prices, self.alike)
 
         def others(node: fx.Node) -> int:
-            return more.get(layer_of(info(node).op), 0) if more else 0
+            return more.get(layer_of(info(node).op), 0)
 
         order = [node for node in graph.nodes if node.op == "placeholder"]
         held = self.beside_bytes + sum((1 + others(node)) * sum(prices.of(node).sizes) for node in order)

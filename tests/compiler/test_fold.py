@@ -199,8 +199,8 @@ def test_a_limit_that_a_step_keeps_to_anyway_does_not_slow_it_down(width: int) -
 
 def test_stretches_of_other_lengths_are_told_by_the_same_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal layers change places: plans that cut a run elsewhere are folded and sharded once."""
-    compiler = Compiler(*gpt(WIDE.layers, WIDE, 64)[:1], sw.Cluster.preset("dgx-a100", nodes=2), gpt(8, WIDE, 64)[1],
-                        None, None)  # fmt: skip
+    model, inputs = gpt(WIDE.layers, WIDE, 64)  # not `wide`: of that, graphs are kept that others sharded
+    compiler = Compiler(model, sw.Cluster.preset("dgx-a100", nodes=2), inputs, None, None)
     sharded: list[Shard] = []
 
     def noted(shard: Shard, graph_module: fx.GraphModule) -> Sharder:
