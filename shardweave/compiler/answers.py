@@ -29,8 +29,9 @@ FAR, FAR_SMALL, FAR_LARGE = 1.5, 2.0, 1.1
 """A plan that the program counts as so many times the limit is not simulated: it does not fit. Of problems with at most
 `EXACT` candidates, of which the program's memory is the roughest; with more than `MODEST`, of which it is good."""
 
-PRESSING = 0.05
-"""Memory presses where it makes a step longer by more than that."""
+PRESSING, PRESSING_LARGE = 0.01, 0.05
+"""Memory presses where it makes a step longer by more than that; of problems with more than `MODEST` candidates, for
+which it takes long to look at others."""
 
 Start = Callable[[Costed], Sequence[int] | None]
 """From a problem to a choice to begin with."""
@@ -67,7 +68,7 @@ class Answers:
         fastest = self.fastest(costed) if size(costed) > MODEST else None
         if fastest is None or not self.is_far(costed, fastest, costed.problem.memory_limit):
             return False
-        return self.expects(costed, smaller)[0] > (1 + PRESSING) * fastest.bound
+        return self.expects(costed, smaller)[0] > (1 + pressing(costed)) * fastest.bound
 
     def expects(
         self, costed: Costed, smaller: Callable[[], Costed] | None = None, ceiling: float = math.inf
@@ -169,3 +170,8 @@ def is_small(costed: Costed) -> bool:
 def size(costed: Costed) -> int:
     """How many candidates there are."""
     return sum(len(op.candidates) for op in costed.problem.ops)
+
+
+def pressing(costed: Costed) -> float:
+    """By how much longer memory has to make a step for it to press."""
+    return PRESSING if size(costed) <= MODEST else PRESSING_LARGE

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardweave.compiler.answers import GAP, MODEST, PRESSING, ROUGH, UNLIMITED, Answers, is_small, size
+from shardweave.compiler.answers import GAP, MODEST, ROUGH, UNLIMITED, Answers, is_small, pressing, size
 from shardweave.compiler.chosen import Both, Chosen, Lacking, decision, fastest_of, limited
 from shardweave.compiler.judge import Decision, Judged
 from shardweave.compiler.overlooked import overlooked
@@ -77,7 +77,8 @@ class Chooser:
             # What does not fit is simulated as slower than it would be with the memory that it needs
             fits_too = near[0].judged.peak_memory <= limit
             if fits_too or best.judged.step_time <= (1 + ROUGH) * fastest.bound:
-                return replace(best, answer=_least(too_large)).within(limit)
+                pressed = self._presses(free, best, near)
+                return replace(best, pressed=pressed, answer=_least(too_large)).within(limit)
         given = costed if smaller is None else smaller()
         both = self.answers.both(given, limit)
         hint = self.answers.start(both.overlapping) or (fastest.choice if smaller is None else None)
@@ -97,9 +98,17 @@ class Chooser:
         else:
             bound = min([found.solution.bound, *(chosen.solution.objective for chosen in too_large)])
         # Simulated is held against simulated: of a plan that counts too much, the bound tells nothing of memory
-        slower = best.judged.step_time / fastest_of(near).judged.step_time if near else bound / fastest.bound
+        pressed = self._presses(free, best, near) if near else bound > (1 + pressing(costed)) * fastest.bound
         held, answer = best.solution.held_to(bound), _least([*too_large, *fits])
-        return replace(best, solution=held, pressed=slower > 1 + PRESSING, answer=answer).within(limit)
+        return replace(best, solution=held, pressed=pressed, answer=answer).within(limit)
+
+    def _presses(self, free: Both, best: Chosen, near: Sequence[Chosen]) -> bool:
+        """Whether a plan is slower by much than the fastest would be with all the memory that it asks for."""
+        fastest = fastest_of(near).judged.step_time
+        if size(free.given) <= MODEST:  # others take long to simulate again
+            unhindered = self._simulated(free.overlapping, near[0].solution, UNLIMITED)
+            fastest = min(fastest, unhindered.judged.step_time)
+        return best.judged.step_time > (1 + pressing(free.given)) * fastest
 
     def _near(self, free: Both, fastest: Solution, limit: int) -> list[Chosen]:
         """The fastest choice of all, first, and its rivals, simulated; some may not fit. None where it is far off."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import shardweave as sw
+from docs.large_models import LARGE
 from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.judge import Judged
 from shardweave.compiler.planning import Lacked, Made, Planning
@@ -58,8 +59,21 @@ def test_as_many_are_chosen_as_are_fastest(part: float) -> None:
     limit = int(part * split(None).peak_memory)
     plans, chosen = by_count(limit), split(limit)
     assert chosen.peak_memory <= limit and chosen.micro_batches in plans
-    assert chosen.step_time <= 1.05 * min(plan.step_time for plan in plans.values())
+    assert chosen.step_time <= 1.01 * min(plan.step_time for plan in plans.values())
     assert mlp().plan(memory_limit=limit, micro_batches=chosen.micro_batches).step_time == chosen.step_time
+
+
+def test_what_memory_costs_is_told_from_a_step_that_has_all_it_asks_for() -> None:
+    """The fastest plan of all, scheduled under a limit that it does not fit into, is itself 10 % slower here."""
+    model, inputs = LARGE["bert (large)"]()
+    cluster = sw.Cluster.preset("dgx-h100", nodes=2)
+    compiler = Compiler(model, cluster, inputs, None, None)
+    limit = int(0.75 * compiler.plan().peak_memory)
+    chosen, *given = (
+        compiler._with(options=sw.Options(memory_limit=limit, micro_batches=count)).plan() for count in (None, 1, 2)
+    )
+    assert chosen.step_time == min(plan.step_time for plan in given) < 0.98 * given[0].step_time
+    assert chosen.micro_batches == 2
 
 
 def test_what_fits_in_parts_alone_gets_a_plan_and_the_smallest_memory_is_that_of_parts() -> None:
