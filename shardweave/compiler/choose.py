@@ -115,6 +115,8 @@ class Chooser:
         if self.answers.is_far(free.overlapping, fastest, limit):
             return []
         fastest = self.answers.solve(free.overlapping, fastest.choice, fastest.waits_for)
+        if size(free.given) <= MODEST:  # what fits so is the same under the limit, and tells what that costs
+            self._simulated(free.overlapping, fastest, UNLIMITED)
         return self._with_rivals(free, self._simulated(free.overlapping, fastest, limit), limit)
 
     def _overlooked(self, costed: Costed, fastest: Solution, best: Chosen | None, limit: int) -> list[Chosen]:
@@ -146,7 +148,8 @@ class Chooser:
                 break
         if size(both.given) <= MODEST:
             seen = {chosen.solution.choice for chosen in found}
-            others = self._alike(both.overlapping, best.solution, limit)
+            simulated = fastest_of(fits).judged.step_time if fits else math.inf
+            others = self._alike(both.overlapping, best.solution, limit, simulated)
             found += [chosen for chosen in others if chosen.solution.choice not in seen]
             fits = [chosen for chosen in found if chosen.judged.peak_memory <= limit]
         return fits if under_limit else found
@@ -179,12 +182,13 @@ class Chooser:
         found = rivals(costed, best.solution, self._close, most)
         return [self._simulated(costed, solution, limit) for solution in found]
 
-    def _alike(self, costed: Costed, best: Solution, limit: int) -> list[Chosen]:
-        """Plans that are data parallel and rest alike everywhere, simulated."""
-        return [self._simulated(costed, solution, limit) for solution in alike(costed, best, self._close)]
+    def _alike(self, costed: Costed, best: Solution, limit: int, simulated: float = math.inf) -> list[Chosen]:
+        """Plans that are spread alike everywhere, simulated; of tensor parallel ones what may be as fast as one is."""
+        found = alike(costed, best, self._close, simulated)
+        return [self._simulated(costed, solution, limit) for solution in found]
 
     def _families(self, costed: Costed, fastest: Solution, limit: int) -> list[Chosen]:
-        """Plans that rest alike everywhere and fit when simulated, however long they take; none of large problems."""
+        """Plans that are alike everywhere and fit when simulated, however long they take; none of large problems."""
         if size(costed) > MODEST:
             return []
         found = self._alike(costed, replace(fastest, objective=math.inf), limit)

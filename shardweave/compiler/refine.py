@@ -8,14 +8,16 @@ scheduled and simulated.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from itertools import islice
 
+from shardweave.compiler.planner.alternation import Alternating
 from shardweave.compiler.planner.reductions import Kept, invert, restricted
-from shardweave.compiler.planner.rows import Costed
+from shardweave.compiler.planner.rows import Costed, Variable
 from shardweave.compiler.planner.solver import Solution
 from shardweave.errors import PlanError
 from shardweave.ir import Strategy
@@ -47,13 +49,23 @@ def rivals(costed: Costed, best: Solution, solve: Solve, most: int) -> Iterator[
 
 
 PARTLY = 3
-"""How many plans are simulated whose states all rest over the same part of the devices."""
+"""How many plans are simulated whose states all rest over the same part of the devices, and how many of one grid."""
+
+ABOUT = 0.03
+"""By how much the program may count too much for a plan of one grid."""
 
 
-def alike(costed: Costed, best: Solution, solve: Solve) -> list[Solution]:
-    """The same of plans whose ops are data parallel and rest alike: over all devices, and over a part of them."""
+def alike(costed: Costed, best: Solution, solve: Solve, simulated: float = math.inf) -> list[Solution]:
+    """The same of plans that people write by hand: spread alike in all layers.
+
+    Of data parallel ones, resting alike, over all devices and over a part of them; and of tensor parallel ones that the
+    program says may take about as long as what is known to be `simulated` in so many seconds.
+    """
+    found = [*_close(costed, best, solve, ways_to_rest(costed))]
     partly = _close(costed, best, solve, partly_at_rest(costed))
-    found = [*_close(costed, best, solve, ways_to_rest(costed)), *sorted(partly, key=_objective)[:PARTLY]]
+    tensor = _close(costed, best, solve, in_turn(costed), (1 + ABOUT) * simulated)
+    for several in (partly, tensor):
+        found += sorted(several, key=_objective)[:PARTLY]
     return [*{solution.choice: solution for solution in found}.values()]
 
 
@@ -61,8 +73,10 @@ def _objective(solution: Solution) -> float:
     return solution.objective
 
 
-def _close(costed: Costed, best: Solution, solve: Solve, found_in: Iterable[Kept]) -> Iterator[Solution]:
-    seen, ceiling = {best.choice}, best.objective * (1 + CLOSE)
+def _close(
+    costed: Costed, best: Solution, solve: Solve, found_in: Iterable[Kept], ceiling: float = math.inf
+) -> Iterator[Solution]:
+    seen, ceiling = {best.choice}, min(ceiling, best.objective * (1 + CLOSE))
     for kept in found_in:
         try:
             found = solve(replace(costed, problem=restricted(costed.problem, kept)), best, ceiling)
@@ -115,6 +129,32 @@ def partly_at_rest(costed: Costed) -> Iterator[Kept]:
             yield _kept(costed, partial(_rests_so, rests))
 
 
+def in_turn(costed: Costed) -> Iterator[Kept]:
+    """The same where layers are tensor parallel by columns and rows in turn, on one grid: Megatron-LM's and AxoNN's.
+
+    Its states rest as they like, and so does all of what a model has once, such as its head. Columns are over more
+    devices than rows, or as many: a branch is mostly wider inside, where they leave no sums.
+    """
+    names = [row.group if each.op else "" for row, each in zip(costed.problem.ops, costed.variables, strict=True)]
+    alike = Counter(names)
+    several = [bool(name) and alike[name] > 1 for name in names]
+    counted = several if any(several) else [True] * len(several)
+    every = {each.grid for variable in costed.variables for each in variable.strategies}
+    for grid in sorted((grid for grid in every if grid.x >= grid.y and grid.x > 1 == grid.experts), key=astuple):
+        found = Alternating.of(grid, "dp")
+        own = [_as_in(found, each) if counts else [] for each, counts in zip(costed.variables, counted, strict=True)]
+        yield _left(costed, own)
+
+
+def _as_in(found: Alternating, variable: Variable) -> list[bool]:
+    """Which strategies of an op are on the grid that it has there."""
+    if variable.op is None:
+        return []
+    own = {each.grid for each in variable.strategies}
+    its = next((each.grid for each in found.by_preference(variable.op) if each.grid in own), None)
+    return [each.grid == its for each in variable.strategies]
+
+
 def _rests(each: Strategy) -> tuple[int, int, int] | None:
     """Devices that a data parallel op gathers its parameters from, that they rest on, and that its states rest on."""
     return (each.grid.z, each.rest, each.states) if each.degree == each.slices == 1 else None
@@ -126,8 +166,11 @@ def _rests_so(rests: tuple[int, int, int], each: Strategy) -> bool:
 
 def _kept(costed: Costed, is_so: Callable[[Strategy], bool]) -> Kept:
     """The candidates that are so, of ops that have any."""
-    alike = [[is_so(each) for each in variable.strategies] for variable in costed.variables]
+    return _left(costed, [[is_so(each) for each in variable.strategies] for variable in costed.variables])
+
+
+def _left(costed: Costed, are_so: Sequence[Sequence[bool]]) -> Kept:
     return tuple(
         tuple(index for index in range(len(row.candidates)) if not any(own) or own[index])
-        for row, own in zip(costed.problem.ops, alike, strict=True)
+        for row, own in zip(costed.problem.ops, are_so, strict=True)
     )
