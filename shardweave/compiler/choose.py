@@ -98,7 +98,10 @@ class Chooser:
         else:
             bound = min([found.solution.bound, *(chosen.solution.objective for chosen in too_large)])
         # Simulated is held against simulated: of a plan that counts too much, the bound tells nothing of memory
-        pressed = self._presses(free, best, near) if near else bound > (1 + pressing(costed)) * fastest.bound
+        if near:
+            pressed = self._presses(free, best, near)
+        else:  # of what the program does not find its bound tells nothing
+            pressed = found is None or bound > (1 + pressing(costed)) * fastest.bound
         held, answer = best.solution.held_to(bound), _least([*too_large, *fits])
         return replace(best, solution=held, pressed=pressed, answer=answer).within(limit)
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from docs.large_models import LARGE
+from shardweave.compiler.answers import Answers
+from shardweave.compiler.choose import Chooser
 from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.judge import Judged
 from shardweave.compiler.planning import Lacked, Made, Planning
@@ -74,6 +76,14 @@ def test_what_memory_costs_is_told_from_a_step_that_has_all_it_asks_for() -> Non
     )
     assert chosen.step_time == min(plan.step_time for plan in given) < 0.98 * given[0].step_time
     assert chosen.micro_batches == 2
+
+
+def test_memory_presses_where_the_program_finds_nothing_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a plan that is alike in all layers, which fits all the same, the bound of all plans tells nothing."""
+    monkeypatch.setattr(Answers, "is_far", lambda *_: True)
+    monkeypatch.setattr(Chooser, "_under", lambda *_, **__: None)
+    found = mlp()._compiler._with(options=sw.Options(recompute="none"))._planning(1).make()
+    assert isinstance(found, Made) and found.chosen.pressed
 
 
 def test_what_fits_in_parts_alone_gets_a_plan_and_the_smallest_memory_is_that_of_parts() -> None:
