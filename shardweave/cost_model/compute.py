@@ -69,7 +69,7 @@ def _measured_seconds(work: Work, cluster: Cluster) -> float:
 
 def formula_seconds(work: Work, cluster: Cluster) -> float:
     """Seconds of one kernel that does `work`, by the formula alone."""
-    return matmul_seconds(work.flops, work.num_bytes, work.dtype, cluster, work.product)
+    return matmul_seconds(work.computed * work.flops, work.num_bytes, work.dtype, cluster, work.product)
 
 
 def matmul_seconds(

@@ -103,6 +103,7 @@ class OpTable:
                 "bytes": time.work.num_bytes,
                 "dtype": time.work.dtype,
                 "product": None if time.work.product is None else list(time.work.product),
+                **({"computed": time.work.computed} if time.work.computed != 1.0 else {}),
             }
             for signature, time in self.times.items()
         }
@@ -139,7 +140,7 @@ def _distance(one: Work, other: Work) -> float:
 def _time(signature: str, entry: object) -> OpTime:
     key = f"measured.ops.{signature}"
     names = {"seconds", "flops", "bytes", "dtype", "product"}
-    if not isinstance(entry, Mapping) or set(entry) != names:
+    if not isinstance(entry, Mapping) or set(entry) - {"computed"} != names:
         raise ClusterError(f"{key}: expected a mapping with {', '.join(sorted(names))}, got {entry!r}")
     product = entry["product"]
     if product is not None and not (isinstance(product, list | tuple) and len(product) == 3):
@@ -148,5 +149,7 @@ def _time(signature: str, entry: object) -> OpTime:
         check_number(f"{key}.{name}", entry[name], whole=True, zero=True)
     for size in product or ():
         check_number(f"{key}.product", size, whole=True, zero=True)
+    computed = entry.get("computed", 1.0)
+    check_number(f"{key}.computed", computed, high=1)
     work = Work(entry["flops"], entry["bytes"], str(entry["dtype"]), Product(*product) if product else None)
-    return OpTime(entry["seconds"], replace(work, signature=signature))
+    return OpTime(entry["seconds"], replace(work, signature=signature, computed=float(computed)))

@@ -46,6 +46,9 @@ class Work:
         The dimensions of its product, where it is one: small ones are computed less efficiently.
     signature : str
         What a measured time is found by (`signature.signature`); empty where the work is of no op in particular.
+    computed : float
+        The part of `flops` that the kernel computes. Causal attention is counted as if no key were masked, and its
+        kernels leave out the blocks that are (FlashAttention-2, arXiv 2307.08691, section 3.1): half of them.
     """
 
     flops: int = 0
@@ -53,6 +56,7 @@ class Work:
     dtype: str = "float32"
     product: Product | None = None
     signature: str = ""
+    computed: float = 1.0
 
     @property
     def op(self) -> str:
@@ -98,7 +102,21 @@ def node_work(node: fx.Node) -> Work | None:
         inputs[0] = min(inputs[0], written)
     flops = _flops(node, value)
     product = product_of(node) if flops else None
-    return Work(flops, sum(inputs) + written, _dtype(node, outputs), product, signature(node))
+    computed = 0.5 if flops and _is_causal(node) else 1.0
+    return Work(flops, sum(inputs) + written, _dtype(node, outputs), product, signature(node), computed)
+
+
+def _is_causal(node: fx.Node) -> bool:
+    place = _place_of_causal(op_of(node))
+    args, kwargs = op_arguments(node)
+    return bool(kwargs.get("is_causal", args[place] if -1 < place < len(args) else False))
+
+
+@cache
+def _place_of_causal(target: Any) -> int:
+    """Of an op's arguments the one that says that it is causal attention; -1 where it has none."""
+    names = [argument.name for argument in target._schema.arguments]
+    return names.index("is_causal") if "is_causal" in names else -1
 
 
 def _flops(node: fx.Node, value: object) -> int:

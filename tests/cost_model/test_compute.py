@@ -206,6 +206,31 @@ def test_measured_ops_are_part_of_the_fingerprint() -> None:
     assert len({CLUSTER.fingerprint, measured((0.5, work)).fingerprint, measured((0.6, work)).fingerprint}) == 3
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_causal_attention_takes_half_of_the_products(dropout: float) -> None:
+    """Forward and backward; its FLOPs are counted in full, as by torch."""
+
+    def attention(causal: bool) -> list[Work]:
+        def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> object:
+            out, sums, *rest = aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal)
+            places = [rest[index] for index in range(6)]
+            given = (*places[:4], dropout, causal, *places[4:6])
+            grads = aten._scaled_dot_product_flash_attention_backward(out, q, k, v, out, sums, *given)
+            return out, grads
+
+        query = torch.empty(1, 4, 512, 64, device="meta", dtype=torch.bfloat16)
+        found = [work for node in make_fx(step)(query, query, query).graph.nodes if (work := node_work(node))]
+        return [work for work in found if work.flops]
+
+    for full, half in zip(attention(False), attention(True), strict=True):
+        assert half.flops == full.flops > 0
+        assert (full.computed, half.computed) == (1.0, 0.5)
+    busy = replace(CLUSTER, device=replace(PLAIN, memory_bandwidth=1e18))  # products are all that it takes
+    assert formula_seconds(half, busy) == pytest.approx(formula_seconds(full, busy) / 2)
+    table = OpTable({half.signature: OpTime(1e-3, half)})
+    assert OpTable.from_dict(table.to_dict()).times[half.signature].work.computed == 0.5
+
+
 def test_attention_counts_in_its_cpu_form_too() -> None:
     shape = (2, 4, 128, 64)
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -226,6 +251,7 @@ def test_attention_counts_in_its_cpu_form_too() -> None:
     again = node_work(back)
     assert again is not None
     assert again.flops == 5 * 2 * 2 * 4 * 128 * 128 * 64  # five products, one of them the recomputed scores
+    assert (work.computed, again.computed) == (1.0, 0.5)  # the backward is of causal attention
 
 
 def test_views_run_no_kernel_but_copies_do() -> None:

@@ -185,6 +185,7 @@ class Prices:
             work.dtype,
             product_of(node, local_shape) if work.product is not None else None,
             signature(node, local_shape) if self.cluster.measured is not None else "",
+            work.computed,
         )
         return work_seconds(local, self.cluster)
 
