@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from shardweave.errors import PlanError
-from shardweave.ir import ALL, Grid, Mode, Strategy, Weaving
+from shardweave.ir import ALL, Grid, Mode, Strategy, Traffic, Weaving
 from shardweave.precision import Precision
 
 if TYPE_CHECKING:
@@ -81,6 +81,10 @@ class Options:
     cross_pass : bool
         The backward may compute a layer again while the gradients of another are on their way. Without it a layer is
         recomputed when the gradients of the one behind it are there, as Megatron-LM does: to see what it is worth.
+    blocking : sequence of {"gather", "scatter", "reduce", "broadcast", "activation"}
+        What compute waits for instead of hiding it: parameters gathered for a use, gradients scattered to where they
+        are added up, these sums on their way to the states, parameters on their way from the states (once a step),
+        activations. To see what overlap is worth, or what a system takes that lacks some of it.
     allow_unruled : bool
         Compute ops without a sharding rule whole on every device, instead of refusing the model.
 
@@ -105,6 +109,7 @@ class Options:
     buckets: bool | None = None
     sequence_parallel: bool | None = None
     cross_pass: bool = True
+    blocking: Sequence[Traffic] = ()
     allow_unruled: bool = False
 
     def __post_init__(self) -> None:
@@ -138,7 +143,16 @@ class Options:
         kept = {pattern: ALL if number is True else int(number) for pattern, number in kept.items()}
         slices, kept = ({} if each == whole else each for each, whole in ((slices, {"*": 1}), (kept, {"*": 0})))
         sub_batches = 1 if self.sub_batches is None else self.sub_batches
-        return Weaving(sub_batches, recompute, slices, kept, bool(self.buckets), self.cross_pass, self.lookahead)
+        return Weaving(
+            sub_batches,
+            recompute,
+            slices,
+            kept,
+            bool(self.buckets),
+            self.cross_pass,
+            self.lookahead,
+            tuple(self.blocking),
+        )
 
     def woven(self, weaving: Weaving) -> Options:
         """These options with what a plan says of the whole step."""

@@ -23,6 +23,7 @@ from shardweave.errors import PlanError
 from shardweave.ir import Assignment, Axis, Mesh, StepSpec, Strategy
 from shardweave.options import Options
 from shardweave.passes.annotate import Annotate, graph_outputs, info, op_name
+from shardweave.passes.block import Block
 from shardweave.passes.bucket import Bucket
 from shardweave.passes.classes import Classes, find_classes
 from shardweave.passes.keep import Keep
@@ -303,7 +304,11 @@ class _Lowering:
             self._stage("keep", local)
         local = self._scheduled(local, self._schedule(sharder, local.graph), self._borders(sharder))
         self._verified(local, "schedule")
-        self._stage("schedule", local, last=True)
+        if weaving.blocking:
+            self._stage("schedule", local)
+            local = Block(weaving.blocking, sharder.options.rests)(local)
+            self._verified(local, "block")
+        self._stage("block" if weaving.blocking else "schedule", local, last=True)
         return sharder, specs, local
 
     def _scheduled(self, local: fx.GraphModule, schedule: Schedule, borders: list[list[str]]) -> fx.GraphModule:

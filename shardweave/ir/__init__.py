@@ -16,7 +16,7 @@ Axes have prime sizes, so a view never has to cut one.
 from shardweave.ir.axes import Axis, Digit, Mesh, axes_size, group_name, prime_factors, slice_axis
 from shardweave.ir.layout import Layout, Padding, normalise
 from shardweave.ir.rule import Assignment, BoundRule, Dims, Factor
-from shardweave.ir.step import META, SEED, Collective, NodeInfo, ParameterSpec, StepSpec, ValueSpec
+from shardweave.ir.step import META, SEED, Collective, NodeInfo, ParameterSpec, StepSpec, Traffic, ValueSpec
 from shardweave.ir.strategy import Grid, GridAxes, Strategy
 from shardweave.ir.weaving import ALL, MODES, Mode, Weaving
 
@@ -42,6 +42,7 @@ __all__ = [
     "SEED",
     "StepSpec",
     "Strategy",
+    "Traffic",
     "ValueSpec",
     "Weaving",
     "axes_size",

@@ -15,6 +15,11 @@ SEED = "step_seed"
 """The placeholder of a generated graph that takes the seed of the step."""
 
 
+Traffic = Literal["gather", "scatter", "reduce", "broadcast", "activation"]
+"""What moves: parameters for a use; gradients into the shards in which they are added up; these sums to the states;
+parameters from there, once a step; activations and their gradients."""
+
+
 @dataclass(frozen=True)
 class Collective:
     """What a collective in a generated graph does, whose it is and why.

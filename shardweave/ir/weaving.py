@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from shardweave.errors import PlanError
+from shardweave.ir.step import Traffic
 from shardweave.units import readable_ranges
 
 Mode = Literal["none", "fine", "full"]
@@ -43,8 +44,12 @@ class Weaving:
     buckets: bool = False
     cross_pass: bool = True
     lookahead: int | None = None
+    blocking: tuple[Traffic, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "blocking", tuple(self.blocking))
+        if unknown := [kind for kind in self.blocking if kind not in get_args(Traffic)]:
+            raise PlanError(f"blocking names kinds of traffic, {', '.join(get_args(Traffic))}, got {unknown[0]!r}")
         for pattern, mode in self.recompute.items():
             if mode not in MODES:
                 raise PlanError(f"recompute[{pattern!r}] must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
@@ -82,6 +87,8 @@ class Weaving:
             found["a barrier between recomputation and backward"] = replace(self, cross_pass=True)
         if self.lookahead is not None:
             found[f"at most {self.lookahead} gathered ahead"] = replace(self, lookahead=None)
+        if self.blocking:
+            found[f"waiting for {', '.join(self.blocking)}"] = replace(self, blocking=())
         return found
 
     def within(self, other: Weaving) -> bool:

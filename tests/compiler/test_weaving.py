@@ -68,6 +68,7 @@ def test_training_equals_one_device(name: str, pool: WorkerPool) -> None:
         keep_gathered=st.sampled_from([{"*": 1}, False, True]),
         buckets=st.booleans(),
         cross_pass=st.booleans(),
+        blocking=st.sampled_from([(), ("gather", "reduce"), ("activation", "broadcast", "scatter")]),
     )
     def law(**options: Any) -> None:
         check(name, ways(name, **options), pool)
