@@ -1,4 +1,4 @@
-"""The command line: ``shardweave demo``, ``plan``, ``compare``, ``explain`` and ``diff``."""
+"""The command line: ``shardweave demo``, ``plan``, ``compare``, ``validate``, ``explain`` and ``diff``."""
 
 from __future__ import annotations
 
@@ -123,6 +123,26 @@ def compare(
             progress=lambda name: status.update(f"planning {name}"),
         )
     console.print(found.explain(every))
+
+
+@app.command()
+def validate(
+    folder: Annotated[Path, typer.Argument(help="Published tables, one YAML file a paper (docs/validation.md).")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Hold published tables against what the compiler predicts, each row built as a forced plan."""
+    import json
+
+    from shardweave.report.validation import validated
+    from shardweave.validation import load, validate
+
+    console = _console()
+    with Console(stderr=True).status("reading") as status:
+        result = validate(load(folder), lambda name: status.update(name))
+    if as_json:
+        print(json.dumps(result.to_dict(), indent=1))
+    else:
+        console.print(validated(result))
 
 
 @app.command()

@@ -32,7 +32,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, "--help") == 0
     printed = capsys.readouterr().out
-    assert all(command in printed for command in ("demo", "plan", "compare", "explain", "diff"))
+    assert all(command in printed for command in ("demo", "plan", "compare", "validate", "explain", "diff"))
 
 
 def test_plan_explain_and_diff(

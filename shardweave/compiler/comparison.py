@@ -156,7 +156,7 @@ def _entry(compiler: Compiler, baseline: Baseline, counts: Iterable[int | None])
     reason = ""
     for count in counts:
         try:
-            plans.append(compiler._with(options=replace(options, micro_batches=count)).plan())
+            plans.append(compiler.with_(options=replace(options, micro_batches=count)).plan())
         except ParallelError as error:
             # That a part of the batch does not divide says less than what was missing before it was cut so small.
             reason = str(error) if not reason or isinstance(error, InfeasibleError) else reason

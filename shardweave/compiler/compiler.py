@@ -108,9 +108,9 @@ class Compiler:
             raise PlanError(f"resolve can change {', '.join(sorted(known))}, not {', '.join(unknown)}: plan anew")
         if "force" in changes:
             changes = {**changes, "force": {**self.options.force, **changes["force"]}}
-        return self._with(options=replace(self.options, **changes)).plan(weigh=True, start=start)
+        return self.with_(options=replace(self.options, **changes)).plan(weigh=True, start=start)
 
-    def _with(self, cluster: Cluster | None = None, options: Options | None = None) -> Compiler:
+    def with_(self, cluster: Cluster | None = None, options: Options | None = None) -> Compiler:
         """This compiler, its capture shared, for another cluster or with other options."""
         other = copy.copy(self)
         other.cluster, other.options = cluster or self.cluster, options or self.options
@@ -121,7 +121,7 @@ class Compiler:
 
         def planned(cluster: Cluster, limit: int | None, start: Plan | None) -> Plan:
             options = self.options if limit is None else replace(self.options, memory_limit=limit)
-            return self._with(cluster, options).plan(start=start)
+            return self.with_(cluster, options).plan(start=start)
 
         return sweep(what, self.cluster, planned)
 

@@ -61,7 +61,7 @@ def test_the_memory_that_is_counted_is_about_what_is_simulated(
     compiler = Compiler(model, PCIE, inputs, None, None)
     plain = {"force": {"*": form}, "recompute": "none", "sub_batches": 1, "buckets": False, "memory_limit": 10**13}
     for count in (1, 2, 4):
-        compiler._with(PCIE, sw.Options(micro_batches=count, **plain)).plan()
+        compiler.with_(PCIE, sw.Options(micro_batches=count, **plain)).plan()
     assert len(figures) >= 3
     for counted, simulated in figures:
         assert 0.97 <= counted / simulated <= (1.05 if form == "dp" else 1.3), figures
@@ -81,10 +81,10 @@ def test_layers_that_are_computed_again_are_counted_where_products_are_tensor_pa
     compiler = Compiler(model, sw.Cluster.preset("dgx-h100", nodes=2), inputs, None, None)
     forms = {"*_proj": "tensor:4", "lm_head": "tensor:4"}
     options = sw.Options(force=forms, micro_batches=count, sub_batches=1, buckets=False, memory_limit=10**13)
-    whole = compiler._with(options=options).plan()
+    whole = compiler.with_(options=options).plan()
     figures.clear()
     limit = int(0.9 * whole.peak_memory)
-    plan = compiler._with(options=replace(options, memory_limit=limit)).plan()
+    plan = compiler.with_(options=replace(options, memory_limit=limit)).plan()
     assert plan.weaving.recompute and len(figures) > 1
     for counted, simulated in figures:
         assert 0.97 <= counted / simulated <= 1.1, figures

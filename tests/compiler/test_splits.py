@@ -72,7 +72,7 @@ def test_what_memory_costs_is_told_from_a_step_that_has_all_it_asks_for() -> Non
     compiler = Compiler(model, cluster, inputs, None, None)
     limit = int(0.75 * compiler.plan().peak_memory)
     chosen, *given = (
-        compiler._with(options=sw.Options(memory_limit=limit, micro_batches=count)).plan() for count in (None, 1, 2)
+        compiler.with_(options=sw.Options(memory_limit=limit, micro_batches=count)).plan() for count in (None, 1, 2)
     )
     assert chosen.step_time == min(plan.step_time for plan in given) < 0.98 * given[0].step_time
     assert chosen.micro_batches == 2
@@ -82,7 +82,7 @@ def test_memory_presses_where_the_program_finds_nothing_that_fits(monkeypatch: p
     """Of a plan that is alike in all layers, which fits all the same, the bound of all plans tells nothing."""
     monkeypatch.setattr(Answers, "is_far", lambda *_: True)
     monkeypatch.setattr(Chooser, "_under", lambda *_, **__: None)
-    found = mlp()._compiler._with(options=sw.Options(recompute="none"))._planning(1).make()
+    found = mlp()._compiler.with_(options=sw.Options(recompute="none"))._planning(1).make()
     assert isinstance(found, Made) and found.chosen.pressed
 
 

@@ -1,0 +1,147 @@
+"""Published tables: every row is a forced plan, its error is counted right, and constants keep to their ranges."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardweave import cli
+from shardweave.compiler.plan import Plan
+from shardweave.cost_model import Cluster
+from shardweave.errors import ClusterError, InputError
+from shardweave.ir import Grid, Strategy
+from shardweave.validation import Described, Row, amsp, load, validate
+from shardweave.validation.models import Llama, Sizes
+from shardweave.validation.rows import mean_error, rank_correlations
+
+SMALL = {"LLaMA-7B": Sizes(2, 512, 4)}
+PAPER: dict[str, Any] = {
+    "models": {"recompute": {"LLaMA-7B": False}},
+    "strategies_table4": {
+        "rows": [
+            {"model": "LLaMA-7B", "approach": "AMSP", "p": [1, 1], "g": [1, 1], "os": [8, 1]},
+            {"model": "LLaMA-7B", "approach": "ZeRO++", "p": ["R", "N"], "g": ["R", "N"], "os": ["R", "N"],
+             "secondary_p": [8, 1]},
+        ]
+    },
+    "overlap_table5": {
+        "gpus": 16,
+        "M": [1, 2],
+        "rows": [{"model": "LLaMA-7B", "level": level, "tgs": [1000.0, 2000.0]} for level in ("L3", "L2", "L1", "L0")],
+    },
+    "end_to_end_text": {
+        "rows": [
+            {"model": "LLaMA-7B", "gpus": 1024, "approach": "ZeRO++", "mfu": 0.04},
+            {"model": "LLaMA-7B", "gpus": 1024, "approach": "another", "mfu": 0.5},
+            {"model": "LLaMA-7B", "gpus": 1024, "approach": "AMSP", "mfu": None},
+        ]
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the paper's models a small one, with short sequences."""
+    monkeypatch.setattr(amsp, "MODELS", SMALL)
+    monkeypatch.setattr(amsp, "SEQUENCE", 64)
+
+
+def test_rows_of_a_paper_are_simulated_plans(small: None) -> None:
+    """Each level of overlap is at most as fast as the one above it; what cannot be built is no row."""
+    told: list[str] = []
+    result = validate({"amsp": PAPER, "unknown": {}}, told.append)
+    rows = {row.name: row for row in result.rows}
+    assert len(rows) == len(told) == 9
+    for count in (1, 2):
+        speeds = [rows[f"{level}, M={count}"].predicted or 0.0 for level in ("L3", "L2", "L1", "L0")]
+        assert speeds == sorted(speeds, reverse=True) and speeds[0] > speeds[1] > speeds[2]
+        assert speeds[2] == pytest.approx(speeds[3], rel=1e-3)  # parameters and gradients are whole: nothing is left
+    published = result.to_dict()["AMSP Table V"]
+    assert [row["published"] for row in published["rows"]] == [1000.0] * 4 + [2000.0] * 4
+    assert rows["ZeRO++, 1024 GPUs"].published == 0.04
+
+
+def test_a_row_is_the_plan_that_the_paper_describes(small: None) -> None:
+    """Its strategy, micro-batches and memory are those of the plan; what does not fit has no figure."""
+    cluster = Described.of("amsp").cluster
+    factors = {(row["model"], row["approach"]): row for row in PAPER["strategies_table4"]["rows"]}
+    strategy = amsp._strategy(factors, "LLaMA-7B", "ZeRO++", 16)
+    assert strategy == Strategy(Grid(data=16), 8, states=16, gradients=16)
+    found = amsp.plan(cluster, "LLaMA-7B", 16, 2, strategy, False)
+    assert isinstance(found, Plan)
+    assert {choice.strategy for choice in found.choices.values()} == {strategy}
+    assert found.micro_batches == 2 and found.peak_memory < cluster.device.memory
+    assert found.tokens == 16 * 2 * 64
+    tiny = Cluster.from_dict({**cluster.to_dict(), "device": {**cluster.to_dict()["device"], "memory": 2**20}})
+    assert amsp.plan(tiny, "LLaMA-7B", 16, 2, strategy, False) is None
+
+
+def test_the_model_has_the_flops_that_the_paper_counts() -> None:
+    """Six for each weight of a product, and attention in full."""
+    sizes = Sizes(2, 768, 4)  # of which 8/3 is a multiple of 256
+    weights = sum(p.numel() for p in Llama(sizes).parameters() if p.dim() == 2) - sizes.vocabulary * sizes.width
+    assert sizes.flops_per_token(0) == pytest.approx(6 * weights, rel=1e-9)
+    assert amsp.MODELS["LLaMA-30B"].flops_per_token(4096) == pytest.approx(181e9, rel=0.02)
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=3, max_size=9))
+def test_errors_and_ranks(pairs: list[tuple[float, float]]) -> None:
+    """No error and full correlation where all is predicted right; a common factor changes no rank."""
+    right = [Row("t", "g", "", "", published, published) for published, _ in pairs]
+    assert mean_error(right) == 0
+    assert all(value == pytest.approx(1.0) for value in rank_correlations(right).values())
+    rows, doubled = ([Row("t", "g", "", "", one, factor * other) for one, other in pairs] for factor in (1, 2))
+    assert rank_correlations(rows) == rank_correlations(doubled)
+    reversed_ = [Row("t", "g", "", "", one, 1 / one) for one, _ in pairs]
+    assert all(value == pytest.approx(-1.0) for value in rank_correlations(reversed_).values())
+
+
+def test_constants_keep_to_their_ranges() -> None:
+    """Each is a figure of its cluster inside of its range; one outside, or unknown, is refused by name."""
+    described = Described.of("amsp")
+    assert 0 < len(described.constants) <= 8
+    assert all(each.low <= each.value <= each.high and each.source for each in described.constants)
+    node = described.cluster.levels[-1]
+    assert node.shared_bandwidth == 800e9 / 8
+    said = {"range": [0.4, 0.5], "source": "", "fitted": False}
+    data = {"cluster": described.cluster.to_dict(), "constants": {"device.matmul_efficiency": said}}
+    with pytest.raises(ClusterError, match=r"device.matmul_efficiency: expected 0.4 to 0.5"):
+        Described.from_dict(data)
+    with pytest.raises(ClusterError, match="device.speed is no figure"):
+        Described.from_dict({**data, "constants": {"device.speed": said}})
+
+
+def test_the_command_prints_a_table_and_json(
+    small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    table = {**PAPER["overlap_table5"], "M": [1], "rows": [{"model": "LLaMA-7B", "level": "L3", "tgs": [1000.0]}]}
+    paper = {**PAPER, "overlap_table5": table, "end_to_end_text": {"rows": []}}
+    (tmp_path / "amsp.yaml").write_text(yaml.safe_dump(paper))
+
+    def printed(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["shardweave", "validate", str(tmp_path), *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        assert not exit_.value.code
+        return capsys.readouterr().out
+
+    assert "AMSP Table V: mean error" in printed()
+    (row,) = json.loads(printed("--json"))["AMSP Table V"]["rows"]
+    assert row["error"] == pytest.approx(row["predicted"] / 1000 - 1)
+
+
+def test_a_folder_that_holds_nothing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="one YAML file a paper"):
+        load(tmp_path)
+    (tmp_path / "amsp.yaml").write_text("- 1\n")
+    with pytest.raises(InputError, match=r"amsp.yaml: expected a mapping"):
+        load(tmp_path)
+    with pytest.raises(InputError, match="sizes of 'LLaMA-65B' are not known"):
+        amsp.plan(Described.of("amsp").cluster, "LLaMA-65B", 8, 1, Strategy(Grid(data=8)), False)
