@@ -22,6 +22,7 @@ from shardweave.cost_model.signature import op_arguments, op_of, signature
 
 _LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")  # read of a table what they return
 _EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided")
+_BLOCK = 128  # keys that a flash kernel looks at together
 _COUNTED_AS = {  # ops that the registry lacks, with the arguments of one that it has
     "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
@@ -48,7 +49,8 @@ class Work:
         What a measured time is found by (`signature.signature`); empty where the work is of no op in particular.
     computed : float
         The part of `flops` that the kernel computes. Causal attention is counted as if no key were masked, and its
-        kernels leave out the blocks that are (FlashAttention-2, arXiv 2307.08691, section 3.1): half of them.
+        kernels leave out the blocks that are (FlashAttention-2, arXiv 2307.08691, section 3.1): of ``n`` blocks of 128
+        queries and as many of keys, each query block computes those up to its own, ``(n + 1) / 2`` on average.
     """
 
     flops: int = 0
@@ -102,8 +104,14 @@ def node_work(node: fx.Node) -> Work | None:
         inputs[0] = min(inputs[0], written)
     flops = _flops(node, value)
     product = product_of(node) if flops else None
-    computed = 0.5 if flops and _is_causal(node) else 1.0
+    computed = _causal_part(product.n) if product is not None and _is_causal(node) else 1.0
     return Work(flops, sum(inputs) + written, _dtype(node, outputs), product, signature(node), computed)
+
+
+def _causal_part(keys: int) -> float:
+    """Of the blocks of scores, the part that is not masked whole."""
+    blocks = max(1.0, keys / _BLOCK)
+    return (blocks + 1) / (2 * blocks)
 
 
 def _is_causal(node: fx.Node) -> bool:
