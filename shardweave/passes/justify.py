@@ -21,26 +21,34 @@ from shardweave.passes.tasks import Tasks
 
 @dataclass(frozen=True)
 class Justified:
-    """An order of tasks, and the seconds that it takes where no two groups share a link."""
+    """An order of tasks, and the seconds that it takes where no two groups share a link.
+
+    Where they do, what is started before its time takes a part of the links of others: `begins` says when each task
+    begins, from which `in_order_of` makes an order that starts nothing ahead of it.
+    """
 
     seconds: float
     order: Sequence[int]
+    begins: Sequence[float]
 
 
 def justified(tasks: Tasks) -> list[Justified]:
     """Orders of `tasks`, the fastest one first."""
     found = sorted(_schedules(Machines.of(tasks)), key=lambda each: each[0])
-    return [Justified(seconds, in_order_of(tasks, begins)) for seconds, begins in found]
+    return [Justified(seconds, in_order_of(tasks, begins), begins) for seconds, begins in found]
 
 
-def in_order_of(tasks: Tasks, begins: Sequence[float]) -> list[int]:
-    """The tasks by when they begin, each behind what it needs; a start before what is computed when it begins."""
+def in_order_of(tasks: Tasks, begins: Sequence[float], ahead: bool = True) -> list[int]:
+    """The tasks by when they begin, each behind what it needs.
+
+    A start comes before what is computed when it begins, so that it is not late; or not `ahead` of its time, behind it.
+    """
     missing = [len(needs) for needs in tasks.needs]
     computed = sorted(begins[task] for task, seconds in enumerate(tasks.seconds) if seconds)
 
     def key(task: int) -> tuple[float, bool, int]:
-        if tasks.transfers[task] is None:
-            return begins[task], True, task
+        if tasks.transfers[task] is None or not ahead:
+            return begins[task], tasks.transfers[task] is None, task
         before = bisect.bisect_left(computed, begins[task])
         return computed[before - 1] if before else 0.0, False, task
 

@@ -28,7 +28,7 @@ from shardweave.cost_model.memory import liveness
 from shardweave.cost_model.prices import Prices
 from shardweave.ir import ALL
 from shardweave.passes.annotate import info
-from shardweave.passes.justify import justified
+from shardweave.passes.justify import in_order_of, justified
 from shardweave.passes.keys import ahead_of_use, barriers, cause_of, hold_back, moments_of, orderings
 from shardweave.passes.pace import paced
 from shardweave.passes.recompute import layer_of
@@ -140,10 +140,17 @@ class Schedule:
         if best is None or best.peak_bytes <= _HOPELESS * limit:
             best = _fastest_of(free, limit, best)
         if self.lookahead is None and (best.seconds > bound or best.peak_bytes > limit):
-            for each in justified(tasks.after(ahead_of_use(tasks, max(AHEAD))))[:_PLAYED]:
-                other = _sunk(tasks, played(tasks, each.order, self.cluster.device.overlap_slowdown))
-                best = other if _better(other, best, limit) else best
+            held = tasks.after(ahead_of_use(tasks, max(AHEAD)))
+            for each in justified(held)[:_PLAYED]:
+                found = [self._played(tasks, each.order)]
+                if found[0].seconds > each.seconds * _CLOSE:  # started ahead of its time, it shares others' links
+                    found.append(self._played(tasks, in_order_of(held, each.begins, ahead=False)))
+                for other in found:
+                    best = other if _better(other, best, limit) else best
         return best
+
+    def _played(self, tasks: Tasks, order: Sequence[int]) -> Woven:
+        return _sunk(tasks, played(tasks, order, self.cluster.device.overlap_slowdown))
 
     def _orders(self, tasks: Tasks) -> Iterator[_Order]:
         """The orders that are tried, each given the room that it has."""

@@ -1,0 +1,24 @@
+"""Justify: what is started ahead of its time may make an order longer than it promised."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardweave.options import Options
+from shardweave.passes.justify import in_order_of, justified
+from shardweave.passes.schedule import Schedule
+from shardweave.passes.weave import played
+from tests.passes.test_weave import forced, step_of, unordered, without_slowdown
+
+
+def test_where_links_are_shared_nothing_is_started_ahead_of_its_time() -> None:
+    """A gather across nodes that starts ahead slows down the sums inside of one, which the layer waits for."""
+    cluster = without_slowdown("rtx3090-pcie", 2)
+    force = forced("tensor and zdp", 4, cluster.mesh().world_size)
+    _, backward = unordered(cluster, step_of(1, 2048, 32), force, Options(precision="fp16", recompute="full"))
+    fastest = justified(backward)[0]
+    ahead = played(backward, fastest.order)
+    later = played(backward, in_order_of(backward, fastest.begins, ahead=False))
+    assert ahead.seconds > 1.04 * fastest.seconds and later.seconds < 0.99 * ahead.seconds
+    assert sorted(later.order) == sorted(ahead.order)
+    assert Schedule(cluster)._best(backward, None).seconds == pytest.approx(later.seconds, rel=0.01)
