@@ -6,7 +6,7 @@ micro-batches, and what is not overlapped. A micro-batch is one sequence a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -20,9 +20,9 @@ from shardweave.errors import InfeasibleError, InputError
 from shardweave.ir import Grid, Strategy, Traffic
 from shardweave.options import Options
 from shardweave.precision import Precision
-from shardweave.validation.clusters import Described
+from shardweave.validation.clusters import ClusterOf, cluster_of
 from shardweave.validation.models import Llama, Sizes
-from shardweave.validation.published import Paper, table
+from shardweave.validation.published import Paper, Progress, table
 from shardweave.validation.rows import Row
 
 MODELS = {
@@ -43,9 +43,9 @@ BLOCKING: dict[str, tuple[Traffic, ...]] = {
 """What each level of overlap leaves open."""
 
 
-def rows(paper: Paper, progress: Callable[[str], None]) -> Iterator[Row]:
+def rows(paper: Paper, progress: Progress, cluster_of: ClusterOf = cluster_of) -> Iterator[Row]:
     """Table V in tokens a GPU and second, then the MFU that the text gives."""
-    cluster = Described.of("amsp").cluster
+    cluster = cluster_of("amsp")
     factors = {(row["model"], row["approach"]): row for row in table(paper, "amsp", "strategies_table4")}
     recompute = (paper.get("models") or {}).get("recompute", {})
     gpus = (paper.get("overlap_table5") or {}).get("gpus", 64)
@@ -91,17 +91,17 @@ def plan(
         blocking=blocking,
     )
     try:
-        return _captured(cluster, model, gpus * micro_batches).with_(cluster.fitted(8, gpus // 8), options).plan()
+        return _captured(model, gpus * micro_batches).with_(cluster.fitted(8, gpus // 8), options).plan()
     except InfeasibleError:
         return None
 
 
 @lru_cache(maxsize=1)
-def _captured(cluster: Cluster, model: str, sequences: int) -> Compiler:
+def _captured(model: str, sequences: int) -> Compiler:
     """Captured once for the rows that differ in their plans alone."""
     with torch.device("meta"):
         built, tokens = Llama(MODELS[model]), torch.zeros(sequences, SEQUENCE, dtype=torch.long)
-    return Compiler(built, cluster, (tokens, tokens), Options(precision=PRECISION), None)
+    return Compiler(built, Cluster.local(1), (tokens, tokens), Options(precision=PRECISION), None)
 
 
 def _by_batch(paper: Paper) -> list[tuple[str, str, int, float]]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardweave.validation.published import Paper
+from shardweave.validation.published import Paper, Progress
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _ranks(values: Sequence[float]) -> NDArray[np.float64]:
     return np.array([(given < value).sum() + (given == value).sum() / 2 for value in given], dtype=np.float64)
 
 
-def validate(papers: Mapping[str, Paper], progress: Callable[[str], None] = lambda _: None) -> Result:
+def validate(papers: Mapping[str, Paper], progress: Progress = lambda _: None) -> Result:
     """Build and simulate every row of these papers that the compiler has a plan for.
 
     Parameters
@@ -118,7 +118,7 @@ def validate(papers: Mapping[str, Paper], progress: Callable[[str], None] = lamb
     progress : callable
         Told each row as its turn comes.
     """
-    from shardweave.validation import amsp
+    from shardweave.validation import amsp, oases
 
-    known: dict[str, Callable[[Paper, Callable[[str], None]], Iterator[Row]]] = {"amsp": amsp.rows}
+    known: dict[str, Callable[[Paper, Progress], Iterator[Row]]] = {"amsp": amsp.rows, "oases": oases.rows}
     return Result(tuple(row for name, paper in papers.items() if name in known for row in known[name](paper, progress)))

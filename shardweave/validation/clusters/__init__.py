@@ -6,7 +6,7 @@ size: each with the range that it may be in, fixed before anything was fitted, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -70,6 +70,20 @@ class Described:
         text = (resources.files(__name__) / f"{name}.yaml").read_text(encoding="utf-8")
         return cls.from_dict(yaml.safe_load(text))
 
+    def with_values(self, values: Mapping[str, float]) -> Cluster:
+        """The cluster with other values of some constants, by their keys.
+
+        >>> slower = Described.of("amsp").with_values({"levels.node.efficiency": 0.7})
+        >>> slower.levels[-1].efficiency
+        0.7
+        """
+        data = self.cluster.to_dict()
+        parts = {f"levels.{level['name']}": level for level in data["levels"]} | {"device": data["device"]}
+        for key, value in values.items():
+            part, _, name = key.rpartition(".")
+            parts[part][name] = value
+        return Cluster.from_dict(data)
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Described:
         """That of plain types, as a file has them."""
@@ -84,6 +98,14 @@ class Described:
             if not each.low <= each.value <= each.high:
                 raise ClusterError(f"{cluster.name}, {each.key}: expected {each.low} to {each.high}, got {each.value}")
         return cls(cluster, tuple(constants))
+
+
+ClusterOf = Callable[[str], Cluster]
+
+
+def cluster_of(name: str) -> Cluster:
+    """The cluster of a file, with its constants as committed."""
+    return Described.of(name).cluster
 
 
 def _at(cluster: Cluster, key: str) -> float:

@@ -1,0 +1,111 @@
+"""Oases (arXiv 2305.16121): Table 3, what each part of its schedule adds to Megatron-LM's, on 32 RTX 3090.
+
+Each cell is a forced plan of one tensor-parallel group: its degree by the baselines' best (Table 4), the planner's by
+its Table 6. The rows fit with the all-reduce of data parallelism off the timed path, so that by default one group is
+planned alone, on the nodes that it spans, and its throughput counted for all of them; `data_parallel` brings the others
+back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from shardweave.compiler.compiler import Compiler
+from shardweave.compiler.plan import Plan
+from shardweave.cost_model import Cluster
+from shardweave.demo.model import GPT, GPTConfig
+from shardweave.errors import InfeasibleError, InputError, PlanError
+from shardweave.options import Options
+from shardweave.validation.clusters import ClusterOf, cluster_of
+from shardweave.validation.published import Paper, Progress, table
+from shardweave.validation.rows import Row
+
+SEQUENCE, VOCABULARY = 1024, 51200  # GPT-2's, padded as Megatron-LM does
+CLUSTERS = {"nvlink_3090": "oases-nvlink", "pcie_3090": "oases-pcie"}
+COLUMNS: dict[str, Mapping[str, Any]] = {
+    "megatron_lm": {"sub_batches": 1, "recompute": "full", "cross_pass": False, "blocking": ("activation",)},
+    "merak": {"sub_batches": 2, "recompute": "full", "cross_pass": False},
+    "cross_pass": {"sub_batches": 2, "recompute": "full"},
+    "fine_grained_recompute": {"sub_batches": 2, "recompute": "fine"},
+    "planner": {"sub_batches": 2, "recompute": "fine"},
+}
+"""What the step of each column is woven of."""
+
+Degrees = Sequence[tuple[int, int]]
+"""Tensor-parallel degrees, and of how many layers, from the first on."""
+
+
+def rows(paper: Paper, progress: Progress, cluster_of: ClusterOf = cluster_of) -> Iterator[Row]:
+    """Table 3 in thousands of tokens a second."""
+    sizes = {row["hidden"]: row for row in table(paper, "oases", "models_table4")}
+    planned = {
+        (row["cluster"], row["hidden"]): row for row in table(paper, "oases", "planner_table6") if row["planner"]
+    }
+    columns = (paper.get("ablation_table3") or {}).get("columns", list(COLUMNS))
+    for row in table(paper, "oases", "ablation_table3"):
+        name, hidden = row["cluster"], row["hidden"]
+        if name not in CLUSTERS or hidden not in sizes:
+            raise InputError(f"oases.yaml: expected one of {', '.join(CLUSTERS)} and a row of table 4, got {row}")
+        cluster, model = cluster_of(CLUSTERS[name]), sizes[hidden]
+        for column, published in zip(columns, row["kts"], strict=True):
+            if published is None or (column == "planner" and (name, hidden) not in planned):
+                continue
+            progress(f"Oases Table 3: {name}, hidden {hidden}, {column}")
+            degrees = planned[name, hidden]["strategy"] if column == "planner" else [(model["tmp"], model["layers"])]
+            found = plan(cluster, model, degrees, COLUMNS[column])
+            yield Row("Oases Table 3", f"{name}, hidden {hidden}", column, "k tokens/s", published, _kts(found, model))
+
+
+def plan(
+    cluster: Cluster,
+    model: Mapping[str, Any],
+    degrees: Degrees,
+    weaving: Mapping[str, Any],
+    *,
+    data_parallel: bool = False,
+) -> Plan | None:
+    """The forced plan of a row of Table 4; None where it does not fit the device."""
+    gpus = model["tmp"] * (model["dp"] if data_parallel else 1)
+    in_node = cluster.world_size // cluster.levels[-1].size
+    options = Options(
+        force=_force(degrees),
+        memory_limit=cluster.device.memory,
+        micro_batches=1,
+        keep_gathered=False,
+        buckets=False,
+        sequence_parallel=False,
+        **weaving,
+    )
+    machine = cluster.fitted(min(gpus, in_node), max(1, gpus // in_node))
+    batch = model["global_batch"] // (1 if data_parallel else model["dp"])
+    config = GPTConfig(VOCABULARY, SEQUENCE, model["layers"], model["heads"], model["hidden"], bias=True)
+    try:
+        return _captured(config, batch).with_(machine, options).plan()
+    except (InfeasibleError, PlanError):
+        return None
+
+
+@lru_cache(maxsize=4)
+def _captured(config: GPTConfig, batch: int) -> Compiler:
+    """Captured once for the columns of a row, on any cluster."""
+    with torch.device("meta"):
+        built, tokens = GPT(config), torch.zeros(batch, SEQUENCE, dtype=torch.long)
+    return Compiler(built, Cluster.local(1), (tokens, tokens), Options(), None)
+
+
+def _kts(found: Plan | None, model: Mapping[str, Any]) -> float | None:
+    """Thousands of tokens a second of all devices."""
+    return None if found is None else model["global_batch"] * SEQUENCE / found.step_time / 1e3
+
+
+def _force(degrees: Degrees) -> dict[str, str]:
+    """The degree of each layer; what is in none has that of the last."""
+    force, layer = {"*": f"tensor:{degrees[-1][0]}"}, 0
+    for degree, count in degrees[:-1]:
+        force |= {f"blocks.{index}.*": f"tensor:{degree}" for index in range(layer, layer + count)}
+        layer += count
+    return force

@@ -1,0 +1,84 @@
+"""Oases: its table's cells are woven as their systems are, and constants can be fitted to them."""
+
+from __future__ import annotations
+
+from math import log
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardweave.cost_model import Cluster
+from shardweave.errors import InputError
+from shardweave.ir import Grid
+from shardweave.validation import Constant, Described, oases
+from shardweave.validation.fitting import fit
+
+MODEL = {"hidden": 256, "layers": 3, "heads": 8, "tmp": 4, "dp": 8, "global_batch": 32}
+PAPER: dict[str, Any] = {
+    "models_table4": {"rows": [MODEL]},
+    "ablation_table3": {
+        "columns": list(oases.COLUMNS),
+        "rows": [{"cluster": "pcie_3090", "hidden": 256, "kts": [10.0, 11.0, 12.0, None, 14.0]}],
+    },
+    "planner_table6": {
+        "rows": [{"cluster": "pcie_3090", "hidden": 256, "planner": True, "strategy": [[2, 1], [4, 2]]}]
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oases, "SEQUENCE", 64)
+    monkeypatch.setattr(oases, "VOCABULARY", 512)
+
+
+def test_each_column_is_a_row() -> None:
+    """What is not published is left out; two sub-batches that communicate in turn are no slower than Megatron-LM."""
+    rows = {row.name: row for row in oases.rows(PAPER, lambda _: None)}
+    assert list(rows) == ["megatron_lm", "merak", "cross_pass", "planner"]
+    assert all(row.predicted is not None and row.published >= 10 for row in rows.values())
+    with pytest.raises(InputError, match="a row of table 4"):
+        list(oases.rows({**PAPER, "models_table4": {"rows": []}}, lambda _: None))
+
+
+def test_one_group_stands_for_all() -> None:
+    """By default no gradient is reduced over data-parallel groups; layers have the degrees that they are given."""
+    cluster = Described.of("oases-pcie").cluster
+    alone = oases.plan(cluster, MODEL, [(4, 3)], oases.COLUMNS["fine_grained_recompute"])
+    every = oases.plan(cluster, MODEL, [(4, 3)], oases.COLUMNS["fine_grained_recompute"], data_parallel=True)
+    mixed = oases.plan(cluster, MODEL, [(2, 1), (4, 2)], oases.COLUMNS["planner"])
+    assert alone is not None and every is not None and mixed is not None
+    assert (alone.cluster.world_size, every.cluster.world_size) == (4, 32)
+    assert every.tokens == 8 * alone.tokens and every.step_time > alone.step_time
+    assert alone.weaving.sub_batches == 2 and set(alone.weaving.recompute.values()) == {"fine"}
+    degrees = [mixed.choices[f"blocks.{layer}.up"].strategy.grid for layer in range(3)]
+    assert degrees == [Grid(x=2, data=2), Grid(x=4), Grid(x=4)]
+
+
+def test_what_cannot_be_cut_has_no_figure() -> None:
+    """A batch of two in two sub-batches leaves nothing that data parallelism could cut."""
+    small = {**MODEL, "global_batch": 16}
+    assert oases.plan(Described.of("oases-pcie").cluster, small, [(2, 1), (4, 2)], oases.COLUMNS["planner"]) is None
+
+
+@given(st.floats(0.5, 3.0), st.floats(0.5, 3.0))
+def test_a_fit_finds_what_made_the_rows(speed: float, width: float) -> None:
+    """Where the rows decide the constants; no error is larger than it was."""
+    constants = [Constant(key, 1.2, 0.5, 3.0, "", True) for key in ("speed", "width")]
+
+    def errors(values: Any) -> list[float]:
+        made = [(values["speed"], speed), (values["speed"] * values["width"], speed * width)]
+        return [log((1 + one) / (1 + other)) for one, other in made]
+
+    found = fit(constants, errors, rounds=8)
+    assert found["speed"] == pytest.approx(speed, rel=0.05) and found["width"] == pytest.approx(width, rel=0.1)
+    assert sum(e * e for e in errors(found)) <= sum(e * e for e in errors({"speed": 1.2, "width": 1.2})) + 1e-6
+
+
+def test_another_value_is_another_cluster() -> None:
+    described = Described.of("oases-nvlink")
+    slower = described.with_values({"levels.pair.efficiency": 0.1, "device.matmul_efficiency": 0.4})
+    assert slower.levels[1].efficiency == 0.1 and slower.device.matmul_efficiency == 0.4
+    assert isinstance(slower, Cluster) and slower.levels[0] == described.cluster.levels[0]
