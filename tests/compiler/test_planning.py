@@ -127,7 +127,9 @@ def test_as_memory_falls_data_parallelism_gives_way_to_sharded_and_tensor_parall
         assert seen[name][0] == {"data"} and "data" not in seen[name][-1], seen[name]
     # Before DDP, ZeRO-2 and ZeRO-3 were simulated, too, tensor parallelism was between the two, and 2 to 3 % slower
     assert seen["wide-gpt-dgx"][-1] == {"sharded"}, seen["wide-gpt-dgx"]
-    assert {"data", "tensor"} in seen["wide-mlp-dgx"], seen["wide-mlp-dgx"]
+    # A memory of its own: which ones the fall comes by depends on what its first plan holds
+    assert kinds(planner("wide-mlp-dgx").plan(memory_limit=134_934_381)) == {"data", "tensor"}
+    assert {"tensor"} in seen["wide-mlp-dgx"], seen["wide-mlp-dgx"]
     # ZeRO-2 of all is the fastest of the mixtures with DP and ZeRO-3 (by 0.1 to 26 %) and, simulated, the smallest
     last = planner("wide-mlp-pcie").plan(memory_limit=smallest_named(fallen("wide-mlp-pcie")[1]))
     assert kinds(last) == seen["wide-mlp-pcie"][-1] == {"data"}, seen["wide-mlp-pcie"]
