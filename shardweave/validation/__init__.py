@@ -5,7 +5,9 @@ plans on the cluster that `clusters` describes, and `report` shows them. `docs/v
 """
 
 from shardweave.validation.clusters import Constant, Described
+from shardweave.validation.papers import validate
 from shardweave.validation.published import load
-from shardweave.validation.rows import Result, Row, validate
+from shardweave.validation.rows import Result, Row
+from shardweave.validation.setting import Setting
 
-__all__ = ["Constant", "Described", "Result", "Row", "load", "validate"]
+__all__ = ["Constant", "Described", "Result", "Row", "Setting", "load", "validate"]

@@ -9,20 +9,15 @@ back.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
-import torch
-
-from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.plan import Plan
-from shardweave.cost_model import Cluster
-from shardweave.demo.model import GPT, GPTConfig
-from shardweave.errors import InfeasibleError, InputError, PlanError
-from shardweave.options import Options
-from shardweave.validation.clusters import ClusterOf, cluster_of
-from shardweave.validation.published import Paper, Progress, table
+from shardweave.demo.model import GPTConfig
+from shardweave.errors import InputError
+from shardweave.validation.published import Paper, table
 from shardweave.validation.rows import Row
+from shardweave.validation.setting import Setting, captured
 
 SEQUENCE, VOCABULARY = 1024, 51200  # GPT-2's, padded as Megatron-LM does
 CLUSTERS = {"nvlink_3090": "oases-nvlink", "pcie_3090": "oases-pcie"}
@@ -39,7 +34,7 @@ Degrees = Sequence[tuple[int, int]]
 """Tensor-parallel degrees, and of how many layers, from the first on."""
 
 
-def rows(paper: Paper, progress: Progress, cluster_of: ClusterOf = cluster_of) -> Iterator[Row]:
+def rows(paper: Paper, setting: Setting) -> Iterator[Row]:
     """Table 3 in thousands of tokens a second."""
     sizes = {row["hidden"]: row for row in table(paper, "oases", "models_table4")}
     planned = {
@@ -50,56 +45,38 @@ def rows(paper: Paper, progress: Progress, cluster_of: ClusterOf = cluster_of) -
         name, hidden = row["cluster"], row["hidden"]
         if name not in CLUSTERS or hidden not in sizes:
             raise InputError(f"oases.yaml: expected one of {', '.join(CLUSTERS)} and a row of table 4, got {row}")
-        cluster, model = cluster_of(CLUSTERS[name]), sizes[hidden]
+        model = sizes[hidden]
         for column, published in zip(columns, row["kts"], strict=True):
             if published is None or (column == "planner" and (name, hidden) not in planned):
                 continue
-            progress(f"Oases Table 3: {name}, hidden {hidden}, {column}")
+            setting.progress(f"Oases Table 3: {name}, hidden {hidden}, {column}")
             degrees = planned[name, hidden]["strategy"] if column == "planner" else [(model["tmp"], model["layers"])]
-            found = plan(cluster, model, degrees, COLUMNS[column])
-            yield Row("Oases Table 3", f"{name}, hidden {hidden}", column, "k tokens/s", published, _kts(found, model))
+            kts = partial(_kts, setting, CLUSTERS[name], model, degrees, COLUMNS[column])
+            yield Row.of("Oases Table 3", f"{name}, hidden {hidden}", column, "k tokens/s", published, kts)
 
 
 def plan(
-    cluster: Cluster,
+    setting: Setting,
+    cluster: str,
     model: Mapping[str, Any],
     degrees: Degrees,
     weaving: Mapping[str, Any],
     *,
     data_parallel: bool = False,
-) -> Plan | None:
-    """The forced plan of a row of Table 4; None where it does not fit the device."""
-    gpus = model["tmp"] * (model["dp"] if data_parallel else 1)
-    in_node = cluster.world_size // cluster.levels[-1].size
-    options = Options(
-        force=_force(degrees),
-        memory_limit=cluster.device.memory,
-        micro_batches=1,
-        keep_gathered=False,
-        buckets=False,
-        sequence_parallel=False,
-        **weaving,
-    )
-    machine = cluster.fitted(min(gpus, in_node), max(1, gpus // in_node))
-    batch = model["global_batch"] // (1 if data_parallel else model["dp"])
+) -> Plan:
+    """The forced plan of a row of Table 4."""
+    whole, groups = setting.cluster(cluster), model["dp"] if data_parallel else 1
+    gpus, in_node = model["tmp"] * groups, whole.world_size // whole.levels[-1].size
+    machine = whole.fitted(min(gpus, in_node), max(1, gpus // in_node))
+    batch = model["global_batch"] * groups // model["dp"]
     config = GPTConfig(VOCABULARY, SEQUENCE, model["layers"], model["heads"], model["hidden"], bias=True)
-    try:
-        return _captured(config, batch).with_(machine, options).plan()
-    except (InfeasibleError, PlanError):
-        return None
+    asked = {"force": _force(degrees), "micro_batches": 1, "sequence_parallel": False, **weaving}
+    return setting.plan(captured(config, batch, SEQUENCE), machine, **asked)
 
 
-@lru_cache(maxsize=4)
-def _captured(config: GPTConfig, batch: int) -> Compiler:
-    """Captured once for the columns of a row, on any cluster."""
-    with torch.device("meta"):
-        built, tokens = GPT(config), torch.zeros(batch, SEQUENCE, dtype=torch.long)
-    return Compiler(built, Cluster.local(1), (tokens, tokens), Options(), None)
-
-
-def _kts(found: Plan | None, model: Mapping[str, Any]) -> float | None:
+def _kts(setting: Setting, cluster: str, model: Mapping[str, Any], *asked: Any) -> float:
     """Thousands of tokens a second of all devices."""
-    return None if found is None else model["global_batch"] * SEQUENCE / found.step_time / 1e3
+    return float(model["global_batch"] * SEQUENCE / plan(setting, cluster, model, *asked).step_time / 1e3)
 
 
 def _force(degrees: Degrees) -> dict[str, str]:

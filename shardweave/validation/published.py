@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import yaml
 from shardweave.errors import InputError
 
 Paper = Mapping[str, Any]
-Progress = Callable[[str], None]
 
 
 def load(folder: str | os.PathLike[str]) -> dict[str, Paper]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardweave.validation.published import Paper, Progress
+from shardweave.errors import InfeasibleError, PlanError
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,9 @@ class Row:
     unit : str
     published : float
     predicted : float, optional
-        None where no plan fits.
+        None where there is no plan.
+    reason : str
+        Why there is none.
     """
 
     table: str
@@ -36,6 +38,18 @@ class Row:
     unit: str
     published: float
     predicted: float | None
+    reason: str = ""
+
+    @classmethod
+    def of(cls, table: str, group: str, name: str, unit: str, published: float, predict: Callable[[], float]) -> Row:
+        """A row as the call `predict()` has it; where that finds no plan, without a figure."""
+        try:
+            return cls(table, group, name, unit, published, predict())
+        except InfeasibleError:
+            reason = "does not fit"
+        except PlanError as error:
+            reason = str(error)
+        return cls(table, group, name, unit, published, None, reason)
 
     @property
     def error(self) -> float | None:
@@ -106,19 +120,3 @@ def _ranks(values: Sequence[float]) -> NDArray[np.float64]:
     """The place of each among all, equal ones sharing the mean of theirs."""
     given = np.array([float(f"{value:.9g}") for value in values])  # what differs by rounding alone is equal
     return np.array([(given < value).sum() + (given == value).sum() / 2 for value in given], dtype=np.float64)
-
-
-def validate(papers: Mapping[str, Paper], progress: Progress = lambda _: None) -> Result:
-    """Build and simulate every row of these papers that the compiler has a plan for.
-
-    Parameters
-    ----------
-    papers : mapping of str to Paper
-        As `load` reads them.
-    progress : callable
-        Told each row as its turn comes.
-    """
-    from shardweave.validation import amsp, oases
-
-    known: dict[str, Callable[[Paper, Progress], Iterator[Row]]] = {"amsp": amsp.rows, "oases": oases.rows}
-    return Result(tuple(row for name, paper in papers.items() if name in known for row in known[name](paper, progress)))

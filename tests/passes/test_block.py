@@ -87,5 +87,5 @@ def test_the_more_is_waited_for_the_longer_a_step_takes() -> None:
 
 def test_an_unknown_kind_is_named() -> None:
     with pytest.raises(PlanError, match="kinds of traffic, gather.*got 'gathers'"):
-        Options(blocking=("gathers",))  # type: ignore[arg-type]
+        Options(blocking=("gathers",))  # type: ignore[arg-type]  # as a user may mistype it
     assert Weaving.from_dict(Weaving(blocking=("gather",)).to_dict()).blocking == ("gather",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import log
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from shardweave.cost_model import Cluster
 from shardweave.errors import InputError
 from shardweave.ir import Grid
-from shardweave.validation import Constant, Described, oases
+from shardweave.validation import Constant, Described, Setting, oases
 from shardweave.validation.fitting import fit
 
 MODEL = {"hidden": 256, "layers": 3, "heads": 8, "tmp": 4, "dp": 8, "global_batch": 32}
@@ -36,20 +37,19 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_column_is_a_row() -> None:
     """What is not published is left out; two sub-batches that communicate in turn are no slower than Megatron-LM."""
-    rows = {row.name: row for row in oases.rows(PAPER, lambda _: None)}
+    rows = {row.name: row for row in oases.rows(PAPER, Setting())}
     assert list(rows) == ["megatron_lm", "merak", "cross_pass", "planner"]
     assert all(row.predicted is not None and row.published >= 10 for row in rows.values())
     with pytest.raises(InputError, match="a row of table 4"):
-        list(oases.rows({**PAPER, "models_table4": {"rows": []}}, lambda _: None))
+        list(oases.rows({**PAPER, "models_table4": {"rows": []}}, Setting()))
 
 
 def test_one_group_stands_for_all() -> None:
     """By default no gradient is reduced over data-parallel groups; layers have the degrees that they are given."""
-    cluster = Described.of("oases-pcie").cluster
-    alone = oases.plan(cluster, MODEL, [(4, 3)], oases.COLUMNS["fine_grained_recompute"])
-    every = oases.plan(cluster, MODEL, [(4, 3)], oases.COLUMNS["fine_grained_recompute"], data_parallel=True)
-    mixed = oases.plan(cluster, MODEL, [(2, 1), (4, 2)], oases.COLUMNS["planner"])
-    assert alone is not None and every is not None and mixed is not None
+    plan = partial(oases.plan, Setting(), "oases-pcie", MODEL)
+    alone = plan([(4, 3)], oases.COLUMNS["fine_grained_recompute"])
+    every = plan([(4, 3)], oases.COLUMNS["fine_grained_recompute"], data_parallel=True)
+    mixed = plan([(2, 1), (4, 2)], oases.COLUMNS["planner"])
     assert (alone.cluster.world_size, every.cluster.world_size) == (4, 32)
     assert every.tokens == 8 * alone.tokens and every.step_time > alone.step_time
     assert alone.weaving.sub_batches == 2 and set(alone.weaving.recompute.values()) == {"fine"}
@@ -58,9 +58,11 @@ def test_one_group_stands_for_all() -> None:
 
 
 def test_what_cannot_be_cut_has_no_figure() -> None:
-    """A batch of two in two sub-batches leaves nothing that data parallelism could cut."""
-    small = {**MODEL, "global_batch": 16}
-    assert oases.plan(Described.of("oases-pcie").cluster, small, [(2, 1), (4, 2)], oases.COLUMNS["planner"]) is None
+    """A batch of two in two sub-batches leaves nothing that data parallelism could cut: the row says so."""
+    paper = {**PAPER, "models_table4": {"rows": [{**MODEL, "global_batch": 16}]}}
+    *built, planner = oases.rows(paper, Setting())
+    assert planner.predicted is None and "sub-batches" in planner.reason
+    assert all(row.predicted is not None and not row.reason for row in built)
 
 
 @given(st.floats(0.5, 3.0), st.floats(0.5, 3.0))

@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardweave import cli
-from shardweave.compiler.plan import Plan
 from shardweave.cost_model import Cluster
 from shardweave.errors import ClusterError, InputError
 from shardweave.ir import Grid, Strategy
-from shardweave.validation import Described, Row, amsp, load, validate
+from shardweave.validation import Described, Row, Setting, amsp, load, validate
 from shardweave.validation.models import Llama, Sizes
 from shardweave.validation.rows import mean_error, rank_correlations
 
@@ -72,15 +71,15 @@ def test_a_row_is_the_plan_that_the_paper_describes(small: None) -> None:
     """Its strategy, micro-batches and memory are those of the plan; what does not fit has no figure."""
     cluster = Described.of("amsp").cluster
     factors = {(row["model"], row["approach"]): row for row in PAPER["strategies_table4"]["rows"]}
-    strategy = amsp._strategy(factors, "LLaMA-7B", "ZeRO++", 16)
+    strategy = amsp.strategy(factors, "LLaMA-7B", "ZeRO++", 16)
     assert strategy == Strategy(Grid(data=16), 8, states=16, gradients=16)
-    found = amsp.plan(cluster, "LLaMA-7B", 16, 2, strategy, False)
-    assert isinstance(found, Plan)
+    found = amsp.plan(Setting(), "LLaMA-7B", 16, strategy, 2, recompute="none")
     assert {choice.strategy for choice in found.choices.values()} == {strategy}
     assert found.micro_batches == 2 and found.peak_memory < cluster.device.memory
     assert found.tokens == 16 * 2 * 64
     tiny = Cluster.from_dict({**cluster.to_dict(), "device": {**cluster.to_dict()["device"], "memory": 2**20}})
-    assert amsp.plan(tiny, "LLaMA-7B", 16, 2, strategy, False) is None
+    rows = list(amsp.rows(PAPER, Setting(cluster=lambda _: tiny)))
+    assert {(row.predicted, row.reason) for row in rows} == {(None, "does not fit")}
 
 
 def test_the_model_has_the_flops_that_the_paper_counts() -> None:
@@ -144,4 +143,4 @@ def test_a_folder_that_holds_nothing_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"amsp.yaml: expected a mapping"):
         load(tmp_path)
     with pytest.raises(InputError, match="sizes of 'LLaMA-65B' are not known"):
-        amsp.plan(Described.of("amsp").cluster, "LLaMA-65B", 8, 1, Strategy(Grid(data=8)), False)
+        amsp.plan(Setting(), "LLaMA-65B", 8, Strategy(Grid(data=8)), 1)

@@ -6,7 +6,7 @@ size: each with the range that it may be in, fixed before anything was fitted, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -98,9 +98,6 @@ class Described:
             if not each.low <= each.value <= each.high:
                 raise ClusterError(f"{cluster.name}, {each.key}: expected {each.low} to {each.high}, got {each.value}")
         return cls(cluster, tuple(constants))
-
-
-ClusterOf = Callable[[str], Cluster]
 
 
 def cluster_of(name: str) -> Cluster:

@@ -1,0 +1,27 @@
+"""The papers whose tables the compiler reproduces: from the name of a paper's file to its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from shardweave.compiler.compiler import Progress
+from shardweave.validation import amsp, oases
+from shardweave.validation.published import Paper
+from shardweave.validation.rows import Result, Row
+from shardweave.validation.setting import Setting
+
+ROWS: Mapping[str, Callable[[Paper, Setting], Iterator[Row]]] = {"amsp": amsp.rows, "oases": oases.rows}
+
+
+def validate(papers: Mapping[str, Paper], progress: Progress = lambda _: None) -> Result:
+    """Build and simulate every row of these papers that the compiler has a plan for.
+
+    Parameters
+    ----------
+    papers : mapping of str to Paper
+        As `load` reads them.
+    progress : callable
+        Told each row as its turn comes.
+    """
+    setting = Setting(progress)
+    return Result(tuple(row for name, paper in papers.items() if name in ROWS for row in ROWS[name](paper, setting)))

@@ -1,0 +1,62 @@
+"""A setting: what all rows of a validation share, and how one of them becomes a forced plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardweave.compiler.compiler import Compiler, Progress
+from shardweave.compiler.plan import Plan
+from shardweave.cost_model import Cluster
+from shardweave.demo.model import GPT, GPTConfig
+from shardweave.options import Options
+from shardweave.precision import Precision
+from shardweave.validation.clusters import cluster_of
+from shardweave.validation.models import Llama, Sizes
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all rows of a validation share.
+
+    Parameters
+    ----------
+    progress : callable
+        Told each row as its turn comes.
+    cluster : callable
+        The cluster of a name; by default that of its file, with its constants as committed.
+    options : mapping
+        Fields of `Options` that go before a row's own: to see what leaving one effect out does.
+    """
+
+    progress: Progress = lambda _: None
+    cluster: Callable[[str], Cluster] = cluster_of
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def plan(self, compiler: Compiler, cluster: Cluster, **options: Any) -> Plan:
+        """The forced plan of a row on a cluster, within its device's memory.
+
+        Raises
+        ------
+        InfeasibleError
+            It does not fit.
+        PlanError
+            The compiler cannot build it: names what does not divide.
+        """
+        shared = {"memory_limit": cluster.device.memory, "keep_gathered": False, "buckets": False}
+        asked = replace(compiler.options, **{**shared, **options, **self.options})
+        return compiler.with_(cluster, asked).plan()
+
+
+@lru_cache(maxsize=2)
+def captured(sizes: Sizes | GPTConfig, sequences: int, tokens: int, precision: Precision | None = None) -> Compiler:
+    """A model's step on `sequences` of `tokens` tokens: captured once for the rows that follow each other."""
+    build: Callable[[Any], nn.Module] = Llama if isinstance(sizes, Sizes) else GPT
+    with torch.device("meta"):
+        model, batch = build(sizes), torch.zeros(sequences, tokens, dtype=torch.long)
+    return Compiler(model, Cluster.local(1), (batch, batch), Options(precision=precision), None)
