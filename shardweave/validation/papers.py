@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from shardweave.compiler.compiler import Progress
-from shardweave.validation import amsp, oases
+from shardweave.validation import amsp, axonn, oases
 from shardweave.validation.published import Paper
 from shardweave.validation.rows import Result, Row
 from shardweave.validation.setting import Setting
 
-ROWS: Mapping[str, Callable[[Paper, Setting], Iterator[Row]]] = {"amsp": amsp.rows, "oases": oases.rows}
+ROWS: Mapping[str, Callable[[Paper, Setting], Iterator[Row]]] = {
+    "amsp": amsp.rows,
+    "axonn": axonn.rows,
+    "oases": oases.rows,
+}
 
 
 def validate(papers: Mapping[str, Paper], progress: Progress = lambda _: None) -> Result:

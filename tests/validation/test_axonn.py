@@ -1,0 +1,114 @@
+"""AxoNN: its table's cells are the plans that it describes, grids are ranked by where they lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from docs import fit_validation
+from shardweave.cost_model import Cluster
+from shardweave.demo.model import GPTConfig
+from shardweave.errors import InfeasibleError, InputError
+from shardweave.validation import Described, Setting, axonn
+
+SMALL = GPTConfig(512, 64, layers=3, heads=8, width=256, bias=True)
+PAPER: dict[str, Any] = {
+    "models_table1": {"rows": [{"name": "GPT-20B", "layers": 3, "hidden": 256, "heads": 8}]},
+    "training_setup": {"batch_sequences_assumed": 256},
+    "code_comm_model": {"min_tensor_parallel_degree": {"GPT-20B": 4}},
+    "weak_scaling_table3": {
+        "rows": [{"gpus": 16, "model": "GPT-20B", "megatron_lm": 0.4, "zero3": 0.5, "axonn": 0.6, "deepspeed_3d": None}]
+    },
+    "overlap_ablation_20b_16gpu": {
+        "steps": {"overlap_all_reduce": 0.05, "overlap_reduce_scatter": 0.08, "overlap_all_gather": 0.19,
+                  "cache_all_gather": 0.09},
+        "total": 0.34,
+        "cached_layers": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(axonn, "SEQUENCE", 64)
+    monkeypatch.setattr(axonn, "VOCABULARY", 512)
+
+
+def flat(cluster: Cluster) -> Cluster:
+    """The same machine without placement: inside a node all links are as those between nodes."""
+    node = cluster.levels[-1]
+    first = replace(node, name=cluster.levels[0].name, size=cluster.levels[0].size)
+    return replace(cluster, levels=(first, node))
+
+
+def test_each_system_is_a_row(short: None) -> None:
+    """What is pipeline-parallel says so; the ablation's steps multiply to its total, and overlap never costs."""
+    told: list[str] = []
+    rows = list(axonn.rows(PAPER, Setting(told.append)))
+    table = {row.group: row for row in rows if row.table == "AxoNN Table III"}
+    assert list(table) == ["zero3", "axonn", "megatron_lm"]
+    assert "pipeline" in table["megatron_lm"].reason and table["megatron_lm"].predicted is None
+    assert all(0 < (table[system].predicted or 0.0) < 1 for system in ("zero3", "axonn"))
+    *steps, total = [row for row in rows if row.table == "AxoNN section IV"]
+    left = 1.0
+    for row in steps:
+        assert row.predicted is not None and row.predicted > -1e-3
+        left *= 1 - row.predicted
+    assert total.predicted == pytest.approx(1 - left)
+    assert left < 1
+    assert len(told) == 8
+    with pytest.raises(InputError, match="models_table1 for 'GPT-20B'"):
+        list(axonn.rows({**PAPER, "models_table1": {"rows": []}}, Setting()))
+
+
+def test_the_plans_are_those_of_their_systems(short: None) -> None:
+    """ZeRO-3 waits for what it moves, in micro-batches; AxoNN's plan is the fastest of the first grids that fit."""
+    plan = axonn.zero3(Setting(), SMALL, gpus=8, batch=128)
+    assert {str(choice.strategy) for choice in plan.choices.values()} == {"(1, 1, 1, 8) ZDP"}
+    assert plan.micro_batches == 2 and plan.weaving.blocking == axonn.WAITED
+    assert set(plan.weaving.recompute.values()) == {"full"}
+    best = axonn.fastest(Setting(), SMALL, gpus=8, batch=64, degree=4)
+    grid = best.choices["blocks.0.up"].strategy.grid
+    assert grid.x * grid.y * grid.z >= 4 and best.cluster.world_size == 8
+    cluster = Described.of("axonn").cluster
+    device = replace(cluster.device, memory=2**20)
+    with pytest.raises(InfeasibleError, match="at least 4 of 4 devices"):
+        axonn.fastest(Setting(cluster=lambda _: replace(cluster, device=device)), SMALL, gpus=4, batch=4, degree=4)
+
+
+@given(st.sampled_from([2, 4, 8]), st.sampled_from([1, 4, 16]), st.sampled_from([64, 128]))
+def test_grids_are_ranked_whole(nodes: int, degree: int, batch: int) -> None:
+    """Each grid once, spread over all devices, by rising seconds; more bandwidth takes no more of them."""
+    cluster = Described.of("axonn").cluster.fitted(4, nodes)
+    ranked = axonn.ranking(cluster, SMALL, batch, min(degree, 4 * nodes))
+    seconds = [axonn.communication_seconds(cluster, SMALL, batch, grid) for grid in ranked]
+    assert seconds == sorted(seconds) and len(set(ranked)) == len(ranked) > 0
+    assert all(grid.size == 4 * nodes and grid.x * grid.y * grid.z >= min(degree, 4 * nodes) for grid in ranked)
+    faster = replace(cluster, levels=tuple(replace(v, bandwidth=2 * v.bandwidth) for v in cluster.levels))
+    for grid, slow in zip(ranked, seconds, strict=True):
+        assert axonn.communication_seconds(faster, SMALL, batch, grid) <= slow
+
+
+def test_placement_changes_which_grid_is_first() -> None:
+    """GPT-20B on 32 GPUs, section V-C: eight devices share a layer's sums where links inside a node count for more."""
+    cluster, model = Described.of("axonn").cluster.fitted(4, 8), GPTConfig(50304, 2048, 32, 56, 7168, bias=True)
+    aware = axonn.ranking(cluster, model, batch=32, degree=16)
+    agnostic = axonn.ranking(flat(cluster), model, batch=32, degree=16)
+    assert aware[0].x == 8 and agnostic[0].x == 4
+    assert agnostic.index(aware[0]) > 5
+
+
+def test_constants_of_several_clusters_are_fitted_as_one() -> None:
+    """Those with one range and source; each cluster takes its own besides."""
+    described = {name: Described.of(name) for name in fit_validation.FITTED["oases"][0]}
+    constants, owners = fit_validation.constants_of(described, ["levels.gpu.efficiency", "device.matmul_efficiency"])
+    assert sorted(map(len, owners.values())) == [1, 1, 2]
+    values = {constant.key: 0.5 for constant in constants}
+    values["oases-pcie:levels.gpu.efficiency"] = 0.3
+    pcie, nvlink = (fit_validation.with_values(described[n], n, values, owners) for n in ("oases-pcie", "oases-nvlink"))
+    assert (pcie.levels[0].efficiency, nvlink.levels[0].efficiency) == (0.3, 0.5)
+    assert pcie.device.matmul_efficiency == nvlink.device.matmul_efficiency == 0.5
