@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from shardweave.compiler.compiler import Progress
-from shardweave.validation import amsp, axonn, oases
+from shardweave.validation import amsp, axonn, exact, oases
 from shardweave.validation.published import Paper
 from shardweave.validation.rows import Result, Row
 from shardweave.validation.setting import Setting
 
+
+def _amsp(paper: Paper, setting: Setting) -> Iterator[Row]:
+    yield from amsp.rows(paper, setting)
+    yield from exact.amsp(paper, setting)
+
+
 ROWS: Mapping[str, Callable[[Paper, Setting], Iterator[Row]]] = {
-    "amsp": amsp.rows,
+    "amsp": _amsp,
     "axonn": axonn.rows,
     "oases": oases.rows,
+    "osdp": exact.osdp,
+    "zeropp": exact.zeropp,
 }
 
 

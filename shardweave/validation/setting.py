@@ -38,8 +38,13 @@ class Setting:
     cluster: Callable[[str], Cluster] = cluster_of
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def asked(self, compiler: Compiler, cluster: Cluster, **options: Any) -> Compiler:
+        """A row's compiler: one with its options, on its cluster, within the device's memory."""
+        shared = {"memory_limit": cluster.device.memory, "keep_gathered": False, "buckets": False}
+        return compiler.with_(cluster, replace(compiler.options, **{**shared, **options, **self.options}))
+
     def plan(self, compiler: Compiler, cluster: Cluster, **options: Any) -> Plan:
-        """The forced plan of a row on a cluster, within its device's memory.
+        """The forced plan of a row.
 
         Raises
         ------
@@ -48,9 +53,7 @@ class Setting:
         PlanError
             The compiler cannot build it: names what does not divide.
         """
-        shared = {"memory_limit": cluster.device.memory, "keep_gathered": False, "buckets": False}
-        asked = replace(compiler.options, **{**shared, **options, **self.options})
-        return compiler.with_(cluster, asked).plan()
+        return self.asked(compiler, cluster, **options).plan()
 
 
 @lru_cache(maxsize=2)
