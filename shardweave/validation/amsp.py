@@ -38,6 +38,13 @@ BLOCKING: dict[str, tuple[Traffic, ...]] = {
     "L0": ("broadcast", "reduce", "scatter", "gather"),
 }
 """What each level of overlap leaves open."""
+WOVEN: Mapping[str, Mapping[str, Any]] = {
+    "AMSP": {"blocking": BLOCKING["L2"]},
+    "ZeRO-1": {"blocking": BLOCKING["L0"], "buckets": True},
+}
+"""Section VI-B's steps. Its text turns the overlap of AMSP's broadcast off. That other systems hide nothing is
+calibrated, against the text, which turns their overlap on; ZeRO-1 reduces in buckets (DeepSpeed's, by default)."""
+OTHERS: Mapping[str, Any] = {"blocking": BLOCKING["L0"]}
 
 
 def rows(paper: Paper, setting: Setting) -> Iterator[Row]:
@@ -56,7 +63,8 @@ def rows(paper: Paper, setting: Setting) -> Iterator[Row]:
         if row.get("mfu") is None or (model, approach) not in factors:
             continue
         setting.progress(f"AMSP MFU: {model} {approach} on {gpus} GPUs")
-        asked = {"micro_batches": BATCH_SEQUENCES // gpus, "recompute": _mode(recompute, model)}
+        asked = {"recompute": _mode(recompute, model), **WOVEN.get(approach, OTHERS)}
+        asked["micro_batches"] = BATCH_SEQUENCES // gpus
         mfu = partial(_mfu, setting, model, gpus, strategy(factors, model, approach, gpus), **asked)
         yield Row.of("AMSP MFU, section VI-B", model, f"{approach}, {gpus} GPUs", "MFU", row["mfu"], mfu)
 
