@@ -85,6 +85,10 @@ class Options:
         What compute waits for instead of hiding it: parameters gathered for a use, gradients scattered to where they
         are added up, these sums on their way to the states, parameters on their way from the states (once a step),
         activations. To see what overlap is worth, or what a system takes that lacks some of it.
+    whole_sums : bool
+        Each device gets the whole sum of a gradient, as far as it adds that up, and its states take their part of it.
+        By default sums are scattered to the states, which moves half as much. To see what a system takes that does not
+        do that: DeepSpeed's ZeRO-1 and 2 (``use_multi_rank_bucket_allreduce``), AMSP.
     allow_unruled : bool
         Compute ops without a sharding rule whole on every device, instead of refusing the model.
 
@@ -110,6 +114,7 @@ class Options:
     sequence_parallel: bool | None = None
     cross_pass: bool = True
     blocking: Sequence[Traffic] = ()
+    whole_sums: bool = False
     allow_unruled: bool = False
 
     def __post_init__(self) -> None:
@@ -152,6 +157,7 @@ class Options:
             self.cross_pass,
             self.lookahead,
             tuple(self.blocking),
+            self.whole_sums,
         )
 
     def woven(self, weaving: Weaving) -> Options:

@@ -275,6 +275,7 @@ class _Lowering:
             },
             accumulates,
             captured.known,
+            whole_sums=self.options.whole_sums,
         )
         sharder = Sharder(shard, copied(captured.graph))
         local = sharder.run()
@@ -284,7 +285,7 @@ class _Lowering:
         """The local graph, scheduled, and the run of `shard` that wrote it."""
         self.graphs["capture"] = self.annotated.captured.graph
         weaving = self.options.weaving
-        key = self.mesh, accumulates, tuple(weaving.operator_slices.items())
+        key = self.mesh, accumulates, tuple(weaving.operator_slices.items()), weaving.whole_sums
         if key not in self.shards:
             self.shards[key] = self._sharded(accumulates)
         sharder, specs, local = self.shards[key]

@@ -45,6 +45,7 @@ class Weaving:
     cross_pass: bool = True
     lookahead: int | None = None
     blocking: tuple[Traffic, ...] = ()
+    whole_sums: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocking", tuple(self.blocking))
@@ -89,6 +90,8 @@ class Weaving:
             found[f"at most {self.lookahead} gathered ahead"] = replace(self, lookahead=None)
         if self.blocking:
             found[f"waiting for {', '.join(self.blocking)}"] = replace(self, blocking=())
+        if self.whole_sums:
+            found["whole sums of gradients"] = replace(self, whole_sums=False)
         return found
 
     def within(self, other: Weaving) -> bool:

@@ -67,6 +67,8 @@ class Shard:
     """Gradients are added up over several runs of the graph: see `Sharder.accumulators`."""
     known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
     """What local ops give, where graphs of the same fake mode have been written before: see `LocalGraph`."""
+    whole_sums: bool = False
+    """Each device gets the whole sum of the gradients that it adds up, of which its states take a part."""
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         return Sharder(self, graph_module).run()
@@ -204,10 +206,12 @@ class Sharder(Values):
         dtypes = self.rest_axes.get(name, Rest()).dtypes or Dtypes(dtype, dtype)
         have = self.layout(value)
         rests = self.rests.get(name) or Layout.replicated(value.meta["val"].shape)
-        if not self.options.accumulates:
-            return self.local.cast(self._summed(value, rests, dtypes.reduced, origin), dtypes.master, origin)
-        have = drop(have, self.mesh.unrolled)
         sums = self.sums.get(name, rests)
+        first = sums if self.options.whole_sums else rests
+        if not self.options.accumulates:
+            found = self._summed(value, first, dtypes.reduced, origin)
+            return self._at_rest(found, first, rests, dtypes.master, origin)
+        have = drop(have, self.mesh.unrolled)
         partial = [item for item in have.partial if item[0].kind == "space" and item[1] == "sum"]
         lies = replace(sums, partial=tuple(item for item in partial if item[0] not in sums.shard_axes))
         times = tuple((axis, "sum") for axis in self.mesh.times)
@@ -218,9 +222,12 @@ class Sharder(Values):
         total = self.local.call(origin, aten.add_.Tensor, before, mine)
         annotate_layouts(total, (lies,))
         self.accumulators[name] = total
-        return self.local.cast(
-            self.local.redistribute(total, lies, rests, origin, lambda *_: None), dtypes.master, origin
-        )
+        found = self.local.redistribute(total, lies, first, origin, lambda *_: None)
+        return self._at_rest(found, first, rests, dtypes.master, origin)
+
+    def _at_rest(self, found: fx.Node, lies: Layout, rests: Layout, dtype: torch.dtype, origin: Origin) -> fx.Node:
+        """A sum that lies so where its states rest, in the dtype of their master."""
+        return self.local.cast(self.local.redistribute(found, lies, rests, origin, lambda *_: None), dtype, origin)
 
     def _summed(self, value: fx.Node, want: Layout, dtype: torch.dtype, origin: Origin) -> fx.Node:
         """A gradient at `want`, what is partial there summed in this dtype; over woven axes first, slice by slice."""

@@ -69,6 +69,7 @@ def test_training_equals_one_device(name: str, pool: WorkerPool) -> None:
         buckets=st.booleans(),
         cross_pass=st.booleans(),
         blocking=st.sampled_from([(), ("gather", "reduce"), ("activation", "broadcast", "scatter")]),
+        whole_sums=st.booleans(),
     )
     def law(**options: Any) -> None:
         check(name, ways(name, **options), pool)
@@ -107,7 +108,7 @@ def test_buckets_of_several_runs_equal_one_device(micro_batches: int, accumulate
         for name, force in {"zero1": {"*": "zero1"}, "hsdp": {"*": "hsdp:2"}, "mixed": rests}.items()
     ]
     woven = Way("woven", rests, micro_batches=micro_batches, accumulates=accumulates,
-                options={"buckets": True, "sub_batches": 2, "recompute": "full"})  # fmt: skip
+                options={"buckets": True, "sub_batches": 2, "recompute": "full", "whole_sums": True})  # fmt: skip
     check("gpt", [*chosen, woven], pool)
 
 

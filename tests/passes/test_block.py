@@ -85,6 +85,22 @@ def test_the_more_is_waited_for_the_longer_a_step_takes() -> None:
     assert plans[-1].to_dict() == sw.Plan.from_dict(plans[-1].to_dict()).to_dict()
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("whole", [False, True])
+def test_whole_sums_are_reduced_by_all(whole: bool, micro_batches: int) -> None:
+    """Where states rest further than gradients: the same parts of a sum in the end, over more links' bytes before."""
+    step, strategy = joint("gpt", size=16), Strategy(Grid(data=8), 2, states=8, gradients=2)
+    strategies = {op.name: strategy for op in step.annotated.ops}
+    options = Options(whole_sums=whole, micro_batches=micro_batches)
+    compiled = lower(step.annotated, strategies, mesh_of(8), options)
+    found = [what for node in compiled.graphs["schedule"].graph.nodes if (what := info(node).collective)]
+    gradients = [(what.kind, len(what.axes)) for what in found if what.cause == "gradient"]
+    scattered = ("reduce_scatter", 3) if micro_batches == 1 else ("reduce_scatter", 2)
+    assert set(gradients) >= ({("reduce_scatter", 1), ("all_reduce", 2)} if whole else {scattered})
+    assert (("all_reduce", 2) in gradients) == whole
+    assert Weaving(whole_sums=whole).without().keys() == ({"whole sums of gradients"} if whole else set())
+
+
 def test_an_unknown_kind_is_named() -> None:
     with pytest.raises(PlanError, match="kinds of traffic, gather.*got 'gathers'"):
         Options(blocking=("gathers",))  # type: ignore[arg-type]  # as a user may mistype it
