@@ -45,6 +45,9 @@ class Device:
         Seconds that every kernel takes on top of its work.
     collective_latency : float
         Seconds that every collective takes on top of its ring's.
+    collective_host_seconds : float
+        Seconds that the host takes to launch a collective, one after another, ahead of the device: where it falls
+        behind, the device has nothing to do.
     matmul_efficiency : float
         Part of the peak that a large matmul reaches; 0.4 to 0.8 is what is seen in training.
     memory_efficiency : float
@@ -81,6 +84,7 @@ class Device:
     memory_bandwidth: float
     launch_latency: float = 0.0
     collective_latency: float = 0.0
+    collective_host_seconds: float = 0.0
     matmul_efficiency: float = 0.7
     memory_efficiency: float = 0.8
     matmul_half: Mapping[str, float] = field(default_factory=dict)
@@ -100,6 +104,7 @@ class Device:
         check_number("device.memory_bandwidth", self.memory_bandwidth)
         check_number("device.launch_latency", self.launch_latency, zero=True)
         check_number("device.collective_latency", self.collective_latency, zero=True)
+        check_number("device.collective_host_seconds", self.collective_host_seconds, zero=True)
         check_number("device.matmul_efficiency", self.matmul_efficiency, high=1)
         check_number("device.memory_efficiency", self.memory_efficiency, high=1)
         if not isinstance(self.matmul_half, Mapping):

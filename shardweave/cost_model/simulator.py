@@ -3,7 +3,8 @@
 The nodes of the forward, then of the backward graph run in their order on the compute stream. A collective goes to the
 stream of its group once its input is ready, behind what that stream still has to do, and shares the links with
 those of other groups (`streams.py`). A wait blocks the compute stream until the collective is done, and that time is
-*exposed* communication, of the cause and the op whose value is waited for. An optimizer step, which is memory bound,
+*exposed* communication, of the cause and the op whose value is waited for; so is time in which the host is still
+launching a collective (`Device.collective_host_seconds`). An optimizer step, which is memory bound,
 follows. Every rank does the same, so that one rank is enough.
 
 What this says of every step, and tests hold it to:
@@ -118,7 +119,7 @@ class _Step:
     def __init__(self, cluster: Cluster, spec: StepSpec, optimizer_ratio: float) -> None:
         self.cluster, self.spec, self.optimizer_ratio = cluster, spec, optimizer_ratio
         self.prices = Prices(cluster)
-        self.streams = Streams(cluster.device.overlap_slowdown)
+        self.streams = Streams(cluster.device.overlap_slowdown, cluster.device.collective_host_seconds)
         self.events: list[Event | tuple[Event, Transfer]] = []  # the second of what may not be over yet
         self.changes: list[Change] = []
         self.kinds: dict[Storage, str] = {}
@@ -286,18 +287,22 @@ class _Step:
         what = collective(node)
         name = group_name(what.axes)
         transfer = Transfer(name, self.prices.collective(what), what.cause, what.owner, _label(node))
-        self.streams.start(transfer)
+        began = self.streams.now
+        self._exposed("launch", transfer, phase, began, self.streams.start(transfer))
         if level := crossed_level(what.axes, self.cluster):
             begun = Event(transfer.name, level, 0.0, 0.0, phase, what.kind, what.cause, what.owner, bytes=what.bytes)
             self.events.append((begun, transfer))
         return transfer
 
     def _wait(self, transfer: Transfer, phase: Phase) -> None:
-        begin = self.streams.now
-        took = self.streams.wait(transfer)
+        began = self.streams.now
+        self._exposed("wait", transfer, phase, began, self.streams.wait(transfer))
+
+    def _exposed(self, what: str, transfer: Transfer, phase: Phase, began: float, took: float) -> None:
+        """Time in which the device computes nothing, for a collective's sake."""
         if took > 0:
-            name = f"wait: {transfer.name}"
-            event = Event(name, COMPUTE, begin, took, phase, "wait", transfer.cause, transfer.owner, alone=took)
+            name = f"{what}: {transfer.name}"
+            event = Event(name, COMPUTE, began, took, phase, "wait", transfer.cause, transfer.owner, alone=took)
             self.events.append(event)
 
     def _name(self, found: Liveness, results: Sequence[object], kind: str) -> None:

@@ -10,6 +10,7 @@ approximate it. Compute is slowed down by a factor while any collective runs.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,21 +97,25 @@ class Streams:
     ----------
     slowdown : float
         What compute takes, as a multiple, while a collective runs; at least 1.
+    launch : float
+        Seconds that the host takes for each collective before it starts. The host does nothing else, and never waits.
 
     Examples
     --------
     >>> streams = Streams(slowdown=2.0)
     >>> gather = Transfer("gpu0", Demand(latency=1.0, transfer=2.0, use={"gpu": 1.0}))
-    >>> streams.start(gather)
+    >>> began = streams.start(gather)
     >>> streams.compute(1.0)  # of these seconds none is alone
     2.0
     >>> streams.wait(gather), streams.now, streams.busy["gpu"]
     (1.0, 3.0, 2.0)
     """
 
-    def __init__(self, slowdown: float = 1.0) -> None:
+    def __init__(self, slowdown: float = 1.0, launch: float = 0.0) -> None:
         self.now = 0.0
-        self.slowdown = slowdown
+        self.slowdown, self.launch = slowdown, launch
+        self.launched = 0.0
+        """Until when the host has been busy."""
         self.ended = 0
         """How many collectives are done."""
         self.loads: list[tuple[float, dict[str, float]]] = []
@@ -118,12 +123,17 @@ class Streams:
         self._queues: dict[str, deque[Transfer]] = {}
         self._rates: dict[Transfer, float] = {}
 
-    def start(self, transfer: Transfer) -> None:
-        """Put a collective on its group's stream."""
+    def start(self, transfer: Transfer) -> float:
+        """Put a collective on its group's stream; the seconds that the device waited for the host to launch it."""
+        begin = self.now
+        self.launched += self.launch
+        while self.now < self.launched:
+            self._pass(min(self.launched - self.now, self._next_end()))
         queue = self._queues.setdefault(transfer.group, deque())
         queue.append(transfer)
         if len(queue) == 1:
             self._begin(transfer)
+        return self.now - begin
 
     def compute(self, seconds: float) -> float:
         """Compute for what takes `seconds` alone; the seconds that it does take."""
@@ -211,7 +221,7 @@ class Streams:
 
     def _next_end(self) -> float:
         """Seconds until the next of the running collectives ends a phase."""
-        return min(transfer.left / rate for transfer, rate in self._rates.items())
+        return min((transfer.left / rate for transfer, rate in self._rates.items()), default=math.inf)
 
     def _pass(self, span: float) -> None:
         """Let `span` seconds pass, no more than until the next end of a phase."""

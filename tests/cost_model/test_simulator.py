@@ -42,6 +42,19 @@ def spec_of(*shapes: tuple[int, ...], cluster: Cluster = CLUSTER) -> StepSpec:
     return StepSpec(cluster.mesh(), (), (), inputs, (ValueSpec("y", Layout.replicated((4,)), "float32"),))
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1e-6, 1e-2])
+def test_a_step_takes_no_less_than_its_host(seconds: float) -> None:
+    """What the host takes is hidden while the device is behind it, and exposed, as communication, where it is not."""
+    late = replace(CLUSTER, device=replace(CLUSTER.device, collective_host_seconds=seconds))
+    before, after = run(CLUSTER), run(late)
+    starts = sum(event.stream != COMPUTE for event in after.events)
+    assert after.step_time >= max(before.step_time, starts * seconds) * (1 - 1e-9)
+    assert after.step_time - before.step_time <= starts * seconds + 1e-12
+    computed = after.step_time - after.exposed_communication
+    assert computed == pytest.approx(before.step_time - before.exposed_communication)
+    assert (after.step_time > 1.5 * before.step_time) == (seconds > 1e-3)
+
+
 def test_a_wait_exposes_what_compute_does_not_hide() -> None:
     builder = Builder(AXES)
     x = builder.tensor("x", 4096, 4096)

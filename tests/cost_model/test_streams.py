@@ -58,6 +58,18 @@ def test_a_group_of_one_takes_no_time() -> None:
     assert streams.compute(1.0) == 1.0
 
 
+def test_the_host_launches_collectives_one_after_another() -> None:
+    """It runs ahead while the device computes; where it is behind, the device waits, and links go on."""
+    streams = Streams(slowdown=2.0, launch=2.0)
+    first, second = (Transfer(name, Demand(0.0, 1.0, {"node": 1.0})) for name in ("x", "y"))
+    assert streams.start(first) == 2.0  # nothing was there to run ahead of
+    assert streams.start(second) == 2.0 and first.end == pytest.approx(3.0)
+    assert streams.wait(second) == pytest.approx(1.0)
+    streams.compute(5.0)
+    third = Transfer("x", Demand(0.0, 1.0, {"node": 1.0}))
+    assert streams.start(third) == 0.0 and streams.launched == 6.0
+
+
 def test_compute_recovers_its_speed_when_the_link_rests() -> None:
     streams = Streams(slowdown=2.0)
     streams.start(Transfer("x", Demand(1.0, 1.0, {"gpu": 0.5})))
