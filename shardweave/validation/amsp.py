@@ -6,16 +6,19 @@ micro-batches, and what is not overlapped. A micro-batch is one sequence a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from shardweave.compiler.plan import Plan
+from shardweave.cost_model import Cluster
 from shardweave.errors import InputError
 from shardweave.ir import Grid, Strategy, Traffic
 from shardweave.precision import Precision
+from shardweave.validation.deepspeed import hosted
 from shardweave.validation.models import Sizes
 from shardweave.validation.published import Paper, table
 from shardweave.validation.rows import Row
@@ -38,47 +41,83 @@ BLOCKING: dict[str, tuple[Traffic, ...]] = {
     "L0": ("broadcast", "reduce", "scatter", "gather"),
 }
 """What each level of overlap leaves open."""
+SUMS: Mapping[str, Any] = {"whole_sums": True}
+"""Gradients that are whole are all-reduced, and the states take their parts: so Table V calls it, and so its authors'
+engine (InternLM/InternEvo, ``hybrid_zero_optim.py``) and DeepSpeed's ZeRO-1 (``stage_1_and_2.py``,
+``use_multi_rank_bucket_allreduce``) do it."""
 WOVEN: Mapping[str, Mapping[str, Any]] = {
-    "AMSP": {"blocking": BLOCKING["L2"]},
-    "ZeRO-1": {"blocking": BLOCKING["L0"], "buckets": True},
+    "AMSP": {"blocking": BLOCKING["L2"], **SUMS},
+    "ZeRO-1": {"blocking": BLOCKING["L0"], "buckets": True, **SUMS},
 }
 """Section VI-B's steps. Its text turns the overlap of AMSP's broadcast off. That other systems hide nothing is
 calibrated, against the text, which turns their overlap on; ZeRO-1 reduces in buckets (DeepSpeed's, by default)."""
 OTHERS: Mapping[str, Any] = {"blocking": BLOCKING["L0"]}
+DEEPSPEED = ("ZeRO-3", "ZeRO++")
+"""The systems whose host prepares each gather and scatter (`deepspeed`)."""
+
+Factors = Mapping[tuple[str, str], Mapping[str, Any]]
+"""The rows of Table IV, by model and approach."""
 
 
 def rows(paper: Paper, setting: Setting) -> Iterator[Row]:
-    """Table V in tokens a GPU and second, then the MFU that the text gives."""
+    """Table V in tokens a GPU and second and in MFU, as the two contradict each other; then the MFU of the text."""
     factors = {(row["model"], row["approach"]): row for row in table(paper, "amsp", "strategies_table4")}
     recompute = (paper.get("models") or {}).get("recompute", {})
+    yield from _overlap(paper, setting, factors, recompute)
+    yield from _end_to_end(paper, setting, factors, recompute)
+
+
+def _overlap(paper: Paper, setting: Setting, factors: Factors, recompute: Mapping[str, bool]) -> Iterator[Row]:
     gpus = (paper.get("overlap_table5") or {}).get("gpus", 64)
     for model, level, count, published in _by_batch(paper):
         name = f"{level}, M={count}"
         setting.progress(f"AMSP Table V: {model} {name}")
-        asked = {"micro_batches": count, "recompute": _mode(recompute, model), "blocking": BLOCKING[level]}
+        asked = {"micro_batches": count, "recompute": _mode(recompute, model), "blocking": BLOCKING[level], **SUMS}
         tgs = partial(_tgs, setting, model, gpus, strategy(factors, model, "AMSP", gpus), **asked)
-        yield Row.of("AMSP Table V", model, name, "tokens/GPU/s", published, tgs)
+        row = Row.of("AMSP Table V", model, name, "tokens/GPU/s", published["tgs"], tgs)
+        yield row
+        if published["mfu"] is not None:
+            mfu = None if row.predicted is None else row.predicted * _mfu_per_tgs(model)
+            yield replace(row, table="AMSP Table V, MFU", unit="MFU", published=published["mfu"], predicted=mfu)
+
+
+def _end_to_end(paper: Paper, setting: Setting, factors: Factors, recompute: Mapping[str, bool]) -> Iterator[Row]:
     for row in table(paper, "amsp", "end_to_end_text"):
-        model, approach, gpus = row["model"], row["approach"], row["gpus"]
-        if row.get("mfu") is None or (model, approach) not in factors:
+        model, approach, gpus, published = row["model"], row["approach"], row["gpus"], row.get("mfu")
+        if published is None:
             continue
+        title = "AMSP MFU, section VI-B", model, f"{approach}, {gpus} GPUs", "MFU", published
         setting.progress(f"AMSP MFU: {model} {approach} on {gpus} GPUs")
+        if (model, approach) not in factors:
+            yield Row(*title, None, f"Table IV has no factors for {approach} of {model}")
+            continue
         asked = {"recompute": _mode(recompute, model), **WOVEN.get(approach, OTHERS)}
-        asked["micro_batches"] = BATCH_SEQUENCES // gpus
+        asked["micro_batches"] = max(1, BATCH_SEQUENCES // gpus)
+        asked["system"] = hosted if approach in DEEPSPEED else None
         mfu = partial(_mfu, setting, model, gpus, strategy(factors, model, approach, gpus), **asked)
-        yield Row.of("AMSP MFU, section VI-B", model, f"{approach}, {gpus} GPUs", "MFU", row["mfu"], mfu)
+        yield Row.of(*title, mfu)
 
 
-def plan(setting: Setting, model: str, gpus: int, chosen: Strategy, micro_batches: int, **options: Any) -> Plan:
-    """The forced plan of one row, every op of it with one strategy."""
+def plan(
+    setting: Setting,
+    model: str,
+    gpus: int,
+    chosen: Strategy,
+    micro_batches: int,
+    *,
+    system: Callable[[Cluster], Cluster] | None = None,
+    **options: Any,
+) -> Plan:
+    """The forced plan of one row, every op of it with one strategy; `system` is what a system makes of a cluster."""
     if model not in MODELS:
         raise InputError(f"amsp.yaml: the sizes of {model!r} are not known; known are {', '.join(MODELS)}")
     compiler = captured(MODELS[model], gpus * micro_batches, SEQUENCE, PRECISION)
     cluster = setting.cluster("amsp").fitted(min(GPUS_PER_NODE, gpus), max(1, gpus // GPUS_PER_NODE))
+    cluster = cluster if system is None else system(cluster)
     return setting.plan(compiler, cluster, force={"*": chosen}, micro_batches=micro_batches, sub_batches=1, **options)
 
 
-def strategy(factors: Mapping[tuple[str, str], Mapping[str, Any]], model: str, approach: str, gpus: int) -> Strategy:
+def strategy(factors: Factors, model: str, approach: str, gpus: int) -> Strategy:
     """The factors of Table IV: R stands for a node's 8 GPUs, N for the nodes; ZeRO++ has parameters twice."""
     if (model, approach) not in factors:
         raise InputError(f"amsp.yaml, strategies_table4: expected a row for {approach} of {model}")
@@ -105,16 +144,24 @@ def _tgs(setting: Setting, model: str, gpus: int, chosen: Strategy, **asked: Any
 
 def _mfu(setting: Setting, model: str, gpus: int, chosen: Strategy, **asked: Any) -> float:
     """The part of the peak that the model's own products take, causal attention counted in full."""
-    tgs = _tgs(setting, model, gpus, chosen, **asked)
-    return tgs * MODELS[model].flops_per_token(SEQUENCE) / PEAK_FLOPS
+    return _tgs(setting, model, gpus, chosen, **asked) * _mfu_per_tgs(model)
 
 
-def _by_batch(paper: Paper) -> list[tuple[str, str, int, float]]:
-    """Model, level, number of micro-batches and TGS of each cell of Table V; those of one batch follow each other."""
+def _mfu_per_tgs(model: str) -> float:
+    return MODELS[model].flops_per_token(SEQUENCE) / PEAK_FLOPS
+
+
+def _by_batch(paper: Paper) -> list[tuple[str, str, int, Mapping[str, Any]]]:
+    """Model, level, number of micro-batches, TGS and MFU of each cell of Table V; those of one batch follow each other.
+
+    A cell without a TGS is left out.
+    """
     cells = []
     for row in table(paper, "amsp", "overlap_table5"):
         if row["level"] not in BLOCKING:
             raise InputError(f"amsp.yaml, overlap_table5: level {row['level']!r} is none of {', '.join(BLOCKING)}")
-        given = zip(paper["overlap_table5"]["M"], row["tgs"], strict=True)
-        cells += [(row["model"], row["level"], count, tgs) for count, tgs in given if tgs is not None]
+        counts = paper["overlap_table5"]["M"]
+        mfus = row.get("mfu") or [None] * len(counts)
+        given = zip(counts, row["tgs"], mfus, strict=True)
+        cells += [(row["model"], row["level"], n, {"tgs": t, "mfu": m}) for n, t, m in given if t is not None]
     return sorted(cells, key=lambda cell: (cell[0], cell[2]))
