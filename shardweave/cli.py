@@ -129,16 +129,20 @@ def compare(
 def validate(
     folder: Annotated[Path, typer.Argument(help="Published tables, one YAML file a paper (docs/validation.md).")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    figures: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for a figure of each table.")] = None,
 ) -> None:
     """Hold published tables against what the compiler predicts, each row built as a forced plan."""
     import json
 
     from shardweave.report.validation import validated
+    from shardweave.report.validation_figures import save_figures
     from shardweave.validation import load, validate
 
     console = _console()
     with Console(stderr=True).status("reading") as status:
         result = validate(load(folder), lambda name: status.update(name))
+    if figures is not None:
+        save_figures(result, figures)
     if as_json:
         print(json.dumps(result.to_dict(), indent=1))
     else:

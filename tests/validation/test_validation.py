@@ -16,6 +16,7 @@ from shardweave import cli
 from shardweave.cost_model import Cluster
 from shardweave.errors import ClusterError, InputError
 from shardweave.ir import Grid, Strategy
+from shardweave.report.validation_figures import drawn
 from shardweave.validation import Described, Row, Setting, amsp, load, validate
 from shardweave.validation.deepspeed import HOST_SECONDS_PER_RANK, hosted
 from shardweave.validation.models import Llama, Sizes
@@ -155,6 +156,23 @@ def test_the_command_prints_a_table_and_json(
     assert "AMSP Table V: mean error" in printed()
     (row,) = json.loads(printed("--json"))["AMSP Table V"]["rows"]
     assert row["error"] == pytest.approx(row["predicted"] / 1000 - 1)
+    printed("--figures", str(tmp_path / "figures"))
+    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["amsp-table-v.png"]
+
+
+def test_a_figure_shows_each_row_and_its_error() -> None:
+    """Rows without a plan are left out; a table that has none has no figure."""
+    rows = (
+        Row("t", "g", "a", "GB", 10.0, 11.0),
+        Row("t", "h", "b", "GB", 20.0, 18.0),
+        Row("t", "h", "c", "GB", 1.0, None),
+    )
+    figure = drawn("t", rows)
+    assert figure is not None and "10.0 %" in figure.get_suptitle()
+    points, errors = figure.axes
+    assert [line.get_label() for line in points.lines[:2]] == ["g", "h"]
+    assert [bar.get_width() for bar in errors.patches] == pytest.approx([10.0, -10.0])
+    assert drawn("t", rows[2:]) is None
 
 
 def test_a_folder_that_holds_nothing_is_named(tmp_path: Path) -> None:
