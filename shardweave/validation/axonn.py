@@ -7,7 +7,7 @@ which this compiler has not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import product
 from typing import Any
@@ -20,6 +20,7 @@ from shardweave.demo.model import GPTConfig
 from shardweave.errors import InfeasibleError, InputError, PlanError
 from shardweave.ir import Grid, Strategy, Traffic
 from shardweave.precision import Precision
+from shardweave.validation.deepspeed import hosted
 from shardweave.validation.published import Paper, table
 from shardweave.validation.rows import Row
 from shardweave.validation.setting import Setting, captured
@@ -68,9 +69,9 @@ def rows(paper: Paper, setting: Setting) -> Iterator[Row]:
 
 
 def zero3(setting: Setting, config: GPTConfig, gpus: int, batch: int) -> Plan:
-    """States, gradients and parameters over all GPUs."""
+    """States, gradients and parameters over all GPUs; DeepSpeed's host launches its collectives."""
     asked = {"force": {"*": "zero3"}, "micro_batches": max(1, batch // gpus // MICRO_SEQUENCES), "blocking": WAITED}
-    return plan(setting, config, gpus, batch, **asked)
+    return plan(setting, config, gpus, batch, system=hosted, **asked)
 
 
 def fastest(setting: Setting, config: GPTConfig, gpus: int, batch: int, degree: int) -> Plan:
@@ -94,10 +95,19 @@ def fastest(setting: Setting, config: GPTConfig, gpus: int, batch: int, degree: 
     return min(found, key=lambda each: each.step_time)
 
 
-def plan(setting: Setting, config: GPTConfig, gpus: int, batch: int, **options: Any) -> Plan:
-    """A forced plan of a batch of so many sequences, with all of each layer recomputed."""
-    compiler = captured(config, batch, SEQUENCE, PRECISION)
-    return setting.plan(compiler, _machine(setting, gpus), recompute="full", sub_batches=1, **options)
+def plan(
+    setting: Setting,
+    config: GPTConfig,
+    gpus: int,
+    batch: int,
+    *,
+    system: Callable[[Cluster], Cluster] | None = None,
+    **options: Any,
+) -> Plan:
+    """A forced plan of a batch of so many sequences, all of each layer recomputed; `system` as in `amsp.plan`."""
+    compiler, cluster = captured(config, batch, SEQUENCE, PRECISION), _machine(setting, gpus)
+    cluster = cluster if system is None else system(cluster)
+    return setting.plan(compiler, cluster, recompute="full", sub_batches=1, **options)
 
 
 def ranking(cluster: Cluster, config: GPTConfig, batch: int, degree: int = 1) -> list[Grid]:

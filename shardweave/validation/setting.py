@@ -56,7 +56,7 @@ class Setting:
         return self.asked(compiler, cluster, **options).plan()
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=16)
 def captured(sizes: Sizes | GPTConfig, sequences: int, tokens: int, precision: Precision | None = None) -> Compiler:
     """A model's step on `sequences` of `tokens` tokens: captured once for the rows that follow each other."""
     build: Callable[[Any], nn.Module] = Llama if isinstance(sizes, Sizes) else GPT

@@ -104,7 +104,7 @@ def test_placement_changes_which_grid_is_first() -> None:
 
 def test_constants_of_several_clusters_are_fitted_as_one() -> None:
     """Those with one range and source; each cluster takes its own besides."""
-    described = {name: Described.of(name) for name in fit_validation.FITTED["oases"][0]}
+    described = {name: Described.of(name) for name in fit_validation.FITTED["oases"].clusters}
     constants, owners = fit_validation.constants_of(described, ["levels.gpu.efficiency", "device.matmul_efficiency"])
     assert sorted(map(len, owners.values())) == [1, 1, 2]
     values = {constant.key: 0.5 for constant in constants}
