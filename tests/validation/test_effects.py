@@ -35,14 +35,26 @@ def test_collectives_take_less_without(effect: str) -> None:
     assert without < with_
 
 
+def test_a_figure_has_the_tables_that_an_effect_changes() -> None:
+    """A bar an effect, beside the table as it is."""
+    figure = measure_validation.drawn(
+        {"V": {"nothing": 0.02, "latency": 0.3, "sharing": 0.1}, "same": {"nothing": 0.0}}
+    )
+    (axes,) = figure.axes
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([30.0, 10.0])
+    assert axes.get_title() == "V" and list(axes.lines[0].get_xdata()) == [2.0, 2.0]
+
+
 def test_the_command_prints_a_row_an_effect(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """States are 16 bytes with Adam, 8 without its moments; no effect of the machine changes them."""
     paper: dict[str, Any] = {"clusters": {"one": {"gpus": 8}}}
     (tmp_path / "osdp.yaml").write_text(yaml.safe_dump(paper))
-    monkeypatch.setattr(sys, "argv", ["measure_validation", str(tmp_path), "osdp"])
+    figure = tmp_path / "effects.png"
+    monkeypatch.setattr(sys, "argv", ["measure_validation", str(tmp_path), "osdp", "--figure", str(figure)])
     measure_validation.main()
+    assert figure.exists()
     _, _, *rows = capsys.readouterr().out.splitlines()
     errors = {row.split(" | ")[0].removeprefix("| "): row.split(" | ")[2] for row in rows}
     assert list(errors) == list(EFFECTS)
