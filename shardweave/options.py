@@ -89,6 +89,9 @@ class Options:
         Each device gets the whole sum of a gradient, as far as it adds that up, and its states take their part of it.
         By default sums are scattered to the states, which moves half as much. To see what a system takes that does not
         do that: DeepSpeed's ZeRO-1 and 2 (``use_multi_rank_bucket_allreduce``), AMSP.
+    gather_again : bool
+        What is computed again and the backward of it gather their parameters each for itself, as activation checkpoints
+        around FSDP's modules do. To see what one gather for both is worth, or what such a system takes.
     allow_unruled : bool
         Compute ops without a sharding rule whole on every device, instead of refusing the model.
 
@@ -115,6 +118,7 @@ class Options:
     cross_pass: bool = True
     blocking: Sequence[Traffic] = ()
     whole_sums: bool = False
+    gather_again: bool = False
     allow_unruled: bool = False
 
     def __post_init__(self) -> None:
@@ -158,6 +162,7 @@ class Options:
             self.lookahead,
             tuple(self.blocking),
             self.whole_sums,
+            self.gather_again,
         )
 
     def woven(self, weaving: Weaving) -> Options:

@@ -292,7 +292,8 @@ class _Lowering:
         self._verified(local, "shard")
         self._stage("shard", local)
         local = copied(local)
-        local = Recompute(weaving.recompute, {node.name for node in sharder.working})(local)
+        working = {node.name for node in sharder.working}
+        local = Recompute(weaving.recompute, working, weaving.gather_again)(local)
         self._verified(local, "recompute")
         self._stage("recompute", local)
         if self.mesh.unrolled:

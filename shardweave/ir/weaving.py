@@ -18,6 +18,7 @@ planner takes the first of equally good ones."""
 ALL = 2**31
 """As many as there are."""
 _UNDER = "recomputation under other gradients"
+_AGAIN = "parameters gathered again for the backward of what was recomputed"
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Weaving:
     lookahead: int | None = None
     blocking: tuple[Traffic, ...] = ()
     whole_sums: bool = False
+    gather_again: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocking", tuple(self.blocking))
@@ -74,6 +76,8 @@ class Weaving:
         found = {f"{self.sub_batches} sub-batches": replace(self, sub_batches=1)} if self.sub_batches > 1 else {}
         if self.recompute:
             found[f"recomputation {_by_mode(self.recompute)}"] = replace(self, recompute={})
+            if self.gather_again:
+                found[_AGAIN] = replace(self, gather_again=False)
             if self.cross_pass:
                 found[_UNDER] = replace(self, cross_pass=False)
         sliced = [f"{pattern} in {count} slices" for pattern, count in self.operator_slices.items() if count > 1]

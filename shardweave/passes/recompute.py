@@ -5,7 +5,7 @@ backward, in mode ``"fine"`` their results are kept, too, so that recomputation 
 section 3.2). Copies lie in the backward graph, which holds them and the gradients as one dependence graph: the schedule
 may compute a layer again while the gradients of another are on their way.
 
-What the backward gathers anyway is not gathered once more for a copy.
+What the backward gathers anyway is not gathered once more for a copy, unless that is asked for.
 """
 
 from __future__ import annotations
@@ -59,14 +59,18 @@ class Recompute:
         Where none does, what the user's activation checkpoints say holds (``"full"`` inside of them).
     working : collection of str
         Names of nodes that are kept whatever the mode: the copies of parameters that are gathered once a step.
+    gather_again : bool
+        Copies gather for themselves: ZeRO-3 then gathers a third time, as OSDP (arXiv 2209.13258, section 2) and AxoNN
+        (arXiv 2305.13525, section IV-D) say of activation checkpoints.
     """
 
     name = "recompute"
     modes: Mapping[str, Mode] = field(default_factory=dict)
     working: Collection[str] = ()
+    gather_again: bool = False
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        _Recomputation(graph_module.graph, self.mode, self.working).write()
+        _Recomputation(graph_module.graph, self.mode, self.working).write(share=not self.gather_again)
         remove_dead(graph_module.graph)
         graph_module.graph.lint()
         graph_module.recompile()
@@ -105,13 +109,13 @@ class _Recomputation:
         mine = region_of(node)
         return any(user in self.modes and region_of(user) != mine for user in node.users)
 
-    def write(self) -> None:
-        """Let the backward read copies of what is not kept."""
+    def write(self, *, share: bool) -> None:
+        """Let the backward read copies of what is not kept; what both gather they may share."""
         if all(mode == "none" for mode in self.modes.values()):
             return
         late = [node for node in self.graph.nodes if info(node).backward and node.op == "call_function"]
         gathers: set[fx.Node] = set()
-        for node in late:
+        for node in late if share else ():
             if all(source.op != "call_function" or source in gathers for source in node.all_input_nodes):
                 self.known.setdefault(same(node, node.args, node.kwargs), node)
                 gathers.add(node)

@@ -70,6 +70,7 @@ def test_training_equals_one_device(name: str, pool: WorkerPool) -> None:
         cross_pass=st.booleans(),
         blocking=st.sampled_from([(), ("gather", "reduce"), ("activation", "broadcast", "scatter")]),
         whole_sums=st.booleans(),
+        gather_again=st.booleans(),
     )
     def law(**options: Any) -> None:
         check(name, ways(name, **options), pool)
@@ -174,6 +175,25 @@ def test_what_is_gathered_once_a_step_is_not_gathered_again_to_compute_a_layer_a
     plain, again = (lowered("deep", {"*": "zero2"}, recompute=each).step for each in ("none", mode))
     assert moved(again.forward, "parameter") and not moved(again.backward, "parameter")
     assert saved_bytes(again.backward) < saved_bytes(plain.backward)
+
+
+def test_a_checkpoint_around_sharded_modules_gathers_a_third_time() -> None:
+    """OSDP, section 2: of ZeRO-3 what is computed again comes once more; without recomputation, or of ZeRO-2, nothing.
+
+    A layer's last product is not computed again, as the next layer keeps its result.
+    """
+
+    def gathered(word: str, mode: Any, *, gather_again: bool) -> tuple[int, int]:
+        step = lowered("gpt", {"*": word}, recompute=mode, gather_again=gather_again).step
+        found = [moved(module, "parameter") for module in (step.forward, step.backward)]
+        forward, backward = (sum(size for _, size, node in each if layer_of(info(node).op)) for each in found)
+        return forward, backward
+
+    forward, shared = gathered("zero3", "full", gather_again=False)
+    again = gathered("zero3", "full", gather_again=True)
+    assert again[0] == forward and shared + forward / 2 < again[1] < shared + forward
+    for word, mode in (("zero3", "none"), ("zero2", "full")):
+        assert gathered(word, mode, gather_again=True) == gathered(word, mode, gather_again=False)
 
 
 def saved_bytes(module: fx.GraphModule | None) -> int:
