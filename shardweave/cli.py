@@ -127,7 +127,7 @@ def compare(
 
 @app.command()
 def validate(
-    folder: Annotated[Path, typer.Argument(help="Published tables, one YAML file a paper (docs/validation.md).")],
+    folder: Annotated[Path, typer.Argument(help="Published tables, a YAML or JSON file a paper (docs/validation.md).")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     figures: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for a figure of each table.")] = None,
 ) -> None:

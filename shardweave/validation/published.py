@@ -1,9 +1,10 @@
-"""Published tables as files: one YAML file a paper."""
+"""Published tables as files: one YAML or JSON file a paper."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 from shardweave.errors import InputError
 
 Paper = Mapping[str, Any]
+_READERS: Mapping[str, Callable[[str], Any]] = {".json": json.loads, ".yaml": yaml.safe_load}
 
 
 def load(folder: str | os.PathLike[str]) -> dict[str, Paper]:
@@ -20,19 +22,25 @@ def load(folder: str | os.PathLike[str]) -> dict[str, Paper]:
     Raises
     ------
     InputError
-        Where there is no such folder, nothing in it, or a file that is no mapping.
+        Where there is no such folder, nothing in it, two files of one name, or one that is no mapping.
     """
-    paths = sorted(Path(folder).glob("*.yaml"))
-    if not paths:
-        raise InputError(f"{folder}: expected a folder with one YAML file a paper, such as amsp.yaml; found none")
-    return {path.stem: _read(path) for path in paths}
+    papers: dict[str, Paper] = {}
+    for path in sorted(path for path in Path(folder).glob("*") if path.suffix in _READERS):
+        if path.stem in papers:
+            raise InputError(f"{path}: expected one file a paper, found one of this name in another format too")
+        papers[path.stem] = _read(path)
+    if not papers:
+        raise InputError(
+            f"{folder}: expected a folder with one YAML file a paper, such as amsp.yaml (or JSON); found none"
+        )
+    return papers
 
 
 def _read(path: Path) -> Paper:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"{path}: expected YAML, got: {error}") from error
+        data = _READERS[path.suffix](path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, json.JSONDecodeError) as error:
+        raise InputError(f"{path}: expected {path.suffix[1:].upper()}, got: {error}") from error
     if not isinstance(data, Mapping):
         raise InputError(f"{path}: expected a mapping of tables by name, got {type(data).__name__}")
     return data

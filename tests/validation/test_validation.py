@@ -183,3 +183,20 @@ def test_a_folder_that_holds_nothing_is_named(tmp_path: Path) -> None:
         load(tmp_path)
     with pytest.raises(InputError, match="sizes of 'LLaMA-65B' are not known"):
         amsp.plan(Setting(), "LLaMA-65B", 8, Strategy(Grid(data=8)), 1)
+
+
+def test_papers_are_read_from_json_too(tmp_path: Path) -> None:
+    """By the names of their files; other formats are left alone, what cannot be read is named."""
+    (tmp_path / "README.md").write_text("# Tables")
+    (tmp_path / "amsp.yaml").write_text("models: {}")
+    (tmp_path / "osdp_profile.json").write_text(json.dumps({"hidden": [512]}))
+    assert load(tmp_path) == {"amsp": {"models": {}}, "osdp_profile": {"hidden": [512]}}
+    (tmp_path / "amsp.json").write_text("{}")
+    with pytest.raises(InputError, match=r"amsp\.yaml: expected one file a paper"):
+        load(tmp_path)
+    (tmp_path / "amsp.json").write_text("[1]")
+    with pytest.raises(InputError, match=r"amsp\.json: expected a mapping of tables by name, got list"):
+        load(tmp_path)
+    (tmp_path / "amsp.json").write_text("{'models': 1}")
+    with pytest.raises(InputError, match=r"amsp\.json: expected JSON, got: .*line 1 column 2"):
+        load(tmp_path)
