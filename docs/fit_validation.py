@@ -36,6 +36,7 @@ FITTED = {
     "amsp": Fitted(("amsp",), "AMSP Table V", lambda row: row.group),
     "axonn": Fitted(("axonn",), "AxoNN Table III", lambda row: row.name),
     "oases": Fitted(("oases-nvlink", "oases-pcie"), "Oases Table 3", lambda row: row.group.split(", ")[-1]),
+    "osdp_profile": Fitted(("osdp-titan",), "OSDP profile, seconds", lambda row: row.group),
 }
 
 

@@ -17,7 +17,7 @@ from shardweave.precision import Precision
 from shardweave.validation.models import Sizes
 from shardweave.validation.published import Paper, table
 from shardweave.validation.rows import Row
-from shardweave.validation.setting import Setting, captured
+from shardweave.validation.setting import Setting, captured, of_a_layer
 
 BYTES_PER_PARAMETER = 16
 """OSDP, section 2: parameter, gradient and Adam's two moments in float32."""
@@ -73,18 +73,18 @@ def state_bytes(setting: Setting, gpus: int, word: str, precision: Precision | N
         plan = _compiler(setting, sizes, gpus, precision, word).plan()
         return sum(choice.state_bytes for choice in plan.choices.values()), _count(plan)
 
-    return _of_a_layer(stated)
+    return _ratio(stated)
 
 
 def zero3_volume(setting: Setting, name: str) -> float:
     """Bytes between nodes over those of the weights: of what a layer adds."""
-    return _of_a_layer(lambda sizes: _crossing(setting, sizes, name))
+    return _ratio(lambda sizes: _crossing(setting, sizes, name))
 
 
-def _of_a_layer(measured: Callable[[Sizes], tuple[int, int]]) -> float:
-    """A ratio of two sizes of a model, in which what is there once does not count: the inputs, an embedding."""
-    (more, more_of), (less, less_of) = (measured(Sizes(layers, 256, 4)) for layers in (3, 2))
-    return (more - less) / (more_of - less_of)
+def _ratio(measured: Callable[[Sizes], tuple[int, int]]) -> float:
+    """A ratio of two figures of a layer: the inputs and an embedding do not count."""
+    amount, of = of_a_layer(lambda layers: measured(Sizes(layers, 256, 4)))
+    return amount / of
 
 
 def _crossing(setting: Setting, sizes: Sizes, name: str) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from shardweave.compiler.compiler import Progress
-from shardweave.validation import amsp, axonn, exact, oases
+from shardweave.validation import amsp, axonn, exact, oases, osdp
 from shardweave.validation.published import Paper
 from shardweave.validation.rows import Result, Row
 from shardweave.validation.setting import Setting
@@ -21,6 +21,7 @@ ROWS: Mapping[str, Callable[[Paper, Setting], Iterator[Row]]] = {
     "axonn": axonn.rows,
     "oases": oases.rows,
     "osdp": exact.osdp,
+    "osdp_profile": osdp.rows,
     "zeropp": exact.zeropp,
 }
 

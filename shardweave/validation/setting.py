@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -17,7 +17,7 @@ from shardweave.demo.model import GPT, GPTConfig
 from shardweave.options import Options
 from shardweave.precision import Precision
 from shardweave.validation.clusters import cluster_of
-from shardweave.validation.models import Llama, Sizes
+from shardweave.validation.models import Llama, MinGPT, MinGPTSizes, Sizes
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,32 @@ class Setting:
         return self.asked(compiler, cluster, **options).plan()
 
 
+_MODELS: Mapping[type, Callable[[Any], nn.Module]] = {Sizes: Llama, GPTConfig: GPT, MinGPTSizes: MinGPT}
+
+
 @lru_cache(maxsize=16)
-def captured(sizes: Sizes | GPTConfig, sequences: int, tokens: int, precision: Precision | None = None) -> Compiler:
+def captured(
+    sizes: Sizes | GPTConfig | MinGPTSizes, sequences: int, tokens: int, precision: Precision | None = None
+) -> Compiler:
     """A model's step on `sequences` of `tokens` tokens: captured once for the rows that follow each other."""
-    build: Callable[[Any], nn.Module] = Llama if isinstance(sizes, Sizes) else GPT
     with torch.device("meta"):
-        model, batch = build(sizes), torch.zeros(sequences, tokens, dtype=torch.long)
+        model, batch = _MODELS[type(sizes)](sizes), torch.zeros(sequences, tokens, dtype=torch.long)
     return Compiler(model, Cluster.local(1), (batch, batch), Options(precision=precision), None)
+
+
+def of_a_layer(measured: Callable[[int], Sequence[float]], fewest: int = 2) -> tuple[float, ...]:
+    """What one more layer adds to each of the figures of a model: what is there once does not count.
+
+    Parameters
+    ----------
+    measured : callable
+        From a number of layers to the figures.
+    fewest : int
+        Layers of the smaller of the two models.
+
+    Examples
+    --------
+    >>> of_a_layer(lambda layers: (5.0 + 2.0 * layers, 3.0))
+    (2.0, 0.0)
+    """
+    return tuple(more - less for more, less in zip(measured(fewest + 1), measured(fewest), strict=True))

@@ -1,0 +1,132 @@
+"""OSDP (arXiv 2209.13258): the profile of a transformer layer that its authors' code carries, in seconds and MB.
+
+What is *stated* by the authors' code (Youhe-Jiang/IJCAI2023-OptimalShardedDataParallel on GitHub):
+
+- `profiler_output.py` has the two tables; the columns are the levels of `osdp_model.py`, in which the linear layers of
+  attention (levels 1 and 3), of the perceptron (2 and 3), or none (0) are wrapped by fairscale's FSDP one by one. The
+  whole model is wrapped, too: what no inner wrapper has lies in one flat parameter, whose shard is gathered once a step
+  and whose gradient is scattered at its end. So "DP" moves what data parallelism moves, with sharded states: ZeRO-1.
+- The training scripts run minGPT in float32 with Adam on 8 GPUs, on sums of two numbers: sequences of 6 tokens, 96 of
+  them for each unit of batch size; gradients are never cleared; MB are 2^20 bytes.
+- `scheduler.py` takes rows 1 to 3 as batch sizes 1 to 3, and minimises the sum of a column a layer.
+
+What is *inferred* from the figures, as nothing says it: that the hardware is the paper's server of 8 TITAN RTX; that
+row i has i units of 576 tokens a GPU (activations grow by 16.5 floats a token and feature a row); that row 0 has one
+sequence and recomputes, as it holds no activations and ZDP takes twice as long as DP instead of 1.5 times.
+
+What is *calibrated*: compute waits for what is scattered, and one parameter is gathered ahead of its use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+from shardweave.compiler.plan import Plan
+from shardweave.errors import InputError
+from shardweave.validation.models import MinGPTSizes
+from shardweave.validation.published import Paper
+from shardweave.validation.rows import Row
+from shardweave.validation.setting import Setting, captured, of_a_layer
+
+GPUS = 8
+SEQUENCE, SEQUENCES = 6, 96
+"""Tokens of a sequence, and sequences a GPU of one unit of batch size."""
+ATTENTION, PERCEPTRON = "blocks.*.attn.*", "blocks.*.mlp.*"
+LEVELS: Mapping[str, Sequence[str]] = {
+    "DP": (),
+    "attention ZDP": (ATTENTION,),
+    "MLP ZDP": (PERCEPTRON,),
+    "all ZDP": (ATTENTION, PERCEPTRON),
+}
+"""The columns: what of a layer is ZDP; all else is gathered once a step."""
+WOVEN: Mapping[str, Any] = {
+    "micro_batches": 1,
+    "sub_batches": 1,
+    "buckets": True,
+    "blocking": ("broadcast", "reduce", "scatter"),
+    "lookahead": 1,
+}
+KEPT_BYTES = 12
+"""What is there of a parameter besides itself when a step begins: two moments, and a gradient that is not cleared."""
+
+
+def rows(paper: Paper, setting: Setting) -> Iterator[Row]:
+    """Seconds and memory of each cell: what one more layer adds."""
+    for hidden, row, level, seconds, megabytes in cells(paper):
+        setting.progress(f"OSDP profile: hidden {hidden}, row {row}, {level}")
+        layer = cache(partial(layer_of, setting, hidden, row, level))
+        group, name = f"hidden {hidden}", f"{level}, row {row}"
+        if seconds is not None:
+            yield Row.of("OSDP profile, seconds", group, name, "s", seconds, partial(_first, layer))
+        if megabytes is not None:
+            table = "OSDP profile, memory" if level == "all ZDP" else "OSDP profile, memory with parts in DP"
+            yield Row.of(table, group, name, "MB", megabytes, partial(_second, layer))
+
+
+def layer_of(setting: Setting, hidden: int, row: int, level: str) -> tuple[float, ...]:
+    """Seconds and MB that one more layer adds."""
+
+    def figures(layers: int) -> tuple[float, float]:
+        found = plan(setting, layers, hidden, row, level)
+        return found.step_time, found.peak_memory / 2**20
+
+    return of_a_layer(figures, fewest=1)
+
+
+def plan(setting: Setting, layers: int, hidden: int, row: int, level: str) -> Plan:
+    """The forced plan of a cell."""
+    compiler = captured(MinGPTSizes(layers, hidden), GPUS * max(1, SEQUENCES * row), SEQUENCE)
+    force = {"*": "zero1", **dict.fromkeys(LEVELS[level], "zero3")}
+    recompute = {"recompute": "none"} if row else {"recompute": "full", "gather_again": True}
+    asked = {"force": force, "optimizer": KEPT_BYTES, **recompute, **WOVEN}
+    return setting.plan(compiler, setting.cluster("osdp-titan"), **asked)
+
+
+def _first(figures: Callable[[], tuple[float, ...]]) -> float:
+    return figures()[0]
+
+
+def _second(figures: Callable[[], tuple[float, ...]]) -> float:
+    return figures()[1]
+
+
+def cells(paper: Paper) -> Iterator[tuple[int, int, str, float | None, float | None]]:
+    """Hidden size, row, level, seconds and MB of each cell that has one of them; what it has not is None.
+
+    >>> list(cells({"hidden": [512], "time_s": [[[0.1, None, 0.3]]], "mem_mb": [[[None, None, 40.0]]]}))
+    [(512, 0, 'DP', 0.1, None), (512, 0, 'MLP ZDP', 0.3, 40.0)]
+    """
+    sizes = paper.get("hidden") or []
+    if not isinstance(sizes, list) or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise InputError(f"osdp_profile.json, hidden: expected a list of sizes, got {sizes!r}")
+    seconds, megabytes = (_table(paper, key, len(sizes)) for key in ("time_s", "mem_mb"))
+    for index, hidden in enumerate(sizes):
+        for row in range(max(len(seconds[index]), len(megabytes[index]))):
+            for level, name in enumerate(LEVELS):
+                found = _at(seconds[index], row, level), _at(megabytes[index], row, level)
+                if found != (None, None):
+                    yield hidden, row, name, *found
+
+
+def _table(paper: Paper, key: str, sizes: int) -> list[list[list[float | None] | None]]:
+    """The table of a key, by hidden size, row and level; empty where there is none."""
+    table = [rows or [] for rows in _list(key, paper.get(key) or [None] * sizes)]
+    if len(table) != sizes:
+        raise InputError(f"osdp_profile.json, {key}: expected rows for each of {sizes} hidden sizes, got {len(table)}")
+    for cell in [cell for rows in table for row in _list(key, rows) for cell in _list(key, row or [])]:
+        if cell is not None and not (isinstance(cell, int | float) and cell > 0):
+            raise InputError(f"osdp_profile.json, {key}: expected positive numbers or null, got {cell!r}")
+    return table
+
+
+def _list(key: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise InputError(f"osdp_profile.json, {key}: expected lists by hidden size, row and level, got {value!r}")
+    return value
+
+
+def _at(rows: Sequence[Sequence[float | None] | None], row: int, level: int) -> float | None:
+    found = rows[row] if row < len(rows) else None
+    return found[level] if found and level < len(found) else None
