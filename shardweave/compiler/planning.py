@@ -112,7 +112,7 @@ class Planning:
 
     @cached_property
     def _whole(self) -> Costed:
-        """The problem of the whole step, without recomputation."""
+        """The problem of the whole step, without recomputation that is not asked for."""
         return self._priced.whole(self._priced.costed)
 
     @property
@@ -286,7 +286,7 @@ class Lacked:
 
 def _woven(weaving: Weaving, decision: Decision) -> Weaving:
     """What is said of the whole step, with the modes that were decided: the most frequent one by the pattern ``*``."""
-    if not any(mode != "none" for mode in decision.modes.values()):
+    if weaving.recompute or not any(mode != "none" for mode in decision.modes.values()):
         return weaving
     most = Counter(decision.modes.values()).most_common(1)[0][0]
     said: dict[str, Mode] = {"*": most} if most != "none" else {}

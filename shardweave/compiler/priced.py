@@ -61,8 +61,8 @@ class Priced:
             yield lambda: self.whole(with_modes(self.costing, self.sliced) if modes else self.sliced)
 
     def whole(self, costed: Costed) -> Costed:
-        """The problem of the whole step."""
-        found = self._unfolded(costed)
+        """The problem of the whole step, with what the options say of recomputation."""
+        found = self._unfolded(costed if self.costing.options.recompute is None else with_modes(self.costing, costed))
         if found is None:
             raise PlanError("layers that are equal are not priced alike: a bug in shardweave")
         found = with_outputs(self.costing, found, self._last)

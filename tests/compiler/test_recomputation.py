@@ -102,6 +102,19 @@ def test_what_the_user_says_of_recomputation_holds() -> None:
     assert plan.weaving.recompute == {"blocks.1": "fine"}
 
 
+def test_the_program_counts_what_is_asked_to_be_computed_again() -> None:
+    """As the simulator does: a plan of which the user says so is chosen by what it takes and holds so."""
+    asked = {mode: planner().plan(force={"*": "dp"}, recompute=mode) for mode in MODES}
+    for plan in asked.values():
+        assert plan.program_time == pytest.approx(plan.step_time, rel=0.05)
+    assert asked["full"].program_time > 1.05 * asked["none"].program_time
+    assert asked["full"].peak_memory < asked["none"].peak_memory
+    mixed = {"blocks.*": "full", "blocks.0": "none"}
+    plan = planner().plan(force={"*": "dp"}, recompute=mixed)
+    assert plan.weaving.recompute == mixed
+    assert asked["none"].program_time < plan.program_time < asked["full"].program_time
+
+
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ from shardweave.compiler.planner.rows import Costed, Variable
 from shardweave.compiler.planner.windows import Costs, Floats, Windows
 from shardweave.cost_model.compute import node_work, work_seconds
 from shardweave.ir import MODES, Mode
-from shardweave.passes.annotate import info
+from shardweave.passes.annotate import info, last_match
 from shardweave.passes.recompute import region_of
 from shardweave.passes.rules.registry import tensor_args
 
@@ -101,8 +101,12 @@ def layer_named(name: str) -> str:
 
 
 def with_modes(costing: Costing, costed: Costed) -> Costed:
-    """The problem with a choice of recomputation for each layer whose backward keeps anything for itself."""
-    layers = _layers(costing)
+    """The problem with a choice of recomputation for each layer whose backward keeps anything for itself.
+
+    Where the options say how a layer is recomputed, that is the only choice.
+    """
+    layers, said = _layers(costing), costing.options.recompute
+    asked = costing.options.weaving.recompute
     if not layers:
         return costed
     problem, same = costed.problem, _Same()
@@ -121,11 +125,12 @@ def with_modes(costing: Costing, costed: Costed) -> Costed:
         rows.append(same.without(row, inside[index]) if index in inside else row)
         variables.append(variable)
         for layer in ends.get(index, ()):
+            modes = MODES if said is None else (last_match(asked, layer.name, "none"),)
             own = [place[number] for number in layer.shares]
-            tables = [same.edge(share, costing.options.turns, costing.windows) for share in layer.shares.values()]
+            tables = [same.edge(share, modes, costing) for share in layer.shares.values()]
             edges += [replace(table, producer=number, consumer=len(rows)) for number, table in zip(own, tables)]
-            rows.append(same.row(layer))
-            variables.append(Variable(mode_name(layer.name), -1, modes=MODES))
+            rows.append(same.row(layer, modes))
+            variables.append(Variable(mode_name(layer.name), -1, modes=modes))
     edges += [replace(edge, producer=place[edge.producer], consumer=place[edge.consumer]) for edge in problem.edges]
     edges.sort(key=lambda edge: (edge.producer, edge.consumer))
     return replace(costed, problem=replace(problem, ops=tuple(rows), edges=tuple(edges)), variables=variables)
@@ -148,20 +153,21 @@ class _Same:
             )
         return replace(row, candidates=self.rows[key])
 
-    def row(self, layer: _Layer) -> Row:
+    def row(self, layer: _Layer, modes: Sequence[Mode]) -> Row:
         """The modes of a layer; one that computes again holds the layer's values a while, at the least these."""
-        held = int(sum(share.inside.min() for share in layer.shares.values()))
-        if held not in self.rows:
-            self.rows[held] = tuple(
+        key = held, _ = int(sum(share.inside.min() for share in layer.shares.values())), modes
+        if key not in self.rows:
+            self.rows[key] = tuple(
                 Candidate(mode, 0.0, transient_bytes=0 if mode == "none" else held, in_port=port, out_port=port)
-                for port, mode in enumerate(MODES)
+                for port, mode in enumerate(modes)
             )
-        return Row(mode_name(layer.name), self.rows[held], re.sub(r"\d+", "*", layer.name))
+        return Row(mode_name(layer.name), self.rows[key], re.sub(r"\d+", "*", layer.name))
 
-    def edge(self, share: _Share, turns: int, windows: Windows) -> Edge:
+    def edge(self, share: _Share, modes: Sequence[Mode], costing: Costing) -> Edge:
         """What an op's values in a layer cost under each mode."""
-        kept = np.stack([share.kept(mode) for mode in MODES], axis=1).astype(np.int64)
-        loads = windows.loads(turns * np.stack([share.costs(mode, windows) for mode in MODES], axis=-1))
+        turns, windows = costing.options.turns, costing.windows
+        kept = np.stack([share.kept(mode) for mode in modes], axis=1).astype(np.int64)
+        loads = windows.loads(turns * np.stack([share.costs(mode, windows) for mode in modes], axis=-1))
         key = kept.tobytes(), loads.tobytes()
         if key not in self.tables:
             self.tables[key] = Edge(0, 1, np.zeros(kept.shape), loads, kept)
