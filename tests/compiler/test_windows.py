@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from shardweave.compiler.planner.windows import Windows, hiding, in_turn, overla
 from shardweave.cost_model.collectives import Demand
 from shardweave.cost_model.streams import Streams, Transfer
 from shardweave.demo.model import GPT, GPTConfig
+from shardweave.ir import Traffic
 from tests.compiler.planners import Planner
 from tests.models import TODAY
 
@@ -76,6 +79,19 @@ def test_what_hides_costs_nothing_but_what_it_slows_down_until_its_links_are_ful
         if moved:
             streams.wait(transfer)
         assert forward.max() == pytest.approx(streams.now)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_compute_waits_for_does_not_hide(micro_batches: int) -> None:
+    """Each kind of traffic that a step has adds to the program's time; with none that hides it is the simulator's."""
+    compiler, _ = costed_on("dgx-h100", 2)
+    chosen = sw.Strategy(sw.Grid(data=16), 2, gradients=4, states=8)
+    asked = replace(OPTIONS, force={"*": chosen}, micro_batches=micro_batches, sub_batches=1, recompute="none")
+    kinds: tuple[Traffic, ...] = ("gather", "scatter", "reduce", "broadcast")
+    plans = [compiler.with_(options=replace(asked, blocking=kinds[:count])).plan() for count in range(5)]
+    counted, simulated = ([getattr(plan, what) for plan in plans] for what in ("program_time", "step_time"))
+    assert all(more > less for less, more in pairwise(counted))
+    assert counted[-1] == pytest.approx(simulated[-1], rel=0.15)
 
 
 def test_a_share_that_hides_lies_between_all_and_nothing() -> None:

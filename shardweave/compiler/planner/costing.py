@@ -57,7 +57,7 @@ class Costing:
         timed = with_times(Mesh(tuple(sorted(mesh.axes, key=lambda axis: -axis.stride))), options)
         self.legal_mesh, self.mesh = timed, replace(timed, woven=())
         self.prices = Prices(self.mesh, cluster)
-        self.windows = Windows.of(cluster, self.prices.levels, options.weaving.sub_batches)
+        self.windows = Windows.of(cluster, self.prices.levels, options.weaving)
         self.facts = Facts(annotated, cluster)
         self.variables: list[Variable] = []
         self.follows: dict[fx.Node, int] = {}

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import fx
 
 from shardweave.compiler.planner.ops import Op, Role
-from shardweave.compiler.planner.prices import Prices, local_numel, tensor_outputs
+from shardweave.compiler.planner.prices import Links, Prices, local_numel, tensor_outputs
 from shardweave.compiler.planner.windows import Costs, Floats, Windows
 from shardweave.cost_model.optimizer import optimizer_loads
-from shardweave.ir import Assignment, Axis, Layout, Strategy, axes_size, slice_axis
+from shardweave.ir import Assignment, Axis, Layout, Strategy, Traffic, axes_size, slice_axis
 from shardweave.passes.annotate import info
 from shardweave.passes.layouts import output_layouts
 from shardweave.passes.rules import find_rule
@@ -224,23 +224,30 @@ def _held(
             found[:, own] = count * each
         return found
 
-    gathers = turns * moved(rest, lies, sizes.working)
-    forward = prices.one_way(master, rest, sizes.working) + gathers
-    if turns == 1:
-        reductions = moved(partials, master, sizes.reduced)
-    else:  # AMSP IV-C: into the sums for each micro-batch, from there to the states once a step
-        added = [replace(to, partial=tuple(item for item in have.partial if item[0] not in to.shard_axes))
-                 for have, to in zip(partials, summed)]  # fmt: skip
-        reductions = turns * moved(partials, added, sizes.reduced) + prices.one_way(added, master, sizes.reduced)
+    # AMSP IV-C: into the sums for each micro-batch, from there to the states once a step; of one there is no such stop
+    gathers, broadcasts = turns * moved(rest, lies, sizes.working), prices.one_way(master, rest, sizes.working)
+    into = master if turns == 1 else summed
+    added = [replace(to, partial=tuple(item for item in have.partial if item[0] not in to.shard_axes))
+             for have, to in zip(partials, into)]  # fmt: skip
+    scatters = turns * moved(partials, added, sizes.reduced)
+    reductions = (moved if turns == 1 else prices.one_way)(added, master, sizes.reduced)
+    if turns == 1:  # what is whole until the end of the step is only reduced (`passes.block.traffic_of`)
+        only = np.array([float(not (axes[0] or axes[1])) for axes in stages])
+        scatters, reductions = scatters * (1.0 - only), reductions + scatters * only
+    else:
         apart = np.array([a != b for a, b in zip(summed, master)]) | (sizes.reduced != sizes.master)
         states = states + apart * adding * sizes.reduced  # the sums of the micro-batches, beside what they become
     nothing = np.zeros_like(gathers)
+    moves: tuple[tuple[Traffic, Links, Links, bool], ...] = (
+        ("broadcast", broadcasts, nothing, ends.first),
+        ("gather", gathers, nothing, ends.first),
+        ("gather", nothing, gathers, ends.last),
+        ("scatter", nothing, scatters, ends.first),
+        ("reduce", nothing, reductions, ends.first),
+    )
     costs = windows.none(len(stages))
-    for alone, links in (
-        (ends.first, np.stack([forward, reductions])),
-        (ends.last, np.stack([nothing, gathers])),
-    ):
-        costs += windows.waited(links) if alone else windows.hidden(links)
+    for traffic, forward, backward, alone in moves:
+        costs += windows.moved(traffic, np.stack([forward, backward]), alone)
     gathered = np.array([a != b for a, b in zip(rest, lies)])
     copies = (gathered * (1.0 + parameters.beside) * (used // np.array(slices))).astype(np.int64)
     optimizer = [optimizer_loads(int(size), parameters.optimizer_bytes / sizes.master, prices.cluster)

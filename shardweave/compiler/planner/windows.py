@@ -23,7 +23,8 @@ of each pass: its seconds *in turn*. The program is solved for a step in which a
 answer tells which share of what could hide does; then the program is solved for that share (`hiding`), too.
 
 What an op gathers that no other comes before, or reduces at the end of the backward, is waited for: nothing is computed
-beside it (`pricing.Ends`). The optimizer's step is a window of its own: the host and the device's memory work at once.
+beside it (`pricing.Ends`). So is what `Options.blocking` names. The optimizer's step is a window of its own: the host
+and the device's memory work at once.
 
 With ``x[o, c]`` and ``t[w]`` as in `solver`, and sums over all ops and edges:
 
@@ -44,7 +45,7 @@ The papers: Oases (arXiv 2305.16121), AMSP (arXiv 2311.00257), OSDP (arXiv 2209.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -55,6 +56,7 @@ from shardweave.compiler.planner.prices import Links
 from shardweave.compiler.planner.problem import Problem
 from shardweave.compiler.planner.streams import with_loads, with_streams
 from shardweave.cost_model import Cluster
+from shardweave.ir import Traffic, Weaving
 
 Floats = NDArray[np.float64]
 
@@ -111,6 +113,8 @@ class Windows:
         `Device.overlap_slowdown`.
     woven : bool
         Another sub-batch computes while one waits for activations.
+    blocking : collection of Traffic
+        What is waited for instead of hiding.
 
     Examples
     --------
@@ -126,11 +130,12 @@ class Windows:
     levels: Sequence[str]
     slowdown: float = 1.0
     woven: bool = False
+    blocking: Collection[Traffic] = ()
 
     @classmethod
-    def of(cls, cluster: Cluster, levels: Sequence[str], sub_batches: int) -> Windows:
+    def of(cls, cluster: Cluster, levels: Sequence[str], weaving: Weaving) -> Windows:
         """Those of a step on a cluster."""
-        return cls(levels, cluster.device.overlap_slowdown, sub_batches > 1)
+        return cls(levels, cluster.device.overlap_slowdown, weaving.sub_batches > 1, weaving.blocking)
 
     @cached_property
     def names(self) -> tuple[tuple[str, ...], ...]:
@@ -164,7 +169,11 @@ class Windows:
 
     def activations(self, links: Links) -> Costs:
         """Of collectives of activations: they hide where another sub-batch computes meanwhile."""
-        return self.hidden(links) if self.woven else self.waited(links)
+        return self.moved("activation", links, alone=not self.woven)
+
+    def moved(self, traffic: Traffic, links: Links, alone: bool = False) -> Costs:
+        """Of collectives of one kind of traffic: they hide, unless they are `alone` or compute waits for them."""
+        return self.waited(links) if alone or traffic in self.blocking else self.hidden(links)
 
     def loads(self, costs: Costs) -> Floats:
         """The seconds on each stream of each window, in the order of `names`: none on those of the optimizer."""
