@@ -137,9 +137,8 @@ def communication_seconds(cluster: Cluster, config: GPTConfig, batch: int, grid:
     """
     axes = Strategy(grid).axes(cluster.mesh())
     tokens = batch * SEQUENCE // (grid.z * grid.data)
-    width, seconds = config.width, 0.0
-    products = ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width))
-    for index, (inner, outer) in enumerate(products):
+    seconds = 0.0
+    for index, (inner, outer) in enumerate(products(config.width)):
         columns, rows_ = (grid.x, grid.y) if index % 2 == 0 else (grid.y, grid.x)
         over_columns, over_rows = (axes.x, axes.y) if index % 2 == 0 else (axes.y, axes.x)
         weight = 2 * inner * outer / (columns * rows_)
@@ -152,6 +151,11 @@ def communication_seconds(cluster: Cluster, config: GPTConfig, batch: int, grid:
         ):
             seconds += count * collective_seconds(kind, size, over, cluster)
     return seconds
+
+
+def products(width: int) -> tuple[tuple[int, int], ...]:
+    """Rows and columns of a layer's weights."""
+    return (width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)
 
 
 def _ablation(ablation: Mapping[str, Any], config: GPTConfig, setting: Setting) -> Iterator[Row]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from docs import fit_validation
-from shardweave.cost_model import Cluster
+from docs.measure_decisions import flat
 from shardweave.demo.model import GPTConfig
 from shardweave.errors import InfeasibleError, InputError
 from shardweave.validation import Described, Setting, axonn
@@ -36,13 +36,6 @@ PAPER: dict[str, Any] = {
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(axonn, "SEQUENCE", 64)
     monkeypatch.setattr(axonn, "VOCABULARY", 512)
-
-
-def flat(cluster: Cluster) -> Cluster:
-    """The same machine without placement: inside a node all links are as those between nodes."""
-    node = cluster.levels[-1]
-    first = replace(node, name=cluster.levels[0].name, size=cluster.levels[0].size)
-    return replace(cluster, levels=(first, node))
 
 
 def test_each_system_is_a_row(short: None) -> None:

@@ -1,0 +1,273 @@
+"""What the planner decides beside what the papers decided: ``python -m docs.measure_decisions FOLDER amsp``.
+
+Prints the Markdown tables of docs/validation.md, section Decisions: AMSP's factors, AxoNN's ranking of grids, Oases'
+degrees of each layer. Twenty minutes for AMSP, five for AxoNN, three for Oases.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
+from typing import Any
+
+from shardweave.compiler.plan import Plan
+from shardweave.cost_model import Cluster
+from shardweave.demo.model import GPTConfig
+from shardweave.errors import InfeasibleError, PlanError
+from shardweave.ir import Grid, Strategy
+from shardweave.validation import Setting, amsp, axonn, load, oases
+from shardweave.validation.published import Paper, table
+from shardweave.validation.setting import captured
+
+SHOWN = 5
+"""Of a ranking the first ones."""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Forced plans of one model, the fastest first.
+
+    Parameters
+    ----------
+    plans : sequence of (name, Plan)
+        By step time, simulated.
+    missing : sequence of str
+        The names of those that do not fit or cannot be built.
+    """
+
+    plans: Sequence[tuple[str, Plan]]
+    missing: Sequence[str]
+
+    @classmethod
+    def of(cls, names: Sequence[str], planned: Callable[[str], Plan]) -> Ranked:
+        plans, missing = [], []
+        for name in names:
+            try:
+                plans.append((name, planned(name)))
+            except (InfeasibleError, PlanError):
+                missing.append(name)
+        return cls(sorted(plans, key=lambda each: each[1].step_time), missing)
+
+    def place(self, name: str) -> int | None:
+        """From 1 on; None of one without a plan."""
+        return next((place for place, (other, _) in enumerate(self.plans, 1) if other == name), None)
+
+    def slower(self, name: str) -> float:
+        """How much longer a step takes than that of the fastest."""
+        return dict(self.plans)[name].step_time / self.plans[0][1].step_time - 1
+
+
+# -- AMSP
+
+
+def factors(gpus: int, micro_batches: int) -> dict[str, Strategy]:
+    """AMSP's space: each of parameters, gradients and states over the innermost 1, 2, 4, ... devices, of rising size.
+
+    In one micro-batch a gradient is reduced into the shard of its states, wherever it would be added up: of those that
+    differ in that alone there is one, with gradients as parameters.
+
+    >>> list(factors(2, micro_batches=2)), list(factors(2, micro_batches=1))
+    (['1, 1, 1', '1, 1, 2', '1, 2, 2', '2, 2, 2'], ['1, 1, 1', '1, 1, 2', '2, 2, 2'])
+    """
+    sizes = [2**exponent for exponent in range(gpus.bit_length())]
+    found = {}
+    for rest, gradients, states in combinations_with_replacement(sizes, 3):
+        if micro_batches > 1 or gradients == rest:
+            strategy = Strategy(Grid(data=gpus), rest, states=states, gradients=gradients)
+            found[f"{rest}, {gradients}, {states}"] = strategy
+    return found
+
+
+def ranked_factors(setting: Setting, model: str, gpus: int, **asked: Any) -> Ranked:
+    """Every one of AMSP's factors as the forced plan of a whole model, in the paper's batch."""
+    count = amsp.BATCH_SEQUENCES // gpus
+    space = factors(gpus, count)
+    return Ranked.of(list(space), lambda name: amsp.plan(setting, model, gpus, space[name], count, **asked))
+
+
+def free_factors(setting: Setting, model: str, gpus: int, **asked: Any) -> Plan:
+    """The planner's own choice among AMSP's factors, for each op by itself."""
+    count = amsp.BATCH_SEQUENCES // gpus
+    compiler = captured(amsp.MODELS[model], amsp.BATCH_SEQUENCES, amsp.SEQUENCE, amsp.PRECISION)
+    cluster = setting.cluster("amsp").fitted(amsp.GPUS_PER_NODE, gpus // amsp.GPUS_PER_NODE)
+    every = tuple(factors(gpus, count).values())
+    return setting.plan(compiler, cluster, force={"*": every}, micro_batches=count, sub_batches=1, **asked)
+
+
+def amsp_tables(paper: Paper) -> Iterator[str]:
+    """For each model and number of GPUs the first factors, the published ones, and what the planner mixes."""
+    stated = {(row["model"], row["approach"]): row for row in table(paper, "amsp", "strategies_table4")}
+    yield "| model, GPUs | not overlapped | place | factors p, g, os | a step | longer | memory |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for model, recompute in (("LLaMA-7B", "none"), ("LLaMA-30B", "full")):
+        for gpus in (64, 1024):
+            published = amsp.strategy(stated, model, "AMSP", gpus)
+            for level in ("L2", "L0"):
+                asked = {"recompute": recompute, "blocking": amsp.BLOCKING[level]}
+                said = f"{model}, {gpus} | {level}"
+                ranked = ranked_factors(Setting(), model, gpus, **asked)
+                for place, (name, plan) in enumerate(ranked.plans, 1):
+                    mine = factors(gpus, amsp.BATCH_SEQUENCES // gpus)[name] == published
+                    if place <= SHOWN or mine:
+                        marked = f"**{name}**" if mine else name
+                        longer = f"{100 * ranked.slower(name):.1f} %"
+                        yield f"| {said} | {place} | {marked} | {plan.step_time:.3f} s | {longer} | {_gb(plan)} |"
+                free = free_factors(Setting(), model, gpus, **asked)
+                kinds = Counter(f"{each.rest}, {each.gradients}, {each.states}" for each in _strategies(free))
+                mixed = f"by op, most often {kinds.most_common(1)[0][0]}"
+                longer = f"{100 * (free.step_time / ranked.plans[0][1].step_time - 1):.1f} %"
+                yield f"| {said} | planner | {mixed} | {free.step_time:.3f} s | {longer} | {_gb(free)} |"
+
+
+def _strategies(plan: Plan) -> list[Strategy]:
+    return [choice.strategy for choice in plan.choices.values()]
+
+
+def _gb(plan: Plan) -> str:
+    return f"{plan.peak_memory / 1e9:.1f} GB"
+
+
+# -- AxoNN
+
+
+def flat(cluster: Cluster) -> Cluster:
+    """The same machine without placement: inside a node all links are as those between nodes."""
+    node = cluster.levels[-1]
+    return replace(cluster, levels=tuple(replace(node, name=each.name, size=each.size) for each in cluster.levels))
+
+
+Bandwidths = Sequence[Mapping[str, Any]]
+"""Rows of the authors' table: GiB/s of a group of ``my`` devices that are ``ip`` apart."""
+
+
+def table_seconds(bandwidths: Bandwidths, config: GPTConfig, batch: int, grid: Grid) -> float:
+    """As `axonn.communication_seconds`, on links as the authors' program has them: no latency, rings.
+
+    >>> rows = [{"ip": 1, "my": ">=2", "bw": 1.0}, {"ip": ">=2", "my": "any", "bw": 0.5}]
+    >>> gather = table_seconds(rows, GPTConfig(256, 2048, 1, 8, 1024), 2, Grid(z=2))
+    >>> round(gather * 2**30) == 4 * 12 * 1024**2  # three gathers and a scatter of half of each weight's two bytes
+    True
+    """
+    tokens, width, seconds = batch * axonn.SEQUENCE // (grid.z * grid.data), config.width, 0.0
+    apart = {"x": 1, "y": grid.x, "z": grid.x * grid.y, "data": grid.x * grid.y * grid.z}
+    for index, (inner, outer) in enumerate(axonn.products(width)):
+        x, y = ("x", "y") if index % 2 == 0 else ("y", "x")
+        columns, rows = getattr(grid, x), getattr(grid, y)
+        weight = 2 * inner * outer / (columns * rows)
+        for axis, passes, size in (
+            ("z", 4, weight),
+            ("data", 2, weight / grid.z),
+            (y, 4, 2 * tokens * outer / columns),
+            (x, 2, 2 * tokens * inner / rows),
+        ):
+            devices = getattr(grid, axis)
+            if devices > 1:
+                moved = passes * size * (devices - 1) / devices
+                seconds += moved / (2**30 * _bandwidth(bandwidths, apart[axis], devices))
+    return seconds
+
+
+def _bandwidth(bandwidths: Bandwidths, apart: int, devices: int) -> float:
+    return next(float(row["bw"]) for row in bandwidths if _is(row["ip"], apart) and _is(row["my"], devices))
+
+
+def _is(said: int | str, number: int) -> bool:
+    """Whether ``4``, ``">=4"``, ``">4"`` or ``"any"`` is said of a number."""
+    if isinstance(said, str) and said != "any":
+        return number >= int(said[2:]) if said.startswith(">=") else number > int(said[1:])
+    return said in ("any", number)
+
+
+MODEL, GPUS, DEGREE = GPTConfig(axonn.VOCABULARY, axonn.SEQUENCE, 32, 56, 7168, bias=True), 32, 16
+"""GPT-20B, whose layers the authors' program spreads over at least 16 GPUs."""
+
+
+def axonn_tables(paper: Paper) -> Iterator[str]:
+    """Of the fastest grids their places in each ranking, among those that can be built."""
+    bandwidths = paper["code_comm_model"]["perlmutter_bw_GiBps"]
+    machine = Setting().cluster("axonn").fitted(axonn.GPUS_PER_NODE, GPUS // axonn.GPUS_PER_NODE)
+    yield "| sequences | grid (x, y, z, data) | a step | exposed | with placement | authors' table | without |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for batch in (32, 64):
+        ranked, rankings = ranked_grids(Setting(), machine, MODEL, batch, DEGREE, bandwidths)
+        for name, plan in ranked.plans[:SHOWN]:
+            places = " | ".join(str(each.index(name) + 1) for each in rankings)
+            yield f"| {batch} | {name} | {plan.step_time:.3f} s | {plan.exposed_communication:.3f} s | {places} |"
+        found = " | ".join(str(in_first(ranked, each)) for each in rankings)
+        yield f"| {batch} | of these {SHOWN} among the first {SHOWN} | | | {found} |"
+
+
+def ranked_grids(
+    setting: Setting, machine: Cluster, model: GPTConfig, batch: int, degree: int, bandwidths: Bandwidths
+) -> tuple[Ranked, list[list[str]]]:
+    """All grids as simulated; and those that can be built by what they move: with placement, by a table, without."""
+    grids = {str(grid): grid for grid in axonn.ranking(machine, model, batch, degree)}
+    without = [str(grid) for grid in axonn.ranking(flat(machine), model, batch, degree)]
+    theirs = sorted(grids, key=lambda name: table_seconds(bandwidths, model, batch, grids[name]))
+    ranked = Ranked.of(list(grids), lambda name: grid_plan(setting, model, machine.world_size, batch, grids[name]))
+    return ranked, [[name for name in each if ranked.place(name)] for each in (list(grids), theirs, without)]
+
+
+def grid_plan(setting: Setting, model: GPTConfig, gpus: int, batch: int, grid: Grid) -> Plan:
+    """All layers on one grid, columns and rows in turn."""
+    force = {"*": f"tensor:{grid.x}x{grid.y}x{grid.z}"}
+    return axonn.plan(setting, model, gpus, batch, force=force, micro_batches=1)
+
+
+def in_first(ranked: Ranked, names: Sequence[str], count: int = SHOWN) -> int:
+    """How many of the fastest are among the first of another ranking."""
+    return len({name for name, _ in ranked.plans[:count]} & set(names[:count]))
+
+
+# -- Oases
+
+MIXED = ((2, 8), (4, 16))
+"""What Oases' planner chose for hidden 2048 on both clusters (Table 6)."""
+
+
+def oases_tables(paper: Paper) -> Iterator[str]:
+    """Uniform degrees, the published mixed ones, and the planner's own, with and without data parallelism's sums."""
+    model = next(row for row in table(paper, "oases", "models_table4") if row["hidden"] == 2048)
+    yield "| cluster | data parallelism | degrees | k tokens/s | memory |\n| --- | --- | --- | --- | --- |"
+    for cluster in ("oases-nvlink", "oases-pcie"):
+        for every in (False, True):
+            for name, plan in degrees(Setting(), cluster, model, every).plans:
+                kts = model["global_batch"] * oases.SEQUENCE / plan.step_time / 1e3
+                yield f"| {cluster} | {'timed' if every else 'not'} | {name} | {kts:.1f} | {_gb(plan)} |"
+
+
+def degrees(setting: Setting, cluster: str, model: Mapping[str, Any], data_parallel: bool) -> Ranked:
+    """One degree in all layers, the published ones, and the planner's choice among 2, 4 (and 8, of all 32 GPUs)."""
+    layers, weaving = model["layers"], oases.COLUMNS["planner"]
+    among = [degree for degree in (2, 4, 8) if data_parallel or degree <= model["tmp"]]
+    asked: dict[str, oases.Degrees] = {f"all {degree}": [(degree, layers)] for degree in among}
+    asked |= {"published": MIXED, "planner": [(model["tmp"], layers)]}
+
+    def planned(name: str) -> Plan:
+        force = {"force": {"*": [f"tensor:{degree}" for degree in among]}} if name == "planner" else {}
+        return oases.plan(setting, cluster, model, asked[name], {**weaving, **force}, data_parallel=data_parallel)
+
+    return Ranked.of(list(asked), planned)
+
+
+TABLES: Mapping[str, Callable[[Paper], Iterator[str]]] = {
+    "amsp": amsp_tables,
+    "axonn": axonn_tables,
+    "oases": oases_tables,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("paper", choices=sorted(TABLES))
+    arguments = parser.parse_args()
+    for line in TABLES[arguments.paper](load(arguments.folder)[arguments.paper]):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
