@@ -205,6 +205,31 @@ def _expert_outer(node: fx.Node) -> int:
     return tensor_bytes(_value(node, 0)) + tensor_bytes(_value(node, 1))
 
 
+def _quantize(node: fx.Node) -> int:
+    """runtime/quantization.py: whole blocks in full precision, and a byte for each element; the result comes later."""
+    payload, scales = node.meta["val"]
+    padded = int(scales.numel() * _value(node, 3))
+    return padded * (int(scales.element_size()) + 1) - tensor_bytes(payload)
+
+
+def _dequantize(node: fx.Node) -> int:
+    """Whole blocks in full precision, where these are not the result; then in its dtype, with what is to spare."""
+    scales, result = _value(node, 1), node.meta["val"]
+    padded = int(scales.numel() * _value(node, 3))
+    whole, spare = padded * int(scales.element_size()), padded - int(result.numel())
+    if scales.dtype == result.dtype:
+        return whole if spare else 0
+    return whole + spare * int(result.element_size())
+
+
+def _sum_dequantized(node: fx.Node) -> int:
+    """Those of the sum and of what is added to it, and the codes of that; the result comes when the latter are gone."""
+    scales, result = _value(node, 1), node.meta["val"]
+    one = tensor_bytes(scales) * int(_value(node, 3)) // int(scales.shape[0])
+    codes = int(result.numel()) if _value(node, 0).dtype == torch.uint8 else 0
+    return 2 * one + codes - tensor_bytes(result)
+
+
 def _like_input(node: fx.Node) -> int:
     return tensor_bytes(_value(node, 0))
 
@@ -224,7 +249,13 @@ def _flash_backward(node: fx.Node) -> int:
     return 4 * batch * heads * rows * (width + 1)
 
 
+_OWN: dict[str, Callable[[fx.Node], int]] = {  # the same on any device
+    "quantize_blocks": _quantize,
+    "dequantize_blocks": _dequantize,
+    "sum_dequantized": _sum_dequantized,
+}
 _CPU: dict[str, Callable[[fx.Node], int]] = {
+    **_OWN,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "convolution": _convolution,
@@ -237,6 +268,7 @@ _CPU: dict[str, Callable[[fx.Node], int]] = {
     "_safe_softmax": lambda node: int(_value(node, 0).numel()),  # attention.cpp: which entries are minus infinity
 }
 _CUDA: dict[str, Callable[[fx.Node], int]] = {
+    **_OWN,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_backward,  # planned for GPUs on a laptop
 }

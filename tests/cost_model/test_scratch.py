@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from shardweave.cost_model import Cluster
 from shardweave.cost_model.graphs import tensor_bytes
 from shardweave.cost_model.scratch import optimizer_scratch_bytes, rounded, scratch_bytes, sent_copy_bytes
 from shardweave.runtime.memory import measured_peak, most_at_once
+from shardweave.runtime.quantization import quantize_blocks
 from tests.cost_model.handmade import Builder, aten
 
 CPU, GPU = Cluster.local(2).device, Cluster.preset("dgx-a100").device
@@ -19,6 +21,16 @@ OPTIONS = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 IMAGE, WEIGHT, MADE = (4, 32, 16, 16), (64, 32, 3, 3), (4, 64, 16, 16)
 POINT = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 ATTENTION = (2, 4, 40, 16)
+
+own = torch.ops.shardweave
+
+
+def blocks(rows: int | tuple[int, ...], sizes: list[int], bits: int) -> list[torch.Tensor]:
+    """Numbers in blocks, and their scales."""
+    rows = rows if isinstance(rows, tuple) else (rows,)
+    found = quantize_blocks(torch.rand(math.prod(rows), sum(sizes)), sizes, bits, 256)
+    return [each.view(*rows, -1) for each in found]
+
 
 CASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "mm": (aten.mm.default, ((64, 32), (32, 48))),
@@ -38,6 +50,18 @@ CASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         aten.native_batch_norm_backward.default,
         ((8, 16, 8, 8), (8, 16, 8, 8), (16,), None, None, (16,), (16,), True, 1e-5, [True] * 3),
     ),
+    **{
+        f"{name}, int{bits} of {dtype}, {sizes}": case
+        for bits in (8, 4)
+        for dtype in (torch.float32, torch.bfloat16)
+        for sizes in ([4096], [3000, 1000])
+        for name, case in {
+            "blocks": (own.quantize_blocks.default, (torch.rand(4, sum(sizes)).to(dtype), sizes, bits, 256)),
+            "out of blocks": (own.dequantize_blocks.default, (*blocks(4, sizes, bits), sizes, 256, dtype)),
+            "a sum of blocks": (own.sum_dequantized.default, (*blocks((4, 2), sizes, bits), sizes, 256, dtype)),
+        }.items()
+        if bits == 8 or name != "out of blocks"  # parameters move in int8
+    },
     "embedding, backward": (aten.embedding_dense_backward.default, ((8, 16), torch.zeros(8).long(), 32, -1, False)),
 }
 

@@ -1,0 +1,141 @@
+"""Blocks of few bits, as ops that generated graphs call: what quantized collectives move (ZeRO++, arXiv 2306.10209).
+
+A row of numbers consists of parts: one, or those of all parameters of a bucket. Each part is cut into blocks, of which
+the last one may be shorter. Of a block its largest absolute value is kept, as the *scale* of one step, and of each
+element how many steps it is from zero, rounded to the nearest: -127 to 127 in int8, or -7 to 7 in int4, two of them in
+a uint8. What is not finite makes its whole block not finite, so that a scaler of gradients sees it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STEPS = {8: 127, 4: 7}
+"""How many steps the largest value of a block is from zero, by the bits of an element."""
+
+_LIBRARY: Any = torch.library.Library("shardweave", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("quantize_blocks(Tensor x, int[] sizes, int bits, int block) -> (Tensor, Tensor)")
+_TAKEN = "(Tensor payload, Tensor scales, int[] sizes, int block, ScalarType dtype) -> Tensor"
+_LIBRARY.define(f"dequantize_blocks{_TAKEN}")
+_LIBRARY.define(f"sum_dequantized{_TAKEN}")
+
+
+def full_precision(dtype: torch.dtype) -> torch.dtype:
+    """What the values of a dtype are scaled and added up in, and what their scales are kept in: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def quantize_blocks(x: Tensor, sizes: Sequence[int], bits: int, block: int) -> tuple[Tensor, Tensor]:
+    """The rows of `x` in blocks of `bits` an element, and a scale for each block; a row has parts of these sizes.
+
+    Examples
+    --------
+    >>> payload, scales = quantize_blocks(torch.tensor([1.0, -127.0, 50.4, 0.0, 254.0]), [5], 8, 4)
+    >>> payload, scales
+    (tensor([[   1, -127,   50,    0,  127]], dtype=torch.int8), tensor([[1., 2.]]))
+    >>> [hex(byte) for byte in quantize_blocks(torch.tensor([7.0, -7.0, 1.0]), [3], 4, 4)[0][0].tolist()]
+    ['0x1f', '0x9']
+    """
+    full, most = full_precision(x.dtype), STEPS[bits]
+    parts = torch.split(x.reshape(-1, sum(sizes)), [*sizes], 1)
+    values = x.new_zeros((parts[0].shape[0], _padded(sizes, block)), dtype=full)
+    torch._foreach_copy_([*_places(values, sizes, block)], parts)
+    blocks = values.view(values.shape[0], -1, block)
+    scales = torch.linalg.vector_norm(blocks, math.inf, dim=-1).div_(most)
+    scales.clamp_min_(torch.finfo(full).tiny)  # of a block of zeros; it keeps what is not a number
+    blocks.div_(scales.unsqueeze(-1)).round_().clamp_(-most, most)
+    codes = values.to(torch.int8) if bits == 8 else values.add_(8).to(torch.uint8)
+    del values, blocks
+    codes = torch.cat([*_places(codes, sizes, block)], 1)
+    return codes if bits == 8 else _in_pairs(codes), scales
+
+
+def dequantize_blocks(payload: Tensor, scales: Tensor, sizes: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
+    """Rows of parts of these sizes out of their blocks: within half a step of what they were.
+
+    >>> x = torch.tensor([[1.0, -127.0, 50.4], [0.0, 0.0, 3.0]])
+    >>> dequantize_blocks(*quantize_blocks(x, [3], 8, 2), [3], 2, torch.float32)
+    tensor([[   1.0000, -127.0000,   50.4000],
+            [   0.0000,    0.0000,    3.0000]])
+    """
+    return _together(_values(payload, scales, sizes, block), sizes, block, dtype)
+
+
+def sum_dequantized(payload: Tensor, scales: Tensor, sizes: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
+    """The sum over the first dimension of what these blocks hold, each taken out of its blocks before it is added.
+
+    >>> x = torch.tensor([[7.0, 1.0], [-7.0, 14.0]])
+    >>> sum_dequantized(*quantize_blocks(x, [2], 4, 1), [2], 1, torch.float32)
+    tensor([ 0., 15.])
+    """
+    total = _values(payload[0], scales[0], sizes, block)
+    for each, scale in zip(payload[1:], scales[1:]):
+        total += _values(each, scale, sizes, block)
+    return _together(total, sizes, block, dtype)
+
+
+def _padded(sizes: Sequence[int], block: int) -> int:
+    """Elements of whole blocks for parts of these sizes."""
+    return sum(-(-size // block) * block for size in sizes)
+
+
+def _places(values: Tensor, sizes: Sequence[int], block: int) -> Iterator[Tensor]:
+    """Views of the parts, each of which begins at a block."""
+    offset = 0
+    for size in sizes:
+        yield values.narrow(-1, offset, size)
+        offset += -(-size // block) * block
+
+
+def _in_pairs(codes: Tensor) -> Tensor:
+    """Two codes a byte, the first of them in its lower half."""
+    if codes.shape[1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def _values(payload: Tensor, scales: Tensor, sizes: Sequence[int], block: int) -> Tensor:
+    """Of whole blocks, in full precision; what lies between the parts is not meant."""
+    if payload.dtype == torch.uint8:
+        payload = torch.stack((payload & 15, payload >> 4), -1).flatten(-2)[..., : sum(sizes)]
+    values = scales.new_zeros((*scales.shape[:-1], scales.shape[-1] * block))
+    torch._foreach_copy_([*_places(values, sizes, block)], torch.split(payload, [*sizes], -1))
+    if payload.dtype == torch.uint8:
+        values -= 8
+    values.view(*scales.shape, block).mul_(scales.unsqueeze(-1))
+    return values
+
+
+def _together(values: Tensor, sizes: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
+    """The parts of whole blocks, one behind the other."""
+    values = values.to(dtype)
+    return values if values.shape[-1] == sum(sizes) else torch.cat([*_places(values, sizes, block)], -1)
+
+
+def _fake_quantize(x: Tensor, sizes: Sequence[int], bits: int, block: int) -> tuple[Tensor, Tensor]:
+    size = sum(sizes)
+    rows, length = x.numel() // size, size if bits == 8 else -(-size // 2)
+    payload = x.new_empty((rows, length), dtype=torch.int8 if bits == 8 else torch.uint8)
+    return payload, x.new_empty((rows, _padded(sizes, block) // block), dtype=full_precision(x.dtype))
+
+
+def _fake_dequantize(payload: Tensor, scales: Tensor, sizes: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
+    return payload.new_empty((*payload.shape[:-1], sum(sizes)), dtype=dtype)
+
+
+def _fake_sum(payload: Tensor, scales: Tensor, sizes: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
+    return payload.new_empty((*payload.shape[1:-1], sum(sizes)), dtype=dtype)
+
+
+for _name, _function, _fake in (
+    ("quantize_blocks", quantize_blocks, _fake_quantize),
+    ("dequantize_blocks", dequantize_blocks, _fake_dequantize),
+    ("sum_dequantized", sum_dequantized, _fake_sum),
+):
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardweave::{_name}", _fake, lib=_LIBRARY)
