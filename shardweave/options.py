@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from shardweave.errors import PlanError
-from shardweave.ir import ALL, Grid, Mode, Strategy, Traffic, Weaving
+from shardweave.ir import ALL, BITS, Grid, Mode, Quantized, Strategy, Traffic, Weaving
 from shardweave.precision import Precision
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ Forced = str | tuple[int, ...] | Grid | Strategy
 """What a user may call a strategy."""
 RESERVE = 0.1
 """The part of a device's memory that a plan leaves alone by default: context, fragments, the user's own tensors."""
+ZERO_PLUS_PLUS: Mapping[Quantized, int] = {"parameters": 8, "gradients": 4}
+"""What ``quantize="zero++"`` stands for."""
 OPTIMIZER_STATE_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "adamw": 8}
 
 
@@ -92,6 +94,12 @@ class Options:
     gather_again : bool
         What is computed again and the backward of it gather their parameters each for itself, as activation checkpoints
         around FSDP's modules do. To see what one gather for both is worth, or what such a system takes.
+    quantize : mapping from {"parameters", "gradients"} to int, or "zero++"; optional
+        What moves in blocks of so many bits, each with a scale, as in ZeRO++ (arXiv 2306.10209): parameters wherever
+        they are gathered (8), gradients wherever they are scattered (8 or 4), inside of a node first and then between
+        nodes. ``"zero++"`` is ``{"parameters": 8, "gradients": 4}``. It changes numbers, and so is off by default.
+        All-reduces of gradients (of replicated parameters, and across the copies of ``"hsdp"``) and activations move as
+        they are. See docs/quantize.md.
     allow_unruled : bool
         Compute ops without a sharding rule whole on every device, instead of refusing the model.
 
@@ -119,6 +127,7 @@ class Options:
     blocking: Sequence[Traffic] = ()
     whole_sums: bool = False
     gather_again: bool = False
+    quantize: Mapping[Quantized, int] | Literal["zero++"] | None = None
     allow_unruled: bool = False
 
     def __post_init__(self) -> None:
@@ -163,7 +172,19 @@ class Options:
             tuple(self.blocking),
             self.whole_sums,
             self.gather_again,
+            self._quantize,
         )
+
+    @property
+    def _quantize(self) -> Mapping[Quantized, int]:
+        if self.quantize == "zero++":
+            return ZERO_PLUS_PLUS
+        if self.quantize is not None and not isinstance(self.quantize, Mapping):
+            raise PlanError(
+                f"quantize must be 'zero++', or the bits of {' and '.join(BITS)} as in {dict(ZERO_PLUS_PLUS)}, "
+                f"got {self.quantize!r}"
+            )
+        return self.quantize or {}
 
     def woven(self, weaving: Weaving) -> Options:
         """These options with what a plan says of the whole step."""

@@ -29,6 +29,7 @@ from shardweave.passes.classes import Classes, find_classes
 from shardweave.passes.keep import Keep
 from shardweave.passes.layouts import outermost_first
 from shardweave.passes.modules import copied
+from shardweave.passes.quantize import Quantize
 from shardweave.passes.recompute import Recompute, layer_of
 from shardweave.passes.schedule import Alike, Schedule
 from shardweave.passes.shard import Shard, Sharder
@@ -320,13 +321,21 @@ class _Lowering:
             bucketed = Bucket(self.cluster, borders)(copied(local))
             self._verified(bucketed, "bucket")
             self._stage("bucket", bucketed)
-            ordered, fits = schedule.scheduled(bucketed)
+            ordered, fits = schedule.scheduled(self._quantized(bucketed))
         if not fits:
             self.graphs.pop("bucket", None)
-            ordered, fits = schedule.scheduled(local)
+            ordered, fits = schedule.scheduled(self._quantized(local))
         if fits and not self.draft:
             verify_memory(ordered, "schedule", self.cluster, schedule.memory_limit, schedule.beside_bytes)
         return ordered
+
+    def _quantized(self, local: fx.GraphModule) -> fx.GraphModule:
+        """`local` with its parameters and gradients moved in few bits, where that is wanted."""
+        if bits := self.options.weaving.quantize:
+            local = Quantize(bits)(local)
+            self._verified(local, "quantize")
+            self._stage("quantize", local)
+        return local
 
     def _borders(self, sharder: Sharder) -> list[list[str]]:
         """Where the graphs may be cut: at each tangent, and between turns."""

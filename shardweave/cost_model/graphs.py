@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import fx
 
+import shardweave.runtime.quantization  # noqa: F401  (registers the ops)
 from shardweave.errors import VerifyError
 from shardweave.ir import META, Collective, NodeInfo
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _COPIES_STRIDED = ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten")  # views where they can be
-_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten.reshape.default)
+_DEQUANTIZE = torch.ops.shardweave.dequantize_blocks.default
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten.reshape.default,
+           torch.ops.shardweave.quantize_blocks.default, _DEQUANTIZE)  # fmt: skip
 _RESHAPES = ("aten::reshape", "aten::flatten")
 
 
@@ -81,6 +84,13 @@ def collective(node: fx.Node) -> Collective:
             "the pass that inserts it has to note it"
         )
     return found
+
+
+def gathers_parameter(node: fx.Node) -> bool:
+    """Whether `node` has a parameter gathered, or its blocks: as a collective of it begins, or out of its blocks."""
+    what = info(node).collective
+    gathers = what is not None and what.kind == "all_gather" and what.cause == "parameter"
+    return gathers or node.target is _DEQUANTIZE
 
 
 def copied_from(node: fx.Node) -> fx.Node | None:

@@ -33,7 +33,15 @@ from torch import fx
 from shardweave.cost_model.cluster import Cluster
 from shardweave.cost_model.collectives import crossed_level
 from shardweave.cost_model.curve import Change, MemoryCurve
-from shardweave.cost_model.graphs import collective, copied_from, info, is_start, is_wait, node_nodes
+from shardweave.cost_model.graphs import (
+    collective,
+    copied_from,
+    gathers_parameter,
+    info,
+    is_start,
+    is_wait,
+    node_nodes,
+)
 from shardweave.cost_model.memory import Liveness, Storage, liveness, output_storages, storage_bytes
 from shardweave.cost_model.optimizer import optimizer_seconds
 from shardweave.cost_model.prices import Prices
@@ -261,7 +269,7 @@ class _Step:
                 continue
             price = self.prices.of(node)
             for storage in found.born.get(node, ()):
-                self.kinds.setdefault(storage, "gathered" if _gathers(node) else "working")
+                self.kinds.setdefault(storage, "gathered" if gathers_parameter(node) else "working")
                 self._change(self.kinds[storage], self._size(storage), _owner(node), node.op != "get_attr")
             self._change("scratch", price.scratch, _owner(node))
             if is_start(node):
@@ -357,11 +365,6 @@ def _placeholders(graph: fx.Graph, spec: StepSpec, draws: bool = False) -> list[
 def _results(graph: fx.Graph) -> Sequence[object]:
     results = graph.output_node().args[0]
     return results if isinstance(results, list | tuple) else (results,)
-
-
-def _gathers(node: fx.Node) -> bool:
-    what = info(node).collective
-    return what is not None and what.kind == "all_gather" and what.cause == "parameter"
 
 
 def _label(start: fx.Node) -> str:

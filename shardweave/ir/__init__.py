@@ -18,12 +18,13 @@ from shardweave.ir.layout import Layout, Padding, normalise
 from shardweave.ir.rule import Assignment, BoundRule, Dims, Factor
 from shardweave.ir.step import META, SEED, Collective, NodeInfo, ParameterSpec, StepSpec, Traffic, ValueSpec
 from shardweave.ir.strategy import Grid, GridAxes, Strategy
-from shardweave.ir.weaving import ALL, MODES, Mode, Weaving
+from shardweave.ir.weaving import ALL, BITS, MODES, Mode, Quantized, Weaving
 
 __all__ = [
     "ALL",
     "Assignment",
     "Axis",
+    "BITS",
     "BoundRule",
     "Collective",
     "Digit",
@@ -39,6 +40,7 @@ __all__ = [
     "NodeInfo",
     "Padding",
     "ParameterSpec",
+    "Quantized",
     "SEED",
     "StepSpec",
     "Strategy",

@@ -38,6 +38,8 @@ class Collective:
         For the reader of the generated code, such as ``"sum over k"``.
     cause : {"parameter", "gradient", "activation"}
         Which of the three kinds of traffic it is.
+    scales : bool
+        It moves the scales of quantized blocks, which another collective moves.
     """
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
@@ -46,6 +48,7 @@ class Collective:
     owner: str
     reason: str
     cause: Literal["parameter", "gradient", "activation"]
+    scales: bool = False
 
 
 @dataclass(frozen=True)

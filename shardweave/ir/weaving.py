@@ -15,6 +15,10 @@ MODES: tuple[Mode, ...] = ("none", "fine", "full")
 """How a layer is recomputed in the backward: not at all, all but the results of its collectives, or all of it. The
 planner takes the first of equally good ones."""
 
+Quantized = Literal["parameters", "gradients"]
+BITS: Mapping[Quantized, tuple[int, ...]] = {"parameters": (8,), "gradients": (8, 4)}
+"""What may move in blocks of few bits, and of how many."""
+
 ALL = 2**31
 """As many as there are."""
 _UNDER = "recomputation under other gradients"
@@ -48,6 +52,7 @@ class Weaving:
     blocking: tuple[Traffic, ...] = ()
     whole_sums: bool = False
     gather_again: bool = False
+    quantize: Mapping[Quantized, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocking", tuple(self.blocking))
@@ -62,6 +67,11 @@ class Weaving:
         for pattern, kept in self.keep_gathered.items():
             if kept < 0:
                 raise PlanError(f"keep_gathered[{pattern!r}] must be a bool or a number of slices, got {kept}")
+        for kind, bits in self.quantize.items():
+            if kind not in BITS:
+                raise PlanError(f"quantize names what moves in few bits, {', '.join(BITS)}, got {kind!r}")
+            if bits not in BITS[kind]:
+                raise PlanError(f"quantize[{kind!r}] is {' or '.join(map(str, BITS[kind]))} bits, got {bits!r}")
         if self.sub_batches < 1:
             raise PlanError(f"sub_batches counts parts of a batch and must be positive, got {self.sub_batches}")
         if self.lookahead is not None and self.lookahead < 0:
@@ -92,6 +102,9 @@ class Weaving:
             found["a barrier between recomputation and backward"] = replace(self, cross_pass=True)
         if self.lookahead is not None:
             found[f"at most {self.lookahead} gathered ahead"] = replace(self, lookahead=None)
+        for kind, bits in self.quantize.items():
+            left = {other: each for other, each in self.quantize.items() if other != kind}
+            found[f"{kind} in int{bits}"] = replace(self, quantize=left)
         if self.blocking:
             found[f"waiting for {', '.join(self.blocking)}"] = replace(self, blocking=())
         if self.whole_sums:

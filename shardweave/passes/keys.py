@@ -13,20 +13,22 @@ from collections.abc import Iterator, Sequence
 import torch
 
 import shardweave.runtime.padding  # noqa: F401  (registers the ops)
+import shardweave.runtime.quantization  # noqa: F401
 from shardweave.passes.annotate import info
 from shardweave.passes.recompute import layer_of
 from shardweave.passes.tasks import Tasks
 from shardweave.passes.weave import Key, Moment
 
 aten = torch.ops.aten
+own = torch.ops.shardweave
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 # What shard writes around a collective to bring its buffer into shape.
 GLUE = {aten.reshape.default, aten.permute.default, aten.clone.default, aten.t.default, aten.transpose.int,
-        aten.select.int, aten.narrow.default, torch.ops.shardweave.pad.default, torch.ops.shardweave.unpad.default,
-         WAIT}  # fmt: skip
+        aten.select.int, aten.narrow.default, own.pad.default, own.unpad.default, own.quantize_blocks.default,
+         own.dequantize_blocks.default, own.sum_dequantized.default, operator.getitem, WAIT}  # fmt: skip
 CAST = aten._to_copy.default
 
-SHAPING = (GLUE - {WAIT}) | {CAST, operator.getitem, aten.add.Tensor, aten.add_.Tensor, aten.cat.default}
+SHAPING = (GLUE - {WAIT}) | {CAST, aten.add.Tensor, aten.add_.Tensor, aten.cat.default}
 """What may lie between a value and the start of its collective."""
 
 

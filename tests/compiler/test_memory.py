@@ -53,6 +53,7 @@ DEEP = Case("deep gpt", partial(gpt.build, CONFIG), rows)
 WOVEN = {
     "zdp": Options(sub_batches=2, recompute="fine", buckets=True, operator_slices=4, keep_gathered={"*": 1}),
     "column": Options(sub_batches=2, recompute="full", buckets=True, micro_batches=2),
+    "zero1": Options(quantize="zero++", micro_batches=2, sub_batches=1, recompute="none", buckets=True),
 }
 
 

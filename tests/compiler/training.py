@@ -176,13 +176,14 @@ def compile_ways(
     ways: Sequence[Way],
     precision: sw.Precision | None = None,
     size: int = BATCH,
+    cluster: sw.Cluster | None = None,
 ) -> list[Packed]:
-    """The model's step in each of these ways, ready to be sent to ranks.
+    """The model's step in each of these ways, ready to be sent to ranks, which are of one node if nothing else is said.
 
     Done once and not in every rank, as eight ranks on two cores would be at it for minutes; that `compile_parallel`
     does the same on every rank is for test_api.py to show. The capture is the same for all ways.
     """
-    cluster = sw.Cluster.local(world)
+    cluster = cluster or sw.Cluster.local(world)
     compiler = _Compiler(model, cluster, case.batch(0, size, dtype), Options(precision=precision), None)
     packed = []
     for way in ways:

@@ -24,8 +24,8 @@ class Builder:
         for axis in axes:
             self.graph.placeholder(f"coord_{axis.name}").meta["val"] = 0
 
-    def tensor(self, name: str, *shape: int) -> fx.Node:
-        return self._noted(self.graph.placeholder(name), torch.empty(shape, device="meta"))
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+        return self._noted(self.graph.placeholder(name), torch.empty(shape, dtype=dtype, device="meta"))
 
     def like(self, name: str, node: fx.Node) -> fx.Node:
         return self._noted(self.graph.placeholder(name), node.meta["val"])
@@ -49,7 +49,7 @@ class Builder:
             node = self.graph.call_function(c10d.reduce_scatter_tensor.default, (source, "sum", size, group))
         what = Collective(kind, tuple(axes), whole, owner, "by hand", cause)  # type: ignore[arg-type]
         node.meta[META] = NodeInfo(op=owner, collective=what)
-        return self._noted(node, torch.empty(shape, device="meta"))
+        return self._noted(node, torch.empty(shape, dtype=value.dtype, device="meta"))
 
     def wait(self, start: fx.Node) -> fx.Node:
         return self._noted(self.graph.call_function(c10d.wait_tensor.default, (start,)), start.meta["val"])
