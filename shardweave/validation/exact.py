@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from typing import Any
 
 import torch
 
 from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.plan import Plan
 from shardweave.cost_model import Cluster
-from shardweave.cost_model.collectives import crossed_level
+from shardweave.cost_model.collectives import crossed_level, group_extents
 from shardweave.cost_model.graphs import info
 from shardweave.errors import PlanError
+from shardweave.ir import Collective, Quantized
+from shardweave.options import ZERO_PLUS_PLUS
 from shardweave.precision import Precision
 from shardweave.validation.models import Sizes
 from shardweave.validation.published import Paper, table
@@ -23,12 +27,11 @@ BYTES_PER_PARAMETER = 16
 """OSDP, section 2: parameter, gradient and Adam's two moments in float32."""
 PARAMETERS = {"LLaMA-7B": 7e9, "LLaMA-30B": 30e9}
 """As AMSP counts them, by name."""
-VOLUMES = {
-    "fwd_allgather": (0, "all_gather"),
-    "bwd_allgather": (1, "all_gather"),
-    "grad_reduce_scatter": (1, "reduce_scatter"),
-}
-"""Of each volume the graph (forward, backward) and the collective."""
+SYSTEMS: dict[str, tuple[str, Mapping[Quantized, int]]] = {"zero3": ("zero3", {}), "zeropp": ("hpz", ZERO_PLUS_PLUS)}
+"""Where states rest, and what is quantized."""
+VOLUMES = {"fwd": (0, "parameter"), "bwd": (1, "parameter"), "grad": (1, "gradient")}
+"""Of each volume, by the first word of its name, the graph (forward, backward) and what its collectives move."""
+Crossing = Callable[[Sizes, str, tuple[tuple[str, int], ...]], tuple[dict[str, int], int]]
 
 
 def osdp(paper: Paper, setting: Setting) -> Iterator[Row]:
@@ -57,12 +60,12 @@ def amsp(paper: Paper, setting: Setting) -> Iterator[Row]:
 
 def zeropp(paper: Paper, setting: Setting) -> Iterator[Row]:
     """What one iteration sends between nodes, in sizes of the model."""
-    volumes = paper.get("volumes") or {}
-    for system in ("zero3", "zeropp"):
-        for name, published in (volumes.get(system) or {}).items():
-            if published:  # an error relative to 0 is none
+    crossing = crossing_of(setting)
+    for system, volumes in (paper.get("volumes") or {}).items():
+        for name, published in volumes.items() if isinstance(volumes, Mapping) else ():
+            if isinstance(published, int | float) and published:  # an error relative to 0 is none
                 setting.progress(f"ZeRO++ volumes: {system} {name}")
-                found = partial(zero3_volume, setting, name) if system == "zero3" else _quantized
+                found = partial(volume, crossing, system, name)
                 yield Row.of("ZeRO++ volumes", system, name, "M", published, found)
 
 
@@ -76,9 +79,29 @@ def state_bytes(setting: Setting, gpus: int, word: str, precision: Precision | N
     return _ratio(stated)
 
 
-def zero3_volume(setting: Setting, name: str) -> float:
-    """Bytes between nodes over those of the weights: of what a layer adds."""
-    return _ratio(lambda sizes: _crossing(setting, sizes, name))
+def volume(crossing: Crossing, system: str, name: str) -> float:
+    """Bytes between nodes over those of the weights in 16 bit: of what a layer adds.
+
+    Raises
+    ------
+    PlanError
+        Where no system or no volume of it is called so.
+    """
+    if system not in SYSTEMS:
+        raise PlanError(f"no system is called {system!r}: built are {', '.join(SYSTEMS)}")
+    word = name.split("_")[0]
+    if word not in (*VOLUMES, "total"):
+        raise PlanError(f"no volume is called {name!r}: names begin with {', '.join(VOLUMES)}, or are 'total'")
+    force, usual = SYSTEMS[system]
+    bits = {str(kind): number for kind, number in usual.items()}
+    if word in VOLUMES and (named := re.search(r"int(\d+)", name)):  # they may be others than those of the total
+        bits[f"{VOLUMES[word][1]}s"] = int(named[1])
+
+    def measured(sizes: Sizes) -> tuple[int, int]:
+        moved, weights = crossing(sizes, force, tuple(bits.items()))
+        return moved[word] if word in VOLUMES else sum(moved.values()), weights
+
+    return _ratio(measured)
 
 
 def _ratio(measured: Callable[[Sizes], tuple[int, int]]) -> float:
@@ -87,29 +110,44 @@ def _ratio(measured: Callable[[Sizes], tuple[int, int]]) -> float:
     return amount / of
 
 
-def _crossing(setting: Setting, sizes: Sizes, name: str) -> tuple[int, int]:
-    """The bytes that collectives move between nodes, and those of all weights."""
-    compiler = _compiler(setting, sizes, 16, Precision(torch.bfloat16), "zero3")
-    plan = compiler.plan()
-    step, cluster = compiler.lower(plan).step, compiler.cluster
-    moved = 0
-    for graph, kind in VOLUMES.values() if name == "total" else (VOLUMES[name],):
-        module = (step.forward, step.backward)[graph]
-        assert module is not None
-        found = [what for node in module.graph.nodes if (what := info(node).collective) is not None]
-        moved += sum(each.bytes for each in found if each.kind == kind and crossed_level(each.axes, cluster) == "node")
-    return moved, 2 * _count(plan)
+def crossing_of(setting: Setting) -> Crossing:
+    """Finds the bytes of each volume that the collectives of a node's devices move between nodes, and those of all
+    weights, of a model with states at rest as is said and quantized collectives of so many bits."""
+
+    @cache
+    def crossing(sizes: Sizes, word: str, bits: tuple[tuple[str, int], ...]) -> tuple[dict[str, int], int]:
+        compiler = _compiler(setting, sizes, 16, Precision(torch.bfloat16), word, quantize=dict(bits))
+        plan = compiler.plan()
+        step, moved = compiler.lower(plan).step, {}
+        for name, (graph, cause) in VOLUMES.items():
+            module = (step.forward, step.backward)[graph]
+            assert module is not None
+            found = [what for node in module.graph.nodes if (what := info(node).collective) is not None]
+            moved[name] = sum(_between_nodes(each, compiler.cluster) for each in found if each.cause == cause)
+        return moved, 2 * _count(plan)
+
+    return crossing
+
+
+def _between_nodes(what: Collective, cluster: Cluster) -> int:
+    """The bytes of all groups of a node whose collective crosses nodes: a group of one device a node is one of eight.
+
+    The paper does not count the scales of blocks.
+    """
+    if what.scales or crossed_level(what.axes, cluster) != "node":
+        return 0
+    inside, _ = group_extents(what.axes, cluster)
+    return what.bytes * cluster.levels[0].size // inside
 
 
 def _count(plan: Plan) -> int:
     return sum(torch.Size(shape).numel() for shape in plan.model_key.parameters.values())
 
 
-def _compiler(setting: Setting, sizes: Sizes, gpus: int, precision: Precision | None, word: str) -> Compiler:
+def _compiler(
+    setting: Setting, sizes: Sizes, gpus: int, precision: Precision | None, word: str, **options: Any
+) -> Compiler:
     cluster = Cluster.preset("dgx-a100").fitted(min(8, gpus), max(1, gpus // 8))
     compiler = captured(sizes, gpus, 64, precision)
-    return setting.asked(compiler, cluster, force={"*": word}, micro_batches=1, sub_batches=1, recompute="none")
-
-
-def _quantized() -> float:
-    raise PlanError("quantized collectives are not built")
+    asked = {"force": {"*": word}, "micro_batches": 1, "sub_batches": 1, "recompute": "none", **options}
+    return setting.asked(compiler, cluster, **asked)

@@ -34,14 +34,31 @@ def test_mixed_precision_has_sixteen_bytes_too() -> None:
     assert row.predicted == 112.0 == row.published
 
 
-def test_zero_3_moves_three_models_between_nodes() -> None:
-    """Forward, backward and gradients one each; what no collective quantizes says so; a published 0 is no row."""
+def test_what_moves_between_nodes() -> None:
+    """Of ZeRO-3 forward, backward and gradients one model each; of ZeRO++ 0.75 in all; a published 0 is no row."""
     volumes = {
+        "source": "sec 1.2",
         "zero3": {"fwd_allgather": 1.0, "bwd_allgather": 1.0, "grad_reduce_scatter": 1.0, "total": 3.0},
-        "zeropp": {"fwd_allgather_qwZ_int8": 0.5, "bwd_allgather_hpZ": 0.0, "total": 0.75},
-    }
+        "zeropp": {
+            "fwd_allgather_qwZ_int8": 0.5, "bwd_allgather_hpZ": 0.0, "grad_a2a_qgZ_int4": 0.25, "total": 0.75,
+            "grad_a2a_qgZ_int8": 0.5,
+        },
+    }  # fmt: skip
     found = rows("zeropp", {"volumes": volumes})
     assert [row.predicted for row in found if row.group == "zero3"] == [1.0, 1.0, 1.0, 3.0]
-    assert {row.reason for row in found if row.group == "zeropp"} == {"quantized collectives are not built"}
-    moved = exact._crossing(Setting(), Sizes(2, 256, 4), "total")
-    assert moved[0] == pytest.approx(3 * moved[1], rel=0.5)  # embeddings are not gathered for the backward
+    assert [row.predicted for row in found if row.group == "zeropp"] == [0.5, 0.25, 0.75, 0.5]
+
+
+def test_volumes_that_are_not_known_say_so() -> None:
+    volumes = {"zeropp": {"rings": 1.0, "grad_int3": 0.2}, "zero4": {"total": 2.0}, "caveat": "a text", "unit": None}
+    reasons = [row.reason for row in rows("zeropp", {"volumes": volumes})]
+    assert reasons == [
+        "no volume is called 'rings': names begin with fwd, bwd, grad, or are 'total'",
+        "quantize['gradients'] is 8 or 4 bits, got 3",
+        "no system is called 'zero4': built are zero3, zeropp",
+    ]
+
+
+def test_of_the_whole_model_it_is_about_as_much() -> None:
+    moved, weights = exact.crossing_of(Setting())(Sizes(2, 256, 4), "zero3", ())
+    assert sum(moved.values()) == pytest.approx(3 * weights, rel=0.5)  # embeddings are not gathered for the backward
