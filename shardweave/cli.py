@@ -76,6 +76,9 @@ def plan(
         bool | None,
         typer.Option(help="Gather parameters once for forward and backward; else the planner chooses."),
     ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(help="Move parameters in int8 and gradients in int4: zero++; it changes numbers.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Where to save the plan (JSON).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Where to save the simulated step (Chrome trace).")] = None,
 ) -> None:
@@ -85,7 +88,7 @@ def plan(
     model, inputs = _built(factory)
     machine = _machine(cluster, nodes)
     weaving: dict[str, Any] = {"sub_batches": sub_batches, "recompute": recompute}
-    weaving |= {"operator_slices": operator_slices or {}, "keep_gathered": keep_gathered}
+    weaving |= {"operator_slices": operator_slices or {}, "keep_gathered": keep_gathered, "quantize": quantize}
     options = sw.Options(memory_limit=_bytes(memory_limit), precision=precision, micro_batches=micro_batches, **weaving)
     made = sw.plan(model, machine, inputs, options=options)
     _console().print(made.explain())

@@ -50,6 +50,14 @@ def test_plan_explain_and_diff(
     assert call(monkeypatch, "diff", saved, saved) == 0
 
 
+def test_a_plan_may_be_quantized(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "plan", "tests.test_cli:build", "--cluster", "rtx3090-pcie", "--nodes", "1", "--quantize"
+    assert call(monkeypatch, *arguments, "zero++") == 0
+    assert "parameters in int8, gradients in int4" in capsys.readouterr().out
+    assert call(monkeypatch, *arguments, "int8") == 1
+    assert "quantize must be 'zero++'" in capsys.readouterr().err
+
+
 def test_compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["compare", "tests.test_cli:build", "--cluster", "rtx3090-pcie", "--nodes", "1", "--only", "ddp"]
     assert call(monkeypatch, *arguments) == 0
