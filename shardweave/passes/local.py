@@ -112,7 +112,7 @@ class LocalGraph:
             inner: fx.Node = args[0].args[0]
             return inner
         node = self.graph.create_node(
-            "call_function", target, args, kwargs, name=_short_name(args[0] if target is seeded else target)
+            "call_function", target, args, kwargs, name=short_name(args[0] if target is seeded else target)
         )
         key = target, described(args), described(kwargs)
         if key not in self.known:  # equal layers ask for the same again
@@ -337,7 +337,7 @@ def _unreshaped(node: fx.Node) -> fx.Node:
     return node
 
 
-def _short_name(target: Callable[..., Any]) -> str:
+def short_name(target: Callable[..., Any]) -> str:
     """The op's plain name, for a reader of the generated code: ``mm`` for ``aten.mm.default``."""
     schema = getattr(target, "_schema", None)
     name = schema.name.split("::")[-1] if schema is not None else getattr(target, "__name__", "call")

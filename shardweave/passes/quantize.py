@@ -26,7 +26,7 @@ from shardweave.cost_model.graphs import is_wait, tensor_bytes
 from shardweave.ir import META, Axis, Collective, Quantized, axes_size, group_name
 from shardweave.passes.annotate import info
 from shardweave.passes.described import described
-from shardweave.passes.local import remove_dead
+from shardweave.passes.local import remove_dead, short_name
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -172,7 +172,7 @@ class _Rewrite:
         found.name = name
 
     def _call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.graph.create_node("call_function", target, args, kwargs)
+        node = self.graph.create_node("call_function", target, args, kwargs, short_name(target))
         node.meta[META] = replace(info(self.start), layouts=(), collective=None)
         key = target, described(args), described(kwargs)
         if key not in self.known:
