@@ -210,6 +210,19 @@ def test_no_parameter_is_gathered_and_no_gradient_scattered_whole(word: str, mor
     assert any(dtype == torch.uint8 for module in few for *_, dtype in kinds(module))
 
 
+@pytest.mark.parametrize("word", ["zero1", "zero2", "hpz:2"])
+def test_turns_share_what_was_gathered_once_a_step(word: str) -> None:
+    """The first turn gathers as many parameters as without, the next ones only those of each use."""
+    forms = [lowered({"*": word}, micro_batches=2, quantize=each).step.turns for each in (None, "zero++")]
+    plain, few = (form() for form in forms if form is not None)
+    for fresh in (True, False):
+        had, has = (Counter(kinds(turns.forward(fresh, True))) for turns in (plain, few))
+        assert has["all_gather", "parameter", torch.int8] == had["all_gather", "parameter", FULL]
+    for adds, closes in ((False, False), (True, True)):
+        had, has = (Counter(kinds(turns.backward(adds, closes))) for turns in (plain, few))
+        assert bool(has["all_to_all", "gradient", torch.uint8]) == bool(had["reduce_scatter", "gradient", FULL])
+
+
 def test_no_block_of_a_bucket_holds_two_of_its_members() -> None:
     """What is put together is quantized as it is alone: small gradients lie beside large ones."""
     plain, merged = (parts(lowered({"*": "zero2"}, buckets=on, quantize="zero++")) for on in (False, True))
