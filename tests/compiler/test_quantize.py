@@ -19,7 +19,7 @@ from shardweave.options import ZERO_PLUS_PLUS, Options
 from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.quantization import STEPS
 from tests.compiler.packing import Packed
-from tests.compiler.training import Run, Way, compile_ways, train
+from tests.compiler.training import Run, Way, compile_ways, train, train_packed
 from tests.models import ZOO
 from tests.passes.test_quantize import kinds
 
@@ -118,6 +118,18 @@ def sums_of_largest(parts: int) -> dict[str, float]:
             assert parameter.grad is not None
             found[name] = found.get(name, 0.0) + float(parameter.grad.abs().max())
     return found
+
+
+def test_mixed_precision_stays_as_close(pool: WorkerPool) -> None:
+    """Parameters move in int8 out of bfloat16; gradients are summed in float32."""
+    ways = [way("plain", "hpz:2", None), way("zero++", "hpz:2", "zero++")]
+    model, dtype = CASE.model(torch.float32), torch.float32
+    steps = compile_ways(model, CASE, dtype, 4, ways, precision=sw.Precision(torch.bfloat16), size=ROWS, cluster=NODES)
+    expected = train(CASE.model(dtype), CASE, dtype, SGD, None, None, TRAINED, ROWS)
+    first, *others = pool.run(train_packed, CASE.name, dtype, steps, SGD, TRAINED, ROWS, nprocs=4, timeout=300)
+    for index, run in enumerate(first):
+        assert all(other[index] == run.losses for other in others)
+        assert run.losses == pytest.approx(expected.losses, rel=0.01)  # two of bfloat16's roundings
 
 
 # -- plans and options
