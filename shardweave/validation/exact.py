@@ -14,7 +14,7 @@ from shardweave.compiler.plan import Plan
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.collectives import crossed_level, group_extents
 from shardweave.cost_model.graphs import info
-from shardweave.errors import PlanError
+from shardweave.errors import InputError, PlanError
 from shardweave.ir import Collective, Quantized
 from shardweave.options import ZERO_PLUS_PLUS
 from shardweave.precision import Precision
@@ -60,13 +60,15 @@ def amsp(paper: Paper, setting: Setting) -> Iterator[Row]:
 
 def zeropp(paper: Paper, setting: Setting) -> Iterator[Row]:
     """What one iteration sends between nodes, in sizes of the model."""
-    crossing = crossing_of(setting)
-    for system, volumes in (paper.get("volumes") or {}).items():
+    crossing, systems = crossing_of(setting), paper.get("volumes") or {}
+    if not isinstance(systems, Mapping):
+        raise InputError(f"zeropp.yaml, volumes: expected a mapping of systems, got {systems!r}")
+    for system, volumes in systems.items():
         for name, published in volumes.items() if isinstance(volumes, Mapping) else ():
             if isinstance(published, int | float) and published:  # an error relative to 0 is none
                 setting.progress(f"ZeRO++ volumes: {system} {name}")
-                found = partial(volume, crossing, system, name)
-                yield Row.of("ZeRO++ volumes", system, name, "M", published, found)
+                found = partial(volume, crossing, system, str(name))
+                yield Row.of("ZeRO++ volumes", str(system), str(name), "M", published, found)
 
 
 def state_bytes(setting: Setting, gpus: int, word: str, precision: Precision | None = None) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from shardweave.errors import InputError
 from shardweave.validation import Row, Setting, exact, validate
 from shardweave.validation.models import Sizes
 
@@ -57,6 +58,11 @@ def test_volumes_that_are_not_known_say_so() -> None:
         "quantize['gradients'] is 8 or 4 bits, got 3",
         "no system is called 'zero4': built are zero3, zeropp",
     ]
+
+
+def test_volumes_that_are_no_mapping_are_refused() -> None:
+    with pytest.raises(InputError, match=r"zeropp.yaml, volumes: expected a mapping of systems, got \[3.0\]"):
+        rows("zeropp", {"volumes": [3.0]})
 
 
 def test_of_the_whole_model_it_is_about_as_much() -> None:
