@@ -8,7 +8,8 @@ What is *stated* by the authors' code (Youhe-Jiang/IJCAI2023-OptimalShardedDataP
   and whose gradient is scattered at its end. So "DP" moves what data parallelism moves, with sharded states: ZeRO-1.
 - The training scripts run minGPT in float32 with Adam on 8 GPUs, on sums of two numbers: sequences of 6 tokens, 96 of
   them for each unit of batch size; gradients are never cleared; MB are 2^20 bytes.
-- `scheduler.py` takes rows 1 to 3 as batch sizes 1 to 3, and minimises the sum of a column a layer.
+- `scheduler.py` takes rows 1 to 3 as batch sizes 1 to 3; for each it picks a level a layer, by a knapsack over MB that
+  minimises the sum of seconds, and of the batch sizes the one whose step is shortest, not the one fastest a sample.
 
 What is *inferred* from the figures, as nothing says it: that the hardware is the paper's server of 8 TITAN RTX; that
 row i has i units of 576 tokens a GPU (activations grow by 16.5 floats a token and feature a row); that row 0 has one
