@@ -1,7 +1,7 @@
 """What the planner decides beside what the papers decided: ``python -m docs.measure_decisions FOLDER amsp``.
 
 Prints the Markdown tables of docs/validation.md, section Decisions: AMSP's factors, AxoNN's ranking of grids, Oases'
-degrees of each layer. Twenty minutes for AMSP, five for AxoNN, three for Oases.
+degrees of each layer. Ten minutes for AMSP, five for AxoNN, three for Oases.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from shardweave.demo.model import GPTConfig
 from shardweave.errors import InfeasibleError, PlanError
 from shardweave.ir import Grid, Strategy
 from shardweave.validation import Setting, amsp, axonn, load, oases
+from shardweave.validation.grids import Bandwidths, ranking
 from shardweave.validation.published import Paper, table
 from shardweave.validation.setting import captured
 
@@ -64,15 +65,17 @@ class Ranked:
 
 
 def factors(gpus: int, micro_batches: int) -> dict[str, Strategy]:
-    """AMSP's space: each of parameters, gradients and states over the innermost 1, 2, 4, ... devices, of rising size.
+    """AMSP's space: parameters, gradients and states over one device, a node, 2, 4, ... nodes, of rising size.
 
-    In one micro-batch a gradient is reduced into the shard of its states, wherever it would be added up: of those that
-    differ in that alone there is one, with gradients as parameters.
+    Of one micro-batch gradients are summed where parameters rest.
 
-    >>> list(factors(2, micro_batches=2)), list(factors(2, micro_batches=1))
-    (['1, 1, 1', '1, 1, 2', '1, 2, 2', '2, 2, 2'], ['1, 1, 1', '1, 1, 2', '2, 2, 2'])
+    >>> list(factors(16, micro_batches=1))
+    ['1, 1, 1', '1, 1, 8', '1, 1, 16', '8, 8, 8', '8, 8, 16', '16, 16, 16']
+    >>> len(factors(16, micro_batches=2))
+    10
     """
-    sizes = [2**exponent for exponent in range(gpus.bit_length())]
+    node = amsp.GPUS_PER_NODE
+    sizes = [1, *(node * 2**exponent for exponent in range((gpus // node).bit_length()))]
     found = {}
     for rest, gradients, states in combinations_with_replacement(sizes, 3):
         if micro_batches > 1 or gradients == rest:
@@ -98,15 +101,18 @@ def free_factors(setting: Setting, model: str, gpus: int, **asked: Any) -> Plan:
 
 
 def amsp_tables(paper: Paper) -> Iterator[str]:
-    """For each model and number of GPUs the first factors, the published ones, and what the planner mixes."""
+    """For each model and number of GPUs the first factors, the published ones, and what the planner mixes.
+
+    Sums are those of AMSP's engine, and a tenth of the memory is left alone, as by default.
+    """
     stated = {(row["model"], row["approach"]): row for row in table(paper, "amsp", "strategies_table4")}
     yield "| model, GPUs | not overlapped | place | factors p, g, os | a step | longer | memory |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for model, recompute in (("LLaMA-7B", "none"), ("LLaMA-30B", "full")):
         for gpus in (64, 1024):
             published = amsp.strategy(stated, model, "AMSP", gpus)
-            for level in ("L2", "L0"):
-                asked = {"recompute": recompute, "blocking": amsp.BLOCKING[level]}
+            for level in ("L3", "L2"):
+                asked = {"recompute": recompute, "blocking": amsp.BLOCKING[level], "memory_limit": None, **amsp.SUMS}
                 said = f"{model}, {gpus} | {level}"
                 ranked = ranked_factors(Setting(), model, gpus, **asked)
                 for place, (name, plan) in enumerate(ranked.plans, 1):
@@ -139,48 +145,6 @@ def flat(cluster: Cluster) -> Cluster:
     return replace(cluster, levels=tuple(replace(node, name=each.name, size=each.size) for each in cluster.levels))
 
 
-Bandwidths = Sequence[Mapping[str, Any]]
-"""Rows of the authors' table: GiB/s of a group of ``my`` devices that are ``ip`` apart."""
-
-
-def table_seconds(bandwidths: Bandwidths, config: GPTConfig, batch: int, grid: Grid) -> float:
-    """As `axonn.communication_seconds`, on links as the authors' program has them: no latency, rings.
-
-    >>> rows = [{"ip": 1, "my": ">=2", "bw": 1.0}, {"ip": ">=2", "my": "any", "bw": 0.5}]
-    >>> gather = table_seconds(rows, GPTConfig(256, 2048, 1, 8, 1024), 2, Grid(z=2))
-    >>> round(gather * 2**30) == 4 * 12 * 1024**2  # three gathers and a scatter of half of each weight's two bytes
-    True
-    """
-    tokens, width, seconds = batch * axonn.SEQUENCE // (grid.z * grid.data), config.width, 0.0
-    apart = {"x": 1, "y": grid.x, "z": grid.x * grid.y, "data": grid.x * grid.y * grid.z}
-    for index, (inner, outer) in enumerate(axonn.products(width)):
-        x, y = ("x", "y") if index % 2 == 0 else ("y", "x")
-        columns, rows = getattr(grid, x), getattr(grid, y)
-        weight = 2 * inner * outer / (columns * rows)
-        for axis, passes, size in (
-            ("z", 4, weight),
-            ("data", 2, weight / grid.z),
-            (y, 4, 2 * tokens * outer / columns),
-            (x, 2, 2 * tokens * inner / rows),
-        ):
-            devices = getattr(grid, axis)
-            if devices > 1:
-                moved = passes * size * (devices - 1) / devices
-                seconds += moved / (2**30 * _bandwidth(bandwidths, apart[axis], devices))
-    return seconds
-
-
-def _bandwidth(bandwidths: Bandwidths, apart: int, devices: int) -> float:
-    return next(float(row["bw"]) for row in bandwidths if _is(row["ip"], apart) and _is(row["my"], devices))
-
-
-def _is(said: int | str, number: int) -> bool:
-    """Whether ``4``, ``">=4"``, ``">4"`` or ``"any"`` is said of a number."""
-    if isinstance(said, str) and said != "any":
-        return number >= int(said[2:]) if said.startswith(">=") else number > int(said[1:])
-    return said in ("any", number)
-
-
 MODEL, GPUS, DEGREE = GPTConfig(axonn.VOCABULARY, axonn.SEQUENCE, 32, 56, 7168, bias=True), 32, 16
 """GPT-20B, whose layers the authors' program spreads over at least 16 GPUs."""
 
@@ -204,9 +168,9 @@ def ranked_grids(
     setting: Setting, machine: Cluster, model: GPTConfig, batch: int, degree: int, bandwidths: Bandwidths
 ) -> tuple[Ranked, list[list[str]]]:
     """All grids as simulated; and those that can be built by what they move: with placement, by a table, without."""
-    grids = {str(grid): grid for grid in axonn.ranking(machine, model, batch, degree)}
-    without = [str(grid) for grid in axonn.ranking(flat(machine), model, batch, degree)]
-    theirs = sorted(grids, key=lambda name: table_seconds(bandwidths, model, batch, grids[name]))
+    grids = {str(grid): grid for grid in ranking(machine, model, batch, degree)}
+    without = [str(grid) for grid in ranking(flat(machine), model, batch, degree)]
+    theirs = [str(grid) for grid in ranking(machine, model, batch, degree, bandwidths)]
     ranked = Ranked.of(list(grids), lambda name: grid_plan(setting, model, machine.world_size, batch, grids[name]))
     return ranked, [[name for name in each if ranked.place(name)] for each in (list(grids), theirs, without)]
 

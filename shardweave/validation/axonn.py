@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
 
 from shardweave.compiler.plan import Plan
-from shardweave.cost_model import Cluster, collective_seconds
+from shardweave.cost_model import Cluster
 from shardweave.demo.model import GPTConfig
 from shardweave.errors import InfeasibleError, InputError, PlanError
-from shardweave.ir import Grid, Strategy, Traffic
+from shardweave.ir import Grid, Traffic
 from shardweave.precision import Precision
 from shardweave.validation.deepspeed import hosted
+from shardweave.validation.grids import Bandwidths, ranking
 from shardweave.validation.published import Paper, table
 from shardweave.validation.rows import Row
 from shardweave.validation.setting import Setting, captured
@@ -47,7 +47,8 @@ STEPS: Mapping[str, tuple[Traffic, ...]] = {
 def rows(paper: Paper, setting: Setting) -> Iterator[Row]:
     """Table III in parts of the peak, recomputation counted; then section IV's steps, as parts of a batch's time."""
     sizes = {row["name"]: row for row in table(paper, "axonn", "models_table1")}
-    degrees = (paper.get("code_comm_model") or {}).get("min_tensor_parallel_degree", {})
+    program = paper.get("code_comm_model") or {}
+    degrees, bandwidths = program.get("min_tensor_parallel_degree", {}), program.get("perlmutter_bw_GiBps", ())
     batch = (paper.get("training_setup") or {}).get("batch_sequences_assumed", 2048)
     for row in table(paper, "axonn", "weak_scaling_table3"):
         if row["model"] not in sizes:
@@ -55,7 +56,7 @@ def rows(paper: Paper, setting: Setting) -> Iterator[Row]:
         config, gpus = _config(sizes[row["model"]]), row["gpus"]
         systems = {
             "zero3": partial(zero3, setting, config, gpus, batch),
-            "axonn": partial(fastest, setting, config, gpus, batch, degrees.get(row["model"], 1)),
+            "axonn": partial(fastest, setting, config, gpus, batch, degrees.get(row["model"], 1), bandwidths),
             "megatron_lm": _pipelined,
             "deepspeed_3d": _pipelined,
         }
@@ -74,16 +75,20 @@ def zero3(setting: Setting, config: GPTConfig, gpus: int, batch: int) -> Plan:
     return plan(setting, config, gpus, batch, system=hosted, **asked)
 
 
-def fastest(setting: Setting, config: GPTConfig, gpus: int, batch: int, degree: int) -> Plan:
+def fastest(
+    setting: Setting, config: GPTConfig, gpus: int, batch: int, degree: int, bandwidths: Bandwidths = ()
+) -> Plan:
     """The fastest of the grids that the communication model puts first, of those that can be built and fit.
 
     Parameters
     ----------
     degree : int
         Devices over which a layer is spread at the least: x, y and z together.
+    bandwidths : sequence of mapping
+        The table by which the authors' program ranks grids; without it, this cluster's links do.
     """
     cluster, found = _machine(setting, gpus), []
-    for grid in ranking(cluster, config, batch, degree):
+    for grid in ranking(cluster, config, batch, degree, bandwidths):
         try:
             found.append(plan(setting, config, gpus, batch, force={"*": _tensor(grid)}))
         except (InfeasibleError, PlanError):
@@ -108,54 +113,6 @@ def plan(
     compiler, cluster = captured(config, batch, SEQUENCE, PRECISION), _machine(setting, gpus)
     cluster = cluster if system is None else system(cluster)
     return setting.plan(compiler, cluster, recompute="full", sub_batches=1, **options)
-
-
-def ranking(cluster: Cluster, config: GPTConfig, batch: int, degree: int = 1) -> list[Grid]:
-    """All grids of a cluster's devices, those first that communicate least (`communication_seconds`).
-
-    >>> from shardweave.validation.clusters import cluster_of
-    >>> cluster, small = cluster_of("axonn").fitted(4, 2), GPTConfig(256, 2048, 2, 8, 1024)
-    >>> ranking(cluster, small, batch=8, degree=4)[0]  # data parallelism between nodes, weights gathered inside
-    Grid(x=1, y=1, z=4, data=2, experts=1)
-    """
-    devices = cluster.world_size
-    powers = [2**exponent for exponent in range(devices.bit_length())]
-    grids = [
-        Grid(x, y, z, devices // (x * y * z))
-        for x, y, z in product(powers, repeat=3)
-        if degree <= x * y * z <= devices and batch % (devices // (x * y)) == 0
-    ]
-    return sorted(grids, key=lambda grid: (communication_seconds(cluster, config, batch, grid), str(grid)))
-
-
-def communication_seconds(cluster: Cluster, config: GPTConfig, batch: int, grid: Grid) -> float:
-    """What a layer's collectives take one after another, by the volumes of AxoNN's equations 1 to 5.
-
-    A weight of ``k, n`` is gathered over z for the forward, its repetition and the backward, and its gradient scattered
-    there and reduced over data; outputs are reduced over y, in the repetition too, and gradients of inputs over x. In
-    every second layer x and y are swapped. Which links a group gets, and shares, the cluster says: placement.
-    """
-    axes = Strategy(grid).axes(cluster.mesh())
-    tokens = batch * SEQUENCE // (grid.z * grid.data)
-    seconds = 0.0
-    for index, (inner, outer) in enumerate(products(config.width)):
-        columns, rows_ = (grid.x, grid.y) if index % 2 == 0 else (grid.y, grid.x)
-        over_columns, over_rows = (axes.x, axes.y) if index % 2 == 0 else (axes.y, axes.x)
-        weight = 2 * inner * outer / (columns * rows_)
-        for kind, count, size, over in (
-            ("all_gather", 3, weight, axes.z),
-            ("reduce_scatter", 1, weight, axes.z),
-            ("all_reduce", 1, weight / grid.z, axes.data),
-            ("all_reduce", 2, 2 * tokens * outer / columns, over_rows),
-            ("all_reduce", 1, 2 * tokens * inner / rows_, over_columns),
-        ):
-            seconds += count * collective_seconds(kind, size, over, cluster)
-    return seconds
-
-
-def products(width: int) -> tuple[tuple[int, int], ...]:
-    """Rows and columns of a layer's weights."""
-    return (width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)
 
 
 def _ablation(ablation: Mapping[str, Any], config: GPTConfig, setting: Setting) -> Iterator[Row]:

@@ -13,7 +13,9 @@ from docs import fit_validation
 from docs.measure_decisions import flat
 from shardweave.demo.model import GPTConfig
 from shardweave.errors import InfeasibleError, InputError
+from shardweave.ir import Grid
 from shardweave.validation import Described, Setting, axonn
+from shardweave.validation.grids import communication_seconds, ranking
 
 SMALL = GPTConfig(512, 64, layers=3, heads=8, width=256, bias=True)
 PAPER: dict[str, Any] = {
@@ -77,20 +79,20 @@ def test_the_plans_are_those_of_their_systems(short: None) -> None:
 def test_grids_are_ranked_whole(nodes: int, degree: int, batch: int) -> None:
     """Each grid once, spread over all devices, by rising seconds; more bandwidth takes no more of them."""
     cluster = Described.of("axonn").cluster.fitted(4, nodes)
-    ranked = axonn.ranking(cluster, SMALL, batch, min(degree, 4 * nodes))
-    seconds = [axonn.communication_seconds(cluster, SMALL, batch, grid) for grid in ranked]
+    ranked = ranking(cluster, SMALL, batch, min(degree, 4 * nodes))
+    seconds = [communication_seconds(cluster, SMALL, batch, grid) for grid in ranked]
     assert seconds == sorted(seconds) and len(set(ranked)) == len(ranked) > 0
     assert all(grid.size == 4 * nodes and grid.x * grid.y * grid.z >= min(degree, 4 * nodes) for grid in ranked)
     faster = replace(cluster, levels=tuple(replace(v, bandwidth=2 * v.bandwidth) for v in cluster.levels))
     for grid, slow in zip(ranked, seconds, strict=True):
-        assert axonn.communication_seconds(faster, SMALL, batch, grid) <= slow
+        assert communication_seconds(faster, SMALL, batch, grid) <= slow
 
 
 def test_placement_changes_which_grid_is_first() -> None:
     """GPT-20B on 32 GPUs, section V-C: eight devices share a layer's sums where links inside a node count for more."""
     cluster, model = Described.of("axonn").cluster.fitted(4, 8), GPTConfig(50304, 2048, 32, 56, 7168, bias=True)
-    aware = axonn.ranking(cluster, model, batch=32, degree=16)
-    agnostic = axonn.ranking(flat(cluster), model, batch=32, degree=16)
+    aware = ranking(cluster, model, batch=32, degree=16)
+    agnostic = ranking(flat(cluster), model, batch=32, degree=16)
     assert aware[0].x == 8 and agnostic[0].x == 4
     assert agnostic.index(aware[0]) > 5
 
@@ -105,3 +107,12 @@ def test_constants_of_several_clusters_are_fitted_as_one() -> None:
     pcie, nvlink = (fit_validation.with_values(described[n], n, values, owners) for n in ("oases-pcie", "oases-nvlink"))
     assert (pcie.levels[0].efficiency, nvlink.levels[0].efficiency) == (0.3, 0.5)
     assert pcie.device.matmul_efficiency == nvlink.device.matmul_efficiency == 0.5
+
+
+def test_the_authors_table_ranks_where_there_is_one(short: None) -> None:
+    """A table whose links between nodes are slow keeps sums inside; a group that it does not know is named."""
+    cluster = Described.of("axonn").cluster.fitted(4, 4)
+    slow = [{"ip": 1, "my": ">=2", "bw": 100.0}, {"ip": "any", "my": "any", "bw": 0.01}]
+    assert ranking(cluster, SMALL, 64, 4, slow)[0] in (Grid(z=16), Grid(y=16), Grid(x=16))
+    with pytest.raises(InputError, match=r"groups of \d+ devices that are \d+ apart"):
+        ranking(cluster, SMALL, 64, 4, slow[:1])
