@@ -17,7 +17,11 @@ from shardweave.validation import Described, Setting, amsp, oases
 from shardweave.validation.grids import ranking, table_seconds
 from shardweave.validation.models import Sizes
 
-BANDWIDTHS = [{"ip": 1, "my": ">=2", "bw": 1.0}, {"ip": 2, "my": 2, "bw": 0.5}, {"ip": ">=2", "my": "any", "bw": 0.25}]
+BANDWIDTHS: list[dict[str, Any]] = [
+    {"ip": 1, "my": ">=2", "bw": 1.0},
+    {"ip": 2, "my": 2, "bw": 0.5},
+    {"ip": ">=2", "my": "any", "bw": 0.25},
+]
 NEAR = 1.03
 """The planner ends where a simulated step is within 3 % of its bound."""
 
