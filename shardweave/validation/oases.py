@@ -9,6 +9,7 @@ back.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +36,7 @@ Degrees = Sequence[tuple[int, int]]
 
 
 def rows(paper: Paper, setting: Setting) -> Iterator[Row]:
-    """Table 3 in thousands of tokens a second."""
+    """Table 3 in thousands of tokens a second, then what each column gains over Megatron-LM's."""
     sizes = {row["hidden"]: row for row in table(paper, "oases", "models_table4")}
     planned = {
         (row["cluster"], row["hidden"]): row for row in table(paper, "oases", "planner_table6") if row["planner"]
@@ -45,14 +46,27 @@ def rows(paper: Paper, setting: Setting) -> Iterator[Row]:
         name, hidden = row["cluster"], row["hidden"]
         if name not in CLUSTERS or hidden not in sizes:
             raise InputError(f"oases.yaml: expected one of {', '.join(CLUSTERS)} and a row of table 4, got {row}")
-        model = sizes[hidden]
+        model, cells = sizes[hidden], dict[str, Row]()
         for column, published in zip(columns, row["kts"], strict=True):
             if published is None or (column == "planner" and (name, hidden) not in planned):
                 continue
             setting.progress(f"Oases Table 3: {name}, hidden {hidden}, {column}")
             degrees = planned[name, hidden]["strategy"] if column == "planner" else [(model["tmp"], model["layers"])]
             kts = partial(_kts, setting, CLUSTERS[name], model, degrees, COLUMNS[column])
-            yield Row.of("Oases Table 3", f"{name}, hidden {hidden}", column, "k tokens/s", published, kts)
+            cells[column] = Row.of("Oases Table 3", f"{name}, hidden {hidden}", column, "k tokens/s", published, kts)
+            yield cells[column]
+        stated = dict(zip(columns, row.get("speedup") or [None] * len(columns), strict=True))
+        yield from _speedups(cells, stated)
+
+
+def _speedups(cells: Mapping[str, Row], stated: Mapping[str, float | None]) -> Iterator[Row]:
+    """Over the first column: as stated, and of the simulated steps."""
+    first = cells.get(next(iter(stated)))
+    for column, row in cells.items():
+        published = stated[column]
+        if published is not None and first is not None:
+            gained = row.predicted / first.predicted if row.predicted and first.predicted else None
+            yield replace(row, table="Oases Table 3, speedups", unit="x", published=published, predicted=gained)
 
 
 def plan(

@@ -23,7 +23,8 @@ PAPER: dict[str, Any] = {
     "models_table4": {"rows": [MODEL]},
     "ablation_table3": {
         "columns": list(oases.COLUMNS),
-        "rows": [{"cluster": "pcie_3090", "hidden": 256, "kts": [10.0, 11.0, 12.0, None, 14.0]}],
+        "rows": [{"cluster": "pcie_3090", "hidden": 256, "kts": [10.0, 11.0, 12.0, None, 14.0],
+                  "speedup": [None, 1.1, 1.2, 1.3, None]}],
     },
     "planner_table6": {
         "rows": [{"cluster": "pcie_3090", "hidden": 256, "planner": True, "strategy": [[2, 1], [4, 2]]}]
@@ -39,9 +40,14 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_column_is_a_row() -> None:
     """What is not published is left out; two sub-batches that communicate in turn are no slower than Megatron-LM."""
-    rows = {row.name: row for row in oases.rows(PAPER, Setting())}
+    found = list(oases.rows(PAPER, Setting()))
+    rows = {row.name: row for row in found if row.table == "Oases Table 3"}
     assert list(rows) == ["megatron_lm", "merak", "cross_pass", "planner"]
     assert all(row.predicted is not None and row.published >= 10 for row in rows.values())
+    gained = {row.name: row for row in found if row.table == "Oases Table 3, speedups"}
+    assert {name: row.published for name, row in gained.items()} == {"merak": 1.1, "cross_pass": 1.2}
+    first = rows["megatron_lm"].predicted or 0.0
+    assert all(row.predicted == pytest.approx((rows[name].predicted or 0.0) / first) for name, row in gained.items())
     with pytest.raises(InputError, match="a row of table 4"):
         list(oases.rows({**PAPER, "models_table4": {"rows": []}}, Setting()))
 
@@ -62,7 +68,7 @@ def test_one_group_stands_for_all() -> None:
 def test_what_cannot_be_cut_has_no_figure() -> None:
     """A batch of two in two sub-batches leaves nothing that data parallelism could cut: the row says so."""
     paper = {**PAPER, "models_table4": {"rows": [{**MODEL, "global_batch": 16}]}}
-    *built, planner = oases.rows(paper, Setting())
+    *built, planner = (row for row in oases.rows(paper, Setting()) if row.table == "Oases Table 3")
     assert planner.predicted is None and "sub-batches" in planner.reason
     assert all(row.predicted is not None and not row.reason for row in built)
 
