@@ -62,7 +62,10 @@ class Priced:
 
     def whole(self, costed: Costed) -> Costed:
         """The problem of the whole step, with what the options say of recomputation."""
-        found = self._unfolded(costed if self.costing.options.recompute is None else with_modes(self.costing, costed))
+        options = self.costing.options
+        if options.recompute is not None:
+            costed = with_modes(self.costing, costed, options.weaving.recompute)
+        found = self._unfolded(costed)
         if found is None:
             raise PlanError("layers that are equal are not priced alike: a bug in shardweave")
         found = with_outputs(self.costing, found, self._last)

@@ -9,7 +9,7 @@ which then are not repeated, nor what they are the sums of (Oases, arXiv 2305.16
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -100,13 +100,12 @@ def layer_named(name: str) -> str:
     return name.removesuffix(_SUFFIX)
 
 
-def with_modes(costing: Costing, costed: Costed) -> Costed:
+def with_modes(costing: Costing, costed: Costed, asked: Mapping[str, Mode] | None = None) -> Costed:
     """The problem with a choice of recomputation for each layer whose backward keeps anything for itself.
 
-    Where the options say how a layer is recomputed, that is the only choice.
+    Where patterns say how layers are recomputed, each has no other choice.
     """
-    layers, said = _layers(costing), costing.options.recompute
-    asked = costing.options.weaving.recompute
+    layers = _layers(costing)
     if not layers:
         return costed
     problem, same = costed.problem, _Same()
@@ -125,7 +124,7 @@ def with_modes(costing: Costing, costed: Costed) -> Costed:
         rows.append(same.without(row, inside[index]) if index in inside else row)
         variables.append(variable)
         for layer in ends.get(index, ()):
-            modes = MODES if said is None else (last_match(asked, layer.name, "none"),)
+            modes = MODES if asked is None else (last_match(asked, layer.name, "none"),)
             own = [place[number] for number in layer.shares]
             tables = [same.edge(share, modes, costing) for share in layer.shares.values()]
             edges += [replace(table, producer=number, consumer=len(rows)) for number, table in zip(own, tables)]
