@@ -73,7 +73,7 @@ def _overlap(paper: Paper, setting: Setting, factors: Factors, recompute: Mappin
         name = f"{level}, M={count}"
         setting.progress(f"AMSP Table V: {model} {name}")
         asked = {"micro_batches": count, "recompute": _mode(recompute, model), "blocking": BLOCKING[level], **SUMS}
-        tgs = partial(_tgs, setting, model, gpus, strategy(factors, model, "AMSP", gpus), **asked)
+        tgs = partial(_tgs, setting, factors, model, "AMSP", gpus, **asked)
         row = Row.of("AMSP Table V", model, name, "tokens/GPU/s", published["tgs"], tgs)
         yield row
         if published["mfu"] is not None:
@@ -88,13 +88,10 @@ def _end_to_end(paper: Paper, setting: Setting, factors: Factors, recompute: Map
             continue
         title = "AMSP MFU, section VI-B", model, f"{approach}, {gpus} GPUs", "MFU", published
         setting.progress(f"AMSP MFU: {model} {approach} on {gpus} GPUs")
-        if (model, approach) not in factors:
-            yield Row(*title, None, f"Table IV has no factors for {approach} of {model}")
-            continue
         asked = {"recompute": _mode(recompute, model), **WOVEN.get(approach, OTHERS)}
         asked["micro_batches"] = max(1, BATCH_SEQUENCES // gpus)
         asked["system"] = hosted if approach in DEEPSPEED else None
-        mfu = partial(_mfu, setting, model, gpus, strategy(factors, model, approach, gpus), **asked)
+        mfu = partial(_mfu, setting, factors, model, approach, gpus, **asked)
         yield Row.of(*title, mfu)
 
 
@@ -136,15 +133,15 @@ def _mode(recompute: Mapping[str, bool], model: str) -> str:
     return "full" if recompute.get(model) else "none"
 
 
-def _tgs(setting: Setting, model: str, gpus: int, chosen: Strategy, **asked: Any) -> float:
+def _tgs(setting: Setting, factors: Factors, model: str, approach: str, gpus: int, **asked: Any) -> float:
     """Tokens a GPU and second."""
-    found = plan(setting, model, gpus, chosen, **asked)
+    found = plan(setting, model, gpus, strategy(factors, model, approach, gpus), **asked)
     return found.micro_batches * SEQUENCE / found.step_time
 
 
-def _mfu(setting: Setting, model: str, gpus: int, chosen: Strategy, **asked: Any) -> float:
+def _mfu(setting: Setting, factors: Factors, model: str, approach: str, gpus: int, **asked: Any) -> float:
     """The part of the peak that the model's own products take, causal attention counted in full."""
-    return _tgs(setting, model, gpus, chosen, **asked) * _mfu_per_tgs(model)
+    return _tgs(setting, factors, model, approach, gpus, **asked) * _mfu_per_tgs(model)
 
 
 def _mfu_per_tgs(model: str) -> float:

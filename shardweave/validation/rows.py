@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardweave.errors import InfeasibleError, PlanError
+from shardweave.errors import InfeasibleError, InputError, PlanError
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Row:
             return cls(table, group, name, unit, published, predict())
         except InfeasibleError:
             reason = "does not fit"
-        except PlanError as error:
+        except (PlanError, InputError) as error:  # what cannot be built, or is not said of the row
             reason = str(error)
         return cls(table, group, name, unit, published, None, reason)
 

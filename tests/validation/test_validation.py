@@ -60,7 +60,7 @@ def test_rows_of_a_paper_are_simulated_plans(small: None) -> None:
     result = validate({"amsp": PAPER, "unknown": {}}, told.append)
     rows = {row.name: row for row in result.rows}
     assert len(rows) == len(told) == 10
-    assert "no factors for another" in rows["another, 1024 GPUs"].reason
+    assert "expected a row for another of LLaMA-7B" in rows["another, 1024 GPUs"].reason
     for count in (1, 2):
         speeds = [rows[f"{level}, M={count}"].predicted or 0.0 for level in ("L3", "L2", "L1", "L0")]
         assert speeds == sorted(speeds, reverse=True) and speeds[0] > speeds[1] > speeds[2]
