@@ -59,6 +59,7 @@ EFFECTS = {
     "slowdown of overlapped compute": Effect(_undisturbed),
     "recomputation": Effect(options={"recompute": "none", "memory_limit": 2**50}),
     "optimizer's moments": Effect(options={"optimizer": "sgd"}),
+    "sums that are whole": Effect(options={"whole_sums": False}),
 }
 
 
