@@ -18,6 +18,7 @@ from torch import fx
 
 from shardweave.compiler.planner.ops import Atom, Op, Role
 from shardweave.compiler.planner.presets import at_rest
+from shardweave.cost_model.graphs import tensors
 from shardweave.ir import Grid, Strategy
 from shardweave.passes.annotate import info
 from shardweave.passes.classes import Classes
@@ -63,7 +64,7 @@ def _streams(ops: Sequence[Op], classes: Classes, position: Mapping[fx.Node, int
 
 def _classes_of(op: Op, atoms: Iterable[Atom], classes: Classes) -> set[int]:
     """The loops that these atoms of the parameter are in the op's largest product."""
-    main = max(_forward(op), key=lambda role: int(role.node.meta["val"].numel()))
+    main = max(_forward(op), key=lambda role: sum(value.numel() for value in tensors(role.node.meta["val"])))
     factors = dict(main.atoms)
     return {classes.of[main.node, factors[atom]] for atom in atoms}
 
