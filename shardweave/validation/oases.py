@@ -79,10 +79,11 @@ def plan(
     data_parallel: bool = False,
 ) -> Plan:
     """The forced plan of a row of Table 4."""
-    whole, groups = setting.cluster(cluster), model["dp"] if data_parallel else 1
-    gpus, in_node = model["tmp"] * groups, whole.world_size // whole.levels[-1].size
+    whole, every = setting.cluster(cluster), model["tmp"] * model["dp"]
+    gpus = every if data_parallel else max(model["tmp"], *(degree for degree, _ in degrees))
+    in_node = whole.world_size // whole.levels[-1].size
     machine = whole.fitted(min(gpus, in_node), max(1, gpus // in_node))
-    batch = model["global_batch"] * groups // model["dp"]
+    batch = model["global_batch"] * gpus // every
     config = GPTConfig(VOCABULARY, SEQUENCE, model["layers"], model["heads"], model["hidden"], bias=True)
     asked = {"force": _force(degrees), "micro_batches": 1, "sequence_parallel": False, **weaving}
     return setting.plan(captured(config, batch, SEQUENCE), machine, **asked)

@@ -61,6 +61,8 @@ def test_one_group_stands_for_all() -> None:
     assert (alone.cluster.world_size, every.cluster.world_size) == (4, 32)
     assert every.tokens == 8 * alone.tokens and every.step_time > alone.step_time
     assert alone.weaving.sub_batches == 2 and set(alone.weaving.recompute.values()) == {"fine"}
+    wide = plan([(4, 2), (8, 1)], oases.COLUMNS["planner"])  # a group is as large as its largest degree
+    assert (wide.cluster.world_size, wide.tokens) == (8, 2 * alone.tokens)
     degrees = [mixed.choices[f"blocks.{layer}.up"].strategy.grid for layer in range(3)]
     assert degrees == [Grid(x=2, data=2), Grid(x=4), Grid(x=4)]
 
