@@ -52,11 +52,13 @@ def test_the_command_prints_a_row_an_effect(
     paper: dict[str, Any] = {"clusters": {"one": {"gpus": 8}}}
     (tmp_path / "osdp.yaml").write_text(yaml.safe_dump(paper))
     figure = tmp_path / "effects.png"
+    few = ("nothing left out", "latency of collectives", "optimizer's moments")
+    monkeypatch.setattr(measure_validation, "EFFECTS", {name: EFFECTS[name] for name in few})
     monkeypatch.setattr(sys, "argv", ["measure_validation", str(tmp_path), "osdp", "--figure", str(figure)])
     measure_validation.main()
     assert figure.exists()
     _, _, *rows = capsys.readouterr().out.splitlines()
     errors = {row.split(" | ")[0].removeprefix("| "): row.split(" | ")[2] for row in rows}
-    assert list(errors) == list(EFFECTS)
+    assert tuple(errors) == few
     assert {name: error for name, error in errors.items() if error != "0.0 %"} == {"optimizer's moments": "50.0 %"}
     assert exact.BYTES_PER_PARAMETER == 16
