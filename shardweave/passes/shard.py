@@ -196,38 +196,36 @@ class Sharder(Values):
         return not set(self.mesh.unrolled).isdisjoint((*layout.shard_axes, *layout.partial_axes))
 
     def _gradient(self, name: str, value: fx.Node) -> fx.Node:
-        """The gradient of a parameter where its states rest, summed in the dtype for that, then in its master's.
-
-        Where gradients are added up, the one of this run is brought to where they are (over the other devices it stays
-        a partial sum), added to the sum, and only that is brought to the states.
-        """
+        """The gradient of a parameter where its states rest, summed in the dtype for that, then in its master's."""
         origin = Origin(name, "gradient", "gradient", True)
         dtype = value.meta["val"].dtype
         dtypes = self.rest_axes.get(name, Rest()).dtypes or Dtypes(dtype, dtype)
-        have = self.layout(value)
         rests = self.rests.get(name) or Layout.replicated(value.meta["val"].shape)
-        sums = self.sums.get(name, rests)
-        first = sums if self.options.whole_sums else rests
-        if not self.options.accumulates:
-            found = self._summed(value, first, dtypes.reduced, origin)
-            return self._at_rest(found, first, rests, dtypes.master, origin)
-        have = drop(have, self.mesh.unrolled)
+        first = self.sums.get(name, rests) if self.options.whole_sums else rests
+        summed = self._added if self.options.accumulates else self._summed
+        found = summed(value, first, dtypes.reduced, origin)
+        found = self.local.redistribute(found, first, rests, origin, lambda *_: None)
+        return self.local.cast(found, dtypes.master, origin)
+
+    def _added(self, value: fx.Node, want: Layout, dtype: torch.dtype, origin: Origin) -> fx.Node:
+        """A gradient at `want`, together with those of the runs before.
+
+        It is brought to where they are added up (over the other devices it stays a partial sum) and added to their sum;
+        only that is brought on.
+        """
+        name, have = origin.op, drop(self.layout(value), self.mesh.unrolled)
+        sums = self.sums.get(name, want)
         partial = [item for item in have.partial if item[0].kind == "space" and item[1] == "sum"]
         lies = replace(sums, partial=tuple(item for item in partial if item[0] not in sums.shard_axes))
         times = tuple((axis, "sum") for axis in self.mesh.times)
-        mine = self._summed(value, replace(lies, partial=(*lies.partial, *times)), dtypes.reduced, origin)
+        mine = self._summed(value, replace(lies, partial=(*lies.partial, *times)), dtype, origin)
         with self.local.fake:
-            like = torch.empty((), dtype=dtypes.reduced, device=value.meta["val"].device)
+            like = torch.empty((), dtype=dtype, device=value.meta["val"].device)
         before = self.local.placeholder(f"sum_{name}", like, lies, origin, last=True)
         total = self.local.call(origin, aten.add_.Tensor, before, mine)
         annotate_layouts(total, (lies,))
         self.accumulators[name] = total
-        found = self.local.redistribute(total, lies, first, origin, lambda *_: None)
-        return self._at_rest(found, first, rests, dtypes.master, origin)
-
-    def _at_rest(self, found: fx.Node, lies: Layout, rests: Layout, dtype: torch.dtype, origin: Origin) -> fx.Node:
-        """A sum that lies so where its states rest, in the dtype of their master."""
-        return self.local.cast(self.local.redistribute(found, lies, rests, origin, lambda *_: None), dtype, origin)
+        return self.local.redistribute(total, lies, want, origin, lambda *_: None)
 
     def _summed(self, value: fx.Node, want: Layout, dtype: torch.dtype, origin: Origin) -> fx.Node:
         """A gradient at `want`, what is partial there summed in this dtype; over woven axes first, slice by slice."""
