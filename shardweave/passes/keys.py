@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 import shardweave.runtime.padding  # noqa: F401  (registers the ops)
-import shardweave.runtime.quantization  # noqa: F401
+import shardweave.runtime.quantization  # noqa: F401  (registers the ops)
 from shardweave.passes.annotate import info
 from shardweave.passes.recompute import layer_of
 from shardweave.passes.tasks import Tasks

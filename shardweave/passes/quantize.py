@@ -91,7 +91,7 @@ def sizes_of_parts(source: fx.Node, rows: int) -> list[int]:
     while node.target is aten.reshape.default:
         node = node.all_input_nodes[0]
     if node.target is aten.cat.default:
-        parts = [part.meta["val"] for part in node.args[0]]  # type: ignore[union-attr]
+        parts = [part.meta["val"] for part in node.args[0]]  # type: ignore[union-attr]  # nodes: the parts of a cat
         if rows == 1 and all(part.dim() == 1 for part in parts):
             return [part.numel() for part in parts]
         if node.args[1:] == (1,) and all(part.dim() == 2 and part.shape[0] == rows for part in parts):

@@ -6,7 +6,7 @@ micro-batches, and what is not overlapped. A micro-batch is one sequence a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from shardweave.compiler.plan import Plan
-from shardweave.cost_model import Cluster
 from shardweave.errors import InputError
 from shardweave.ir import Grid, Strategy, Traffic
 from shardweave.precision import Precision
@@ -95,22 +94,12 @@ def _end_to_end(paper: Paper, setting: Setting, factors: Factors, recompute: Map
         yield Row.of(*title, mfu)
 
 
-def plan(
-    setting: Setting,
-    model: str,
-    gpus: int,
-    chosen: Strategy,
-    micro_batches: int,
-    *,
-    system: Callable[[Cluster], Cluster] | None = None,
-    **options: Any,
-) -> Plan:
-    """The forced plan of one row, every op of it with one strategy; `system` is what a system makes of a cluster."""
+def plan(setting: Setting, model: str, gpus: int, chosen: Strategy, micro_batches: int, **options: Any) -> Plan:
+    """The forced plan of one row, every op of it with one strategy."""
     if model not in MODELS:
         raise InputError(f"amsp.yaml: the sizes of {model!r} are not known; known are {', '.join(MODELS)}")
     compiler = captured(MODELS[model], gpus * micro_batches, SEQUENCE, PRECISION)
     cluster = setting.cluster("amsp").fitted(min(GPUS_PER_NODE, gpus), max(1, gpus // GPUS_PER_NODE))
-    cluster = cluster if system is None else system(cluster)
     return setting.plan(compiler, cluster, force={"*": chosen}, micro_batches=micro_batches, sub_batches=1, **options)
 
 

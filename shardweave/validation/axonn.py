@@ -7,7 +7,7 @@ which this compiler has not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -100,19 +100,10 @@ def fastest(
     return min(found, key=lambda each: each.step_time)
 
 
-def plan(
-    setting: Setting,
-    config: GPTConfig,
-    gpus: int,
-    batch: int,
-    *,
-    system: Callable[[Cluster], Cluster] | None = None,
-    **options: Any,
-) -> Plan:
-    """A forced plan of a batch of so many sequences, all of each layer recomputed; `system` as in `amsp.plan`."""
-    compiler, cluster = captured(config, batch, SEQUENCE, PRECISION), _machine(setting, gpus)
-    cluster = cluster if system is None else system(cluster)
-    return setting.plan(compiler, cluster, recompute="full", sub_batches=1, **options)
+def plan(setting: Setting, config: GPTConfig, gpus: int, batch: int, **options: Any) -> Plan:
+    """A forced plan of a batch of so many sequences, with all of each layer recomputed."""
+    compiler = captured(config, batch, SEQUENCE, PRECISION)
+    return setting.plan(compiler, _machine(setting, gpus), recompute="full", sub_batches=1, **options)
 
 
 def _ablation(ablation: Mapping[str, Any], config: GPTConfig, setting: Setting) -> Iterator[Row]:

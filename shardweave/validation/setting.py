@@ -43,8 +43,15 @@ class Setting:
         shared = {"memory_limit": cluster.device.memory, "keep_gathered": False, "buckets": False}
         return compiler.with_(cluster, replace(compiler.options, **{**shared, **options, **self.options}))
 
-    def plan(self, compiler: Compiler, cluster: Cluster, **options: Any) -> Plan:
-        """The forced plan of a row.
+    def plan(
+        self,
+        compiler: Compiler,
+        cluster: Cluster,
+        *,
+        system: Callable[[Cluster], Cluster] | None = None,
+        **options: Any,
+    ) -> Plan:
+        """The forced plan of a row, on what its system makes of a cluster.
 
         Raises
         ------
@@ -53,7 +60,7 @@ class Setting:
         PlanError
             The compiler cannot build it: names what does not divide.
         """
-        return self.asked(compiler, cluster, **options).plan()
+        return self.asked(compiler, cluster if system is None else system(cluster), **options).plan()
 
 
 _MODELS: Mapping[type, Callable[[Any], nn.Module]] = {Sizes: Llama, GPTConfig: GPT, MinGPTSizes: MinGPT}
