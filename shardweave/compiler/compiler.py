@@ -92,7 +92,7 @@ class Compiler:
         with collected_later():
             made = fastest(self._planning(count, start) for count in counts)
             found = made.planning.plan(made, self.model_key, weigh, begun)
-        return found.with_model(lambda: self.timeline(self.lower(found)), self._resolved)
+        return found.with_model(lambda sums: self.timeline(self.lower(found, not sums), sums), self._resolved)
 
     def _planning(self, micro_batches: int, start: Plan | None = None) -> Planning:
         """Of a step of so many micro-batches, from an earlier plan."""
@@ -140,6 +140,7 @@ class Compiler:
             self.cluster,
             optimizer_bytes_per_parameter_byte=self._optimizer_bytes(compiled),
             turns=turns,
+            sums=sums,
         )
 
     def _optimizer_bytes(self, compiled: Compiled) -> float:
@@ -166,8 +167,8 @@ class Compiler:
             for name, assignment in plan.joins.items()
         }
 
-    def lower(self, plan: Plan) -> Compiled:
-        """The generated step of a plan."""
+    def lower(self, plan: Plan, in_turns: bool = False) -> Compiled:
+        """The generated step of a plan; `in_turns`, a draft of what runs several times, for its forms alone."""
         strategies = {name: choice.strategy for name, choice in plan.choices.items()}
         missing = [op.name for op in self.annotated.ops if op.name not in strategies]
         if missing:
@@ -187,7 +188,9 @@ class Compiler:
         same = plan.cluster.mesh() == mesh  # then all ranks schedule by the figures that one of them found
         cluster = plan.cluster if same else self.cluster
         shards = self._shards(self.annotated, strategies, joins, options)
-        return lower(self.annotated, strategies, mesh, options, self._stage, joins, cluster, False, shards)
+        return lower(
+            self.annotated, strategies, mesh, options, self._stage, joins, cluster, in_turns, shards, in_turns=in_turns
+        )
 
     def _lowered(self, annotated: Annotated, decision: Decision, options: Options, alike: Alike = ()) -> Compiled:
         strategies, joins = decision.strategies, decision.joins
@@ -216,7 +219,7 @@ class Compiler:
         else:
             plan.check(self.model_key, self.cluster)
         compiled = self.lower(plan)
-        made = plan.with_timeline(lambda: self.timeline(compiled))
+        made = plan.with_timeline(lambda sums: self.timeline(compiled, sums))
         call = self.captured.call
         assert call is not None
         return ParallelModule(

@@ -160,6 +160,7 @@ def lower(
     draft: bool = False,
     shards: Shards | None = None,
     alike: Alike = (),
+    in_turns: bool = False,
 ) -> Compiled:
     """The local forward and backward graphs of a step under these strategies, one an op.
 
@@ -167,7 +168,7 @@ def lower(
     ordered by what they take on `cluster`; left out, on this machine. A `draft` is simulated and not run: its graphs
     are not verified, and only the last ones are kept. Lowered again with the same `shards` and other options for what
     comes after `shard`, the step is not sharded anew. `alike` are equal layers of a folded step, and how many were
-    left out: memory is left for these.
+    left out: memory is left for these. What is `in_turns` is lowered to run several times, as micro-batches are.
 
     Raises
     ------
@@ -181,7 +182,7 @@ def lower(
     cluster = cluster or Cluster.local(mesh.world_size)
     check_patterns(annotated.captured, options.weaving)
     lowering = _Lowering(annotated, strategies, mesh, options, joins, on_stage, cluster, draft, shards, alike)
-    return lowering.turns() if mesh.times else lowering.step()
+    return lowering.turns() if mesh.times or in_turns else lowering.step()
 
 
 @dataclass

@@ -109,7 +109,7 @@ class Plan:
     micro_batches: int = 1
     weaving: Weaving = field(default_factory=Weaving)
     savings: tuple[Saving, ...] = ()
-    _timeline: Callable[[], Timeline] | None = field(default=None, repr=False, compare=False)
+    _timeline: Callable[[bool], Timeline] | None = field(default=None, repr=False, compare=False)
     _resolve: Callable[[Plan, dict[str, Any]], Plan] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -136,8 +136,14 @@ class Plan:
 
         return diff(self, other)
 
-    def timeline(self) -> Timeline:
+    def timeline(self, sums: bool = True) -> Timeline:
         """The simulated schedule of the generated step.
+
+        Parameters
+        ----------
+        sums : bool
+            Gradients are brought to the states. Without, they stay where they are added up, as under ``no_sync``, and
+            the optimizer runs all the same: to see what data parallelism takes, or the step of one of its groups.
 
         Raises
         ------
@@ -149,7 +155,7 @@ class Plan:
                 "a plan that was loaded has no timeline, which needs the model's graph: take the one of "
                 "compile_parallel(model, cluster, example_inputs, plan=plan).plan"
             )
-        return self._timeline()
+        return self._timeline(sums)
 
     def resolve(self, **options: Any) -> Plan:
         """The best plan with some options changed, beginning at this one: the model is not captured again.
@@ -180,12 +186,12 @@ class Plan:
             )
         return self._resolve(self, options)
 
-    def with_model(self, timeline: Callable[[], Timeline], resolve: Callable[[Plan, dict[str, Any]], Plan]) -> Plan:
-        """This plan, able to show the timeline that the call `timeline()` makes, and to be made again."""
+    def with_model(self, timeline: Callable[[bool], Timeline], resolve: Callable[[Plan, dict[str, Any]], Plan]) -> Plan:
+        """This plan, able to show the timeline that the call `timeline(sums)` makes, and to be made again."""
         return replace(self, _timeline=timeline, _resolve=resolve)
 
-    def with_timeline(self, timeline: Callable[[], Timeline]) -> Plan:
-        """This plan, able to show the timeline that the call `timeline()` makes."""
+    def with_timeline(self, timeline: Callable[[bool], Timeline]) -> Plan:
+        """This plan, able to show the timeline that the call `timeline(sums)` makes."""
         return replace(self, _timeline=timeline)
 
     def check(self, model_key: ModelKey, cluster: Cluster) -> None:

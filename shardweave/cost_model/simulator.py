@@ -63,6 +63,7 @@ def simulate(
     *,
     optimizer_bytes_per_parameter_byte: float = 2.0,
     turns: Turns | None = None,
+    sums: bool = True,
 ) -> Timeline:
     """Play one training step of one rank: of a step of several micro-batches, all of them.
 
@@ -80,6 +81,9 @@ def simulate(
         momentum, 0 for plain SGD.
     turns : Turns, optional
         The forms of a step of several micro-batches, which are played instead of the two graphs.
+    sums : bool
+        The last backward brings the sums of gradients to the states. Without, which takes `turns`, they stay where
+        they are added up, as under ``no_sync``: a step whose data parallelism takes no time.
 
     Returns
     -------
@@ -102,7 +106,7 @@ def simulate(
         run = forward if turns is None else turns.forward(first, not last)
         saved = step.forward(run.graph, len(turns.working) if turns is not None and first and not last else 0)
         if backward is not None:
-            step.backward((backward if turns is None else turns.backward(not first, last)).graph, saved, last)
+            step.backward((backward if turns is None else turns.backward(not first, last and sums)).graph, saved, last)
     if backward is not None:
         step.optimize()
     return step.timeline()

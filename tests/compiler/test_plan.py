@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
+import shardweave as sw
 from shardweave.compiler.model_key import ModelKey
 from shardweave.compiler.op_choice import OpChoice, RunnerUp
 from shardweave.compiler.plan import Plan
 from shardweave.cost_model.cluster import Cluster
 from shardweave.errors import PlanError
 from shardweave.ir import Grid, Strategy
+from tests.models import mlp
 
 DP, ZDP = Strategy(Grid(data=4)), Strategy(Grid(data=4), rest=4)
 COLUMN = Strategy(Grid(x=2, data=2), rest=2)
@@ -175,3 +178,21 @@ def test_diff_shows_only_what_differs() -> None:
 def test_a_loaded_plan_says_where_to_get_a_timeline() -> None:
     with pytest.raises(PlanError, match="compile_parallel"):
         make_plan().timeline()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_timeline_without_sums_of_gradients(micro_batches: int) -> None:
+    """All else is there: gathers, compute, the optimizer's step."""
+    model, batch = mlp.build(), mlp.batch(torch.Generator(), 8)
+    options = sw.Options(force={"*": "zero1"}, micro_batches=micro_batches, buckets=False)
+    plan = sw.plan(model, sw.Cluster.local(4), batch, options=options)
+    found = {
+        (sums, kind): [event for event in plan.timeline(sums).events if kind in (event.cause, event.kind)]
+        for sums in (True, False)
+        for kind in ("gradient", "parameter", "compute")
+    }
+    assert found[True, "gradient"] and not found[False, "gradient"]
+    assert len(found[True, "parameter"]) == len(found[False, "parameter"]) > 0
+    flops = {sums: sum(event.flops for event in found[sums, "compute"]) for sums in (True, False)}
+    assert flops[True] == flops[False] > 0
+    assert plan.timeline(sums=False).step_time < plan.timeline().step_time
