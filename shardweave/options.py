@@ -61,6 +61,9 @@ class Options:
     sub_batches : int, optional
         Into how many parts each of these is cut besides, all of them in one graph, so that one part computes while
         another communicates. The same things are refused. By default the planner chooses 1 or 2.
+    undivided : sequence of name patterns
+        Modules that take all sub-batches at once: what is too small to be cut (a sample a device), or needs the whole
+        batch. Patterns as in `force`. Nothing computes there while its activations move.
     recompute : {"none", "full", "fine"} or mapping from a name pattern to one of these, optional
         What the backward computes again instead of keeping it: all of a layer (a module in a list), or all but the
         results of its collectives, so that no communication is repeated. Patterns as in `force`. By default what lies
@@ -118,6 +121,7 @@ class Options:
     lookahead: int | None = None
     micro_batches: int | None = None
     sub_batches: int | None = None
+    undivided: Sequence[str] = ()
     recompute: Mode | Mapping[str, Mode] | None = None
     operator_slices: int | Mapping[str, int] = field(default_factory=dict)
     keep_gathered: bool | Mapping[str, int] | None = None
@@ -173,6 +177,7 @@ class Options:
             self.whole_sums,
             self.gather_again,
             self._quantize,
+            tuple(self.undivided),
         )
 
     @property

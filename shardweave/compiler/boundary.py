@@ -25,6 +25,7 @@ class Boundary:
 
     def __init__(self, annotated: Annotated, mesh: Mesh, data: tuple[Axis, ...], options: Options) -> None:
         self.annotated, self.mesh, self.data = annotated, mesh, data
+        self.undivided = bool(options.weaving.undivided)
         captured = annotated.captured
         nodes = {node.name: node for node in captured.graph.graph.nodes if node.op == "placeholder"}
         self.values = {name: node.meta["val"] for name, node in nodes.items()}
@@ -57,6 +58,8 @@ class Boundary:
         axes = (*self.mesh.all_times, *self.data)
         if not shape or shape[0] != self.annotated.batch:
             return layout
+        if shape[0] % axes_size(axes) and self.undivided:  # what is too small to be cut comes in whole
+            axes = (*self.mesh.times, *self.data)
         if shape[0] % axes_size(axes):
             if times := self.mesh.all_times:
                 cuts = " of ".join(f"{axis.size} {axis.name}-batches" for axis in reversed(times))

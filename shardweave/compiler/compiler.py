@@ -127,12 +127,13 @@ class Compiler:
 
     def _forced(self, annotated: Annotated, mesh: Mesh) -> dict[str, list[Strategy]]:
         """The strategies of the ops that may not have every one."""
-        return forced_strategies(self.options.force, annotated.ops, mesh, annotated.batch)
+        undivided = self.options.weaving.undivided
+        return forced_strategies(self.options.force, annotated.ops, mesh, annotated.batch, undivided)
 
-    def timeline(self, compiled: Compiled) -> Timeline:
-        """The simulated schedule of a lowered step."""
+    def timeline(self, compiled: Compiled, sums: bool = True) -> Timeline:
+        """The simulated schedule of a lowered step; without sums of gradients, as `Plan.timeline` says."""
         step = compiled.step
-        turns = step.turns() if step.turns is not None and step.spec.micro_batches > 1 else None
+        turns = step.turns() if step.turns is not None and (step.spec.micro_batches > 1 or not sums) else None
         return simulate(
             step.forward,
             step.backward,

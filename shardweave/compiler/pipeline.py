@@ -252,7 +252,7 @@ class _Lowering:
         for op in self.annotated.ops:
             strategy = self.strategies[op.name]
             strategy = replace(strategy, slices=slices.get(op.name, strategy.slices))
-            assignments.update(op.assignments(strategy, self.mesh))
+            assignments.update(op.assignments(strategy, op.mesh_of(self.mesh, self.options.weaving.undivided)))
             axes = strategy.axes(self.mesh)
             rest = Rest(*axes.stages)
             rests.update(dict.fromkeys((op.parameter, *op.companions), rest))
@@ -278,6 +278,7 @@ class _Lowering:
             accumulates,
             captured.known,
             whole_sums=self.options.whole_sums,
+            undivided=self.options.weaving.undivided,
         )
         sharder = Sharder(shard, copied(captured.graph))
         local = sharder.run()
@@ -287,7 +288,7 @@ class _Lowering:
         """The local graph, scheduled, and the run of `shard` that wrote it."""
         self.graphs["capture"] = self.annotated.captured.graph
         weaving = self.options.weaving
-        key = self.mesh, accumulates, tuple(weaving.operator_slices.items()), weaving.whole_sums
+        key = self.mesh, accumulates, tuple(weaving.operator_slices.items()), weaving.whole_sums, weaving.undivided
         if key not in self.shards:
             self.shards[key] = self._sharded(accumulates)
         sharder, specs, local = self.shards[key]

@@ -30,7 +30,8 @@ class Steps:
     def runs(self, options: Options) -> list[Run]:
         """The runs of layers that are equal and of which the options say the same."""
         weaving = options.weaving
-        patterns = (*options.force, *weaving.recompute, *weaving.operator_slices, *weaving.keep_gathered)
+        chosen = weaving.recompute, weaving.operator_slices, weaving.keep_gathered, weaving.undivided
+        patterns = (*options.force, *(pattern for patterns in chosen for pattern in patterns))
 
         def said(name: str) -> Hashable:
             return tuple(pattern for pattern in patterns if covers(pattern, name))

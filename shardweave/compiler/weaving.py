@@ -33,7 +33,11 @@ def check_patterns(captured: Captured, weaving: Weaving) -> None:
     """`PlanError` where a pattern of the weaving names nothing of the model."""
     modules = {info(node).op for node in captured.graph.graph.nodes}
     parameters = set(captured.parameters.values())
-    meant = ("recompute", weaving.recompute, modules), ("keep_gathered", weaving.keep_gathered, parameters)
+    meant: Sequence[tuple[str, Iterable[str], set[str]]] = (
+        ("recompute", weaving.recompute, modules),
+        ("keep_gathered", weaving.keep_gathered, parameters),
+        ("undivided", weaving.undivided, modules),
+    )
     for option, patterns, owners in meant:
         names = {name for owner in owners for name in modules_around(owner)} if patterns else set()
         for pattern in patterns:

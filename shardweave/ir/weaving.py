@@ -53,9 +53,11 @@ class Weaving:
     whole_sums: bool = False
     gather_again: bool = False
     quantize: Mapping[Quantized, int] = field(default_factory=dict)
+    undivided: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocking", tuple(self.blocking))
+        object.__setattr__(self, "undivided", tuple(self.undivided))
         if unknown := [kind for kind in self.blocking if kind not in get_args(Traffic)]:
             raise PlanError(f"blocking names kinds of traffic, {', '.join(get_args(Traffic))}, got {unknown[0]!r}")
         for pattern, mode in self.recompute.items():
@@ -83,7 +85,10 @@ class Weaving:
         >>> list(Weaving(sub_batches=2, recompute={"*": "fine"}).without())
         ['2 sub-batches', 'recomputation * fine', 'recomputation under other gradients']
         """
-        found = {f"{self.sub_batches} sub-batches": replace(self, sub_batches=1)} if self.sub_batches > 1 else {}
+        found: dict[str, Weaving] = {}
+        if self.sub_batches > 1:
+            besides = f" but for {' and '.join(self.undivided)}" if self.undivided else ""
+            found[f"{self.sub_batches} sub-batches{besides}"] = replace(self, sub_batches=1, undivided=())
         if self.recompute:
             found[f"recomputation {_by_mode(self.recompute)}"] = replace(self, recompute={})
             if self.gather_again:

@@ -6,7 +6,7 @@ import operator
 import re
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -248,6 +248,15 @@ def covers(pattern: str, name: str) -> bool:
     (True, True, False)
     """
     return any(fnmatchcase(each, pattern) for each in modules_around(name))
+
+
+def covered(patterns: Iterable[str], name: str) -> bool:
+    """Whether one of these patterns names a module or one that it lies in.
+
+    >>> covered(("head", "blocks.0"), "blocks.0.up")
+    True
+    """
+    return any(covers(pattern, name) for pattern in patterns)
 
 
 def last_match(patterns: Mapping[str, T], name: str, default: T) -> T:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from shardweave.ir import Axis, BoundRule, Layout, Mesh, axes_size
 from shardweave.passes.layouts import factors_of, input_layouts, output_layouts
@@ -39,6 +40,7 @@ def follow(
     arrivals: Sequence[Arrival],
     mesh: Mesh,
     linear: Sequence[tuple[int, ...]] = (),
+    summed_to: int = 0,
 ) -> Choice:
     """Keep every axis that some input brings on a factor that may be split.
 
@@ -46,20 +48,20 @@ def follow(
     into where the other inputs lie. Parameters decide only where nothing else does.
 
     A partial sum over a time axis passes wherever the op is linear in it; `linear` are the sets of inputs in which it
-    is (`rules.linear.linear_in`).
+    is (`rules.linear.linear_in`); `summed_to` as in `passing_sums`.
     """
     sizes = bound.sizes()
     passing = _passing(bound, rule, arrivals)
-    times = passing_times(linear, arrivals, mesh)
+    times = passing_sums(linear, arrivals, mesh, summed_to)
     passing |= dict.fromkeys(times.axes, "sum")
     deciding = [index for index, arrival in enumerate(arrivals) if not arrival.is_parameter]
     deciding = deciding or list(range(len(arrivals)))
     deciding.sort(key=lambda index: (bool(arrivals[index].layout.partial), -arrivals[index].numel, index))
     assignment: dict[Axis, str] = {}
     blocked: set[Axis] = set()
-    for index in deciding:
+    for kind, index in product(("time", "space"), deciding):  # devices can gather what lies apart, steps cannot
         for axis, name in factors_of(arrivals[index].layout.dims, bound.inputs[index], sizes).items():
-            if axis in passing or axis in assignment:
+            if axis.kind != kind or axis in passing or axis in assignment:
                 continue
             if bound.factor(name).blocked:
                 blocked.add(axis)
@@ -113,35 +115,54 @@ def _in_space(layout: Layout) -> tuple[tuple[Axis, str], ...]:
 
 
 @dataclass(frozen=True)
-class PassingTimes:
-    """The time axes over which a partial sum passes an op, and the inputs that are, or have to be made, one, too."""
+class PassingSums:
+    """The axes over which a partial sum passes an op, and the inputs that are, or have to be made, one, too."""
 
     axes: tuple[Axis, ...] = ()
     inputs: tuple[int, ...] = ()
 
     def of_inputs(self, wanted: Sequence[Layout]) -> tuple[Layout, ...]:
         """Where inputs are wanted, with the partial sums that pass."""
-        return tuple(self._of(layout) if index in self.inputs else layout for index, layout in enumerate(wanted))
+        passed = tuple((axis, "sum") for axis in self.axes)
+        return tuple(
+            Layout(layout.dims, (*layout.partial, *passed)) if index in self.inputs else layout
+            for index, layout in enumerate(wanted)
+        )
 
-    def of_outputs(self, results: Sequence[Layout]) -> tuple[Layout, ...]:
+    def of_outputs(self, results: Sequence[Layout], mesh: Mesh) -> tuple[Layout, ...]:
         """Where outputs lie, with the partial sums that have passed."""
-        return tuple(self._of(layout) for layout in results)
-
-    def _of(self, layout: Layout) -> Layout:
-        return Layout(layout.dims, (*layout.partial, *((axis, "sum") for axis in self.axes)))
+        passed = dict.fromkeys(self.axes, "sum")
+        return tuple(Layout(layout.dims, _ordered(dict(layout.partial) | passed, mesh)) for layout in results)
 
 
-def passing_times(linear: Sequence[tuple[int, ...]], arrivals: Sequence[Arrival], mesh: Mesh) -> PassingTimes:
-    """Which partial sums over time axes pass an op that is linear in these sets of its inputs."""
+def passing_sums(
+    linear: Sequence[tuple[int, ...]],
+    arrivals: Sequence[Arrival],
+    mesh: Mesh,
+    summed_to: int = 0,
+    used: Collection[Axis] = (),
+) -> PassingSums:
+    """Which partial sums pass an op that is linear in these sets of its inputs.
+
+    Parameters
+    ----------
+    summed_to : int
+        Elements of the result, where this is summed at any rate, as the gradient of a parameter: then a sum over
+        devices passes, too, of an input that is no smaller and has no other user, but over those in `used`.
+    """
     partial = {axis: {index for index, arrival in enumerate(arrivals) if (axis, "sum") in arrival.layout.partial}
-               for axis in mesh.all_times}  # fmt: skip
+               for axis in (*mesh.all_times, *mesh.axes)}  # fmt: skip
+    apart = {axis for arrival in arrivals for axis in arrival.layout.shard_axes}
     axes = [axis for axis in mesh.all_times if partial[axis]]
-    if not axes or any(axis in arrival.layout.shard_axes for axis in axes for arrival in arrivals):
-        return PassingTimes()
-    for together in linear:
-        if all(partial[axis] <= set(together) for axis in axes):
-            return PassingTimes(tuple(axes), together)
-    return PassingTimes()
+    if apart.isdisjoint(axes):
+        for together in linear:
+            if all(partial[axis] <= set(together) for axis in axes):
+                first = arrivals[together[0]]
+                late = len(together) == 1 and first.single_user and first.numel >= summed_to > 0
+                others = [a for a in mesh.axes if late and a not in (*apart, *used) and partial[a] == set(together)]
+                if axes or others:
+                    return PassingSums((*axes, *others), together)
+    return PassingSums()
 
 
 def _passing(bound: BoundRule, rule: Rule | None, arrivals: Sequence[Arrival]) -> dict[Axis, str]:

@@ -9,7 +9,7 @@ joint groups. Places with room to spare (`padding`) are packed once they are gat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -158,6 +158,11 @@ def drop(layout: Layout, axes: Iterable[Axis]) -> Layout:
         return layout
     dims = tuple(normalise(d.size if isinstance(d, Axis) and d in gone else d for d in dim) for dim in layout.dims)
     return packed(replace(layout, dims=dims))
+
+
+def together(layout: Layout, axes: Collection[Axis]) -> Layout:
+    """`layout` with all steps of these axes side by side, or summed."""
+    return replace(drop(layout, axes), partial=tuple(item for item in layout.partial if item[0] not in axes))
 
 
 def cut_as(layout: Layout, other: Layout, axes: Iterable[Axis]) -> Layout | None:

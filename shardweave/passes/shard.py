@@ -17,18 +17,19 @@ from torch import fx
 
 from shardweave.errors import LayoutError
 from shardweave.ir import META, Assignment, Axis, BoundRule, Layout, Mesh, NodeInfo
-from shardweave.passes.annotate import bind_new, decompose, depends_on_inputs, graph_outputs, info, source_of
+from shardweave.passes.annotate import bind_new, covered, decompose, depends_on_inputs, graph_outputs, info, source_of
 from shardweave.passes.emitter import OpEmitter
-from shardweave.passes.follow import Arrival, Choice, accepting, follow, met, passing_times
-from shardweave.passes.layouts import cut_as, drop, input_layouts, output_layouts
+from shardweave.passes.follow import Arrival, Choice, accepting, follow, met, passing_sums
+from shardweave.passes.layouts import drop, input_layouts, output_layouts
 from shardweave.passes.local import TAKEN, LocalGraph, Origin, remove_dead
 from shardweave.passes.modules import module_of
+from shardweave.passes.readers import in_parts
 from shardweave.passes.recompute import checkpoint_of
-from shardweave.passes.rules import find_rule, is_view
+from shardweave.passes.results import Results, is_gradient
+from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.linear import linear_in
 from shardweave.passes.rules.registry import Rule, tensor_args
-from shardweave.passes.values import Rest, Values, annotate_layouts, bound_rule, check_shape
-from shardweave.precision import Dtypes
+from shardweave.passes.values import Rest, annotate_layouts, bound_rule, check_shape
 
 aten = torch.ops.aten
 
@@ -69,12 +70,14 @@ class Shard:
     """What local ops give, where graphs of the same fake mode have been written before: see `LocalGraph`."""
     whole_sums: bool = False
     """Each device gets the whole sum of the gradients that it adds up, of which its states take a part."""
+    undivided: Collection[str] = ()
+    """Patterns of modules that take all steps of the woven axes at once."""
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         return Sharder(self, graph_module).run()
 
 
-class Sharder(Values):
+class Sharder(Results):
     """One run of the pass: the local graph so far, and which layout each global value has."""
 
     def __init__(self, options: Shard, graph_module: fx.GraphModule) -> None:
@@ -84,7 +87,13 @@ class Sharder(Values):
             if hasattr(node.meta.get("val"), "fake_mode")
         )
         super().__init__(
-            LocalGraph(options.mesh, fake, known=options.known), options.mesh, options.names, options.rests
+            LocalGraph(options.mesh, fake, known=options.known),
+            options.mesh,
+            options.names,
+            options.rests,
+            options.assignments,
+            whole_sums=options.whole_sums,
+            accumulates=options.accumulates,
         )
         self.options, self.module = options, graph_module
         self.results: dict[int, Any] = {}
@@ -94,8 +103,6 @@ class Sharder(Values):
         self.inside: dict[int, Layout] = {}
         """Where they lie in each step of the woven axes."""
         self.followed: dict[object, tuple[Rule | None, Choice]] = options.known.setdefault(("follow", options.mesh), {})
-        self.accumulators: dict[str, fx.Node] = {}
-        """For each parameter with a gradient the node that adds the gradient to the sum of those before."""
 
     def run(self) -> fx.GraphModule:
         """The local graph; `rests` then holds where each parameter rests between steps."""
@@ -108,6 +115,7 @@ class Sharder(Values):
             if node.op == "placeholder":
                 self._placeholder(node)
             elif node.op == "output":
+                self.at_once = False
                 self._outputs(graph, backward=True)
             else:
                 if self.backward and not ended:
@@ -165,80 +173,16 @@ class Sharder(Values):
             elif name is None and not info(value).backward:
                 self.backward = False
                 self.inside[index] = (self.options.outputs[index] or self.layout(value)).without_partial()
-                self.results[index], self.lies[index] = self._returned(value, self.options.outputs[index])
+                self.results[index], self.lies[index] = self.returned(value, self.options.outputs[index])
             elif backward and name is not None:
                 self.backward = True
-                self.results[index] = self._gradient(name, value)
+                self.results[index] = self.gradient(name, value)
             elif backward:
                 self.backward = True
-                self.results[index], _ = self._returned(value, self.options.outputs[index])
+                self.results[index], _ = self.returned(value, self.options.outputs[index])
 
         if not written:
             self._tangents(graph)
-
-    def _returned(self, value: fx.Node, wanted: Layout | None) -> tuple[fx.Node, Layout]:
-        """An output, and where it goes: as it is wanted, or as it lies, with the steps of woven axes together.
-
-        To sum it over micro-batches is for the caller.
-        """
-        have = self.layout(value)
-        want = drop(wanted or have.without_partial(), self.mesh.woven)
-        times = tuple((axis, op) for axis, op in have.partial if axis in self.mesh.times)
-        want = replace(want, partial=(*want.partial, *times))
-        if not self._is_woven(have):
-            return self.value(value, want), want
-        origin = self._origin(value, have)
-        node, have = self.local.ended(self.value(value, have), have, origin, self.mesh.unrolled)
-        return self.local.redistribute(node, have, want, origin, lambda *_: None), want
-
-    def _is_woven(self, layout: Layout) -> bool:
-        """Whether a value differs from step to step of an unrolled axis."""
-        return not set(self.mesh.unrolled).isdisjoint((*layout.shard_axes, *layout.partial_axes))
-
-    def _gradient(self, name: str, value: fx.Node) -> fx.Node:
-        """The gradient of a parameter where its states rest, summed in the dtype for that, then in its master's."""
-        origin = Origin(name, "gradient", "gradient", True)
-        dtype = value.meta["val"].dtype
-        dtypes = self.rest_axes.get(name, Rest()).dtypes or Dtypes(dtype, dtype)
-        rests = self.rests.get(name) or Layout.replicated(value.meta["val"].shape)
-        first = self.sums.get(name, rests) if self.options.whole_sums else rests
-        summed = self._added if self.options.accumulates else self._summed
-        found = summed(value, first, dtypes.reduced, origin)
-        found = self.local.redistribute(found, first, rests, origin, lambda *_: None)
-        return self.local.cast(found, dtypes.master, origin)
-
-    def _added(self, value: fx.Node, want: Layout, dtype: torch.dtype, origin: Origin) -> fx.Node:
-        """A gradient at `want`, together with those of the runs before.
-
-        It is brought to where they are added up (over the other devices it stays a partial sum) and added to their sum;
-        only that is brought on.
-        """
-        name, have = origin.op, drop(self.layout(value), self.mesh.unrolled)
-        sums = self.sums.get(name, want)
-        partial = [item for item in have.partial if item[0].kind == "space" and item[1] == "sum"]
-        lies = replace(sums, partial=tuple(item for item in partial if item[0] not in sums.shard_axes))
-        times = tuple((axis, "sum") for axis in self.mesh.times)
-        mine = self._summed(value, replace(lies, partial=(*lies.partial, *times)), dtype, origin)
-        with self.local.fake:
-            like = torch.empty((), dtype=dtype, device=value.meta["val"].device)
-        before = self.local.placeholder(f"sum_{name}", like, lies, origin, last=True)
-        total = self.local.call(origin, aten.add_.Tensor, before, mine)
-        annotate_layouts(total, (lies,))
-        self.accumulators[name] = total
-        return self.local.redistribute(total, lies, want, origin, lambda *_: None)
-
-    def _summed(self, value: fx.Node, want: Layout, dtype: torch.dtype, origin: Origin) -> fx.Node:
-        """A gradient at `want`, what is partial there summed in this dtype; over woven axes first, slice by slice."""
-        have = self.layout(value)
-        if not self._is_woven(have) and (dtype == value.meta["val"].dtype or have == want):
-            return self.value(value, want, origin)
-        cast = self.local.cast(self.value(value, have, origin), dtype, origin)
-        cast, have = self.local.ended(cast, have, origin, self.mesh.woven)
-        cut = cut_as(want, have, self.mesh.slices)
-        if cut is None:
-            cast, have = self.local.ended(cast, have, origin, self.mesh.slices)
-        cast = self.local.redistribute(cast, have, cut or want, origin, lambda *_: None)
-        return self.local.ended(cast, cut or want, origin, self.mesh.slices)[0]
 
     def _tangents(self, graph: fx.Graph) -> None:
         last = [node for node in self.local.graph.nodes if node.op == "placeholder"][-1]
@@ -272,18 +216,16 @@ class Sharder(Values):
             return None  # written when it is asked for
         bound = bound_rule(node)
         arguments = tensor_args(node)
-        self.current = node
-        explicit = self.options.assignments.get(node.name)
+        self.current, self.at_once = node, self._takes_all(node)
+        explicit = self.assignments.get(node.name)
         partner = rule.partner(node) if rule is not None and rule.partner is not None else None
         if partner is not None:
             explicit = self.assigned[partner]
-        arrivals = [self.arrival(argument) for argument in arguments]
-        if explicit is None:
-            arrivals = [self._as_read_elsewhere(node, each, have) for each, have in zip(arguments, arrivals)]
-        linear = linear_in(node)
-        choice = self._followed(bound, rule, arrivals, linear)
+        arrivals = self.arrivals_of(node, explicit is None)
+        linear, summed_to = linear_in(node), node.meta["val"].numel() if is_gradient(node) else 0
+        choice = self._followed(bound, rule, arrivals, linear, summed_to)
         if explicit is not None:
-            explicit = _with_times(explicit, choice.assignment)
+            explicit = _with_times(in_parts(explicit, bound, arrivals), choice.assignment)
         if explicit is not None and (blocked := {axis for axis, name in explicit.items if bound.factor(name).blocked}):
             if rule is None or rule.decompose is None:
                 raise LayoutError(
@@ -294,11 +236,11 @@ class Sharder(Values):
         if explicit is not None and explicit != Assignment.of(choice.assignment):
             assignment = explicit.as_dict()
             wanted = accepting(rule, assignment, input_layouts(bound, assignment, self.mesh))
-            times = passing_times(linear, arrivals, self.mesh)
+            sums = passing_sums(linear, arrivals, self.mesh, summed_to, assignment)
             wanted = tuple(
-                met(want, self.layout(argument)) for want, argument in zip(times.of_inputs(wanted), arguments)
+                met(want, self.layout(argument)) for want, argument in zip(sums.of_inputs(wanted), arguments)
             )
-            results = times.of_outputs(output_layouts(bound, assignment, self.mesh))
+            results = sums.of_outputs(output_layouts(bound, assignment, self.mesh), self.mesh)
         else:
             if choice.blocked and rule is not None and rule.decompose is not None:
                 parents = [source_of(argument)[0] for argument in arguments]
@@ -315,41 +257,26 @@ class Sharder(Values):
         self._record(node, emitter.emit(rule), results)
         return None
 
+    def _takes_all(self, node: fx.Node) -> bool:
+        """Whether an op takes all sub-batches at once; what is in no module, a sum of gradients, as what it reads."""
+        if info(node).op != node.name or not self.options.undivided:
+            return covered(self.options.undivided, info(node).op)
+        sources = [source_of(value)[0] for value in node.all_input_nodes]
+        return any(covered(self.options.undivided, info(source).op) for source in sources)
+
     def _followed(
-        self, bound: BoundRule, rule: Rule | None, arrivals: Sequence[Arrival], linear: Sequence[tuple[int, ...]]
+        self,
+        bound: BoundRule,
+        rule: Rule | None,
+        arrivals: Sequence[Arrival],
+        linear: Sequence[tuple[int, ...]],
+        summed_to: int,
     ) -> Choice:
         """How an op is spread by its inputs, worked out once for equal layers."""
-        key = bound, id(rule), tuple(arrivals), tuple(linear)
+        key = bound, id(rule), tuple(arrivals), tuple(linear), summed_to
         if key not in self.followed:
-            self.followed[key] = rule, follow(bound, rule, arrivals, self.mesh, linear)
+            self.followed[key] = rule, follow(bound, rule, arrivals, self.mesh, linear, summed_to)
         return self.followed[key][1]
-
-    def _as_read_elsewhere(self, node: fx.Node, value: fx.Node, arrival: Arrival) -> Arrival:
-        """Where a sum arrives at `node`: scattered, if another reader takes it so, as it lies with what else it reads.
-
-        A gradient is read with the value that its op has saved, for the gradient of a norm's weight, and without it.
-        """
-        sums = {axis for axis, op in arrival.layout.partial if op == "sum" and axis.kind == "space"}
-        if not sums or arrival.single_user:
-            return arrival
-        for user in value.users:
-            arguments = tensor_args(user) if user.op == "call_function" else []
-            others = [other for other in arguments if other is not value]
-            decides = user is not node and others and user.name not in self.options.assignments
-            if not decides or not all(map(self._placed, others)):
-                continue
-            bound, rule = bound_rule(user), find_rule(user)
-            at = [self.arrival(argument) for argument in arguments]
-            want = follow(bound, rule, at, self.mesh).inputs[arguments.index(value)]
-            if sums <= set(want.shard_axes) and not want.partial:
-                return replace(arrival, layout=want)
-        return arrival
-
-    def _placed(self, value: fx.Node) -> bool:
-        """Whether it is known where a value, or what it looks at, lies."""
-        while is_view(value) and not self._has_place(value):
-            value = tensor_args(value)[0]
-        return self._has_place(value)
 
     def _constant_node(self, node: fx.Node) -> None:
         """A constant is written when it is asked for; now only where it is no tensor, or one of an op's several."""
@@ -385,15 +312,9 @@ class Sharder(Values):
 
     def _whole(self, node: fx.Node, written: fx.Node, layout: Layout) -> tuple[fx.Node, Layout]:
         """What an op gives, its slices together, and where; those of a gradient go to its states one by one."""
-        if _is_gradient(node):
+        if is_gradient(node):
             return written, layout
         return self.local.ended(written, layout, Origin(info(node).op, backward=self.backward), self.mesh.slices)
-
-
-def _is_gradient(node: fx.Node) -> bool:
-    """Whether nothing of the backward reads a value of it, views looked through, but its output."""
-    users = list(node.users)
-    return info(node).backward and all(user.op == "output" or (is_view(user) and _is_gradient(user)) for user in users)
 
 
 def _with_times(explicit: Assignment, followed: Mapping[Axis, str]) -> Assignment:

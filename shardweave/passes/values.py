@@ -20,7 +20,7 @@ from shardweave.passes.annotate import info
 from shardweave.passes.constants import Part, part
 from shardweave.passes.emitter import OpEmitter
 from shardweave.passes.follow import Arrival
-from shardweave.passes.layouts import drop, factors_of, rest_layouts, through
+from shardweave.passes.layouts import drop, factors_of, rest_layouts, through, together
 from shardweave.passes.local import LocalGraph, Origin
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.registry import tensor_args
@@ -76,6 +76,8 @@ class Values:
         self.given: set[fx.Node] = set()
         """Global values that depend on inputs alone."""
         self.current: fx.Node | None = None
+        self.at_once = False
+        """Whether what is being written takes all steps of the woven axes at once."""
         self.backward = False
 
     def arrival(self, value: fx.Node) -> Arrival:
@@ -83,6 +85,8 @@ class Values:
         layout = self.layout(value)
         if value in self.given:  # it is found as a whole
             layout = replace(layout, partial=tuple(item for item in layout.partial if item[0].kind == "space"))
+        if self.at_once:
+            layout = together(layout, self.mesh.woven)
         return Arrival(layout, value.meta["val"].numel(), root in self.parameters, self._single_user(value))
 
     def _has_place(self, value: fx.Node) -> bool:
@@ -146,6 +150,10 @@ class Values:
             return self.local.redistribute(self.value(node, whole), whole, want, origin, lambda *_: None)
         if node in self.constants:
             return self._constant(node, want)
+        first = self._before_steps(node, want)
+        if first not in (want, self.layout(node)):
+            where = origin or self._origin(node, first)
+            return self.local.redistribute(self.value(node, first, origin), first, want, where, lambda *_: None)
         if node in self.canonical:
             if node in self.parameters and self.parameters[node] not in self.rests:
                 self._rest(node, want)
@@ -153,6 +161,9 @@ class Values:
             if have == want:
                 return written
             origin = origin or self._origin(node, have)
+            written, have = self._together(written, have, want, origin)
+            if have == want:
+                return written
 
             def reduced(result: fx.Node, layout: Layout) -> None:
                 self.canonical[node] = result, layout
@@ -173,9 +184,22 @@ class Values:
         if back is None:
             first, lies = self._view(node)
             where = origin or self._origin(node, lies)
-            return self.local.redistribute(self.value(node, lies), lies, want, where, lambda *_: None)
+            written, have = self._together(self.value(node, lies), lies, want, where)
+            return self.local.redistribute(written, have, want, where, lambda *_: None)
         inner = self.value(source, back, origin)
         return self._write(node, [inner], want, Part(rule, bound, {}, (back,)))
+
+    def _before_steps(self, node: fx.Node, want: Layout) -> Layout:
+        """Where a value is brought before steps of woven axes are taken of it, which are not all of it."""
+        mine = {*self.layout(node).shard_axes, *self.layout(node).partial_axes}
+        return drop(want, [axis for axis in self.mesh.woven if axis not in mine])
+
+    def _together(self, written: fx.Node, have: Layout, want: Layout, origin: Origin) -> tuple[fx.Node, Layout]:
+        """What the steps of woven axes have, for a reader that takes all of them at once; else what one has."""
+        if not self.at_once:
+            return written, have
+        wanted = {*want.shard_axes, *want.partial_axes}
+        return self.local.ended(written, have, origin, [axis for axis in self.mesh.woven if axis not in wanted])
 
     def _is_cut_late(self, node: fx.Node) -> bool:
         """Whether slices of a value are taken of what is whole; a parameter's are gathered one by one."""

@@ -79,13 +79,18 @@ def test_training_equals_one_device(name: str, pool: WorkerPool) -> None:
 
 
 def check(
-    name: str, chosen: Sequence[Way], pool: WorkerPool, dtype: torch.dtype = torch.float64, *tolerances: float
+    name: str,
+    chosen: Sequence[Way],
+    pool: WorkerPool,
+    dtype: torch.dtype = torch.float64,
+    *tolerances: float,
+    rows: int = ROWS,
 ) -> None:
     case = {**ZOO, **TODAY}[name]
     model, accumulates = model_of(case, dtype), chosen[0].accumulates
-    steps = compile_ways(model, case, dtype, 4, chosen, size=ROWS)
-    expected = train(model, case, dtype, MOMENTUM, None, None, STEPS, ROWS, accumulates)
-    given = name, dtype, steps, MOMENTUM, STEPS, ROWS, accumulates
+    steps = compile_ways(model, case, dtype, 4, chosen, size=rows)
+    expected = train(model, case, dtype, MOMENTUM, None, None, STEPS, rows, accumulates)
+    given = name, dtype, steps, MOMENTUM, STEPS, rows, accumulates
     first, *others = pool.run(train_packed, *given, nprocs=4, timeout=300)
     wrong: list[str] = []
     for index, way in enumerate(chosen):
@@ -150,6 +155,13 @@ def test_sub_batches_are_twice_as_many_collectives_of_half_the_size(name: str) -
         assert {cause: sum(size for _, size, _ in moved(before, cause)) for cause in ("gradient", "parameter")} == {
             cause: sum(size for _, size, _ in moved(after, cause)) for cause in ("gradient", "parameter")
         }
+
+
+@pytest.mark.parametrize("options", [{}, {"sub_batches": 2}, {"micro_batches": 2}])
+def test_data_parallelism_sums_nothing_but_gradients(options: Any) -> None:
+    """Not what becomes one, either: that of positions, which is summed over the batch before it is their gradient."""
+    step = lowered("gpt", {"*": "dp"}, **options).step
+    assert not moved(step.backward) and moved(step.backward, "gradient")
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
@@ -340,7 +352,7 @@ def test_a_plan_says_what_each_choice_is_worth(tmp_path: Any) -> None:
     assert not sw.plan(model, cluster, batch, options=sw.Options(force=force, sub_batches=1, buckets=False)).savings
 
 
-@pytest.mark.parametrize("option", ["recompute", "keep_gathered"])
+@pytest.mark.parametrize("option", ["recompute", "keep_gathered", "undivided"])
 def test_patterns_that_name_nothing_are_refused(option: str) -> None:
     choice = {"block.*": "full" if option == "recompute" else True}
     with pytest.raises(PlanError, match=rf"{option}\['block.\*'\] names nothing of the model; close to it: .*blocks"):

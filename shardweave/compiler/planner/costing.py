@@ -32,7 +32,7 @@ from shardweave.cost_model import Cluster
 from shardweave.errors import PlanError
 from shardweave.ir import Assignment, Axis, BoundRule, Layout, Mesh, Strategy
 from shardweave.options import Options
-from shardweave.passes.annotate import info, source_of
+from shardweave.passes.annotate import covered, info, source_of
 from shardweave.passes.follow import Arrival, Choice, accepting, follow
 from shardweave.passes.layouts import drop, factors_of, input_layouts, output_layouts, through
 from shardweave.passes.rules import find_rule, is_view
@@ -76,6 +76,8 @@ class Costing:
         self._sums: dict[object, Links] = {}
         self._priced: dict[int, Variable] = {}
         self._numbers: dict[str, int] = {}
+        self.undivided: set[int] = set()
+        """The variables that take all sub-batches at once."""
 
     def build(self) -> Costed:
         """Price every variable and every edge."""
@@ -94,7 +96,11 @@ class Costing:
                 self.holding.add(node, self.variables[self.follows[node]])
         rows = Rows(self.windows, self.options.turns)
         ops = tuple(rows.row(variable) for variable in self.variables)
-        edges = tuple(rows.edge(*ends, links) for ends, links in sorted(self._edges.items()) if links.any())
+        edges = tuple(
+            rows.edge(*ends, links, not self.undivided.isdisjoint(ends))
+            for ends, links in sorted(self._edges.items())
+            if links.any()
+        )
         limit = self.options.memory_limit
         assert limit is not None
         fixed = self.holding.fixed_bytes
@@ -106,6 +112,8 @@ class Costing:
         op = self.facts.roles[node]
         if op.name not in self._numbers:
             self._numbers[op.name] = len(self.variables)
+            if self._is_undivided(node):
+                self.undivided.add(len(self.variables))
             self.variables.append(self._op_variable(op))
         number = self._numbers[op.name]
         variable = self.variables[number]
@@ -132,10 +140,11 @@ class Costing:
             self._shared(op), tuple(value.shape for value in values),
             tuple((str(role.node.target), role.atoms, role.batch, bound_of(role.node)) for role in op.roles),
             tuple(self.forced.get(op.name, ())), self.facts.ends(op), self.facts.beside(op),
+            covered(self.options.weaving.undivided, op.name),
         ))  # fmt: skip
         known = self._priced.get(signature)
         if known is None:
-            options = self.forced.get(op.name) or legal(op, self.legal_mesh)
+            options = self.forced.get(op.name) or legal(op, op.mesh_of(self.legal_mesh, self.options.weaving.undivided))
             if not options:
                 devices, sizes = self.mesh.world_size, list(op.sizes.values())
                 raise PlanError(
@@ -193,7 +202,7 @@ class Costing:
             for position, argument in enumerate(tensor_args(node)):
                 if argument in self.follows:
                     wants, back = [c.inputs[position] for c in choices], [gradient[position] for gradient in gradients]
-                    changes.append((position, *self._change(argument, wants, back)))
+                    changes.append((position, *self._change(argument, wants, back, self._is_undivided(node))))
             for port, choice in enumerate(choices):
                 self._in_parts(node, choice, costs[:, :, port])
             self._remembered[key] = arrivals, self._number(tuple(arrivals)), costs, changes
@@ -210,11 +219,13 @@ class Costing:
                 variable.costs += change
         self._settle(node, number, arrivals, signature)
 
-    def _change(self, argument: fx.Node, wants: Sequence[Layout], gradients: Sequence[Layout]) -> tuple[int, Costs]:
+    def _change(
+        self, argument: fx.Node, wants: Sequence[Layout], gradients: Sequence[Layout], undivided: bool
+    ) -> tuple[int, Costs]:
         """A number for where a value is wanted by port, and what it takes to bring it there, and its gradient back."""
         haves = [port[0] for port in self.lies[argument]]
         links = self.prices.pairs(haves, wants, gradients, argument.meta["val"].element_size())
-        return self._number(tuple(wants)), self.windows.activations(links)
+        return self._number(tuple(wants)), self.windows.activations(links, undivided)
 
     def _computed(self, node: fx.Node, assignments: Sequence[Assignment]) -> Costs:
         """Computing a node at each of these assignments, forward and backward."""
@@ -247,7 +258,7 @@ class Costing:
         level, seconds = self.prices.collective("all_reduce", axes, max(1, rows) * itemsize)
         sums = np.zeros((2, 1 + len(self.prices.levels)))
         sums[:, 1 + level] = (PARTS - 1) * seconds, seconds
-        costs += PARTS * work + self.windows.activations(sums)
+        costs += PARTS * work + self.windows.activations(sums, self._is_undivided(node))
 
     def _join(self, node: fx.Node, bound: BoundRule, arguments: Sequence[fx.Node]) -> None:
         key = self._key(node)
@@ -267,6 +278,8 @@ class Costing:
             self._joins[key] = list(choices), costs, wants, gradients, outputs, self._number(tuple(outputs))
         options, costs, wants, gradients, outputs, signature = self._joins[key]
         number = len(self.variables)
+        if self._is_undivided(node):
+            self.undivided.add(number)
         ports = [{node.name: option} for option in options]
         size = len(options)
         self.variables.append(
@@ -341,7 +354,7 @@ class Costing:
                     assert result is not None
                 wants.append(lies)
                 arrivals.append((result,))
-            change = (0, *self._change(source, wants, [whole(want) for want in wants]))
+            change = (0, *self._change(source, wants, [whole(want) for want in wants], self._is_undivided(node)))
             costs = self.windows.none(len(wants))
             self._remembered[key] = arrivals, self._number(tuple(arrivals)), costs, [change]
         self._remember(node, number, key)
@@ -368,7 +381,11 @@ class Costing:
         arguments = tensor_args(node)
         given = tuple((self._signatures.get(a), len(a.users) == 1, str(a.meta["val"].dtype)) for a in arguments)
         batch = self.facts.batch_factor(node)
-        return str(node.target), self._number(bound_of(node)), given, str(node.meta.get("val")), batch
+        kind = str(node.target), self._is_undivided(node)
+        return kind, self._number(bound_of(node)), given, str(node.meta.get("val")), batch
+
+    def _is_undivided(self, node: fx.Node) -> bool:
+        return covered(self.options.weaving.undivided, info(node).op)
 
     # -- edges
 
@@ -397,7 +414,8 @@ class Costing:
                 self._changes[key] = links / shared
             links = self._changes[key]
             if source == number:
-                self.variables[number].costs += self.windows.activations(np.diagonal(links, axis1=2, axis2=3))
+                diagonal = np.diagonal(links, axis1=2, axis2=3)
+                self.variables[number].costs += self.windows.activations(diagonal, number in self.undivided)
             elif (source, number) in self._edges:
                 before = self._edges[source, number]
                 pair = id(before), id(links)  # equal layers share their edges' tables

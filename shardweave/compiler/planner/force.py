@@ -27,7 +27,11 @@ def matches(pattern: str, op: Op) -> bool:
 
 
 def forced_strategies(
-    force: Mapping[str, Forced | Sequence[Forced]], ops: Sequence[Op], mesh: Mesh, batch: int
+    force: Mapping[str, Forced | Sequence[Forced]],
+    ops: Sequence[Op],
+    mesh: Mesh,
+    batch: int,
+    undivided: Sequence[str] = (),
 ) -> dict[str, list[Strategy]]:
     """For each op that a pattern names, the strategies that the user leaves it; the planner chooses among them.
 
@@ -45,7 +49,7 @@ def forced_strategies(
         choices = [_options(pattern, each, mesh) for each in _alternatives(wanted)]
         tensor = [each for each in choices if isinstance(each, Alternating)]
         for op in meant:
-            fits, reasons = _fitting(op, choices, mesh)
+            fits, reasons = _fitting(op, choices, op.mesh_of(mesh, undivided))
             if not fits:
                 raise _unfit(op, pattern, wanted, reasons, batch, mesh)
             found[op.name] = fits

@@ -17,7 +17,7 @@ from torch import fx
 from shardweave.compiler.capture import Captured
 from shardweave.errors import LayoutError
 from shardweave.ir import Assignment, Axis, Layout, Mesh, Strategy, axes_size, slice_axis
-from shardweave.passes.annotate import graph_outputs, info
+from shardweave.passes.annotate import covered, graph_outputs, info
 from shardweave.passes.classes import Classes
 from shardweave.passes.layouts import dims_layout
 from shardweave.passes.rules import find_rule, is_view
@@ -97,6 +97,10 @@ class Op:
                         f"{[self.sizes[atom] for atom in atoms]}"
                     )
         return found
+
+    def mesh_of(self, mesh: Mesh, undivided: Sequence[str]) -> Mesh:
+        """`mesh` as the op sees it: without sub-batches, if it is in one of the modules that take all at once."""
+        return replace(mesh, woven=()) if covered(undivided, self.name) else mesh
 
     def slice_atom(self, strategy: Strategy, mesh: Mesh, slices: int) -> Atom:
         """The loop that is cut into slices, one computed after another; `LayoutError` where they divide none.

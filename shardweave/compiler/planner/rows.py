@@ -66,7 +66,7 @@ class Rows:
     def __init__(self, windows: Windows, turns: int) -> None:
         self.windows, self.turns = windows, turns
         self._candidates: dict[object, tuple[Candidate, ...]] = {}
-        self._tables: dict[int, Floats] = {}
+        self._tables: dict[tuple[int, bool], Floats] = {}
 
     def row(self, variable: Variable) -> Row:
         """A variable's row."""
@@ -76,11 +76,12 @@ class Rows:
             self._candidates[key] = tuple(self._written(variable))
         return Row(variable.name, self._candidates[key], re.sub(r"\d+", "*", variable.name))
 
-    def edge(self, producer: int, consumer: int, links: Links) -> Edge:
-        """What changes of layout take."""
-        if id(links) not in self._tables:
-            self._tables[id(links)] = self.windows.loads(self.turns * self.windows.activations(links))
-        loads = self._tables[id(links)]
+    def edge(self, producer: int, consumer: int, links: Links, undivided: bool = False) -> Edge:
+        """What changes of layout take; where all sub-batches are taken at once, none computes meanwhile."""
+        key = id(links), undivided
+        if key not in self._tables:
+            self._tables[key] = self.windows.loads(self.turns * self.windows.activations(links, undivided))
+        loads = self._tables[key]
         return Edge(producer, consumer, np.zeros(loads.shape[1:]), loads)
 
     def _written(self, variable: Variable) -> list[Candidate]:

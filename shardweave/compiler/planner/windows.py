@@ -167,9 +167,9 @@ class Windows:
         found[:, 0], found[:, 1 + len(self.levels) :] = links[:, 0], links[:, 1:]
         return found
 
-    def activations(self, links: Links) -> Costs:
+    def activations(self, links: Links, undivided: bool = False) -> Costs:
         """Of collectives of activations: they hide where another sub-batch computes meanwhile."""
-        return self.moved("activation", links, alone=not self.woven)
+        return self.moved("activation", links, alone=undivided or not self.woven)
 
     def moved(self, traffic: Traffic, links: Links, alone: bool = False) -> Costs:
         """Of collectives of one kind of traffic: they hide, unless they are `alone` or compute waits for them."""
