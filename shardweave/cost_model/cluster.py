@@ -63,6 +63,8 @@ class Device:
         place of `memory_bandwidth` between them (`compute.bytes_seconds`).
     overlap_slowdown : float
         What a kernel's time is multiplied by while a collective runs: it takes cores and memory bandwidth too.
+    collective_slowdown : float
+        What a collective's time is multiplied by while a kernel runs.
     allocator : {"cuda", "cpu"}
         Whose memory it is: what torch rounds sizes to there, and what its kernels take besides (`scratch.py`).
 
@@ -91,6 +93,7 @@ class Device:
     memory_half: float = 0.0
     memory_times: tuple[tuple[float, float], ...] = ()
     overlap_slowdown: float = 1.0
+    collective_slowdown: float = 1.0
     allocator: Literal["cuda", "cpu"] = "cuda"
 
     def __post_init__(self) -> None:
@@ -114,6 +117,7 @@ class Device:
         check_number("device.memory_half", self.memory_half, zero=True)
         object.__setattr__(self, "memory_times", points("device.memory_times", self.memory_times))
         check_number("device.overlap_slowdown", self.overlap_slowdown, low=1)
+        check_number("device.collective_slowdown", self.collective_slowdown, low=1)
         if self.allocator not in ("cuda", "cpu"):
             raise ClusterError(f"device.allocator: expected 'cuda' or 'cpu', got {self.allocator!r}")
 

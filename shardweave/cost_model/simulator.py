@@ -46,7 +46,7 @@ from shardweave.cost_model.memory import Liveness, Storage, liveness, output_sto
 from shardweave.cost_model.optimizer import optimizer_seconds
 from shardweave.cost_model.prices import Prices
 from shardweave.cost_model.scratch import optimizer_scratch_bytes, rounded
-from shardweave.cost_model.streams import Streams, Transfer
+from shardweave.cost_model.streams import Contention, Streams, Transfer
 from shardweave.cost_model.timeline import COMPUTE, Event, Timeline
 from shardweave.errors import VerifyError
 from shardweave.ir import SEED, ParameterSpec, StepSpec, ValueSpec, group_name
@@ -131,7 +131,7 @@ class _Step:
     def __init__(self, cluster: Cluster, spec: StepSpec, optimizer_ratio: float) -> None:
         self.cluster, self.spec, self.optimizer_ratio = cluster, spec, optimizer_ratio
         self.prices = Prices(cluster)
-        self.streams = Streams(cluster.device.overlap_slowdown, cluster.device.collective_host_seconds)
+        self.streams = Streams(Contention.of(cluster.device), cluster.device.collective_host_seconds)
         self.events: list[Event | tuple[Event, Transfer]] = []  # the second of what may not be over yet
         self.changes: list[Change] = []
         self.kinds: dict[Storage, str] = {}

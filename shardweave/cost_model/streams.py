@@ -5,7 +5,7 @@ run at the same time. A collective first takes its latency, which nothing shares
 links of one or more levels, all of those of its slowest one while it is alone. Where the parts of all come to more
 than the links have, all are slowed down alike, and what one cannot use for the sake of another level is left to the
 others: max-min fairness (Bertsekas and Gallager, Data Networks, 6.5.2), as flows over TCP and packets on InfiniBand
-approximate it. Compute is slowed down by a factor while any collective runs.
+approximate it. Compute and collectives slow each other down, by a factor each, while both run.
 """
 
 from __future__ import annotations
@@ -15,10 +15,28 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardweave.cost_model.cluster import Device
 from shardweave.cost_model.collectives import Demand
 
 _DONE = 1e-12
 """Below this part of its whole what is left of a phase counts as done: it is rounding."""
+
+
+@dataclass(frozen=True)
+class Contention:
+    """What each of the two takes, as a multiple, while the other one runs; at least 1.
+
+    >>> Contention(compute=1.2).collectives
+    1.0
+    """
+
+    compute: float = 1.0
+    collectives: float = 1.0
+
+    @classmethod
+    def of(cls, device: Device) -> Contention:
+        """On a device."""
+        return cls(device.overlap_slowdown, device.collective_slowdown)
 
 
 @dataclass(eq=False)
@@ -90,19 +108,22 @@ def fair_rates(usages: Sequence[Mapping[str, float]]) -> list[float]:
     return rates
 
 
+ALONE = Contention()
+
+
 class Streams:
     """The time of one device.
 
     Parameters
     ----------
-    slowdown : float
-        What compute takes, as a multiple, while a collective runs; at least 1.
+    contention : Contention
+        What compute and collectives take beside each other.
     launch : float
         Seconds that the host takes for each collective before it starts. The host does nothing else, and never waits.
 
     Examples
     --------
-    >>> streams = Streams(slowdown=2.0)
+    >>> streams = Streams(Contention(compute=2.0))
     >>> gather = Transfer("gpu0", Demand(latency=1.0, transfer=2.0, use={"gpu": 1.0}))
     >>> began = streams.start(gather)
     >>> streams.compute(1.0)  # of these seconds none is alone
@@ -111,9 +132,9 @@ class Streams:
     (1.0, 3.0, 2.0)
     """
 
-    def __init__(self, slowdown: float = 1.0, launch: float = 0.0) -> None:
+    def __init__(self, contention: Contention = ALONE, launch: float = 0.0) -> None:
         self.now = 0.0
-        self.slowdown, self.launch = slowdown, launch
+        self.contention, self.launch = contention, launch
         self.launched = 0.0
         """Until when the host has been busy."""
         self.ended = 0
@@ -137,15 +158,15 @@ class Streams:
 
     def compute(self, seconds: float) -> float:
         """Compute for what takes `seconds` alone; the seconds that it does take."""
-        begin = self.now
+        begin, slowdown = self.now, self.contention.compute
         while seconds > 0:
             if not self._queues:
                 self.now += seconds
                 break
-            span = min(seconds * self.slowdown, self._next_end())
-            last = span >= seconds * self.slowdown
-            self._pass(span)
-            seconds = 0.0 if last else seconds - span / self.slowdown
+            span = min(seconds * slowdown, self._next_end() * self.contention.collectives)
+            last = span >= seconds * slowdown
+            self._pass(span, self.contention.collectives)
+            seconds = 0.0 if last else seconds - span / slowdown
         return self.now - begin
 
     def wait(self, transfer: Transfer) -> float:
@@ -223,12 +244,12 @@ class Streams:
         """Seconds until the next of the running collectives ends a phase."""
         return min((transfer.left / rate for transfer, rate in self._rates.items()), default=math.inf)
 
-    def _pass(self, span: float) -> None:
-        """Let `span` seconds pass, no more than until the next end of a phase."""
+    def _pass(self, span: float, slowdown: float = 1.0) -> None:
+        """Let `span` seconds pass, no more than until the next end of a phase; each takes so many times as long."""
         self.now += span
         ended = []
         for transfer, rate in self._rates.items():
-            transfer.left -= rate * span
+            transfer.left -= rate * span / slowdown
             if transfer.left <= _DONE * transfer.demand.seconds:
                 ended.append(transfer)
         for transfer in ended:

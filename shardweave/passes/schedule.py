@@ -26,6 +26,7 @@ from torch import fx
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.memory import liveness
 from shardweave.cost_model.prices import Prices
+from shardweave.cost_model.streams import Contention
 from shardweave.ir import ALL
 from shardweave.passes.annotate import info
 from shardweave.passes.justify import in_order_of, justified
@@ -150,17 +151,17 @@ class Schedule:
         return best
 
     def _played(self, tasks: Tasks, order: Sequence[int]) -> Woven:
-        return _sunk(tasks, played(tasks, order, self.cluster.device.overlap_slowdown))
+        return _sunk(tasks, played(tasks, order, Contention.of(self.cluster.device)))
 
     def _orders(self, tasks: Tasks) -> Iterator[_Order]:
         """The orders that are tried, each given the room that it has."""
-        slowdown = self.cluster.device.overlap_slowdown
+        beside = Contention.of(self.cluster.device)
         depths = [(ahead, ALL) for ahead in AHEAD] + [(min(AHEAD), min(AHEAD))]
         if self.lookahead is not None:
             depths = [(self.lookahead, self.lookahead)]
 
         def order(tasks: Tasks, ahead: int, reductions: int) -> _Order:
-            found = partial(weave, tasks, held, moments, lookahead=ahead, reductions=reductions, slowdown=slowdown)
+            found = partial(weave, tasks, held, moments, lookahead=ahead, reductions=reductions, contention=beside)
             return partial(_late, tasks, found)
 
         for keys in orderings(tasks):

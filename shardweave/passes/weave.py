@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardweave.cost_model.streams import Streams, Transfer
+from shardweave.cost_model.streams import ALONE, Contention, Streams, Transfer
 from shardweave.errors import VerifyError
 from shardweave.passes.tasks import Tasks
 
@@ -67,7 +67,7 @@ def weave(
     reductions: int,
     room: float = math.inf,
     most: float = math.inf,
-    slowdown: float = 1.0,
+    contention: Contention = ALONE,
 ) -> Woven:
     """Order `tasks`.
 
@@ -85,15 +85,15 @@ def weave(
         Bytes. What would hold more is not computed before its turn, as long as time may pass instead.
     most : float
         Bytes. What would hold more waits for gradients on their way, and nothing is gathered ahead of the next moment.
-    slowdown : float
-        What compute takes, as a multiple, while a collective runs.
+    contention : Contention
+        What compute and collectives take beside each other.
     """
-    return _Weaver(tasks, keys, moments, lookahead, reductions, room, most, slowdown).run()
+    return _Weaver(tasks, keys, moments, lookahead, reductions, room, most, contention).run()
 
 
-def played(tasks: Tasks, order: Sequence[int], slowdown: float = 1.0) -> Woven:
+def played(tasks: Tasks, order: Sequence[int], contention: Contention = ALONE) -> Woven:
     """`tasks` in this order, but that what a collective brings is waited for as late as it is read."""
-    device = _Device(tasks, slowdown)
+    device = _Device(tasks, contention)
     found: list[int] = []
     done = [False] * len(order)
     late: list[int] = []  # waits for collectives that are under way, and views of what they bring
@@ -129,8 +129,8 @@ def played(tasks: Tasks, order: Sequence[int], slowdown: float = 1.0) -> Woven:
 class _Device:
     """A device's streams, on which tasks are run one after another."""
 
-    def __init__(self, tasks: Tasks, slowdown: float) -> None:
-        self.tasks, self.streams = tasks, Streams(slowdown)
+    def __init__(self, tasks: Tasks, contention: Contention) -> None:
+        self.tasks, self.streams = tasks, Streams(contention)
         self.transfers: dict[int, Transfer] = {}
 
     def run(self, task: int) -> None:
@@ -163,11 +163,11 @@ class _Weaver:
         reductions: int,
         room: float,
         most: float,
-        slowdown: float,
+        contention: Contention,
     ) -> None:
         self.tasks, self.keys, self.moments = tasks, keys, moments
         self.lookahead, self.reductions, self.room, self.most = lookahead, reductions, room, most
-        self.device = _Device(tasks, slowdown)
+        self.device = _Device(tasks, contention)
         self.streams = self.device.streams
         self.order: list[int] = []
         self.done = [False] * len(tasks.nodes)

@@ -19,7 +19,7 @@ from shardweave.compiler.planner.problem import Problem
 from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.windows import Windows, hiding, in_turn, overlapping
 from shardweave.cost_model.collectives import Demand
-from shardweave.cost_model.streams import Streams, Transfer
+from shardweave.cost_model.streams import Contention, Streams, Transfer
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import Traffic
 from tests.compiler.planners import Planner
@@ -66,13 +66,14 @@ def test_program_and_simulator_rank_plans_alike(preset: str, nodes: int) -> None
     assert spearman(counted, simulated) >= 0.95
 
 
-def test_what_hides_costs_nothing_but_what_it_slows_down_until_its_links_are_full() -> None:
+@pytest.mark.parametrize("drag", [1.0, 1.2])
+def test_what_hides_costs_nothing_but_what_it_slows_down_until_its_links_are_full(drag: float) -> None:
     """The windows against `Streams`: compute beside one collective takes what both say."""
-    windows = Windows(["gpu"], slowdown=1.25)
+    windows = Windows(["gpu"], slowdown=1.25, drag=drag)
     for moved in (0.0, 0.5, 1.0, 1.25, 2.0):
         links = np.array([[0.0, moved], [0.0, 0.0]])
         forward = windows.loads(windows.computed(1.0, 0.0) + windows.hidden(links))[:2]
-        streams, transfer = Streams(slowdown=1.25), Transfer("gpu0", Demand(0.0, moved, {"gpu": 1.0}))
+        streams, transfer = Streams(Contention(1.25, drag)), Transfer("gpu0", Demand(0.0, moved, {"gpu": 1.0}))
         if moved:
             streams.start(transfer)
         streams.compute(1.0)

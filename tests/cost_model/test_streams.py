@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardweave.cost_model.collectives import Demand
-from shardweave.cost_model.streams import Streams, Transfer, fair_rates
+from shardweave.cost_model.streams import Contention, Streams, Transfer, fair_rates
 
 USES = st.dictionaries(st.sampled_from("abc"), st.floats(0.01, 1.0), max_size=3)
 
@@ -51,7 +51,7 @@ def test_latencies_of_two_groups_pass_together() -> None:
 
 
 def test_a_group_of_one_takes_no_time() -> None:
-    streams = Streams(slowdown=2.0)
+    streams = Streams(Contention(2.0))
     nothing = Transfer("", Demand(0.0, 0.0, {}))
     streams.start(nothing)
     assert nothing.end == 0.0 and not streams.running
@@ -60,7 +60,7 @@ def test_a_group_of_one_takes_no_time() -> None:
 
 def test_the_host_launches_collectives_one_after_another() -> None:
     """It runs ahead while the device computes; where it is behind, the device waits, and links go on."""
-    streams = Streams(slowdown=2.0, launch=2.0)
+    streams = Streams(Contention(2.0), launch=2.0)
     first, second = (Transfer(name, Demand(0.0, 1.0, {"node": 1.0})) for name in ("x", "y"))
     assert streams.start(first) == 2.0  # nothing was there to run ahead of
     assert streams.start(second) == 2.0 and first.end == pytest.approx(3.0)
@@ -71,7 +71,18 @@ def test_the_host_launches_collectives_one_after_another() -> None:
 
 
 def test_compute_recovers_its_speed_when_the_link_rests() -> None:
-    streams = Streams(slowdown=2.0)
+    streams = Streams(Contention(2.0))
     streams.start(Transfer("x", Demand(1.0, 1.0, {"gpu": 0.5})))
     assert streams.compute(3.0) == pytest.approx(4.0)  # two seconds for the first, two for the other two
     assert streams.busy["gpu"] == pytest.approx(0.5)
+
+
+def test_compute_and_collectives_slow_each_other_down_while_both_run() -> None:
+    streams = Streams(Contention(compute=1.5, collectives=2.0))
+    moved = Transfer("x", Demand(0.0, 2.0, {"gpu": 1.0}))
+    streams.start(moved)
+    assert streams.compute(1.0) == pytest.approx(1.5)  # while it moves half as fast
+    assert streams.wait(moved) == pytest.approx(2.0 - 1.5 / 2)
+    late = Transfer("x", Demand(0.0, 1.0, {"gpu": 1.0}))
+    streams.start(late)
+    assert streams.compute(2.0) == pytest.approx(2.0 + 2.0 - 2.0 / 1.5)  # it ends first

@@ -14,8 +14,9 @@ collectives that hide            what they slow compute down  all
 A collective of activations is waited for: the batch has nothing else to do. With sub-batches another one computes
 meanwhile, and it hides. Gathers of parameters and reductions of gradients hide, until the links of their pass are full.
 While one of them runs, compute takes `Device.overlap_slowdown` times as long: c seconds of it hide in c seconds of
-compute, but take ``c * (1 - 1 / slowdown)`` of them. So what hides is never free, and a way that is all compute and
-links that are all full meet where the simulator has them meet.
+compute, but take ``c * (1 - 1 / slowdown)`` of them, and `drag` times as much where collectives are slowed down, too
+(`Device.collective_slowdown`). Full links are then slowed by all compute. So what hides is never free, and a way that
+is all compute and links that are all full meet where the simulator has them meet.
 
 That is a bound: no order of a step hides more. A step of few ops, or one whose products wait for gathers, hides less;
 if nothing hides, a pass takes all of its seconds one after the other. These are written down, too, as one more stream
@@ -29,8 +30,10 @@ and the device's memory work at once.
 With ``x[o, c]`` and ``t[w]`` as in `solver`, and sums over all ops and edges:
 
 ===============================================================  ==============================  =====================
-t[forward] >= compute + waited + (1 - 1 / slowdown) hidden       `Windows.loads`                 Oases 2 and 3
+t[forward] >= compute + waited                                   `Windows.loads`                 Oases 2 and 3
++ drag (1 - 1 / slowdown) hidden
 t[forward] >= waited on l + hidden on l          for a level l   `Windows.loads`                 Oases 2 and 3
++ slowdown (1 - 1 / drag) compute
 t[backward] >= the same of the backward, with what is            `Windows.loads`,                Oases 4 to 6
 recomputed                                                       `recomputation.with_modes`
 t[optimizer] >= host, t[optimizer] >= memory                     `pricing.price_op`
@@ -109,8 +112,8 @@ class Windows:
     ----------
     levels : sequence of str
         The cluster's, that have links.
-    slowdown : float
-        `Device.overlap_slowdown`.
+    slowdown, drag : float
+        `Device.overlap_slowdown` and `Device.collective_slowdown`.
     woven : bool
         Another sub-batch computes while one waits for activations.
     blocking : collection of Traffic
@@ -129,13 +132,16 @@ class Windows:
 
     levels: Sequence[str]
     slowdown: float = 1.0
+    drag: float = 1.0
     woven: bool = False
     blocking: Collection[Traffic] = ()
 
     @classmethod
     def of(cls, cluster: Cluster, levels: Sequence[str], weaving: Weaving) -> Windows:
         """Those of a step on a cluster."""
-        return cls(levels, cluster.device.overlap_slowdown, weaving.sub_batches > 1, weaving.blocking)
+        device = cluster.device
+        slowdowns = device.overlap_slowdown, device.collective_slowdown
+        return cls(levels, *slowdowns, weaving.sub_batches > 1, weaving.blocking)
 
     @cached_property
     def names(self) -> tuple[tuple[str, ...], ...]:
@@ -184,7 +190,8 @@ class Windows:
     @cached_property
     def _streams(self) -> Floats:
         """What a second of each kind is on each stream of its pass."""
-        count, beside = len(self.levels), 1.0 - 1.0 / self.slowdown
+        count, beside = len(self.levels), self.drag * (1.0 - 1.0 / self.slowdown)
+        slowed = np.full((count, 1), self.slowdown * (1.0 - 1.0 / self.drag))
         way = [1.0, *[1.0] * count, *[beside] * count]
-        links = np.hstack([np.zeros((count, 1)), np.eye(count), np.eye(count)])
+        links = np.hstack([slowed, np.eye(count), np.eye(count)])
         return np.vstack([way, links, np.ones(1 + 2 * count)])
