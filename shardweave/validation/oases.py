@@ -1,9 +1,9 @@
 """Oases (arXiv 2305.16121): Table 3, what each part of its schedule adds to Megatron-LM's, on 32 RTX 3090.
 
 Each cell is a forced plan of one tensor-parallel group: its degree by the baselines' best (Table 4), the planner's by
-its Table 6. The rows fit with the all-reduce of data parallelism off the timed path, so that by default one group is
-planned alone, on the nodes that it spans, and its throughput counted for all of them; `data_parallel` brings the others
-back.
+its Table 6. The rows fit with the all-reduce of data parallelism off the timed path, so that one group is planned
+alone, on the nodes that it spans, its step timed without sums of gradients (there are some where a layer has a lower
+degree than others), and its throughput counted for all of them; `data_parallel` brings the other groups back.
 """
 
 from __future__ import annotations
@@ -85,19 +85,32 @@ def plan(
     machine = whole.fitted(min(gpus, in_node), max(1, gpus // in_node))
     batch = model["global_batch"] * gpus // every
     config = GPTConfig(VOCABULARY, SEQUENCE, model["layers"], model["heads"], model["hidden"], bias=True)
-    asked = {"force": _force(degrees), "micro_batches": 1, "sequence_parallel": False, **weaving}
-    return setting.plan(captured(config, batch, SEQUENCE), machine, **asked)
+    smallest = {degree: batch * degree // gpus for degree, _ in degrees}  # of what a device of such a layer has
+    undivided = [name for name, degree in _degrees(degrees).items() if smallest[degree] % weaving["sub_batches"]]
+    asked = {"force": _force(degrees), "micro_batches": 1, "sequence_parallel": False, "undivided": undivided}
+    return setting.plan(captured(config, batch, SEQUENCE), machine, **{**asked, **weaving})
 
 
 def _kts(setting: Setting, cluster: str, model: Mapping[str, Any], *asked: Any) -> float:
     """Thousands of tokens a second of all devices."""
-    return float(model["global_batch"] * SEQUENCE / plan(setting, cluster, model, *asked).step_time / 1e3)
+    seconds = plan(setting, cluster, model, *asked).timeline(sums=False).step_time
+    return float(model["global_batch"] * SEQUENCE / seconds / 1e3)
 
 
 def _force(degrees: Degrees) -> dict[str, str]:
-    """The degree of each layer; what is in none has that of the last."""
-    force, layer = {"*": f"tensor:{degrees[-1][0]}"}, 0
-    for degree, count in degrees[:-1]:
-        force |= {f"blocks.{index}.*": f"tensor:{degree}" for index in range(layer, layer + count)}
-        layer += count
-    return force
+    """The degree of each module that is not as the last layer; what comes before the layers is as the first of them."""
+    last = degrees[-1][0]
+    others = {name: f"tensor:{degree}" for name, degree in _degrees(degrees).items() if degree != last}
+    others.pop("positions", None)  # it has no loop that is spread
+    return {"*": f"tensor:{last}", **others}
+
+
+def _degrees(degrees: Degrees) -> dict[str, int]:
+    """The degree of each layer, and of what comes before the first.
+
+    >>> _degrees([(2, 1), (4, 2)])
+    {'tokens': 2, 'positions': 2, 'blocks.0': 2, 'blocks.1': 4, 'blocks.2': 4}
+    """
+    every = [degree for degree, count in degrees for _ in range(count)]
+    before = dict.fromkeys(("tokens", "positions"), every[0])
+    return before | {f"blocks.{layer}": degree for layer, degree in enumerate(every)}
