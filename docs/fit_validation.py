@@ -48,7 +48,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--leave-out", action="store_true", help="errors with one model or size left out")
     arguments = parser.parse_args()
-    paper = {key: rows for key, rows in load(arguments.folder)[arguments.paper].items() if "ablation_20b" not in key}
+    tables = load(arguments.folder)[arguments.paper]  # less what is not fitted to
+    paper = {key: rows for key, rows in tables.items() if "ablation_20b" not in key and key != "mem_mb"}
     described = {name: Described.of(name) for name in FITTED[arguments.paper].clusters}
     chosen = arguments.constants
     if arguments.leave_out and chosen is None:

@@ -72,8 +72,8 @@ def plans(setting: Setting, widths: Sequence[int], limits: Sequence[float] = LIM
     compiler = Compiler(model, Cluster.local(1), (batch, batch), Options(), None)
     cluster, found = setting.cluster("osdp-titan"), {}
     for limit in limits:
-        asked = {**WOVEN, "recompute": "none", "operator_slices": 1, "time_limit": 3.0}
-        asked["memory_limit"] = int(limit * 2**30)
+        asked = {**WOVEN, "buckets": True, "micro_batches": 1, "recompute": "none", "operator_slices": 1}
+        asked |= {"time_limit": 3.0, "memory_limit": int(limit * 2**30)}
         found[limit] = {}
         for name, strategy in STRATEGIES.items():
             try:

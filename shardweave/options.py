@@ -77,8 +77,11 @@ class Options:
         What is gathered for the forward is kept for the backward, instead of gathered again. Of an op in slices a
         number says how many of them; the others are gathered again. (What is gathered once a step, ``"zero2"``, is a
         strategy that the planner has anyway.) By default the planner chooses, all or none, for models of few layers.
-    buckets : bool, optional
-        Small collectives of parameters and gradients are put together. By default the planner chooses.
+    buckets : bool or "flat", optional
+        Small collectives of parameters and gradients are put together. By default the planner chooses. With ``"flat"``
+        besides all parameters that a step has whole (not ZeRO-3's) are gathered as one, before the forward, and their
+        gradients are reduced as one, behind the backward: to see what a system takes that has one flat parameter around
+        a whole model, as FSDP's first version and fairscale's have.
     sequence_parallel : bool, optional
         Whether each device takes a part of the sums that tensor parallelism leaves (at residual connections, and so in
         the norms after them), cut on the sequence where the batch is too small for it, or all of them take the whole.
@@ -125,7 +128,7 @@ class Options:
     recompute: Mode | Mapping[str, Mode] | None = None
     operator_slices: int | Mapping[str, int] = field(default_factory=dict)
     keep_gathered: bool | Mapping[str, int] | None = None
-    buckets: bool | None = None
+    buckets: bool | Literal["flat"] | None = None
     sequence_parallel: bool | None = None
     cross_pass: bool = True
     blocking: Sequence[Traffic] = ()
@@ -170,7 +173,7 @@ class Options:
             recompute,
             slices,
             kept,
-            bool(self.buckets),
+            self.buckets or False,
             self.cross_pass,
             self.lookahead,
             tuple(self.blocking),

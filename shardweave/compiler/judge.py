@@ -140,7 +140,8 @@ class Judge:
         left: dict[Run, int] = {}
         alike: list[tuple[Sequence[str], int]] = []
         places: dict[str, str] = {}
-        for run in self.steps.runs(options):
+        runs = self.steps.runs(options) if options.buckets != "flat" else []  # a flat bucket is of all layers
+        for run in runs:
             begin = count = 0
             for length in _lengths(decision, run):
                 few = min(LEFT, length)

@@ -307,7 +307,7 @@ class _Lowering:
             local = Keep(weaving.keep_gathered, self.mesh.slices)(local)
             self._verified(local, "keep")
             self._stage("keep", local)
-        local = self._scheduled(local, self._schedule(sharder, local.graph), self._borders(sharder))
+        local = self._scheduled(local, self._schedule(sharder, local.graph), self._bucket(sharder))
         self._verified(local, "schedule")
         if weaving.blocking:
             self._stage("schedule", local)
@@ -316,15 +316,15 @@ class _Lowering:
         self._stage("block" if weaving.blocking else "schedule", local, last=True)
         return sharder, specs, local
 
-    def _scheduled(self, local: fx.GraphModule, schedule: Schedule, borders: list[list[str]]) -> fx.GraphModule:
-        """`local` in order; in buckets, where these are wanted and fit: each is held as one."""
-        fits = False
-        if self.options.weaving.buckets:
-            bucketed = Bucket(self.cluster, borders)(copied(local))
+    def _scheduled(self, local: fx.GraphModule, schedule: Schedule, bucket: Bucket) -> fx.GraphModule:
+        """`local` in order; in buckets, where these are wanted and fit, each being held as one, or asked to be flat."""
+        fits, wanted = False, self.options.weaving.buckets
+        if wanted:
+            bucketed = bucket(copied(local))
             self._verified(bucketed, "bucket")
             self._stage("bucket", bucketed)
             ordered, fits = schedule.scheduled(self._quantized(bucketed))
-        if not fits:
+        if not fits and wanted != "flat":
             self.graphs.pop("bucket", None)
             ordered, fits = schedule.scheduled(self._quantized(local))
         if fits and not self.draft:
@@ -339,11 +339,12 @@ class _Lowering:
             self._stage("quantize", local)
         return local
 
-    def _borders(self, sharder: Sharder) -> list[list[str]]:
-        """Where the graphs may be cut: at each tangent, and between turns."""
+    def _bucket(self, sharder: Sharder) -> Bucket:
+        """What puts collectives together, between where the graphs may be cut: at each tangent, and between turns."""
         shared = sharder.working, sharder.accumulators.values()
         turns = [[node.name for node in nodes] for nodes in shared] if sharder.options.accumulates else []
-        return [[tangent] for tangent in self.annotated.tangents] + turns
+        borders = [[tangent] for tangent in self.annotated.tangents] + turns
+        return Bucket(self.cluster, borders, sharder.options.rests if self.options.buckets == "flat" else None)
 
     def _schedule(self, sharder: Sharder, local: fx.Graph) -> Schedule:
         options = self.options

@@ -46,7 +46,7 @@ class Weaving:
     recompute: Mapping[str, Mode] = field(default_factory=dict)
     operator_slices: Mapping[str, int] = field(default_factory=dict)
     keep_gathered: Mapping[str, int] = field(default_factory=dict)
-    buckets: bool = False
+    buckets: bool | Literal["flat"] = False
     cross_pass: bool = True
     lookahead: int | None = None
     blocking: tuple[Traffic, ...] = ()
@@ -60,6 +60,8 @@ class Weaving:
         object.__setattr__(self, "undivided", tuple(self.undivided))
         if unknown := [kind for kind in self.blocking if kind not in get_args(Traffic)]:
             raise PlanError(f"blocking names kinds of traffic, {', '.join(get_args(Traffic))}, got {unknown[0]!r}")
+        if self.buckets not in (True, False, "flat"):
+            raise PlanError(f"buckets must be True, False or 'flat', got {self.buckets!r}")
         for pattern, mode in self.recompute.items():
             if mode not in MODES:
                 raise PlanError(f"recompute[{pattern!r}] must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
@@ -102,7 +104,7 @@ class Weaving:
                     for pattern, count in self.keep_gathered.items() if count]:  # fmt: skip
             found[" and ".join(kept)] = replace(self, keep_gathered={})
         if self.buckets:
-            found["buckets"] = replace(self, buckets=False)
+            found["flat buckets" if self.buckets == "flat" else "buckets"] = replace(self, buckets=False)
         if not self.cross_pass:
             found["a barrier between recomputation and backward"] = replace(self, cross_pass=True)
         if self.lookahead is not None:

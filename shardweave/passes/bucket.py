@@ -5,12 +5,18 @@ link moves within a latency, they are put together, until what they move takes m
 by more than that saves: a gradient that waits for a later one has to be on its way before the backward ends, and what
 is gathered with a parameter must not keep that one's op waiting. Only parameters of one layer are gathered together,
 for memory.
+
+A *flat* bucket is all of what a step has whole, whatever it costs: the flat parameter that FSDP's first version and
+fairscale's have around a whole model. It is gathered before the forward, and there until its gradient is, which is put
+together behind the backward and scattered at once.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,6 +29,7 @@ from shardweave.ir import META, Collective
 from shardweave.passes.annotate import info
 from shardweave.passes.local import in_order, remove_dead
 from shardweave.passes.recompute import layer_of
+from shardweave.passes.values import Rest
 
 aten = torch.ops.aten
 reshape, permute = aten.reshape.default, aten.permute.default
@@ -47,23 +54,30 @@ class Bucket:
         Sets of nodes where the graph may be cut later, so that what lies on one side is run without the other: a
         backward that has only a few of the tangents, the turns of a step that share gathered parameters. Only what lies
         on the same side of each border is put together.
+    flat : mapping of str to Rest, optional
+        Where each parameter rests, by its name. Given, the buckets of those that a step has whole are flat.
     """
 
     name = "bucket"
     cluster: Cluster
     borders: Sequence[Collection[str]] = ()
+    flat: Mapping[str, Rest] | None = None
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         graph = graph_module.graph
         prices = Prices(self.cluster)
         place = {node: index for index, node in enumerate(graph.nodes)}
-        for bucket in _buckets(graph, prices, sides(graph, self.borders)):
-            _Merged(graph, bucket, place).write()
+        copies: dict[str, tuple[fx.Node, Side]] = {}
+        for bucket in _buckets(graph, prices, sides(graph, self.borders), self._is_flat):
+            _Merged(graph, bucket, place, copies if self._is_flat(bucket[0].what) else None).write()
         in_order(graph, place)
         remove_dead(graph)
         graph.lint()
         graph_module.recompile()
         return graph_module
+
+    def _is_flat(self, what: Collective) -> bool:
+        return self.flat is not None and not self.flat.get(what.owner, Rest()).parameter
 
 
 Side = tuple[frozenset[int], frozenset[int]]
@@ -89,6 +103,7 @@ class _Member:
     what: Collective
     seconds: float
     place: int
+    side: Side
 
 
 def _candidate(node: fx.Node) -> Collective | None:
@@ -96,8 +111,10 @@ def _candidate(node: fx.Node) -> Collective | None:
     return what if what is not None and what.cause != "activation" and what.kind in _KINDS else None
 
 
-def _buckets(graph: fx.Graph, prices: Prices, side: Mapping[fx.Node, Side]) -> list[list[_Member]]:
-    """The starts that become one, each with those before it."""
+def _buckets(
+    graph: fx.Graph, prices: Prices, side: Mapping[fx.Node, Side], is_flat: Callable[[Collective], bool]
+) -> list[list[_Member]]:
+    """The starts that become one, each with those before it; those of the forward first."""
     found: list[list[_Member]] = []
     depth = {cause: _depths(graph, cause) for cause in ("parameter", "gradient")}
     for backward in (False, True):
@@ -106,19 +123,21 @@ def _buckets(graph: fx.Graph, prices: Prices, side: Mapping[fx.Node, Side]) -> l
         for node in nodes:
             reached[node] = now
             now += prices.of(node).seconds if prices.of(node).kernel else 0.0
-        groups: dict[Hashable, list[_Member]] = {}
+        groups: dict[tuple[bool, Hashable], list[_Member]] = {}
         for index, node in enumerate(nodes):
             what = _candidate(node)
             if what is None:
                 continue
             at = _first_use(node) if what.cause == "parameter" else _last_operand(node)
-            member = _Member(node, what, reached.get(at, 0.0), index)
+            member = _Member(node, what, reached.get(at, 0.0), index, side[node])
             same = what.kind, what.axes, what.cause, node.meta["val"].dtype, str(node.args[1:])
-            layer = layer_of(what.owner) if what.cause == "parameter" else ""
-            groups.setdefault((same, layer, side[node], depth[what.cause][node]), []).append(member)
-        for members in groups.values():
-            found += _together(sorted(members, key=lambda m: (m.seconds, m.place)), prices, now)
-    return found
+            flat = is_flat(what)
+            layer = layer_of(what.owner) if what.cause == "parameter" and not flat else ""
+            groups.setdefault((flat, (same, layer, side[node], depth[what.cause][node])), []).append(member)
+        for (flat, _), members in groups.items():
+            members.sort(key=lambda m: (m.seconds, m.place))
+            found += [members] if flat else _together(members, prices, now)
+    return [members for members in found if len(members) > 1]
 
 
 def _depths(graph: fx.Graph, cause: str) -> dict[fx.Node, int]:
@@ -158,7 +177,7 @@ def _together(members: Sequence[_Member], prices: Prices, end: float) -> list[li
                 continue
         runs.append([member])
         size = member.what.bytes
-    return [run for run in runs if len(run) > 1]
+    return runs
 
 
 def _first_use(start: fx.Node) -> fx.Node:
@@ -174,14 +193,32 @@ def _last_operand(start: fx.Node) -> fx.Node:
     return node
 
 
-_GLUE = {reshape, permute, aten.clone.default, aten.t.default, aten._to_copy.default}
+def _read_backward(copy: fx.Node) -> list[fx.Node]:
+    """What the backward reads of a value of the forward, as it is or in another form."""
+    found, users = [], list(copy.users)
+    if any(info(user).backward for user in users):
+        found.append(copy)
+    for user in users:
+        if user.target in _GLUE and not info(user).backward:
+            found += _read_backward(user)
+    return found
+
+
+_CAST = aten._to_copy.default
+_GLUE = {reshape, permute, aten.clone.default, aten.t.default, _CAST}
 
 
 class _Merged:
-    """One collective in the place of several."""
+    """One collective in the place of several; of a flat bucket with the copies of the parameters that were gathered."""
 
-    def __init__(self, graph: fx.Graph, bucket: Sequence[_Member], place: dict[fx.Node, int]) -> None:
-        self.graph, self.bucket, self.place = graph, bucket, place
+    def __init__(
+        self,
+        graph: fx.Graph,
+        bucket: Sequence[_Member],
+        place: dict[fx.Node, int],
+        copies: dict[str, tuple[fx.Node, Side]] | None = None,
+    ) -> None:
+        self.graph, self.bucket, self.place, self.copies = graph, bucket, place, copies
         self.first, self.what = bucket[0].start, bucket[0].what
         self.starts = [member.start for member in bucket]
         spots = [place[start] for start in self.starts]
@@ -200,9 +237,11 @@ class _Merged:
             if kind == "reduce_scatter":
                 sizes = [size // ranks for size in sizes]
                 rows = [self._call(reshape, each, [ranks, n]) for each, n in zip(operands, sizes)]
+                rows += self._until_here([ranks, 0])
                 whole = self._call(reshape, self._call(aten.cat.default, rows, 1), [ranks * sum(sizes)])
             else:
                 flat = [self._call(reshape, each, [n]) for each, n in zip(operands, sizes)]
+                flat += self._until_here([0])
                 whole = self._call(aten.cat.default, flat)
             start = self._call(first.target, whole, *first.args[1:])
             owners = f"{self.what.owner} and {len(self.bucket) - 1} more"
@@ -211,11 +250,35 @@ class _Merged:
             arrived = self._call(waits[0].target, start)
             if kind == "all_gather":
                 arrived = self._call(reshape, arrived, [ranks, sum(sizes)])
-            offset = 0
-            for wait, size in zip(waits, sizes):
-                piece = self._call(aten.narrow.default, arrived, int(kind == "all_gather"), offset, size, like=wait)
-                self._hand_over(wait, piece)
-                offset += size
+            for member, wait, piece in zip(self.bucket, waits, self._cut(arrived, sizes, waits)):
+                value = self._hand_over(wait, piece)
+                if self.copies is not None and self.what.cause == "parameter":
+                    self.copies[member.what.owner] = value, member.side
+
+    def _cut(self, arrived: fx.Node, sizes: Sequence[int], waits: Sequence[fx.Node]) -> list[fx.Node]:
+        """The piece of each member: a view where it is used; of a flat gather a copy, which lets the whole go."""
+        dim = int(self.what.kind == "all_gather")
+        if self.copies is not None and dim:
+            parts = self._call(aten.split_with_sizes_copy.default, arrived, sizes, dim)
+            return [self._call(operator.getitem, parts, index) for index in range(len(sizes))]
+        return [
+            self._call(aten.narrow.default, arrived, dim, offset, size, like=wait)
+            for wait, size, offset in zip(waits, sizes, accumulate(sizes, initial=0))
+        ]
+
+    def _until_here(self, shape: list[int]) -> list[fx.Node]:
+        """Nothing, of each copy that the backward reads of the members' parameters: it is held for that.
+
+        Not where a border lies between, as the sums of several turns: what is behind it is run without the copies.
+        """
+        copies, dtype, found = self.copies or {}, self.first.meta["val"].dtype, list[fx.Node]()
+        for member in (each for each in self.bucket if each.what.owner in copies):
+            copy, (behind, before) = copies[member.what.owner]
+            lost = member.side[0] & (before - behind)
+            for read in () if lost else _read_backward(copy):
+                empty = self._call(reshape, self._call(aten.narrow.default, read, 0, 0, 0), shape)
+                found.append(empty if read.meta["val"].dtype == dtype else self._call(_CAST, empty, dtype=dtype))
+        return found
 
     def _call(self, target: Callable[..., Any], *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, kwargs)
@@ -230,8 +293,8 @@ class _Merged:
         with self.first.meta["val"].fake_mode:
             node.meta["val"] = node.target(*args, **kwargs)
 
-    def _hand_over(self, wait: fx.Node, piece: fx.Node) -> None:
-        """Let the users of `wait` read `piece`, which has as many elements.
+    def _hand_over(self, wait: fx.Node, piece: fx.Node) -> fx.Node:
+        """Let the users of `wait` read `piece`, which has as many elements; gives what they read.
 
         In the shape of `wait`, which copies what is strided; not where a permutation follows, which is copied anyway.
         """
@@ -247,6 +310,7 @@ class _Merged:
         self.graph.erase_node(wait)
         self.graph.erase_node(start)
         piece.name = name
+        return piece
 
     def _reread(self, value: fx.Node) -> None:
         """Evaluate the views of what has become strided; others that read it take a copy in row-major order."""

@@ -95,7 +95,7 @@ def sizes_of_parts(source: fx.Node, rows: int) -> list[int]:
         if rows == 1 and all(part.dim() == 1 for part in parts):
             return [part.numel() for part in parts]
         if node.args[1:] == (1,) and all(part.dim() == 2 and part.shape[0] == rows for part in parts):
-            return [part.shape[1] for part in parts]
+            return [part.shape[1] for part in parts if part.numel()]
     return [size]
 
 

@@ -54,6 +54,7 @@ WOVEN = {
     "zdp": Options(sub_batches=2, recompute="fine", buckets=True, operator_slices=4, keep_gathered={"*": 1}),
     "column": Options(sub_batches=2, recompute="full", buckets=True, micro_batches=2),
     "zero1": Options(quantize="zero++", micro_batches=2, sub_batches=1, recompute="none", buckets=True),
+    "zero2": Options(micro_batches=2, sub_batches=1, recompute="none", buckets="flat"),
 }
 
 

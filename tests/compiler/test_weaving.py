@@ -20,7 +20,7 @@ from shardweave.compiler.capture import capture
 from shardweave.compiler.pipeline import Annotated, Compiled, annotate, lower
 from shardweave.compiler.planner.force import forced_strategies
 from shardweave.demo.model import GPTConfig
-from shardweave.errors import LayoutError, ParallelError, PlanError
+from shardweave.errors import InfeasibleError, LayoutError, ParallelError, PlanError
 from shardweave.passes.annotate import info
 from shardweave.passes.recompute import layer_of
 from shardweave.runtime.launch import WorkerPool
@@ -66,7 +66,7 @@ def test_training_equals_one_device(name: str, pool: WorkerPool) -> None:
         recompute=st.sampled_from(["fine", "full", "none"]),
         operator_slices=st.sampled_from([2, 1, 4]),
         keep_gathered=st.sampled_from([{"*": 1}, False, True]),
-        buckets=st.booleans(),
+        buckets=st.sampled_from([True, "flat", False]),
         cross_pass=st.booleans(),
         blocking=st.sampled_from([(), ("gather", "reduce"), ("activation", "broadcast", "scatter")]),
         whole_sums=st.booleans(),
@@ -104,14 +104,15 @@ def test_sub_batches_of_micro_batches_equal_one_device(pool: WorkerPool) -> None
     check("gpt", [Way("both", megatron("gpt"), micro_batches=2, options=options)], pool)
 
 
-@pytest.mark.parametrize(("micro_batches", "accumulates"), [(2, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize(("micro_batches", "accumulates"), [(1, 1), (2, 1), (1, 3), (2, 2)])
 def test_buckets_of_several_runs_equal_one_device(micro_batches: int, accumulates: int, pool: WorkerPool) -> None:
     """Every form of a step, with parameters gathered once and at each use, gradients reduced before and behind sums."""
-    only_with_all_cases((micro_batches, accumulates) != (2, 2))
+    only_with_all_cases((micro_batches, accumulates) not in ((1, 1), (2, 2)))
     rests = {"*": "zero3", "head": "dp", "*.up": "zero2", "*.down": "mics:2", "*.qkv": "hpz:2", "*.out": "zero1"}
     chosen = [
-        Way(name, force, micro_batches=micro_batches, accumulates=accumulates, options={"buckets": True})
+        Way(f"{name}, {on}", force, micro_batches=micro_batches, accumulates=accumulates, options={"buckets": on})
         for name, force in {"zero1": {"*": "zero1"}, "hsdp": {"*": "hsdp:2"}, "mixed": rests}.items()
+        for on in (True, "flat")
     ]
     woven = Way("woven", rests, micro_batches=micro_batches, accumulates=accumulates,
                 options={"buckets": True, "sub_batches": 2, "recompute": "full", "whole_sums": True})  # fmt: skip
@@ -316,6 +317,20 @@ def test_a_plan_is_woven_as_it_says(tmp_path: Any) -> None:
     assert any(info(node).steps for node in parallel.graphs["forward"].graph.nodes)
     with pytest.raises(PlanError, match="the plan is woven with 2 sub-batches.*the options ask for 4 sub-batches"):
         sw.compile_parallel(model, cluster, x, plan=again, options=sw.Options(sub_batches=4))
+
+
+def test_a_flat_step_is_judged_whole_and_refused_where_it_does_not_fit() -> None:
+    """A flat bucket is of all layers; one that reduces each gradient as it appears would take less."""
+    model, batch = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), torch.randn(8, 512)
+    cluster = sw.Cluster.preset("rtx3090-pcie", nodes=1)
+    asked = {"force": {"*": "zero1"}, "sub_batches": 1, "recompute": "none"}
+    plan, usual = (sw.plan(model, cluster, batch, options=sw.Options(buckets=on, **asked)) for on in ("flat", True))
+    assert plan.step_time == pytest.approx(plan.timeline().step_time) and "flat buckets" in str(plan.weaving)
+    assert plan.peak_memory > usual.peak_memory
+    with pytest.raises(InfeasibleError):
+        sw.plan(model, cluster, batch, options=sw.Options(buckets="flat", memory_limit=usual.peak_memory, **asked))
+    with pytest.raises(PlanError, match="buckets must be True, False or 'flat', got 'round'"):
+        sw.Options(buckets="round")  # type: ignore[arg-type]  # what is wrong with it
 
 
 def test_a_plan_says_what_each_choice_is_worth(tmp_path: Any) -> None:

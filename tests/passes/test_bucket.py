@@ -16,10 +16,12 @@ from shardweave.compiler.planner.force import forced_strategies
 from shardweave.compiler.turns import Turns
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.graphs import alias_of
+from shardweave.cost_model.memory import liveness
 from shardweave.ir import Grid, Strategy
 from shardweave.options import Options
 from shardweave.passes.annotate import info
 from shardweave.passes.bucket import Bucket, sides
+from shardweave.passes.values import Rest
 from shardweave.passes.verify import verify
 from tests.cost_model.handmade import Builder
 from tests.passes.harness import collectives, mesh_of
@@ -76,6 +78,64 @@ def test_all_that_a_layer_gathers_is_one_collective() -> None:
     assert sum(owner.startswith("blocks.0") for owner in gathered) == 1
 
 
+# -- flat
+
+
+@pytest.mark.parametrize("word", ["dp", "zero1", "zero2"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_is_whole_in_a_step_is_flat(word: str, micro_batches: int) -> None:
+    """One gather before the forward, one reduction behind the backward, whatever they take; as many bytes."""
+    several = [lowered({"*": word}, micro_batches=micro_batches, buckets=on).step.turns for on in (False, "flat")]
+    plain, flat = (forms(turns()) for turns in several if turns is not None)
+    for before, after in zip(plain, flat):
+        assert moved(before) == moved(after)
+        assert count(after) == len({(what.kind, what.axes, what.cause) for what in collectives(after)
+                                    if what.cause != "activation"})  # fmt: skip
+    step = lowered({"*": word}, buckets="flat").step
+    assert step.backward is not None
+    kinds = [[(what.kind, what.cause) for what in collectives(m)] for m in (step.forward, step.backward)]
+    gathers = [] if word == "dp" else [("all_gather", "parameter")]
+    assert kinds[0][: len(gathers)] == gathers and kinds[0].count(("all_gather", "parameter")) == len(gathers)
+    assert kinds[1][-1] == ("all_reduce" if word == "dp" else "reduce_scatter", "gradient")
+
+
+def test_a_large_parameter_is_in_a_flat_bucket_too() -> None:
+    with FakeTensorMode():
+        builder = Builder(AXES)
+        outputs = [gathers(builder, name, 1, rows) for name, rows in (("a", 4), ("b", 2**22), ("c", 2**22))]
+        module = builder.module(outputs)
+    module = Bucket(CLUSTER, flat={"c": Rest(parameter=AXES)})(module)
+    verify(module, "bucket")
+    assert sorted(what.owner for what in collectives(module)) == ["a and 1 more", "c"]
+
+
+@pytest.mark.parametrize("word", ["zero3", "hsdp:2", "hpz:2"])
+def test_nothing_is_flat_of_what_is_gathered_at_each_use(word: str) -> None:
+    usual, flat = (lowered({"*": word}, buckets=on) for on in (True, "flat"))
+    for part in ("forward", "backward"):
+        assert collectives(usual.graphs[part]) == collectives(flat.graphs[part])
+
+
+def test_a_flat_parameter_is_there_until_its_gradient_is() -> None:
+    """What the backward has of parameters is held while their gradients are put together; what arrived whole is not."""
+    step = lowered({"*": "zero2"}, buckets="flat").step
+    assert step.backward is not None
+    ((gathered, before), (reduced, behind)) = (
+        (start, liveness(module.graph))
+        for module, cause in ((step.forward, "parameter"), (step.backward, "gradient"))
+        for start in module.graph.nodes
+        if (what := info(start).collective) is not None and what.cause == cause
+    )
+    (cut,) = step.forward.graph.find_nodes(op="call_function", target=aten.split_with_sizes_copy.default)
+    assert (gathered, 0) in before.dead[cut]
+    joined = reduced
+    while joined.target is not aten.cat.default:
+        joined = joined.all_input_nodes[0]
+    names = {f"{name}" for name in joint("gpt").annotated.captured.gradients}
+    weights = {n for n in step.backward.graph.find_nodes(op="placeholder") if info(n).op in names}
+    assert weights and {(node, 0) for node in weights} <= {*behind.dead[joined]}
+
+
 # -- copies
 
 
@@ -108,9 +168,9 @@ def _permutes(node: fx.Node) -> bool:
 # -- by hand
 
 
-def gathers(builder: Builder, name: str, depth: int) -> fx.Node:
+def gathers(builder: Builder, name: str, depth: int, rows: int = 4) -> fx.Node:
     """A parameter gathered in so many steps."""
-    value = builder.tensor(name, 4, 4)
+    value = builder.tensor(name, rows, 4)
     for _ in range(depth):
         value = builder.wait(builder.start("all_gather", value, AXES, name, "parameter"))
     return value

@@ -223,9 +223,10 @@ def test_turns_share_what_was_gathered_once_a_step(word: str) -> None:
         assert bool(has["all_to_all", "gradient", torch.uint8]) == bool(had["reduce_scatter", "gradient", FULL])
 
 
-def test_no_block_of_a_bucket_holds_two_of_its_members() -> None:
+@pytest.mark.parametrize("buckets", [True, "flat"])
+def test_no_block_of_a_bucket_holds_two_of_its_members(buckets: Any) -> None:
     """What is put together is quantized as it is alone: small gradients lie beside large ones."""
-    plain, merged = (parts(lowered({"*": "zero2"}, buckets=on, quantize="zero++")) for on in (False, True))
+    plain, merged = (parts(lowered({"*": "zero2"}, buckets=on, quantize="zero++")) for on in (False, buckets))
     for before, after in zip(plain, merged):
         assert Counter(size for each in sizes_in(before) for size in each) == Counter(
             size for each in sizes_in(after) for size in each
