@@ -2,6 +2,10 @@
 
 Of each stretch of equal layers that a plan spreads alike, two are lowered, scheduled and simulated. What they take of
 the step's time, and what they hold of its memory, each of the others takes and holds as well (`per_layer.py`).
+
+Gradients that two layers have to sum may find nothing to hide behind, where those of many hide behind each other's
+backward. A step that waits for them is simulated with three layers of each stretch as well: no layer leaves more
+exposed than one more did.
 """
 
 from __future__ import annotations
@@ -14,8 +18,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from shardweave.compiler.fold import Run, layers_of_ops
-from shardweave.compiler.per_layer import Layers, Taken, held_with_more, taken_by
+from shardweave.compiler.fold import Fold, Run, layers_of_ops
+from shardweave.compiler.per_layer import Layers, Taken, held_with_more, taken_by, waits_for_gradients
 from shardweave.compiler.pipeline import Annotated, Compiled, times_of
 from shardweave.compiler.planner.unfold import inside, renamed
 from shardweave.compiler.steps import Steps
@@ -27,6 +31,8 @@ from shardweave.passes.schedule import Alike
 
 LEFT = 2
 """Layers of a stretch that are simulated."""
+WAITS = 0.05
+"""Which part of a step may be waited for gradients in layers that are not simulated, without one more of these."""
 
 
 class Decision(NamedTuple):
@@ -101,18 +107,23 @@ class Judge:
 
     def __call__(self, decision: Decision, options: Options) -> Judged:
         """What the step takes; `options` have the memory limit."""
-        few = self._few(decision, options)
-        fold, annotated = self.steps.folded(few.left)
-        decision, alike = few.decision, few.alike
-        options = replace(options, recompute={**options.weaving.recompute, **decision.modes})
-        compiled = self.lower(annotated, decision, options, alike)
-        judged = Judged.of(timeline := self.simulate(compiled))
+        few = self._few(decision, options, LEFT)
+        fold, annotated, compiled = self._lowered(few, options)
+        judged, alike = Judged.of(timeline := self.simulate(compiled)), few.alike
         if not fold.stands_for:
             return judged
         layers = Layers(layers_of_ops(annotated.captured.graph.graph))
-        taken = [taken_by(timeline, layers, same).times(others) for same, others in alike]
+        each = [taken_by(timeline, layers, same) for same, _ in alike]
+        taken = [layer.times(others) for layer, (_, others) in zip(each, alike)]
         optimizer = self._optimizer(compiled, alike) - self._optimizer(compiled, ())
-        compute, exposed = (sum(each) for each in zip(*taken, Taken(optimizer, 0.0)))
+        compute, exposed = (sum(column) for column in zip(*taken, Taken(optimizer, 0.0)))
+        waits = sum(others * waits_for_gradients(timeline, layers, same) for same, others in alike)
+        if waits > WAITS * (judged.step_time + compute + exposed):
+            more = self._few(decision, options, LEFT + 1)
+            added = sum(layer.exposed * (len(after) - len(before)) for layer, (before, _), (after, _)
+                        in zip(each, alike, more.alike))  # fmt: skip
+            grown = self.simulate(self._lowered(more, options)[2]).exposed_communication - judged.exposed_communication
+            exposed *= min(1.0, max(0.0, grown) / added)
         held = held_with_more(timeline.memory, layers, alike)
         return Judged(
             judged.step_time + compute + exposed,
@@ -121,6 +132,12 @@ class Judge:
             held.peak,
             held.at_peak(),
         )
+
+    def _lowered(self, few: _Few, options: Options) -> tuple[Fold, Annotated, Compiled]:
+        """The step with so few layers."""
+        fold, annotated = self.steps.folded(few.left)
+        options = replace(options, recompute={**options.weaving.recompute, **few.decision.modes})
+        return fold, annotated, self.lower(annotated, few.decision, options, few.alike)
 
     def _optimizer(self, compiled: Compiled, alike: Alike) -> float:
         """Seconds of the optimizer's step with so many more of each layer."""
@@ -131,9 +148,10 @@ class Judge:
                 sizes += [size] * times.get(layer_of(parameter.name), 1)
         return self.optimizer(compiled, sizes)
 
-    def _few(self, decision: Decision, options: Options) -> _Few:
-        """The layers that are simulated: the first of each run, of which is decided what is of those of its stretches.
+    def _few(self, decision: Decision, options: Options, most: int) -> _Few:
+        """The layers that are simulated, at most so many of a stretch.
 
+        They are the first of each run, of which is decided what is of those of its stretches.
         They are equal, so it makes no difference which ones are left out; the first ones are sharded once for plans
         whose stretches differ in their lengths alone.
         """
@@ -144,7 +162,7 @@ class Judge:
         for run in runs:
             begin = count = 0
             for length in _lengths(decision, run):
-                few = min(LEFT, length)
+                few = min(most, length)
                 places.update(zip(run.layers[begin : begin + few], run.layers[count : count + few], strict=True))
                 alike.append((run.layers[count : count + few], length - few))
                 begin, count = begin + length, count + few

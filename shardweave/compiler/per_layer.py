@@ -60,6 +60,12 @@ def taken_by(timeline: Timeline, layers: Layers, few: Sequence[str]) -> Taken:
     return Taken(compute / len(few), exposed / len(few))
 
 
+def waits_for_gradients(timeline: Timeline, layers: Layers, few: Sequence[str]) -> float:
+    """Seconds that one of a few equal layers waits for sums of gradients, on average."""
+    mine = (e for e in timeline.events if e.kind == "wait" and e.cause == "gradient" and layers.of(e.op) in few)
+    return sum(event.seconds for event in mine) / len(few)
+
+
 def held_with_more(memory: MemoryCurve, layers: Layers, alike: Alike) -> MemoryCurve:
     """The curve with so many more of equal layers, each holding what the one of them holds that holds least."""
     mine: dict[str, list[int]] = {}
