@@ -7,6 +7,7 @@ the step's time, and what they hold of its memory, each of the others takes and 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -70,6 +71,9 @@ class Judged:
         )
 
 
+Known = deque[tuple[tuple[Options, Decision], Judged]]
+"""What plans take, on one cluster."""
+
 Said = TypeVar("Said")
 
 Lower = Callable[[Annotated, Decision, Options, Alike], Compiled]
@@ -88,6 +92,8 @@ class Judge:
         From the lowered step to its timeline.
     optimizer : callable
         From the lowered step and the bytes of each trained parameter to the seconds of the optimizer's step.
+    known : Known, optional
+        What has been simulated; what is, is added.
     """
 
     def __init__(
@@ -96,11 +102,21 @@ class Judge:
         lower: Lower,
         simulate: Callable[[Compiled], Timeline],
         optimizer: Callable[[Compiled, Sequence[int]], float],
+        known: Known | None = None,
     ) -> None:
         self.steps, self.lower, self.simulate, self.optimizer = steps, lower, simulate, optimizer
+        self.known: Known = deque() if known is None else known
 
     def __call__(self, decision: Decision, options: Options) -> Judged:
         """What the step takes; `options` have the memory limit."""
+        asked = options, decision
+        found = next((judged for other, judged in self.known if other == asked), None)
+        if found is None:
+            found = self._simulated(decision, options)
+            self.known.append((asked, found))
+        return found
+
+    def _simulated(self, decision: Decision, options: Options) -> Judged:
         few = self._few(decision, options)
         fold, annotated = self.steps.folded(few.left)
         decision, alike = few.decision, few.alike

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardweave as sw
+from shardweave.compiler import compiler as compiling
 from shardweave.compiler import pipeline
 from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.planner import costing
 from shardweave.compiler.planner.costing import Costing
-from shardweave.cost_model import Device, Level
+from shardweave.cost_model import Device, Level, simulate
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.planners import WIDE, Planner, kinds, smallest_named
@@ -275,6 +276,22 @@ def test_what_was_planned_is_not_sharded_anew(monkeypatch: pytest.MonkeyPatch) -
     compiler.options = sw.Options()
     first, second = (compiler.lower(plan).step.backward.code for plan in plans)
     assert len(runs) == 2 and first != second  # other options may shard otherwise
+
+
+def test_what_was_simulated_is_not_simulated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For another plan of the same step; on another cluster it is."""
+    runs: list[sw.Cluster] = []
+
+    def counted(*args: Any, **options: Any) -> sw.Timeline:
+        runs.append(args[3])
+        return simulate(*args, **options)
+
+    monkeypatch.setattr(compiling, "simulate", counted)
+    planner, other = Planner(ZOO["mlp"].model(), sw.Cluster.local(4), ZOO["mlp"].batch(0)), sw.Cluster.local(2)
+    first, count = planner.plan(), len(runs)
+    assert figures(planner.plan()) == figures(first) and len(runs) == count > 0
+    assert figures(planner.on(other).plan()) != figures(first)
+    assert runs[count:] and all(cluster is other for cluster in runs[count:])
 
 
 def test_equal_layers_get_equal_plans() -> None:
