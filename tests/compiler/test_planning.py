@@ -95,7 +95,7 @@ def assert_nothing_betters_what_is_proven(plans: list[sw.Plan]) -> None:
     assert times == sorted(times)
 
 
-FACTORS = {"wide-gpt-dgx": 0.94, "llama-perlmutter": 0.9 if ALL_CASES else 0.8}
+FACTORS = {"wide-gpt-dgx": 0.94, **dict.fromkeys(("gpt-local", "llama-perlmutter"), 0.9 if ALL_CASES else 0.8)}
 """By which limits fall, where not by 0.9."""
 
 
@@ -181,7 +181,7 @@ def clusters(draw: st.DrawFn) -> sw.Cluster:
 
 
 @examples(7)
-@given(clusters(), st.floats(0.8, 0.97))
+@given(clusters(), st.floats(0.7, 0.9))
 def test_the_laws_of_memory_hold_on_any_machine(cluster: sw.Cluster, factor: float) -> None:
     other = small_mlp().on(cluster)
     plans, error = falling(other, factor)
