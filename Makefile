@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install -q
 # Where to look for torch's CPU build, as an address of wheels that pip takes as an extra index; empty: wherever pip looks.
 TORCH_INDEX ?=
 
-# Workers of pytest. Each may hold several gloo ranks, so more workers than cores gain nothing.
+# Workers of pytest; files are dealt out as tests/conftest.py orders them. Each may hold several gloo ranks, so more workers than cores gain nothing.
 PYTEST_WORKERS ?= 2
 # The ranks of one test share the cores: one thread each.
 export OMP_NUM_THREADS ?= 1
@@ -37,7 +37,7 @@ types: $(VENV)/.installed-dev
 	$(BIN)/mypy --strict shardweave
 
 pytest: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 notebook: $(VENV)/.installed-dev
 	$(BIN)/python docs/run_notebooks.py

@@ -10,11 +10,15 @@ import nbformat
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOK = ROOT / "notebooks" / "plan_on_a_laptop.ipynb"
+SHARES, FEWER = "(1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)", "(1.0, 0.7)"
+"""Of memory, each of which is planned for; and those that are here: the smallest takes a minute."""
 
 
 def test_runs_and_shows_its_figures() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     committed = outputs(notebook)
+    (swept,) = (cell for cell in notebook.cells if SHARES in cell.source)
+    swept.source = swept.source.replace(SHARES, FEWER)
     client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}})
     client.execute(env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     ran = outputs(notebook)

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from shardweave.compiler.capture import Captured, capture
 from shardweave.compiler.collection import collected_later
-from shardweave.compiler.judge import Decision, Judge
+from shardweave.compiler.judge import Decision, Judge, Known
 from shardweave.compiler.model_key import ModelKey
 from shardweave.compiler.pipeline import Annotated, Compiled, Shards, lower
 from shardweave.compiler.plan import Plan
@@ -34,8 +34,9 @@ from shardweave.runtime import ParallelModule
 
 Progress = Callable[[str], None]
 
-KEPT = 8
-"""Decisions of which the sharded graphs are kept."""
+KEPT, JUDGED = 8, 256
+"""Decisions of which the sharded graphs are kept, and of which what they take is: another plan of the step, under a
+limit close by, asks for much the same."""
 
 
 class Compiler:
@@ -53,6 +54,7 @@ class Compiler:
         self.options = options or Options()
         self.progress = progress or (lambda _: None)
         self._shards_of: deque[tuple[tuple[object, ...], dict[int, Shards]]] = deque(maxlen=KEPT)
+        self._judged: Known = deque(maxlen=JUDGED)
         self.progress("capture")
         self.captured: Captured = self._capture(example_inputs)
         self.steps = Steps(self.captured, self.options)
@@ -114,6 +116,8 @@ class Compiler:
         """This compiler, its capture shared, for another cluster or with other options."""
         other = copy.copy(self)
         other.cluster, other.options = cluster or self.cluster, options or self.options
+        if other.cluster is not self.cluster:
+            other._judged = deque(maxlen=JUDGED)
         return other
 
     def sweep(self, what: What) -> Sweep:
@@ -152,7 +156,7 @@ class Compiler:
     @property
     def judge(self) -> Judge:
         """Simulates plans of this step."""
-        return Judge(self.steps, self._lowered, self.timeline, self._optimizer_seconds)
+        return Judge(self.steps, self._lowered, self.timeline, self._optimizer_seconds, self._judged)
 
     def _optimizer_seconds(self, compiled: Compiled, sizes: Sequence[int]) -> float:
         """What the optimizer's step takes with parameters of these bytes."""

@@ -11,6 +11,7 @@ exposed than one more did.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -76,6 +77,9 @@ class Judged:
         )
 
 
+Known = deque[tuple[tuple[Options, Decision], Judged]]
+"""What plans take, on one cluster."""
+
 Said = TypeVar("Said")
 
 Lower = Callable[[Annotated, Decision, Options, Alike], Compiled]
@@ -94,6 +98,8 @@ class Judge:
         From the lowered step to its timeline.
     optimizer : callable
         From the lowered step and the bytes of each trained parameter to the seconds of the optimizer's step.
+    known : Known, optional
+        What has been simulated; what is, is added.
     """
 
     def __init__(
@@ -102,11 +108,21 @@ class Judge:
         lower: Lower,
         simulate: Callable[[Compiled], Timeline],
         optimizer: Callable[[Compiled, Sequence[int]], float],
+        known: Known | None = None,
     ) -> None:
         self.steps, self.lower, self.simulate, self.optimizer = steps, lower, simulate, optimizer
+        self.known: Known = deque() if known is None else known
 
     def __call__(self, decision: Decision, options: Options) -> Judged:
         """What the step takes; `options` have the memory limit."""
+        asked = options, decision
+        found = next((judged for other, judged in self.known if other == asked), None)
+        if found is None:
+            found = self._simulated(decision, options)
+            self.known.append((asked, found))
+        return found
+
+    def _simulated(self, decision: Decision, options: Options) -> Judged:
         few = self._few(decision, options, LEFT)
         fold, annotated, compiled = self._lowered(few, options)
         judged, alike = Judged.of(timeline := self.simulate(compiled)), few.alike

@@ -20,6 +20,7 @@ _DEQUANTIZE = torch.ops.shardweave.dequantize_blocks.default
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten.reshape.default,
            torch.ops.shardweave.quantize_blocks.default, _DEQUANTIZE)  # fmt: skip
 _RESHAPES = ("aten::reshape", "aten::flatten")
+_NOTHING = NodeInfo()
 
 
 def tensors(value: object) -> Iterator[torch.Tensor]:
@@ -62,7 +63,7 @@ def node_nodes(value: object) -> Iterator[fx.Node]:
 def info(node: fx.Node) -> NodeInfo:
     """What shardweave noted on `node`; an empty note where there is none."""
     found = node.meta.get(META)
-    return found if isinstance(found, NodeInfo) else NodeInfo()
+    return found if isinstance(found, NodeInfo) else _NOTHING
 
 
 def is_wait(node: fx.Node) -> bool:

@@ -24,7 +24,7 @@ parameters as they rest, so that none are gathered ahead of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
 
@@ -140,6 +140,7 @@ class _Step:
         self.states: list[tuple[Storage, ...]] = []  # of parameters, buffers and inputs
         self.gathered: list[tuple[Storage, ...]] = []  # of parameters gathered for several turns
         self.gradients: list[tuple[Storage, ...]] = []
+        self._found: dict[Hashable, Liveness] = {}
 
     def rest(self, *graphs: fx.Graph) -> None:
         """Tensors that the graphs hold themselves lie in memory for good."""
@@ -165,7 +166,7 @@ class _Step:
             )
         given = dict(zip(holders, self.states))
         given |= dict(zip(reversed(holders[len(states) :]), reversed(self.gathered)))
-        found = liveness(graph, given)
+        found = self._liveness(graph, given)
         if self.states:
             return found
         names = ["parameters"] * len(spec.parameters) + ["buffers"] * len(spec.buffers) + ["inputs"] * len(spec.inputs)
@@ -181,6 +182,13 @@ class _Step:
                     size = math.prod(state.layout.local_shape) * storage[0].meta["val"].element_size()
                     self._change("inputs", rounded(size, self.cluster.device) - self._size(storage), state.name)
         return found
+
+    def _liveness(self, graph: fx.Graph, given: Mapping[fx.Node, tuple[Storage, ...]]) -> Liveness:
+        """The storages of a graph, found once for all turns that take what lies in the same ones."""
+        key = graph, tuple(given.items())
+        if key not in self._found:
+            self._found[key] = liveness(graph, given)
+        return self._found[key]
 
     def prepare(self, graph: fx.Graph) -> None:
         """Play what has to be known of all micro-batches before the first one."""
@@ -222,7 +230,7 @@ class _Step:
             )
         given = dict(zip(holders, saved))
         given |= dict(zip(reversed(holders), reversed(self.gradients)))
-        found = liveness(graph, given)
+        found = self._liveness(graph, given)
         self._name(found, _results(graph), "gradients")
         # tangents are the caller's until the backward returns
         tangents = set(output_storages(holders[len(saved) : len(holders) - len(self.gradients)], found))
@@ -271,14 +279,14 @@ class _Step:
         for node in graph.nodes:
             if node.op == "output":
                 continue
-            price = self.prices.of(node)
+            price, owner = self.prices.of(node), _owner(node)
             for storage in found.born.get(node, ()):
                 self.kinds.setdefault(storage, "gathered" if gathers_parameter(node) else "working")
-                self._change(self.kinds[storage], self._size(storage), _owner(node), node.op != "get_attr")
-            self._change("scratch", price.scratch, _owner(node))
+                self._change(self.kinds[storage], self._size(storage), owner, node.op != "get_attr")
+            self._change("scratch", price.scratch, owner)
             if is_start(node):
                 started[node] = self._start(node, phase)
-                self._change("scratch", price.held, _owner(node))
+                self._change("scratch", price.held, owner)
             elif is_wait(node):
                 start = node.all_input_nodes[0]
                 if start in started:
@@ -286,7 +294,7 @@ class _Step:
                     self._change("scratch", -self.prices.of(start).held, _owner(start))
             elif price.kernel:
                 self._run(node.name, phase, price.seconds, info(node).op, price.flops)
-            self._change("scratch", -price.scratch, _owner(node))
+            self._change("scratch", -price.scratch, owner)
             if node in found.dead:
                 self._free([storage for storage in found.dead[node] if storage not in keep], freeable)
 

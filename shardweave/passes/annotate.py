@@ -26,6 +26,8 @@ from shardweave.passes.rules.registry import output_shapes, tensor_args
 
 T = TypeVar("T")
 
+_NOTHING = NodeInfo()
+
 
 @dataclass(frozen=True)
 class Annotate:
@@ -62,7 +64,7 @@ class Annotate:
 def info(node: fx.Node) -> NodeInfo:
     """What shardweave knows of `node`."""
     found = node.meta.get(META)
-    return found if isinstance(found, NodeInfo) else NodeInfo()
+    return found if isinstance(found, NodeInfo) else _NOTHING
 
 
 def source_of(value: fx.Node) -> Value:

@@ -28,8 +28,7 @@ class Planner:
     def on(self, cluster: sw.Cluster) -> Planner:
         """The same model on another cluster."""
         other = copy.copy(self)
-        other._compiler = copy.copy(self._compiler)
-        other._compiler.cluster = cluster
+        other._compiler = self._compiler.with_(cluster)
         return other
 
     @property

@@ -26,7 +26,7 @@ from tests.compiler.training import (
 )  # fmt: skip
 from tests.models import TODAY
 
-STEPS = 3
+STEPS = 3 if ALL_CASES else 2
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 """Not Adam, which makes steps of rounding where a gradient is next to zero: test_equality.py has it."""
 

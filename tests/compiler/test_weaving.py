@@ -41,7 +41,7 @@ from tests.passes.harness import examples, mesh_of
 from tests.passes.joint import joint
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-STEPS, ROWS = 3, 16
+STEPS, ROWS = 3 if ALL_CASES else 2, 16
 
 
 def megatron(name: str, degree: int = 4) -> dict[str, Any]:

@@ -38,13 +38,18 @@ def _in_blocks(tables: Tables, figures: Ints, peak: Ints, key: Ints) -> Ints:
     count = len(key)
     rows = -(-count // _BLOCK)
     blocks = np.minimum(np.arange(rows * _BLOCK), count - 1).reshape(rows, _BLOCK)
-    stays = np.ones(count, dtype=np.bool_)
+    stays, least = np.ones(count, dtype=np.bool_), tables.time(figures)
     for begin in range(0, rows, _BLOCK):
         of_block = blocks[begin : begin + _BLOCK]
-        other, own = of_block[:, None, :], of_block[:, :, None]
-        more = figures[:, other] - figures[:, own]
-        as_good = (tables.time(more) <= 0) & (more[KEPT] <= 0) & (peak[other] <= peak[own]) & (key[other] == key[own])
-        better = as_good & (~as_good.transpose(0, 2, 1) | (other < own)) & (other != own)
+        same = key[of_block]
+        as_good = (same[:, None, :] == same[:, :, None]) & (of_block[:, None, :] != of_block[:, :, None])
+        for figure in (least[of_block], figures[KEPT, of_block], peak[of_block]):
+            as_good &= figure[:, None, :] <= figure[:, :, None]
+        block, own, other = np.nonzero(as_good)  # few of all pairs: of these alone differences are looked at
+        found = np.ascontiguousarray(figures[:, of_block].reshape(len(figures), -1).T)
+        more = found[block * _BLOCK + other] - found[block * _BLOCK + own]
+        as_good[block, own, other] = tables.time(more.T) <= 0
+        better = as_good & (~as_good.transpose(0, 2, 1) | (of_block[:, None, :] < of_block[:, :, None]))
         stays[of_block[better.any(axis=2)]] = False
     return np.flatnonzero(stays)
 

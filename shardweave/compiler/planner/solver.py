@@ -70,6 +70,9 @@ from shardweave.compiler.planner.streams import first_of_each, with_streams
 from shardweave.errors import InfeasibleError, PlanError
 from shardweave.units import readable_bytes
 
+ROUNDING = 1e-9
+"""Which part of an objective its bound may lie below it by the order in which sums were taken."""
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -101,7 +104,8 @@ class Solution:
     @property
     def gap(self) -> float:
         """How far above the bound it may be: ``(objective - bound) / objective``; 0 where optimal."""
-        return max(0.0, (self.objective - self.bound) / self.objective) if self.objective else 0.0
+        gap = (self.objective - self.bound) / self.objective if self.objective else 0.0
+        return gap if gap > ROUNDING else 0.0
 
     def held_to(self, bound: float) -> Solution:
         """The same choice against another bound: optimal where nothing lies between the two.
@@ -195,9 +199,10 @@ def solve(
             f"or memory_limit (now {problem.memory_limit} bytes)"
         )
     objective, choice = best
-    status: Literal["optimal", "feasible"] = "optimal" if bound >= objective else "feasible"
+    bound = objective if objective - bound <= ROUNDING * abs(objective) else bound
+    status: Literal["optimal", "feasible"] = "optimal" if bound == objective else "feasible"
     waits = tuple(names[stream] for stream in (sorted(streams) if known else problem.busiest(choice)))
-    return Solution(choice, objective, min(bound, objective), status, time.monotonic() - start, waits)
+    return Solution(choice, objective, bound, status, time.monotonic() - start, waits)
 
 
 def _waits_for(problem: Problem, streams: set[int], choice: Sequence[int]) -> bool:
