@@ -4,8 +4,8 @@ Of each stretch of equal layers that a plan spreads alike, two are lowered, sche
 the step's time, and what they hold of its memory, each of the others takes and holds as well (`per_layer.py`).
 
 Gradients that two layers have to sum may find nothing to hide behind, where those of many hide behind each other's
-backward. A step that waits for them is simulated with three layers of each stretch as well: no layer leaves more
-exposed than one more did.
+backward. A step that waits for them is simulated with three layers of each stretch as well: no layer waits for more of
+them than one more did.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple, TypeVar
 
@@ -129,17 +130,18 @@ class Judge:
         if not fold.stands_for:
             return judged
         layers = Layers(layers_of_ops(annotated.captured.graph.graph))
-        each = [taken_by(timeline, layers, same) for same, _ in alike]
-        taken = [layer.times(others) for layer, (_, others) in zip(each, alike)]
+        taken = [taken_by(timeline, layers, same).times(others) for same, others in alike]
         optimizer = self._optimizer(compiled, alike) - self._optimizer(compiled, ())
         compute, exposed = (sum(column) for column in zip(*taken, Taken(optimizer, 0.0)))
-        waits = sum(others * waits_for_gradients(timeline, layers, same) for same, others in alike)
-        if waits > WAITS * (judged.step_time + compute + exposed):
+        waits = [waits_for_gradients(timeline, partial(layers.are, same)) / len(same) for same, _ in alike]
+        waited = sum(others * seconds for seconds, (_, others) in zip(waits, alike))
+        if waited > WAITS * (judged.step_time + compute + exposed):
             more = self._few(decision, options, LEFT + 1)
-            added = sum(layer.exposed * (len(after) - len(before)) for layer, (before, _), (after, _)
-                        in zip(each, alike, more.alike))  # fmt: skip
-            grown = self.simulate(self._lowered(more, options)[2]).exposed_communication - judged.exposed_communication
-            exposed *= min(1.0, max(0.0, grown) / added)
+            longer = self.simulate(self._lowered(more, options)[2])
+            grown = waits_for_gradients(longer) - waits_for_gradients(timeline)
+            added = sum(seconds * (len(after) - len(before)) for seconds, (before, _), (after, _)
+                        in zip(waits, alike, more.alike))  # fmt: skip
+            exposed -= waited * (1.0 - min(1.0, max(0.0, grown) / added))
         held = held_with_more(timeline.memory, layers, alike)
         return Judged(
             judged.step_time + compute + exposed,
