@@ -199,7 +199,7 @@ def oases_tables(paper: Paper) -> Iterator[str]:
     for cluster in ("oases-nvlink", "oases-pcie"):
         for every in (False, True):
             for name, plan in degrees(Setting(), cluster, model, every).plans:
-                kts = model["global_batch"] * oases.SEQUENCE / plan.step_time / 1e3
+                kts = model["global_batch"] * oases.SEQUENCE / plan.timeline(sums=every).step_time / 1e3
                 yield f"| {cluster} | {'timed' if every else 'not'} | {name} | {kts:.1f} | {_gb(plan)} |"
 
 

@@ -49,14 +49,14 @@ def _prompt(cluster: Cluster) -> Cluster:
 
 
 def _undisturbed(cluster: Cluster) -> Cluster:
-    return replace(cluster, device=replace(cluster.device, overlap_slowdown=1.0))
+    return replace(cluster, device=replace(cluster.device, overlap_slowdown=1.0, collective_slowdown=1.0))
 
 
 EFFECTS = {
     "nothing left out": Effect(),
     "sharing of a node's NICs": Effect(_alone),
     "latency of collectives": Effect(_prompt),
-    "slowdown of overlapped compute": Effect(_undisturbed),
+    "slowdown of what overlaps": Effect(_undisturbed),
     "recomputation": Effect(options={"recompute": "none", "memory_limit": 2**50}),
     "optimizer's moments": Effect(options={"optimizer": "sgd"}),
     "sums that are whole": Effect(options={"whole_sums": False}),

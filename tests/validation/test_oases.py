@@ -67,11 +67,23 @@ def test_one_group_stands_for_all() -> None:
     assert degrees == [Grid(x=2, data=2), Grid(x=4), Grid(x=4)]
 
 
-def test_what_cannot_be_cut_has_no_figure() -> None:
-    """A batch of two in two sub-batches leaves nothing that data parallelism could cut: the row says so."""
-    paper = {**PAPER, "models_table4": {"rows": [{**MODEL, "global_batch": 16}]}}
-    *built, planner = (row for row in oases.rows(paper, Setting()) if row.table == "Oases Table 3")
-    assert planner.predicted is None and "sub-batches" in planner.reason
+def test_layers_too_small_for_sub_batches_are_left_out_of_them() -> None:
+    """Of a batch of two, a device of a layer of degree 2 has one sample; sums over its other half are not timed."""
+    small = {**MODEL, "global_batch": 16}
+    *built, planner = (row for row in oases.rows({**PAPER, "models_table4": {"rows": [small]}}, Setting())
+                       if row.table == "Oases Table 3")  # fmt: skip
+    assert all(row.predicted is not None and not row.reason for row in (*built, planner))
+    plan = oases.plan(Setting(), "oases-pcie", small, [(2, 1), (4, 2)], oases.COLUMNS["planner"])
+    assert plan.weaving.undivided == ("tokens", "positions", "blocks.0") and plan.weaving.sub_batches == 2
+    assert planner.predicted == pytest.approx(16 * oases.SEQUENCE / plan.timeline(sums=False).step_time / 1e3)
+    assert plan.timeline(sums=False).step_time < plan.timeline().step_time
+
+
+def test_what_cannot_be_built_has_no_figure() -> None:
+    table = {"rows": [{**PAPER["planner_table6"]["rows"][0], "strategy": [[3, 1], [4, 2]]}]}
+    *built, planner = (row for row in oases.rows({**PAPER, "planner_table6": table}, Setting())
+                       if row.table == "Oases Table 3")  # fmt: skip
+    assert planner.predicted is None and "'tensor:3'" in planner.reason
     assert all(row.predicted is not None and not row.reason for row in built)
 
 
