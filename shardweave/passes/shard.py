@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from shardweave.errors import LayoutError
-from shardweave.ir import META, Assignment, Axis, BoundRule, Layout, Mesh, NodeInfo
+from shardweave.ir import META, Assignment, Axis, BoundRule, Layout, Mesh, NodeInfo, axes_size
 from shardweave.passes.annotate import bind_new, covered, decompose, depends_on_inputs, graph_outputs, info, source_of
 from shardweave.passes.emitter import OpEmitter
 from shardweave.passes.follow import Arrival, Choice, accepting, follow, met, passing_sums
@@ -225,7 +225,7 @@ class Sharder(Results):
         linear, summed_to = linear_in(node), node.meta["val"].numel() if is_gradient(node) else 0
         choice = self._followed(bound, rule, arrivals, linear, summed_to)
         if explicit is not None:
-            explicit = _with_times(in_parts(explicit, bound, arrivals), choice.assignment)
+            explicit = _with_times(in_parts(explicit, bound, arrivals), choice.assignment, bound)
         if explicit is not None and (blocked := {axis for axis, name in explicit.items if bound.factor(name).blocked}):
             if rule is None or rule.decompose is None:
                 raise LayoutError(
@@ -317,7 +317,17 @@ class Sharder(Results):
         return self.local.ended(written, layout, Origin(info(node).op, backward=self.backward), self.mesh.slices)
 
 
-def _with_times(explicit: Assignment, followed: Mapping[Axis, str]) -> Assignment:
-    """An assignment with the time axes that inputs bring: plans and strategies are about devices."""
-    times = {axis: name for axis, name in followed.items() if axis.kind == "time"}
-    return Assignment.of(times | explicit.as_dict()) if times else explicit
+def _with_times(explicit: Assignment, followed: Mapping[Axis, str], bound: BoundRule) -> Assignment:
+    """An assignment with the time axes that inputs bring: plans and strategies are about devices.
+
+    What a step is too small for, of an op where others meet, all devices compute.
+    """
+    found = {axis: name for axis, name in followed.items() if axis.kind == "time"}
+    if not found:
+        return explicit
+    sizes, timed = bound.sizes(), set(found.values())
+    for axis, name in explicit.items:
+        mine = [other for other, its in found.items() if its == name]
+        if name not in timed or sizes[name] % axes_size([axis, *mine]) == 0:
+            found[axis] = name
+    return Assignment.of(found)

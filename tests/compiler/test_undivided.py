@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import shardweave as sw
+from shardweave.compiler.compiler import Compiler
 from shardweave.errors import LayoutError, PlanError
 from shardweave.ir import Weaving
 from shardweave.passes.annotate import info
@@ -87,6 +89,17 @@ def test_layers_of_unlike_degrees_meet_in_one_gather() -> None:
         made = sw.plan(model, cluster, batch, options=options)
         moves = [event for event in made.timeline().events if event.phase == "forward" and event.bytes]
         assert [event.kind for event in moves if event.cause == "activation"].count("all_gather") == 1, chosen
+
+
+def test_where_ops_meet_a_step_may_be_too_small_for_the_axes_of_the_plan() -> None:
+    """Joins are chosen for the whole batch: in a sub-batch devices that would have less than a sample do the same."""
+    model, batch = gpt.build(), gpt.batch(torch.Generator(), 4)
+    options = sw.Options(sub_batches=2, force=MIXED, undivided=["tokens", "positions", "blocks.0"])
+    compiler = Compiler(model, sw.Cluster.local(4), batch, options, None)
+    made = compiler.plan()
+    assert len(made.joins["blocks.0:add:0"]) == 2
+    spread = replace(made, joins={**made.joins, "blocks.1:add:0": made.joins["blocks.0:add:0"]})
+    assert compiler.lower(spread).step.forward.code != compiler.lower(made).step.forward.code
 
 
 class Normed(nn.Module):
