@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from torch import fx
 
-from shardweave.ir import Assignment, Axis, BoundRule, Mesh, axes_size
+from shardweave.ir import Assignment, Axis, Mesh
 from shardweave.passes.annotate import info
 from shardweave.passes.follow import Arrival, follow
-from shardweave.passes.layouts import drop, factors_of, input_layouts
+from shardweave.passes.layouts import drop, input_layouts
 from shardweave.passes.local import LocalGraph
 from shardweave.passes.rules import find_rule, is_view
 from shardweave.passes.rules.registry import tensor_args
@@ -101,18 +101,3 @@ class Readers(Values):
                 wants = input_layouts(bound_rule(user), explicit.as_dict(), self.mesh)
                 found.append(set(wants[tensor_args(user).index(read)].shard_axes))
         return found
-
-
-def in_parts(explicit: Assignment, bound: BoundRule, arrivals: Sequence[Arrival]) -> Assignment:
-    """The assignment of an elementwise op with the axes that cut all of its inputs alike: of these it has no more to
-    gather, and its result is gathered once instead."""
-    if len(arrivals) < 2 or any(names != bound.outputs[0] for names in bound.inputs):
-        return explicit
-    sizes, assignment = bound.sizes(), explicit.as_dict()
-    first, *others = (factors_of(each.layout.dims, names, sizes) for each, names in zip(arrivals, bound.inputs))
-    for axis, name in first.items():
-        alike = axis.kind == "space" and all(other.get(axis) == name for other in others)
-        mine = [other for other, factor in assignment.items() if factor == name]
-        if alike and axis not in assignment and sizes[name] % axes_size([axis, *mine]) == 0:
-            assignment[axis] = name
-    return Assignment.of(assignment)

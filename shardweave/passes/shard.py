@@ -23,7 +23,6 @@ from shardweave.passes.follow import Arrival, Choice, accepting, follow, met, pa
 from shardweave.passes.layouts import drop, input_layouts, output_layouts
 from shardweave.passes.local import TAKEN, LocalGraph, Origin, remove_dead
 from shardweave.passes.modules import module_of
-from shardweave.passes.readers import in_parts
 from shardweave.passes.recompute import checkpoint_of
 from shardweave.passes.results import Results, is_gradient
 from shardweave.passes.rules import find_rule
@@ -225,7 +224,7 @@ class Sharder(Results):
         linear, summed_to = linear_in(node), node.meta["val"].numel() if is_gradient(node) else 0
         choice = self._followed(bound, rule, arrivals, linear, summed_to)
         if explicit is not None:
-            explicit = _with_times(in_parts(explicit, bound, arrivals), choice.assignment, bound)
+            explicit = _with_times(explicit, choice.assignment, bound)
         if explicit is not None and (blocked := {axis for axis, name in explicit.items if bound.factor(name).blocked}):
             if rule is None or rule.decompose is None:
                 raise LayoutError(
