@@ -2,10 +2,6 @@
 
 Of each stretch of equal layers that a plan spreads alike, two are lowered, scheduled and simulated. What they take of
 the step's time, and what they hold of its memory, each of the others takes and holds as well (`per_layer.py`).
-
-Gradients that two layers have to sum may find nothing to hide behind, where those of many hide behind each other's
-backward. A step that waits for them is simulated with three layers of each stretch as well: no layer waits for more of
-them than one more did.
 """
 
 from __future__ import annotations
@@ -14,14 +10,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 import torch
 
-from shardweave.compiler.fold import Fold, Run, layers_of_ops
-from shardweave.compiler.per_layer import Layers, Taken, held_with_more, taken_by, waits_for_gradients
+from shardweave.compiler.fold import Run, layers_of_ops
+from shardweave.compiler.per_layer import Layers, Taken, held_with_more, taken_by
 from shardweave.compiler.pipeline import Annotated, Compiled, times_of
 from shardweave.compiler.planner.unfold import inside, renamed
 from shardweave.compiler.steps import Steps
@@ -33,8 +28,6 @@ from shardweave.passes.schedule import Alike
 
 LEFT = 2
 """Layers of a stretch that are simulated."""
-WAITS = 0.05
-"""Which part of a step may be waited for gradients in layers that are not simulated, without one more of these."""
 
 
 class Decision(NamedTuple):
@@ -124,24 +117,18 @@ class Judge:
         return found
 
     def _simulated(self, decision: Decision, options: Options) -> Judged:
-        few = self._few(decision, options, LEFT)
-        fold, annotated, compiled = self._lowered(few, options)
-        judged, alike = Judged.of(timeline := self.simulate(compiled)), few.alike
+        few = self._few(decision, options)
+        fold, annotated = self.steps.folded(few.left)
+        decision, alike = few.decision, few.alike
+        options = replace(options, recompute={**options.weaving.recompute, **decision.modes})
+        compiled = self.lower(annotated, decision, options, alike)
+        judged = Judged.of(timeline := self.simulate(compiled))
         if not fold.stands_for:
             return judged
         layers = Layers(layers_of_ops(annotated.captured.graph.graph))
         taken = [taken_by(timeline, layers, same).times(others) for same, others in alike]
         optimizer = self._optimizer(compiled, alike) - self._optimizer(compiled, ())
-        compute, exposed = (sum(column) for column in zip(*taken, Taken(optimizer, 0.0)))
-        waits = [waits_for_gradients(timeline, partial(layers.are, same)) / len(same) for same, _ in alike]
-        waited = sum(others * seconds for seconds, (_, others) in zip(waits, alike))
-        if waited > WAITS * (judged.step_time + compute + exposed):
-            more = self._few(decision, options, LEFT + 1)
-            longer = self.simulate(self._lowered(more, options)[2])
-            grown = waits_for_gradients(longer) - waits_for_gradients(timeline)
-            added = sum(seconds * (len(after) - len(before)) for seconds, (before, _), (after, _)
-                        in zip(waits, alike, more.alike))  # fmt: skip
-            exposed -= waited * (1.0 - min(1.0, max(0.0, grown) / added))
+        compute, exposed = (sum(each) for each in zip(*taken, Taken(optimizer, 0.0)))
         held = held_with_more(timeline.memory, layers, alike)
         return Judged(
             judged.step_time + compute + exposed,
@@ -150,12 +137,6 @@ class Judge:
             held.peak,
             held.at_peak(),
         )
-
-    def _lowered(self, few: _Few, options: Options) -> tuple[Fold, Annotated, Compiled]:
-        """The step with so few layers."""
-        fold, annotated = self.steps.folded(few.left)
-        options = replace(options, recompute={**options.weaving.recompute, **few.decision.modes})
-        return fold, annotated, self.lower(annotated, few.decision, options, few.alike)
 
     def _optimizer(self, compiled: Compiled, alike: Alike) -> float:
         """Seconds of the optimizer's step with so many more of each layer."""
@@ -166,10 +147,9 @@ class Judge:
                 sizes += [size] * times.get(layer_of(parameter.name), 1)
         return self.optimizer(compiled, sizes)
 
-    def _few(self, decision: Decision, options: Options, most: int) -> _Few:
-        """The layers that are simulated, at most so many of a stretch.
+    def _few(self, decision: Decision, options: Options) -> _Few:
+        """The layers that are simulated: the first of each run, of which is decided what is of those of its stretches.
 
-        They are the first of each run, of which is decided what is of those of its stretches.
         They are equal, so it makes no difference which ones are left out; the first ones are sharded once for plans
         whose stretches differ in their lengths alone.
         """
@@ -180,7 +160,7 @@ class Judge:
         for run in runs:
             begin = count = 0
             for length in _lengths(decision, run):
-                few = min(most, length)
+                few = min(LEFT, length)
                 places.update(zip(run.layers[begin : begin + few], run.layers[count : count + few], strict=True))
                 alike.append((run.layers[count : count + few], length - few))
                 begin, count = begin + length, count + few

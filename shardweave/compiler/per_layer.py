@@ -7,7 +7,7 @@ while it is computed, which is of one layer at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -49,10 +49,6 @@ class Layers:
         name = owner.partition(" ")[0]
         return self.others.get(name) or layer_of(name)
 
-    def are(self, few: Sequence[str], owner: str) -> bool:
-        """Whether what an event names is in one of a few layers."""
-        return self.of(owner) in few
-
 
 def taken_by(timeline: Timeline, layers: Layers, few: Sequence[str]) -> Taken:
     """What one of a few equal layers takes, on average."""
@@ -62,12 +58,6 @@ def taken_by(timeline: Timeline, layers: Layers, few: Sequence[str]) -> Taken:
             compute += event.seconds if event.kind == "compute" else 0.0
             exposed += event.seconds if event.kind == "wait" else 0.0
     return Taken(compute / len(few), exposed / len(few))
-
-
-def waits_for_gradients(timeline: Timeline, is_mine: Callable[[str], bool] = lambda _: True) -> float:
-    """Seconds that compute waits for sums of gradients, of ops of which `is_mine` is true."""
-    waits = (event for event in timeline.events if event.kind == "wait" and event.cause == "gradient")
-    return sum(event.seconds for event in waits if is_mine(event.op))
 
 
 def held_with_more(memory: MemoryCurve, layers: Layers, alike: Alike) -> MemoryCurve:

@@ -179,16 +179,6 @@ def test_a_few_layers_tell_what_all_of_them_take(way: str, sub_batches: int) -> 
     assert judged.compute_time == pytest.approx(timeline.compute_time, rel=0.02)
 
 
-def test_gradients_of_many_layers_hide_behind_each_others_backward() -> None:
-    """Those of two layers alone do not: what these wait for was once counted for each of the others."""
-    model, inputs = gpt(12, replace(WIDE, vocabulary=2048, heads=8, width=512), 32)
-    plain = {"force": {"*": "dp"}, "micro_batches": 1, "recompute": "none", "sub_batches": 1, "buckets": False}
-    plan = sw.plan(model, sw.Cluster.preset("rtx3090-pcie", nodes=2), inputs, options=sw.Options(**plain))
-    timeline = plan.timeline()
-    assert timeline.exposed_communication > 0.2 * timeline.step_time
-    assert plan.step_time == pytest.approx(timeline.step_time, rel=0.02)
-
-
 @pytest.mark.parametrize("width", [512, 1024])
 def test_a_limit_that_a_step_keeps_to_anyway_does_not_slow_it_down(width: int) -> None:
     """Layers that were left out free what they saved as the one does that stands for them.
