@@ -150,16 +150,21 @@ def passing_sums(
         Elements of the result, where this is summed at any rate, as the gradient of a parameter: then a sum over
         devices passes, too, of an input that is no smaller and has no other user, but over those in `used`.
     """
-    partial = {axis: {index for index, arrival in enumerate(arrivals) if (axis, "sum") in arrival.layout.partial}
-               for axis in (*mesh.all_times, *mesh.axes)}  # fmt: skip
+    partial: dict[Axis, set[int]] = {}
+    for index, arrival in enumerate(arrivals):
+        for axis, op in arrival.layout.partial:
+            if op == "sum":
+                partial.setdefault(axis, set()).add(index)
+    if not partial:
+        return PassingSums()
     apart = {axis for arrival in arrivals for axis in arrival.layout.shard_axes}
-    axes = [axis for axis in mesh.all_times if partial[axis]]
+    axes = [axis for axis in mesh.all_times if axis in partial]
     if apart.isdisjoint(axes):
         for together in linear:
             if all(partial[axis] <= set(together) for axis in axes):
                 first = arrivals[together[0]]
                 late = len(together) == 1 and first.single_user and first.numel >= summed_to > 0
-                others = [a for a in mesh.axes if late and a not in (*apart, *used) and partial[a] == set(together)]
+                others = [a for a in mesh.axes if late and a not in (*apart, *used) and partial.get(a) == set(together)]
                 if axes or others:
                     return PassingSums((*axes, *others), together)
     return PassingSums()

@@ -150,8 +150,8 @@ class Values:
             return self.local.redistribute(self.value(node, whole), whole, want, origin, lambda *_: None)
         if node in self.constants:
             return self._constant(node, want)
-        first = self._before_steps(node, want)
-        if first not in (want, self.layout(node)):
+        first = self._before_steps(node, want) if self.mesh.woven else None
+        if first is not None:
             where = origin or self._origin(node, first)
             return self.local.redistribute(self.value(node, first, origin), first, want, where, lambda *_: None)
         if node in self.canonical:
@@ -189,10 +189,11 @@ class Values:
         inner = self.value(source, back, origin)
         return self._write(node, [inner], want, Part(rule, bound, {}, (back,)))
 
-    def _before_steps(self, node: fx.Node, want: Layout) -> Layout:
-        """Where a value is brought before steps of woven axes are taken of it, which are not all of it."""
-        mine = {*self.layout(node).shard_axes, *self.layout(node).partial_axes}
-        return drop(want, [axis for axis in self.mesh.woven if axis not in mine])
+    def _before_steps(self, node: fx.Node, want: Layout) -> Layout | None:
+        """Where a value is brought before steps of woven axes are taken of it; None where it is there."""
+        have = self.layout(node)
+        first = drop(want, set(self.mesh.woven).difference(have.shard_axes, have.partial_axes))
+        return None if first in (want, have) else first
 
     def _together(self, written: fx.Node, have: Layout, want: Layout, origin: Origin) -> tuple[fx.Node, Layout]:
         """What the steps of woven axes have, for a reader that takes all of them at once; else what one has."""
