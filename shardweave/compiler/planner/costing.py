@@ -18,19 +18,19 @@ from torch import fx
 
 from shardweave.compiler.pipeline import Annotated
 from shardweave.compiler.planner.candidates import legal, spread
-from shardweave.compiler.planner.facts import Facts, bound_of, root_of
+from shardweave.compiler.planner.edges import Arrivals, Edges
+from shardweave.compiler.planner.facts import bound_of, root_of
 from shardweave.compiler.planner.holding import Holding
 from shardweave.compiler.planner.ops import Op
-from shardweave.compiler.planner.prices import Links, Prices, local_numel, tensor_outputs, whole
+from shardweave.compiler.planner.prices import local_numel, tensor_outputs, whole
 from shardweave.compiler.planner.pricing import Parameters, Sizes, price_op
 from shardweave.compiler.planner.problem import Problem
 from shardweave.compiler.planner.rows import Costed, Rows, Variable
 from shardweave.compiler.planner.scatter import Scatters
-from shardweave.compiler.planner.windows import Costs, Windows
-from shardweave.compiler.weaving import with_times
+from shardweave.compiler.planner.windows import Costs
 from shardweave.cost_model import Cluster
 from shardweave.errors import PlanError
-from shardweave.ir import Assignment, Axis, BoundRule, Layout, Mesh, Strategy
+from shardweave.ir import Assignment, Axis, BoundRule, Layout, Strategy
 from shardweave.options import Options
 from shardweave.passes.annotate import covered, info, source_of
 from shardweave.passes.follow import Arrival, Choice, accepting, follow
@@ -43,41 +43,23 @@ PARTS = 3
 """Passes over its value, and small sums, that a softmax takes in parts beside what it takes fused: max, sum, and once
 more in its backward."""
 
-Arrivals = list[tuple[Layout, ...]]  # for each port of the variable that a value follows, where its outputs lie
 
-
-class Costing:
+class Costing(Edges):
     """Builds the problem of one captured step on one cluster."""
 
     def __init__(
         self, annotated: Annotated, cluster: Cluster, options: Options, forced: dict[str, list[Strategy]]
     ) -> None:
-        self.annotated, self.options, self.forced = annotated, options, forced
-        mesh = cluster.mesh()
-        timed = with_times(Mesh(tuple(sorted(mesh.axes, key=lambda axis: -axis.stride))), options)
-        self.legal_mesh, self.mesh = timed, replace(timed, woven=())
-        self.prices = Prices(self.mesh, cluster)
-        self.windows = Windows.of(cluster, self.prices.levels, options.weaving)
-        self.facts = Facts(annotated, cluster)
-        self.variables: list[Variable] = []
-        self.follows: dict[fx.Node, int] = {}
-        self.lies: dict[fx.Node, Arrivals] = {}
+        super().__init__(annotated, cluster, options)
+        self.forced = forced
         world_size = self.mesh.world_size
         self.holding = Holding(annotated, self.facts, options.turns, world_size, self.follows, self.lies)
-        self._signatures: dict[fx.Node, int] = {}
-        """The same number for values that lie alike, port by port."""
-        self._edges: dict[tuple[int, int], Links] = {}
-        self._known: dict[object, int] = {}
         self._remembered: dict[object, tuple[Arrivals, int, Costs, list[tuple[int, int, Costs]]]] = {}
         self._brought: set[tuple[fx.Node, int]] = set()
         self._placed: dict[object, tuple[Arrivals, Arrivals, Arrivals, int]] = {}
         self._joins: dict[object, tuple[list[Assignment], Costs, Arrivals, Arrivals, Arrivals, int]] = {}
-        self._changes: dict[object, Links] = {}
-        self._sums: dict[object, Links] = {}
         self._priced: dict[int, Variable] = {}
         self._numbers: dict[str, int] = {}
-        self.undivided: set[int] = set()
-        """The variables that take all sub-batches at once."""
 
     def build(self) -> Costed:
         """Price every variable and every edge."""
@@ -96,15 +78,10 @@ class Costing:
                 self.holding.add(node, self.variables[self.follows[node]])
         rows = Rows(self.windows, self.options.turns)
         ops = tuple(rows.row(variable) for variable in self.variables)
-        edges = tuple(
-            rows.edge(*ends, links, not self.undivided.isdisjoint(ends))
-            for ends, links in sorted(self._edges.items())
-            if links.any()
-        )
         limit = self.options.memory_limit
         assert limit is not None
         fixed = self.holding.fixed_bytes
-        return Costed(Problem(ops, edges, limit, fixed, windows=self.windows.names), self.variables)
+        return Costed(Problem(ops, self.edges(rows), limit, fixed, windows=self.windows.names), self.variables)
 
     # -- variables
 
@@ -112,7 +89,7 @@ class Costing:
         op = self.facts.roles[node]
         if op.name not in self._numbers:
             self._numbers[op.name] = len(self.variables)
-            if self._is_undivided(node):
+            if self.is_undivided(node):
                 self.undivided.add(len(self.variables))
             self.variables.append(self._op_variable(op))
         number = self._numbers[op.name]
@@ -127,15 +104,15 @@ class Costing:
             rule = find_rule(node)
             wants = [accepting(rule, mine, input_layouts(bound, mine, self.mesh)) for mine in assignments]
             gradients = [_gradients(node, mine, want) for mine, want in zip(assignments, wants)]
-            self._placed[key] = wants, gradients, outputs, self._number(tuple(outputs))
+            self._placed[key] = wants, gradients, outputs, self.number(tuple(outputs))
         wants, gradients, outputs, signature = self._placed[key]
-        self._edges_into(number, node, wants, gradients, key)
+        self.edges_into(number, node, wants, gradients, key)
         self.holding.add_op(node, variable, wants)
         self._settle(node, number, outputs, signature)
 
     def _op_variable(self, op: Op) -> Variable:
         values = [self.facts.shapes[name] for name in (op.parameter, *op.companions)]
-        signature = self._number((
+        signature = self.number((
             self._element(op), tuple(op.sizes.items()), op.outputs, op.contracted, op.experts, op.batch,
             self._shared(op), tuple(value.shape for value in values),
             tuple((str(role.node.target), role.atoms, role.batch, bound_of(role.node)) for role in op.roles),
@@ -202,10 +179,10 @@ class Costing:
             for position, argument in enumerate(tensor_args(node)):
                 if argument in self.follows:
                     wants, back = [c.inputs[position] for c in choices], [gradient[position] for gradient in gradients]
-                    changes.append((position, *self._change(argument, wants, back, self._is_undivided(node))))
+                    changes.append((position, *self.change(argument, wants, back, self.is_undivided(node))))
             for port, choice in enumerate(choices):
                 self._in_parts(node, choice, costs[:, :, port])
-            self._remembered[key] = arrivals, self._number(tuple(arrivals)), costs, changes
+            self._remembered[key] = arrivals, self.number(tuple(arrivals)), costs, changes
         self._remember(node, number, key)
 
     def _remember(self, node: fx.Node, number: int, key: object) -> None:
@@ -218,14 +195,6 @@ class Costing:
                 self._brought.add((arguments[position], wanted))
                 variable.costs += change
         self._settle(node, number, arrivals, signature)
-
-    def _change(
-        self, argument: fx.Node, wants: Sequence[Layout], gradients: Sequence[Layout], undivided: bool
-    ) -> tuple[int, Costs]:
-        """A number for where a value is wanted by port, and what it takes to bring it there, and its gradient back."""
-        haves = [port[0] for port in self.lies[argument]]
-        links = self.prices.pairs(haves, wants, gradients, argument.meta["val"].element_size())
-        return self._number(tuple(wants)), self.windows.activations(links, undivided)
 
     def _computed(self, node: fx.Node, assignments: Sequence[Assignment]) -> Costs:
         """Computing a node at each of these assignments, forward and backward."""
@@ -258,7 +227,7 @@ class Costing:
         level, seconds = self.prices.collective("all_reduce", axes, max(1, rows) * itemsize)
         sums = np.zeros((2, 1 + len(self.prices.levels)))
         sums[:, 1 + level] = (PARTS - 1) * seconds, seconds
-        costs += PARTS * work + self.windows.activations(sums, self._is_undivided(node))
+        costs += PARTS * work + self.windows.activations(sums, self.is_undivided(node))
 
     def _join(self, node: fx.Node, bound: BoundRule, arguments: Sequence[fx.Node]) -> None:
         key = self._key(node)
@@ -275,17 +244,17 @@ class Costing:
             wants = [choice.inputs for choice in choices.values()]
             outputs = [choice.outputs for choice in choices.values()]
             gradients = [_gradients(node, choice.assignment, choice.inputs) for choice in choices.values()]
-            self._joins[key] = list(choices), costs, wants, gradients, outputs, self._number(tuple(outputs))
+            self._joins[key] = list(choices), costs, wants, gradients, outputs, self.number(tuple(outputs))
         options, costs, wants, gradients, outputs, signature = self._joins[key]
         number = len(self.variables)
-        if self._is_undivided(node):
+        if self.is_undivided(node):
             self.undivided.add(number)
         ports = [{node.name: option} for option in options]
         size = len(options)
         self.variables.append(
             Variable(
                 self.facts.names[node],
-                self._number(key),
+                self.number(key),
                 node=node,
                 ports=ports,
                 port_of=list(range(size)),
@@ -295,7 +264,7 @@ class Costing:
                 lasting=np.zeros(size),
             )
         )
-        self._edges_into(number, node, wants, gradients, key)
+        self.edges_into(number, node, wants, gradients, key)
         self._settle(node, number, outputs, signature)
 
     def _choose(self, node: fx.Node, bound: BoundRule, ports: dict[fx.Node, int]) -> Choice:
@@ -354,85 +323,31 @@ class Costing:
                     assert result is not None
                 wants.append(lies)
                 arrivals.append((result,))
-            change = (0, *self._change(source, wants, [whole(want) for want in wants], self._is_undivided(node)))
+            change = (0, *self.change(source, wants, [whole(want) for want in wants], self.is_undivided(node)))
             costs = self.windows.none(len(wants))
-            self._remembered[key] = arrivals, self._number(tuple(arrivals)), costs, [change]
+            self._remembered[key] = arrivals, self.number(tuple(arrivals)), costs, [change]
         self._remember(node, number, key)
 
     def _getitem(self, node: fx.Node) -> None:
         parent, index = source_of(node)
         if parent in self.follows and hasattr(node.meta["val"], "numel"):
-            key = "item", index, self._signatures[parent]
+            key = "item", index, self.signatures[parent]
             if key not in self._remembered:
                 arrivals: Arrivals = [(port[index],) for port in self.lies[parent]]
                 none = self.windows.none(len(arrivals))
-                self._remembered[key] = arrivals, self._number(tuple(arrivals)), none, []
+                self._remembered[key] = arrivals, self.number(tuple(arrivals)), none, []
             self._remember(node, self.follows[parent], key)
 
     def _settle(self, node: fx.Node, number: int, arrivals: Arrivals, signature: int) -> None:
-        self.follows[node], self.lies[node], self._signatures[node] = number, arrivals, signature
-
-    def _number(self, thing: object) -> int:
-        """A number for what compares equal: cheap to hash where it is asked for again and again."""
-        return self._known.setdefault(thing, len(self._known))
+        self.follows[node], self.lies[node], self.signatures[node] = number, arrivals, signature
 
     def _key(self, node: fx.Node) -> object:
         """Equal for ops that do the same with values that lie alike, as in equal layers."""
         arguments = tensor_args(node)
-        given = tuple((self._signatures.get(a), len(a.users) == 1, str(a.meta["val"].dtype)) for a in arguments)
+        given = tuple((self.signatures.get(a), len(a.users) == 1, str(a.meta["val"].dtype)) for a in arguments)
         batch = self.facts.batch_factor(node)
-        kind = str(node.target), self._is_undivided(node)
-        return kind, self._number(bound_of(node)), given, str(node.meta.get("val")), batch
-
-    def _is_undivided(self, node: fx.Node) -> bool:
-        return covered(self.options.weaving.undivided, info(node).op)
-
-    # -- edges
-
-    def _edges_into(
-        self,
-        number: int,
-        node: fx.Node,
-        wants: Sequence[Sequence[Layout]],
-        gradients: Sequence[Sequence[Layout]],
-        signature: object,
-    ) -> None:
-        for position, argument in enumerate(tensor_args(node)):
-            if argument not in self.follows:
-                continue
-            source = self.follows[argument]
-            shared = self.facts.readers[root_of(argument)] if node in self.facts.roles else 1
-            key = self._signatures[argument], signature, position, shared
-            if key not in self._changes:
-                haves, wanted = [port[0] for port in self.lies[argument]], [want[position] for want in wants]
-                back, itemsize = [gradient[position] for gradient in gradients], argument.meta["val"].element_size()
-                links = self.prices.table(haves, wanted, back, itemsize)
-                for idle, ports in self._idle(source).items():
-                    # Its backward computes with a part of the gradient, too, and sums what becomes of it
-                    parts = [drop(gradient, set(idle)) for gradient in back]
-                    links[1][:, ports] = self.prices.gradients(parts, [haves[port] for port in ports], itemsize)
-                self._changes[key] = links / shared
-            links = self._changes[key]
-            if source == number:
-                diagonal = np.diagonal(links, axis1=2, axis2=3)
-                self.variables[number].costs += self.windows.activations(diagonal, number in self.undivided)
-            elif (source, number) in self._edges:
-                before = self._edges[source, number]
-                pair = id(before), id(links)  # equal layers share their edges' tables
-                self._edges[source, number] = self._sums.setdefault(pair, before + links)
-            else:
-                self._edges[source, number] = links
-
-    def _idle(self, number: int) -> dict[frozenset[Axis], list[int]]:
-        """The ports of an op without a batch by the axes over which it does the same everywhere; none of a join."""
-        variable, found = self.variables[number], dict[frozenset[Axis], list[int]]()
-        if variable.op is None or variable.op.batch > 1:
-            return found
-        for number, port in enumerate(variable.ports):
-            used = {axis for own in port.values() for axis, _ in own.items}
-            found.setdefault(frozenset(self.mesh.axes) - used, []).append(number)
-        found.pop(frozenset(), None)
-        return found
+        kind = str(node.target), self.is_undivided(node)
+        return kind, self.number(bound_of(node)), given, str(node.meta.get("val")), batch
 
 
 def _gradients(node: fx.Node, assignment: Mapping[Axis, str], inputs: Sequence[Layout]) -> tuple[Layout, ...]:
