@@ -63,7 +63,9 @@ def dequantize_blocks(payload: Tensor, scales: Tensor, sizes: Sequence[int], blo
     tensor([[   1.0000, -127.0000,   50.4000],
             [   0.0000,    0.0000,    3.0000]])
     """
-    return _together(_values(payload, scales, sizes, block), sizes, block, dtype)
+    values = _values(payload, scales, sizes, block)
+    values = values.to(dtype)  # here, as a caller may hold what it hands over until the call returns
+    return _together(values, sizes, block)
 
 
 def sum_dequantized(payload: Tensor, scales: Tensor, sizes: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
@@ -76,7 +78,8 @@ def sum_dequantized(payload: Tensor, scales: Tensor, sizes: Sequence[int], block
     total = _values(payload[0], scales[0], sizes, block)
     for each, scale in zip(payload[1:], scales[1:]):
         total += _values(each, scale, sizes, block)
-    return _together(total, sizes, block, dtype)
+    total = total.to(dtype)
+    return _together(total, sizes, block)
 
 
 def _padded(sizes: Sequence[int], block: int) -> int:
@@ -111,9 +114,8 @@ def _values(payload: Tensor, scales: Tensor, sizes: Sequence[int], block: int) -
     return values
 
 
-def _together(values: Tensor, sizes: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
+def _together(values: Tensor, sizes: Sequence[int], block: int) -> Tensor:
     """The parts of whole blocks, one behind the other."""
-    values = values.to(dtype)
     return values if values.shape[-1] == sum(sizes) else torch.cat([*_places(values, sizes, block)], -1)
 
 
