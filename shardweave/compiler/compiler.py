@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from shardweave.compiler.splits import fastest, powers
 from shardweave.compiler.steps import Steps
 from shardweave.compiler.sweep import Sweep, What, sweep
 from shardweave.cost_model import Cluster, Timeline, simulate
+from shardweave.cost_model.acts import play
 from shardweave.cost_model.optimizer import optimizer_seconds
 from shardweave.errors import ParallelError, PlanError
 from shardweave.ir import Assignment, Mesh, Strategy, Weaving
@@ -156,7 +158,8 @@ class Compiler:
     @property
     def judge(self) -> Judge:
         """Simulates plans of this step."""
-        return Judge(self.steps, self._lowered, self.timeline, self._optimizer_seconds, self._judged)
+        play_here = partial(play, device=self.cluster.device)
+        return Judge(self.steps, self._lowered, self.timeline, self._optimizer_seconds, play_here, self._judged)
 
     def _optimizer_seconds(self, compiled: Compiled, sizes: Sequence[int]) -> float:
         """What the optimizer's step takes with parameters of these bytes."""

@@ -1,7 +1,9 @@
 """The judge: what a plan's generated step takes, by simulating it, of deep models a few layers.
 
 Of each stretch of equal layers that a plan spreads alike, two are lowered, scheduled and simulated. What they take of
-the step's time, and what they hold of its memory, each of the others takes and holds as well (`per_layer.py`).
+the step's time, and what they hold of its memory, each of the others takes and holds as well (`per_layer.py`). Where a
+layer's collectives take longer than its kernels, so that what is still under way piles up, all layers are played
+(`unrolled.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from shardweave.compiler.per_layer import Layers, Taken, held_with_more, taken_b
 from shardweave.compiler.pipeline import Annotated, Compiled, times_of
 from shardweave.compiler.planner.unfold import inside, renamed
 from shardweave.compiler.steps import Steps
+from shardweave.compiler.unrolled import piles_up, unrolled
 from shardweave.cost_model import Timeline
+from shardweave.cost_model.acts import Act, Played
 from shardweave.ir import Assignment, Mode, Strategy
 from shardweave.options import Options
 from shardweave.passes.recompute import layer_of
@@ -92,6 +96,8 @@ class Judge:
         From the lowered step to its timeline.
     optimizer : callable
         From the lowered step and the bytes of each trained parameter to the seconds of the optimizer's step.
+    play : callable
+        From acts to what they take.
     known : Known, optional
         What has been simulated; what is, is added.
     """
@@ -102,9 +108,10 @@ class Judge:
         lower: Lower,
         simulate: Callable[[Compiled], Timeline],
         optimizer: Callable[[Compiled, Sequence[int]], float],
+        play: Callable[[Sequence[Act]], Played],
         known: Known | None = None,
     ) -> None:
-        self.steps, self.lower, self.simulate, self.optimizer = steps, lower, simulate, optimizer
+        self.steps, self.lower, self.simulate, self.optimizer, self.play = steps, lower, simulate, optimizer, play
         self.known: Known = deque() if known is None else known
 
     def __call__(self, decision: Decision, options: Options) -> Judged:
@@ -129,14 +136,14 @@ class Judge:
         taken = [taken_by(timeline, layers, same).times(others) for same, others in alike]
         optimizer = self._optimizer(compiled, alike) - self._optimizer(compiled, ())
         compute, exposed = (sum(each) for each in zip(*taken, Taken(optimizer, 0.0)))
+        seconds = Taken(judged.compute_time + compute, judged.exposed_communication + exposed)
+        if piles_up(timeline.acts, layers, alike):
+            acts = unrolled(timeline.acts, layers, alike, {*annotated.captured.parameters.values()})
+            if acts is not None:
+                played = self.play(acts)
+                seconds = Taken(played.compute + optimizer, played.seconds - played.compute)
         held = held_with_more(timeline.memory, layers, alike)
-        return Judged(
-            judged.step_time + compute + exposed,
-            judged.compute_time + compute,
-            judged.exposed_communication + exposed,
-            held.peak,
-            held.at_peak(),
-        )
+        return Judged(sum(seconds), *seconds, held.peak, held.at_peak())
 
     def _optimizer(self, compiled: Compiled, alike: Alike) -> float:
         """Seconds of the optimizer's step with so many more of each layer."""

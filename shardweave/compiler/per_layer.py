@@ -1,8 +1,8 @@
 """Per layer: what one layer takes of a simulated step, for those that are like it and were left out.
 
 A step is periodic away from its ends: a layer computes what the next one computes, and its collectives are waited for
-as long. What memory holds at each moment is counted once more for each layer that was left out, but for what one holds
-while it is computed, which is of one layer at a time.
+as long, where they do not pile up (`unrolled.py`). What memory holds at each moment is counted once more for each
+layer that was left out, but for what one holds while it is computed, which is of one layer at a time.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from typing import Literal, Protocol
 
 from torch import fx
 
+from shardweave.cost_model.acts import Act
 from shardweave.cost_model.cluster import Cluster
 from shardweave.cost_model.collectives import crossed_level
 from shardweave.cost_model.curve import Change, MemoryCurve
@@ -133,6 +134,8 @@ class _Step:
         self.prices = Prices(cluster)
         self.streams = Streams(Contention.of(cluster.device), cluster.device.collective_host_seconds)
         self.events: list[Event | tuple[Event, Transfer]] = []  # the second of what may not be over yet
+        self.acts: list[Act] = []
+        self.part = 0
         self.changes: list[Change] = []
         self.kinds: dict[Storage, str] = {}
         self.trained: list[int] = []  # bytes of each parameter that is
@@ -270,12 +273,14 @@ class _Step:
             MemoryCurve.of(self.changes, end),
             {level: self.streams.busy[level] for level in levels},
             tuple((at, tuple(load.get(level, 0.0) for level in levels)) for at, load in self.streams.loads),
+            tuple(self.acts),
         )
 
     def _play(
         self, graph: fx.Graph, found: Liveness, phase: Phase, freeable: tuple[str, ...], keep: set[Storage]
     ) -> None:
         started: dict[fx.Node, Transfer] = {}
+        self.part += 1
         for node in graph.nodes:
             if node.op == "output":
                 continue
@@ -301,12 +306,14 @@ class _Step:
     def _run(self, name: str, phase: Phase, seconds: float, op: str = "", flops: int = 0) -> None:
         begin = self.streams.now
         took = self.streams.compute(seconds)
+        self.acts.append(Act(self.part, op, seconds))
         self.events.append(Event(name, COMPUTE, begin, took, phase, "compute", op=op, flops=flops, alone=seconds))
 
     def _start(self, node: fx.Node, phase: Phase) -> Transfer:
         what = collective(node)
         name = group_name(what.axes)
         transfer = Transfer(name, self.prices.collective(what), what.cause, what.owner, _label(node))
+        self.acts.append(Act(self.part, what.owner, transfer=transfer))
         began = self.streams.now
         self._exposed("launch", transfer, phase, began, self.streams.start(transfer))
         if level := crossed_level(what.axes, self.cluster):
@@ -315,6 +322,7 @@ class _Step:
         return transfer
 
     def _wait(self, transfer: Transfer, phase: Phase) -> None:
+        self.acts.append(Act(self.part, transfer.owner, transfer=transfer, waits=True))
         began = self.streams.now
         self._exposed("wait", transfer, phase, began, self.streams.wait(transfer))
 

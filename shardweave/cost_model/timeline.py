@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardweave.cost_model.acts import Act
 from shardweave.cost_model.curve import MemoryCurve
 from shardweave.units import readable_bytes, readable_seconds
 
@@ -86,6 +87,8 @@ class Timeline:
         Seconds for which all the links of each level have been in use; half of them count half.
     loads : tuple of (float, tuple of float)
         From when on, which part of each level's links was in use.
+    acts : tuple of Act
+        What was asked of the streams.
 
     Notes
     -----
@@ -99,6 +102,7 @@ class Timeline:
     memory: MemoryCurve = field(repr=False)
     busy: Mapping[str, float] = field(default_factory=dict, repr=False)
     loads: tuple[tuple[float, tuple[float, ...]], ...] = field(default=(), repr=False)
+    acts: tuple[Act, ...] = field(default=(), repr=False)
 
     @property
     def compute_time(self) -> float:

@@ -162,7 +162,9 @@ class _Compiler(Compiler):
     @property
     def judge(self) -> Judge:
         judge = super().judge
-        return judge if self.simulates else _Unjudged(judge.steps, judge.lower, judge.simulate, judge.optimizer)
+        if self.simulates:
+            return judge
+        return _Unjudged(judge.steps, judge.lower, judge.simulate, judge.optimizer, judge.play)
 
 
 class _Unjudged(Judge):

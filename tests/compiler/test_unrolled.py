@@ -1,0 +1,146 @@
+"""All layers' acts out of those of two: what piles up is waited for as it is in the whole step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardweave as sw
+from shardweave.compiler.compiler import Compiler
+from shardweave.compiler.per_layer import Layers
+from shardweave.compiler.unrolled import piles_up, unrolled
+from shardweave.cost_model.acts import Act, play
+from shardweave.cost_model.collectives import Demand
+from shardweave.cost_model.streams import Transfer
+from shardweave.demo.model import GPT, GPTConfig
+
+DEVICE = sw.Cluster.preset("dgx-a100").device
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one of equal layers does: gathers its weight a layer ahead, computes, sums its gradient.
+
+    Parameters
+    ----------
+    kernels : tuple of float
+        Seconds of each.
+    gather, total : float
+        Seconds of its collectives.
+    gathers, sums : int
+        Behind which kernel the next layer's gather, and its own sum or that of the layer before it, are started.
+    late : bool
+        Whether the sum is started in the next layer.
+    blocks : bool
+        Whether a sum is waited for at once.
+    casts : bool
+        Whether a kernel of the weight's comes ahead of its gather.
+    """
+
+    kernels: tuple[float, ...]
+    gather: float
+    total: float
+    gathers: int
+    sums: int
+    late: bool
+    blocks: bool
+    casts: bool
+
+    def acts(self, count: int) -> list[Act]:
+        """The acts of so many of them, between what comes before and after them."""
+        found = [Act(1, "head", 1.0)]
+        transfers: dict[str, Transfer] = {}
+
+        def start(kind: str, number: int) -> Iterator[Act]:
+            if 0 <= number < count:
+                seconds = self.gather if kind == "all_gather" else self.total
+                name = f"{kind} b.{number}.w"
+                transfers[name] = Transfer(kind, Demand(0.1, seconds, {"node": 0.75}), name=name)
+                if self.casts and kind == "all_gather":
+                    yield Act(1, f"b.{number}.w", 0.125)
+                yield Act(1, f"b.{number}.w", transfer=transfers[name])
+                if self.blocks and kind == "all_reduce":
+                    yield wait(kind, number)
+
+        def wait(kind: str, number: int) -> Act:
+            return Act(1, f"b.{number}.w", transfer=transfers[f"{kind} b.{number}.w"], waits=True)
+
+        found += start("all_gather", 0)
+        for number in range(count):
+            found.append(wait("all_gather", number))
+            for place, seconds in enumerate(self.kernels):
+                found.append(Act(1, f"b.{number}.k{place}", seconds))
+                found += start("all_reduce", number - self.late) if place == self.sums else ()
+                found += start("all_gather", number + 1) if place == self.gathers else ()
+        found += start("all_reduce", count - 1) if self.late else ()
+        found += () if self.blocks else (wait("all_reduce", number) for number in range(count))
+        return [*found, Act(2, "optimizer", 1.0)]
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> Layer:
+    seconds = st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0])
+    kernels = draw(st.lists(seconds, min_size=1, max_size=4))
+    place = st.integers(0, len(kernels) - 1)
+    gather, total, gathers, sums = draw(seconds), draw(seconds), draw(place), draw(place)
+    late = draw(st.booleans()) if sums < len(kernels) - 1 else False  # behind the last kernel nothing is late
+    return Layer(tuple(kernels), gather, total, gathers, sums, late, draw(st.booleans()), draw(st.booleans()))
+
+
+@given(layers(), st.integers(2, 9))
+def test_two_layers_tell_what_all_of_them_take(layer: Layer, count: int) -> None:
+    alike = [(["b.0", "b.1"], count - 2)]
+    found = unrolled(layer.acts(2), Layers({}), alike, {"b.0.w", "b.1.w"})
+    assert found is not None
+    whole = layer.acts(count)
+    assert len(found) == len(whole)
+    assert play(found, DEVICE) == pytest.approx(play(whole, DEVICE), rel=1e-9)
+
+
+def test_what_piles_up_are_collectives_longer_than_the_kernels_of_their_layer() -> None:
+    layer = Layer((1.0,), 0.5, 4.0, 0, 0, False, False, False)
+    assert piles_up(layer.acts(2), Layers({}), [(["b.0", "b.1"], 3)])
+    assert not piles_up(layer.acts(2), Layers({}), [(["b.0", "b.1"], 0)])
+    assert not piles_up(replace(layer, total=0.25).acts(2), Layers({}), [(["b.0", "b.1"], 3)])
+
+
+def test_what_is_started_ahead_of_the_first_period_is_started_in_each() -> None:
+    """All gathers of the step of two layers at its beginning: the second one's belongs to the period of the first."""
+    acts = Layer((1.0, 2.0), 0.5, 4.0, 1, 0, False, False, True).acts(2)
+    gathers = [act for act in acts if act.op == "b.1.w" and act.transfer and "gather" in act.transfer.name]
+    early = [act for act in gathers if not act.waits]
+    moved = [acts[0], *early, *(act for act in acts[1:] if act not in early)]
+    found = unrolled(moved, Layers({}), [(["b.0", "b.1"], 3)], {"b.0.w", "b.1.w"})
+    assert found is not None and len(found) == len(acts) + 3 * (len(acts) - 2) // 2
+    assert Counter(act.waits for act in found if act.transfer) == {True: 10, False: 10}
+
+
+def test_a_layer_without_kernels_has_no_period() -> None:
+    acts = Layer((1.0,), 0.5, 4.0, 0, 0, False, False, False).acts(2)
+    assert unrolled(acts, Layers({}), [(["b.0", "b.9"], 3)], {"b.0.w", "b.1.w"}) is None
+
+
+@pytest.mark.parametrize(
+    "force",
+    [{"*": "dp"}, {"*": "dp", "blocks.[0-4]": "zero2"}, {"*": "zero3", "blocks.[0-4]": "tensor:8"}],
+    ids=["one stretch", "two of one degree", "two degrees"],
+)
+def test_a_plan_tells_its_time_where_gradients_pile_up(force: dict[str, str]) -> None:
+    """Of two layers hardly anything hides: a fifth more was told than the whole step takes."""
+    slow = sw.Cluster.preset("rtx3090-pcie", nodes=4)
+    config = GPTConfig(vocabulary=512, context=512, layers=12, heads=16, width=1024)
+    with torch.device("meta"):
+        tokens = torch.zeros(64, config.context, dtype=torch.long)
+        model = GPT(config)
+    plain = {"micro_batches": 1, "sub_batches": 1, "buckets": False, "memory_limit": 10**13}
+    compiler = Compiler(model, slow, (tokens, tokens), sw.Options(force=force, **plain), None)
+    plan = compiler.plan()
+    timeline = compiler.timeline(compiler.lower(plan))
+    assert timeline.exposed_by_cause()["gradient"] > 0.05 * timeline.step_time
+    assert plan.step_time == pytest.approx(timeline.step_time, rel=0.005)
