@@ -1,9 +1,8 @@
 """The judge: what a plan's generated step takes, by simulating it, of deep models a few layers.
 
 Of each stretch of equal layers that a plan spreads alike, two are lowered, scheduled and simulated. What they take of
-the step's time, and what they hold of its memory, each of the others takes and holds as well (`per_layer.py`). Where a
-layer's collectives take longer than its kernels, so that what is still under way piles up, all layers are played
-(`unrolled.py`).
+the step's time, and what they hold of its memory, each of the others takes and holds as well (`per_layer.py`). Where
+sums of gradients take longer than a layer's kernels, so that they pile up, all layers are played (`unrolled.py`).
 """
 
 from __future__ import annotations

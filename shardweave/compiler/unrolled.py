@@ -28,12 +28,18 @@ Key = tuple[int, str, str]
 
 
 def piles_up(acts: Sequence[Act], layers: Layers, alike: Alike) -> bool:
-    """Whether collectives of layers of which there are more take longer than their kernels in one of the graphs."""
+    """Whether sums of gradients of a layer of which there are more take longer than its kernels in one of the graphs.
+
+    What is waited for within a layer, as activations are and parameters, does not pile up.
+    """
     more = {layer for few, others in alike if others for layer in few}
     ahead: defaultdict[tuple[int, str], float] = defaultdict(float)
     for act in acts:
         if not act.waits and (layer := layers.of(act.op)) in more:
-            ahead[act.part, layer] += -act.seconds if act.transfer is None else act.transfer.demand.seconds
+            if act.transfer is None:
+                ahead[act.part, layer] -= act.seconds
+            elif act.transfer.cause == "gradient":
+                ahead[act.part, layer] += act.transfer.demand.seconds
     return max(ahead.values(), default=0.0) > 0
 
 
@@ -98,9 +104,9 @@ class _Part:
         return self._matched(each for place, act in enumerate(self.acts) for each in (*repeated.get(place, ()), act))
 
     def _period(self, few: Sequence[str]) -> _Period | None:
-        """The acts of a period; None of layers that have no kernels here."""
+        """The acts of a period; None of layers that have no kernels here, or share the buckets of their sums."""
         kernels = [self._kernels(layer) for layer in few]
-        if len(few) != 2 or not all(kernels):
+        if len(few) != 2 or not all(kernels) or len({*map(self._sums, few)}) > 1:
             return None
         (mine, first), (others, second) = sorted(zip(kernels, few))
         begin, end, last = mine[0], others[0], others[-1]
@@ -154,6 +160,10 @@ class _Part:
         """Where its kernels are, but for those of its parameters."""
         kernels = [place for place in self.places[layer] if self.acts[place].transfer is None]
         return [place for place in kernels if self.acts[place].op not in self.parameters]
+
+    def _sums(self, layer: str) -> int:
+        """How many of its gradients' sums are started."""
+        return sum(act.transfer is not None and act.transfer.cause == "gradient" for act in self._of(layer))
 
     def _count(self, acts: Iterable[Act]) -> Counter[Key | float]:
         """How many collectives of each key are started, and kernels of each length run."""

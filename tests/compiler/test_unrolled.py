@@ -60,8 +60,8 @@ class Layer:
         def start(kind: str, number: int) -> Iterator[Act]:
             if 0 <= number < count:
                 seconds = self.gather if kind == "all_gather" else self.total
-                name = f"{kind} b.{number}.w"
-                transfers[name] = Transfer(kind, Demand(0.1, seconds, {"node": 0.75}), name=name)
+                name, cause = f"{kind} b.{number}.w", "parameter" if kind == "all_gather" else "gradient"
+                transfers[name] = Transfer(kind, Demand(0.1, seconds, {"node": 0.75}), cause, name=name)
                 if self.casts and kind == "all_gather":
                     yield Act(1, f"b.{number}.w", 0.125)
                 yield Act(1, f"b.{number}.w", transfer=transfers[name])
@@ -103,11 +103,11 @@ def test_two_layers_tell_what_all_of_them_take(layer: Layer, count: int) -> None
     assert play(found, DEVICE) == pytest.approx(play(whole, DEVICE), rel=1e-9)
 
 
-def test_what_piles_up_are_collectives_longer_than_the_kernels_of_their_layer() -> None:
+def test_what_piles_up_are_sums_longer_than_the_kernels_of_their_layer() -> None:
     layer = Layer((1.0,), 0.5, 4.0, 0, 0, False, False, False)
     assert piles_up(layer.acts(2), Layers({}), [(["b.0", "b.1"], 3)])
     assert not piles_up(layer.acts(2), Layers({}), [(["b.0", "b.1"], 0)])
-    assert not piles_up(replace(layer, total=0.25).acts(2), Layers({}), [(["b.0", "b.1"], 3)])
+    assert not piles_up(replace(layer, total=0.25, gather=4.0).acts(2), Layers({}), [(["b.0", "b.1"], 3)])
 
 
 def test_what_is_started_ahead_of_the_first_period_is_started_in_each() -> None:
@@ -121,9 +121,11 @@ def test_what_is_started_ahead_of_the_first_period_is_started_in_each() -> None:
     assert Counter(act.waits for act in found if act.transfer) == {True: 10, False: 10}
 
 
-def test_a_layer_without_kernels_has_no_period() -> None:
+def test_layers_without_kernels_and_such_as_share_their_sums_have_no_period() -> None:
     acts = Layer((1.0,), 0.5, 4.0, 0, 0, False, False, False).acts(2)
     assert unrolled(acts, Layers({}), [(["b.0", "b.9"], 3)], {"b.0.w", "b.1.w"}) is None
+    shared = [act for act in acts if act.transfer is None or act.transfer.name != "all_reduce b.1.w"]
+    assert unrolled(shared, Layers({}), [(["b.0", "b.1"], 3)], {"b.0.w", "b.1.w"}) is None
 
 
 @pytest.mark.parametrize(
