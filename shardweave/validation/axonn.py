@@ -53,7 +53,7 @@ def rows(paper: Paper, setting: Setting) -> Iterator[Row]:
     for row in table(paper, "axonn", "weak_scaling_table3"):
         if row["model"] not in sizes:
             raise InputError(f"axonn.yaml: expected a row of models_table1 for {row['model']!r}")
-        config, gpus = _config(sizes[row["model"]]), row["gpus"]
+        config, gpus = config_of(sizes[row["model"]]), row["gpus"]
         systems = {
             "zero3": partial(zero3, setting, config, gpus, batch),
             "axonn": partial(fastest, setting, config, gpus, batch, degrees.get(row["model"], 1), bandwidths),
@@ -66,7 +66,7 @@ def rows(paper: Paper, setting: Setting) -> Iterator[Row]:
                 used = partial(_utilisation, planned, config)
                 yield Row.of("AxoNN Table III", system, row["model"], "part of peak", row[system], used)
     if ablation := paper.get("overlap_ablation_20b_16gpu"):
-        yield from _ablation(ablation, _config(sizes["GPT-20B"]), setting)
+        yield from _ablation(ablation, config_of(sizes["GPT-20B"]), setting)
 
 
 def zero3(setting: Setting, config: GPTConfig, gpus: int, batch: int) -> Plan:
@@ -125,11 +125,16 @@ def _ablation(ablation: Mapping[str, Any], config: GPTConfig, setting: Setting) 
         yield Row("AxoNN section IV", "GPT-20B, 16 GPUs", "total", "part of time", total, 1 - last / first)
 
 
-def _utilisation(planned: Any, config: GPTConfig) -> float:
-    """Hardware FLOPs, recomputation counted (Narayanan et al., arXiv 2104.04473, equation 3), over the peak."""
-    found: Plan = planned()
+def hardware_flops(config: GPTConfig, tokens: int) -> float:
+    """FLOPs of a step, recomputation counted (Narayanan et al., arXiv 2104.04473, equation 3)."""
     layer = 1 + SEQUENCE / (6 * config.width) + VOCABULARY / (16 * config.layers * config.width)
-    flops = 96 * found.tokens * config.layers * config.width**2 * layer
+    return 96 * tokens * config.layers * config.width**2 * layer
+
+
+def _utilisation(planned: Any, config: GPTConfig) -> float:
+    """Hardware FLOPs over the peak."""
+    found: Plan = planned()
+    flops = hardware_flops(config, found.tokens)
     return flops / found.step_time / found.cluster.world_size / PEAK_FLOPS
 
 
@@ -145,5 +150,6 @@ def _tensor(grid: Grid) -> str:
     return f"tensor:{grid.x}x{grid.y}x{grid.z}"
 
 
-def _config(row: Mapping[str, Any]) -> GPTConfig:
+def config_of(row: Mapping[str, Any]) -> GPTConfig:
+    """The model of a row of Table I."""
     return GPTConfig(VOCABULARY, SEQUENCE, row["layers"], row["heads"], row["hidden"], bias=True)
