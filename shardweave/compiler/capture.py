@@ -9,7 +9,7 @@ import contextlib
 import copy
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from shardweave.compiler.adapters import traceable
 from shardweave.compiler.call import TENSOR, CallTree, as_call, canonical, leaf_names
 from shardweave.compiler.casts import cast, take_as_cast, take_as_given, working_copies
+from shardweave.compiler.preserve import preserved
 from shardweave.compiler.refusal import readable_errors, refuse_effects, refuse_values, refused, where
 from shardweave.errors import CaptureError
 from shardweave.precision import Dtypes, Precision
@@ -119,7 +120,7 @@ def _joint_graph(
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with readable_errors(model), contextlib.ExitStack() as stack:
+    with readable_errors(model), preserved(model), contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
         # Dynamo takes a size that differs from an earlier capture's for dynamic; a step has the sizes of its inputs.
@@ -134,9 +135,33 @@ def _joint_graph(
         stack.enter_context(working_copies(model, precision, fake))
         # Not under `fake`: Dynamo makes its own mode, and under another one it mistakes buffers that are views.
         module = dynamo_graph_capture_for_export(model)(*args, **kwargs)
+        _name_once(module)
         stack.enter_context(torch._guards.tracing(module.meta["tracing_context"]))
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)
     return joint.graph_module, joint.out_spec
+
+
+def _name_once(module: nn.Module) -> None:
+    """Let a module give each parameter and buffer of a submodule that it has twice under its first name alone.
+
+    AOTAutograd puts traced tensors in their place, by all names, and would put back the traced ones of the first name.
+    Tensors that several modules share keep all names.
+    """
+
+    def members(kind: str) -> Callable[..., Iterator[tuple[str, Tensor]]]:
+        def named(
+            prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+        ) -> Iterator[tuple[str, Tensor]]:
+            seen: set[Tensor] = set()
+            for path, owner in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
+                for leaf, tensor in getattr(owner, kind).items():
+                    if tensor is not None and not (remove_duplicate and tensor in seen):
+                        seen.add(tensor)
+                        yield f"{path}.{leaf}" if path else leaf, tensor
+
+        return named
+
+    vars(module).update(named_parameters=members("_parameters"), named_buffers=members("_buffers"))
 
 
 def _fake_like(tensor: Tensor, fake: Any) -> Tensor:
@@ -156,6 +181,12 @@ def _off_meta(model: nn.Module, fake: Any) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+def _first_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """For each name the first one of the same tensor."""
+    first: dict[Tensor, str] = {}
+    return {name: first.setdefault(tensor, name) for name, tensor in named}
+
+
 def _describe(
     graph: fx.GraphModule,
     out_spec: pytree.TreeSpec,
@@ -168,8 +199,8 @@ def _describe(
     for node in graph.graph.nodes:
         refuse_values(model, node)
         refuse_effects(model, node)
-    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
-    tied = {name: canonical[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    tied = _first_names(model.named_parameters(remove_duplicate=False))
+    shared = _first_names(model.named_buffers(remove_duplicate=False))
     aliases: dict[str, tuple[str, ...]] = {}
     for name, first in tied.items():
         if name != first:
@@ -185,15 +216,14 @@ def _describe(
             continue
         described = node.meta["desc"]
         kind = type(described).__name__
-        if kind == "ParamAOTInput":
-            name = tied.get(described.target, described.target)
+        if kind in ("ParamAOTInput", "BufferAOTInput"):
+            first_names, found = (tied, parameters) if kind == "ParamAOTInput" else (shared, buffers)
+            name = first_names.get(described.target, described.target)
             if name in by_name:
                 duplicates[node] = name
             else:
                 by_name[name] = node
-                parameters[node.name] = name
-        elif kind == "BufferAOTInput":
-            buffers[node.name] = described.target
+                found[node.name] = name
         elif kind == "PlainAOTInput":
             if isinstance(leaves[described.idx], Tensor):
                 inputs[node.name] = names[described.idx]
@@ -218,7 +248,7 @@ def _describe(
                 what = f"parameter {target}" if target else f"input {names[described.mutated_input.idx]}"
                 reason, way_out = f"it changes its {what} in place", f"Copy that {what.split()[0]} first (.clone())."
                 raise refused(model, reason, *where(model, value), way_out)
-            mutated[target] = value
+            mutated[shared.get(target, target)] = value
         elif kind == "PlainAOTOutput":
             returned.append(value)
         elif kind == "GradAOTOutput":
