@@ -179,6 +179,11 @@ def lower(
     times = times_of(alike)
     sizes = {op.name: math.prod(op.sizes.values()) * times.get(layer_of(op.name), 1) for op in annotated.ops}
     mesh = with_times(mesh_for(mesh, strategies, sizes), options, strategies.values())
+    if mesh.all_times and not annotated.batch:
+        raise PlanError(
+            f"the step has no batch to cut, as none of its inputs has a dimension, but the options ask for "
+            f"{' of '.join(f'{axis.size} {axis.name}-batches' for axis in reversed(mesh.all_times))}: leave them out"
+        )
     cluster = cluster or Cluster.local(mesh.world_size)
     check_patterns(annotated.captured, options.weaving)
     lowering = _Lowering(annotated, strategies, mesh, options, joins, on_stage, cluster, draft, shards, alike)

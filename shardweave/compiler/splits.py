@@ -20,9 +20,9 @@ PATIENCE = 2
 
 
 def powers(annotated: Annotated) -> Iterator[int]:
-    """The powers of two that divide the batch; one where the model has no loss to begin each backward from."""
+    """The powers of two that divide the batch; one where there is none, or no loss to begin each backward from."""
     count, several = 1, not annotated.captured.whole and annotated.loss_inside and len(annotated.tangents) == 1
-    while annotated.batch % count == 0 and (count == 1 or several):
+    while annotated.batch % count == 0 and (count == 1 or (several and annotated.batch)):
         yield count
         count *= 2
 

@@ -183,7 +183,11 @@ def batch_classes(captured: Captured, classes: Classes) -> tuple[frozenset[int],
 
 
 def find_ops(captured: Captured, classes: Classes) -> list[Op]:
-    """The ops of a captured and annotated step, in the order of their first forward node."""
+    """The ops of a captured and annotated step, in the order of their first forward node.
+
+    A product of two parameters is the op of the first; the second goes with an op as biases do, unless it has another
+    product of its own.
+    """
     graph = captured.graph.graph
     position = {node: index for index, node in enumerate(graph.nodes)}
     batches, _ = batch_classes(captured, classes)
@@ -193,8 +197,9 @@ def find_ops(captured: Captured, classes: Classes) -> list[Op]:
     }
     found: list[tuple[int, Op]] = []
     first_use: dict[str, int] = {}
+    taken: set[fx.Node] = set()
     for name, node in placeholders.items():
-        roles = _roles(node, gradients.get(name), classes, batches)
+        roles = [role for role in _roles(node, gradients.get(name), classes, batches) if role.node not in taken]
         uses = [position[user] for user in users_through_views(node)]
         first_use[name] = min(uses, default=len(position))
         contracting = [role for role in roles if not info(role.node).backward]
@@ -220,6 +225,7 @@ def find_ops(captured: Captured, classes: Classes) -> list[Op]:
         ordered = sorted(roles, key=lambda role: (info(role.node).backward, position[role.node]))
         loops = _preferred(outputs, free), _preferred(contracted, free), tuple(experts)
         op = Op(name, name, (), sizes, *loops, tuple(ordered), batch)
+        taken |= {role.node for role in roles}
         found.append((first_use[name], op))
     found.sort(key=lambda item: item[0])
     return _with_companions(_by_module([op for _, op in found]), [at for at, _ in found], placeholders, first_use)
