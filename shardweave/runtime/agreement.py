@@ -41,12 +41,13 @@ def together(group: dist.ProcessGroup | None, action: Callable[[], Result]) -> l
         result = action()
     except CheckpointException as failure:  # from all ranks, with their tracebacks
         caught = failure
-        error = "; ".join(sorted({f"{type(why).__name__}: {why}" for why, _ in failure.failures.values()}))
+        whys = sorted({_told(why) for why, _ in failure.failures.values()})
+        error = "; ".join(whys[:3]) + (f"; and {len(whys) - 3} more like these" if len(whys) > 3 else "")
     except Exception as failure:
         caught = failure
-        error = f"{type(failure).__name__}: {failure}"
+        error = _told(failure)
         if isinstance(failure, ParallelError):
-            error, kind = str(failure), type(failure)
+            kind = type(failure)
     answers: list[tuple[Any, str | None, type[ParallelError]]] = [(result, error, kind)]
     if group is not None:
         answers = [(None, None, ParallelError)] * dist.get_world_size(group)
@@ -64,3 +65,7 @@ def together(group: dist.ProcessGroup | None, action: Callable[[], Result]) -> l
         kinds = {kind for _, message, kind in answers if message is not None}
         raise (kinds.pop() if len(kinds) == 1 else ParallelError)(told) from caught
     return [answer for answer, *_ in answers]
+
+
+def _told(error: BaseException) -> str:
+    return str(error) if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"

@@ -1,12 +1,14 @@
 """Checkpoints: saved under the model's own names and whole shapes, loaded by any plan on any number of ranks.
 
-They are ordinary ones of torch.distributed.checkpoint. A save is written to a hidden folder beside the one asked for,
-which takes its place when all ranks are done, so that whatever ends the program leaves a whole checkpoint.
+They are ordinary ones of torch.distributed.checkpoint, with checksums beside them. A save is written to a hidden folder
+beside the one asked for, which takes its place when all ranks are done, so that whatever ends the program leaves a
+whole checkpoint. A load reads everything first, and changes the model only when all ranks have read their parts.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,16 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardweave.errors import ParallelError
 from shardweave.runtime import checkpoint_state as states
 from shardweave.runtime.agreement import own_group, together
+from shardweave.runtime.checkpoint_files import CheckpointFiles, ChecksummedWriter
 from shardweave.runtime.checkpoint_folder import find, hidden_beside, install, settle
-from shardweave.runtime.chunks import Part, Reader, Values, Writer, name_of
+from shardweave.runtime.chunks import Part, Values, Writer, name_of, read
 from shardweave.runtime.chunks import Path as Place
 from shardweave.runtime.module import ParallelModule
 from shardweave.runtime.random import Seeds
@@ -53,7 +53,8 @@ def save_checkpoint(
     optimizer : torch.optim.Optimizer, optional
         One on the model's parameters. Its state and its groups with their hyperparameters are saved.
     extra : mapping, optional
-        Anything that can be pickled, such as the step or a scheduler's state. Rank 0's is kept.
+        Plain Python values, tensors and NumPy arrays, such as the step or a scheduler's state. Rank 0's is kept. Other
+        classes have to be allowed, here and where it is loaded, with ``torch.serialization.add_safe_globals``.
     asynchronous : bool
         Return as soon as the tensors are copied to memory, and write in the background. What is saved is the state at
         the call. The next save or load waits for it.
@@ -66,8 +67,9 @@ def save_checkpoint(
     Raises
     ------
     ParallelError
-        On all ranks, if something cannot be saved, or if the folder holds anything but a checkpoint. Also if the save
-        before this one failed in the background; nothing is saved then.
+        On all ranks, if something cannot be saved, if the disk is full or the folder cannot be written, or if the
+        folder holds anything but a checkpoint. Also if the save before this one failed in the background. Nothing is
+        saved then, and the checkpoint that was there stays as it was.
 
     Examples
     --------
@@ -98,7 +100,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a checkpoint into a parallel model, and its optimizer, whatever plan and number of ranks saved it.
 
-    Collective. Checkpoints hold pickled objects: load only what you trust.
+    Collective. Every byte that is read is compared with the checksums that `save_checkpoint` wrote; there is one
+    warning for a checkpoint without them, of an older version or of torch alone. No code in a checkpoint is run.
 
     Parameters
     ----------
@@ -120,46 +123,61 @@ def load_checkpoint(
     CheckpointNotFound
         On all ranks, if there is no checkpoint.
     ParallelError
-        On all ranks, if it is of another model or optimizer; model and optimizer are as they were then. If the
-        checkpoint's files cannot be read, the model may be loaded in part.
+        On all ranks, if it is of another model or optimizer, or if one of its files is missing, damaged or from
+        elsewhere. Model and optimizer are then as they were.
 
     Examples
     --------
     >>> step = load_checkpoint("runs/1000", parallel, optimizer)["step"]  # doctest: +SKIP
     """
     group = own_group(parallel.mesh)
-    metadata = Metadata({})
+    first = parallel.mesh.rank == 0
     targets: dict[Place, Part | None] = {}
+    found: dict[Place, Any] = {}
     state: dict[str, dict[str, torch.Tensor]] = {}
 
     def locate() -> str:
         finish_saving()
-        return str(find(Path(folder).resolve())) if parallel.mesh.rank == 0 else ""
+        return str(find(Path(folder).resolve())) if first else ""
 
     source = Path(together(group, locate)[0])  # one for all: another program's save may come between two looks
+    files: CheckpointFiles | None = None
 
     def compare() -> None:
-        nonlocal metadata, targets
-        metadata = FileSystemReader(source).read_metadata()
-        targets = states.model_targets(parallel, metadata)
+        nonlocal files
+        files = CheckpointFiles.open(source)
+        if first:
+            files.check_folder()
+        targets.update(states.model_targets(parallel, files.metadata))
 
     together(group, compare)
-    objects = (states.KIND, states.GROUPS, states.SEEDS, states.EXTRA)
-    found = _read(source, {place: None for place in objects if name_of(place) in metadata.state_dict_metadata}, group)
+    assert files is not None  # compare() raises, or makes it
+    stored = files
+    if first and stored.segments is None:
+        warnings.warn(
+            f"the checkpoint {source} has no checksums (it was written by an older shardweave, or by torch alone): "
+            "whether its values are those that were saved cannot be checked",
+            stacklevel=2,
+        )
 
-    def compare_optimizer() -> None:
-        nonlocal state
+    def read_all() -> None:
+        objects = (states.KIND, states.GROUPS, states.SEEDS, states.EXTRA)
+        there = stored.metadata.state_dict_metadata
+        found.update(read(stored, {place: None for place in objects if name_of(place) in there}))
         if optimizer is not None:
             states.check_optimizer(parallel, optimizer, found)
-            more, state = states.optimizer_targets(parallel, optimizer, metadata)
+            more, tensors = states.optimizer_targets(parallel, optimizer, stored.metadata)
             targets.update(more)
+            state.update(tensors)
+        found.update(read(stored, targets))
+        states.check_shared(parallel, targets)
 
-    together(group, compare_optimizer)
-    found.update(_read(source, targets, group))
+    together(group, read_all)
 
     def restore() -> None:
         if optimizer is not None:
             states.restore(optimizer, states.parameter_names(parallel, optimizer), found, state)
+        states.fill(parallel, targets)
 
     together(group, restore)
     parallel.unset.difference_update(parallel.state_dict())
@@ -172,11 +190,18 @@ def load_checkpoint(
 def _write(values: Values, target: Path, group: dist.ProcessGroup | None, rank: int) -> None:
     """Write to the hidden folder, and put it in place."""
     hidden = hidden_beside(target)
+    wanted_bytes = sum(len(value) if isinstance(value, bytes) else value.local.nbytes for value in values.values())
 
     def clean() -> None:
         if rank == 0:
-            settle(target)
-            hidden.mkdir(parents=True)
+            try:
+                settle(target)
+                hidden.mkdir(parents=True)
+            except OSError as error:
+                raise ParallelError(
+                    f"the folder {error.filename or target} cannot be written: {error.strerror or error}. Save to "
+                    "another folder, or have this one made writable"
+                ) from error
 
     def look() -> None:
         if not hidden.is_dir():
@@ -185,24 +210,19 @@ def _write(values: Values, target: Path, group: dist.ProcessGroup | None, rank: 
             )
 
     def write() -> None:
-        save({}, storage_writer=FileSystemWriter(hidden), planner=Writer(values), **_of(group))
+        save({}, storage_writer=ChecksummedWriter(hidden, wanted_bytes), planner=Writer(values), **_of(group))
 
     def place() -> None:
         if rank == 0:
             install(hidden, target)
 
-    for action in (clean, look, write, place):
-        together(group, action)
-
-
-def _read(source: Path, targets: Mapping[Place, Part | None], group: dist.ProcessGroup | None) -> dict[Place, Any]:
-    """Fill the parts of `targets`; what of it is no tensor is returned."""
-    reader = Reader(targets)
     try:
-        together(group, lambda: load({}, storage_reader=FileSystemReader(source), planner=reader, **_of(group)))
-    except ParallelError as error:
-        raise ParallelError(f"the checkpoint {source} cannot be read: {error}") from error
-    return reader.objects
+        for action in (clean, look, write, place):
+            together(group, action)
+    except ParallelError:
+        if rank == 0:  # what is half written takes room, perhaps on a disk that is full
+            shutil.rmtree(hidden, ignore_errors=True)
+        raise
 
 
 def _of(group: dist.ProcessGroup | None) -> dict[str, Any]:

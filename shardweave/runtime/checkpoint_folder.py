@@ -11,8 +11,7 @@ import shutil
 from pathlib import Path
 
 from shardweave.errors import CheckpointNotFound, ParallelError
-
-_METADATA = ".metadata"
+from shardweave.runtime.checkpoint_files import CHECKSUMS, METADATA, SUFFIX
 
 
 def hidden_beside(target: Path) -> Path:
@@ -33,7 +32,9 @@ def settle(target: Path) -> None:
         if rest.exists():
             shutil.rmtree(rest)
     if target.exists():
-        others = [entry.name for entry in target.iterdir() if entry.name != _METADATA and entry.suffix != ".distcp"]
+        _check_is_folder(target)
+        own = (METADATA, CHECKSUMS)
+        others = [entry.name for entry in target.iterdir() if entry.name not in own and entry.suffix != SUFFIX]
         if others:
             raise ParallelError(
                 f"{target} holds more than a checkpoint ({', '.join(sorted(others)[:5])}), which saving over it would "
@@ -47,10 +48,19 @@ def install(hidden: Path, target: Path) -> None:
     _sync(hidden)
     if target.exists():
         os.rename(target, old)
-    os.rename(hidden, target)
+    try:
+        os.rename(hidden, target)
+    except OSError:
+        if old.exists():
+            os.rename(old, target)
+        raise
     _sync(target.parent)
-    if old.exists():
-        shutil.rmtree(old)
+    shutil.rmtree(old, ignore_errors=True)  # the new one is in place; what stays is removed, or named, by the next save
+
+
+def _check_is_folder(target: Path) -> None:
+    if not target.is_dir():
+        raise ParallelError(f"{target} is a file, and a checkpoint is a folder: name another one")
 
 
 def _sync(folder: Path) -> None:
@@ -69,11 +79,20 @@ def find(target: Path) -> Path:
     ------
     CheckpointNotFound
         If there is none.
+    ParallelError
+        If there is one without its metadata, or a file. That is not reported as a checkpoint that was not found:
+        a program that begins anew then would save over what is left of it.
     """
     old = _old_beside(target)
     source = old if old.exists() and not target.exists() else target
-    if not (source / _METADATA).exists():
-        raise CheckpointNotFound(
-            f"there is no checkpoint at {target}: it needs a folder that save_checkpoint has written"
-        )
-    return source
+    if (source / METADATA).exists():
+        return source
+    if source.exists():
+        _check_is_folder(source)
+        names = sorted(entry.name for entry in source.iterdir())
+        if left := [name for name in names if name == CHECKSUMS or name.endswith(SUFFIX)]:
+            raise ParallelError(
+                f"the checkpoint {source} is damaged: {METADATA} is missing, and {', '.join(left[:3])} is there. "
+                "Load another checkpoint"
+            )
+    raise CheckpointNotFound(f"there is no checkpoint at {target}: it needs a folder that save_checkpoint has written")

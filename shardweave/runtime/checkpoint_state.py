@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardweave.errors import ParallelError
 from shardweave.ir import Layout
+from shardweave.runtime.checkpoint_files import load_object
 from shardweave.runtime.chunks import Part, Path, Values, is_writer, name_of
 from shardweave.runtime.module import ParallelModule
 from shardweave.runtime.parameters import distribute, local_tensor
@@ -78,7 +79,7 @@ def paths_of(metadata: Metadata) -> dict[str, Path]:
 
 
 def model_targets(parallel: ParallelModule, metadata: Metadata) -> dict[Path, Part | None]:
-    """The parts of the model that a checkpoint fills.
+    """Fresh tensors on the CPU for this rank's parts of the model, which a checkpoint fills; then `fill` the model.
 
     Raises
     ------
@@ -108,9 +109,38 @@ def model_targets(parallel: ParallelModule, metadata: Metadata) -> dict[Path, Pa
         raise ParallelError(f"the checkpoint is of another model: {_some(wrong)}. Load it into the model that it is of")
     coordinates = parallel.mesh.mesh.coordinates(parallel.mesh.rank)
     return {
-        (MODEL, name): Part(local_tensor(tensor.detach()), parallel.layout_of(name, tensor.shape), coordinates)
+        (MODEL, name): Part(
+            torch.empty_like(local_tensor(tensor.detach()), device="cpu"),
+            parallel.layout_of(name, tensor.shape),
+            coordinates,
+        )
         for name, tensor in state.items()
     }
+
+
+def check_shared(parallel: ParallelModule, targets: Mapping[Path, Part | None]) -> None:
+    """ParallelError if a tensor that the model has under several names has several values in the checkpoint."""
+    seen: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in parallel.state_dict(keep_vars=True).items():
+        part = targets[MODEL, name]
+        assert part is not None  # model_targets has tensors only
+        other, value = seen.setdefault(id(tensor), (name, part.local))
+        if value is not part.local and not torch.equal(_bytes_of(value), _bytes_of(part.local)):
+            raise ParallelError(f"{other!r} and {name!r} are one tensor in the model, and differ in the checkpoint")
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """To compare: NaN differs from itself."""
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+@torch.no_grad()
+def fill(parallel: ParallelModule, targets: Mapping[Path, Part | None]) -> None:
+    """Copy what was read for the model into it."""
+    for name, tensor in parallel.state_dict(keep_vars=True).items():
+        part = targets[MODEL, name]
+        assert part is not None  # model_targets has tensors only
+        local_tensor(tensor.detach()).copy_(part.local)
 
 
 def check_optimizer(parallel: ParallelModule, optimizer: torch.optim.Optimizer, objects: Mapping[Path, Any]) -> None:
@@ -207,6 +237,11 @@ def _pickled(path: Path, value: Any) -> bytes:
         torch.save(value, buffer)
     except Exception as error:  # whatever an object's __reduce__ raises
         raise ParallelError(f"{name_of(path)!r} cannot be pickled into the checkpoint: {error}") from error
+    buffer.seek(0)
+    try:
+        load_object(buffer)
+    except ParallelError as error:
+        raise ParallelError(f"{name_of(path)!r} could be saved, but not be loaded again: {error}") from error
     return buffer.getvalue()
 
 

@@ -15,17 +15,14 @@ from itertools import accumulate, product
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
     ReadItem,
     SavePlan,
     TensorWriteData,
@@ -34,7 +31,9 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from shardweave.errors import ParallelError
 from shardweave.ir import Layout, Mesh
+from shardweave.runtime.checkpoint_files import CheckpointFiles
 from shardweave.runtime.parameters import ranges
 
 Path = tuple[str, ...]
@@ -162,38 +161,38 @@ class Writer(DefaultSavePlanner):
         return self._tensors[write_item.index]
 
 
-class Reader(DefaultLoadPlanner):
-    """Reads into the parts of `targets`; what they name that is no tensor lies in `objects` then."""
+def read(files: CheckpointFiles, targets: Mapping[Path, Part | None]) -> dict[Path, Any]:
+    """Fill the parts of `targets` from a checkpoint, reading each chunk once; what is no tensor is returned.
 
-    def __init__(self, targets: Mapping[Path, Part | None]) -> None:
-        super().__init__()
-        self.objects: dict[Path, Any] = {}
-        self._targets = targets
-        self._paths = {name_of(path): path for path in targets}
-        self._tensors: dict[MetadataIndex, torch.Tensor] = {}
+    Raises
+    ------
+    ParallelError
+        If a file cannot be read, is damaged, or does not hold all of a part.
+    """
+    objects: dict[Path, Any] = {}
+    wanted: dict[MetadataIndex, list[tuple[ReadItem, torch.Tensor]]] = {}  # by the chunk that is read
+    for path, part in targets.items():
+        name = name_of(path)
+        stored = files.metadata.state_dict_metadata[name]
+        if part is None:
+            objects[path] = files.object(name)
+            continue
+        if not isinstance(stored, TensorStorageMetadata):
+            raise ParallelError(f"the checkpoint {files.folder} has no tensor as {name!r}")
+        views = {chunk.offsets: (chunk, view) for chunk, view in part.chunks()}
+        items = create_read_items_for_chunk_list(name, stored, [chunk for chunk, _ in views.values()])
+        found = sum(math.prod(item.lengths) for item in items)
+        if found != sum(math.prod(chunk.sizes) for chunk, _ in views.values()):
+            raise ParallelError(f"the checkpoint {files.folder} does not hold all of {name!r}")
+        for item in items:
+            _, view = views[item.dest_index.offset or torch.Size()]
+            wanted.setdefault(item.storage_index, []).append((item, view))
+    for index in sorted(wanted, key=files.place):
+        chunk = files.tensor(index)
+        for item, view in wanted[index]:
+            _box(view, item.dest_offsets, item.lengths).copy_(_box(chunk, item.storage_offsets, item.lengths))
+    return objects
 
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        assert metadata is not None
-        self._stored = metadata.state_dict_metadata
 
-    def create_local_plan(self) -> LoadPlan:
-        items: list[ReadItem] = []
-        for path, part in self._targets.items():
-            name = name_of(path)
-            stored = self._stored[name]
-            if part is None:
-                index, nothing = MetadataIndex(name), torch.Size((0,))
-                items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
-                continue
-            assert isinstance(stored, TensorStorageMetadata)
-            chunks = part.chunks()
-            self._tensors.update({MetadataIndex(name, chunk.offsets): view for chunk, view in chunks})
-            items += create_read_items_for_chunk_list(name, stored, [chunk for chunk, _ in chunks])
-        return LoadPlan(items)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.objects[self._paths[read_item.dest_index.fqn]] = torch.load(value, weights_only=False)
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        view = self._tensors[read_item.dest_index]
-        return view[tuple(slice(o, o + n) for o, n in zip(read_item.dest_offsets, read_item.lengths, strict=True))]
+def _box(tensor: torch.Tensor, offsets: torch.Size, lengths: torch.Size) -> torch.Tensor:
+    return tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -49,8 +50,10 @@ class Saving:
     def _run(self) -> None:
         try:
             self._work()
-        except Exception as error:  # kept for wait(): in a thread nobody would see it
-            self._error = ParallelError(f"the checkpoint {self.folder} could not be saved: {error}")
+        except BaseException as error:  # kept for wait(): in a thread nobody would see it
+            kept = " The checkpoint that was there before is as it was." if os.path.isdir(self.folder) else ""
+            told = str(error).removesuffix(".")
+            self._error = ParallelError(f"the checkpoint {self.folder} could not be saved: {told}.{kept}")
             self._error.__cause__ = error
         self._work = _nothing  # lets go of the copies
 
