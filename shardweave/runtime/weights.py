@@ -72,7 +72,8 @@ def load_weights(parallel: nn.Module, path: str | os.PathLike[str], model: nn.Mo
             stored = open_checkpoint(Path(path), files)
             problems += _mismatches(parallel, tensors, stored)
         except Exception as error:  # unpickling raises what it likes
-            problems.append(f"it cannot be read ({type(error).__name__}: {error})")
+            told = str(error) if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"
+            problems.append(f"it cannot be read ({told})")
         _raise_together(problems, f"{path} cannot be loaded")
         if left and model is not None:
             fill(parallel, model, 0, None, left)
