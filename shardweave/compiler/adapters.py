@@ -23,6 +23,8 @@ HINTS = {
     "layerdrop": "Which layers run is drawn anew in each step: set layerdrop to 0 in the model's config.",
     "skip_the_layer": "Which layers run is drawn anew in each step: set layerdrop to 0 in the model's config.",
     "num_masked_span": "SpecAugment is drawn on the host: set apply_spec_augment=False in the model's config.",
+    "autograd.grad(": "Use torch.func.grad, which is captured: torch.func.grad(f)(x) is the gradient of a number f(x).",
+    ".backward(": "Call backward outside of the model; where a forward needs gradients, torch.func.grad is captured.",
     "print(": "Take the print out (what a logger or warnings.warn says is left out by itself).",
 }
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 
 from shardweave.errors import ParallelError
 
@@ -15,6 +17,12 @@ if TYPE_CHECKING:
 _ONCE = (
     "this step has been run backward already, and what it saved is freed: call the module again, or add "
     "the losses up before one backward"
+)
+
+
+_INSIDE = (
+    "compute what needs such derivatives inside the model's forward, with torch.func (torch.func.grad, "
+    "torch.func.jvp), which is captured, and compile the model with it; docs/how-it-works.md has an example"
 )
 
 
@@ -41,6 +49,7 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        _check_first_order(tangents)
         _check_tangents(ctx.executor, tangents)
         if ctx.saved is None:
             raise ParallelError(_ONCE)
@@ -73,6 +82,7 @@ class MicroBatches(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        _check_first_order(tangents)
         _check_tangents(ctx.executor, tangents)
         if ctx.found is None:
             raise ParallelError(_ONCE)
@@ -90,6 +100,40 @@ def _mark(ctx: Any, executor: Executor, outputs: Sequence[torch.Tensor]) -> None
     ctx.set_materialize_grads(False)
     pairs = zip(outputs, specs, strict=True)
     ctx.mark_non_differentiable(*(x for x, spec in pairs if not (spec.differentiable or spec.left_out)))
+
+
+def refuse_transforms(executor: Executor, arguments: object) -> None:
+    """`ParallelError` where a call with these arguments is differentiated in a way that its step does not hear of."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise ParallelError(
+            "a compiled step is called inside a transform of torch.func (grad, vjp, jvp, vmap, hessian, ...), which "
+            f"cannot see into it: call it outside of the transform, or {_INSIDE}"
+        )
+    if forward_ad._current_level < 0:
+        return
+    for tensor in [*tree_leaves(arguments), *executor.parameters(), *executor.buffers()]:
+        if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+            raise ParallelError(
+                "a compiled step is called with a dual tensor of torch.autograd.forward_ad, but it has a backward "
+                f"and no forward-mode derivative: {_INSIDE}"
+            )
+
+
+def _check_first_order(tangents: Sequence[torch.Tensor | None]) -> None:
+    """Refuse a backward whose own derivative, or that of many tangents at once, is asked for."""
+    if torch.is_grad_enabled():  # inside a backward, that is what create_graph=True says
+        raise ParallelError(
+            "create_graph=True asks for gradients that can be differentiated again, but the backward of a compiled "
+            "step is a generated graph without a derivative: second-order terms, such as those of a gradient penalty "
+            f"or a Hessian-vector product, would be lost. If gradients are all you need, leave it out; else {_INSIDE}"
+        )
+    functorch = torch._C._functorch
+    batched = any(tangent is not None and functorch.is_legacy_batchedtensor(tangent) for tangent in tangents)
+    if batched or functorch.maybe_current_level() is not None:
+        raise ParallelError(
+            "the backward of a compiled step is run inside vmap (is_grads_batched=True, or vectorize=True of "
+            f"torch.autograd.functional), which cannot see into it: run one backward after another, or {_INSIDE}"
+        )
 
 
 def _check_tangents(executor: Executor, tangents: Sequence[torch.Tensor | None]) -> None:

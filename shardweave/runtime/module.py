@@ -16,6 +16,7 @@ from torch.utils.data import DistributedSampler
 
 from shardweave.errors import InputError, ParallelError
 from shardweave.ir import Layout, StepSpec, ValueSpec, axes_size
+from shardweave.runtime.autograd import refuse_transforms
 from shardweave.runtime.execute import Executor, boxed
 from shardweave.runtime.inputs import localize
 from shardweave.runtime.mesh import RuntimeMesh
@@ -133,6 +134,7 @@ class ParallelModule(nn.Module):
                 "was on the meta device. Give them some by shardweave.initialise, load_weights, load_checkpoint or "
                 "load_state_dict before the first call"
             )
+        refuse_transforms(self._execute, (args, kwargs))
         inputs = localize(self._flatten(args, kwargs), self.spec.inputs, self._coordinates, self.mesh.device_type)
         outputs = self._execute(inputs)
         return self._unflatten(
