@@ -20,7 +20,7 @@ from shardweave.cost_model import Cluster
 from shardweave.cost_model.compute import node_seconds, node_work
 from shardweave.cost_model.graphs import alias_of
 from shardweave.ir import BoundRule
-from shardweave.passes.annotate import depends_on_inputs, graph_outputs, info
+from shardweave.passes.annotate import depends_on_inputs, graph_outputs, info, source_of
 from shardweave.passes.rules import is_view
 from shardweave.passes.rules.registry import tensor_args
 
@@ -77,9 +77,9 @@ class Facts:
 
     def batch_factor(self, node: fx.Node) -> str:
         """The factor of a node that is the batch; "" where it has none."""
-        of = self.annotated.classes.of
-        names = (factor.name for factor in bound_of(node).factors)
-        return next((name for name in names if of.get((node, name)) in self._batch_classes), "")
+        of, (source, _) = self.annotated.classes.of, source_of(node)
+        names = (factor.name for factor in bound_of(source).factors)
+        return next((name for name in names if of.get((source, name)) in self._batch_classes), "")
 
     @cached_property
     def _batch_classes(self) -> frozenset[int]:

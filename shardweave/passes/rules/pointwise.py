@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from shardweave.errors import RuleError
 from shardweave.ir import BoundRule, Dims, Factor
 from shardweave.passes.rules.registry import RULES, Rule, output_shapes, shape, tensor_args
 
@@ -37,8 +38,10 @@ SUMS = [*ADDITIONS, aten.neg.default, aten.mul.Scalar, aten.div.Scalar]
 
 
 def bind_pointwise(node: fx.Node) -> BoundRule:
-    """One factor a dimension of the output; an input's dimension of size 1 has none."""
-    (out,) = output_shapes(node)
+    """One factor a dimension of the output; an input's dimension of size 1 has none. Several outputs lie alike."""
+    out, *others = output_shapes(node)
+    if any(other != out for other in others):
+        raise RuleError(f"{node.target} gives tensors of different shapes, {[out, *others]}: it has no pointwise rule")
     names = [f"i{index}" for index in range(len(out))]
 
     def dims(size: tuple[int, ...]) -> Dims:
@@ -46,7 +49,7 @@ def bind_pointwise(node: fx.Node) -> BoundRule:
         return tuple((name,) if length > 1 else () for name, length in zip(aligned, size))
 
     factors = tuple(Factor(name, size) for name, size in zip(names, out) if size > 1)
-    return BoundRule(factors, tuple(dims(shape(arg)) for arg in tensor_args(node)), (dims(out),))
+    return BoundRule(factors, tuple(dims(shape(arg)) for arg in tensor_args(node)), (dims(out),) * (1 + len(others)))
 
 
 POINTWISE = Rule(bind_pointwise, source="one factor a dimension, none where it is broadcast; blocked: nothing")

@@ -204,5 +204,11 @@ family(
 family([aten.select_scatter.default], bind_select_scatter, "one of a dimension; blocked: that dimension")
 family([aten.unbind.int, aten.stack.default], bind_stack, "one by one of a dimension; blocked: that dimension")
 family([aten.cat.default], bind_cat, _CHUNKS)
-family([aten.split.Tensor, aten.split_with_sizes.default], bind_split, _CHUNKS, lower=lower_split)
+_SPLITS = [
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+]
+family(_SPLITS, bind_split, _CHUNKS, lower=lower_split)
 family([aten.constant_pad_nd.default], bind_pad, _CHUNKS, lower=lower_pad)
