@@ -121,7 +121,9 @@ def nll_loss_backward(
     row, weights = _rows(log_probabilities, target, weight, ignore_index)
     scale = aten.neg.default(grad / total_weight if reduction == 1 else grad)
     dim = _class_dim(log_probabilities)
-    values = aten.unsqueeze.default(weights * scale, dim)
+    # torch skips ignored rows: where all are ignored, `scale` is a division by zero, and 0 * nan is not 0.
+    kept = aten.masked_fill.Scalar(weights * scale, aten.eq.Scalar(target, ignore_index), 0)
+    values = aten.unsqueeze.default(kept, dim)
     every = aten.full.default([], True, dtype=torch.bool, device=log_probabilities.device)
     return aten.scatter.src(aten.masked_fill.Scalar(log_probabilities, every, 0), dim, row, values)
 
