@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardweave.errors import RuleError
 from shardweave.passes.rules.registry import Emitter, rule
 from shardweave.passes.rules.spatial import row_major
 
@@ -23,6 +24,16 @@ aten = torch.ops.aten
 def _wide(value: Tensor) -> Tensor:
     """`value` in the dtype that statistics are computed in: float32 at least."""
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _like_statistics(vector: Tensor | None, statistics: Tensor) -> Tensor | None:
+    """A weight or bias in the dtype of the statistics where that is wider: kernels do not take them mixed.
+
+    Under mixed precision the parameters are cast, and the running statistics stay in float32.
+    """
+    if vector is None or vector.dtype == statistics.dtype or _wide(vector).dtype != statistics.dtype:
+        return vector
+    return vector.to(statistics.dtype)
 
 
 def _along(vector: Tensor, like: Tensor) -> Tensor:
@@ -127,7 +138,10 @@ def functional(
     """The op itself in training; pointwise ops in evaluation, which leaves the running statistics as they are."""
     if training:
         op = aten._native_batch_norm_legit_functional.default
-        return op(x, weight, bias, running_mean, running_var, True, momentum, eps)  # type: ignore[no-any-return]
+        weight, bias = _like_statistics(weight, running_mean), _like_statistics(bias, running_mean)
+        result, mean, invstd, *updated = op(x, weight, bias, running_mean, running_var, True, momentum, eps)
+        # On a CPU their dtype depends on that of the vectors, and fake tensors have another one than real ones.
+        return result, _wide(mean), _wide(invstd), *updated
     results = evaluate(x, weight, bias, running_mean, running_var, momentum, eps)
     return (*results, aten.clone.default(running_mean), aten.clone.default(running_var))
 
@@ -212,8 +226,13 @@ def backward(
     """In training the op itself, without the running statistics, which it does not read; else `backward_evaluated`."""
     if training:
         op = aten.native_batch_norm_backward.default
-        return op(grad, x, weight, None, None, mean, invstd, True, eps, mask)  # type: ignore[no-any-return]
-    assert running_mean is not None and running_var is not None
+        wide = weight if mean is None else _like_statistics(weight, mean)
+        results: tuple[Tensor | None, ...] = op(grad, x, wide, None, None, mean, invstd, True, eps, mask)
+        if wide is weight or weight is None:
+            return results
+        return results[0], *(None if value is None else value.to(weight.dtype) for value in results[1:])
+    if running_mean is None or running_var is None:
+        raise RuleError("a batch norm that evaluates has no running statistics: leave it in training mode")
     return backward_evaluated(grad, x, weight, running_mean, running_var, eps, mask)
 
 
