@@ -100,6 +100,13 @@ def capture(model: nn.Module, example_inputs: Any, precision: Precision | None =
                 f"the input {name} requires a gradient, but gradients are returned for parameters only: "
                 "make it a parameter of the model, or detach it"
             )
+    sized = {name: leaf for name, leaf in zip(names, leaves) if isinstance(leaf, Tensor) and leaf.dim()}
+    if sized and all(leaf.shape[0] == 0 for leaf in sized.values()):
+        shapes = ", ".join(f"{name} {tuple(leaf.shape)}" for name, leaf in sized.items())
+        raise CaptureError(
+            f"the batch has no rows ({shapes}), so there is nothing to spread over devices: compile for the batch that "
+            "a step trains on, and leave out a last batch without rows"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise CaptureError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to train")
     graph, out_spec = _joint_graph(model, args, kwargs, precision)

@@ -19,6 +19,7 @@ from shardweave.ir import META, BoundRule, Dims, Factor, NodeInfo
 from shardweave.passes.atoms import Value, refine
 from shardweave.passes.described import described
 from shardweave.passes.dispatch import undo_dispatch
+from shardweave.passes.empty import take_out_empty
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.decompositions import form_of
 from shardweave.passes.rules.random import draws
@@ -45,6 +46,7 @@ class Annotate:
     """The forms of ops in graphs of the same fake mode: see `decompose`."""
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        take_out_empty(graph_module.graph)
         undo_dispatch(graph_module.graph)
         waiting = deque(graph_module.graph.nodes)
         while waiting:  # what a decomposition writes may itself have one

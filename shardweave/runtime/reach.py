@@ -12,6 +12,8 @@ from shardweave.ir import StepSpec
 def tangents_of_gradients(backward: fx.GraphModule, spec: StepSpec) -> list[frozenset[int]]:
     """For each gradient that `backward` returns, the outputs of the step (by index) whose tangents it is made of.
 
+    A gradient that is the same whatever the tangents are (zeros, of an embedding that looks up nothing) comes from any.
+
     Examples
     --------
     >>> from shardweave.ir import Layout, Mesh, ParameterSpec, ValueSpec
@@ -30,7 +32,8 @@ def tangents_of_gradients(backward: fx.GraphModule, spec: StepSpec) -> list[froz
     for node in backward.graph.nodes:
         if node not in found:
             found[node] = frozenset(index for argument in node.all_input_nodes for index in found[argument])
-    return [found[value] if isinstance(value, fx.Node) else frozenset() for value in _results(backward)]
+    every = frozenset(differentiable)
+    return [found[value] or every if isinstance(value, fx.Node) else frozenset() for value in _results(backward)]
 
 
 def _results(module: fx.GraphModule) -> Iterator[object]:

@@ -1,0 +1,234 @@
+"""Small models that use tensors in the ways users do: each trains on four ranks to the numbers of one device."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardweave as sw
+from shardweave.runtime.launch import WorkerPool
+from tests.compiler.packing import Packed
+from tests.compiler.training import Way, compile_ways
+from tests.models import Case
+from tests.runtime.loop import DTYPE, same_in_both_worlds, whole
+
+
+class Coupling(nn.Module):
+    """An affine coupling of a normalizing flow: the backward reads parts of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, 1)
+        scale, shift = self.net(a).chunk(2, 1)
+        return (b * scale.exp() + shift).pow(2).mean() - scale.sum(1).mean()
+
+
+class Constants(nn.Module):
+    """Parts of a constant, read by the backward; ops with several results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        low, high = torch.arange(16, dtype=x.dtype).chunk(2)
+        left, right = torch.unsafe_chunk(self.net(x) * low + high, 2, 1)
+        first, *_ = x.unbind(1)
+        return (left * right).mean() + (torch.frexp(x).mantissa * self.net(x) * first[:, None]).pow(2).mean()
+
+
+class Empty(nn.Module):
+    """Parameters, layers and values without elements, in every place where such values come up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.prompt = nn.Parameter(torch.zeros(0, 8))
+        self.narrow, self.widen = nn.Linear(8, 0), nn.Linear(0, 8)
+        self.table = nn.Embedding(4, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = torch.cat([self.prompt.expand(x.shape[0], 0, 8), x[:, None]], 1).flatten(0, 1)
+        y = torch.cat([self.norm(self.prompt), self.norm(y)]) + self.widen(self.narrow(x))
+        loss = self.net(y).pow(2).mean() + self.narrow(x).sum() + self.prompt.sum()
+        return loss + self.table(torch.empty(0, dtype=torch.long)).sum(), self.narrow(x), self.prompt
+
+
+def rows(generator: torch.Generator, size: int = 8) -> dict[str, Tensor]:
+    return {"x": torch.randn(size, 8, generator=generator)}
+
+
+MODELS = {model.__name__: model for model in (Coupling, Constants, Empty)}
+
+
+def two_steps(model: nn.Module) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen = []
+    for step in range(2):
+        found = model(Case("", type(model), rows).batch(step, dtype=DTYPE)["x"])
+        loss = found[0] if isinstance(found, tuple) else found
+        loss.backward()
+        seen += [loss.detach(), {n: None if p.grad is None else whole(p.grad) for n, p in model.named_parameters()}]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("name", list(MODELS))
+def test_an_ordinary_model_trains_as_on_one_device(name: str, pool: WorkerPool) -> None:
+    case = Case(name, MODELS[name], rows)
+    ways = [Way("planner"), Way("zdp", {"*": "zdp"})]
+    steps = compile_ways(case.model(DTYPE), case, DTYPE, 4, ways)
+    run = partial(same_in_both_worlds, two_steps, steps, [way.name for way in ways], case)
+    assert pool.run(run, nprocs=4) == [[]] * 4
+
+
+def test_a_batch_without_rows_is_refused() -> None:
+    with pytest.raises(sw.CaptureError, match=r"the batch has no rows \(x \(0, 8\)\)"):
+        sw.plan(Coupling(), sw.Cluster.local(2), torch.zeros(0, 8))
+
+
+# -- losses whose denominator is zero on a rank, in a micro-batch, or everywhere
+
+VOCABULARY, IGNORED = 16, -100
+
+
+class Masked(nn.Module):
+    """A language model with one of the losses that users mask."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embed, self.up = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, VOCABULARY)
+        self.weights: Tensor
+        self.register_buffer("weights", torch.arange(VOCABULARY) / VOCABULARY)
+
+    def forward(self, tokens: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+        logits = self.head(self.up(self.embed(tokens)).tanh())
+        loss: Tensor = getattr(self, self.kind)(logits, targets, mask)
+        return loss
+
+    def mean(self, logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+    def weighted_image(self, logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+        probabilities = logits.transpose(1, 2).unsqueeze(-1).log_softmax(1)
+        return F.nll_loss(probabilities, targets.unsqueeze(-1), self.weights)
+
+    def rows_guarded(self, logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+        losses, count = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none"), mask.sum(1)
+        return torch.where(count > 0, (losses * mask).sum(1) / count, 0.0).mean()
+
+    def divided(self, logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=0.1)
+        return (losses * mask.flatten()).sum() / mask.sum()
+
+    def pooled(self, logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+        pooled = (logits * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp(min=1e-9)
+        binary = F.binary_cross_entropy_with_logits(logits.mean(-1), mask, weight=mask, reduction="sum") / mask.sum()
+        return pooled.pow(2).mean() + binary.nan_to_num()
+
+
+LOSSES = {"mean": True, "weighted_image": False, "rows_guarded": True, "divided": True, "pooled": False}
+"""By name, whether it can be computed in micro-batches."""
+
+
+def masked_batch(generator: torch.Generator, size: int = 8, share: float = 0.5) -> dict[str, Tensor]:
+    tokens, targets = torch.randint(0, VOCABULARY, (2, size, 4), generator=generator)
+    mask = torch.rand(size, 4, generator=generator) < share
+    return {"tokens": tokens, "targets": torch.where(mask, targets, IGNORED), "mask": mask.float()}
+
+
+def drawn_masks() -> list[dict[str, Tensor]]:
+    """Batches of which nothing is kept on the first rank, on the last, in some rows, in all but one place, anywhere."""
+    found = []
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        gone = [slice(0, 4), slice(4, 8), slice(0, 8, 2), slice(0, 2), slice(0, 7), slice(0, 8)]
+        for rows_gone in gone:
+            batch = masked_batch(generator, share=0.7)
+            batch["targets"][rows_gone] = IGNORED
+            batch["mask"][rows_gone] = 0
+            found.append(batch)
+        free = masked_batch(generator, share=0.1)
+        free["targets"] = free["targets"].clamp(max=0)  # of the class whose weight is zero
+        found.append(free)
+    return [{**batch, "mask": batch["mask"].to(DTYPE)} for batch in found]
+
+
+def losses_and_gradients(model: nn.Module) -> Any:
+    seen = []
+    for batch in drawn_masks():
+        model.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+        # Where one device has no number, so have the ranks; nan is not equal to itself.
+        seen += [(value.isnan(), value.nan_to_num()) for value in (loss.detach(), *gradients.values())]
+    model.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("kind", list(LOSSES))
+def test_a_masked_loss_is_as_on_one_device_wherever_nothing_is_kept(kind: str, pool: WorkerPool) -> None:
+    case = Case(kind, partial(Masked, kind), masked_batch)
+    ways = [Way("data", {"*": "zdp"}), Way("vocabulary", {"*": "dp", "embed": "row:2", "head": "column:2"})]
+    if LOSSES[kind]:
+        ways += [Way("micro", {"*": "zdp"}, micro_batches=2), Way("sub", {"*": "zdp"}, options={"sub_batches": 2})]
+    steps = compile_ways(case.model(DTYPE), case, DTYPE, 2, ways)
+    run = partial(same_in_both_worlds, losses_and_gradients, steps, [way.name for way in ways], case)
+    assert pool.run(run, nprocs=2) == [[]] * 2
+
+
+# -- batch norm under mixed precision
+
+
+class Normed(nn.Module):
+    """Batch norms over places and over rows: parameters are cast, running statistics stay in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.places = nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8)
+        self.up, self.rows, self.head = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.places(self.conv(x[..., None].expand(-1, -1, 3))).mean(-1)
+        loss: Tensor = self.head(self.rows(self.up(x)).relu()).float().pow(2).mean()
+        return loss
+
+
+def trains_with_batch_norm(steps: list[Packed]) -> list[str]:
+    case, failures = Case("normed", Normed, rows), []
+    for packed in steps:
+        parallel, model = packed.module(case.model()), case.model()
+        for step in range(2):
+            for module in (parallel, model):
+                module.zero_grad()
+                module(**case.batch(step)).backward()
+        for name, value in parallel.full_state_dict().items():
+            expected = model.state_dict()[name]
+            if value.dtype != expected.dtype or not torch.allclose(value, expected, rtol=0.03, atol=0.03):
+                failures.append(f"{name} is {value}, on one device {expected}")
+        grads = dict(model.named_parameters())
+        for name, parameter in parallel.named_parameters():
+            if not torch.allclose(whole(parameter.grad), grads[name].grad, rtol=0.1, atol=0.03):
+                failures.append(f"the gradient of {name} is {whole(parameter.grad)}, on one device {grads[name].grad}")
+    return failures
+
+
+def test_batch_norm_in_mixed_precision_keeps_statistics_in_float32(pool: WorkerPool) -> None:
+    case = Case("normed", Normed, rows)
+    ways = [Way("dp", {"*": "dp"}), Way("whole batch", {"up": "column:2", "head": "row:2", "conv": "column:2"})]
+    precision = sw.Precision(param_dtype=torch.bfloat16)
+    steps = compile_ways(case.model(), case, torch.float32, 2, ways, precision)
+    assert pool.run(trains_with_batch_norm, steps, nprocs=2) == [[], []]
