@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
+from shardweave.annotations import is_of, readable
 from shardweave.errors import PlanError
-from shardweave.ir import ALL, BITS, Grid, Mode, Quantized, Strategy, Traffic, Weaving
+from shardweave.ir import ALL, Grid, Mode, Quantized, Strategy, Traffic, Weaving
 from shardweave.precision import Precision
+from shardweave.units import bytes_of
 
 if TYPE_CHECKING:
     from shardweave.cost_model import Cluster
@@ -28,8 +32,9 @@ class Options:
 
     Parameters
     ----------
-    memory_limit : int, optional
-        Bytes that one device may use; by default the device's memory less a tenth for what no plan sees.
+    memory_limit : int, float or str, optional
+        Bytes that one device may use, or a text with a unit: ``"20GB"`` is 20 * 10**9 bytes, ``"20GiB"`` is 20 * 2**30
+        (`units.bytes_of`). By default the device's memory less a tenth for what no plan sees.
     optimizer : str or int
         ``"adamw"``, ``"adam"``, ``"momentum"``, ``"sgd"``, or the bytes of optimizer state for each parameter.
     force : mapping from a name pattern to a strategy, or several
@@ -109,13 +114,20 @@ class Options:
     allow_unruled : bool
         Compute ops without a sharding rule whole on every device, instead of refusing the model.
 
+    Raises
+    ------
+    PlanError
+        A value has another type, or is none that its option may have; the message names the option.
+
     Examples
     --------
-    >>> Options(memory_limit=16 * 10**9, force={"blocks.*.up": "column", "blocks.*.down": "row"}).optimizer_bytes
+    >>> Options(memory_limit="16GB").memory_limit == 16 * 10**9
+    True
+    >>> Options(force={"blocks.*.up": "column", "blocks.*.down": "row"}).optimizer_bytes
     8
     """
 
-    memory_limit: int | None = None
+    memory_limit: float | str | None = None
     optimizer: str | int = "adamw"
     force: Mapping[str, Forced | Sequence[Forced]] = field(default_factory=dict)
     precision: Precision | str | None = None
@@ -127,29 +139,41 @@ class Options:
     undivided: Sequence[str] = ()
     recompute: Mode | Mapping[str, Mode] | None = None
     operator_slices: int | Mapping[str, int] = field(default_factory=dict)
-    keep_gathered: bool | Mapping[str, int] | None = None
+    keep_gathered: bool | Mapping[str, bool | int] | None = None
     buckets: bool | Literal["flat"] | None = None
     sequence_parallel: bool | None = None
     cross_pass: bool = True
     blocking: Sequence[Traffic] = ()
     whole_sums: bool = False
     gather_again: bool = False
-    quantize: Mapping[Quantized, int] | Literal["zero++"] | None = None
+    quantize: Literal["zero++"] | Mapping[Quantized, int] | None = None
     allow_unruled: bool = False
 
     def __post_init__(self) -> None:
-        if self.memory_limit is not None and self.memory_limit <= 0:
-            raise PlanError(f"memory_limit is in bytes a device and must be positive, got {self.memory_limit}")
+        for name, annotation in _types().items():
+            if not is_of(getattr(self, name), annotation):
+                raise PlanError(f"the option {name} must be {readable(annotation)}, got {getattr(self, name)!r}")
+        if self.memory_limit is not None:
+            try:
+                object.__setattr__(self, "memory_limit", bytes_of(self.memory_limit))
+            except ValueError as error:
+                raise PlanError(
+                    f"memory_limit must be a positive number of bytes a device, or a size such as '20GB' or '20GiB': "
+                    f"{error}"
+                ) from error
+        for pattern, wanted in self.force.items():
+            if not wanted:
+                raise PlanError(f"force[{pattern!r}] must name a strategy, such as 'zero3', got {wanted!r}")
+        if isinstance(self.optimizer, int) and self.optimizer < 0:
+            raise PlanError(f"optimizer must be its bytes of state per parameter, or a name, got {self.optimizer}")
         if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZER_STATE_BYTES:
             known = ", ".join(OPTIMIZER_STATE_BYTES)
             raise PlanError(
                 f"optimizer {self.optimizer!r} is unknown; expected one of {known}, or its bytes of state per parameter"
             )
         Precision.of(self.precision)
-        if self.time_limit <= 0:
+        if not 0 < self.time_limit < math.inf:
             raise PlanError(f"time_limit is in seconds and must be positive, got {self.time_limit}")
-        if self.outputs not in ("auto", "sharded", "part", "whole"):
-            raise PlanError(f"outputs must be 'auto', 'sharded', 'part' or 'whole', got {self.outputs!r}")
         if self.micro_batches is not None and self.micro_batches < 1:
             raise PlanError(f"micro_batches counts parts of a batch and must be positive, got {self.micro_batches}")
         _ = self.weaving  # which checks what it is made of
@@ -187,11 +211,6 @@ class Options:
     def _quantize(self) -> Mapping[Quantized, int]:
         if self.quantize == "zero++":
             return ZERO_PLUS_PLUS
-        if self.quantize is not None and not isinstance(self.quantize, Mapping):
-            raise PlanError(
-                f"quantize must be 'zero++', or the bits of {' and '.join(BITS)} as in {dict(ZERO_PLUS_PLUS)}, "
-                f"got {self.quantize!r}"
-            )
         return self.quantize or {}
 
     def woven(self, weaving: Weaving) -> Options:
@@ -200,7 +219,7 @@ class Options:
 
     def limit(self, cluster: Cluster) -> int:
         """Bytes that a device may use."""
-        return self.memory_limit if self.memory_limit is not None else int(cluster.device.memory * (1 - RESERVE))
+        return int(cluster.device.memory * (1 - RESERVE)) if self.memory_limit is None else bytes_of(self.memory_limit)
 
     @property
     def mixed(self) -> Precision | None:
@@ -211,3 +230,9 @@ class Options:
     def optimizer_bytes(self) -> int:
         """Bytes of optimizer state for each parameter, in float32."""
         return self.optimizer if isinstance(self.optimizer, int) else OPTIMIZER_STATE_BYTES[self.optimizer]
+
+
+@functools.cache
+def _types() -> Mapping[str, Any]:
+    """The type of each option."""
+    return get_type_hints(Options)

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
+_UNITS = {"b": 1} | {
+    prefix.lower() + unit: base**power
+    for power, prefix in enumerate("KMGTP", 1)
+    for unit, base in (("b", 1000), ("ib", 1024))
+}
+"""The bytes of a unit, by its name in small letters."""
 _SECONDS = ("s", "ms", "µs", "ns")
 
 
@@ -19,6 +26,33 @@ def readable_bytes(size: float) -> str:
     while abs(size) >= (1023.95 if power else 1024) and power < len(_BYTES) - 1:
         size, power = size / 1024, power + 1
     return f"{size:.{min(power, 1)}f} {_BYTES[power]}"
+
+
+def bytes_of(size: float | str) -> int:
+    """The bytes that a user says: a number, or a text such as ``"20GB"`` or ``"20 GiB"``.
+
+    kB, MB, GB, TB and PB are powers of 1000, as on a GPU's datasheet; KiB, MiB, GiB, TiB and PiB are powers of 1024, as
+    `readable_bytes` and ``nvidia-smi`` count. A number without a unit is bytes.
+
+    Raises
+    ------
+    ValueError
+        It is none of these, or less than one byte.
+
+    Examples
+    --------
+    >>> bytes_of("20GB"), bytes_of("1.5 GiB"), bytes_of(8e9)
+    (20000000000, 1610612736, 8000000000)
+    """
+    number, unit = size, 1
+    if isinstance(size, str):
+        said = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([a-z]*)\s*", size.lower())
+        if said is None or (said[2] or "b") not in _UNITS:
+            raise ValueError(f"{size!r} is no size such as '20GB', '20 GiB' or '800MB'")
+        number, unit = float(said[1]), _UNITS[said[2] or "b"]
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 1 <= number * unit < 2**63:
+        raise ValueError(f"{size!r} is not between a byte and 8 EiB")
+    return int(number * unit)
 
 
 def readable_seconds(seconds: float) -> str:

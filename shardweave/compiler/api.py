@@ -12,7 +12,7 @@ from shardweave.compiler.batches import batches
 from shardweave.compiler.compiler import Compiler, Progress
 from shardweave.compiler.plan import Plan
 from shardweave.compiler.sweep import Sweep, What
-from shardweave.cost_model import Cluster
+from shardweave.cost_model import Cluster, ClusterLike
 from shardweave.errors import ParallelError, PlanError
 from shardweave.options import Options
 
@@ -20,7 +20,7 @@ from shardweave.options import Options
 @overload
 def plan(
     model: nn.Module,
-    cluster: Cluster,
+    cluster: ClusterLike,
     example_inputs: Any,
     *,
     options: Options | None = None,
@@ -33,7 +33,7 @@ def plan(
 @overload
 def plan(
     model: nn.Module,
-    cluster: Cluster,
+    cluster: ClusterLike,
     example_inputs: Any,
     *,
     options: Options | None = None,
@@ -45,36 +45,40 @@ def plan(
 
 def plan(
     model: nn.Module,
-    cluster: Cluster,
+    cluster: ClusterLike,
     example_inputs: Any,
     *,
     options: Options | None = None,
     progress: Progress | None = None,
     sweep: What | None = None,
 ) -> Plan | Sweep:
-    """The best plan to train `model` on `cluster`: no GPU, no process group and no memory for the model are needed.
+    """A fast plan to train `model` on `cluster` under a memory limit: the fastest that is found.
+
+    An integer program chooses, the simulator checks. No GPU, no process group and no memory for the model are needed.
 
     Parameters
     ----------
     model : nn.Module
         May lie on the meta device.
-    cluster : Cluster
+    cluster : Cluster, str or path
+        A cluster, a preset's name (``"dgx-a100"``) or the path of a cluster file.
     example_inputs : tensor, tuple, dict or (tuple, dict)
         The global batch of one step; only shapes and dtypes matter. Where the batch size is left open (``sweep``), a
         function from it to a batch.
     options : Options, optional
     progress : callable, optional
         Told the name of each stage as it begins.
-    sweep : "memory", "batch", sequence of int, or sequence of Cluster, optional
+    sweep : "memory", "batch", or sequence of memory limits or of clusters, optional
         Plan again and again: from what the fastest plan needs down to the smallest memory that does, in batches of more
-        and more samples, under each of these memory limits, or on each of these clusters.
+        and more samples, under each of these memory limits (as in `Options`), or on each of these clusters.
 
     Returns
     -------
     Plan or Sweep
-        Never silently worse than proven: see its `status`, `bound` and `gap`. Of a sweep all plans, with the Pareto
-        curve of memory against time and the fastest; of one over batch sizes the one of which a sample takes the least
-        time (OSDP, arXiv 2209.13258, Algorithm 1), in one micro-batch unless the options say otherwise.
+        Its figures are those of the simulated step; its `status`, `bound` and `gap` are about the integer program and
+        its own count of seconds (see `Plan`). Of a sweep all plans, with the Pareto curve of memory against time and
+        the fastest; of one over batch sizes the one of which a sample takes the least time (OSDP, arXiv 2209.13258,
+        Algorithm 1), in one micro-batch unless the options say otherwise.
 
     Raises
     ------
@@ -102,6 +106,7 @@ def plan(
     if sweep == "batch":
         options = options or Options()
         one = replace(options, micro_batches=options.turns)
+        cluster = Cluster.of(cluster)
         limit = one.limit(cluster)
         return batches(
             cluster, limit, lambda size: Compiler(model, cluster, example_inputs(size), one, progress).plan()
@@ -112,7 +117,7 @@ def plan(
 
 def compile_parallel(
     model: nn.Module,
-    cluster: Cluster | None = None,
+    cluster: ClusterLike | None = None,
     example_inputs: Any = None,
     *,
     plan: Plan | None = None,
@@ -126,7 +131,7 @@ def compile_parallel(
     Parameters
     ----------
     cluster : Cluster, optional
-        By default the running world, `Cluster.detect()`.
+        As for `plan`; by default the running world, `Cluster.detect()`.
     example_inputs : optional
         As for `plan`. Without them the first call is captured, and its inputs are the global batch.
     plan : Plan, optional
@@ -143,7 +148,9 @@ def compile_parallel(
     ParallelError
         Besides what `plan` raises: the world has another size than the cluster, or the plan is for another model.
     """
-    cluster = cluster or (Cluster.detect() if dist.is_initialized() else Cluster.local(1))
+    if cluster is None:
+        cluster = Cluster.detect() if dist.is_initialized() else Cluster.local(1)
+    cluster = Cluster.of(cluster)
     if example_inputs is None:
         return LazyParallelModule(model, cluster, plan, options, progress)
     return Compiler(model, cluster, example_inputs, options, progress).compile(plan)

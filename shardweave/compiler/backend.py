@@ -54,9 +54,9 @@ def shardweave(
     gm, example_inputs
         Dynamo's graph and its inputs.
     options : mapping, optional
-        ``"cluster"``: a `Cluster`, by default the running world. ``"memory_limit"``, ``"force"``, ``"time_limit"``
-        and the others: as in `Options` (outputs are always whole, and a precision is refused). ``"inspect"``: called
-        with the `Plan` and the graph after each stage, of every step that is compiled.
+        ``"cluster"``: as for `compile_parallel`, by default the running world. ``"memory_limit"``, ``"force"``,
+        ``"time_limit"`` and the others: as in `Options` (outputs are always whole, and a precision is refused).
+        ``"inspect"``: called with the `Plan` and the graph after each stage, of every step that is compiled.
     mode : str, optional
         There are none.
 
@@ -120,9 +120,8 @@ class _Request:
         cluster = given.get("cluster")
         if cluster is None:
             cluster = Cluster.detect() if dist.is_initialized() else Cluster.local(1)
-        if not isinstance(cluster, Cluster):
-            raise ParallelError(f"the option 'cluster' must be a shardweave.Cluster, got {type(cluster).__name__}")
-        return cls(cluster, Options(**{key: given[key] for key in known & set(given)}), given.get("inspect"))
+        asked = Options(**{key: given[key] for key in known & set(given)})
+        return cls(Cluster.of(cluster), asked, given.get("inspect"))
 
 
 def _compiled(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:

@@ -18,7 +18,7 @@ from torch import nn
 from shardweave.compiler.api import plan as make_plan
 from shardweave.compiler.compiler import Progress
 from shardweave.compiler.plan import Plan
-from shardweave.cost_model import Cluster
+from shardweave.cost_model import Cluster, ClusterLike
 from shardweave.errors import PlanError
 from shardweave.options import Options
 
@@ -65,7 +65,7 @@ class Baseline:
     def plan(
         self,
         model: nn.Module,
-        cluster: Cluster,
+        cluster: ClusterLike,
         example_inputs: Any,
         *,
         options: Options | None = None,
@@ -167,7 +167,7 @@ def osdp(slices: int = 1) -> Baseline:
     return Baseline("OSDP", setting, "arXiv 2209.13258", {"force": {"*": ("dp", "zdp")}, "operator_slices": slices})
 
 
-def all_for(cluster: Cluster) -> tuple[Baseline, ...]:
+def all_for(cluster: ClusterLike) -> tuple[Baseline, ...]:
     """Every baseline that the sizes of a cluster admit; those that mean the same there only once.
 
     Examples
@@ -177,6 +177,7 @@ def all_for(cluster: Cluster) -> tuple[Baseline, ...]:
     ['DDP', 'ZeRO stage 1', 'ZeRO stage 2', 'FSDP', 'FSDP gathered once', 'AxoNN 1x2x1x1', 'Oases tensor 2',
       'Merak tensor 2', 'OSDP', 'OSDP 4 slices']
     """
+    cluster = Cluster.of(cluster)
     axes = sorted(cluster.mesh().axes, key=lambda axis: axis.stride)
     sizes = list(accumulate((axis.size for axis in axes), mul))
     node, world = cluster.levels[0].size, cluster.world_size

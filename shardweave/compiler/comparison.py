@@ -12,7 +12,7 @@ from shardweave.compiler.baselines import Baseline, all_for
 from shardweave.compiler.compiler import Compiler, Progress
 from shardweave.compiler.plan import Plan
 from shardweave.compiler.splits import powers
-from shardweave.cost_model import Cluster
+from shardweave.cost_model import ClusterLike
 from shardweave.errors import InfeasibleError, ParallelError
 from shardweave.options import Options
 
@@ -83,7 +83,7 @@ class Comparison:
 
 def compare(
     model: nn.Module,
-    cluster: Cluster,
+    cluster: ClusterLike,
     example_inputs: Any,
     *,
     baselines: Sequence[Baseline] | None = None,
@@ -127,7 +127,7 @@ def compare(
     ('DDP', True)
     """
     compiler = Compiler(model, cluster, example_inputs, options, None)
-    chosen = all_for(cluster) if baselines is None else baselines
+    chosen = all_for(compiler.cluster) if baselines is None else baselines
     return compared(compiler, chosen, micro_batches, progress)
 
 

@@ -25,7 +25,7 @@ from shardweave.compiler.planning import Planning
 from shardweave.compiler.splits import fastest, powers
 from shardweave.compiler.steps import Steps
 from shardweave.compiler.sweep import Sweep, What, sweep
-from shardweave.cost_model import Cluster, Timeline, simulate
+from shardweave.cost_model import Cluster, ClusterLike, Timeline, simulate
 from shardweave.cost_model.acts import play
 from shardweave.cost_model.optimizer import optimizer_seconds
 from shardweave.errors import ParallelError, PlanError
@@ -47,12 +47,12 @@ class Compiler:
     def __init__(
         self,
         model: nn.Module,
-        cluster: Cluster,
+        cluster: ClusterLike,
         example_inputs: Any,
         options: Options | None,
         progress: Progress | None,
     ) -> None:
-        self.model, self.cluster = model, cluster
+        self.model, self.cluster = model, Cluster.of(cluster)
         self.options = options or Options()
         self.progress = progress or (lambda _: None)
         self._shards_of: deque[tuple[tuple[object, ...], dict[int, Shards]]] = deque(maxlen=KEPT)

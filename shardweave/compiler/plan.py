@@ -1,4 +1,4 @@
-"""The plan: every op's strategy, what the step is predicted to cost, and how well that is proven.
+"""The plan: every op's strategy, what the step is predicted to cost, and how far the program's bound is.
 
 A plan is keyed by the names of parameters, modules and inputs, never by nodes of a graph, so one made on a laptop's
 CPU is used as it is on the GPUs. It is shown by `shardweave.report.tables`.
@@ -66,12 +66,14 @@ class Plan:
     dtype : str
         The dtype that matmuls run in, for the device's peak.
     status : {"optimal", "feasible"}
-        Whether no other choice is faster in the program, or that is not known.
+        ``"optimal"``: no other choice that the integer program has takes less time by the program's own count.
+        ``"feasible"``: that is not known, or the simulator preferred another plan to the program's answer. Neither
+        says that no faster step exists: the simulator's seconds are others, and so are the machine's.
     program_time, bound, gap : float
-        What the integer program says that a step takes; no choice takes less than `bound` seconds in it; how far the
-        plan is from that bound at most, relative to `program_time`.
+        What the integer program counts for this plan; a lower bound of what it counts for any choice that it has; and
+        how far apart the two are, relative to `program_time`.
     proven_gap : float
-        The same for the program's own answer, as far as solving has proven. It is less than `gap` where the simulator
+        The same for the program's own answer. It is less than `gap` where the simulator
         takes that answer for slower than this plan.
     planning_seconds : float
         What making it took.

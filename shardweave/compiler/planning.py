@@ -234,7 +234,7 @@ class Planning:
             gap=solution.gap,
             proven_gap=chosen.proven_gap,
             planning_seconds=seconds,
-            memory_limit=options.memory_limit or 0,
+            memory_limit=options.limit(self.cluster),
             forced=tuple(options.force),
             joins={name: _named(assignment) for name, assignment in chosen.decision.joins.items()},
             micro_batches=options.turns,

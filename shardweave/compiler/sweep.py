@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from shardweave.compiler.plan import Plan
-from shardweave.cost_model import Cluster
+from shardweave.cost_model import Cluster, ClusterLike
 from shardweave.errors import InfeasibleError, PlanError
+from shardweave.units import bytes_of
 
 if TYPE_CHECKING:
     from shardweave.report.tables import Report
 
-What = Literal["memory", "batch"] | Sequence[int] | Sequence[Cluster]
+What = Literal["memory", "batch"] | Sequence[float | str] | Sequence[ClusterLike]
 POINTS = 8
 """Memory limits of a curve that is asked for by ``"memory"``: the first and the last one, and some between."""
 
@@ -124,19 +125,26 @@ def sweep(what: What, cluster: Cluster, planned: Planned) -> Sweep:
     """
     if what == "memory":
         return Sweep(_each_the_fastest([*_falling(cluster, planned)]))
-    if isinstance(what, str) or not what:
+    if isinstance(what, str) or not isinstance(what, Sequence) or not what:
         raise PlanError(
-            f"sweep must be 'memory', 'batch', memory limits in bytes, or clusters, got {what!r}: "
-            "for example sweep=[40 * 10**9, 80 * 10**9]"
+            f"sweep must be 'memory', 'batch', memory limits, or clusters, got {what!r}: for example "
+            "sweep=['40GB', '80GB']"
         )
     found: list[Point] = []
     for each in what:
         last = found[-1].plan if found else None
-        if isinstance(each, Cluster):
-            found.append(_point(each, None, None, planned))
+        if isinstance(each, int | float) or (isinstance(each, str) and each[:1].isdigit()):
+            found.append(_point(cluster, _bytes(each), last, planned))
         else:
-            found.append(_point(cluster, int(each), last, planned))
+            found.append(_point(Cluster.of(each), None, None, planned))
     return Sweep(_each_the_fastest(found))
+
+
+def _bytes(limit: float | str) -> int:
+    try:
+        return bytes_of(limit)
+    except ValueError as error:
+        raise PlanError(f"a memory limit of a sweep is in bytes, or a size such as '20GB': {error}") from error
 
 
 def _each_the_fastest(points: Sequence[Point]) -> tuple[Point, ...]:

@@ -1,6 +1,6 @@
 """What things cost: the machine, compute, collectives, memory, and the simulator that is the judge of a plan."""
 
-from shardweave.cost_model.cluster import Cluster, Device
+from shardweave.cost_model.cluster import Cluster, ClusterLike, Device
 from shardweave.cost_model.collectives import collective_seconds
 from shardweave.cost_model.compute import Product, Work, matmul_seconds, node_seconds, node_work, work_seconds
 from shardweave.cost_model.flops import flops_by_op, replicated, sharded_share
@@ -12,6 +12,7 @@ from shardweave.cost_model.timeline import Timeline
 
 __all__ = [
     "Cluster",
+    "ClusterLike",
     "CollectiveTable",
     "Curve",
     "Device",

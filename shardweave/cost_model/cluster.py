@@ -8,6 +8,7 @@ links of a node each group gets the part of its members among the node's devices
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import math
@@ -256,6 +257,35 @@ class Cluster:
         except ClusterError as error:
             raise ClusterError(f"{path}: {error} (docs/cluster.md lists every key)") from error
 
+    @classmethod
+    def of(cls, given: ClusterLike) -> Cluster:
+        """What a user calls a cluster: itself, a preset's name, or the path of a file that `load` reads.
+
+        A text is a path where it ends in ``.yaml``, ``.yml`` or ``.json``, or has a ``/``.
+
+        Raises
+        ------
+        ClusterError
+            It is none of these; with the presets' names, those alone that are much like it where there are any.
+
+        Examples
+        --------
+        >>> Cluster.of("dgx-a100").world_size
+        8
+        """
+        if isinstance(given, Cluster):
+            return given
+        if isinstance(given, os.PathLike) or (
+            isinstance(given, str) and (given.endswith((".yaml", ".yml", ".json")) or os.sep in given)
+        ):
+            return cls.load(given)
+        if not isinstance(given, str):
+            raise ClusterError(
+                f"expected a Cluster, a preset's name or the path of a cluster file, got {type(given).__name__}: "
+                "for example Cluster.preset('dgx-a100', nodes=2)"
+            )
+        return cls.preset(given)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write this cluster as YAML that `load` reads."""
         Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, width=110), encoding="utf-8")
@@ -280,7 +310,12 @@ class Cluster:
             Where no preset has that name, or `nodes` is no whole number above 0.
         """
         if name not in cls.presets():
-            raise ClusterError(f"no preset is called {name!r}; there are {', '.join(cls.presets())}")
+            close = difflib.get_close_matches(str(name).lower(), cls.presets(), n=3, cutoff=0.5)
+            meant = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+            raise ClusterError(
+                f"no preset is called {name!r}; {meant}There are {', '.join(cls.presets())}. "
+                "A file of your own is named by its path, as 'cluster.yaml' (docs/cluster.md)"
+            )
         with resources.as_file(resources.files("shardweave.cost_model") / "presets" / f"{name}.yaml") as path:
             cluster = cls.load(path)
         return cluster if nodes is None else cluster.resized(**{cluster.levels[-1].name: nodes})
@@ -323,3 +358,7 @@ class Cluster:
             sizes[level.name] = devices if last else math.gcd(devices, level.size)
             devices //= sizes[level.name]
         return self.resized(**sizes, **{self.levels[-1].name: nodes})
+
+
+ClusterLike = Cluster | str | os.PathLike[str]
+"""What a user calls a cluster: see `Cluster.of`."""

@@ -178,7 +178,7 @@ def compile_with(options: Mapping[str, Any], mode: str | None = None) -> None:
     ("options", "error", "message"),
     [
         ({"clutser": 1, "cluster": sw.Cluster.local(1)}, sw.ParallelError, "no option 'clutser'; it has 'cluster'"),
-        ({"cluster": "dgx-a100"}, sw.ParallelError, "must be a shardweave.Cluster, got str"),
+        ({"cluster": 8}, sw.ParallelError, "expected a Cluster, a preset's name or .*, got int"),
         ({"cluster": sw.Cluster.local(2)}, sw.ParallelError, "2 devices, the running world 1"),
         ({"memory_limit": 100}, sw.InfeasibleError, "100 bytes.*smallest memory"),
         ({"force": {"frist": "dp"}}, sw.PlanError, "force..frist.. matches no op"),

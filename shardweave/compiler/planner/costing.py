@@ -51,7 +51,7 @@ class Costing(Edges):
         self, annotated: Annotated, cluster: Cluster, options: Options, forced: dict[str, list[Strategy]]
     ) -> None:
         super().__init__(annotated, cluster, options)
-        self.forced = forced
+        self.forced, self.limit = forced, options.limit(cluster)
         world_size = self.mesh.world_size
         self.holding = Holding(annotated, self.facts, options.turns, world_size, self.follows, self.lies)
         self._remembered: dict[object, tuple[Arrivals, int, Costs, list[tuple[int, int, Costs]]]] = {}
@@ -78,10 +78,8 @@ class Costing(Edges):
                 self.holding.add(node, self.variables[self.follows[node]])
         rows = Rows(self.windows, self.options.turns)
         ops = tuple(rows.row(variable) for variable in self.variables)
-        limit = self.options.memory_limit
-        assert limit is not None
         fixed = self.holding.fixed_bytes
-        return Costed(Problem(ops, self.edges(rows), limit, fixed, windows=self.windows.names), self.variables)
+        return Costed(Problem(ops, self.edges(rows), self.limit, fixed, windows=self.windows.names), self.variables)
 
     # -- variables
 
