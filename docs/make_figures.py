@@ -64,7 +64,7 @@ STAGES = (
     ),
     Box(
         "3  plan",
-        "an integer program, with its proof",
+        "an integer program, a memory limit",
         """\
         min  Σ time + Σ layout change
         s.t. Σ memory <= limit

@@ -63,9 +63,9 @@ itself and slow beside collectives is the slowdown. Exposed communication that i
 large collectives are as much off as small ones, and the hops' latency if small ones are more off. What changes neither
 is the schedule: the order of starts and waits, which the timeline shows.
 
-A gap says what is not proven: with one of 13 % a plan may exist that is faster by so much. It would make this plan a
-poor one, and not the prediction wrong. So would a baseline that is ahead of the plan in the tables, by a fraction of a
-percent: the planner stops where a simulated step is within a few percent of its bound.
+A gap says how far the program's bound is: with one of 13 % a plan may exist that is faster by so much. It would make
+this plan a poor one, and not the prediction wrong. So would a baseline that is ahead of the plan in the tables, by a
+fraction of a percent: the planner stops where a simulated step is within a few percent of its bound.
 """
 
 

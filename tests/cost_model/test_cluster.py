@@ -203,7 +203,7 @@ def test_gpus_are_known_by_torchs_names() -> None:
 
 def test_the_page_on_clusters_holds() -> None:
     page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text(encoding="utf-8")
-    example = page.split("```yaml\n")[1].split("```")[0]
+    example = page.split("```yaml file=cluster.yaml\n")[1].split("```")[0]
     assert Cluster.from_dict(yaml.safe_load(example)).world_size == 128
     assert all(f"| `{name}` |" in page for name in PRESETS)
     for kind, prefix in ((Level, "levels[]"), (Device, "device")):

@@ -426,7 +426,8 @@ def test_random_draws_go_on(pool: WorkerPool, tmp_path: Path) -> None:
 def page(directory: Path) -> None:
     """The examples of the page, run in an empty folder."""
     text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
-    train, convert, allow = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```python(?: ranks=2)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    train, _, convert, allow = blocks
     os.chdir(directory)
     names: dict[str, Any] = {}
     torch.manual_seed(0)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -228,14 +225,3 @@ def test_tied_tensors_that_differ_and_buffers_without_values(tmp_path: Path) -> 
     sw.load_weights(parallel, tmp_path / "both.safetensors", model)
     expected = everything(CASES["small-tied"].model())
     assert torch.equal(parallel.get_buffer("model.rotary_emb.inv_freq"), expected["model.rotary_emb.inv_freq"])
-
-
-def test_the_page_about_weights_runs(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "weights.md").read_text(encoding="utf-8")
-    code = page.split("```python\n")[1].split("```")[0]
-    (tmp_path / "example.py").write_text(code, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "example.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[-2] == str([True] * 4)
