@@ -56,5 +56,12 @@ class CheckpointNotFound(ParallelError):
     """There is no checkpoint in the folder to load from."""
 
 
+class LostRankError(ParallelError):
+    """A collective cannot be finished: a rank has ended, does not answer, or cannot be reached.
+
+    The world cannot be used any more: end this process, and start the job again from its last checkpoint.
+    """
+
+
 class LaunchError(ParallelError):
     """A local rank failed; the message carries the rank and its traceback."""

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from shardweave.annotations import is_of, readable
@@ -111,6 +112,9 @@ class Options:
         nodes. ``"zero++"`` is ``{"parameters": 8, "gradients": 4}``. It changes numbers, and so is off by default.
         All-reduces of gradients (of replicated parameters, and across the copies of ``"hsdp"``) and activations move as
         they are. See docs/quantize.md.
+    timeout : float or timedelta, optional
+        Seconds that a rank waits for the others in one collective: then, or when a rank has ended, a LostRankError is
+        raised. By default what ``torch.distributed.init_process_group`` was given. See docs/several-hosts.md.
     allow_unruled : bool
         Compute ops without a sharding rule whole on every device, instead of refusing the model.
 
@@ -147,6 +151,7 @@ class Options:
     whole_sums: bool = False
     gather_again: bool = False
     quantize: Literal["zero++"] | Mapping[Quantized, int] | None = None
+    timeout: float | timedelta | None = None
     allow_unruled: bool = False
 
     def __post_init__(self) -> None:
@@ -164,6 +169,9 @@ class Options:
         for pattern, wanted in self.force.items():
             if not wanted:
                 raise PlanError(f"force[{pattern!r}] must name a strategy, such as 'zero3', got {wanted!r}")
+        seconds = self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
+        if seconds is not None and not 0 < seconds < 1e9:
+            raise PlanError(f"timeout is in seconds, or a timedelta, and must be positive, got {self.timeout!r}")
         if isinstance(self.optimizer, int) and self.optimizer < 0:
             raise PlanError(f"optimizer must be its bytes of state per parameter, or a name, got {self.optimizer}")
         if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZER_STATE_BYTES:
@@ -220,6 +228,13 @@ class Options:
     def limit(self, cluster: Cluster) -> int:
         """Bytes that a device may use."""
         return int(cluster.device.memory * (1 - RESERVE)) if self.memory_limit is None else bytes_of(self.memory_limit)
+
+    @property
+    def patience(self) -> timedelta | None:
+        """How long a rank waits for the others; None where the world's own timeout holds."""
+        if self.timeout is None or isinstance(self.timeout, timedelta):
+            return self.timeout
+        return timedelta(seconds=self.timeout)
 
     @property
     def mixed(self) -> Precision | None:

@@ -9,6 +9,7 @@ import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
@@ -100,7 +101,9 @@ def captured_from(joint: fx.GraphModule, sources: Sequence[Source], num_forward:
     )
 
 
-def bind(step: Step, joint: fx.GraphModule, num_forward: int, seed: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+def bind(
+    step: Step, joint: fx.GraphModule, num_forward: int, seed: int, timeout: timedelta | None
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """This rank's graphs of a step, in AOTAutograd's calling convention: whole inputs, a gradient for each.
 
     A step that draws random numbers has its first seed made of `seed`, on which the ranks agree, and of its own graph.
@@ -110,7 +113,7 @@ def bind(step: Step, joint: fx.GraphModule, num_forward: int, seed: int) -> tupl
     num_tangents = sum(type(node.meta["desc"]).__name__ == "TangentAOTInput" for node in given)
     primals, tangents = given[: len(given) - num_tangents], given[len(given) - num_tangents :]
     device = next(node.meta["val"].device.type for node in given if isinstance(node.meta["val"], Tensor))
-    mesh = _runtime_mesh(step.spec.mesh, device, dist.group.WORLD if dist.is_initialized() else None)
+    mesh = _runtime_mesh(step.spec.mesh, device, timeout, dist.group.WORLD if dist.is_initialized() else None)
     forward, backward = mesh.bind(step.forward), mesh.bind(step.backward)
 
     _fold(forward.graph, mesh.coordinates)
@@ -129,9 +132,9 @@ def bind(step: Step, joint: fx.GraphModule, num_forward: int, seed: int) -> tupl
 
 
 @lru_cache(maxsize=4)
-def _runtime_mesh(mesh: Mesh, device: str, _: object) -> RuntimeMesh:
+def _runtime_mesh(mesh: Mesh, device: str, timeout: timedelta | None, _: object) -> RuntimeMesh:
     """The running world as a mesh; the same one for all steps, as each makes process groups."""
-    return RuntimeMesh(mesh, device)
+    return RuntimeMesh(mesh, device, timeout)
 
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:

@@ -146,14 +146,18 @@ def compile_parallel(
     Raises
     ------
     ParallelError
-        Besides what `plan` raises: the world has another size than the cluster, or the plan is for another model.
+        Besides what `plan` raises: the world has another size than the cluster, or the plan is for another model. What
+        goes wrong on one rank is raised on all, with the rank and its cause.
+    LostRankError
+        A rank has ended or does not answer within the timeout (`Options.timeout`, or ``init_process_group``'s).
+        Planning may take longer than that.
     """
     if cluster is None:
         cluster = Cluster.detect() if dist.is_initialized() else Cluster.local(1)
     cluster = Cluster.of(cluster)
     if example_inputs is None:
         return LazyParallelModule(model, cluster, plan, options, progress)
-    return Compiler(model, cluster, example_inputs, options, progress).compile(plan)
+    return Compiler.compiled(model, cluster, example_inputs, plan, options, progress)
 
 
 class LazyParallelModule(nn.Module):
@@ -170,7 +174,7 @@ class LazyParallelModule(nn.Module):
         """Compile for these inputs at the first call, then run."""
         if self.compiled is None:
             model, cluster, plan, options, progress = self._arguments
-            self.compiled = Compiler(model, cluster, (args, kwargs), options, progress).compile(plan)
+            self.compiled = Compiler.compiled(model, cluster, (args, kwargs), plan, options, progress)
         return self.compiled(*args, **kwargs)
 
     def _first(self, what: str) -> nn.Module:

@@ -22,7 +22,7 @@ from torch import fx
 from shardweave.compiler.aot import Source, bind, captured_from, seed_draws, sources_of
 from shardweave.compiler.capture import Captured
 from shardweave.compiler.codegen import graph_hash
-from shardweave.compiler.compiler import Compiler, check_world
+from shardweave.compiler.compiler import Compiler, check_world, control_of
 from shardweave.compiler.pipeline import Annotated
 from shardweave.compiler.plan import Plan
 from shardweave.compiler.planner.candidates import legal
@@ -31,6 +31,7 @@ from shardweave.errors import ParallelError, PlanError
 from shardweave.ir import Mesh, Strategy
 from shardweave.options import Options
 from shardweave.passes.rules.random import draws
+from shardweave.runtime.agreement import in_step
 from shardweave.runtime.execute import boxed
 from shardweave.runtime.module import agreed_seed, compare_graphs
 from shardweave.runtime.random import Seeds, mixed
@@ -152,8 +153,7 @@ class _Partition:
         # Ranks talk to each other here: with real tensors, and without the Python dispatcher, which calls gloo with the
         # GIL held, while gloo's thread may want it to let an earlier collective's tensors go.
         with _disable_current_modes(), no_python_dispatcher():
-            captured = captured_from(joint, self.sources, num_fwd_outputs)
-            compiler = _WholeCompiler(captured, self.request)
+            compiler = self._captured(joint, num_fwd_outputs)
             if compiler.annotated.ops:
                 return self._spread(compiler, joint, num_fwd_outputs)
         # Between two graph breaks there may be nothing to spread.
@@ -162,20 +162,36 @@ class _Partition:
         )
         if any(draws(node) for module in whole for node in module.graph.nodes):
             with _disable_current_modes(), no_python_dispatcher():
-                first = mixed(agreed_seed(), int(graph_hash(*whole)[:16], 16))
+                first = mixed(agreed_seed(self.request.options.patience), int(graph_hash(*whole)[:16], 16))
             for index, module in enumerate(whole):
                 seed_draws(module, Seeds(mixed(first, index)))
         return whole
 
+    def _captured(self, joint: fx.GraphModule, num_forward: int) -> _WholeCompiler:
+        """The compiler of this graph; what goes wrong on one rank is raised on all. Collective."""
+        found: list[_WholeCompiler] = []
+
+        def start() -> None:
+            found.append(_WholeCompiler(captured_from(joint, self.sources, num_forward), self.request))
+
+        in_step(control_of(self.request.options), "the capture of the model", start)
+        return found[0]
+
     def _spread(
         self, compiler: _WholeCompiler, joint: fx.GraphModule, num_forward: int
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        plan = compiler._agreed_plan()
-        compiled = compiler.lower(plan)
+        plan = compiler.agreed_plan()
+        compiled = compiler.lowered_together(plan)
         if self.request.inspect is not None:
             self.request.inspect(plan, compiled.graphs)
-        seed = compare_graphs(compiled.step)
-        return bind(compiled.step, joint, num_forward, seed)
+        timeout = self.request.options.patience
+        bound: list[tuple[fx.GraphModule, fx.GraphModule]] = []
+
+        def build() -> None:
+            bound.append(bind(compiled.step, joint, num_forward, compare_graphs(compiled.step, timeout), timeout))
+
+        in_step(control_of(self.request.options), "making the process groups", build)
+        return bound[0]
 
 
 class _WholeCompiler(Compiler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from shardweave.ir import Assignment, Mesh, Strategy, Weaving
 from shardweave.options import Options
 from shardweave.passes.schedule import Alike
 from shardweave.runtime import ParallelModule
+from shardweave.runtime.agreement import Control, control, in_step
 
 Progress = Callable[[str], None]
 
@@ -107,7 +109,8 @@ class Compiler:
 
     def _resolved(self, start: Plan, changes: dict[str, Any]) -> Plan:
         """A plan with other options, from an earlier one."""
-        known = {each.name for each in fields(Options)} - {"precision", "allow_unruled"}  # those change the capture
+        fixed = {"precision", "allow_unruled", "timeout"}  # those are no matter of the plan, or change the capture
+        known = {each.name for each in fields(Options)} - fixed
         if unknown := [name for name in changes if name not in known]:
             raise PlanError(f"resolve can change {', '.join(sorted(known))}, not {', '.join(unknown)}: plan anew")
         if "force" in changes:
@@ -220,39 +223,118 @@ class Compiler:
     def _stage(self, name: str, _: fx.GraphModule) -> None:
         self.progress(name)
 
+    @classmethod
+    def compiled(
+        cls,
+        model: nn.Module,
+        cluster: Cluster,
+        example_inputs: Any,
+        plan: Plan | None,
+        options: Options | None,
+        progress: Progress | None,
+    ) -> ParallelModule:
+        """What `compile_parallel` returns. Collective: what fails on one rank is raised on all."""
+        control = control_of(options)
+        made: list[Compiler] = []
+
+        def start() -> str:
+            check_world(cluster)
+            made.append(cls(model, cluster, example_inputs, options, progress))
+            if plan is not None:
+                plan.check(made[0].model_key, cluster)
+            return made[0].digest()
+
+        digests = in_step(control, "the capture of the model", start)
+        if len(set(digests)) > 1:
+            mine = made[0].options, made[0].model_key
+            given = in_step(control, "the comparison of the ranks' models", lambda: mine)
+            raise ParallelError(unlike([each for each in given if each is not None]))
+        return made[0].compile(plan)
+
+    def digest(self) -> str:
+        """A fingerprint of what has to be the same on all ranks: the options, and the names and shapes of the model."""
+        text = repr((_in_words(self.options), self.model_key.to_dict()))
+        return hashlib.sha256(text.encode()).hexdigest()
+
     def compile(self, plan: Plan | None) -> ParallelModule:
-        check_world(self.cluster)
-        if plan is None:
-            plan = self._agreed_plan()
-        else:
-            plan.check(self.model_key, self.cluster)
-        compiled = self.lower(plan)
-        made = plan.with_timeline(lambda sums: self.timeline(compiled, sums))
+        """The step of a plan, or of the best one, on the running world. Collective."""
+        control = control_of(self.options)
+        chosen = plan or self.agreed_plan()
+        lowered = self.lowered_together(chosen)
+        made = chosen.with_timeline(lambda sums: self.timeline(lowered, sums))
         call = self.captured.call
         assert call is not None
-        return ParallelModule(
-            self.model,
-            compiled.step,
-            flatten=call.flatten,
-            unflatten=call.unflatten,
-            graphs=compiled.graphs,
-            plan=made,
-        )
+        modules: list[ParallelModule] = []
 
-    def _agreed_plan(self) -> Plan:
-        """Rank 0's plan on all ranks, or its error: a time limit could end elsewhere on each."""
+        def build() -> None:
+            module = ParallelModule(
+                self.model,
+                lowered.step,
+                flatten=call.flatten,
+                unflatten=call.unflatten,
+                graphs=lowered.graphs,
+                plan=made,
+                timeout=self.options.patience,
+            )
+            modules.append(module)
+
+        in_step(control, "placing the parameters", build)
+        return modules[0]
+
+    def agreed_plan(self) -> Plan:
+        """Rank 0's plan on all ranks, or its error: a time limit could end elsewhere on each. Collective."""
         if self.cluster.world_size == 1:
             return self.plan()
-        answer: list[Any] = [None]
-        if dist.get_rank() == 0:
+
+        def make() -> dict[str, Any] | ParallelError:
             try:
-                answer = [self.plan().to_dict()]
+                return self.plan().to_dict()
             except ParallelError as error:
-                answer = [error]
-        dist.broadcast_object_list(answer, src=0)
-        if isinstance(answer[0], ParallelError):
-            raise answer[0]
-        return Plan.from_dict(answer[0])
+                return error
+
+        answer = in_step(control_of(self.options), "planning", make, only=0)[0]
+        if isinstance(answer, ParallelError):
+            raise answer
+        assert answer is not None
+        return Plan.from_dict(answer)
+
+    def lowered_together(self, plan: Plan) -> Compiled:
+        """The generated step of a plan; an error of one rank is raised on all. Collective."""
+        found: list[Compiled] = []
+        in_step(control_of(self.options), "generating the step", lambda: found.append(self.lower(plan)))
+        return found[0]
+
+
+def control_of(options: Options | None) -> Control | None:
+    """The groups in which the running ranks agree, with the timeout of the options. Collective at the first call."""
+    return control(options.patience if options is not None else None)
+
+
+def _in_words(options: Options) -> dict[str, str]:
+    return {each.name: repr(getattr(options, each.name)) for each in fields(options)}
+
+
+def unlike(given: Sequence[tuple[Options, ModelKey]]) -> str:
+    """What is not the same on all ranks, of their options and models, in the order of ranks.
+
+    >>> key = ModelKey({"up.weight": (8, 4)})
+    >>> unlike([(Options(), key), (Options(time_limit=5.0), key)])
+    'the ranks compile with different options (time_limit is 30.0 on rank 0 and 5.0 on rank 1): give all the same'
+    """
+    options, key = _in_words(given[0][0]), given[0][1]
+    for rank, (others, other) in enumerate(given):
+        theirs = _in_words(others)
+        changed = [f"{name} is {options[name]} on rank 0 and {theirs[name]} on rank {rank}" for name in options
+                   if options[name] != theirs[name]]  # fmt: skip
+        if changed:
+            return f"the ranks compile with different options ({'; '.join(changed)}): give all the same"
+        if different := key.differences(other, ("on rank 0", f"on rank {rank}")):
+            listed = "; ".join(different[:5]) + (f"; and {len(different) - 5} more" if len(different) > 5 else "")
+            return (
+                f"the ranks compile different models, or for inputs of different shapes ({listed}): give all ranks the "
+                "same model, and example inputs of the same shapes"
+            )
+    return "the ranks compile models whose parameters or inputs come in another order: give all ranks the same model"
 
 
 def check_world(cluster: Cluster) -> None:

@@ -19,14 +19,14 @@ class ModelKey:
     inputs: Mapping[str, Shape] = field(default_factory=dict)
     precision: Precision | None = None
 
-    def differences(self, given: ModelKey) -> list[str]:
-        """What a model and its call have else than a plan with this key, each in words.
+    def differences(self, given: ModelKey, places: tuple[str, str] = ("in the plan", "here")) -> list[str]:
+        """What a model and its call have else than a plan with this key, each in words; `places` says where each is.
 
         >>> ModelKey({"up.weight": (8, 4)}).differences(ModelKey({"up.weight": (8, 2)}))
         ['parameter up.weight has shape (8, 4) in the plan and (8, 2) here']
         """
-        found = _differences("parameter", self.parameters, given.parameters)
-        found += _differences("input", self.inputs, given.inputs)
+        found = _differences("parameter", self.parameters, given.parameters, places)
+        found += _differences("input", self.inputs, given.inputs, places)
         if self.precision != given.precision:
             found.append(
                 f"the plan is for the precision {_words(self.precision)}, the options ask for "
@@ -48,11 +48,14 @@ class ModelKey:
         )
 
 
-def _differences(what: str, planned: Mapping[str, Shape], given: Mapping[str, Shape]) -> list[str]:
-    found = [f"{what} {name} is in the plan and not here" for name in planned if name not in given]
-    found += [f"{what} {name} is here and not in the plan" for name in given if name not in planned]
+def _differences(
+    what: str, planned: Mapping[str, Shape], given: Mapping[str, Shape], places: tuple[str, str]
+) -> list[str]:
+    one, other = places
+    found = [f"{what} {name} is {one} and not {other}" for name in planned if name not in given]
+    found += [f"{what} {name} is {other} and not {one}" for name in given if name not in planned]
     return found + [
-        f"{what} {name} has shape {tuple(shape)} in the plan and {tuple(given[name])} here"
+        f"{what} {name} has shape {tuple(shape)} {one} and {tuple(given[name])} {other}"
         for name, shape in planned.items()
         if name in given and tuple(given[name]) != tuple(shape)
     ]

@@ -17,7 +17,9 @@ from shardweave.cost_model.hardware import hardware
 from shardweave.cost_model.measured import Measured
 from shardweave.cost_model.profiling import PATIENCE, profile_collectives
 from shardweave.cost_model.timing import from_all, from_first, is_first, live_device, running
-from shardweave.errors import ClusterError
+from shardweave.errors import ClusterError, LostRankError
+from shardweave.runtime.agreement import control, in_step
+from shardweave.runtime.lost import collective
 
 _PRESETS = (  # the first whose words are all in torch's name of the GPU
     ("A100 40GB", "perlmutter"),
@@ -66,29 +68,37 @@ def profiled(cluster: Cluster, seconds: float = 30.0) -> Cluster:
     Raises
     ------
     ClusterError
-        Where a rank fails, or does not come within a minute.
+        On all ranks, with the rank and its cause: where one fails, or does not come within a minute.
     """
     if not running():
         alone = Measured(key=_key(cluster, [hardware()]), covered="one rank: there are no collectives to measure")
         return replace(cluster, measured=alone, device=profile_device(cluster.device))
+    found: list[Cluster] = []
     try:
-        world = dist.new_group(timeout=PATIENCE)
-        key = _key(cluster, from_all(hardware(), world))
-        measured = from_first(profile_cache.read(key) if is_first(world) else None, world)
-        if measured is None:
-            table, coverage = profile_collectives(cluster, world, seconds=seconds)
-            measured = from_first(Measured(table, key=key, covered=coverage.text(cluster)), world)
-            if is_first(world) and table.curves:
-                profile_cache.write(measured)
-        device = profile_device(cluster.device, group=world)
-        dist.destroy_process_group(world)
-    except RuntimeError as error:
+        in_step(control(PATIENCE), "profiling the cluster", lambda: found.append(_measured(cluster, seconds)))
+    except (RuntimeError, LostRankError) as error:
         raise ClusterError(
             f"profiling the cluster failed on rank {dist.get_rank()} of {dist.get_world_size()}: expected every rank "
             f"to call Cluster.detect(profile=True) and to take part within {PATIENCE.seconds} s a step, got: {error}"
         ) from error
-    cluster = replace(cluster, measured=measured, device=device)
-    return fitted_links(cluster) if cluster.library == "gloo" else cluster
+    return fitted_links(found[0]) if cluster.library == "gloo" else found[0]
+
+
+def _measured(cluster: Cluster, seconds: float) -> Cluster:
+    """`cluster` with what the ranks measure together."""
+    world = dist.new_group(timeout=PATIENCE)
+    try:
+        with collective("a step of profiling the cluster", world, apart=True):
+            key = _key(cluster, from_all(hardware(), world))
+            measured = from_first(profile_cache.read(key) if is_first(world) else None, world)
+            if measured is None:
+                table, coverage = profile_collectives(cluster, world, seconds=seconds)
+                measured = from_first(Measured(table, key=key, covered=coverage.text(cluster)), world)
+                if is_first(world) and table.curves:
+                    profile_cache.write(measured)
+            return replace(cluster, measured=measured, device=profile_device(cluster.device, group=world))
+    finally:
+        dist.destroy_process_group(world)  # where this rank has failed, the others then notice at once
 
 
 def _key(cluster: Cluster, ranks: list[Any]) -> str:

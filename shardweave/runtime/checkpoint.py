@@ -218,7 +218,7 @@ def _write(values: Values, target: Path, group: dist.ProcessGroup | None, rank: 
 
     try:
         for action in (clean, look, write, place):
-            together(group, action)
+            together(group, action, uses_group=action is write)
     except ParallelError:
         if rank == 0:  # what is half written takes room, perhaps on a disk that is full
             shutil.rmtree(hidden, ignore_errors=True)

@@ -26,6 +26,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 
+from shardweave.runtime.lost import collective
+
 _UNTAGGED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_", "_foreach_copy_")
 _CHECK = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _Handler = Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], object]
@@ -54,7 +56,8 @@ def _non_finite(original: _Handler, op: torch._ops.OpOverload, args: tuple[Any, 
     op([grad._local_tensor for grad in gradients], found, *scale, **kwargs)
     for dim in range(mesh.ndim):
         if any(not grad.placements[dim].is_replicate() for grad in gradients):
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+            with collective("the search for gradients that are not finite", mesh.get_group(dim)):
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(dim))
     return None
 
 

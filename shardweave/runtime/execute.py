@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import linecache
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardweave.errors import ParallelError
-from shardweave.ir import StepSpec, ValueSpec, axes_size
+from shardweave.errors import LostRankError, ParallelError
+from shardweave.ir import META, StepSpec, ValueSpec, axes_size
 from shardweave.runtime.autograd import MicroBatches, Step
+from shardweave.runtime.lost import lost_rank, refuse_if_lost
+from shardweave.runtime.mesh import COLLECTIVES, group_of
 from shardweave.runtime.parameters import like, local_tensor
 from shardweave.runtime.pieces import cut, joined
 from shardweave.runtime.turns import Boxed, Gradients, Turns, in_places
@@ -20,6 +23,8 @@ from shardweave.runtime.turns import Boxed, Gradients, Turns, in_places
 
 def boxed(constants: fx.GraphModule, graph: fx.Graph) -> Boxed:
     """The code of `graph`, which it takes over, with its arguments in one list; `constants` holds its tensors.
+
+    A collective of it that loses a rank raises a LostRankError, which names it; so does each call afterwards.
 
     >>> double = fx.symbolic_trace(lambda x: [x + x])
     >>> arguments = [torch.ones(())]
@@ -29,8 +34,49 @@ def boxed(constants: fx.GraphModule, graph: fx.Graph) -> Boxed:
     generator = copy.copy(graph._codegen)
     generator.gen_fn_def = MethodType(_boxed_definition, generator)  # type: ignore[method-assign]
     graph.set_codegen(generator)
-    run: Boxed = fx.GraphModule(constants, graph).forward
-    return run
+    module = fx.GraphModule(constants, graph)
+    run: Boxed = module.forward
+
+    def guarded(arguments: list[Any]) -> Sequence[Any]:
+        refuse_if_lost()
+        try:
+            return run(arguments)
+        except RuntimeError as error:
+            if (lost := _lost(error, module.graph)) is None:
+                raise
+            raise lost from error
+
+    return guarded
+
+
+def _lost(error: RuntimeError, graph: fx.Graph) -> LostRankError | None:
+    """What to raise where a collective of `graph` lost a rank; None where something else went wrong."""
+    node = _raised_at(error, graph)
+    if node is None or getattr(node.target, "namespace", "") not in COLLECTIVES:
+        return None
+    start = node.all_input_nodes[0] if node.target is _WAIT else node
+    group = group_of(start) if start.op == "call_function" else None
+    what = start.meta[META].collective if META in start.meta else None
+    if what is None:
+        return lost_rank(error, f"the collective {start.name}", group)
+    where = "backward" if start.meta[META].backward else "forward"
+    doing = f"the {what.kind} of {what.owner} in the {where}" + (f" ({what.reason})" if what.reason else "")
+    return lost_rank(error, doing, group, f"axes {', '.join(axis.name for axis in what.axes)}")
+
+
+def _raised_at(error: RuntimeError, graph: fx.Graph) -> fx.Node | None:
+    """The node in whose line of generated code `error` was raised."""
+    lines = []
+    place = error.__traceback__
+    while place is not None:
+        lines.append(linecache.getline(place.tb_frame.f_code.co_filename, place.tb_lineno))
+        place = place.tb_next
+    names = [line.split("=")[0].split(":")[0].strip() for line in lines]
+    nodes = {node.name: node for node in graph.nodes}
+    return next((nodes[name] for name in reversed(names) if name in nodes), None)
+
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def _boxed_definition(_: fx.graph.CodeGen, free_vars: list[str], annotation: str, **__: object) -> str:

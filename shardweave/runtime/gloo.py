@@ -8,6 +8,7 @@ groups that they use have one thread. This is the only module that touches torch
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,7 +32,7 @@ def one_at_a_time() -> Iterator[None]:
 
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
             options = original._Options()
-            options._devices = [original.create_default_device()]
+            options._devices = _devices(original)
             options._threads = 1
             options._timeout = timeout
             super().__init__(store, rank, size, options)
@@ -41,6 +42,28 @@ def one_at_a_time() -> Iterator[None]:
         yield
     finally:
         distributed_c10d.ProcessGroupGloo = original  # type: ignore[misc]
+
+
+def _devices(gloo: Any) -> list[Any]:
+    """The network devices that torch gives a gloo group when it is left the options.
+
+    They are those of ``GLOO_SOCKET_IFNAME``, one name or several with commas between; without it the one of the
+    address that the host's name resolves to.
+    """
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if len(names) > 1:  # torch takes no notice of a name of one letter
+        return [gloo.create_device(interface=name) for name in names.split(",")]
+    return [gloo.create_default_device()]
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of `group` may take: what ``init_process_group`` or ``new_group`` was given."""
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return distributed_c10d.default_pg_timeout
 
 
 def is_safe(group: dist.ProcessGroup) -> bool:

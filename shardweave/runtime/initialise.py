@@ -12,6 +12,7 @@ from torch import nn
 
 from shardweave.errors import ParallelError
 from shardweave.ir import Layout
+from shardweave.runtime.agreement import Control, control, control_of, in_step
 from shardweave.runtime.hollow import Hollow, Named, key_of
 from shardweave.runtime.module import ParallelModule, _from_all
 from shardweave.runtime.parameters import local_part, local_tensor
@@ -45,8 +46,8 @@ def initialise(parallel: nn.Module, model: nn.Module, seed: int = 0, init: Init 
     Raises
     ------
     ParallelError
-        If nothing initialises a parameter or a buffer, `model` is another one than `parallel` was compiled from, or
-        the ranks give different seeds.
+        On all ranks: if nothing initialises a parameter or a buffer, if `model` is another one than `parallel` was
+        compiled from, if the ranks give different seeds, or if an initialiser fails on one of them.
 
     Examples
     --------
@@ -58,7 +59,7 @@ def initialise(parallel: nn.Module, model: nn.Module, seed: int = 0, init: Init 
     >>> torch.equal(parallel.get_parameter("0.weight"), sw.initialised(model, seed=1)[0].weight)
     True
     """
-    fill(compiled_module(parallel), model, seed, init)
+    in_step(control_for(parallel), "initialise", lambda: fill(compiled_module(parallel), model, seed, init))
 
 
 def initialised(model: nn.Module, seed: int = 0, init: Init | None = None) -> nn.Module:
@@ -107,7 +108,7 @@ def fill(
         for name in {**places, **theirs}
         if name not in places or name not in theirs or places[name].shape != theirs[name].shape
     ]
-    seeds = _from_all((seed, sorted(different)))
+    seeds = _from_all((seed, sorted(different)), parallel.mesh.timeout)
     if different:
         raise ParallelError(
             f"{', '.join(sorted(different))}: not in both the compiled and the given model, or in another shape: give "
@@ -122,7 +123,7 @@ def fill(
         return parallel.layout_of(name, theirs[name].shape)
 
     def read(name: str) -> torch.Tensor:
-        return gather(places[name], layout(name), parallel.mesh)
+        return gather(places[name], layout(name), parallel.mesh, name)
 
     def keep(name: str, whole: torch.Tensor) -> None:
         if only is None or name in only:
@@ -141,6 +142,12 @@ def compiled_module(parallel: nn.Module) -> ParallelModule:
             "example_inputs to compile_parallel, or call its module once first"
         )
     return found
+
+
+def control_for(parallel: nn.Module) -> Control | None:
+    """The groups in which the ranks of a parallel module agree, or those of the world where it is none."""
+    found = parallel if isinstance(parallel, ParallelModule) else getattr(parallel, "compiled", None)
+    return control_of(found.mesh) if isinstance(found, ParallelModule) else control()
 
 
 def _draw(

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardweave.errors import ParallelError
 from shardweave.ir import Axis, Mesh, group_name
-from shardweave.runtime.gloo import is_safe, one_at_a_time
+from shardweave.runtime.gloo import is_safe, one_at_a_time, timeout_of
+from shardweave.runtime.lost import collective, in_time
 
-_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
+COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
+"""The namespaces of the ops that run in process groups."""
 
 
 class RuntimeMesh:
@@ -29,6 +35,8 @@ class RuntimeMesh:
         The axes that the step was compiled for.
     device_type : str, optional
         ``"cpu"`` or ``"cuda"``; by default the one that the world's backend serves.
+    timeout : timedelta, optional
+        How long a collective may wait for the other ranks; by default as long as in the world's own group.
 
     Attributes
     ----------
@@ -38,11 +46,15 @@ class RuntimeMesh:
         This rank's coordinate on each axis, in the mesh's order: what generated graphs take first.
     device_mesh : DeviceMesh or None
         One dimension an axis, in the mesh's order and under the axes' names; None without axes.
+    timeout : timedelta
+        That of the groups that are made here.
 
     Raises
     ------
     ParallelError
         If no ``torch.distributed`` world is running, or one of another size than the mesh has.
+    LostRankError
+        If a rank does not take part in making the groups.
 
     Examples
     --------
@@ -50,7 +62,7 @@ class RuntimeMesh:
     ()
     """
 
-    def __init__(self, mesh: Mesh, device_type: str | None = None) -> None:
+    def __init__(self, mesh: Mesh, device_type: str | None = None, timeout: timedelta | None = None) -> None:
         running = dist.is_available() and dist.is_initialized()
         world_size = dist.get_world_size() if running else 1
         if world_size != mesh.world_size:
@@ -66,13 +78,18 @@ class RuntimeMesh:
         self.device_type = device_type or ("cuda" if running and "nccl" in dist.get_backend() else "cpu")
         self.device_mesh: DeviceMesh | None = None
         self._groups: dict[str, dist.ProcessGroup] = {}
+        world = dist.group.WORLD if running else None
+        self.timeout = timeout or (timedelta(0) if world is None else timeout_of(world))
+        self._world = world if world is not None and timeout_of(world) == self.timeout else None
         if mesh.axes:
+            cuda: Any = torch.cuda
+            if self.device_type == "cuda" and not cuda.is_initialized() and "LOCAL_RANK" in os.environ:
+                cuda.set_device(int(os.environ["LOCAL_RANK"]))  # as init_device_mesh does
             names = tuple(axis.name for axis in mesh.axes)
-            with one_at_a_time():
-                self.device_mesh = DeviceMesh(self.device_type, rank_tensor(mesh), mesh_dim_names=names)
-            for name in names:
-                if is_safe(group := self.device_mesh.get_group(name)):  # the user's own world may not be
-                    self._groups[name] = group
+            groups = [self.process_group(name) for name in names]
+            self.device_mesh = DeviceMesh.from_group(
+                groups if len(groups) > 1 else groups[0], self.device_type, rank_tensor(mesh), mesh_dim_names=names
+            )
 
     def process_group(self, name: str) -> dist.ProcessGroup:
         """The group of this rank over the axes of the symbolic `name` (see `ir.group_name`), made on first use.
@@ -86,17 +103,30 @@ class RuntimeMesh:
             axes = [self.mesh.axis(axis) for axis in name.split(".")]
             world = tuple(range(self.mesh.world_size))
             groups = sorted({self.mesh.group_ranks(axes, rank) for rank in world})
-            if groups == [world] and dist.group.WORLD is not None and is_safe(dist.group.WORLD):
-                self._groups[name] = dist.group.WORLD
+            if groups == [world] and self._world is not None and is_safe(self._world):
+                self._groups[name] = self._world
             else:
-                enumeration = [list(group) for group in groups]
-                with one_at_a_time():
-                    self._groups[name], _ = dist.new_subgroups_by_enumeration(enumeration)  # type: ignore[no-untyped-call]
+                self._groups[name] = self._made([list(group) for group in groups], name)
         return self._groups[name]
+
+    def _made(self, groups: list[list[int]], name: str) -> dist.ProcessGroup:
+        def make() -> dist.ProcessGroup:
+            mine: dist.ProcessGroup
+            mine, _ = dist.new_subgroups_by_enumeration(groups, timeout=self.timeout)  # type: ignore[no-untyped-call]
+            return mine
+
+        with collective(f"making the groups over {axes_in_words(name)}", timeout=self.timeout), one_at_a_time():
+            # a thread of its own would not have this one's CUDA device
+            most = self.timeout + timedelta(seconds=len(groups))
+            return make() if self.device_type == "cuda" else in_time(make, most)
 
     def group_over(self, axes: Iterable[Axis]) -> dist.ProcessGroup:
         """The group of this rank over `axes`; there must be at least one."""
         return self.process_group(group_name(axes))
+
+    def everyone(self) -> dist.ProcessGroup:
+        """A group of all ranks, for one collective at a time; there must be several ranks."""
+        return self._world or self.group_over(self.mesh.axes)
 
     def bind(self, gm: fx.GraphModule) -> fx.GraphModule:
         """A generated graph that this rank can run: see `bound`."""
@@ -118,6 +148,16 @@ class RuntimeMesh:
         return found
 
 
+def axes_in_words(name: str) -> str:
+    """The axes of a symbolic group name, for a message.
+
+    >>> axes_in_words("gpu0.node0"), axes_in_words("gpu0")
+    ('the axes gpu0, node0', 'the axis gpu0')
+    """
+    names = name.split(".")
+    return f"the {'axis' if len(names) == 1 else 'axes'} {', '.join(names)}"
+
+
 def rank_tensor(mesh: Mesh) -> torch.Tensor:
     """The global rank at each coordinate: one dimension an axis, in the mesh's order.
 
@@ -133,9 +173,19 @@ def rank_tensor(mesh: Mesh) -> torch.Tensor:
     return ranks
 
 
+def group_of(node: fx.Node) -> dist.ProcessGroup | None:
+    """The group in which a collective of a bound graph runs; None for any other node."""
+    place = _group_argument(node)
+    if place is None:
+        return None
+    c10d: Any = distributed_c10d  # which does not list the function among its own
+    group: dist.ProcessGroup = c10d._resolve_process_group(place[1])
+    return group
+
+
 def _group_argument(node: fx.Node) -> tuple[int, str] | None:
     """Position and symbolic name of the group that a node's collective runs in; None for any other node."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in _COLLECTIVES:
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in COLLECTIVES:
         return None
     for index, argument in enumerate(node.target._schema.arguments):
         if argument.name == "group_name":

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from datetime import timedelta
 from hashlib import sha256
 from typing import Any, Protocol
 
@@ -16,9 +17,11 @@ from torch.utils.data import DistributedSampler
 
 from shardweave.errors import InputError, ParallelError
 from shardweave.ir import Layout, StepSpec, ValueSpec, axes_size
+from shardweave.runtime.agreement import from_all
 from shardweave.runtime.autograd import refuse_transforms
 from shardweave.runtime.execute import Executor, boxed
 from shardweave.runtime.inputs import localize
+from shardweave.runtime.lost import collective
 from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.parameters import distribute, local_tensor
 from shardweave.runtime.random import Seeds
@@ -72,9 +75,13 @@ class ParallelModule(nn.Module):
         The graph after each stage, for the user to look at.
     plan : object, optional
         The plan, for the user to look at.
+    timeout : timedelta, optional
+        How long a rank waits for the others in one collective; by default as ``init_process_group`` was told.
 
     Raises
     ------
+    LostRankError
+        If a rank does not take part.
     ParallelError
         If the world has another size than the step's mesh, if ranks have compiled different graphs, or if the model
         lacks a parameter of the step.
@@ -89,18 +96,21 @@ class ParallelModule(nn.Module):
         unflatten: Unflatten | None = None,
         graphs: Mapping[str, fx.GraphModule] | None = None,
         plan: Any = None,
+        timeout: timedelta | None = None,
     ) -> None:
         super().__init__()
         self.training = model.training
         self.spec = step.spec
-        self._seeds = Seeds(compare_graphs(step))
+        self._seeds = Seeds(compare_graphs(step, timeout))
         self.graphs = dict(graphs or {"forward": step.forward})
         self.plan = plan
         devices = {tensor.device.type for tensor in model.parameters()} - {"meta"}
-        self.mesh = RuntimeMesh(self.spec.mesh, devices.pop() if len(devices) == 1 else None)
+        self.mesh = RuntimeMesh(self.spec.mesh, devices.pop() if len(devices) == 1 else None, timeout)
         self._coordinates = self.spec.mesh.coordinates(self.mesh.rank)
         self._flatten = flatten or _positional
         self._unflatten = unflatten or _one_or_all
+        forward = self._bound(step.forward)  # all process groups are made before anything can fail on one rank alone
+        backward = None if step.backward is None else self._bound(step.backward)
         self._layouts = adopt(self, model, (*self.spec.parameters, *self.spec.buffers), self.mesh)
         self.unset = without_values(model)
         """Names of tensors that nobody has given a value yet: see `initialise`, `load_weights`, `load_state_dict`."""
@@ -108,8 +118,8 @@ class ParallelModule(nn.Module):
         self._execute = Executor(
             self.spec,
             self.mesh.coordinates,
-            self._bound(step.forward),
-            None if step.backward is None else self._bound(step.backward),
+            forward,
+            backward,
             finder(self, self.spec.parameters, "_parameters"),
             finder(self, self.spec.buffers, "_buffers"),
             () if step.backward is None else tangents_of_gradients(_alone(step), self.spec),
@@ -203,7 +213,7 @@ class ParallelModule(nn.Module):
         ParallelError
             On all ranks, if they give different seeds: replicas of a value would draw different numbers.
         """
-        seeds = _from_all(seed)
+        seeds = _from_all(seed, self.mesh.timeout)
         if len(set(seeds)) > 1:
             raise ParallelError(f"manual_seed expects one seed on all ranks, got {seeds}: give all the same")
         self._seeds = Seeds(seed)
@@ -281,7 +291,7 @@ class ParallelModule(nn.Module):
         state = self.state_dict(keep_vars=True)
         for name, tensor in state.items():
             if tensor not in whole:
-                whole[tensor] = gather(tensor, self.layout_of(name, tensor.shape), self.mesh)
+                whole[tensor] = gather(tensor, self.layout_of(name, tensor.shape), self.mesh, name)
         return {name: whole[tensor] for name, tensor in state.items()}
 
     def layout_of(self, name: str, shape: Sequence[int]) -> Layout:
@@ -303,7 +313,9 @@ class ParallelModule(nn.Module):
 
     def _all_reduced(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
         if self.mesh.device_mesh is not None:
-            dist.all_reduce(tensor, op)
+            group = self.mesh.everyone()
+            with collective("the all_reduce of the gradients' norm", group):
+                dist.all_reduce(tensor, op, group=group)
         return tensor
 
 
@@ -320,7 +332,7 @@ def _alone(step: Step) -> fx.GraphModule:
     return step.turns().backward(False, True) if several else step.backward  # type: ignore[misc]
 
 
-def compare_graphs(step: Step) -> int:
+def compare_graphs(step: Step, timeout: timedelta | None = None) -> int:
     """ParallelError on all ranks if they have generated different graphs: their collectives would not meet.
 
     Returns
@@ -329,7 +341,7 @@ def compare_graphs(step: Step) -> int:
         A seed on which the ranks agree: rank 0's of torch.
     """
     mine = step.spec.graph_hash or sha256(step.forward.code.encode()).hexdigest()
-    hashes, seeds = zip(*_from_all((mine, torch.initial_seed())), strict=True)
+    hashes, seeds = zip(*_from_all((mine, torch.initial_seed()), timeout), strict=True)
     if len(set(hashes)) > 1:
         ranks = {value: [rank for rank, other in enumerate(hashes) if other == value] for value in hashes}
         listed = "; ".join(f"ranks {ranks[value]}: {value[:12]}" for value in ranks)
@@ -340,18 +352,14 @@ def compare_graphs(step: Step) -> int:
     return int(seeds[0])
 
 
-def agreed_seed() -> int:
+def agreed_seed(timeout: timedelta | None = None) -> int:
     """The seed that rank 0 gave torch. Collective."""
-    return int(_from_all(torch.initial_seed())[0])
+    return int(_from_all(torch.initial_seed(), timeout)[0])
 
 
-def _from_all(value: Any) -> list[Any]:
+def _from_all(value: Any, timeout: timedelta | None = None) -> list[Any]:
     """What each rank gives, in their order; `value` alone where no other rank runs."""
-    if not dist.is_initialized() or dist.get_backend() == "fake":
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return from_all(value, "a comparison of what the ranks were given", timeout)
 
 
 def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[object]:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from shardweave.errors import ParallelError
+from shardweave.errors import LostRankError, ParallelError
 
 
 class Saving:
@@ -53,7 +53,8 @@ class Saving:
         except BaseException as error:  # kept for wait(): in a thread nobody would see it
             kept = " The checkpoint that was there before is as it was." if os.path.isdir(self.folder) else ""
             told = str(error).removesuffix(".")
-            self._error = ParallelError(f"the checkpoint {self.folder} could not be saved: {told}.{kept}")
+            kind = LostRankError if isinstance(error, LostRankError) else ParallelError
+            self._error = kind(f"the checkpoint {self.folder} could not be saved: {told}.{kept}")
             self._error.__cause__ = error
         self._work = _nothing  # lets go of the copies
 

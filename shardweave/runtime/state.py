@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from shardweave.errors import ParallelError
 from shardweave.ir import Layout, ParameterSpec
+from shardweave.runtime.agreement import everyone
+from shardweave.runtime.lost import collective
 from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.parameters import assemble, distribute, in_place, local_shard, local_tensor
 
@@ -50,7 +52,7 @@ def adopt(target: nn.Module, model: nn.Module, specs: Iterable[ParameterSpec], m
                     f"the step was compiled for {name!r} of shape {layout.global_shape}, but this model has it of "
                     f"shape {tuple(tensor.shape)}: compile the step for this model"
                 )
-            adopted[tensor] = _place(tensor, layout, mesh), layout
+            adopted[tensor] = _place(name, tensor, layout, mesh), layout
         placed, layout = adopted[tensor]
         if isinstance(placed, DTensor):
             layouts[name] = layout
@@ -94,25 +96,28 @@ def shard_whole(state: dict[str, Any], prefix: str, layouts: Mapping[str, Layout
             state[prefix + name] = distribute(part.to(mesh.device_type), layout, mesh)
 
 
-def gather(tensor: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.Tensor:
-    """The whole of `tensor`, which lies as `layout`, on every rank. Collective."""
+def gather(tensor: torch.Tensor, layout: Layout, mesh: RuntimeMesh, name: str = "a tensor") -> torch.Tensor:
+    """The whole of `tensor`, which lies as `layout`, on every rank; `name` is for an error. Collective."""
     local = in_place(local_tensor(tensor.detach()), layout)
     if not layout.shard_axes:
         return local.clone()
     group = mesh.group_over(layout.shard_axes)
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, local.contiguous(), group=group)
+    with collective(f"the all_gather of {name}", group):
+        dist.all_gather(parts, local.contiguous(), group=group)
     return assemble(dict(zip(dist.get_process_group_ranks(group), parts, strict=True)), layout, mesh.mesh)
 
 
-def _place(tensor: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.Tensor:
+def _place(name: str, tensor: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.Tensor:
     """This rank's part of rank 0's `tensor`: a DTensor parameter, or a buffer (plain where it is replicated)."""
     if tensor.is_meta:
         local = torch.empty(layout.local_shape, dtype=tensor.dtype, device=mesh.device_type)
     else:
         whole = tensor.detach().to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
         if mesh.device_mesh is not None:
-            dist.broadcast(whole.view(-1).view(torch.uint8), src=0)  # as bytes: backends lack some dtypes
+            flat = whole.view(-1).view(torch.uint8)  # as bytes: backends lack some dtypes
+            with collective(f"the broadcast of rank 0's {name}", everyone(mesh)):
+                dist.broadcast(flat, src=0, group=everyone(mesh))
         local = local_shard(whole, layout, mesh.mesh.coordinates(mesh.rank))
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(distribute(local, layout, mesh), requires_grad=tensor.requires_grad)

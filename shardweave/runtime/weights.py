@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from shardweave.errors import ParallelError
-from shardweave.runtime.initialise import compiled_module, fill
+from shardweave.runtime.agreement import in_step
+from shardweave.runtime.initialise import compiled_module, control_for, fill
 from shardweave.runtime.module import ParallelModule, _from_all
 from shardweave.runtime.parameters import local_tensor, ranges
 from shardweave.runtime.state import gather
@@ -58,7 +59,10 @@ def load_weights(parallel: nn.Module, path: str | os.PathLike[str], model: nn.Mo
     ...     sw.save_weights(parallel, folder + "/saved")
     ...     sw.load_weights(parallel, folder + "/saved")
     """
-    parallel = compiled_module(parallel)
+    in_step(control_for(parallel), "load_weights", lambda: _load(compiled_module(parallel), Path(path), model))
+
+
+def _load(parallel: ParallelModule, path: Path, model: nn.Module | None) -> None:
     tensors = _by_tensor(parallel)
     known = {name for names, _ in tensors for name in names}
     left = sorted(parallel.unset - known)
@@ -69,12 +73,12 @@ def load_weights(parallel: nn.Module, path: str | os.PathLike[str], model: nn.Mo
         )
     with ExitStack() as files, torch.no_grad():
         try:
-            stored = open_checkpoint(Path(path), files)
+            stored = open_checkpoint(path, files)
             problems += _mismatches(parallel, tensors, stored)
         except Exception as error:  # unpickling raises what it likes
             told = str(error) if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"
             problems.append(f"it cannot be read ({told})")
-        _raise_together(problems, f"{path} cannot be loaded")
+        _raise_together(parallel, problems, f"{path} cannot be loaded")
         if left and model is not None:
             fill(parallel, model, 0, None, left)
         try:
@@ -84,7 +88,7 @@ def load_weights(parallel: nn.Module, path: str | os.PathLike[str], model: nn.Mo
                     local_tensor(tensor.detach())[place].copy_(piece)
         except Exception as error:
             problems.append(f"reading failed on the way, after some of it was loaded ({type(error).__name__}: {error})")
-        _raise_together(problems, f"{path} is not loaded")
+        _raise_together(parallel, problems, f"{path} is not loaded")
     parallel.unset -= known
 
 
@@ -112,8 +116,15 @@ def save_weights(
     ParallelError
         On all ranks: if the folder has something in it, or it cannot be written; then nothing is left behind.
     """
-    parallel = compiled_module(parallel)
-    folder = Path(folder).absolute()
+
+    def save() -> None:
+        _save(compiled_module(parallel), Path(folder), max_shard_bytes, config)
+
+    in_step(control_for(parallel), "save_weights", save)
+
+
+def _save(parallel: ParallelModule, folder: Path, max_shard_bytes: float, config: Any) -> None:
+    folder = folder.absolute()
     scratch = folder.with_name(f".{folder.name}.unfinished")
     shards = _shards(parallel, max_shard_bytes)
     first = parallel.mesh.rank == 0
@@ -135,13 +146,13 @@ def save_weights(
         scratch.mkdir(parents=True)
 
     attempt(begin)
-    _raise_together(problem, "nothing is saved")
+    _raise_together(parallel, problem, "nothing is saved")
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = WHOLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         whole: dict[str, torch.Tensor] = {}
         for key, tensor in shard:
-            value = gather(tensor, parallel.layout_of(key, tensor.shape), parallel.mesh)
+            value = gather(tensor, parallel.layout_of(key, tensor.shape), parallel.mesh, key)
             if first and not problem:
                 whole[key] = value.cpu().contiguous()
             index[key] = name
@@ -157,7 +168,7 @@ def save_weights(
         os.replace(scratch, folder)
 
     attempt(finish)
-    _raise_together(problem, "nothing is saved")
+    _raise_together(parallel, problem, "nothing is saved")
 
 
 def _shards(parallel: ParallelModule, limit: float) -> list[list[tuple[str, torch.Tensor]]]:
@@ -216,9 +227,9 @@ def _difference(stored: Stored, tensor: torch.Tensor) -> str:
     return ""
 
 
-def _raise_together(problems: list[str], what: str) -> None:
+def _raise_together(parallel: ParallelModule, problems: list[str], what: str) -> None:
     """ParallelError on all ranks if one has problems: the first such rank's. Collective."""
-    everywhere = _from_all(problems)
+    everywhere = _from_all(problems, parallel.mesh.timeout)
     for rank, found in enumerate(everywhere):
         if found:
             where = "" if found == everywhere[0] else f" (on rank {rank})"
