@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import inspect
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,13 +17,19 @@ from rich.text import Text
 from shardweave.errors import InputError, ParallelError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from shardweave.cost_model import Cluster
 
 Factory = Annotated[str, typer.Argument(help="module:function that returns (model, example inputs).")]
-Machine = Annotated[str, typer.Option(help="A preset's name, or the path of a YAML file.")]
+Machine = Annotated[str, typer.Option(help="A preset's name, or the path of a cluster file.")]
 Nodes = Annotated[int | None, typer.Option(min=1, help="Number of nodes, for a preset.")]
-Limit = Annotated[float | None, typer.Option(min=0, help="Memory limit a device, in GiB.")]
+Limit = Annotated[
+    str | None, typer.Option(help="Memory limit a device, as 20GB or 20GiB; a number without a unit is in GiB.")
+]
 MixedPrecision = Annotated[str | None, typer.Option(help="Mixed precision: bf16 or fp16.")]
+
+VERBOSE = "--verbose"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -32,7 +41,9 @@ def _console() -> Console:
 
 
 @app.callback()
-def _about() -> None:
+def _about(
+    verbose: Annotated[bool, typer.Option(VERBOSE, help="Show the traceback of an error.")] = False,
+) -> None:
     """Plan and compile the training of one PyTorch model on many devices."""
 
 
@@ -85,11 +96,12 @@ def plan(
     """Plan a model for a cluster, without the cluster, and show the plan op by op."""
     import shardweave as sw
 
-    model, inputs = _built(factory)
+    _check_writable(out, trace)
     machine = _machine(cluster, nodes)
     weaving: dict[str, Any] = {"sub_batches": sub_batches, "recompute": recompute}
     weaving |= {"operator_slices": operator_slices or {}, "keep_gathered": keep_gathered, "quantize": quantize}
     options = sw.Options(memory_limit=_bytes(memory_limit), precision=precision, micro_batches=micro_batches, **weaving)
+    model, inputs = _built(factory)
     made = sw.plan(model, machine, inputs, options=options)
     _console().print(made.explain())
     if out is not None:
@@ -111,18 +123,19 @@ def compare(
     """Show what the planner's plan gains over DDP, ZeRO, FSDP, MiCS, Megatron-LM, AxoNN, Oases, Merak and OSDP."""
     import shardweave as sw
 
-    model, inputs = _built(factory)
     machine, console = _machine(cluster, nodes), _console()
+    options = sw.Options(memory_limit=_bytes(memory_limit), precision=precision)
     chosen = [each for each in sw.baselines.all_for(machine) if only.lower() in str(each).lower()]
     if not chosen:
         raise InputError(f"--only {only!r} names none of the baselines of {machine.name}: try a system's name, as DDP")
+    model, inputs = _built(factory)
     with console.status("planning") as status:
         found = sw.compare(
             model,
             machine,
             inputs,
             baselines=chosen,
-            options=sw.Options(memory_limit=_bytes(memory_limit), precision=precision),
+            options=options,
             progress=lambda name: status.update(f"planning {name}"),
         )
     console.print(found.explain(every))
@@ -171,46 +184,128 @@ def diff(
     _console().print(Plan.load(path).diff(Plan.load(other)))
 
 
-def _bytes(gib: float | None) -> int | None:
-    return None if gib is None else int(gib * 2**30)
+def _check_writable(*paths: Path | None) -> None:
+    """Make sure before the work that each of these files can be written after it; folders are made."""
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir():
+            raise InputError(f"{path} is a folder: name a file in it, as {path / 'plan.json'}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            existed = path.exists()
+            with path.open("a"):
+                pass
+            if not existed:
+                path.unlink()
+        except OSError as error:
+            raise InputError(f"cannot write {path}: {error.strerror or error}; name another file") from error
 
 
-def _built(factory: str) -> Any:
+def _bytes(limit: str | None) -> str | None:
+    """A memory limit as `Options` takes it: without a unit it is in GiB."""
+    try:
+        return limit and f"{float(limit)} GiB"
+    except ValueError:
+        return limit
+
+
+def _built(factory: str) -> tuple[nn.Module, Any]:
     """The model and its inputs, on no device."""
     import torch
+    from torch import nn
 
-    build = _load(factory)
-    with torch.device("meta"):
-        return build()
+    build, wanted = _load(factory), f"{factory} must be a function without arguments that returns (model, inputs)"
+    how = "as: def build(): return MyModel(), torch.zeros(32, 128, dtype=torch.long)"
+    if isinstance(build, nn.Module) or not callable(build):
+        raise InputError(f"{wanted}, got {_called(build)}; write one {how}")
+    try:
+        required = [each.name for each in inspect.signature(build).parameters.values() if _is_required(each)]
+    except (TypeError, ValueError):  # not every callable has a signature
+        required = []
+    if required:
+        raise InputError(f"{wanted}, but it needs {', '.join(required)}; write one {how}")
+    try:
+        with torch.device("meta"):
+            built = build()
+    except Exception as error:  # whatever the user's own code raises
+        raise InputError(f"{factory} raised {_at(error)}; {_MORE}") from error
+    if not (isinstance(built, tuple | list) and len(built) == 2 and isinstance(built[0], nn.Module)):
+        raise InputError(f"{wanted}, it returned {_called(built)}; return both {how}")
+    model, inputs = built
+    return model, inputs
+
+
+_MORE = "--verbose shows the whole traceback"
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    several = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is inspect.Parameter.empty and not several
+
+
+def _called(value: object) -> str:
+    """What a value is, in a few words.
+
+    >>> _called((1, "a")), _called(None)
+    ('a tuple of (int, str)', 'None')
+    """
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of ({', '.join(type(each).__name__ for each in value)})"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _at(error: BaseException) -> str:
+    """An error of the user's code in a line, with the place where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
 
 
 def _machine(cluster: str, nodes: int | None) -> Cluster:
     """The preset or the file that is named."""
     from shardweave.cost_model import Cluster
 
-    is_file = cluster.endswith((".yaml", ".yml"))
-    if is_file and nodes is not None:
+    if nodes is None:
+        return Cluster.of(cluster)
+    if cluster not in Cluster.presets() and (Path(cluster).suffix or Path(cluster).exists()):
         raise InputError(f"--nodes {nodes} goes with a preset, but {cluster!r} is a file, which has its own levels")
-    return Cluster.load(cluster) if is_file else Cluster.preset(cluster, nodes=nodes)
+    return Cluster.preset(cluster, nodes=nodes)
 
 
 def _load(factory: str) -> Any:
-    """The function that ``module:function`` names; modules of the current folder are found too."""
+    """What ``module:function`` names; modules of the current folder are found too."""
     module_name, _, name = factory.partition(":")
     if not module_name or not name:
         raise InputError(f"expected module:function, got {factory!r}, for example examples.train:build")
     sys.path.insert(0, "")
     try:
-        return getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"cannot find {factory!r}: {error}; write it as module:function") from error
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"cannot find {factory!r}: {error}; write it as module:function, as seen from the current folder"
+        ) from error
+    except Exception as error:  # whatever the user's own module raises as it is loaded
+        raise InputError(f"{module_name} cannot be imported, it raised {_at(error)}; {_MORE}") from error
+    if not hasattr(module, name):
+        there = [each for each in vars(module) if not each.startswith("_") and callable(getattr(module, each))]
+        close = difflib.get_close_matches(name, there, n=1)
+        meant = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(there[:8]) or 'no function'}"
+        raise InputError(f"cannot find {factory!r}: module {module_name!r} has no {name!r}{meant}")
+    return getattr(module, name)
 
 
 def main() -> None:
-    """Run the command line; an error of shardweave is one line and exit code 1, not a traceback."""
+    """Run the command line; an error of shardweave is one line and exit code 1, not a traceback.
+
+    With ``--verbose``, before the command or behind it, the traceback is shown.
+    """
+    arguments = [each for each in sys.argv[1:] if each != VERBOSE]
     try:
-        app()
+        app(arguments)
     except ParallelError as error:
+        if VERBOSE in sys.argv:
+            raise
         # Messages hold layouts such as [gpu0 4, 16], which must not be read as markup.
         Console(stderr=True).print(Text(f"{type(error).__name__}: ", "bold red") + Text(str(error)), soft_wrap=True)
         raise SystemExit(1) from None

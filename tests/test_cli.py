@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardweave import cli
+from shardweave.errors import InputError
 from tests.models import mlp
 
 SIZES = (8, 16, 32, 8)
@@ -19,6 +20,22 @@ SIZES = (8, 16, 32, 8)
 def build() -> tuple[nn.Module, dict[str, Tensor]]:
     """A factory as a user would name it on the command line."""
     return mlp.build(SIZES), {"x": torch.zeros(8, SIZES[0]), "targets": torch.zeros(8, SIZES[-1])}
+
+
+def model_alone() -> nn.Module:
+    return mlp.build(SIZES)
+
+
+def nothing() -> None:
+    """A factory that forgets to return."""
+
+
+def needs_arguments(width: int, depth: int, bias: bool = True) -> None:
+    """A factory that nobody can call."""
+
+
+def raises() -> float:
+    return 1 / 0
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -75,6 +92,21 @@ def test_compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         (["plan", "tests.test_cli:build", "--cluster", "no-preset"], "no-preset"),
         (["plan", "tests.test_cli:build", "--cluster", "no.yaml"], "no.yaml"),
         (["plan", "tests.test_cli:build", "--cluster", "no.yaml", "--nodes", "2"], "--nodes"),
+        (["plan", "tests.test_cli:build", "--cluster", "dgx-a10"], "did you mean 'dgx-a100'"),
+        (["plan", "tests.test_cli:bild", "--cluster", "dgx-a100"], "did you mean 'build'"),
+        (["plan", "tests.test_cli:model_alone", "--cluster", "dgx-a100"], "(model, inputs), it returned a"),
+        (["plan", "tests.test_cli:nothing", "--cluster", "dgx-a100"], "it returned None; return both"),
+        (["plan", "tests.test_cli:needs_arguments", "--cluster", "dgx-a100"], "but it needs width, depth"),
+        (["plan", "tests.test_cli:raises", "--cluster", "dgx-a100"], "raised ZeroDivisionError: division by zero ("),
+        (["plan", "tests.test_cli:SIZES", "--cluster", "dgx-a100"], "got a tuple of (int, int, int, int)"),
+        (["compare", "tests.test_cli:nothing", "--cluster", "dgx-a100"], "it returned None"),
+        (["plan", "tests.test_cli:build", "--cluster", "dgx-a100", "--memory-limit", "20 GX"], "20GB"),
+        (["plan", "tests.test_cli:build", "--cluster", "dgx-a100", "--memory-limit", "-1"], "memory_limit"),
+        (["plan", "tests.test_cli:build", "--cluster", "dgx-a100", "--precision", "bf17"], "bf17"),
+        (["plan", "tests.test_cli:build", "--cluster", "dgx-a100", "--recompute", "some"], "recompute"),
+        (["plan", "tests.test_cli:build", "--cluster", "dgx-a100", "--out", "tests"], "tests is a folder"),
+        (["plan", "tests.test_cli:build", "--cluster", "dgx-a100", "--out", "README.md/a.json"], "cannot write README"),
+        (["plan", "tests.test_cli:build", "--cluster", "dgx-a100", "--trace", "/proc/none/a.json"], "cannot write /"),
         (["explain", "no.json"], "no.json"),
     ],
 )
@@ -84,3 +116,24 @@ def test_bad_input_is_one_line(
     assert call(monkeypatch, *arguments) == 1
     printed = capsys.readouterr().err
     assert wanted in printed and "Error: " in printed and "Traceback" not in printed
+    assert printed.count("\n") == 1
+
+
+def test_the_traceback_of_the_users_code_is_shown_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments in (["plan", "--verbose"], ["--verbose", "plan"]):
+        monkeypatch.setattr(sys, "argv", ["shardweave", *arguments, "tests.test_cli:raises", "--cluster", "dgx-a100"])
+        with pytest.raises(InputError) as raised:
+            cli.main()
+        assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+def test_the_folder_of_a_plan_is_made_before_planning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    saved = tmp_path / "new" / "folder" / "plan.json"
+    arguments = ["plan", "tests.test_cli:build", "--cluster", "local-cpu", "--memory-limit", "1GB", "--out", str(saved)]
+    assert call(monkeypatch, *arguments) == 0
+    assert saved.exists()
+    assert call(monkeypatch, *arguments[:-1], str(tmp_path / "other" / "plan.json"), "--memory-limit", "1B") == 1
+    assert "no plan fits" in capsys.readouterr().err
+    assert not (tmp_path / "other" / "plan.json").exists()

@@ -311,9 +311,9 @@ class Cluster:
         """
         if name not in cls.presets():
             close = difflib.get_close_matches(str(name).lower(), cls.presets(), n=3, cutoff=0.5)
-            meant = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+            meant = f"did you mean {' or '.join(map(repr, close))}? Or another: " if close else ""
             raise ClusterError(
-                f"no preset is called {name!r}; {meant}There are {', '.join(cls.presets())}. "
+                f"no preset is called {name!r}: {meant}there are {', '.join(cls.presets())}. "
                 "A file of your own is named by its path, as 'cluster.yaml' (docs/cluster.md)"
             )
         with resources.as_file(resources.files("shardweave.cost_model") / "presets" / f"{name}.yaml") as path:

@@ -72,8 +72,8 @@ def test_a_cluster_is_a_preset_a_file_or_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("cluster", "message"),
-    [("dgx_a10", "no preset is called 'dgx_a10'; did you mean 'dgx-a100'.*There are dgx-a100, .*cluster.yaml"),
-     ("laptop", "no preset is called 'laptop'.*There are dgx-a100"),
+    [("dgx_a10", "no preset is called 'dgx_a10': did you mean 'dgx-a100'.*there are dgx-a100, .*cluster.yaml"),
+     ("laptop", "no preset is called 'laptop'.*there are dgx-a100"),
      ("none.yaml", "none.yaml: expected a readable cluster file"),
      (8, "expected a Cluster, a preset's name or the path of a cluster file, got int")],
 )  # fmt: skip
