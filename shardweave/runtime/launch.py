@@ -296,6 +296,7 @@ def _run_rank(
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but missing from its __all__
 
     from shardweave.runtime.gloo import one_at_a_time
+    from shardweave.runtime.lost import collective
     from shardweave.runtime.saving import finish_saving
 
     torch.set_num_threads(1)  # also because OpenMP's threads do not survive a fork
@@ -320,7 +321,8 @@ def _run_rank(
     result = fn(*args)
     finish_saving()  # a rank leaves without joining its threads
     if dist.is_initialized():
-        dist.barrier()  # or a rank that leaves early would break the connections of those still at work
+        with collective("waiting for the others at the end"):
+            dist.barrier()  # or a rank that leaves early would break the connections of those still at work
     return result
 
 

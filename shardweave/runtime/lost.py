@@ -177,10 +177,20 @@ def lost_rank(
     left = _APART if apart and not gone else _NOTHING_LEFT
     found = LostRankError(
         f"rank {me} could not finish {doing}, a collective of {others}{f' ({where})' if where else ''}{within}: "
-        f"{cause}. {left} The backend says: {str(error).splitlines()[0]}"
+        f"{cause}. {left} The backend says: {_brief(error)}"
     )
     _failures.setdefault(group if apart and not gone else world, found)
     return found
+
+
+def _brief(error: RuntimeError) -> str:
+    """A backend's message without the place in its source, and without its advice.
+
+    >>> _brief(RuntimeError("[/pytorch/gloo/pair.cc:537] Read error: Connection reset. This is typically caused by"))
+    'Read error: Connection reset'
+    """
+    line = re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\] *", "", (str(error).splitlines() or [""])[0])
+    return line.partition(" This is typically")[0].rstrip(".")
 
 
 _NOTHING_LEFT = (
