@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from shardweave.annotations import is_of, readable
+from shardweave.brief import brief
 from shardweave.errors import PlanError
 from shardweave.ir import ALL, Grid, Mode, Quantized, Strategy, Traffic, Weaving
 from shardweave.precision import Precision
@@ -185,6 +186,9 @@ class Options:
         if self.micro_batches is not None and self.micro_batches < 1:
             raise PlanError(f"micro_batches counts parts of a batch and must be positive, got {self.micro_batches}")
         _ = self.weaving  # which checks what it is made of
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     @property
     def turns(self) -> int:

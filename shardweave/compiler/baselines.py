@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from shardweave.brief import brief
 from shardweave.compiler.api import plan as make_plan
 from shardweave.compiler.compiler import Progress
 from shardweave.compiler.plan import Plan
@@ -54,6 +55,9 @@ class Baseline:
     setting: str
     source: str
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     def __str__(self) -> str:
         return f"{self.name} {self.setting}".strip()

@@ -42,6 +42,9 @@ class Entry:
     times: Mapping[int, float]
     reason: str = ""
 
+    def __repr__(self) -> str:
+        return f"<Entry {self.baseline}: {self.plan!r}>" if self.plan else f"<Entry {self.baseline}: {self.reason}>"
+
     @property
     def step_time(self) -> float:
         """Seconds; infinite where there is no plan."""
@@ -70,6 +73,10 @@ class Comparison:
     def gain(self) -> float:
         """How much longer a step of the best baseline takes, relative to the planner's own; infinite without one."""
         return self.best.step_time / self.own.step_time - 1 if self.best is not None else float("inf")
+
+    def __repr__(self) -> str:
+        best = f", the best of which, {self.best.baseline}, takes {100 * self.gain:.1f} % longer" if self.best else ""
+        return f"<Comparison of {self.own.plan!r} with {len(self.baselines)} baselines{best}>"
 
     def explain(self, every: bool = False) -> Report:
         """A row for each system, of its fastest setting; or one for every setting."""

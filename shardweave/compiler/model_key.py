@@ -19,6 +19,10 @@ class ModelKey:
     inputs: Mapping[str, Shape] = field(default_factory=dict)
     precision: Precision | None = None
 
+    def __repr__(self) -> str:
+        precision = f", {self.precision}" if self.precision is not None else ""
+        return f"<ModelKey of {len(self.parameters)} parameters and {len(self.inputs)} inputs{precision}>"
+
     def differences(self, given: ModelKey, places: tuple[str, str] = ("in the plan", "here")) -> list[str]:
         """What a model and its call have else than a plan with this key, each in words; `places` says where each is.
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from shardweave.brief import brief
 from shardweave.ir import Strategy
 
 _FIGURES = ("seconds", "communication_seconds", "state_bytes", "saved_bytes", "transient_bytes")
@@ -55,6 +56,9 @@ class OpChoice:
     transient_bytes: int = 0
     runner_up: RunnerUp | None = None
     params: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     @property
     def memory(self) -> int:

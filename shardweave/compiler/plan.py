@@ -18,6 +18,7 @@ from shardweave.compiler.op_choice import OpChoice
 from shardweave.cost_model.cluster import Cluster
 from shardweave.errors import ParallelError, PlanError
 from shardweave.ir import Weaving
+from shardweave.units import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
     from shardweave.cost_model.timeline import Timeline
@@ -113,6 +114,14 @@ class Plan:
     savings: tuple[Saving, ...] = ()
     _timeline: Callable[[bool], Timeline] | None = field(default=None, repr=False, compare=False)
     _resolve: Callable[[Plan, dict[str, Any]], Plan] | None = field(default=None, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        limit = f" of {readable_bytes(self.memory_limit)}" if self.memory_limit else ""
+        return (
+            f"<Plan of {len(self.choices)} ops for {self.cluster.name} ({self.cluster.world_size} devices): "
+            f"{readable_seconds(self.step_time)} a step, {readable_bytes(self.peak_memory)}{limit} a device, "
+            f"{self.status}>"
+        )
 
     @property
     def tokens_per_second(self) -> float:

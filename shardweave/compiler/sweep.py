@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from shardweave.brief import brief
 from shardweave.compiler.plan import Plan
 from shardweave.cost_model import Cluster, ClusterLike
 from shardweave.errors import InfeasibleError, PlanError
@@ -34,6 +35,9 @@ class Point:
     reason: str = ""
     batch: int = 0
 
+    def __repr__(self) -> str:
+        return brief(self)
+
     @property
     def seconds(self) -> float:
         """What a step takes; a sample of it, where the batch size is open. Infinite without a plan."""
@@ -57,6 +61,10 @@ class Sweep:
     """
 
     points: tuple[Point, ...]
+
+    def __repr__(self) -> str:
+        fastest = f"; the fastest: {self.best!r}" if self.plans else ""
+        return f"<Sweep of {len(self.points)} points, {len(self.plans)} with a plan{fastest}>"
 
     @property
     def plans(self) -> tuple[Plan, ...]:

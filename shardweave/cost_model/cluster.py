@@ -26,6 +26,7 @@ from shardweave.cost_model.levels import Level
 from shardweave.cost_model.measured import Measured
 from shardweave.errors import ClusterError
 from shardweave.ir import Mesh
+from shardweave.units import readable_bytes
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,9 @@ class Device:
         if self.allocator not in ("cuda", "cpu"):
             raise ClusterError(f"device.allocator: expected 'cuda' or 'cpu', got {self.allocator!r}")
 
+    def __repr__(self) -> str:
+        return f"<Device {self.name}: {readable_bytes(self.memory)}, {self.flops['float32']:.3g} FLOP/s in float32>"
+
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s for `dtype`; that of float32 where it is not listed."""
         return self.flops.get(dtype, self.flops["float32"])
@@ -181,6 +185,11 @@ class Cluster:
             self.measured.collectives.check([(level.name, level.size) for level in self.levels])
         # Computed once, as it keys the caches of costs; from the fingerprint, to be the same in every process.
         object.__setattr__(self, "_hash", int(self.fingerprint, 16))
+
+    def __repr__(self) -> str:
+        sizes = " x ".join(f"{level.size} {level.name}" for level in reversed(self.levels))
+        memory = readable_bytes(self.device.memory)
+        return f"<Cluster {self.name}: {sizes} = {self.world_size} devices, each {self.device.name}, {memory}>"
 
     def __hash__(self) -> int:
         return int(vars(self)["_hash"])

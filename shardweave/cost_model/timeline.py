@@ -104,6 +104,12 @@ class Timeline:
     loads: tuple[tuple[float, tuple[float, ...]], ...] = field(default=(), repr=False)
     acts: tuple[Act, ...] = field(default=(), repr=False)
 
+    def __repr__(self) -> str:
+        return (
+            f"<Timeline on {self.cluster}: {readable_seconds(self.step_time)} a step, of which exposed communication "
+            f"{readable_seconds(self.exposed_communication)}; at most {readable_bytes(self.peak_memory)}>"
+        )
+
     @property
     def compute_time(self) -> float:
         """Seconds in which the compute stream computes, optimizer step and slowdown by communication included."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardweave.brief import brief
 from shardweave.errors import LayoutError
 from shardweave.ir.axes import Axis, Mesh
 
@@ -30,6 +31,9 @@ class Grid:
     @property
     def size(self) -> int:
         return self.x * self.y * self.z * self.data * self.experts
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     def __str__(self) -> str:
         experts = f", experts {self.experts}" if self.experts > 1 else ""
@@ -182,6 +186,9 @@ class Strategy:
         sizes = Grid(*data["grid"])
         stages = data.get("states", 0), data.get("gradients", 0)
         return cls(sizes, data["rest"], data["y_inside"], *stages, data.get("slices", 1))
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     def __str__(self) -> str:
         free = self.grid.z * self.grid.data

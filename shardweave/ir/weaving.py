@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from shardweave.brief import brief
 from shardweave.errors import PlanError
 from shardweave.ir.step import Traffic
 from shardweave.units import readable_ranges
@@ -134,6 +135,9 @@ class Weaving:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Weaving:
         return cls(**data)
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     def __str__(self) -> str:
         return ", ".join(choice for choice in self.without() if choice != _UNDER)

@@ -97,3 +97,24 @@ def test_a_clusters_name_goes_wherever_a_cluster_does(tmp_path: Path) -> None:
     assert sw.compile_parallel(model, tmp_path / "one.yaml", x)(x).shape == (16, 8)
     compiled = torch.compile(model, backend="shardweave", options={"cluster": str(tmp_path / "one.yaml")})
     assert compiled(x).shape == (16, 8)
+
+
+def test_what_a_user_meets_has_a_short_repr() -> None:
+    """A line or two, whatever the model; explain() has the rest."""
+    model, x = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12))), torch.zeros(16, 16)
+    options = sw.Options(memory_limit="1GB", force={"0": "zero3"})
+    plan = sw.plan(model, sw.Cluster.local(2), x, options=options)
+    swept = sw.plan(model, sw.Cluster.local(2), x, sweep=["1GB"])
+    choice = plan.choices["0"]
+    shown = (
+        plan, plan.cluster, plan.cluster.device, plan.model_key, plan.weaving, choice, choice.strategy, plan.timeline(),
+        options, sw.Options(), swept, swept.points[0], sw.baselines.fsdp(), sw.Cluster.preset("dgx-h100", nodes=4),
+    )  # fmt: skip
+    for each in shown:
+        assert type(each).__name__ in repr(each) and len(repr(each)) < 300, repr(each)
+    assert repr(options) == "Options(memory_limit=1000000000, force={'0': 'zero3'})"
+    assert repr(sw.Options()) == "Options()"
+    names = dict(vars(sw))
+    assert eval(repr(options), names) == options and eval(repr(choice.strategy), names) == choice.strategy
+    assert "12 ops" in repr(plan) and "a step" in repr(plan) and "of 953.7 MiB a device" in repr(plan)
+    assert str(plan) == repr(plan)
