@@ -173,7 +173,7 @@ class Strategy:
         """As plain types; `from_dict` is its inverse.
 
         >>> Strategy.from_dict(Strategy(Grid(data=8), states=8).to_dict())
-        Strategy(grid=Grid(x=1, y=1, z=1, data=8, experts=1), rest=1, y_inside=False, states=8, gradients=8, slices=1)
+        Strategy(grid=Grid(data=8), states=8, gradients=8)
         """
         grid = self.grid
         sizes = [grid.x, grid.y, grid.z, grid.data, *([grid.experts] if grid.experts > 1 else [])]

@@ -25,7 +25,7 @@ def ranking(
     >>> from shardweave.validation.clusters import cluster_of
     >>> cluster, small = cluster_of("axonn").fitted(4, 2), GPTConfig(256, 2048, 2, 8, 1024)
     >>> ranking(cluster, small, batch=8, degree=4)[0]  # data parallelism between nodes, weights gathered inside
-    Grid(x=1, y=1, z=4, data=2, experts=1)
+    Grid(z=4, data=2)
     """
     devices = cluster.world_size
     powers = [2**exponent for exponent in range(devices.bit_length())]
