@@ -131,8 +131,9 @@ def constants(parallel: Any) -> list[torch.Tensor]:
 
 def measure_all(case: Case, ranks: int, plans: list[dict[str, Any]]) -> list[Figures]:
     """In one rank: the step of each plan in turn, compiled as `compile_parallel` does."""
-    compiler = Compiler(case.model(), sw.Cluster.local(ranks), case.batch(0), None, None)
-    return [measure(case, compiler.compile(sw.Plan.from_dict(plan))) for plan in plans]
+    model = case.model()
+    compiler = Compiler(model, sw.Cluster.local(ranks), case.batch(0), None, None)
+    return [measure(case, compiler.compile(model, sw.Plan.from_dict(plan))) for plan in plans]
 
 
 def prepare(case: Case, ranks: int, ways: Mapping[str, Options]) -> list[tuple[str, sw.Plan, Timeline]]:

@@ -131,7 +131,7 @@ def _measure(name: str, cluster: sw.Cluster, count: int, rounds: int) -> list[Ro
     compiled: dict[str, sw.ParallelModule] = {}
     for label, force in plans(count).items():
         compiler.options = Options(force=force(compiler.annotated.ops, cluster.mesh()))
-        compiled[label] = compiler.compile(compiler.plan())
+        compiled[label] = compiler.compile(model, compiler.plan())
     lowered = {label: compiler.lower(parallel.plan) for label, parallel in compiled.items()}
     graphs = [graph for one in lowered.values() for graph in (one.step.forward, one.step.backward) if graph is not None]
     compiler.cluster = profiled_ops(cluster, graphs)

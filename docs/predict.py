@@ -6,6 +6,7 @@ Ten minutes on one core; `--only NAME` prints the section of one model instead.
 from __future__ import annotations
 
 import argparse
+import math
 import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -198,11 +199,11 @@ def section(name: str, case: Case) -> str:
     image = DOCS / "images" / f"prediction-{name}.png"
     timeline = plan.timeline()
     timeline.plot(memory_limit=plan.memory_limit).savefig(image, dpi=75)
-    parameters = sum(p.numel() for p in compiler.model.parameters())
+    parameters = sum(math.prod(shape) for shape in compiler.model_key.parameters.values())
     flops = plan.model_flops
     lines = [
         f"## {case.title}\n",
-        f"`transformers.{type(compiler.model).__name__}`: {case.sizes}; {parameters / 1e9:,.1f} billion parameters. A "
+        f"`transformers.{compiler.name}`: {case.sizes}; {parameters / 1e9:,.1f} billion parameters. A "
         f"step is {case.sequences:,} sequences of {case.length:,} tokens, {plan.tokens / 1e6:.1f} million, and "
         f"{flops:.3g} FLOPs without recomputation, attention counted in full.\n",
         _headline(plan, timeline.step_time),

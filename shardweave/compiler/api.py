@@ -167,7 +167,7 @@ class LazyParallelModule(nn.Module):
         self, model: nn.Module, cluster: Cluster, plan: Plan | None, options: Options | None, progress: Progress | None
     ) -> None:
         super().__init__()
-        self._arguments = model, cluster, plan, options, progress
+        self._arguments: tuple[Any, ...] = model, cluster, plan, options, progress
         self.compiled: nn.Module | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,6 +175,7 @@ class LazyParallelModule(nn.Module):
         if self.compiled is None:
             model, cluster, plan, options, progress = self._arguments
             self.compiled = Compiler.compiled(model, cluster, (args, kwargs), plan, options, progress)
+            self._arguments = ()  # the user's model is not kept
         return self.compiled(*args, **kwargs)
 
     def _first(self, what: str) -> nn.Module:

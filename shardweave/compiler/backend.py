@@ -201,7 +201,7 @@ class _WholeCompiler(Compiler):
         self._given = captured
         super().__init__(captured.graph, request.cluster, None, request.options, None)
 
-    def _capture(self, _: Any) -> Captured:
+    def _capture(self, *_: Any) -> Captured:
         return self._given
 
     def _forced(self, annotated: Annotated, mesh: Mesh) -> dict[str, list[Strategy]]:

@@ -44,7 +44,10 @@ limit close by, asks for much the same."""
 
 
 class Compiler:
-    """One model on one cluster: captured and annotated once, then planned and lowered."""
+    """One model on one cluster: captured and annotated once, then planned and lowered.
+
+    It does not keep the model, so that a plan, which keeps its compiler, does not keep the weights.
+    """
 
     def __init__(
         self,
@@ -54,17 +57,17 @@ class Compiler:
         options: Options | None,
         progress: Progress | None,
     ) -> None:
-        self.model, self.cluster = model, Cluster.of(cluster)
+        self.name, self.cluster = type(model).__name__, Cluster.of(cluster)
         self.options = options or Options()
         self.progress = progress or (lambda _: None)
         self._shards_of: deque[tuple[tuple[object, ...], dict[int, Shards]]] = deque(maxlen=KEPT)
         self._judged: Known = deque(maxlen=JUDGED)
         self.progress("capture")
-        self.captured: Captured = self._capture(example_inputs)
+        self.captured: Captured = self._capture(model, example_inputs)
         self.steps = Steps(self.captured, self.options)
 
-    def _capture(self, example_inputs: Any) -> Captured:
-        return capture(self.model, example_inputs, self.options.mixed)
+    def _capture(self, model: nn.Module, example_inputs: Any) -> Captured:
+        return capture(model, example_inputs, self.options.mixed)
 
     @property
     def annotated(self) -> Annotated:
@@ -104,8 +107,7 @@ class Compiler:
         """Of a step of so many micro-batches, from an earlier plan."""
         limit = self.options.limit(self.cluster)
         options = replace(self.options, memory_limit=limit, micro_batches=micro_batches)
-        name = type(self.model).__name__
-        return Planning(self.steps, self.cluster, options, self._forced, self.judge, self.progress, name, start)
+        return Planning(self.steps, self.cluster, options, self._forced, self.judge, self.progress, self.name, start)
 
     def _resolved(self, start: Plan, changes: dict[str, Any]) -> Plan:
         """A plan with other options, from an earlier one."""
@@ -249,15 +251,15 @@ class Compiler:
             mine = made[0].options, made[0].model_key
             given = in_step(control, "the comparison of the ranks' models", lambda: mine)
             raise ParallelError(unlike([each for each in given if each is not None]))
-        return made[0].compile(plan)
+        return made[0].compile(model, plan)
 
     def digest(self) -> str:
         """A fingerprint of what has to be the same on all ranks: the options, and the names and shapes of the model."""
         text = repr((_in_words(self.options), self.model_key.to_dict()))
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def compile(self, plan: Plan | None) -> ParallelModule:
-        """The step of a plan, or of the best one, on the running world. Collective."""
+    def compile(self, model: nn.Module, plan: Plan | None) -> ParallelModule:
+        """The step of a plan, or of the best one, for the captured `model`, on the running world. Collective."""
         control = control_of(self.options)
         chosen = plan or self.agreed_plan()
         lowered = self.lowered_together(chosen)
@@ -268,7 +270,7 @@ class Compiler:
 
         def build() -> None:
             module = ParallelModule(
-                self.model,
+                model,
                 lowered.step,
                 flatten=call.flatten,
                 unflatten=call.unflatten,
