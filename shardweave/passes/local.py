@@ -89,6 +89,7 @@ class LocalGraph:
         found = [node for node in self.graph.nodes if node.op == "placeholder"] if last else []
         with self.graph.inserting_after(found[-1]) if found else contextlib.nullcontext():
             node = self.graph.placeholder(identifier)
+        node.target = node.name  # an input may be called as a parameter is
         with self.fake:
             node.meta["val"] = torch.empty(layout.local_shape, dtype=value.dtype, device=value.device)
         node.meta[META] = NodeInfo(layouts=(layout,), op=origin.op, backward=origin.backward)
