@@ -187,6 +187,7 @@ def unbind(d: Draw) -> Call:
 
 
 @case(aten.split.Tensor)
+@case(aten.unsafe_split.Tensor)
 def split(d: Draw) -> Call:
     size = d.sizes(1, 3)
     dim = d.dim(len(size))
@@ -194,6 +195,7 @@ def split(d: Draw) -> Call:
 
 
 @case(aten.split_with_sizes.default)
+@case(aten.unsafe_split_with_sizes.default)
 def split_with_sizes(d: Draw) -> Call:
     size = d.sizes(1, 3)
     dim = d.dim(len(size))
