@@ -48,6 +48,10 @@ class InputError(ParallelError):
     """A call's inputs differ from those that the step was compiled for."""
 
 
+class IndexRangeError(InputError, IndexError):
+    """An index lies outside of what it looks up, such as a token that an embedding has no row for."""
+
+
 class VerifyError(ParallelError):
     """A pass left the graph in a state that it must not be in: a bug in shardweave."""
 

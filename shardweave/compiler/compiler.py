@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from shardweave.compiler.capture import Captured, capture
 from shardweave.compiler.collection import collected_later
+from shardweave.compiler.index_checks import index_checks
 from shardweave.compiler.judge import Decision, Judge, Known
 from shardweave.compiler.model_key import ModelKey
 from shardweave.compiler.pipeline import Annotated, Compiled, Shards, lower
@@ -277,6 +278,7 @@ class Compiler:
                 graphs=lowered.graphs,
                 plan=made,
                 timeout=self.options.patience,
+                checks=index_checks(self.annotated.captured) if self.cluster.world_size > 1 else None,
             )
             modules.append(module)
 

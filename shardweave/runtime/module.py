@@ -20,6 +20,7 @@ from shardweave.ir import Layout, StepSpec, ValueSpec, axes_size
 from shardweave.runtime.agreement import from_all
 from shardweave.runtime.autograd import refuse_transforms
 from shardweave.runtime.execute import Executor, boxed
+from shardweave.runtime.index_range import IndexChecks
 from shardweave.runtime.inputs import localize
 from shardweave.runtime.lost import collective
 from shardweave.runtime.mesh import RuntimeMesh
@@ -77,6 +78,8 @@ class ParallelModule(nn.Module):
         The plan, for the user to look at.
     timeout : timedelta, optional
         How long a rank waits for the others in one collective; by default as ``init_process_group`` was told.
+    checks : IndexChecks, optional
+        What indices among the inputs are checked for, on the whole batch.
 
     Raises
     ------
@@ -97,6 +100,7 @@ class ParallelModule(nn.Module):
         graphs: Mapping[str, fx.GraphModule] | None = None,
         plan: Any = None,
         timeout: timedelta | None = None,
+        checks: IndexChecks | None = None,
     ) -> None:
         super().__init__()
         self.training = model.training
@@ -114,6 +118,7 @@ class ParallelModule(nn.Module):
         self._layouts = adopt(self, model, (*self.spec.parameters, *self.spec.buffers), self.mesh)
         self.unset = without_values(model)
         """Names of tensors that nobody has given a value yet: see `initialise`, `load_weights`, `load_state_dict`."""
+        self._checks = checks
         make = step.turns
         self._execute = Executor(
             self.spec,
@@ -135,6 +140,8 @@ class ParallelModule(nn.Module):
         ------
         InputError
             If a tensor has another shape or dtype than the step was compiled for.
+        IndexRangeError
+            If an index lies outside of what it looks up: a token that an embedding has no row for.
         ParallelError
             If the model was on the meta device and a tensor has no value yet.
         """
@@ -145,11 +152,22 @@ class ParallelModule(nn.Module):
                 "load_state_dict before the first call"
             )
         refuse_transforms(self._execute, (args, kwargs))
-        inputs = localize(self._flatten(args, kwargs), self.spec.inputs, self._coordinates, self.mesh.device_type)
+        given = self._flatten(args, kwargs)
+        inputs = localize(given, self.spec.inputs, self._coordinates, self.mesh.device_type)
+        self._check_indices(given)
         outputs = self._execute(inputs)
         return self._unflatten(
             [self._shown(value, spec) for value, spec in zip(outputs, self.spec.outputs, strict=True)]
         )
+
+    def _check_indices(self, given: Sequence[object]) -> None:
+        """Refuse an index that is out of range on all ranks, where they have the whole batch; a GPU does it itself."""
+        if self._checks is None or self.mesh.device_type != "cpu":
+            return
+        whole = [value for value, spec in zip(given, self.spec.inputs, strict=True)
+                 if isinstance(value, torch.Tensor) and tuple(value.shape) == spec.layout.global_shape]  # fmt: skip
+        if len(whole) == len(given):
+            self._checks(whole)
 
     def _bound(self, graph: fx.GraphModule) -> Boxed:
         return boxed(graph, self.mesh.bound(graph.graph))

@@ -31,7 +31,7 @@ def lower_embedding_backward(emit: Emitter) -> fx.Node:
     """Scatter the gradient's rows whose tokens this rank holds."""
     grad, index, _, padding, scale = emit.args
     local = emit.output_layouts[0].local_shape[0]
-    found = local_index(emit, index, emit.output_layouts[0].dims[0])
+    found = local_index(emit, index, emit.output_layouts[0].dims[0], is_checked=True)  # by the lookup
     if scale and emit.assignment:
         raise RuleError(
             f"{emit.node}: scale_grad_by_freq counts the tokens of the whole batch, which no rank has: use an "

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from shardweave.errors import RuleError
 from shardweave.ir import BoundRule, Dims, Factor
-from shardweave.passes.rules.lookup import counts, local_index
+from shardweave.passes.rules.lookup import checked, counts, local_index
 from shardweave.passes.rules.registry import RULES, Emitter, Rule, argument, shape
 
 aten = torch.ops.aten
@@ -119,9 +119,11 @@ def _places(emit: Emitter, how: Indexing) -> tuple[list[fx.Node | None], fx.Node
             continue
         is_counted = emit.rule.inputs[0][dim][0].startswith("n")
         if not is_counted:
+            index = checked(emit, index, 0, -how.size[dim], how.size[dim])
             index = emit.call(aten.remainder.Scalar, index, how.size[dim])  # -1 is the last one
-        found = local_index(emit, index, digits)
-        assert found is not None
+        found = local_index(emit, index, digits, is_checked=True)
+        if found is None:
+            continue
         indices[dim] = found[0]
         if not is_counted:
             missed = found[1] if missed is None else emit.call(aten.logical_or.default, missed, found[1])

@@ -9,27 +9,42 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardweave.ir import Axis, Digit
+import shardweave.runtime.index_range  # noqa: F401  (registers the op)
+from shardweave.ir import META, Axis, Digit, axes_size
 from shardweave.passes.rules.registry import Emitter
 
 aten = torch.ops.aten
+own = torch.ops.shardweave
 MOST_EVALUATED = 1 << 20
 
 
-def local_index(emit: Emitter, index: fx.Node, digits: Sequence[Digit]) -> tuple[fx.Node, fx.Node] | None:
+def checked(emit: Emitter, index: fx.Node, start: Any, low: int, high: int) -> fx.Node:
+    """`index` counted from `start`; an error on a rank that sees one less than `low` or not less than `high`."""
+    known = emit.node.meta.get(META)
+    what = f"{emit.node.target} of {known.op}" if known is not None else str(emit.node.target)
+    return emit.call(own.checked_index.default, index, start, low, high, what)
+
+
+def local_index(
+    emit: Emitter, index: fx.Node, digits: Sequence[Digit], is_checked: bool = False
+) -> tuple[fx.Node, fx.Node] | None:
     """`index` into a dimension, counted in this rank's part of it, and a mask of where it lies outside of that part.
 
-    The place of what lies outside is some place inside. None if the dimension with these `digits` is whole.
+    The place of what lies outside is some place inside. None if the dimension with these `digits` is whole. An index
+    outside of the whole dimension is an error, as in torch, unless it `is_checked` elsewhere.
     """
     axes = [digit for digit in digits if isinstance(digit, Axis)]
     if not axes:
         return None
     local = math.prod(digit for digit in digits if isinstance(digit, int))
+    whole = local * axes_size(axes)
     if all(isinstance(digit, Axis) for digit in digits[: len(axes)]):  # one piece
-        moved = emit.call(aten.sub.Tensor, index, emit.offset(axes, local))
+        start = emit.offset(axes, local)
+        moved = emit.call(aten.sub.Tensor, index, start) if is_checked else checked(emit, index, start, 0, whole)
         below, above = emit.call(aten.lt.Scalar, moved, 0), emit.call(aten.ge.Scalar, moved, local)
         outside = emit.call(aten.logical_or.default, below, above)
         return emit.call(aten.masked_fill.Scalar, moved, outside, 0), outside
+    index = index if is_checked else checked(emit, index, 0, 0, whole)
     place: fx.Node | None = None
     missed: fx.Node | None = None
     low = step = 1
@@ -45,7 +60,8 @@ def local_index(emit: Emitter, index: fx.Node, digits: Sequence[Digit]) -> tuple
             place = part if place is None else emit.call(aten.add.Tensor, place, part)
             step *= digit
         low *= size
-    assert missed is not None
+    if missed is None:
+        return None
     return emit.call(aten.mul.Scalar, index, 0) if place is None else place, missed
 
 
