@@ -10,13 +10,15 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardweave.compiler.model_key import ModelKey
 from shardweave.compiler.op_choice import OpChoice
+from shardweave.compiler.plan_schema import check_on, check_plan
 from shardweave.cost_model.cluster import Cluster
-from shardweave.errors import ParallelError, PlanError
+from shardweave.errors import ClusterError, LayoutError, ParallelError, PlanError
 from shardweave.ir import Weaving
 from shardweave.units import readable_bytes, readable_seconds
 
@@ -247,10 +249,11 @@ class Plan:
             There is no such file, or it is no plan of a version that this shardweave reads.
         """
         try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+            text = Path(path).read_text(encoding="utf-8")
+            return cls.from_dict(json.loads(text, object_pairs_hook=_without_duplicates))
         except OSError as error:
             raise PlanError(f"{path}: expected a readable plan file, got: {error.strerror or error}") from error
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, too many digits, nested too deeply
             raise PlanError(f"{path}: expected a plan as JSON, got: {error}") from error
         except ParallelError as error:
             raise PlanError(f"{path}: {error}") from error
@@ -261,6 +264,7 @@ class Plan:
         return {
             "format": FORMAT,
             "version": VERSION,
+            "made_by": _made_by(),
             "model": self.model_key.to_dict(),
             "cluster": self.cluster.to_dict(),
             **figures,
@@ -274,19 +278,48 @@ class Plan:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise PlanError(f'expected a plan saved by shardweave ("format": "{FORMAT}"), got something else')
         if data.get("version") != VERSION:
-            raise PlanError(f"expected a plan of version {VERSION}, got {data.get('version')!r}: plan again")
+            made_by = data.get("made_by", "an older shardweave, which did not note its version")
+            raise PlanError(
+                f"expected a plan of version {VERSION}, got {data.get('version')!r}, made by {made_by}: plan again"
+            )
+        check_plan(data)
+        choices = {}
+        strategies = {}
+        for name, choice in data["choices"].items():
+            try:
+                made = choices[name] = OpChoice.from_dict(choice)
+            except LayoutError as error:
+                raise PlanError(f"choices.{name}: {error}") from error
+            strategies[f"choices.{name}.strategy"] = made.strategy
+            if made.runner_up is not None:
+                strategies[f"choices.{name}.runner_up.strategy"] = made.runner_up.strategy
+        figures = {name: data[name] for name in _FIGURES}
+        figures["forced"] = tuple(figures["forced"])
+        figures["weaving"] = Weaving.from_dict(data["weaving"])
+        figures["savings"] = tuple(Saving(*saving) for saving in figures["savings"])
         try:
-            key = ModelKey.from_dict(data["model"])
-            choices = {name: OpChoice.from_dict(choice) for name, choice in data["choices"].items()}
-            figures = {name: data[name] for name in _FIGURES}
-            figures["forced"] = tuple(figures["forced"])
-            figures["weaving"] = Weaving.from_dict(data["weaving"])
-            figures["savings"] = tuple(Saving(*saving) for saving in figures["savings"])
-            return cls(model_key=key, cluster=Cluster.from_dict(data["cluster"]), choices=choices, **figures)
-        except KeyError as error:
-            raise PlanError(f"the plan lacks the key {error}: it is damaged, plan again") from error
-        except (TypeError, ValueError, AttributeError) as error:
-            raise PlanError(f"the plan has a value of a wrong type: {error}; it is damaged, plan again") from error
+            cluster = Cluster.from_dict(data["cluster"])
+        except ClusterError as error:
+            raise PlanError(f"cluster: {error}") from error
+        check_on(cluster, strategies, figures["joins"])
+        return cls(model_key=ModelKey.from_dict(data["model"]), cluster=cluster, choices=choices, **figures)
+
+
+def _made_by() -> str:
+    try:
+        return f"shardweave {metadata.version('shardweave')}"
+    except metadata.PackageNotFoundError:  # imported from its sources, and not installed
+        return "shardweave that is not installed"
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a JSON file, in which no key comes twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise PlanError(f"the key {twice!r} comes twice in one mapping: it is damaged, plan again")
+    return found
 
 
 _APART = ("model_key", "cluster", "choices", "weaving", "_timeline", "_resolve")

@@ -21,12 +21,15 @@ from typing import Any, Literal
 
 import yaml
 
-from shardweave.cost_model.description import build, check_number, describe, points
-from shardweave.cost_model.levels import Level
+from shardweave.cost_model.description import build, check_number, describe, points, shown
+from shardweave.cost_model.levels import MAX_DEVICES, Level
 from shardweave.cost_model.measured import Measured
 from shardweave.errors import ClusterError
 from shardweave.ir import Mesh
 from shardweave.units import readable_bytes
+
+MAX_BYTES = 2**63 - 1
+"""Of a device, as torch counts them."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ class Device:
         for dtype, peak in self.flops.items():
             check_number(f"device.flops.{dtype}", peak)
         check_number("device.memory", self.memory, whole=True)
+        check_number("device.memory", self.memory, whole=True, high=MAX_BYTES)
         check_number("device.memory_bandwidth", self.memory_bandwidth)
         check_number("device.launch_latency", self.launch_latency, zero=True)
         check_number("device.collective_latency", self.collective_latency, zero=True)
@@ -113,7 +117,8 @@ class Device:
         check_number("device.matmul_efficiency", self.matmul_efficiency, high=1)
         check_number("device.memory_efficiency", self.memory_efficiency, high=1)
         if not isinstance(self.matmul_half, Mapping):
-            raise ClusterError(f"device.matmul_half: expected a mapping of dtype to a size, got {self.matmul_half!r}")
+            given = shown(self.matmul_half)
+            raise ClusterError(f"device.matmul_half: expected a mapping of dtype to a size, got {given}")
         for dtype, half in self.matmul_half.items():
             check_number(f"device.matmul_half.{dtype}", half, zero=True)
         check_number("device.memory_half", self.memory_half, zero=True)
@@ -121,7 +126,7 @@ class Device:
         check_number("device.overlap_slowdown", self.overlap_slowdown, low=1)
         check_number("device.collective_slowdown", self.collective_slowdown, low=1)
         if self.allocator not in ("cuda", "cpu"):
-            raise ClusterError(f"device.allocator: expected 'cuda' or 'cpu', got {self.allocator!r}")
+            raise ClusterError(f"device.allocator: expected 'cuda' or 'cpu', got {shown(self.allocator)}")
 
     def __repr__(self) -> str:
         return f"<Device {self.name}: {readable_bytes(self.memory)}, {self.flops['float32']:.3g} FLOP/s in float32>"
@@ -133,6 +138,16 @@ class Device:
     def half_dimension(self, dtype: str) -> float:
         """The size of a dimension at which a product in `dtype` reaches half of `matmul_efficiency`."""
         return self.matmul_half.get(dtype, self.matmul_half.get("float32", 0.0))
+
+
+class _NoDuplicates(yaml.SafeLoader):
+    """Reads YAML in which no mapping has a key twice; PyYAML itself takes the last one."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [key for key in keys if keys.count(key) > 1 and key != "<<"]:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice[0]!r} comes twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 @dataclass(frozen=True)
@@ -177,10 +192,12 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.library not in ("nccl", "gloo"):
-            raise ClusterError(f"library: expected 'nccl' or 'gloo', got {self.library!r}")
+            raise ClusterError(f"library: expected 'nccl' or 'gloo', got {shown(self.library)}")
         names = [level.name for level in self.levels]
         if not names or len(set(names)) != len(names):
             raise ClusterError(f"levels: expected at least one level, each with a name of its own, got {names}")
+        if self.world_size > MAX_DEVICES:
+            raise ClusterError(f"levels: expected at most {MAX_DEVICES:,} devices, got {self.world_size:,}")
         if self.measured is not None:
             self.measured.collectives.check([(level.name, level.size) for level in self.levels])
         # Computed once, as it keys the caches of costs; from the fingerprint, to be the same in every process.
@@ -245,23 +262,27 @@ class Cluster:
         """
         raw = build(cls, data, "", keep=("levels", "device", "sources", "measured"))
         if not isinstance(raw["levels"], list | tuple):
-            raise ClusterError(f"levels: expected a list of levels, innermost first, got {raw['levels']!r}")
+            raise ClusterError(f"levels: expected a list of levels, innermost first, got {shown(raw['levels'])}")
         levels = tuple(Level(**build(Level, level, f"levels[{i}]")) for i, level in enumerate(raw["levels"]))
         device = Device(**build(Device, raw["device"], "device", keep=("flops",)))
         measured = None if raw.get("measured") is None else Measured.from_dict(raw["measured"])
-        return cls(raw["name"], levels, device, dict(raw.get("sources") or {}), measured, raw.get("library", "nccl"))
+        sources = raw.get("sources") or {}
+        texts = isinstance(sources, Mapping) and all(isinstance(each, str) for pair in sources.items() for each in pair)
+        if not texts:
+            raise ClusterError(f"sources: expected a mapping of keys to texts, got {shown(sources)}")
+        return cls(raw["name"], levels, device, dict(sources), measured, raw.get("library", "nccl"))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
         """The cluster described in a YAML (or JSON) file; `ClusterError` names the file and the key that is wrong."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-            return cls.from_dict(yaml.safe_load(text))
+            return cls.from_dict(yaml.load(text, Loader=_NoDuplicates))
         except OSError as error:
             raise ClusterError(f"{path}: expected a readable cluster file, got: {error.strerror or error}") from error
         except UnicodeDecodeError as error:
             raise ClusterError(f"{path}: expected a text file in UTF-8, got: {error}") from error
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:  # also too many digits, nested too deeply
             raise ClusterError(f"{path}: expected YAML, got: {error}") from error
         except ClusterError as error:
             raise ClusterError(f"{path}: {error} (docs/cluster.md lists every key)") from error

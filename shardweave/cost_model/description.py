@@ -11,6 +11,7 @@ from typing import Any
 
 from shardweave.errors import ClusterError
 
+_LEAST, _MOST = 1e-30, 1e30  # what is computed from such figures is finite
 _BY_DTYPE = {"flops": "FLOP/s", "matmul_half": "a size"}  # fields that are mappings, and what they map dtypes to
 
 
@@ -31,13 +32,27 @@ def check_number(
     at_least = zero or low > 0
     expected = f"a {'whole ' if whole else ''}number {'of at least' if at_least else 'above'} {low:g}"
     if high < math.inf:
-        expected += f" and at most {high:g}"
+        expected += f" and at most {high:{',' if isinstance(high, int) else 'g'}}"
     number = isinstance(value, int) or (isinstance(value, float) and not whole)
     if isinstance(value, bool) or not number:
-        raise ClusterError(f"{key}: expected {expected}, got {value!r}")
+        raise ClusterError(f"{key}: expected {expected}, got {shown(value)}")
     assert isinstance(value, int | float)
-    if not math.isfinite(value) or value > high or value < low or (value == 0 and not zero):
-        raise ClusterError(f"{key}: expected {expected}, got {value!r}")
+    if not low <= value <= high or math.inf in (value, -value) or (value == 0 and not zero):  # NaN is in no range
+        raise ClusterError(f"{key}: expected {expected}, got {shown(value)}")
+    if value and not _LEAST <= abs(value) <= _MOST:
+        raise ClusterError(f"{key}: expected a number between {_LEAST:g} and {_MOST:g}, got {shown(value)}")
+
+
+def shown(value: object) -> str:
+    """A value for an error message, cut to 80 characters.
+
+    >>> shown(10**100), len(shown("x" * 1000))
+    ('one of 333 bits', 80)
+    """
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"one of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def points(key: str, value: object) -> tuple[tuple[float, float], ...]:
@@ -55,7 +70,7 @@ def points(key: str, value: object) -> tuple[tuple[float, float], ...]:
     """
     pairs = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
     if pairs is None or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in pairs):
-        raise ClusterError(f"{key}: expected a list of pairs of numbers, got {value!r}")
+        raise ClusterError(f"{key}: expected a list of pairs of numbers, got {shown(value)}")
     found = [(_plain(key, first, float), _plain(key, second, float)) for first, second in pairs]
     for pair in found:
         for number in pair:
@@ -77,7 +92,7 @@ def build(kind: type, data: object, key: str, keep: Sequence[str] = ()) -> dict[
     fields = {field.name: field for field in dataclasses.fields(kind)}
     at = f"{key}." if key else ""
     if not isinstance(data, Mapping):
-        raise ClusterError(f"{key or 'the file'}: expected a mapping with {', '.join(fields)}, got {data!r}")
+        raise ClusterError(f"{key or 'the file'}: expected a mapping with {', '.join(fields)}, got {shown(data)}")
     for name in data:
         if name not in fields:
             raise ClusterError(f"{at}{name}: expected one of {', '.join(fields)}, got an unknown key")
@@ -91,7 +106,7 @@ def build(kind: type, data: object, key: str, keep: Sequence[str] = ()) -> dict[
         if name in built:
             figures = built[name]
             if not isinstance(figures, Mapping):
-                raise ClusterError(f"{at}{name}: expected a mapping of dtype to {unit}, got {figures!r}")
+                raise ClusterError(f"{at}{name}: expected a mapping of dtype to {unit}, got {shown(figures)}")
             built[name] = {str(k): _plain(f"{at}{name}.{k}", v, float) for k, v in figures.items()}
     return built
 
@@ -100,7 +115,7 @@ def _plain(key: str, value: object, kind: object) -> object:
     """`value` as `kind`; YAML 1.1 reads ``312e12`` as text, and ``80e9`` bytes are a whole number."""
     if kind not in (int, float, float | None):
         if kind is str and not isinstance(value, str):
-            raise ClusterError(f"{key}: expected text, got {value!r}")
+            raise ClusterError(f"{key}: expected text, got {shown(value)}")
         return value
     if value is None and kind == (float | None):
         return None
@@ -108,10 +123,10 @@ def _plain(key: str, value: object, kind: object) -> object:
         try:
             value = float(value)
         except ValueError:
-            raise ClusterError(f"{key}: expected a number, got {value!r}") from None
+            raise ClusterError(f"{key}: expected a number, got {shown(value)}") from None
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
-    if kind is not int and isinstance(value, int) and not isinstance(value, bool):
+    if kind is not int and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MOST:
         return float(value)
     return value
 

@@ -10,6 +10,9 @@ from typing import Literal
 from shardweave.cost_model.description import check_number
 from shardweave.errors import ClusterError
 
+MAX_DEVICES = 2**24
+"""Of a cluster."""
+
 
 @dataclass(frozen=True)
 class Level:
@@ -58,6 +61,7 @@ class Level:
             raise ClusterError(f"levels.name: expected letters (digits number a level's axes), got {self.name!r}")
         key = f"levels.{self.name}"
         check_number(f"{key}.size", self.size, whole=True)
+        check_number(f"{key}.size", self.size, whole=True, high=MAX_DEVICES)
         check_number(f"{key}.bandwidth", self.bandwidth)
         check_number(f"{key}.latency", self.latency, zero=True)
         if self.shared_bandwidth is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from shardweave.cost_model.description import build, check_number
+from shardweave.cost_model.description import build, check_number, shown
 from shardweave.cost_model.op_times import OpTable
 from shardweave.errors import ClusterError
 
@@ -212,7 +212,7 @@ class Measured:
         raw = build(cls, data, "measured", keep=("collectives", "ops"))
         curves, ops = raw.pop("collectives", []), raw.pop("ops", {})
         if not isinstance(curves, list | tuple):
-            raise ClusterError(f"measured.collectives: expected a list of curves, got {curves!r}")
+            raise ClusterError(f"measured.collectives: expected a list of curves, got {shown(curves)}")
         table = CollectiveTable(tuple(_curve(f"measured.collectives[{i}]", curve) for i, curve in enumerate(curves)))
         return cls(table, OpTable.from_dict(ops), **raw)
 
@@ -221,7 +221,7 @@ def _curve(key: str, data: object) -> Curve:
     raw = build(Curve, data, key)
     for name in ("members", "bytes", "seconds"):
         if not isinstance(raw[name], list | tuple):
-            raise ClusterError(f"{key}.{name}: expected a list of numbers, got {raw[name]!r}")
+            raise ClusterError(f"{key}.{name}: expected a list of numbers, got {shown(raw[name])}")
     for member in raw["members"]:
         check_number(f"{key}.members", member, whole=True)
     return Curve(
@@ -236,5 +236,5 @@ def _number(value: Any) -> Any:
     """YAML 1.1 reads ``1e-3`` as text; what is no number is left for the checks to name."""
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return value

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from shardweave.cost_model.description import check_number
+from shardweave.cost_model.description import check_number, shown
 from shardweave.cost_model.products import Product
 from shardweave.cost_model.work import Work
 from shardweave.errors import ClusterError
@@ -118,7 +118,7 @@ class OpTable:
             Names the key, what was expected and what came.
         """
         if not isinstance(data, Mapping):
-            raise ClusterError(f"measured.ops: expected a mapping of signature to its time, got {data!r}")
+            raise ClusterError(f"measured.ops: expected a mapping of signature to its time, got {shown(data)}")
         return cls({str(signature): _time(str(signature), entry) for signature, entry in data.items()})
 
     @cached_property
@@ -141,10 +141,10 @@ def _time(signature: str, entry: object) -> OpTime:
     key = f"measured.ops.{signature}"
     names = {"seconds", "flops", "bytes", "dtype", "product"}
     if not isinstance(entry, Mapping) or set(entry) - {"computed"} != names:
-        raise ClusterError(f"{key}: expected a mapping with {', '.join(sorted(names))}, got {entry!r}")
+        raise ClusterError(f"{key}: expected a mapping with {', '.join(sorted(names))}, got {shown(entry)}")
     product = entry["product"]
     if product is not None and not (isinstance(product, list | tuple) and len(product) == 3):
-        raise ClusterError(f"{key}.product: expected three sizes or nothing, got {product!r}")
+        raise ClusterError(f"{key}.product: expected three sizes or nothing, got {shown(product)}")
     for name in ("flops", "bytes"):
         check_number(f"{key}.{name}", entry[name], whole=True, zero=True)
     for size in product or ():

@@ -60,7 +60,7 @@ def load(name: str) -> object:
     try:
         found: object = json.loads(_path(name).read_text(encoding="utf-8"))
         return found
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # RecursionError: lists within lists without end
         return None
 
 
