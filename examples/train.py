@@ -9,21 +9,40 @@ import argparse
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 import shardweave as sw
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.demo.text import Text
 
 
+class Sequences(Dataset[tuple[Tensor, Tensor]]):
+    """A text cut into sequences of `context` tokens, each with the tokens that follow as its targets."""
+
+    def __init__(self, tokens: Tensor, context: int) -> None:
+        self.tokens, self.context = tokens, context
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.context
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = index * self.context
+        piece = self.tokens[start : start + self.context + 1]
+        return piece[:-1], piece[1:]
+
+
 def train(config: GPTConfig, steps: int, batch: int) -> list[float]:
     """The losses of `steps` steps; runs on every rank of the world."""
     torch.manual_seed(0)  # every rank starts from the same parameters
-    text = Text.of_standard_library(batch, config.context)
-    parallel = sw.compile_parallel(GPT(config), sw.Cluster.detect(), text.draw(0))
+    data = Sequences(Text.of_standard_library(batch, config.context).tokens, config.context)
+    example = default_collate([data[index] for index in range(batch)])  # a global batch, for its shapes
+    parallel = sw.compile_parallel(GPT(config), sw.Cluster.detect(), example)
+    sampler = parallel.sampler(data)  # of this rank's part of each global batch: no rank reads what it does not compute
+    loader = DataLoader(data, batch // parallel.data_world_size, sampler=sampler, drop_last=True)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
     losses = []
-    for step in range(steps):
-        tokens, targets = text.draw(step)  # the global batch: each rank takes its part
+    for _, (tokens, targets) in zip(range(steps), loader):
         loss = parallel(tokens, targets)
         loss.backward()
         optimizer.step()

@@ -116,6 +116,10 @@ class Options:
     timeout : float or timedelta, optional
         Seconds that a rank waits for the others in one collective: then, or when a rank has ended, a LostRankError is
         raised. By default what ``torch.distributed.init_process_group`` was given. See docs/several-hosts.md.
+    check_inputs : int, "always" or "never"
+        In how many calls the ranks compare hashes of their inputs, which shows whether they mean the same batch. In
+        each call they also agree that all can run it, so that an error of one rank is raised on all of them; with
+        ``"never"`` they do neither. See docs/inputs.md.
     allow_unruled : bool
         Compute ops without a sharding rule whole on every device, instead of refusing the model.
 
@@ -153,6 +157,7 @@ class Options:
     gather_again: bool = False
     quantize: Literal["zero++"] | Mapping[Quantized, int] | None = None
     timeout: float | timedelta | None = None
+    check_inputs: int | Literal["always", "never"] = 3
     allow_unruled: bool = False
 
     def __post_init__(self) -> None:
@@ -185,6 +190,8 @@ class Options:
             raise PlanError(f"time_limit is in seconds and must be positive, got {self.time_limit}")
         if self.micro_batches is not None and self.micro_batches < 1:
             raise PlanError(f"micro_batches counts parts of a batch and must be positive, got {self.micro_batches}")
+        if isinstance(self.check_inputs, int) and self.check_inputs < 0:
+            raise PlanError(f"check_inputs counts calls, and cannot be negative, got {self.check_inputs}")
         _ = self.weaving  # which checks what it is made of
 
     def __repr__(self) -> str:
@@ -194,6 +201,13 @@ class Options:
     def turns(self) -> int:
         """The number of micro-batches; what is left open is not made use of."""
         return 1 if self.micro_batches is None else self.micro_batches
+
+    @property
+    def checks(self) -> int | None:
+        """In how many calls inputs are compared: None for all of them, -1 where ranks do not even agree on calls."""
+        if isinstance(self.check_inputs, str):
+            return None if self.check_inputs == "always" else -1
+        return self.check_inputs
 
     @property
     def weaving(self) -> Weaving:

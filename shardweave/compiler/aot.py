@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -27,6 +27,7 @@ from shardweave.passes.annotate import graph_outputs, info
 from shardweave.passes.layouts import digit_size
 from shardweave.passes.modules import copied
 from shardweave.passes.rules.random import draws
+from shardweave.runtime.calls import SameInputs, group_of_calls
 from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.random import Seeds, mixed, seeded
 
@@ -102,11 +103,18 @@ def captured_from(joint: fx.GraphModule, sources: Sequence[Source], num_forward:
 
 
 def bind(
-    step: Step, joint: fx.GraphModule, num_forward: int, seed: int, timeout: timedelta | None
+    step: Step,
+    joint: fx.GraphModule,
+    num_forward: int,
+    seed: int,
+    timeout: timedelta | None,
+    inputs: Mapping[str, str] | None = None,
+    checks: int | None = 0,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """This rank's graphs of a step, in AOTAutograd's calling convention: whole inputs, a gradient for each.
 
     A step that draws random numbers has its first seed made of `seed`, on which the ranks agree, and of its own graph.
+    Of `inputs`, from placeholders to the user's names, the ranks compare the values in the first calls, `checks` many.
     """
     assert step.backward is not None
     given = _placeholders(joint.graph)
@@ -120,6 +128,7 @@ def bind(
     if step.spec.draws:
         _draw_seed(forward, Seeds(mixed(seed, int(step.spec.graph_hash[:16], 16))))
     _take_parts(forward.graph, primals, mesh)
+    _compare(forward, primals, inputs or {}, mesh, checks)
     values = graph_outputs(forward.graph)
     _return(forward, [value for value in values if isinstance(value, fx.Node)])
 
@@ -235,6 +244,21 @@ def seed_draws(module: fx.GraphModule, seeds: Seeds) -> None:
         node.replace_all_uses_with(again)
         module.graph.erase_node(node)
     module.recompile()
+
+
+def _compare(
+    module: fx.GraphModule, whole: Sequence[fx.Node], inputs: Mapping[str, str], mesh: RuntimeMesh, checks: int | None
+) -> None:
+    """Let the ranks compare the user's inputs, of a graph that takes `whole` ones."""
+    group = group_of_calls(mesh)
+    pairs = zip(_placeholders(module.graph), whole, strict=True)
+    found = [(node, inputs[given.name]) for node, given in pairs if given.name in inputs]
+    if group is None or not found or (checks is not None and checks < 1):
+        return
+    module.add_submodule("same_inputs", SameInputs([name for _, name in found], group, checks))
+    first = next(node for node in module.graph.nodes if node.op != "placeholder")
+    with module.graph.inserting_before(first):
+        module.graph.call_module("same_inputs", tuple(node for node, _ in found)).meta["val"] = None
 
 
 def _take_parts(graph: fx.Graph, whole: Sequence[fx.Node], mesh: RuntimeMesh) -> None:

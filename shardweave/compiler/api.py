@@ -15,6 +15,7 @@ from shardweave.compiler.sweep import Sweep, What
 from shardweave.cost_model import Cluster, ClusterLike
 from shardweave.errors import ParallelError, PlanError
 from shardweave.options import Options
+from shardweave.runtime.calls import Batch
 
 
 @overload
@@ -123,6 +124,7 @@ def compile_parallel(
     plan: Plan | None = None,
     options: Options | None = None,
     progress: Progress | None = None,
+    batch: Batch = "global",
 ) -> nn.Module:
     """`model` as a module that trains on all ranks of the running world.
 
@@ -133,9 +135,15 @@ def compile_parallel(
     cluster : Cluster, optional
         As for `plan`; by default the running world, `Cluster.detect()`.
     example_inputs : optional
-        As for `plan`. Without them the first call is captured, and its inputs are the global batch.
+        As for `plan`; with ``batch="local"`` the batch of this rank. Without them the first call is captured.
     plan : Plan, optional
-        Must be for this model, these inputs and as many devices.
+        Must be for this model, these inputs (the global batch) and as many devices.
+    batch : {"global", "local"}
+        What each rank passes. ``"global"``: all ranks the same whole batch, or each its own part of it, as a loader
+        with ``parallel.sampler(dataset)`` reads it. ``"local"``: each rank samples of its own, as under
+        DistributedDataParallel with a DistributedSampler; the global batch is all of them together, and outputs are of
+        the rank's own samples. In the first calls the ranks compare what they pass (``Options.check_inputs``). See
+        docs/inputs.md.
 
     Returns
     -------
@@ -152,29 +160,37 @@ def compile_parallel(
         A rank has ended or does not answer within the timeout (`Options.timeout`, or ``init_process_group``'s).
         Planning may take longer than that.
     """
+    if batch not in ("global", "local"):
+        raise ParallelError(f"batch must be 'global' or 'local', got {batch!r}: see docs/inputs.md")
     if cluster is None:
         cluster = Cluster.detect() if dist.is_initialized() else Cluster.local(1)
     cluster = Cluster.of(cluster)
     if example_inputs is None:
-        return LazyParallelModule(model, cluster, plan, options, progress)
-    return Compiler.compiled(model, cluster, example_inputs, plan, options, progress)
+        return LazyParallelModule(model, cluster, plan, options, progress, batch)
+    return Compiler.compiled(model, cluster, example_inputs, plan, options, progress, batch)
 
 
 class LazyParallelModule(nn.Module):
-    """A parallel model that is captured at its first call, whose inputs are the global batch."""
+    """A parallel model that is captured at its first call, whose inputs are the example."""
 
     def __init__(
-        self, model: nn.Module, cluster: Cluster, plan: Plan | None, options: Options | None, progress: Progress | None
+        self,
+        model: nn.Module,
+        cluster: Cluster,
+        plan: Plan | None,
+        options: Options | None,
+        progress: Progress | None,
+        batch: Batch,
     ) -> None:
         super().__init__()
-        self._arguments: tuple[Any, ...] = model, cluster, plan, options, progress
+        self._arguments: tuple[Any, ...] = model, cluster, plan, options, progress, batch
         self.compiled: nn.Module | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compile for these inputs at the first call, then run."""
         if self.compiled is None:
-            model, cluster, plan, options, progress = self._arguments
-            self.compiled = Compiler.compiled(model, cluster, (args, kwargs), plan, options, progress)
+            model, cluster, plan, options, progress, batch = self._arguments
+            self.compiled = Compiler.compiled(model, cluster, (args, kwargs), plan, options, progress, batch)
             self._arguments = ()  # the user's model is not kept
         return self.compiled(*args, **kwargs)
 

@@ -188,7 +188,9 @@ class _Partition:
         bound: list[tuple[fx.GraphModule, fx.GraphModule]] = []
 
         def build() -> None:
-            bound.append(bind(compiled.step, joint, num_forward, compare_graphs(compiled.step, timeout), timeout))
+            seed = compare_graphs(compiled.step, timeout)
+            given, checks = compiler.captured.inputs, compiler.options.checks
+            bound.append(bind(compiled.step, joint, num_forward, seed, timeout, given, checks))
 
         in_step(control_of(self.request.options), "making the process groups", build)
         return bound[0]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from shardweave.compiler.samples import Samples
 from shardweave.errors import PlanError
 from shardweave.ir import SEED, Axis, Layout, Mesh, ParameterSpec, StepSpec, ValueSpec, axes_size, normalise
 from shardweave.options import Options
@@ -30,12 +31,15 @@ class Boundary:
         nodes = {node.name: node for node in captured.graph.graph.nodes if node.op == "placeholder"}
         self.values = {name: node.meta["val"] for name, node in nodes.items()}
         self.sources = {name: self._batch(self.values[name]) for name in captured.inputs}
+        samples = Samples.of(captured, annotated.classes)
+        self.rows = {name: samples.rows(nodes[name]) for name in captured.inputs}
         results = graph_outputs(captured.graph.graph)
         first = len(captured.mutated_buffers)
         self.returned = [node.meta["val"] for node in results[first : first + len(captured.outputs)]]
         mode = "whole" if captured.whole else options.outputs
         if mode == "auto":
             mode = "sharded" if annotated.loss_inside else "part"
+        self.returned_rows = [samples.rows(node) for node in results[first : first + len(captured.outputs)]]
         outputs: list[Layout | None] = []
         for value in self.returned:
             if value.dim() == 0 or mode == "whole":
@@ -99,7 +103,7 @@ class Boundary:
         times = self.mesh.times
         pieces = [drop(self.sources[node], self.mesh.woven) for node in captured.inputs]
         inputs = tuple(
-            ValueSpec(name, drop(lies, times), dtype[node])
+            ValueSpec(name, drop(lies, times), dtype[node], rows=self.rows[node])
             for (node, name), lies in zip(captured.inputs.items(), pieces)
         )
         first = len(captured.mutated_buffers)
@@ -110,7 +114,8 @@ class Boundary:
             pieces.append(layout)
             whole = drop(layout, times).without_partial()
             left_out = index in captured.tangents.values() and index not in active
-            outputs.append(ValueSpec(name, whole, dtype_name(value.dtype), index in active, left_out))
+            rows = self.returned_rows[index]
+            outputs.append(ValueSpec(name, whole, dtype_name(value.dtype), index in active, left_out, rows))
         return StepSpec(
             replace(self.mesh, woven=(), slices=()),
             parameters,

@@ -24,6 +24,7 @@ from shardweave.compiler.pipeline import Annotated, Compiled, Shards, lower
 from shardweave.compiler.plan import Plan
 from shardweave.compiler.planner.force import forced_strategies
 from shardweave.compiler.planning import Planning
+from shardweave.compiler.samples import Samples, first_sized, of_all_ranks, refuse_broken
 from shardweave.compiler.splits import fastest, powers
 from shardweave.compiler.steps import Steps
 from shardweave.compiler.sweep import Sweep, What, sweep
@@ -36,6 +37,7 @@ from shardweave.options import Options
 from shardweave.passes.schedule import Alike
 from shardweave.runtime import ParallelModule
 from shardweave.runtime.agreement import Control, control, in_step
+from shardweave.runtime.calls import Batch
 
 Progress = Callable[[str], None]
 
@@ -57,15 +59,56 @@ class Compiler:
         example_inputs: Any,
         options: Options | None,
         progress: Progress | None,
+        batch: Batch = "global",
     ) -> None:
-        self.name, self.cluster = type(model).__name__, Cluster.of(cluster)
+        self.name, self.cluster, self.batch = type(model).__name__, Cluster.of(cluster), batch
         self.options = options or Options()
+        if batch == "local" and self.options.outputs == "auto":  # a rank's own rows are not among those of one shard
+            self.options = replace(self.options, outputs="part")
         self.progress = progress or (lambda _: None)
         self._shards_of: deque[tuple[tuple[object, ...], dict[int, Shards]]] = deque(maxlen=KEPT)
         self._judged: Known = deque(maxlen=JUDGED)
         self.progress("capture")
-        self.captured: Captured = self._capture(model, example_inputs)
+        self.captured: Captured
+        self.steps: Steps
+        if batch == "local" and self.cluster.world_size > 1:
+            self._start_for_all_ranks(model, example_inputs)
+        else:
+            self._start(model, example_inputs)
+
+    def _start(self, model: nn.Module, example_inputs: Any) -> None:
+        self.captured = self._capture(model, example_inputs)
         self.steps = Steps(self.captured, self.options)
+
+    def _samples(self, model: nn.Module, example_inputs: Any) -> Samples:
+        """The batch of the step of these inputs, which becomes this compiler's."""
+        self._start(model, example_inputs)
+        return Samples.of(self.annotated.captured, self.annotated.classes)
+
+    def _start_for_all_ranks(self, model: nn.Module, example_inputs: Any) -> None:
+        """Capture the step of the global batch, from what one rank passes.
+
+        Which inputs have a batch dimension is known of a captured step: it is supposed of those that have as many rows
+        as the first. Where that is not clear, or wrong, it is found in the step of one rank's batch.
+        """
+        ranks = self.cluster.world_size
+        having, clear = first_sized(model, example_inputs)
+        found: Samples | None = None
+        if clear:
+            try:
+                found = self._samples(model, of_all_ranks(model, example_inputs, ranks, having))
+            except ParallelError:  # with too few or too many rows in some input
+                found = None
+        if found is None or set(found.inputs) != having:
+            having = frozenset(self._samples(model, example_inputs).inputs) or having  # of one row, nothing is known
+            found = self._samples(model, of_all_ranks(model, example_inputs, ranks, having))
+        if set(found.inputs) != having:
+            raise PlanError(
+                f"it cannot be told which inputs have a batch dimension: {', '.join(sorted(having)) or 'none'} in one "
+                f"rank's batch, {', '.join(sorted(found.inputs)) or 'none'} in that of {ranks} ranks. Compile with "
+                'batch="global", or pass a batch of other sizes than the dimensions of the model'
+            )
+        refuse_broken(found, ranks)
 
     def _capture(self, model: nn.Module, example_inputs: Any) -> Captured:
         return capture(model, example_inputs, self.options.mixed)
@@ -112,7 +155,8 @@ class Compiler:
 
     def _resolved(self, start: Plan, changes: dict[str, Any]) -> Plan:
         """A plan with other options, from an earlier one."""
-        fixed = {"precision", "allow_unruled", "timeout"}  # those are no matter of the plan, or change the capture
+        # What changes the capture, or is no matter of the plan
+        fixed = {"precision", "allow_unruled", "timeout", "check_inputs"}
         known = {each.name for each in fields(Options)} - fixed
         if unknown := [name for name in changes if name not in known]:
             raise PlanError(f"resolve can change {', '.join(sorted(known))}, not {', '.join(unknown)}: plan anew")
@@ -235,6 +279,7 @@ class Compiler:
         plan: Plan | None,
         options: Options | None,
         progress: Progress | None,
+        batch: Batch = "global",
     ) -> ParallelModule:
         """What `compile_parallel` returns. Collective: what fails on one rank is raised on all."""
         control = control_of(options)
@@ -242,13 +287,16 @@ class Compiler:
 
         def start() -> str:
             check_world(cluster)
-            made.append(cls(model, cluster, example_inputs, options, progress))
+            made.append(cls(model, cluster, example_inputs, options, progress, batch))
             if plan is not None:
                 plan.check(made[0].model_key, cluster)
             return made[0].digest()
 
         digests = in_step(control, "the capture of the model", start)
         if len(set(digests)) > 1:
+            meant = in_step(control, "the comparison of the ranks' batches", lambda: batch)
+            if len(set(meant)) > 1:
+                raise ParallelError(f"the ranks compile with different meanings of batch= ({meant}): give all the same")
             mine = made[0].options, made[0].model_key
             given = in_step(control, "the comparison of the ranks' models", lambda: mine)
             raise ParallelError(unlike([each for each in given if each is not None]))
@@ -256,7 +304,7 @@ class Compiler:
 
     def digest(self) -> str:
         """A fingerprint of what has to be the same on all ranks: the options, and the names and shapes of the model."""
-        text = repr((_in_words(self.options), self.model_key.to_dict()))
+        text = repr((_in_words(self.options), self.model_key.to_dict(), self.batch))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def compile(self, model: nn.Module, plan: Plan | None) -> ParallelModule:
@@ -279,6 +327,9 @@ class Compiler:
                 plan=made,
                 timeout=self.options.patience,
                 checks=index_checks(self.annotated.captured) if self.cluster.world_size > 1 else None,
+                batch=self.batch,
+                whole=self.options.outputs == "whole",
+                check_inputs=self.options.checks,
             )
             modules.append(module)
 

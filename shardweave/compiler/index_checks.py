@@ -1,7 +1,7 @@
-"""Checks of a call's indices against what they look up, on the whole batch, before the step begins.
+"""Checks of a call's indices against what they look up, before the step begins.
 
 A rank that computes other rows would not see an index that is out of range, and would wait for the ranks that do. Where
-every rank has the whole batch, and an index is made of integers of the call alone, all of them raise the same error.
+an index is made of integers of the call alone, each rank checks what it was given, and all of them raise the error.
 """
 
 from __future__ import annotations

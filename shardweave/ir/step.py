@@ -105,7 +105,9 @@ class ValueSpec:
     """A tensor that a user passes in or gets back: its name, global layout and dtype (``"float32"``).
 
     A backward starts at outputs that are `differentiable`. One that is `left_out` has a gradient in the model, but not
-    in the step, whose backward starts at the model's own loss.
+    in the step, whose backward starts at the model's own loss. `rows` is how many steps of the first dimension belong
+    to one sample of the batch: 1 for ``[batch, ...]``, the sequence's length for ``[batch * sequence, ...]``, 0 where
+    the first dimension is not the batch.
     """
 
     name: str
@@ -113,6 +115,7 @@ class ValueSpec:
     dtype: str
     differentiable: bool = False
     left_out: bool = False
+    rows: int = 0
 
 
 @dataclass(frozen=True)

@@ -171,21 +171,41 @@ class Executor:
         """Whether gradients of earlier runs wait to be summed with those of the next."""
         return self._turns is not None and self._turns.sums is not None
 
-    def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The step's outputs, from the local parts of its inputs."""
+    def _trains(self, parameters: Sequence[torch.Tensor]) -> bool:
+        return self.backward is not None and torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+
+    def running(self) -> dict[str, bool]:
+        """How the next call runs the step, in words: ranks that do so differently would not meet in its collectives.
+
+        Raises
+        ------
+        ParallelError
+            If a parameter requires a gradient that the step has none for.
+        """
         parameters = self.parameters()
-        trains = self.backward is not None and torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
-        several = self.spec.micro_batches > 1
-        if not trains:
-            with torch.no_grad():
-                return self.run_parts(parameters, inputs, None)[0] if several else self.run(parameters, inputs)[0]
+        trains = self._trains(parameters)
         pairs = zip(self.spec.parameters, parameters, strict=True)
-        if thawed := [spec.name for spec, parameter in pairs if parameter.requires_grad and not spec.trainable]:
+        thawed = [spec.name for spec, parameter in pairs if parameter.requires_grad and not spec.trainable]
+        if trains and thawed:
             raise ParallelError(
                 f"{', '.join(thawed[:5])}: {len(thawed)} parameters require a gradient that were frozen when the step "
                 "was compiled, so that it has no gradient for them. Compile the model with them unfrozen, and freeze "
                 "them by requires_grad_(False) until they are to be trained; or keep them frozen"
             )
+        return {
+            "with gradients": trains,
+            "outside of no_sync()": self.syncs,
+            "after others under no_sync()": self.adds_up,
+        }
+
+    def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The step's outputs, from the local parts of its inputs."""
+        parameters = self.parameters()
+        trains = self._trains(parameters)
+        several = self.spec.micro_batches > 1
+        if not trains:
+            with torch.no_grad():
+                return self.run_parts(parameters, inputs, None)[0] if several else self.run(parameters, inputs)[0]
         seam = MicroBatches if several else Step
         return list(seam.apply(self, inputs, parameters, *self.trained(parameters)))  # type: ignore[no-untyped-call]
 

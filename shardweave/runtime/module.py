@@ -19,9 +19,10 @@ from shardweave.errors import InputError, ParallelError
 from shardweave.ir import Layout, StepSpec, ValueSpec, axes_size
 from shardweave.runtime.agreement import from_all
 from shardweave.runtime.autograd import refuse_transforms
+from shardweave.runtime.calls import Batch, Calls, group_of_calls
 from shardweave.runtime.execute import Executor, boxed
 from shardweave.runtime.index_range import IndexChecks
-from shardweave.runtime.inputs import localize
+from shardweave.runtime.local_batch import LocalBatch
 from shardweave.runtime.lost import collective
 from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.parameters import distribute, local_tensor
@@ -47,7 +48,8 @@ class Step(Protocol):
     def turns(self) -> Callable[[], Forms] | None: ...
 
 
-_COMPILED = ("spec", "graphs", "plan", "mesh", "_coordinates", "_flatten", "_unflatten", "_layouts", "_execute")
+_COMPILED = ("spec", "graphs", "plan", "mesh", "_coordinates", "_flatten", "_unflatten", "_layouts", "_execute",
+             "_local", "_calls")  # fmt: skip
 """Attributes of a parallel module that are of its step and not of its parameters' values."""
 Flatten = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[object]]
 Unflatten = Callable[[list[torch.Tensor]], Any]
@@ -59,8 +61,9 @@ class ParallelModule(nn.Module):
     Every rank of the running ``torch.distributed`` world makes one, and all call it together. Parameters are DTensors
     at rest where the plan has them, under the model's own names, with rank 0's values; a model on the meta device
     gives parameters without values, which `load_state_dict` fills. Any ``torch.optim`` optimizer takes them. A call
-    takes the global batch or this rank's part of it. The gradient of a loss that the model computes is that of the
-    global batch; losses computed outside, from this rank's part of the outputs, are averaged over the data ranks.
+    takes the global batch or this rank's part of it, or with ``batch="local"`` samples of this rank's own. The gradient
+    of a loss that the model computes is that of the global batch; losses computed outside, from this rank's part of
+    the outputs, are averaged over the ranks that have other parts.
 
     Parameters
     ----------
@@ -79,7 +82,13 @@ class ParallelModule(nn.Module):
     timeout : timedelta, optional
         How long a rank waits for the others in one collective; by default as ``init_process_group`` was told.
     checks : IndexChecks, optional
-        What indices among the inputs are checked for, on the whole batch.
+        What indices among the inputs are checked for.
+    batch : {"global", "local"}
+        What a call passes: see `compile_parallel`.
+    whole : bool
+        The step returns its outputs whole on every rank.
+    check_inputs : int, optional
+        In how many calls the ranks compare hashes of their inputs; None for all calls.
 
     Raises
     ------
@@ -101,6 +110,9 @@ class ParallelModule(nn.Module):
         plan: Any = None,
         timeout: timedelta | None = None,
         checks: IndexChecks | None = None,
+        batch: Batch = "global",
+        whole: bool = False,
+        check_inputs: int | None = 3,
     ) -> None:
         super().__init__()
         self.training = model.training
@@ -118,7 +130,6 @@ class ParallelModule(nn.Module):
         self._layouts = adopt(self, model, (*self.spec.parameters, *self.spec.buffers), self.mesh)
         self.unset = without_values(model)
         """Names of tensors that nobody has given a value yet: see `initialise`, `load_weights`, `load_state_dict`."""
-        self._checks = checks
         make = step.turns
         self._execute = Executor(
             self.spec,
@@ -131,43 +142,45 @@ class ParallelModule(nn.Module):
             (lambda: self._seeds()) if self.spec.draws else None,
             None if make is None else lambda: Turns(make(), self.spec, self.mesh.coordinates, self._bound),
         )
+        self._local = LocalBatch(self.spec, self.mesh, whole) if batch == "local" and self.mesh.mesh.axes else None
+        self._calls = Calls(self.spec, self.mesh, group_of_calls(self.mesh), self._local, check_inputs, checks)
         self.register_load_state_dict_pre_hook(_shard_whole)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step on the global batch or on this rank's part of it.
+        """Run the step on the batch, as `compile_parallel` was told what that is: see docs/inputs.md. Collective.
 
         Raises
         ------
         InputError
-            If a tensor has another shape or dtype than the step was compiled for.
+            On all ranks, if a tensor has another shape or dtype on one of them than the step was compiled for; in the
+            first calls also if ranks pass different tensors where they should pass the same.
         IndexRangeError
             If an index lies outside of what it looks up: a token that an embedding has no row for.
         ParallelError
             If the model was on the meta device and a tensor has no value yet.
         """
+
+        def given() -> Sequence[object]:
+            refuse_transforms(self._execute, (args, kwargs))
+            return self._flatten(args, kwargs)
+
+        inputs = self._calls(given, self._running)
+        outputs = self._execute(inputs)
+        if self._local is not None:
+            return self._unflatten(self._local.returned(outputs))
+        return self._unflatten(
+            [self._shown(value, spec) for value, spec in zip(outputs, self.spec.outputs, strict=True)]
+        )
+
+    def _running(self) -> Mapping[str, bool]:
+        """How the next call runs the step, which has to be the same on all ranks; ParallelError if it cannot."""
         if self.unset and (read := self.unset & {spec.name for spec in (*self.spec.parameters, *self.spec.buffers)}):
             raise ParallelError(
                 f"{', '.join(sorted(read)[:5])}: no values for {len(read)} tensors that the step reads, as the model "
                 "was on the meta device. Give them some by shardweave.initialise, load_weights, load_checkpoint or "
                 "load_state_dict before the first call"
             )
-        refuse_transforms(self._execute, (args, kwargs))
-        given = self._flatten(args, kwargs)
-        inputs = localize(given, self.spec.inputs, self._coordinates, self.mesh.device_type)
-        self._check_indices(given)
-        outputs = self._execute(inputs)
-        return self._unflatten(
-            [self._shown(value, spec) for value, spec in zip(outputs, self.spec.outputs, strict=True)]
-        )
-
-    def _check_indices(self, given: Sequence[object]) -> None:
-        """Refuse an index that is out of range on all ranks, where they have the whole batch; a GPU does it itself."""
-        if self._checks is None or self.mesh.device_type != "cpu":
-            return
-        whole = [value for value, spec in zip(given, self.spec.inputs, strict=True)
-                 if isinstance(value, torch.Tensor) and tuple(value.shape) == spec.layout.global_shape]  # fmt: skip
-        if len(whole) == len(given):
-            self._checks(whole)
+        return self._execute.running()
 
     def _bound(self, graph: fx.GraphModule) -> Boxed:
         return boxed(graph, self.mesh.bound(graph.graph))
@@ -238,12 +251,17 @@ class ParallelModule(nn.Module):
 
     @property
     def data_world_size(self) -> int:
-        """Over how many parts the batch is spread."""
-        return axes_size(self.spec.data_axes)
+        """Into how many parts the batch is cut that ranks may pass: that of data parallelism, or a part for each rank.
+
+        The second with ``batch="local"``.
+        """
+        return self.spec.mesh.world_size if self._local is not None else axes_size(self.spec.data_axes)
 
     @property
     def data_rank(self) -> int:
-        """Which part of the batch is this rank's, in ``[0, data_world_size)``."""
+        """Which of these parts is this rank's, in ``[0, data_world_size)``."""
+        if self._local is not None:
+            return self.mesh.rank
         index = 0
         for axis in self.spec.data_axes:
             index = index * axis.size + self._coordinates[axis.name]
@@ -265,6 +283,8 @@ class ParallelModule(nn.Module):
             If the tensor's first dimension does not divide by `data_world_size`.
         """
         parts, steps = self.data_world_size, self.spec.micro_batches * self.spec.sub_batches
+        if self._local is not None:  # a rank's own samples are one piece, however many steps compute them
+            steps = 1
         if parts > 1 and (tensor.ndim == 0 or tensor.shape[0] % (steps * parts)):
             each = f" in each of its {steps} micro- or sub-batches" if steps > 1 else ""
             raise InputError(
@@ -322,6 +342,7 @@ class ParallelModule(nn.Module):
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        twin._calls = self._calls.fresh()
         twin._execute = self._execute.on(
             finder(twin, self.spec.parameters, "_parameters"),
             finder(twin, self.spec.buffers, "_buffers"),
