@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import linecache
 from collections.abc import Callable, Sequence
@@ -15,17 +16,30 @@ from shardweave.errors import LostRankError, ParallelError
 from shardweave.ir import META, StepSpec, ValueSpec, axes_size
 from shardweave.runtime.autograd import MicroBatches, Step
 from shardweave.runtime.lost import lost_rank, refuse_if_lost
-from shardweave.runtime.mesh import COLLECTIVES, group_of
+from shardweave.runtime.mesh import COLLECTIVES, RuntimeMesh, group_of
 from shardweave.runtime.parameters import like, local_tensor
 from shardweave.runtime.pieces import cut, joined
 from shardweave.runtime.turns import Boxed, Gradients, Turns, in_places
 
 
-def boxed(constants: fx.GraphModule, graph: fx.Graph) -> Boxed:
-    """The code of `graph`, which it takes over, with its arguments in one list; `constants` holds its tensors.
+def boxed(constants: fx.GraphModule, graph: fx.Graph, mesh: RuntimeMesh | None = None) -> Boxed:
+    """The code of `graph`, which it takes over, with its arguments in one list.
 
-    A collective of it that loses a rank raises a LostRankError, which names it; so does each call afterwards.
+    A collective of it that loses a rank raises a LostRankError, which names it; so does each call afterwards. Where it
+    fails on one rank by something else, that rank raises its error, and the others, which would wait for it, a
+    ParallelError with the rank and the cause; so does each call of it afterwards.
 
+    Parameters
+    ----------
+    constants : GraphModule
+        Holds the tensors of `graph`.
+    graph : Graph
+        Of `RuntimeMesh.bound`.
+    mesh : RuntimeMesh, optional
+        The mesh it is bound to; where it is not given, the other ranks do not hear of a failure.
+
+    Examples
+    --------
     >>> double = fx.symbolic_trace(lambda x: [x + x])
     >>> arguments = [torch.ones(())]
     >>> boxed(double, copy.deepcopy(double.graph))(arguments), arguments
@@ -39,21 +53,40 @@ def boxed(constants: fx.GraphModule, graph: fx.Graph) -> Boxed:
 
     def guarded(arguments: list[Any]) -> Sequence[Any]:
         refuse_if_lost()
+        if mesh is not None and mesh.closed is not None:
+            raise ParallelError(
+                f"this step cannot run any more, as an earlier call of it failed on {mesh.closed}. Compile the model "
+                "again on all ranks, or start the job again from its last checkpoint"
+            )
         try:
             return run(arguments)
-        except RuntimeError as error:
-            if (lost := _lost(error, module.graph)) is None:
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            found = _failure(error, module.graph, mesh)
+            if mesh is not None and not isinstance(found, LostRankError):
+                _wait_for_started(error, module.graph)
+                mesh.close(error)
+            if found is error:
                 raise
-            raise lost from error
+            raise found from error
 
     return guarded
 
 
-def _lost(error: RuntimeError, graph: fx.Graph) -> LostRankError | None:
-    """What to raise where a collective of `graph` lost a rank; None where something else went wrong."""
+def _failure(error: Exception, graph: fx.Graph, mesh: RuntimeMesh | None) -> Exception:
+    """What to raise for `error`: itself, unless it is a collective's, which failed since another rank did."""
     node = _raised_at(error, graph)
-    if node is None or getattr(node.target, "namespace", "") not in COLLECTIVES:
-        return None
+    if not isinstance(error, RuntimeError) or node is None or not _is_collective(node):
+        return error
+    if mesh is not None and (elsewhere := mesh.failure()) is not None:
+        return ParallelError(
+            f"rank {mesh.rank} cannot finish this step, as it failed on {elsewhere}. Mend that; then compile "
+            "the model again on all ranks, or start the job again from its last checkpoint"
+        )
+    return _lost(error, node) or error
+
+
+def _lost(error: RuntimeError, node: fx.Node) -> LostRankError | None:
+    """What to raise where the collective `node` lost a rank; None where something else went wrong."""
     start = node.all_input_nodes[0] if node.target is _WAIT else node
     group = group_of(start) if start.op == "call_function" else None
     what = start.meta[META].collective if META in start.meta else None
@@ -64,7 +97,29 @@ def _lost(error: RuntimeError, graph: fx.Graph) -> LostRankError | None:
     return lost_rank(error, doing, group, f"axes {', '.join(axis.name for axis in what.axes)}")
 
 
-def _raised_at(error: RuntimeError, graph: fx.Graph) -> fx.Node | None:
+def _wait_for_started(error: Exception, graph: fx.Graph) -> None:
+    """Wait for the collectives that were under way when `graph` raised `error`.
+
+    The other ranks start these, too, as all start the same in one order. Until they are waited for they keep the
+    connections open that `RuntimeMesh.close` is to close.
+    """
+    started = {node.name for node in graph.nodes if _is_collective(node) and node.target is not _WAIT}
+    place = error.__traceback__
+    while place is not None:
+        for name in started & place.tb_frame.f_locals.keys():
+            value = place.tb_frame.f_locals[name]
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(tensor, torch.Tensor):
+                    with contextlib.suppress(RuntimeError):  # another rank has failed before it came to start this one
+                        _WAIT(tensor)
+        place = place.tb_next
+
+
+def _is_collective(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "") in COLLECTIVES
+
+
+def _raised_at(error: Exception, graph: fx.Graph) -> fx.Node | None:
     """The node in whose line of generated code `error` was raised."""
     lines = []
     place = error.__traceback__

@@ -8,14 +8,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from shardweave.errors import LostRankError
 from shardweave.runtime.gloo import timeout_of
@@ -239,6 +240,54 @@ _BUSY = (
 
 def _name(place: Place) -> str:
     return f"process {place.pid} on {place.host}"
+
+
+@dataclass(frozen=True)
+class FailureNotice:
+    """A line in the world's store, by which ranks learn which of them failed first in the steps of one mesh.
+
+    Parameters
+    ----------
+    store : torch.distributed.Store, optional
+        None where no world is running.
+    key : str
+        Names the mesh: the ranks of a world make their meshes in the same order.
+    """
+
+    store: Any
+    key: str
+
+    @classmethod
+    def of_next_mesh(cls) -> FailureNotice:
+        """The notice of the mesh that is being made."""
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if world is None:
+            return cls(None, "")
+        number = _meshes[world] = _meshes.get(world, 0) + 1
+        c10d: Any = distributed_c10d  # which does not list the function among its own
+        return cls(c10d._get_default_store(), f"shardweave/failed_step/{number}")
+
+    def post(self, message: str, timeout: timedelta) -> str:
+        """Say why this rank failed; what the first rank said is returned, or `message` where that cannot be had."""
+        store = self.store
+        if store is None:
+            return message
+        with suppress(RuntimeError):  # the rank that keeps the store may be gone
+            return in_time(lambda: bytes(store.compare_set(self.key, "", message)).decode(), timeout)
+        return message
+
+    def read(self, timeout: timedelta) -> str | None:
+        """What the first rank that failed has said; None where no rank has, or the store is gone."""
+        store = self.store
+        if store is None:
+            return None
+        with suppress(RuntimeError):
+            return in_time(lambda: store.get(self.key).decode() if store.check([self.key]) else None, timeout)
+        return None
+
+
+_meshes: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""How many meshes each world has had."""
 
 
 def in_time(action: Callable[[], Result], timeout: timedelta) -> Result:

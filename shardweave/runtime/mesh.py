@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardweave.errors import ParallelError
 from shardweave.ir import Axis, Mesh, group_name
 from shardweave.runtime.gloo import is_safe, one_at_a_time, timeout_of
-from shardweave.runtime.lost import collective, in_time
+from shardweave.runtime.lost import FailureNotice, collective, in_time
 
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
 """The namespaces of the ops that run in process groups."""
@@ -48,6 +48,8 @@ class RuntimeMesh:
         One dimension an axis, in the mesh's order and under the axes' names; None without axes.
     timeout : timedelta
         That of the groups that are made here.
+    closed : str or None
+        The rank and the cause, once a step has failed and its groups are closed.
 
     Raises
     ------
@@ -77,10 +79,12 @@ class RuntimeMesh:
         self.coordinates = tuple(axis.coordinate(self.rank) for axis in mesh.axes)
         self.device_type = device_type or ("cuda" if running and "nccl" in dist.get_backend() else "cpu")
         self.device_mesh: DeviceMesh | None = None
+        self.closed: str | None = None
         self._groups: dict[str, dist.ProcessGroup] = {}
         world = dist.group.WORLD if running else None
         self.timeout = timeout or (timedelta(0) if world is None else timeout_of(world))
         self._world = world if world is not None and timeout_of(world) == self.timeout else None
+        self._notice = FailureNotice.of_next_mesh()
         if mesh.axes:
             cuda: Any = torch.cuda
             if self.device_type == "cuda" and not cuda.is_initialized() and "LOCAL_RANK" in os.environ:
@@ -103,8 +107,10 @@ class RuntimeMesh:
             axes = [self.mesh.axis(axis) for axis in name.split(".")]
             world = tuple(range(self.mesh.world_size))
             groups = sorted({self.mesh.group_ranks(axes, rank) for rank in world})
-            if groups == [world] and self._world is not None and is_safe(self._world):
-                self._groups[name] = self._world
+            # On CPUs a step that fails closes its groups (see `close`), which the world's own group must not be.
+            reusable = self._world is not None and self.device_type != "cpu" and is_safe(self._world)
+            if groups == [world] and reusable:
+                self._groups[name] = self._world  # type: ignore[assignment]
             else:
                 self._groups[name] = self._made([list(group) for group in groups], name)
         return self._groups[name]
@@ -119,6 +125,27 @@ class RuntimeMesh:
             # a thread of its own would not have this one's CUDA device
             most = self.timeout + timedelta(seconds=len(groups))
             return make() if self.device_type == "cuda" else in_time(make, most)
+
+    def close(self, error: Exception) -> None:
+        """Tell the other ranks that a step failed here by `error`, and close this mesh's groups.
+
+        A collective of the step that another rank waits for then fails there at once, and `failure` tells that rank
+        the cause. Only gloo closes a connection so; on GPUs the other ranks wait until the timeout.
+        """
+        if self.device_mesh is None or self.closed is not None:
+            return
+        self.closed = self._notice.post(f"rank {self.rank}: {type(error).__name__}: {error}", self.timeout)
+        if self.device_type != "cpu":
+            return
+        vars(self.device_mesh).get("_pg_registry", {}).clear()  # connections close with the last reference to a group
+        while self._groups:
+            dist.destroy_process_group(self._groups.popitem()[1])
+
+    def failure(self) -> str | None:
+        """The rank and the cause, where a step of this mesh has failed on some rank; None where none has said so."""
+        if self.closed is None and self.device_mesh is not None:
+            return self._notice.read(self.timeout)
+        return self.closed
 
     def group_over(self, axes: Iterable[Axis]) -> dist.ProcessGroup:
         """The group of this rank over `axes`; there must be at least one."""
