@@ -129,15 +129,7 @@ def compare(
     if not chosen:
         raise InputError(f"--only {only!r} names none of the baselines of {machine.name}: try a system's name, as DDP")
     model, inputs = _built(factory)
-    with console.status("planning") as status:
-        found = sw.compare(
-            model,
-            machine,
-            inputs,
-            baselines=chosen,
-            options=options,
-            progress=lambda name: status.update(f"planning {name}"),
-        )
+    found = sw.compare(model, machine, inputs, baselines=chosen, options=options)
     console.print(found.explain(every))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardweave.compiler.chosen import Both
+from shardweave.compiler.planner.incumbent import Progress
 from shardweave.compiler.planner.problem import Problem
 from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.solver import Solution, solve
@@ -54,6 +55,8 @@ class Answers:
     time_limit: float
     start: Start = lambda costed: None
     runs: Sequence[Sequence[str]] = ()
+    told: Callable[[Progress], None] | None = None
+    """Told what is found while a problem is solved."""
     _asked: dict[tuple[int, int], tuple[Costed, Both]] = field(default_factory=dict)
     """What the program is asked, by the identity of the problem and the memory limit."""
     _known: dict[tuple[int, int], Solution] = field(default_factory=dict)
@@ -145,7 +148,7 @@ class Answers:
         for each in before:
             if each.gap <= gap and each.counted <= problem.memory_limit <= each.problem.memory_limit:
                 return each.solution
-        found = solve(problem, self.time_limit, None, hint, waits_for, gap, ceiling, rough)
+        found = solve(problem, self.time_limit, self.told, hint, waits_for, gap, ceiling, rough)
         choice = tidied(problem, self.runs, found.choice)
         found = replace(found, choice=choice, objective=problem.objective(choice)).held_to(found.bound)
         before.append(_Solved(problem, gap, found, problem.memory(choice)))

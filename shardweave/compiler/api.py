@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 from shardweave.compiler.batches import batches
-from shardweave.compiler.compiler import Compiler, Progress
+from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.plan import Plan
 from shardweave.compiler.sweep import Sweep, What
 from shardweave.cost_model import Cluster, ClusterLike
 from shardweave.errors import ParallelError, PlanError
 from shardweave.options import Options
+from shardweave.progress import Progress, Reporter
 from shardweave.runtime.calls import Batch
 
 
@@ -25,7 +26,7 @@ def plan(
     example_inputs: Any,
     *,
     options: Options | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     sweep: None = None,
 ) -> Plan:
     """One plan."""
@@ -38,7 +39,7 @@ def plan(
     example_inputs: Any,
     *,
     options: Options | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     sweep: What,
 ) -> Sweep:
     """The plans of a sweep."""
@@ -50,7 +51,7 @@ def plan(
     example_inputs: Any,
     *,
     options: Options | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     sweep: What | None = None,
 ) -> Plan | Sweep:
     """A fast plan to train `model` on `cluster` under a memory limit: the fastest that is found.
@@ -67,8 +68,10 @@ def plan(
         The global batch of one step; only shapes and dtypes matter. Where the batch size is left open (``sweep``), a
         function from it to a batch.
     options : Options, optional
-    progress : callable, optional
-        Told the name of each stage as it begins.
+    progress : callable or bool, optional
+        Told each `shardweave.progress.Event`: the stage, the best step so far, the program's bound, the seconds left.
+        By default a live line shows them on a terminal; elsewhere a line comes every few seconds, through the logger
+        ``"shardweave"`` (INFO) where logging is configured, else on stderr. With False nothing is shown.
     sweep : "memory", "batch", or sequence of memory limits or of clusters, optional
         Plan again and again: from what the fastest plan needs down to the smallest memory that does, in batches of more
         and more samples, under each of these memory limits (as in `Options`), or on each of these clusters.
@@ -104,16 +107,19 @@ def plan(
             f"a batch size that is left open is sweep='batch' with a function from it to a batch, got sweep={sweep!r} "
             f"with {type(example_inputs).__name__}: for example example_inputs=lambda size: torch.zeros(size, 64)"
         )
-    if sweep == "batch":
-        options = options or Options()
-        one = replace(options, micro_batches=options.turns)
-        cluster = Cluster.of(cluster)
-        limit = one.limit(cluster)
-        return batches(
-            cluster, limit, lambda size: Compiler(model, cluster, example_inputs(size), one, progress).plan()
-        )
-    compiler = Compiler(model, cluster, example_inputs, options, progress)
-    return compiler.plan(weigh=True) if sweep is None else compiler.sweep(sweep)
+    with Reporter(progress) as told:
+        if sweep == "batch":
+            options = options or Options()
+            one = replace(options, micro_batches=options.turns)
+            machine = Cluster.of(cluster)
+
+            def planned(size: int) -> Plan:
+                told.planned = f"batch {size}"
+                return Compiler(model, machine, example_inputs(size), one, told).plan()
+
+            return batches(machine, one.limit(machine), planned)
+        compiler = Compiler(model, cluster, example_inputs, options, told)
+        return compiler.plan(weigh=True) if sweep is None else compiler.sweep(sweep)
 
 
 def compile_parallel(
@@ -123,7 +129,7 @@ def compile_parallel(
     *,
     plan: Plan | None = None,
     options: Options | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     batch: Batch = "global",
 ) -> nn.Module:
     """`model` as a module that trains on all ranks of the running world.
@@ -138,6 +144,8 @@ def compile_parallel(
         As for `plan`; with ``batch="local"`` the batch of this rank. Without them the first call is captured.
     plan : Plan, optional
         Must be for this model, these inputs (the global batch) and as many devices.
+    progress : callable or bool, optional
+        As for `plan`; nothing is shown by ranks other than 0, which wait for its plan.
     batch : {"global", "local"}
         What each rank passes. ``"global"``: all ranks the same whole batch, or each its own part of it, as a loader
         with ``parallel.sampler(dataset)`` reads it. ``"local"``: each rank samples of its own, as under
@@ -165,9 +173,11 @@ def compile_parallel(
     if cluster is None:
         cluster = Cluster.detect() if dist.is_initialized() else Cluster.local(1)
     cluster = Cluster.of(cluster)
+    told = Reporter.of_ranks(progress)
     if example_inputs is None:
-        return LazyParallelModule(model, cluster, plan, options, progress, batch)
-    return Compiler.compiled(model, cluster, example_inputs, plan, options, progress, batch)
+        return LazyParallelModule(model, cluster, plan, options, told, batch)
+    with told:
+        return Compiler.compiled(model, cluster, example_inputs, plan, options, told, batch)
 
 
 class LazyParallelModule(nn.Module):
@@ -179,7 +189,7 @@ class LazyParallelModule(nn.Module):
         cluster: Cluster,
         plan: Plan | None,
         options: Options | None,
-        progress: Progress | None,
+        progress: Reporter,
         batch: Batch,
     ) -> None:
         super().__init__()
@@ -190,7 +200,8 @@ class LazyParallelModule(nn.Module):
         """Compile for these inputs at the first call, then run."""
         if self.compiled is None:
             model, cluster, plan, options, progress, batch = self._arguments
-            self.compiled = Compiler.compiled(model, cluster, (args, kwargs), plan, options, progress, batch)
+            with progress:
+                self.compiled = Compiler.compiled(model, cluster, (args, kwargs), plan, options, progress, batch)
             self._arguments = ()  # the user's model is not kept
         return self.compiled(*args, **kwargs)
 

@@ -31,6 +31,7 @@ from shardweave.errors import ParallelError, PlanError
 from shardweave.ir import Mesh, Strategy
 from shardweave.options import Options
 from shardweave.passes.rules.random import draws
+from shardweave.progress import Reporter
 from shardweave.runtime.agreement import in_step
 from shardweave.runtime.execute import boxed
 from shardweave.runtime.module import agreed_seed, compare_graphs
@@ -201,7 +202,7 @@ class _WholeCompiler(Compiler):
 
     def __init__(self, captured: Captured, request: _Request) -> None:
         self._given = captured
-        super().__init__(captured.graph, request.cluster, None, request.options, None)
+        super().__init__(captured.graph, request.cluster, None, request.options, Reporter.of_ranks(None))
 
     def _capture(self, *_: Any) -> Captured:
         return self._given

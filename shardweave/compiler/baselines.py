@@ -17,11 +17,11 @@ from torch import nn
 
 from shardweave.brief import brief
 from shardweave.compiler.api import plan as make_plan
-from shardweave.compiler.compiler import Progress
 from shardweave.compiler.plan import Plan
 from shardweave.cost_model import Cluster, ClusterLike
 from shardweave.errors import PlanError
 from shardweave.options import Options
+from shardweave.progress import Progress
 
 _PLAIN = {"sub_batches": 1, "buckets": False, "keep_gathered": False}
 """What the planner would choose for a system."""
@@ -73,7 +73,7 @@ class Baseline:
         example_inputs: Any,
         *,
         options: Options | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> Plan:
         """The plan that the system would make; as `shardweave.plan`.
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shardweave.compiler.baselines import Baseline, all_for
-from shardweave.compiler.compiler import Compiler, Progress
+from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.plan import Plan
 from shardweave.compiler.splits import powers
 from shardweave.cost_model import ClusterLike
 from shardweave.errors import InfeasibleError, ParallelError
 from shardweave.options import Options
+from shardweave.progress import Progress, Reporter
 
 if TYPE_CHECKING:
     from shardweave.report.tables import Report
@@ -96,7 +97,7 @@ def compare(
     baselines: Sequence[Baseline] | None = None,
     micro_batches: Sequence[int] | None = None,
     options: Options | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Comparison:
     """What the planner's plan gains over what other systems would do.
 
@@ -111,8 +112,8 @@ def compare(
     micro_batches : sequence of int, optional
         The numbers to try; by default the planner's own choice for its plan, and for the baselines all powers of two
         that divide the batch, where the model returns a loss.
-    progress : callable, optional
-        Told each baseline as its turn comes.
+    progress : callable or bool, optional
+        As for `shardweave.plan`; `Event.planned` is the baseline whose turn it is.
 
     Returns
     -------
@@ -133,23 +134,22 @@ def compare(
     >>> str(found.best.baseline), found.gain >= 0
     ('DDP', True)
     """
-    compiler = Compiler(model, cluster, example_inputs, options, None)
-    chosen = all_for(compiler.cluster) if baselines is None else baselines
-    return compared(compiler, chosen, micro_batches, progress)
+    with Reporter(progress) as told:
+        compiler = Compiler(model, cluster, example_inputs, options, told)
+        chosen = all_for(compiler.cluster) if baselines is None else baselines
+        return compared(compiler, chosen, micro_batches)
 
 
 def compared(
     compiler: Compiler,
     baselines: Sequence[Baseline],
     micro_batches: Sequence[int] | None = None,
-    progress: Progress | None = None,
 ) -> Comparison:
     """As `compare`, of what is captured."""
     counts = tuple(micro_batches or powers(compiler.annotated))
     entries: list[Entry] = []
     for baseline in (OWN, *baselines):
-        if progress is not None:
-            progress(str(baseline))
+        compiler.progress.planned = str(baseline)
         entries.append(_entry(compiler, baseline, counts if micro_batches or baseline is not OWN else [None]))
         if entries[0].plan is None:
             raise InfeasibleError(entries[0].reason)

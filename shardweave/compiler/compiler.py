@@ -6,7 +6,7 @@ import copy
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -35,11 +35,11 @@ from shardweave.errors import ParallelError, PlanError
 from shardweave.ir import Assignment, Mesh, Strategy, Weaving
 from shardweave.options import Options
 from shardweave.passes.schedule import Alike
+from shardweave.progress import LOGGER, Reporter
 from shardweave.runtime import ParallelModule
 from shardweave.runtime.agreement import Control, control, in_step
 from shardweave.runtime.calls import Batch
-
-Progress = Callable[[str], None]
+from shardweave.units import readable_bytes
 
 KEPT, JUDGED = 8, 256
 """Decisions of which the sharded graphs are kept, and of which what they take is: another plan of the step, under a
@@ -58,23 +58,24 @@ class Compiler:
         cluster: ClusterLike,
         example_inputs: Any,
         options: Options | None,
-        progress: Progress | None,
+        progress: Reporter | None,
         batch: Batch = "global",
     ) -> None:
         self.name, self.cluster, self.batch = type(model).__name__, Cluster.of(cluster), batch
         self.options = options or Options()
         if batch == "local" and self.options.outputs == "auto":  # a rank's own rows are not among those of one shard
             self.options = replace(self.options, outputs="part")
-        self.progress = progress or (lambda _: None)
+        self.progress = progress or Reporter(False)
         self._shards_of: deque[tuple[tuple[object, ...], dict[int, Shards]]] = deque(maxlen=KEPT)
         self._judged: Known = deque(maxlen=JUDGED)
-        self.progress("capture")
         self.captured: Captured
         self.steps: Steps
-        if batch == "local" and self.cluster.world_size > 1:
-            self._start_for_all_ranks(model, example_inputs)
-        else:
-            self._start(model, example_inputs)
+        with self.progress:
+            self.progress("capture")
+            if batch == "local" and self.cluster.world_size > 1:
+                self._start_for_all_ranks(model, example_inputs)
+            else:
+                self._start(model, example_inputs)
 
     def _start(self, model: nn.Module, example_inputs: Any) -> None:
         self.captured = self._capture(model, example_inputs)
@@ -142,7 +143,7 @@ class Compiler:
         begun = time.monotonic()
         given = self.options.micro_batches
         counts = powers(self.annotated) if given is None else [given]
-        with collected_later():
+        with self.progress, collected_later():
             made = fastest(self._planning(count, start) for count in counts)
             found = made.planning.plan(made, self.model_key, weigh, begun)
         return found.with_model(lambda sums: self.timeline(self.lower(found, not sums), sums), self._resolved)
@@ -177,9 +178,12 @@ class Compiler:
 
         def planned(cluster: Cluster, limit: int | None, start: Plan | None) -> Plan:
             options = self.options if limit is None else replace(self.options, memory_limit=limit)
+            limited = "" if limit is None else f", at most {readable_bytes(limit)}"
+            self.progress.planned = f"{cluster.name}{limited}"
             return self.with_(cluster, options).plan(start=start)
 
-        return sweep(what, self.cluster, planned)
+        with self.progress:
+            return sweep(what, self.cluster, planned)
 
     def _forced(self, annotated: Annotated, mesh: Mesh) -> dict[str, list[Strategy]]:
         """The strategies of the ops that may not have every one."""
@@ -278,7 +282,7 @@ class Compiler:
         example_inputs: Any,
         plan: Plan | None,
         options: Options | None,
-        progress: Progress | None,
+        progress: Reporter | None,
         batch: Batch = "global",
     ) -> ParallelModule:
         """What `compile_parallel` returns. Collective: what fails on one rank is raised on all."""
@@ -347,6 +351,8 @@ class Compiler:
             except ParallelError as error:
                 return error
 
+        if dist.get_rank() > 0:
+            LOGGER.info("rank %d waits for the plan of rank 0", dist.get_rank())
         answer = in_step(control_of(self.options), "planning", make, only=0)[0]
         if isinstance(answer, ParallelError):
             raise answer

@@ -27,6 +27,7 @@ from shardweave.compiler.pipeline import Annotated
 from shardweave.compiler.plan import Plan, Saving
 from shardweave.compiler.planner.alternatives import alternatives
 from shardweave.compiler.planner.costing import Costing
+from shardweave.compiler.planner.incumbent import Progress
 from shardweave.compiler.planner.recomputation import layer_named
 from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.priced import Priced, buffer_bytes
@@ -40,6 +41,7 @@ from shardweave.ir import Assignment, Mesh, Mode, Strategy, Weaving
 from shardweave.options import Options
 from shardweave.passes.annotate import info, last_match
 from shardweave.passes.recompute import layer_of
+from shardweave.progress import Reporter
 
 Forced = Callable[[Annotated, Mesh], dict[str, list[Strategy]]]
 FIRST_LEFT = 2
@@ -59,13 +61,14 @@ class Planning:
         options: Options,
         forced: Forced,
         judge: Judge,
-        progress: Callable[[str], None],
+        progress: Reporter,
         model: str = "the model",
         start: Plan | None = None,
     ) -> None:
         self.model, self.start = model, start
         self.steps, self.cluster, self.options, self.forced = steps, cluster, options, forced
         self.judge, self.progress = judge, progress
+        self._fastest, self._smallest = math.inf, math.inf
 
     @property
     def presses(self) -> bool:
@@ -102,13 +105,27 @@ class Planning:
             self.options.time_limit,
             lambda costed: None if start is None else _hint(costed, start),
             [run.layers for run in self.steps.runs(self.options)],
+            self._solving,
         )
+
+    def _solving(self, at: Progress) -> None:
+        """Tell how far the program is."""
+        left = max(0.0, self.options.time_limit - at.seconds)
+        self.progress("solve", at.objective, at.bound, left, self._smallest)
+
+    def _simulated(self, decision: Decision, limit: int) -> Judged:
+        """What a plan takes under a limit; the best so far is told."""
+        self.progress("simulate", self._fastest, least_bytes=self._smallest)
+        judged = self.judge(decision, replace(self.options, memory_limit=limit))
+        self._smallest = min(self._smallest, judged.peak_memory)
+        if judged.peak_memory <= self.options.limit(self.cluster):
+            self._fastest = min(self._fastest, judged.step_time)
+        self.progress("simulate", self._fastest, least_bytes=self._smallest)
+        return judged
 
     @cached_property
     def _chooser(self) -> Chooser:
-        return Chooser(
-            lambda decision, limit: self.judge(decision, replace(self.options, memory_limit=limit)), self._answers
-        )
+        return Chooser(self._simulated, self._answers)
 
     @cached_property
     def _whole(self) -> Costed:
@@ -172,6 +189,7 @@ class Planning:
     def _judged(self, chosen: Chosen, weaving: Weaving) -> Judged:
         """What the plan takes, woven so; without recomputation, where that has none."""
         modes = chosen.decision.modes if weaving.recompute else {}
+        self.progress("weave", self._fastest)
         options = self.options.woven(replace(weaving, recompute={} if modes else weaving.recompute))
         return self.judge(chosen.decision._replace(modes=modes), options)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from shardweave.demo.figure import plot_losses
 from shardweave.demo.model import GPT
 from shardweave.demo.training import Recipe, Run, train_on_rank, train_single
 from shardweave.errors import ParallelError
+from shardweave.progress import Progress
 from shardweave.units import readable_bytes
 
 TOLERANCE = 1e-5
@@ -48,7 +48,7 @@ class Result:
 
 
 def make_plans(
-    recipe: Recipe, ranks: int, memory_share: float = 0.6, progress: Callable[[str], None] | None = None
+    recipe: Recipe, ranks: int, memory_share: float = 0.6, progress: Progress | bool | None = None
 ) -> tuple[sw.Plan, sw.Plan]:
     """The plan of plain data parallelism, and the best one under `memory_share` of its peak memory."""
     with torch.device("meta"):  # planning needs shapes alone

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from shardweave.compiler.compiler import Progress
 from shardweave.validation import amsp, axonn, exact, oases, osdp
 from shardweave.validation.published import Paper
 from shardweave.validation.rows import Result, Row
-from shardweave.validation.setting import Setting
+from shardweave.validation.setting import Progress, Setting
 
 
 def _amsp(paper: Paper, setting: Setting) -> Iterator[Row]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardweave.compiler.compiler import Compiler, Progress
+from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.plan import Plan
 from shardweave.cost_model import Cluster
 from shardweave.demo.model import GPT, GPTConfig
@@ -18,6 +18,9 @@ from shardweave.options import Options
 from shardweave.precision import Precision
 from shardweave.validation.clusters import cluster_of
 from shardweave.validation.models import Llama, MinGPT, MinGPTSizes, Sizes
+
+Progress = Callable[[str], None]
+"""Told the name of each row as its turn comes."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from shardweave.compiler.planner import costing
 from shardweave.compiler.planner.costing import Costing
 from shardweave.cost_model import Device, Level, simulate
 from shardweave.demo.model import GPT, GPTConfig
+from shardweave.progress import Event
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.planners import WIDE, Planner, kinds, smallest_named
 from tests.compiler.training import ALL_CASES
@@ -326,6 +327,6 @@ def test_what_a_plan_says_adds_up() -> None:
 
 
 def test_progress_names_the_stages() -> None:
-    stages: list[str] = []
-    sw.plan(ZOO["mlp"].model(), sw.Cluster.local(2), ZOO["mlp"].batch(0), progress=stages.append)
-    assert stages[:4] == ["capture", "annotate", "price", "solve"]
+    events: list[Event] = []
+    sw.plan(ZOO["mlp"].model(), sw.Cluster.local(2), ZOO["mlp"].batch(0), progress=events.append)
+    assert [event.stage for event in events][:4] == ["capture", "annotate", "price", "solve"]

@@ -93,6 +93,8 @@ class Branching:
         while self.open and time.monotonic() < deadline:
             bound, number, found, walked = heapq.heappop(self.open)
             incumbent.bound = max(incumbent.bound, min(bound, self.left))
+            if incumbent.choice is not None:
+                incumbent.report(incumbent.ticks, incumbent.bound)
             if bound >= incumbent.enough:
                 self.open, self.left = [], min(self.left, bound)
             elif self._is_enough(rough, leads):

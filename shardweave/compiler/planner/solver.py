@@ -140,7 +140,7 @@ def solve(
     time_limit : float
         Seconds after which the best choice so far is returned as ``"feasible"`` with its gap.
     progress : callable, optional
-        Called at every better choice.
+        Called at every better choice, and as the bound is looked at again.
     hint : sequence of int, optional
         A choice to begin with, such as that of a similar problem; of use where it is feasible.
     waits_for : sequence of str, optional
