@@ -28,6 +28,7 @@ def collect(
 
     With `copy`, parts are copied to the CPU, so that training may go on.
     """
+    check_values(parallel)
     mesh, rank = parallel.mesh.mesh, parallel.mesh.rank
     coordinates = mesh.coordinates(rank)
     tensors: dict[Path, tuple[torch.Tensor, Layout]] = {}
@@ -58,6 +59,15 @@ def collect(
     if rank == 0:
         written.update({path: _pickled(path, value) for path, value in objects.items()})
     return written
+
+
+def check_values(parallel: ParallelModule) -> None:
+    """ParallelError if what is to be saved has no value yet, as the model was on the meta device."""
+    if unset := sorted(parallel.unset.intersection(parallel.state_dict())):
+        raise ParallelError(
+            f"{_some(unset)} {'has' if len(unset) == 1 else 'have'} no value: the model was on the meta device. Give "
+            "it values first, with shardweave.initialise, load_weights or load_checkpoint"
+        )
 
 
 def parameter_names(parallel: ParallelModule, optimizer: torch.optim.Optimizer) -> list[str]:

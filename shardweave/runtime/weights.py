@@ -17,6 +17,7 @@ from torch import nn
 
 from shardweave.errors import ParallelError
 from shardweave.runtime.agreement import in_step
+from shardweave.runtime.checkpoint_state import check_values
 from shardweave.runtime.initialise import compiled_module, control_for, fill
 from shardweave.runtime.module import ParallelModule, _from_all
 from shardweave.runtime.parameters import local_tensor, ranges
@@ -137,9 +138,11 @@ def _save(parallel: ParallelModule, folder: Path, max_shard_bytes: float, config
                 write()
             except Exception as error:
                 shutil.rmtree(scratch, ignore_errors=True)
-                problem.append(f"{folder} cannot be written: {type(error).__name__}: {error}")
+                told = str(error) if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"
+                problem.append(f"{folder} cannot be written: {told}")
 
     def begin() -> None:
+        check_values(parallel)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise FileExistsError("it is there already: name a new folder, or remove this one first")
         shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed

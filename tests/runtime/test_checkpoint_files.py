@@ -324,6 +324,19 @@ def test_folder_without_permission(
     assert not os.listdir(tmp_path)
 
 
+def test_what_has_no_value_is_not_saved(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8))
+    parallel = sw.compile_parallel(model, sw.Cluster.local(1), torch.randn(4, 8))
+    with pytest.raises(ParallelError, match=r"0\.bias; 0\.weight; 1\.bias; 1\.weight have no value.*initialise"):
+        sw.save_checkpoint(tmp_path / "run", parallel)
+    with pytest.raises(ParallelError, match=r"0\.bias; 0\.weight; 1\.bias; 1\.weight have no value"):
+        sw.save_weights(parallel, tmp_path / "weights")
+    assert not os.listdir(tmp_path)
+    sw.initialise(parallel, model, seed=0)
+    sw.save_checkpoint(tmp_path / "run", parallel)
+
+
 def test_full_disk(one: tuple[Path, sw.ParallelModule, torch.optim.Optimizer], tmp_path: Path) -> None:
     _, parallel, optimizer = one
     mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96k", "none", str(tmp_path)], capture_output=True)
