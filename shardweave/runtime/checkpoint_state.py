@@ -15,7 +15,8 @@ from shardweave.ir import Layout
 from shardweave.runtime.checkpoint_files import load_object
 from shardweave.runtime.chunks import Part, Path, Values, is_writer, name_of
 from shardweave.runtime.module import ParallelModule
-from shardweave.runtime.parameters import distribute, local_tensor
+from shardweave.runtime.parameters import local_tensor
+from shardweave.runtime.tensor import distribute
 
 MODEL, STATE = "model", ("optimizer", "state")
 KIND, GROUPS, SEEDS, EXTRA = ("optimizer", "kind"), ("optimizer", "param_groups"), ("seeds",), ("extra",)

@@ -17,8 +17,9 @@ from shardweave.ir import META, StepSpec, ValueSpec, axes_size
 from shardweave.runtime.autograd import MicroBatches, Step
 from shardweave.runtime.lost import lost_rank, refuse_if_lost
 from shardweave.runtime.mesh import COLLECTIVES, RuntimeMesh, group_of
-from shardweave.runtime.parameters import like, local_tensor
+from shardweave.runtime.parameters import local_tensor
 from shardweave.runtime.pieces import cut, joined
+from shardweave.runtime.tensor import like
 from shardweave.runtime.turns import Boxed, Gradients, Turns, in_places
 
 

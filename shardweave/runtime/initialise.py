@@ -16,7 +16,8 @@ from shardweave.runtime.agreement import Control, control, control_of, in_step
 from shardweave.runtime.hollow import Hollow, Named, key_of
 from shardweave.runtime.module import ParallelModule, _from_all
 from shardweave.runtime.parameters import local_part, local_tensor
-from shardweave.runtime.state import gather, named_tensors
+from shardweave.runtime.state import named_tensors
+from shardweave.runtime.tensor import gather
 
 Init = Callable[[nn.Module], object]
 Turn = tuple[nn.Module, Init]

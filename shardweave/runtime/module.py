@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
+import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from datetime import timedelta
 from hashlib import sha256
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,11 +29,13 @@ from shardweave.runtime.index_range import IndexChecks
 from shardweave.runtime.local_batch import LocalBatch
 from shardweave.runtime.lost import collective
 from shardweave.runtime.mesh import RuntimeMesh
-from shardweave.runtime.parameters import distribute, local_tensor
+from shardweave.runtime.parameters import local_tensor
 from shardweave.runtime.random import Seeds
 from shardweave.runtime.reach import tangents_of_gradients
-from shardweave.runtime.state import adopt, finder, gather, shard_whole, without_values
+from shardweave.runtime.state import Finder, adopt, shard_whole, submodule, without_values
+from shardweave.runtime.tensor import ParallelTensor, distribute, gather
 from shardweave.runtime.turns import Boxed, Forms, Turns
+from shardweave.runtime.watch import Watch
 
 
 class Step(Protocol):
@@ -49,14 +55,20 @@ class Step(Protocol):
 
 
 _COMPILED = ("spec", "graphs", "plan", "mesh", "_coordinates", "_flatten", "_unflatten", "_layouts", "_execute",
-             "_local", "_calls")  # fmt: skip
+             "_local", "_calls", "_watch")  # fmt: skip
 """Attributes of a parallel module that are of its step and not of its parameters' values."""
+_OWN = (*_COMPILED, "unset", "_seeds")
+"""All attributes of a parallel module that are not the model's."""
 Flatten = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[object]]
 Unflatten = Callable[[list[torch.Tensor]], Any]
 
 
 class ParallelModule(nn.Module):
     """`model` trained by a generated step: each call runs this rank's part of it.
+
+    It looks like the model: it is of a subclass of the model's class, has the model's attributes, methods and
+    submodules (of their own classes), and keeps no reference to the model or its tensors. Names of this class hide
+    those of the model; a warning says which.
 
     Every rank of the running ``torch.distributed`` world makes one, and all call it together. Parameters are DTensors
     at rest where the plan has them, under the model's own names, with rank 0's values; a model on the meta device
@@ -99,6 +111,13 @@ class ParallelModule(nn.Module):
         lacks a parameter of the step.
     """
 
+    def __new__(cls, model: nn.Module, *_: Any, **__: Any) -> ParallelModule:
+        made: ParallelModule = object.__new__(parallel_class(type(model)) if cls is ParallelModule else cls)
+        return made
+
+    def __init_subclass__(cls) -> None:
+        """Without that of the model's class, which may keep a register of its subclasses."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -114,7 +133,7 @@ class ParallelModule(nn.Module):
         whole: bool = False,
         check_inputs: int | None = 3,
     ) -> None:
-        super().__init__()
+        vars(self).update(vars(nn.Module()))  # the model's own __init__ is not called
         self.training = model.training
         self.spec = step.spec
         self._seeds = Seeds(compare_graphs(step, timeout))
@@ -127,7 +146,7 @@ class ParallelModule(nn.Module):
         self._unflatten = unflatten or _one_or_all
         forward = self._bound(step.forward)  # all process groups are made before anything can fail on one rank alone
         backward = None if step.backward is None else self._bound(step.backward)
-        self._layouts = adopt(self, model, (*self.spec.parameters, *self.spec.buffers), self.mesh)
+        self._layouts, attributes = adopt(self, model, (*self.spec.parameters, *self.spec.buffers), self.mesh)
         self.unset = without_values(model)
         """Names of tensors that nobody has given a value yet: see `initialise`, `load_weights`, `load_state_dict`."""
         make = step.turns
@@ -136,8 +155,8 @@ class ParallelModule(nn.Module):
             self.mesh.coordinates,
             forward,
             backward,
-            finder(self, self.spec.parameters, "_parameters"),
-            finder(self, self.spec.buffers, "_buffers"),
+            Finder(self, self.spec.parameters, "_parameters", self.mesh),
+            Finder(self, self.spec.buffers, "_buffers", self.mesh),
             () if step.backward is None else tangents_of_gradients(_alone(step), self.spec),
             (lambda: self._seeds()) if self.spec.draws else None,
             None if make is None else lambda: Turns(make(), self.spec, self.mesh.coordinates, self._bound),
@@ -145,6 +164,26 @@ class ParallelModule(nn.Module):
         self._local = LocalBatch(self.spec, self.mesh, whole) if batch == "local" and self.mesh.mesh.axes else None
         self._calls = Calls(self.spec, self.mesh, group_of_calls(self.mesh), self._local, check_inputs, checks)
         self.register_load_state_dict_pre_hook(_shard_whole)  # type: ignore[no-untyped-call]
+        self.register_state_dict_pre_hook(_take_replaced)  # type: ignore[no-untyped-call]
+        self._take_attributes(model, attributes)
+        self._watch = Watch(self)
+
+    def _take_attributes(self, model: nn.Module, attributes: dict[str, Any]) -> None:
+        """The model's own attributes, as far as this module has none of their names."""
+        own = vars(self)
+        hooks = [name for name in attributes if name in own and "state_dict" in name]  # a step has the others in it
+        for name in hooks:
+            own[name].update(attributes[name])
+        users = {name for name in dir(type(model)) if not hasattr(nn.Module, name)}
+        users |= {*model._modules, *model._parameters, *model._buffers, *(attributes.keys() - vars(nn.Module()).keys())}
+        names = {name for name in (*vars(ParallelModule), *_OWN) if not name.startswith("_")}
+        if hidden := sorted((users & names) - {"forward", "train", "zero_grad", "extra_repr"}):
+            warnings.warn(
+                f"{type(model).__name__} has {', '.join(hidden)} of its own, hidden by those of ParallelModule: its "
+                "methods, called on the parallel module, find the latter. Rename them in the model to use both",
+                stacklevel=3,
+            )
+        vars(self).update({name: value for name, value in attributes.items() if name not in own})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step on the batch, as `compile_parallel` was told what that is: see docs/inputs.md. Collective.
@@ -180,6 +219,7 @@ class ParallelModule(nn.Module):
                 "was on the meta device. Give them some by shardweave.initialise, load_weights, load_checkpoint or "
                 "load_state_dict before the first call"
             )
+        self._watch.check()
         return self._execute.running()
 
     def _bound(self, graph: fx.GraphModule) -> Boxed:
@@ -334,20 +374,31 @@ class ParallelModule(nn.Module):
 
     def layout_of(self, name: str, shape: Sequence[int]) -> Layout:
         """Where the tensor `name`, of the global `shape`, lies: plain tensors are whole on every rank."""
-        return self._layouts.get(name) or Layout.replicated(shape)
+        path, _, leaf = name.rpartition(".")
+        module = submodule(self, path)
+        tensor = module._parameters.get(leaf, module._buffers.get(leaf))
+        return tensor.place.layout if isinstance(tensor, ParallelTensor) else Layout.replicated(shape)
+
+    def extra_repr(self) -> str:
+        """The ranks, then what the model's own class says."""
+        world = self.spec.mesh.world_size
+        axes = " x ".join(f"{axis.name}={axis.size}" for axis in self.spec.mesh.axes)
+        where = f"on {world} ranks: {axes}" if world > 1 else "on 1 rank"
+        return ", ".join(filter(None, (where, super().extra_repr())))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A module with parameters and buffers of its own, as averages of weights need; what was compiled is shared."""
         memo.update({id(vars(self)[name]): vars(self)[name] for name in _COMPILED})
-        twin = type(self).__new__(type(self))
+        twin: ParallelModule = object.__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
         twin._calls = self._calls.fresh()
         twin._execute = self._execute.on(
-            finder(twin, self.spec.parameters, "_parameters"),
-            finder(twin, self.spec.buffers, "_buffers"),
+            Finder(twin, self.spec.parameters, "_parameters", self.mesh),
+            Finder(twin, self.spec.buffers, "_buffers", self.mesh),
             (lambda: twin._seeds()) if self.spec.draws else None,
         )
+        twin._watch = Watch(twin)
         return twin
 
     def _all_reduced(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
@@ -356,6 +407,41 @@ class ParallelModule(nn.Module):
             with collective("the all_reduce of the gradients' norm", group):
                 dist.all_reduce(tensor, op, group=group)
         return tensor
+
+
+for _name in _OWN:  # plain attributes of the class, so that a property of the model's class does not take their place
+    setattr(ParallelModule, _name, None)
+
+
+_classes: WeakKeyDictionary[type[nn.Module], type[ParallelModule]] = WeakKeyDictionary()
+
+
+def parallel_class(model_class: type[nn.Module]) -> type[ParallelModule]:
+    """The class of the parallel module of a model of `model_class`: a subclass of both."""
+    if model_class not in _classes:
+        _classes[model_class] = _make_class(model_class)
+    return _classes[model_class]
+
+
+def _make_class(model_class: type[nn.Module]) -> type[ParallelModule]:
+    if model_class is nn.Module or issubclass(model_class, (ParallelModule, torch.jit.ScriptModule)):
+        return ParallelModule
+
+    @functools.wraps(model_class.forward)
+    def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        return ParallelModule.forward(self, *args, **kwargs)
+
+    names = {"forward": forward, "__call__": nn.Module.__call__, "__doc__": ParallelModule.__doc__}
+    made: type[ParallelModule] = types.new_class(
+        f"Parallel{model_class.__name__}", (ParallelModule, model_class), exec_body=lambda space: space.update(names)
+    )
+    return made
+
+
+def _take_replaced(module: nn.Module, *_: object) -> None:
+    """Before a state dict is made: what users put in the place of parameters becomes parallel."""
+    assert isinstance(module, ParallelModule)
+    module._execute.parameters()
 
 
 def _shard_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:

@@ -1,7 +1,7 @@
-"""Parameters as DTensors: from a layout to placements, and from whole tensors to shards and back.
+"""From a layout to DTensor's placements, and from whole tensors to shards and back; see `tensor` for DTensors of them.
 
-This is the only module that touches DTensor's private interfaces: `_StridedShard`, the constructor from a spec, and
-the local tensor without autograd around it.
+This module and `tensor` are the only ones that touch DTensor's private interfaces: `_StridedShard`, the constructor
+from a spec, and the local tensor without autograd around it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardweave.errors import LayoutError
 from shardweave.ir import Axis, Digit, Layout, Mesh, normalise
-from shardweave.runtime import dispatch
-from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.padding import unpad
 
 _FLAG = "use_strided_shard_as_shard_order"
-_STRIDES_ARE_PLACES: dict[str, Any] = {_FLAG: False} if _FLAG in DTensorSpec.__dataclass_fields__ else {}
+STRIDES_ARE_PLACES: dict[str, Any] = {_FLAG: False} if _FLAG in DTensorSpec.__dataclass_fields__ else {}
 """By default DTensor takes strided shards for plain ones cut in another order. That is not what a fused projection's
 are: ``full_tensor()`` was wrong or failed for ``(3, x, y, 2)`` on two axes (torch 2.13)."""
 
@@ -219,43 +217,9 @@ def assemble(shards: Mapping[int, torch.Tensor], layout: Layout, mesh: Mesh) -> 
     return full if padding is None else unpad(full, padding.dim, padding.size, padding.levels)
 
 
-def distribute(local: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.Tensor:
-    """`local` as this rank's part of a DTensor that lies as `layout`; without communication, sharing its memory.
-
-    `local` has the layout's local shape; of a padded dimension the DTensor has the rank's own rows of it, as DTensors
-    have uneven shards. On a mesh without axes it is `local` itself.
-
-    Raises
-    ------
-    LayoutError
-        If `local` has another shape than the layout gives it.
-    """
-    if tuple(local.shape) != layout.local_shape:
-        raise LayoutError(f"this rank's part has shape {tuple(local.shape)}, but {layout} has {layout.local_shape}")
-    if mesh.device_mesh is None:
-        return local
-    dispatch.install()
-    shape = torch.Size(layout.global_shape)
-    local = own_part(local, part_shape(layout, mesh.mesh.coordinates(mesh.rank)))
-    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
-    spec = DTensorSpec(mesh.device_mesh, placements(layout, mesh.mesh), meta, **_STRIDES_ARE_PLACES)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor itself, without autograd around it; a plain tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """`local` as a DTensor that lies as `parameter` does: a gradient for it. Plain if the parameter is.
-
-    Behind its own part `local` may have more, as it has the layout's local shape.
-    """
-    if not isinstance(parameter, DTensor):
-        return local
-    local = own_part(local, parameter._local_tensor.shape)
-    return DTensor(local, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _places(layout: Layout, coordinates: Mapping[str, int]) -> tuple[list[int], tuple[slice | int, ...]]:

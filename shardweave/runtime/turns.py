@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from shardweave.ir import StepSpec
-from shardweave.runtime.parameters import in_place, local_tensor
+from shardweave.runtime.parameters import in_place
+from shardweave.runtime.tensor import part_of
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 """Takes its arguments as one list, which it empties: so each argument lives no longer than the graph needs it."""
@@ -173,7 +174,7 @@ class Turns:
 def in_places(parameters: Sequence[torch.Tensor], spec: StepSpec) -> list[torch.Tensor]:
     """This rank's parts of the parameters, as the graphs take them."""
     pairs = zip(parameters, spec.parameters, strict=True)
-    return [in_place(local_tensor(parameter), known.layout) for parameter, known in pairs]
+    return [in_place(part_of(parameter), known.layout) for parameter, known in pairs]
 
 
 def _owned(results: Gradients, held: set[int]) -> Gradients:

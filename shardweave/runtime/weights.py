@@ -21,8 +21,8 @@ from shardweave.runtime.checkpoint_state import check_values
 from shardweave.runtime.initialise import compiled_module, control_for, fill
 from shardweave.runtime.module import ParallelModule, _from_all
 from shardweave.runtime.parameters import local_tensor, ranges
-from shardweave.runtime.state import gather
 from shardweave.runtime.stored import INDEX, WHOLE, Part, Stored, open_checkpoint
+from shardweave.runtime.tensor import gather
 
 Tied = tuple[list[str], torch.Tensor]
 """A tensor of a state dict, with all its names there."""

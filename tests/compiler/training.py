@@ -22,7 +22,7 @@ from shardweave.compiler.judge import Decision, Judge, Judged
 from shardweave.compiler.planner.ops import Op
 from shardweave.ir import Mesh
 from shardweave.options import Options
-from shardweave.runtime.state import gather
+from shardweave.runtime.tensor import gather
 from tests.compiler.packing import Packed
 from tests.compiler.planners import smallest_named
 from tests.models import TODAY, ZOO, Case

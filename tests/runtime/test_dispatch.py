@@ -12,7 +12,8 @@ from shardweave.ir import Axis, Layout, Mesh
 from shardweave.runtime.dispatch import elementwise
 from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.mesh import RuntimeMesh
-from shardweave.runtime.parameters import distribute, local_shard, local_tensor
+from shardweave.runtime.parameters import local_shard, local_tensor
+from shardweave.runtime.tensor import distribute
 
 MESH = Mesh.of_levels([("gpu", 4)])
 A, B = MESH.axes

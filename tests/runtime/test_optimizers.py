@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.parameters import local_tensor
 from tests.compiler.packing import Packed
-from tests.runtime.loop import CASE, DTYPE, WAYS, Scenario, loss_of, packed_ways, same_in_both_worlds, train
+from tests.runtime.loop import WAYS, Scenario, loss_of, packed_ways, same_in_both_worlds, train
 
 EPS = 1e-4  # so that rounding is not blown up to a step: see tests.compiler.training
 ADAMW = partial(optim.AdamW, lr=1e-2, eps=EPS, weight_decay=0.1)
@@ -65,6 +65,7 @@ MAKERS = [
     partial(optim.ASGD, lr=1e-2),
     partial(optim.Rprop, lr=1e-2, foreach=False),
     partial(optim.Rprop, lr=1e-2, foreach=True),
+    partial(optim.Adafactor, lr=1e-2),
     Lion,
 ]
 
@@ -142,17 +143,3 @@ def test_scaled_gradients_in_other_worlds(world: int, pool: WorkerPool) -> None:
     packed = packed_ways(world, [WAYS[-1]])
     ranks = pool.run(same_in_both_worlds, partial(scaled, ADAMW, True), packed, ["mixed"], nprocs=world, timeout=120)
     assert not any(ranks), "\n\n".join(problem for found in ranks for problem in found)
-
-
-def factored(step: Packed) -> None:
-    parallel = step.module(CASE.model(DTYPE))
-    optimizer = optim.Adafactor(parallel.parameters())
-    loss_of(parallel).backward()
-    with pytest.raises(RuntimeError, match="in-place operations that require placement changes"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("name", ["zero3", "mixed"])
-def test_an_optimizer_that_dtensor_cannot_do_fails(name: str, steps: list[Packed], pool: WorkerPool) -> None:
-    """Adafactor's state is of other shapes than its parameter, and is written to in place."""
-    pool.run(factored, steps[NAMES.index(name)], nprocs=4, timeout=60)

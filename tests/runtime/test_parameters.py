@@ -20,9 +20,7 @@ from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.parameters import (
     assemble,
-    distribute,
     in_place,
-    like,
     local_part,
     local_shard,
     local_tensor,
@@ -30,6 +28,7 @@ from shardweave.runtime.parameters import (
     part_shape,
     placements,
 )
+from shardweave.runtime.tensor import distribute, like
 from tests.passes.harness import examples
 
 CUBE = Mesh.of_levels([("gpu", 4), ("node", 2)])

@@ -1,0 +1,662 @@
+"""Parallel tensors: DTensors whose every op gives one device's numbers, or raises a ParallelError.
+
+Parameters, their gradients and the optimizer's states are such tensors. What an op does is decided here and not by
+DTensor's own rules, which know neither strided nor padded layouts in every op, move a parameter's data in place
+without effect, and draw other random numbers on each rank. There are four cases:
+
+- An elementwise op on tensors that lie alike runs on this rank's parts, without communication.
+- A sum or a norm of whole tensors is taken of the parts, then reduced over the ranks.
+- Every other op runs on whole tensors, which are gathered for it; what it writes is cut into parts again. A view of a
+  sharded tensor is such a copy, that remembers where it came from: what is written to it reaches the tensor.
+- An op of a parallel tensor and a plain one, as of a parameter and activations, runs on the whole, plain values. Its
+  gradient is averaged over the ranks, as DistributedDataParallel averages: one device's gradient where all ranks
+  computed the same, the mean over the ranks' batches where they did not.
+
+Every op that gathers is collective: all ranks must call it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardweave.errors import LayoutError, ParallelError
+from shardweave.ir import Axis, Layout
+from shardweave.runtime import dispatch
+from shardweave.runtime.agreement import everyone
+from shardweave.runtime.lost import collective
+from shardweave.runtime.mesh import RuntimeMesh
+from shardweave.runtime.parameters import (
+    STRIDES_ARE_PLACES,
+    assemble,
+    in_place,
+    local_part,
+    own_part,
+    part_shape,
+    placements,
+)
+
+aten = torch.ops.aten
+Op = torch._ops.OpOverload
+_SAME_PLACE = {
+    "detach", "alias", "clone", "_to_copy", "zeros_like", "ones_like", "full_like", "empty_like", "fill_", "zero_",
+    "lift_fresh",
+}  # fmt: skip
+"""Ops of which each element depends on that element alone, although torch does not tag them as pointwise."""
+_RESIZING = {"resize_", "resize_as_", "set_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_"}
+_UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
+_WAIT_SECONDS = 20.0
+_WHOLE = "_shardweave_place"
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a tensor lies, and on which ranks."""
+
+    layout: Layout
+    mesh: RuntimeMesh
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Place:
+        return self
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        return self.mesh.mesh.coordinates(self.mesh.rank)
+
+    def replicated(self, shape: Sequence[int]) -> Place:
+        """The place of a tensor of `shape` that is whole on these ranks."""
+        return Place(Layout.replicated(shape), self.mesh)
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor: a view, or a copy where the part is none."""
+        return local_part(whole, self.layout, self.coordinates)
+
+
+@dataclass(frozen=True)
+class View:
+    """Where a copy of a part of a sharded tensor came from: what is written to it is written there."""
+
+    base: ParallelTensor
+    steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+    version: int
+
+    def __deepcopy__(self, _: dict[int, Any]) -> View:
+        return self
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The view of the whole base."""
+        for step in self.steps:
+            whole = step(whole)
+        return whole
+
+
+class ParallelTensor(DTensor):
+    """A tensor that lies spread over the ranks; see this module. `distribute` makes them."""
+
+    __slots__ = ()
+    place: Place
+    view_of: View | None
+
+    @classmethod
+    def of(cls, local: torch.Tensor, place: Place, spec: DTensorSpec | None = None) -> ParallelTensor:
+        """A tensor with `local`, this rank's own rows, as its part."""
+        if spec is None:
+            shape = torch.Size(place.layout.global_shape)
+            whole = torch.empty(shape, device="meta") if place.layout.shard_axes else local
+            meta = TensorMeta(shape, whole.stride(), local.dtype)
+            where = placements(place.layout, place.mesh.mesh)
+            assert place.mesh.device_mesh is not None
+            spec = DTensorSpec(place.mesh.device_mesh, where, meta, **STRIDES_ARE_PLACES)
+        made = cls(local.detach() if local.requires_grad else local, spec, requires_grad=False)
+        made.place, made.view_of = place, None
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _meets_plain((*args, *kwargs.values())) and not _writes_parallel(func, args):
+            args, kwargs = tree_map(_plain, (args, kwargs))
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor without autograd, sharing its memory. A whole tensor may be assigned: rank 0's counts."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.dtype != self.dtype or value.shape != self.shape:
+            raise ParallelError(
+                f"a parallel tensor is {tuple(self.shape)} of {self.dtype}, what is assigned to its data "
+                f"{tuple(value.shape)} of {value.dtype}: the step was compiled for the former. Assign a whole tensor "
+                "like it, or compile a model in the new shape and dtype"
+            )
+        if isinstance(value, ParallelTensor) and value.place.layout == self.place.layout:
+            self._local_tensor = value._local_tensor
+            return
+        local = self.place.part(whole_of_first(value.detach(), self.place.mesh)).contiguous()
+        self._local_tensor = local.clone() if local.data_ptr() == value.data_ptr() else local
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole tensor on every rank, a plain one. Collective. Its gradient is averaged over the ranks."""
+        whole: torch.Tensor = _Whole.apply(self)  # type: ignore[no-untyped-call]
+        return whole
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A tensor with memory of its own, its gradient and attributes copied too."""
+        if id(self) in memo:
+            known: torch.Tensor = memo[id(self)]
+            return known
+        if not self.is_leaf:
+            raise ParallelError(
+                "only parallel tensors that a user made, as parameters are, can be deep-copied, as torch says of all "
+                "tensors: detach() it first"
+            )
+        made = ParallelTensor.of(self._local_tensor.detach().clone(), self.place, self._spec)
+        made.requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items() if name != "view_of"})
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a plain DTensor: files are read without this package."""
+        made = DTensor(self._local_tensor, self._spec, requires_grad=self.requires_grad)  # type: ignore[no-untyped-call]
+        for name, value in vars(self).items():
+            if name not in ("place", "view_of"):
+                setattr(made, name, value)
+        return made.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class _Whole(torch.autograd.Function):
+    """A parallel tensor as a plain one."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: ParallelTensor) -> torch.Tensor:
+        ctx.place = tensor.place
+        return gather(_fresh(tensor), tensor.place.layout, tensor.place.mesh)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        place: Place = ctx.place
+        mesh = place.mesh
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        group = mesh.everyone()
+        with _waiting("a gradient", mesh), collective("the all_reduce of a gradient", group):
+            dist.all_reduce(total, group=group)
+        return ParallelTensor.of(place.part(total / mesh.mesh.world_size).contiguous(), place)
+
+
+def distribute(local: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.Tensor:
+    """`local` as this rank's part of a DTensor that lies as `layout`; without communication, sharing its memory.
+
+    `local` has the layout's local shape; of a padded dimension the DTensor has the rank's own rows of it, as DTensors
+    have uneven shards. On a mesh without axes it is `local` itself.
+
+    Raises
+    ------
+    LayoutError
+        If `local` has another shape than the layout gives it.
+    """
+    if tuple(local.shape) != layout.local_shape:
+        raise LayoutError(f"this rank's part has shape {tuple(local.shape)}, but {layout} has {layout.local_shape}")
+    if mesh.device_mesh is None:
+        return local
+    dispatch.install()
+    return ParallelTensor.of(own_part(local, part_shape(layout, mesh.mesh.coordinates(mesh.rank))), Place(layout, mesh))
+
+
+def like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """`local` as a DTensor that lies as `parameter` does: a gradient for it. Plain if the parameter is.
+
+    Behind its own part `local` may have more, as it has the layout's local shape.
+    """
+    if not isinstance(parameter, ParallelTensor):
+        place = whole_place(parameter)
+        return local if place is None else gather(local, place.layout, place.mesh)
+    return ParallelTensor.of(own_part(local, parameter._local_tensor.shape), parameter.place, parameter._spec)
+
+
+def keep_whole(parameter: torch.Tensor, place: Place, name: str) -> None:
+    """Let a plain parameter, which a user put in the place of a parallel one, stand for it: whole on every rank.
+
+    Its values become rank 0's. Collective.
+    """
+    with torch.no_grad():
+        parameter.copy_(whole_of_first(parameter, place.mesh, name))
+    setattr(parameter, _WHOLE, place)
+
+
+def whole_place(parameter: torch.Tensor) -> Place | None:
+    """Where the step has the parameter that this plain one stands for, see `keep_whole`; None for any other tensor."""
+    place: Place | None = getattr(parameter, _WHOLE, None)
+    return place
+
+
+def part_of(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter or buffer, without autograd around it."""
+    if isinstance(parameter, DTensor):
+        return parameter._local_tensor
+    place = whole_place(parameter)
+    return parameter if place is None else place.part(parameter.detach()).contiguous()
+
+
+def gather(tensor: torch.Tensor, layout: Layout, mesh: RuntimeMesh, name: str = "") -> torch.Tensor:
+    """The whole of `tensor`, which lies as `layout`, on every rank, in memory of its own; `name` is for an error.
+
+    Collective.
+    """
+    local = in_place(tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach(), layout)
+    if not layout.shard_axes:
+        return local.clone()
+    group = mesh.group_over(layout.shard_axes)
+    parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    what = name or f"a tensor of shape {layout.global_shape}"
+    with _waiting(what, mesh), collective(f"the all_gather of {what}", group):
+        dist.all_gather(parts, local.contiguous(), group=group)
+    return assemble(dict(zip(dist.get_process_group_ranks(group), parts, strict=True)), layout, mesh.mesh)
+
+
+# -- how an op is run
+
+
+def _run(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    parallel = [tensor for tensor in tensors if type(tensor) is ParallelTensor]
+    mesh = parallel[0].place.mesh
+    written = _written(func, args, kwargs)
+    if len(parallel) < len(tensors):
+        replaced = {}
+        for tensor in tensors:
+            if type(tensor) is not ParallelTensor and (isinstance(tensor, DTensor) or tensor.dim()):
+                replaced[id(tensor)] = _as_parallel(tensor, parallel, mesh, func, written)
+        if replaced:
+            back = {id(new): old for old in tensors if (new := replaced.get(id(old))) is not None}
+            args, kwargs = tree_map(lambda x: replaced.get(id(x), x), (args, kwargs))
+            return tree_map(lambda x: back.get(id(x), x), _run(func, args, kwargs))
+    name = func._schema.name.removeprefix("aten::")
+    if func is _UNSCALE:
+        return _unscale(func, args, kwargs, mesh)
+    drawn = torch.Tag.nondeterministic_seeded in func.tags
+    if not drawn and not any(tensor.view_of for tensor in parallel):
+        if (name in _SAME_PLACE or dispatch.elementwise(func) or _masked(func, args)) and (
+            place := _common(args, kwargs, written)
+        ):
+            return _run_on_parts(func, args, kwargs, place)
+        if (reduced := _reduced(name, args, kwargs)) is not None:
+            return reduced
+    if name in _RESIZING:
+        raise ParallelError(f"{name} would change the shape of a parallel tensor: make a new tensor from full_tensor()")
+    return _run_whole(func, args, kwargs, written, mesh, drawn)
+
+
+def _written(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an op changes in place."""
+    if not func._schema.is_mutable:
+        return []
+    found = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return found
+
+
+def _as_parallel(
+    tensor: torch.Tensor,
+    parallel: list[ParallelTensor],
+    mesh: RuntimeMesh,
+    func: Op,
+    written: list[torch.Tensor],
+) -> ParallelTensor:
+    """Another kind of tensor of an op as a parallel one."""
+    into = any(tensor is other for other in written)
+    if isinstance(tensor, DTensor):
+        for other in parallel:
+            if other.shape == tensor.shape and other.placements == tensor.placements:
+                return ParallelTensor.of(tensor._local_tensor, other.place)
+        if all(placement.is_replicate() for placement in tensor.placements):
+            return ParallelTensor.of(tensor._local_tensor, Place(Layout.replicated(tensor.shape), mesh))
+        if not into:
+            return ParallelTensor.of(tensor.full_tensor(), Place(Layout.replicated(tensor.shape), mesh))
+    if into or not written:
+        shapes = ", ".join(str(tuple(other.shape)) for other in parallel[:3])
+        raise ParallelError(
+            f"{func} meets a {type(tensor).__name__} of shape {tuple(tensor.shape)} and parallel tensors ({shapes}), "
+            "which lie spread over the ranks: use parameter.full_tensor(), a plain tensor on every rank"
+        )
+    return ParallelTensor.of(whole_of_first(tensor, mesh), Place(Layout.replicated(tensor.shape), mesh))
+
+
+def _common(args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]) -> list[Place] | None:
+    """For each tensor of the op's lists (one for an op on tensors) where its parts meet; None if they do not.
+
+    Tensors that are whole on every rank are cut for it, unless they are written to.
+    """
+    lists = [
+        items
+        for argument in (*args, *kwargs.values())
+        if isinstance(argument, (list, tuple))
+        if (items := [item for item in argument if isinstance(item, ParallelTensor)])
+    ]
+    singles = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, ParallelTensor)]
+    columns = [[*column, *singles] for column in zip(*lists, strict=False)] if lists else [singles]
+    if lists and any(len(items) != len(lists[0]) for items in lists):
+        return None
+    found = []
+    for column in columns:
+        arrays = [tensor for tensor in column if tensor.dim()] or column[:1]
+        spread = next((tensor for tensor in arrays if tensor.place.layout.shard_axes), arrays[0]).place
+        for tensor in arrays:
+            layout = tensor.place.layout
+            if layout != spread.layout and (
+                layout.shard_axes or tensor.shape != arrays[0].shape or any(tensor is other for other in written)
+            ):
+                return None
+        if any(tensor.shape != arrays[0].shape for tensor in arrays):
+            return None
+        found.append(spread)
+    return found
+
+
+def _run_on_parts(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], places: list[Place]) -> Any:
+    """An elementwise op on what lies alike."""
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != places[0].mesh.device_type:
+        raise ParallelError(
+            f"a parallel tensor lies on {places[0].mesh.device_type} and cannot be moved to {device}: compile the "
+            "model there, or move parameter.full_tensor()"
+        )
+
+    def local(value: Any, place: Place) -> Any:
+        if not isinstance(value, ParallelTensor):
+            return value
+        if value.place.layout == place.layout or not value.dim():
+            return value._local_tensor
+        return place.part(value._local_tensor)
+
+    def locals_of(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [local(item, place) for item, place in zip(value, places)] if len(value) == len(places) else value
+        return local(value, places[0])
+
+    result = func(*map(locals_of, args), **{key: locals_of(value) for key, value in kwargs.items()})
+    if func._schema.is_mutable:
+        first = args[0]
+        return first if result is not None else None
+    if isinstance(result, (list, tuple)):
+        return [ParallelTensor.of(value, place) for value, place in zip(result, places, strict=True)]
+    specs = [
+        value._spec
+        for value in tree_leaves((args, kwargs))
+        if isinstance(value, ParallelTensor) and value.place is places[0] and value.dtype == result.dtype
+    ]
+    return ParallelTensor.of(result, places[0], specs[0] if specs else None)
+
+
+def _masked(func: Op, args: tuple[Any, ...]) -> bool:
+    """Whether the op is ``tensor[mask] = number``, with a mask of the tensor's shape."""
+    if func is not aten.index_put_.default or len(args[1]) != 1:
+        return False
+    mask = args[1][0]
+    return (
+        isinstance(mask, torch.Tensor)
+        and mask.dtype == torch.bool
+        and mask.shape == args[0].shape
+        and not args[2].dim()
+    )
+
+
+def _reduced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A sum, mean or norm of whole tensors, from the parts; None for any other op."""
+    if name == "_foreach_norm":
+        power, dtype = _bound(args[1:], kwargs, ("ord", "dtype"), (2, None))
+        return _norms(list(args[0]), float(power), dtype)
+    if name == "linalg_vector_norm":
+        power, dim, keeps, dtype = _bound(args[1:], kwargs, ("ord", "dim", "keepdim", "dtype"), (2, None, False, None))
+        return None if dim is not None or keeps else _norms([args[0]], float(power), dtype)[0]
+    if name not in ("sum", "mean") or len(args) > 1 or "dim" in kwargs:
+        return None
+    tensor: ParallelTensor = args[0]
+    total = tensor._local_tensor.sum(**kwargs) if name == "sum" else tensor._local_tensor.sum(**kwargs) / tensor.numel()
+    return ParallelTensor.of(_all_reduced(total, tensor.place), tensor.place.replicated(()))
+
+
+def _bound(
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str], defaults: Sequence[Any]
+) -> Iterator[Any]:
+    given = dict(zip(names, args)) | kwargs
+    return iter([given.get(name, default) for name, default in zip(names, defaults)])
+
+
+def _norms(tensors: list[ParallelTensor], power: float, dtype: torch.dtype | None) -> list[ParallelTensor]:
+    """The norm of each tensor, with one collective for those that are spread over the same axes."""
+    parts = [tensor._local_tensor for tensor in tensors]
+    some = [part if part.numel() else part.new_zeros(()) for part in parts]  # nothing has no maximum
+    norms = [torch.linalg.vector_norm(part, power, dtype=dtype) for part in some]
+    groups: dict[tuple[Axis, ...], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.place.layout.shard_axes:
+            groups.setdefault(tensor.place.layout.shard_axes, []).append(index)
+    for members in groups.values():
+        values = torch.stack([norms[index].to(torch.float64) for index in members])
+        if math.isinf(power):
+            op = dist.ReduceOp.MAX if power > 0 else dist.ReduceOp.MIN
+            values = _all_reduced(values, tensors[members[0]].place, op)
+        elif power == 0:
+            values = _all_reduced(values, tensors[members[0]].place)
+        else:
+            values = _all_reduced(values.pow(power), tensors[members[0]].place).pow(1 / power)
+        for index, value in zip(members, values):
+            norms[index] = value.to(norms[index].dtype)
+    return [ParallelTensor.of(n, t.place.replicated(())) for n, t in zip(norms, tensors, strict=True)]
+
+
+def _all_reduced(value: torch.Tensor, place: Place, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    if place.layout.shard_axes:
+        group = place.mesh.group_over(place.layout.shard_axes)
+        with _waiting("a sum over a tensor", place.mesh), collective("the all_reduce of a sum over a tensor", group):
+            dist.all_reduce(value, op, group=group)
+    return value
+
+
+def _unscale(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: RuntimeMesh) -> None:
+    """Unscale gradients in place, and tell all ranks whether any of them has one that is not finite."""
+    gradients, found, *scale = args
+    found = found._local_tensor if isinstance(found, DTensor) else found
+    func([grad._local_tensor for grad in gradients], found, *scale, **kwargs)
+    axes = {axis for grad in gradients for axis in grad.place.layout.shard_axes}
+    if axes:
+        group = mesh.group_over(axis for axis in mesh.mesh.axes if axis in axes)
+        with collective("the all_reduce of whether gradients are finite", group):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+
+
+def _run_whole(
+    func: Op,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    written: list[torch.Tensor],
+    mesh: RuntimeMesh,
+    drawn: bool,
+) -> Any:
+    """Any op, on the whole tensors; what it writes is cut into parts again."""
+    wholes: dict[int, torch.Tensor] = {}
+    bases: dict[int, torch.Tensor] = {}  # of written views, the whole of what they are views of
+    sharded: dict[int, ParallelTensor] = {}
+    for leaf in tree_leaves((args, kwargs)):
+        if not isinstance(leaf, ParallelTensor) or id(leaf) in wholes:
+            continue
+        if leaf.view_of is not None and any(leaf is other for other in written):
+            base = leaf.view_of.base
+            bases[id(leaf)] = gather(base, base.place.layout, mesh)
+            wholes[id(leaf)] = leaf.view_of.of(bases[id(leaf)])
+        elif leaf.place.layout.shard_axes:
+            wholes[id(leaf)] = gather(leaf, leaf.place.layout, mesh)
+            sharded[id(leaf)] = leaf
+        else:
+            wholes[id(leaf)] = _fresh(leaf)._local_tensor
+    given, named = tree_map(lambda x: wholes.get(id(x), x), (args, kwargs))
+    with _agreed_random(kwargs.get("generator"), mesh) if drawn else contextlib.nullcontext():
+        result = func(*given, **named)
+    originals = {id(wholes[id(leaf)]): leaf for leaf in written if id(leaf) in wholes}
+    for leaf in written:
+        if not isinstance(leaf, ParallelTensor):
+            continue
+        if leaf.view_of is not None:
+            base = leaf.view_of.base
+            base._local_tensor.copy_(base.place.part(bases[id(leaf)]))
+            leaf._local_tensor.copy_(wholes[id(leaf)])
+            leaf.view_of = View(base, leaf.view_of.steps, base._local_tensor._version)
+        elif id(leaf) in sharded:
+            leaf._local_tensor.copy_(leaf.place.part(wholes[id(leaf)]))
+    source = args[0] if args and isinstance(args[0], ParallelTensor) else None
+    is_view = source is not None and not written and any(r.alias_info is not None for r in func._schema.returns)
+    count = iter(range(len(tree_leaves(result))))
+
+    def wrapped(value: Any) -> Any:
+        index = next(count)
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) in originals:
+            return originals[id(value)]
+        made = ParallelTensor.of(value, Place(Layout.replicated(value.shape), mesh))
+        if is_view and source is not None and (source.view_of is not None or source.place.layout.shard_axes):
+            base, before = (source, ()) if source.view_of is None else (source.view_of.base, source.view_of.steps)
+            step = _view_step(func, given[1:], named, index)
+            made.view_of = View(base, (*before, step), base._local_tensor._version)
+        return made
+
+    return tree_map(wrapped, result)
+
+
+def _view_step(
+    func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], index: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda whole: [x for x in tree_leaves(func(whole, *args, **kwargs)) if isinstance(x, torch.Tensor)][index]
+
+
+def _fresh(tensor: ParallelTensor) -> ParallelTensor:
+    """`tensor` itself; a copy of a part of a sharded tensor is made again where that one has changed."""
+    view = tensor.view_of
+    if view is not None and view.base._local_tensor._version != view.version:
+        whole = gather(view.base, view.base.place.layout, view.base.place.mesh)
+        tensor._local_tensor.copy_(view.of(whole))
+        tensor.view_of = View(view.base, view.steps, view.base._local_tensor._version)
+    return tensor
+
+
+# -- parallel tensors and plain ones
+
+
+def _meets_plain(values: tuple[Any, ...]) -> bool:
+    """Whether a plain tensor is among the arguments; a number that needs no gradient is none."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            if _meets_plain(tuple(value)):
+                return True
+        elif (
+            isinstance(value, torch.Tensor)
+            and not isinstance(value, DTensor)
+            and (value.dim() or (value.requires_grad and torch.is_grad_enabled()))
+        ):
+            return True
+    return False
+
+
+def _writes_parallel(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a function of torch changes its first argument, a parallel tensor, in place."""
+    name = getattr(func, "__name__", "")
+    writes = name in ("__setitem__", "__set__") or (
+        name.startswith("__i") and name.endswith("__") and name != "__invert__"
+    )
+    writes = writes or (name.endswith("_") and not name.endswith("__"))
+    first = args[0] if args else None
+    if isinstance(first, (list, tuple)):
+        first = first[0] if first else None
+    return writes and isinstance(first, ParallelTensor)
+
+
+def _plain(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, ParallelTensor) else value
+
+
+def whole_of_first(value: torch.Tensor, mesh: RuntimeMesh, name: str = "") -> torch.Tensor:
+    """Rank 0's values of a whole tensor, in memory of its own, on the mesh's device; `name` is for an error.
+
+    Collective.
+    """
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    whole = value.detach().to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
+    if mesh.device_mesh is not None and whole.numel():
+        what = name or f"values of shape {tuple(value.shape)}"
+        with _waiting(what, mesh), collective(f"the broadcast of rank 0's {what}", everyone(mesh)):
+            flat = whole.view(-1).view(torch.uint8)  # as bytes: backends lack some dtypes
+            dist.broadcast(flat, src=0, group=everyone(mesh))
+    return whole
+
+
+@contextlib.contextmanager
+def _agreed_random(generator: torch.Generator | None, mesh: RuntimeMesh) -> Iterator[None]:
+    """Draw rank 0's random numbers on all ranks. Where a rank's generator differed, it is left as it was."""
+    if generator is None:
+        device = torch.device(mesh.device_type)
+        generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[
+            torch.cuda.current_device()
+        ]  # fmt: skip
+    mine = generator.get_state()
+    first = whole_of_first(mine.to(mesh.device_type), mesh).to(mine.device)
+    same = torch.equal(first, mine)
+    generator.set_state(first)
+    try:
+        yield
+    finally:
+        if not same:
+            generator.set_state(mine)
+
+
+@contextlib.contextmanager
+def _waiting(what: str, mesh: RuntimeMesh) -> Iterator[None]:
+    """Say so on stderr when other ranks do not come to a collective that the user's own code asked for."""
+
+    def tell() -> None:
+        print(
+            f"shardweave: rank {mesh.rank} has waited {_WAIT_SECONDS:.0f} s for the other ranks, to exchange {what}. "
+            "Parameters lie spread over the ranks: code that computes with them has to be called on all ranks, not on "
+            "one alone. For one rank, take parallel.full_state_dict() on all of them first",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    timer = threading.Timer(_WAIT_SECONDS, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+torch.serialization.add_safe_globals([ParallelTensor])
