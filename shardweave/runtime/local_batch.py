@@ -17,7 +17,8 @@ from shardweave.errors import ParallelError
 from shardweave.ir import Axis, Digit, Layout, StepSpec, ValueSpec, axes_size, normalise
 from shardweave.runtime.lost import collective
 from shardweave.runtime.mesh import RuntimeMesh
-from shardweave.runtime.parameters import distribute, ranges
+from shardweave.runtime.parameters import ranges
+from shardweave.runtime.tensor import distribute
 
 functional = torch.ops._c10d_functional
 
