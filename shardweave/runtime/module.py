@@ -401,6 +401,20 @@ class ParallelModule(nn.Module):
         twin._watch = Watch(twin)
         return twin
 
+    def __copy__(self) -> ParallelModule:
+        """A module that shares everything with this one, as ``copy.copy`` of a module does."""
+        twin: ParallelModule = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        """ParallelError: what was compiled is bound to the running ranks and cannot be pickled."""
+        raise ParallelError(
+            "a parallel module cannot be pickled, as torch.save(parallel) does, since its step is bound to the ranks "
+            "that run it. Save shardweave.save_checkpoint(...), or torch.save(parallel.full_state_dict(), path) on one "
+            "rank, and compile the model again to load it; plan.save(path) saves planning again"
+        )
+
     def _all_reduced(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
         if self.mesh.device_mesh is not None:
             group = self.mesh.everyone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import io
 import weakref
 from typing import Any
 
@@ -170,6 +171,8 @@ def refused(parallel: Any) -> None:
     handle = parallel.head.register_forward_hook(lambda *_: None)
     raises("hooks of 'head'")
     handle.remove()
+    with pytest.raises(sw.ParallelError, match="save_checkpoint"):
+        torch.save(parallel, io.BytesIO())
     parallel.float()
     raises("float32 now")
     parallel.double()
