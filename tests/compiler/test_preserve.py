@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import shardweave as sw
 from shardweave.compiler.preserve import preserved
 from shardweave.errors import ParallelError
+from shardweave.progress import Event
 
 
 class Layer(nn.Module):
@@ -112,7 +113,7 @@ def stop(*_: object, **__: object) -> None:
     raise Stopped("stopped here")
 
 
-def compiled(model: nn.Module, progress: Callable[[str], None] | None = None) -> nn.Module:
+def compiled(model: nn.Module, progress: Callable[[Event], None] | None = None) -> nn.Module:
     options = sw.Options(precision=PRECISION, micro_batches=1)
     return sw.compile_parallel(model, sw.Cluster.local(1), torch.ones(4, 8), options=options, progress=progress)
 
@@ -163,13 +164,14 @@ def test_a_step_that_fails_leaves_all_as_it_was(name: str, monkeypatch: pytest.M
 
 
 def test_a_stage_that_is_interrupted_leaves_all_as_it_was() -> None:
-    stages: list[str] = []
-    compiled(build(), stages.append)
-    assert {"capture", "annotate", "solve", "shard", "schedule"} <= set(stages)
-    for stage in set(stages):
+    events: list[Event] = []
+    compiled(build(), events.append)
+    stages = {event.stage for event in events}
+    assert {"capture", "annotate", "solve", "shard", "schedule"} <= stages
+    for stage in stages:
 
-        def interrupt(reached: str, stage: str = stage) -> None:
-            if reached == stage:
+        def interrupt(reached: Event, stage: str = stage) -> None:
+            if reached.stage == stage:
                 raise KeyboardInterrupt("stopped here")
 
         assert_preserved(lambda model, interrupt=interrupt: compiled(model, interrupt))
