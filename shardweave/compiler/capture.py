@@ -132,6 +132,9 @@ def _joint_graph(
         warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
         # Dynamo takes a size that differs from an earlier capture's for dynamic; a step has the sizes of its inputs.
         stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True))
+        # oneDNN's recurrent layer is one op, whose workspace a generated graph is not given; without it, plain ops.
+        warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")  # asked for by no one here
+        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         if any(parameter.is_meta for parameter in model.parameters()):
             model = _off_meta(model, fake)
