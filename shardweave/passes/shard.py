@@ -251,6 +251,9 @@ class Sharder(Results):
             assignment, wanted, results = choice.assignment, choice.inputs, choice.outputs
         self.assigned[node] = Assignment.of(assignment)
         origin = Origin(info(node).op, backward=self.backward)
+        wanted = tuple(
+            want if argument.meta["val"].numel() else self.layout(argument) for argument, want in zip(arguments, wanted)
+        )  # a result that an op leaves without elements has no loop
         values = iter([self.value(argument, want) for argument, want in zip(arguments, wanted)])
         emitter = OpEmitter(self.local, self.canonical, node, values, wanted, results, assignment, bound, origin)
         self._record(node, emitter.emit(rule), results)
@@ -305,9 +308,10 @@ class Sharder(Results):
                 _, index = source_of(user)
                 origin = Origin(info(node).op, backward=info(written).backward)
                 item = self.local.call(origin, operator.getitem, written, user.args[1])
-                check_shape(user, item.meta["val"], layouts[index])
-                annotate_layouts(item, (layouts[index],))
-                self.canonical[user] = self._whole(user, item, layouts[index])
+                layout = layouts[index] if user.meta["val"].numel() else Layout.replicated(user.meta["val"].shape)
+                check_shape(user, item.meta["val"], layout)
+                annotate_layouts(item, (layout,))
+                self.canonical[user] = self._whole(user, item, layout)
 
     def _whole(self, node: fx.Node, written: fx.Node, layout: Layout) -> tuple[fx.Node, Layout]:
         """What an op gives, its slices together, and where; those of a gradient go to its states one by one."""

@@ -232,3 +232,50 @@ def test_batch_norm_in_mixed_precision_keeps_statistics_in_float32(pool: WorkerP
     precision = sw.Precision(param_dtype=torch.bfloat16)
     steps = compile_ways(case.model(), case, torch.float32, 2, ways, precision)
     assert pool.run(trains_with_batch_norm, steps, nprocs=2) == [[], []]
+
+
+# -- what the error about an op without a rule advises
+
+
+class Unruled(nn.Module):
+    """Ops without a rule, of which some contract parameters of their own, and one leaves a result without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.recurrent = nn.EmbeddingBag(32, 8), nn.LSTM(8, 8, batch_first=True)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bags = self.bag((x.abs() * 10).long().clamp(max=31))
+        steps, _ = self.recurrent(torch.stack([x, bags], 1))
+        loss: Tensor = self.head(self.normed(steps)).pow(2).mean()
+        return loss
+
+
+def trains_unruled(dtype: torch.dtype) -> list[str]:
+    case, failures = Case("unruled", Unruled, rows), []
+    tolerance = {"rtol": 1e-8, "atol": 1e-9} if dtype == DTYPE else {"rtol": 1e-3, "atol": 1e-4}
+    for force in ({}, {"*": "zdp"}):
+        options = sw.Options(allow_unruled=True, force=force)
+        model = case.model(dtype)
+        parallel = sw.compile_parallel(
+            case.model(dtype), sw.Cluster.local(2), case.batch(0, dtype=dtype), options=options
+        )
+        for step in range(2):
+            for module in (model, parallel):
+                module.zero_grad()
+                module(**case.batch(step, dtype=dtype)).backward()
+        grads = dict(parallel.named_parameters())
+        for name, parameter in model.named_parameters():
+            if not torch.allclose(whole(grads[name].grad), parameter.grad, **tolerance):
+                failures.append(f"{force}: the gradient of {name}")
+    return failures
+
+
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32], ids=str)
+def test_ops_without_a_rule_train_as_on_one_device_where_they_are_allowed(dtype: torch.dtype, pool: WorkerPool) -> None:
+    case = Case("unruled", Unruled, rows)
+    with pytest.raises(sw.RuleError, match=r"_embedding_bag(?s:.)*allow_unruled=True"):
+        sw.plan(case.model(dtype), sw.Cluster.local(2), case.batch(0, dtype=dtype))
+    assert pool.run(trains_unruled, dtype, nprocs=2) == [[], []]

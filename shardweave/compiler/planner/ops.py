@@ -314,6 +314,8 @@ def _roles(parameter: fx.Node, gradient: fx.Node | None, classes: Classes, batch
             if is_view(user):
                 forward(user, _through(rule.inputs[0], rule.outputs[0], meaning))
                 continue
+            if find_rule(user) is None:
+                continue  # it is computed whole on every device: there is nothing to decide
             for argument, dims in zip(tensor_args(user), rule.inputs):
                 inside = {name for names in dims for name in names}
                 outside = {name for output in rule.outputs for names in output for name in names}
@@ -334,7 +336,9 @@ def _roles(parameter: fx.Node, gradient: fx.Node | None, classes: Classes, batch
         elif _sums(value):
             for argument in tensor_args(value):
                 back(argument, meaning)
-        elif [len(names) for names in rule.outputs[0]] == [len(atoms) for atoms in meaning]:
+        elif find_rule(value) is not None and [len(names) for names in rule.outputs[0]] == [
+            len(atoms) for atoms in meaning
+        ]:
             inside = {name for names in rule.outputs[0] for name in names}
             given = [{name for names in dims for name in names} for dims in rule.inputs]
             if not all(inside <= names for names in given) and roles:
