@@ -17,7 +17,7 @@ from shardweave.compiler.planner.ops import Op, batch_classes, find_ops
 from shardweave.compiler.turns import Turns
 from shardweave.compiler.weaving import check_patterns, sliced_ops, with_times
 from shardweave.cost_model import Cluster
-from shardweave.cost_model.memory import liveness, output_storages, storage_bytes
+from shardweave.cost_model.memory import ONCE, Repeated, liveness, output_storages, storage_bytes
 from shardweave.cost_model.scratch import rounded
 from shardweave.errors import PlanError
 from shardweave.ir import Assignment, Axis, Mesh, StepSpec, Strategy
@@ -135,6 +135,11 @@ def times_of(alike: Alike) -> dict[str, int]:
     return {few[-1]: 1 + count for few, count in alike}
 
 
+def _sum_so_far(accumulator: fx.Node) -> str:
+    """The name of the placeholder that brings the sum of a gradient so far to the node that adds to it."""
+    return accumulator.all_input_nodes[0].name
+
+
 def _ordered(axes: Iterable[Axis], first: Container[Axis]) -> list[Axis]:
     return sorted(outermost_first(axes), key=lambda axis: axis not in first)
 
@@ -239,7 +244,7 @@ class _Lowering:
         forward, backward = split(local, self._num_results, self.annotated.tangents)
         inside = {node.name for node in forward.graph.nodes}
         working = [node.name for node in sharder.working if node.name in inside]
-        added = {node.all_input_nodes[0].name: node.name for node in sharder.accumulators.values()}
+        added = {_sum_so_far(node): node.name for node in sharder.accumulators.values()}
         spec = specs.finish(sharder.lies, sharder.rests, forward, self._hash(forward, backward))
         return Turns(forward, backward, working, added, totals), spec
 
@@ -333,7 +338,8 @@ class _Lowering:
             self.graphs.pop("bucket", None)
             ordered, fits = schedule.scheduled(self._quantized(local))
         if fits and not self.draft:
-            verify_memory(ordered, "schedule", self.cluster, schedule.memory_limit, schedule.beside_bytes)
+            limit, beside = schedule.memory_limit, schedule.beside_bytes
+            verify_memory(ordered, "schedule", self.cluster, limit, beside, schedule.repeated)
         return ordered
 
     def _quantized(self, local: fx.GraphModule) -> fx.GraphModule:
@@ -360,7 +366,15 @@ class _Lowering:
             self._state_bytes(sharder) + (options.turns - 1) * self._bytes_of_a_turn(local),
             options.cross_pass,
             self.alike,
+            self._repeated(sharder),
         )
+
+    def _repeated(self, sharder: Sharder) -> Repeated:
+        """What all micro-batches use, and the sums of their gradients."""
+        if self.options.turns == 1:
+            return ONCE
+        shared = frozenset(node.name for node in sharder.working)
+        return Repeated(shared, frozenset(_sum_so_far(node) for node in sharder.accumulators.values()))
 
     def _state_bytes(self, sharder: Sharder) -> int:
         """Of the optimizer's states."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
@@ -46,6 +47,32 @@ class Liveness:
     where: Mapping[fx.Node, tuple[Storage, ...]]
     born: Mapping[fx.Node, tuple[Storage, ...]]
     dead: Mapping[fx.Node, tuple[Storage, ...]]
+
+
+class Repeated(NamedTuple):
+    """What a graph that runs once for each micro-batch holds in its last run, other than the graph itself says.
+
+    Parameters
+    ----------
+    shared : frozenset of str
+        Nodes that the first run computes and all runs use: their memory is in use from the beginning to the end.
+    sums : frozenset of str
+        Placeholders with the sums of the gradients so far, which are freed after their last use.
+    """
+
+    shared: frozenset[str] = frozenset()
+    sums: frozenset[str] = frozenset()
+
+    def storages(self, graph: fx.Graph, found: Liveness) -> tuple[set[Storage], set[Storage]]:
+        """The storages of the shared nodes that the graph computes, and those of the sums."""
+        shared, sums = (
+            {storage for node in graph.nodes if node.name in names for storage in found.where[node]} for names in self
+        )
+        return {storage for storage in shared if storage[0].op == "call_function"}, sums
+
+
+ONCE = Repeated()
+"""Of a graph that runs once."""
 
 
 def storage_bytes(storage: Storage) -> int:
@@ -106,10 +133,10 @@ def output_storages(value: object, found: Liveness) -> tuple[Storage, ...]:
     return tuple(storage for node in node_nodes(value) for storage in found.where[node])
 
 
-def most_held(graph: fx.Graph, prices: Prices) -> tuple[int, fx.Node | None]:
+def most_held(graph: fx.Graph, prices: Prices, repeated: Repeated = ONCE) -> tuple[int, fx.Node | None]:
     """The most bytes that a graph holds at once in its order, with what kernels and collectives take, and where.
 
-    All that it takes is there from the beginning, all that it gives stays.
+    All that it takes is there from the beginning, all that it gives stays; `repeated` says what is otherwise.
 
     Examples
     --------
@@ -126,20 +153,24 @@ def most_held(graph: fx.Graph, prices: Prices) -> tuple[int, fx.Node | None]:
     (48, neg_default_1)
     """
     found = liveness(graph)
-    stays = {*output_storages(graph.output_node().args, found)}
+    shared, sums = repeated.storages(graph, found)
+    stays = {*output_storages(graph.output_node().args, found), *shared}
     now = sum(sum(prices.of(node).sizes) for node in graph.nodes if node.op in ("placeholder", "get_attr"))
+    now += sum(prices.of(key).sizes[index] for key, index in shared)
     most, where = now, None
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         price = prices.of(node)
-        now += sum(price.sizes[index] for _, index in found.born.get(node, ())) + price.held
+        born = (storage for storage in found.born.get(node, ()) if storage not in shared)
+        now += sum(price.sizes[index] for _, index in born) + price.held
         if now + price.scratch > most:
             most, where = now + price.scratch, node
         if is_wait(node):
             now -= sum(prices.of(start).held for start in node.all_input_nodes)
         ended = (storage for storage in found.dead.get(node, ()) if storage not in stays)
-        now -= sum(prices.of(key).sizes[index] for key, index in ended if key.op == "call_function")
+        freed = ((key, index) for key, index in ended if key.op == "call_function" or (key, index) in sums)
+        now -= sum(prices.of(key).sizes[index] for key, index in freed)
     return most, where
 
 

@@ -24,7 +24,7 @@ from functools import partial
 from torch import fx
 
 from shardweave.cost_model import Cluster
-from shardweave.cost_model.memory import liveness
+from shardweave.cost_model.memory import ONCE, Repeated, liveness
 from shardweave.cost_model.prices import Prices
 from shardweave.cost_model.streams import Contention
 from shardweave.ir import ALL
@@ -80,6 +80,8 @@ class Schedule:
         Recomputation and gradients of different layers may overlap.
     alike : sequence of (sequence of str, int)
         Equal layers of the graph, and how many more of them there are that are not in it.
+    repeated : Repeated
+        What the last run of the graph finds, where it runs once for each micro-batch.
     """
 
     name = "schedule"
@@ -89,6 +91,7 @@ class Schedule:
     beside_bytes: int = 0
     cross_pass: bool = True
     alike: Alike = ()
+    repeated: Repeated = ONCE
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         return self.scheduled(graph_module)[0]
@@ -112,11 +115,13 @@ class Schedule:
 
         order = [node for node in graph.nodes if node.op == "placeholder"]
         held = self.beside_bytes + sum((1 + others(node)) * sum(prices.of(node).sizes) for node in order)
+        shared, _ = self.repeated.storages(graph, liveness(graph))
+        held += sum((1 + others(node)) * prices.of(node).sizes[index] for node, index in shared)
         for backward in (False, True):
             nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and info(n).backward == backward]
             if not nodes:
                 continue
-            tasks = Tasks.of(graph, nodes, prices, others)
+            tasks = Tasks.of(graph, nodes, prices, others, self.repeated)
             if not self.cross_pass:
                 tasks = tasks.after(barriers(tasks))
             room = None if self.memory_limit is None else self.memory_limit - held

@@ -10,7 +10,7 @@ from torch import fx
 
 from shardweave.cost_model.collectives import Demand
 from shardweave.cost_model.graphs import collective, is_start, is_wait
-from shardweave.cost_model.memory import Storage, liveness
+from shardweave.cost_model.memory import ONCE, Repeated, Storage, liveness
 from shardweave.cost_model.prices import Prices
 from shardweave.ir import Collective, group_name
 
@@ -58,11 +58,17 @@ class Tasks:
 
     @classmethod
     def of(
-        cls, graph: fx.Graph, nodes: Sequence[fx.Node], prices: Prices, others: Callable[[fx.Node], int] = lambda _: 0
+        cls,
+        graph: fx.Graph,
+        nodes: Sequence[fx.Node],
+        prices: Prices,
+        others: Callable[[fx.Node], int] = lambda _: 0,
+        repeated: Repeated = ONCE,
     ) -> Tasks:
         """The tasks of these nodes, which lie in the order of `graph`.
 
-        What a node leaves to another part stands for as much of each of its `others`, which are not in the graph.
+        What a node leaves to another part stands for as much of each of its `others`, which are not in the graph. What
+        is shared by several runs of the graph was there before and stays; sums so far are freed.
         """
         number = {node: index for index, node in enumerate(nodes)}
         needs = [[number[source] for source in node.all_input_nodes if source in number] for node in nodes]
@@ -71,6 +77,7 @@ class Tasks:
             for source in sources:
                 users[source].append(index)
         found = liveness(graph)
+        shared, sums = repeated.storages(graph, found)
         storages: dict[Storage, int] = {}
         sizes: list[int] = []
         kept: list[bool] = []
@@ -78,8 +85,8 @@ class Tasks:
         def storage(key: Storage) -> int:
             if key not in storages:
                 storages[key] = len(sizes)
-                sizes.append(prices.of(key[0]).sizes[key[1]])
-                kept.append(key[0].op != "call_function")
+                sizes.append(0 if key in shared else prices.of(key[0]).sizes[key[1]])
+                kept.append(key in shared or (key[0].op != "call_function" and key not in sums))
             return storages[key]
 
         lives: list[list[int]] = []

@@ -18,7 +18,7 @@ from torch import fx
 
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.graphs import is_start, is_wait, node_nodes, tensor_bytes, tensors
-from shardweave.cost_model.memory import Storage, liveness, most_held
+from shardweave.cost_model.memory import ONCE, Repeated, Storage, liveness, most_held
 from shardweave.cost_model.prices import Prices, node_key
 from shardweave.errors import VerifyError
 from shardweave.ir import Axis, Collective, group_name
@@ -51,7 +51,12 @@ def verify(graph_module: fx.GraphModule, after: str) -> None:
 
 
 def verify_memory(
-    graph_module: fx.GraphModule, after: str, cluster: Cluster, limit: int | None, beside: int = 0
+    graph_module: fx.GraphModule,
+    after: str,
+    cluster: Cluster,
+    limit: int | None,
+    beside: int = 0,
+    repeated: Repeated = ONCE,
 ) -> None:
     """Check that what a local graph holds at once, in its order, is within a limit.
 
@@ -63,13 +68,15 @@ def verify_memory(
         Bytes that a device may use; None: as many as there are.
     beside : int
         Bytes that the graph does not see: the optimizer's states, what other micro-batches return.
+    repeated : Repeated
+        What the last run of the graph finds, where it runs once for each micro-batch.
 
     Raises
     ------
     VerifyError
         Naming the pass, the node at which it holds most, and the bytes.
     """
-    most, node = most_held(graph_module.graph, Prices(cluster))
+    most, node = most_held(graph_module.graph, Prices(cluster), repeated)
     if limit is not None and most + beside > limit:
         where = f" at {node.name} of {info(node).op}" if node is not None else ""
         raise VerifyError(
