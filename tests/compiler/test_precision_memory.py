@@ -76,7 +76,7 @@ def planned(rest: int, states: int) -> tuple[sw.Plan, Bytes]:
 
 def measure(plans: list[dict[str, Any]]) -> list[Bytes]:
     """On a rank: what really lies in memory at each moment of a step."""
-    return [_measure(compiler().compile(sw.Plan.from_dict(plan))) for plan in plans]
+    return [_measure(compiler().compile(Deep(), sw.Plan.from_dict(plan))) for plan in plans]
 
 
 def _measure(parallel: sw.ParallelModule) -> Bytes:
