@@ -16,7 +16,7 @@ from torch import fx
 
 from shardweave.errors import LayoutError, VerifyError
 from shardweave.ir import META, Axis, BoundRule, Layout, Mesh
-from shardweave.passes.annotate import info
+from shardweave.passes.annotate import describe, info
 from shardweave.passes.constants import Part, part
 from shardweave.passes.emitter import OpEmitter
 from shardweave.passes.follow import Arrival
@@ -289,7 +289,8 @@ class Values:
 def bound_rule(node: fx.Node) -> BoundRule:
     """The rule that `annotate` bound to a node."""
     rule = info(node).rule
-    assert rule is not None
+    if rule is None:
+        raise VerifyError(f"{describe(node)} was bound to no rule: a bug in shardweave")
     return rule
 
 

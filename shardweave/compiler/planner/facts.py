@@ -19,8 +19,9 @@ from shardweave.compiler.planner.pricing import Ends
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.compute import node_seconds, node_work
 from shardweave.cost_model.graphs import alias_of
+from shardweave.errors import RuleError
 from shardweave.ir import BoundRule
-from shardweave.passes.annotate import depends_on_inputs, graph_outputs, info, source_of
+from shardweave.passes.annotate import depends_on_inputs, describe, graph_outputs, info, source_of
 from shardweave.passes.rules import is_view
 from shardweave.passes.rules.registry import tensor_args
 
@@ -178,7 +179,8 @@ class Facts:
 def bound_of(node: fx.Node) -> BoundRule:
     """The rule of a node, bound to its sizes."""
     bound = info(node).rule
-    assert bound is not None
+    if bound is None:
+        raise RuleError(f"{describe(node)} has no sharding rule here: write that line with other ops")
     return bound
 
 
