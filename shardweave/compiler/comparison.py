@@ -129,6 +129,7 @@ def compare(
     --------
     >>> import torch
     >>> from shardweave.compiler.baselines import ddp, fsdp
+    >>> from shardweave.cost_model import Cluster
     >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
     >>> found = compare(model, Cluster.local(4), torch.randn(32, 64), baselines=[ddp(), fsdp()])
     >>> str(found.best.baseline), found.gain >= 0
