@@ -20,10 +20,12 @@ from torch import Tensor, fx, nn
 from shardweave.compiler.adapters import traceable
 from shardweave.compiler.call import TENSOR, CallTree, as_call, canonical, leaf_names
 from shardweave.compiler.casts import cast, take_as_cast, take_as_given, working_copies
+from shardweave.compiler.guards import reads_of, recorded_effects
 from shardweave.compiler.preserve import preserved
 from shardweave.compiler.refusal import readable_errors, refuse_effects, refuse_values, refused, where
 from shardweave.errors import CaptureError
 from shardweave.precision import Dtypes, Precision
+from shardweave.runtime.reads import Reads
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Captured:
         Parameters belong to the user, whole on every rank; so are their gradients and the outputs.
     dtypes : mapping of str to Dtypes
         Of the parameters, for which the graph may take another one: mixed precision.
+    reads : Reads, optional
+        Python values that are constants of the graph.
     known : dict
         What ops give for which arguments, and their forms, of all folds and plans: see `LocalGraph` and `decompose`.
     """
@@ -68,6 +72,7 @@ class Captured:
     training: bool
     whole: bool = False
     dtypes: Mapping[str, Dtypes] = field(default_factory=dict)
+    reads: Reads | None = field(default=None, repr=False, compare=False)
     known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
@@ -109,7 +114,7 @@ def capture(model: nn.Module, example_inputs: Any, precision: Precision | None =
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise CaptureError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to train")
-    graph, out_spec = _joint_graph(model, args, kwargs, precision)
+    graph, out_spec, reads = _joint_graph(model, args, kwargs, precision)
     captured = _describe(graph, out_spec, model, signature, spec, names, leaves)
     given = {name: leaf.dtype for name, leaf in zip(names, leaves) if isinstance(leaf, Tensor)}
     take_as_given(graph.graph, {node: given[name] for node, name in captured.inputs.items()})
@@ -117,12 +122,12 @@ def capture(model: nn.Module, example_inputs: Any, precision: Precision | None =
     graph.recompile()
     policy = precision or Precision()
     dtypes = {name: policy.dtypes(model.get_parameter(name).dtype) for name in captured.parameters.values()}
-    return replace(captured, dtypes=dtypes)
+    return replace(captured, dtypes=dtypes, reads=reads)
 
 
 def _joint_graph(
     model: nn.Module, args: Any, kwargs: Any, precision: Precision | None
-) -> tuple[fx.GraphModule, pytree.TreeSpec]:
+) -> tuple[fx.GraphModule, pytree.TreeSpec, Reads]:
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -144,11 +149,13 @@ def _joint_graph(
         stack.enter_context(traceable(model))
         stack.enter_context(working_copies(model, precision, fake))
         # Not under `fake`: Dynamo makes its own mode, and under another one it mistakes buffers that are views.
-        module = dynamo_graph_capture_for_export(model)(*args, **kwargs)
+        with recorded_effects() as effects:
+            module = dynamo_graph_capture_for_export(model)(*args, **kwargs)
+        reads = reads_of(module, model, effects)
         _name_once(module)
         stack.enter_context(torch._guards.tracing(module.meta["tracing_context"]))
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)
-    return joint.graph_module, joint.out_spec
+    return joint.graph_module, joint.out_spec, reads
 
 
 def _name_once(module: nn.Module) -> None:

@@ -329,6 +329,7 @@ class Compiler:
                 unflatten=call.unflatten,
                 graphs=lowered.graphs,
                 plan=made,
+                reads=self.captured.reads,
                 timeout=self.options.patience,
                 checks=index_checks(self.annotated.captured) if self.cluster.world_size > 1 else None,
                 batch=self.batch,

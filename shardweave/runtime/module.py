@@ -32,6 +32,7 @@ from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.parameters import local_tensor
 from shardweave.runtime.random import Seeds
 from shardweave.runtime.reach import tangents_of_gradients
+from shardweave.runtime.reads import Reads, Unchanged
 from shardweave.runtime.state import Finder, adopt, shard_whole, submodule, without_values
 from shardweave.runtime.tensor import ParallelTensor, distribute, gather
 from shardweave.runtime.turns import Boxed, Forms, Turns
@@ -55,7 +56,7 @@ class Step(Protocol):
 
 
 _COMPILED = ("spec", "graphs", "plan", "mesh", "_coordinates", "_flatten", "_unflatten", "_layouts", "_execute",
-             "_local", "_calls", "_watch")  # fmt: skip
+             "_local", "_calls", "_watch", "_unchanged")  # fmt: skip
 """Attributes of a parallel module that are of its step and not of its parameters' values."""
 _OWN = (*_COMPILED, "unset", "_seeds")
 """All attributes of a parallel module that are not the model's."""
@@ -91,6 +92,8 @@ class ParallelModule(nn.Module):
         The graph after each stage, for the user to look at.
     plan : object, optional
         The plan, for the user to look at.
+    reads : Reads, optional
+        The Python values of the model that are constants of the step: a call after one has changed is an error.
     timeout : timedelta, optional
         How long a rank waits for the others in one collective; by default as ``init_process_group`` was told.
     checks : IndexChecks, optional
@@ -132,6 +135,7 @@ class ParallelModule(nn.Module):
         batch: Batch = "global",
         whole: bool = False,
         check_inputs: int | None = 3,
+        reads: Reads | None = None,
     ) -> None:
         vars(self).update(vars(nn.Module()))  # the model's own __init__ is not called
         self.training = model.training
@@ -167,6 +171,7 @@ class ParallelModule(nn.Module):
         self.register_state_dict_pre_hook(_take_replaced)  # type: ignore[no-untyped-call]
         self._take_attributes(model, attributes)
         self._watch = Watch(self)
+        self._unchanged = None if reads is None else Unchanged(reads, model, self)
 
     def _take_attributes(self, model: nn.Module, attributes: dict[str, Any]) -> None:
         """The model's own attributes, as far as this module has none of their names."""
@@ -196,7 +201,8 @@ class ParallelModule(nn.Module):
         IndexRangeError
             If an index lies outside of what it looks up: a token that an embedding has no row for.
         ParallelError
-            If the model was on the meta device and a tensor has no value yet.
+            If the model was on the meta device and a tensor has no value yet; if a Python value that is a constant of
+            the step has changed, such as an attribute that the model's forward reads.
         """
 
         def given() -> Sequence[object]:
@@ -220,6 +226,8 @@ class ParallelModule(nn.Module):
                 "load_state_dict before the first call"
             )
         self._watch.check()
+        if self._unchanged is not None:
+            self._unchanged.check(self)
         return self._execute.running()
 
     def _bound(self, graph: fx.GraphModule) -> Boxed:

@@ -1,0 +1,265 @@
+"""Guards: what Dynamo read of a model's Python state in a capture, and what a forward changes of it.
+
+The only module that reads Dynamo's guards and side effects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+from torch import Tensor, fx, nn
+
+from shardweave.compiler.refusal import refused
+from shardweave.runtime.reads import PLAIN, Read, Reads
+
+_TORCHS = re.compile(
+    r"(?:_parameters|_buffers|_modules|__dict__)(?:'\])?$|_(?:parameters|buffers)(?:'\])?\[|_hooks|__mro__"
+)
+"""Names of what belongs to torch's modules, and is watched where it lies."""
+_INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib", "stdlib"))
+_KEYS = {"DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"}
+_LENGTHS = {"SEQUENCE_LENGTH", "LIST_LENGTH", "TUPLE_LENGTH", "DICT_LENGTH"}
+
+
+@dataclass(frozen=True)
+class _Written:
+    """An attribute, or an item, that a forward writes: its expression, and its value where that is a constant."""
+
+    source: str
+    name: str
+    is_constant: bool
+    value: Any
+    depends: bool
+    """Whether the value depends on what goes into the graph."""
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What a forward writes outside of itself."""
+
+    written: list[_Written] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def recorded_effects() -> Iterator[Effects]:
+    """While this runs, what Dynamo traces of writes to attributes is noted."""
+    from torch._dynamo.output_graph import OutputGraph
+
+    effects = Effects()
+    name = "get_replayed_side_effect_source_refs"
+    inner = getattr(OutputGraph, name)
+
+    @functools.wraps(inner)
+    def noted(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        effects.written.clear()  # Dynamo may have begun anew
+        for item, attributes in graph.side_effects.store_attr_mutations.items():
+            root = type(list(_chain(item.source))[-1]).__name__ if item.source is not None else ""
+            if root in ("LocalSource", "GlobalSource"):  # and not what the forward itself has made
+                effects.written.extend(_written(item.source.name, name, value) for name, value in attributes.items())
+        return inner(graph, *args, **kwargs)
+
+    with mock.patch.object(OutputGraph, name, noted):
+        yield effects
+
+
+def _written(source: str, name: str, value: Any) -> _Written:
+    if value.is_python_constant():
+        return _Written(source, name, True, value.as_python_constant(), False)
+    proxy = getattr(value, "proxy", None)
+    return _Written(source, name, False, None, proxy is None or _depends(proxy.node))
+
+
+def _depends(node: fx.Node) -> bool:
+    """Whether a value depends on an input, a parameter or a buffer."""
+    waiting, seen = [node], set()
+    while waiting:
+        node = waiting.pop()
+        if node.op == "placeholder":
+            return True
+        if node not in seen:
+            seen.add(node)
+            waiting += node.all_input_nodes
+    return False
+
+
+def reads_of(module: Any, model: nn.Module, effects: Effects) -> Reads:
+    """What the capture that gave `module` read of `model` and around it.
+
+    Raises
+    ------
+    CaptureError
+        The model's forward reads a value that it changes itself, such as a counter of its calls.
+    """
+    from torch._dynamo.convert_frame import get_traced_fn
+
+    graph = module._dynamo_bytecode_flatten.out.graph_capture_output.output_graph
+    function, _ = get_traced_fn(model)
+    free = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    writer = _Writer(function.__code__.co_varnames[0], function.__globals__, graph.import_sources, free)
+    touched: dict[str, Any] = {}
+    for guard in graph.guards:
+        source = guard.originating_source
+        writer.add(source, guard)
+        touched.setdefault(source.name, source)
+    reads = Reads(list(writer.reads.values()), writer.names)
+    for written in effects.written:
+        for form in (f"{written.source}.{written.name}", f"{written.source}.__dict__['{written.name}']"):
+            if form in touched:
+                _refuse_counted(model, writer, written, touched[form])
+    return reads
+
+
+def _refuse_counted(model: nn.Module, writer: _Writer, written: _Written, source: Any) -> None:
+    read = writer.look(source, model)
+    if (written.is_constant and _same(read, written.value)) or not (written.is_constant or written.depends):
+        return  # as it was, or a constant that is computed once and kept
+    shown = writer.shown(source.name)
+    was = f" ({read!r} now, {written.value!r} after a call)" if written.is_constant and isinstance(read, PLAIN) else ""
+    raise refused(
+        model,
+        f"its forward reads {shown} and changes it{was}, which a captured step does not do again",
+        way_out=f"Make {shown} a buffer (register_buffer with a tensor, written in place), and what depends on it "
+        "tensor operations such as torch.where; or pass it to the call as a tensor.",
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and isinstance(one, PLAIN) and bool(one == other)
+
+
+class _Writer:
+    """Turns Dynamo's sources into expressions that a `Reads` looks up."""
+
+    def __init__(
+        self,
+        self_name: str,
+        names: dict[str, Any],
+        imports: dict[str, str],
+        free: dict[str, types.CellType],
+    ) -> None:
+        self.self_name, self.globals, self.imports, self.free = self_name, names, imports, free
+        self.names: dict[str, object] = {"G": names}
+        self.reads: dict[str, Read] = {}
+        self._variables: dict[str, tuple[str, tuple[str, ...]]] = {}
+        self._short: dict[str, str] = {}
+
+    def add(self, source: Any, guard: Any) -> None:
+        """Note what a guard holds on to, where that is the user's."""
+        kind, name = guard.create_fn_name(), source.name
+        chain = list(_chain(source))
+        if not name or kind == "TENSOR_MATCH" or _TORCHS.search(name) or not self._is_users(chain):
+            return
+        expression, before = self._expression(source)
+        shown = self.shown(name)
+        given = getattr(guard.create_fn, "keywords", {})
+        positional = getattr(guard.create_fn, "args", ())
+        if kind in _LENGTHS:
+            self._note(f"len({expression})", before, f"len({shown})")
+        elif kind in _KEYS:
+            key = given.get("key", positional[0] if positional else None)
+            if isinstance(key, PLAIN):
+                self._note(f"({key!r} in {expression})", before, f"{key!r} in {shown}")
+        elif kind in ("HASATTR", "NOT_PRESENT_IN_GENERIC_DICT"):
+            attribute = given.get("attr", positional[0] if positional else None)
+            if isinstance(attribute, str) and not attribute.startswith("__"):
+                test = f"hasattr({expression}, {attribute!r})" if kind == "HASATTR" else None
+                self._note(test or f"({attribute!r} in vars({expression}))", before, f"{shown}.{attribute} being set")
+        elif len(chain) > 1 or kind != "TYPE_MATCH":
+            self._note(expression, before, shown)
+
+    def _note(self, expression: str, before: tuple[str, ...], shown: str) -> None:
+        self.reads.setdefault(expression, Read((*before, expression), shown))
+
+    def _is_users(self, chain: list[Any]) -> bool:
+        """Whether what a source begins at is the model, or a name of the user's module that is none of torch's."""
+        root = chain[-1]
+        kind = type(root).__name__
+        if kind == "LocalSource":
+            return root.local_name == self.self_name or root.local_name in self.free
+        if kind != "GlobalSource":
+            return False
+        name = root.global_name
+        if name in self.imports:
+            return not _is_library(sys.modules[self.imports[name]])
+        if name.startswith("__") or _is_library(sys.modules.get(self.globals.get("__name__", ""))):
+            return False
+        return not any(_is_library(self.look(link, None)) for link in chain)
+
+    def _expression(self, source: Any) -> tuple[str, tuple[str, ...]]:
+        """A source as an expression, and the statements that it needs before: what several have in common is one."""
+        name = source.name
+        base = getattr(source, "base", None)
+        if base is None:
+            return self._root(source), ()
+        if name in self._variables:
+            return self._variables[name]
+        inner, before = self._expression(base)
+        if not name.startswith(base.name):
+            found = name.replace(base.name, inner), before
+        elif name == base.name or inner.isidentifier():
+            found = inner + name[len(base.name) :], before
+        else:
+            variable = self._short.setdefault(inner, f"v{len(self._short)}")
+            found = variable + name[len(base.name) :], (*before, f"{variable} = {inner}")
+        self._variables[name] = found
+        return found
+
+    def _root(self, source: Any) -> str:
+        if type(source).__name__ == "LocalSource":
+            if source.local_name == self.self_name:
+                return "model"
+            cell = self.free[source.local_name]
+            if isinstance(cell.cell_contents, (nn.Module, Tensor)):  # not kept: a step keeps no model
+                return f"closed_over_{source.local_name}"
+            self.names[f"cell_{source.local_name}"] = cell
+            return f"cell_{source.local_name}.cell_contents"
+        if source.global_name in self.imports:
+            name = self.imports[source.global_name].replace(".", "_dot_")
+            self.names[f"module_{name}"] = sys.modules[self.imports[source.global_name]]
+            return f"module_{name}"
+        return f"G[{source.global_name!r}]"
+
+    def look(self, source: Any, model: nn.Module | None) -> Any:
+        """What a source is now; None where it cannot be looked up."""
+        expression, before = self._expression(source)
+        space: dict[str, Any] = {**self.names, "model": model}
+        try:
+            for line in before:
+                exec(line, space)  # an expression of Dynamo's own
+            return eval(expression, space)
+        except Exception:  # whatever a user's property raises: then it is no constant either
+            return None
+
+    def shown(self, name: str) -> str:
+        """A source's name as a user writes it."""
+        text = name.replace(f"L['{self.self_name}']", "model")
+        for alias, module in self.imports.items():
+            text = text.replace(f"G['{alias}']", module)
+        text = re.sub(r"[GL]\['(\w+)'\]", r"\1", text)
+        text = re.sub(r"dict\(type\(([^()]*)\)\.__dict__\)\['(\w+)'\]", r"\1.\2", text)
+        text = re.sub(r"(?:\.__dict__\['_modules'\]|\._modules)\['(\w+)'\]", r".\1", text)
+        return re.sub(r"\.__dict__\['(\w+)'\]", r".\1", text)
+
+
+def _is_library(module: object) -> bool:
+    """Whether a module is installed, or of Python itself: what libraries keep for themselves may change at any time."""
+    if not isinstance(module, types.ModuleType):
+        return False
+    file = getattr(module, "__file__", None)
+    return file is None and module.__name__ != "__main__" or str(file).startswith(_INSTALLED)
+
+
+def _chain(source: Any) -> Iterator[Any]:
+    """A source, and what it is a part of, outwards."""
+    while source is not None:
+        yield source
+        source = getattr(source, "base", None)

@@ -1,0 +1,203 @@
+"""What a user changes of the model's Python state after compiling is never passed over in silence."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardweave as sw
+from shardweave.errors import CaptureError, ParallelError
+
+SCALE = 3.0
+TABLE = {"gain": 2.0}
+BATCH = torch.ones(4, 8)
+
+
+class Config:
+    alpha = 1.0
+
+
+CONFIG = Config()
+
+
+def closing_over() -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
+    power = 2.0
+
+    def raised(x: Tensor) -> Tensor:
+        return x.abs() ** power
+
+    def change(value: float) -> None:
+        nonlocal power
+        power = value
+
+    return raised, change
+
+
+RAISED, CHANGE_POWER = closing_over()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop, self.norm = nn.Linear(8, 8), nn.Dropout(0.1), nn.BatchNorm1d(8)
+        self.beta, self.flag, self.option = 0.5, True, None
+        self.config, self.settings = Config(), {"k": 1, "list": [1, 2.0]}
+        self.unread = 0
+        self.noted: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.drop(self.linear(x))) * self.beta * self.config.alpha * self.settings["k"] * SCALE
+        x = x * self.settings["list"][1] * TABLE["gain"] * CONFIG.alpha
+        if self.flag and self.option is None:
+            x = RAISED(x)
+        if hasattr(self, "later"):
+            x = x * 2
+        self.noted.append(1)
+        self.last = x
+        return x.mean()
+
+
+@pytest.fixture(scope="module")
+def compiled() -> tuple[Model, Any]:
+    model = Model()
+    return model, sw.compile_parallel(model, sw.Cluster.local(1), BATCH)
+
+
+@contextlib.contextmanager
+def changed(target: Any, name: Any, value: Any) -> Iterator[None]:
+    """While this runs, an attribute, an item or a global has another value."""
+    is_item = isinstance(target, (dict, list))
+    before = target[name] if is_item else vars(target).get(name, "none")
+    put = target.__setitem__ if is_item else lambda key, new: setattr(target, key, new)
+    put(name, value)
+    try:
+        yield
+    finally:
+        if isinstance(before, str) and before == "none":
+            delattr(target, name)
+        else:
+            put(name, before)
+
+
+CHANGES: dict[str, Callable[[Model], contextlib.AbstractContextManager[None]]] = {
+    "model.beta": lambda model: changed(model, "beta", 1.0),
+    "model.flag": lambda model: changed(model, "flag", False),
+    "model.option": lambda model: changed(model, "option", 0),
+    "model.later": lambda model: changed(model, "later", 1),
+    "model.config.alpha": lambda model: changed(model.config, "alpha", 2.0),
+    "model.settings['k']": lambda model: changed(model.settings, "k", 2),
+    "model.settings['list'][1]": lambda model: changed(model.settings["list"], 1, 3.0),
+    "model.drop.p": lambda model: changed(model.drop, "p", 0.5),
+    "model.drop.training": lambda model: changed(model.drop, "training", False),
+    "model.norm.momentum": lambda model: changed(model.norm, "momentum", 0.5),
+    "model.drop": lambda model: changed(model._modules, "drop", nn.Identity()),
+    "model.linear.forward": lambda model: changed(model.linear, "forward", lambda x: x),
+    "SCALE": lambda _: changed(globals(), "SCALE", 1.0),
+    "TABLE['gain']": lambda _: changed(TABLE, "gain", 1.0),
+    "CONFIG.alpha": lambda _: changed(CONFIG, "alpha", 3.0),
+    "alpha": lambda _: changed(Config, "alpha", 3.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_an_error_that_names_it(name: str, compiled: tuple[Model, Any]) -> None:
+    model, parallel = compiled
+    parallel(BATCH).backward()
+    named = re.escape(name).replace("model", "(model|parallel)")  # they share what holds no tensors
+    with (
+        pytest.raises(ParallelError, match=f"{named}.* was .* when the step was compiled"),
+        CHANGES[name](model),
+    ):
+        parallel(BATCH)
+    parallel(BATCH).backward()
+
+
+def test_a_change_of_a_closure_is_an_error(compiled: tuple[Model, Any]) -> None:
+    _, parallel = compiled
+    CHANGE_POWER(3.0)
+    try:
+        with pytest.raises(ParallelError, match=r"2\.0 when the step was compiled .* 3\.0"):
+            parallel(BATCH)
+    finally:
+        CHANGE_POWER(2.0)
+    parallel(BATCH).backward()
+
+
+def test_what_was_not_read_may_change(compiled: tuple[Model, Any]) -> None:
+    model, parallel = compiled
+    with changed(model, "unread", 1), changed(model, "other", 1), changed(model.config, "other", 1):
+        parallel(BATCH).backward()
+    model.eval()  # the model as a whole, to be used for itself
+    parallel(BATCH).backward()
+    model.train()
+
+
+def test_only_the_parallel_module_is_asked_when_the_model_is_gone() -> None:
+    model = Model()
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), BATCH)
+    left = weakref.ref(model)
+    del model
+    gc.collect()
+    assert left() is None
+    parallel(BATCH).backward()
+
+
+class Counts(nn.Module):
+    """Counts its calls in Python, and asks how many there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.steps = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return self.linear(x).mean() * (2.0 if self.steps > 2 else 1.0)
+
+
+class Recurs(nn.Module):
+    """Keeps a state from call to call in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.state = nn.Linear(8, 8), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.state is not None:
+            x = x + self.state
+        self.state = x.detach()
+        return x.mean()
+
+
+class Kept(nn.Module):
+    """Computes a table in its first call, and keeps it: what is allowed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table, self.ready = nn.Linear(8, 8), None, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(8.0).cos()
+        return (self.linear(x) * self.table).mean()
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Counts, "steps"), (Recurs, "state")])
+def test_state_that_a_forward_counts_in_python_is_refused(kind: type[nn.Module], name: str) -> None:
+    with pytest.raises(CaptureError, match=rf"reads model\.{name} and changes it(.|\n)*register_buffer"):
+        sw.compile_parallel(kind(), sw.Cluster.local(1), BATCH)
+
+
+def test_a_table_that_is_computed_once_is_no_such_state() -> None:
+    model = Kept()
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), BATCH)
+    expected = model.linear(BATCH) * torch.arange(8.0).cos()
+    torch.testing.assert_close(parallel(BATCH), expected.mean())
