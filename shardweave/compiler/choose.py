@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardweave.compiler.answers import GAP, MODEST, ROUGH, UNLIMITED, Answers, is_small, pressing, size
@@ -14,7 +14,6 @@ from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.solver import Solution, smallest
 from shardweave.compiler.refine import alike, rivals
 from shardweave.errors import InfeasibleError
-from shardweave.units import readable_bytes
 
 WIDER = 0.25
 """How much more of what was not counted is left free each time that an answer of many candidates did not fit."""
@@ -214,24 +213,9 @@ class Chooser:
         return lacking if lacking.least.peak_memory > limit else self._lowered_under(limit, lacking.least)
 
     def last(self, lacking: Lacking, limit: int) -> Chosen:
-        """A plan for where nothing is known to fit, if there is one after all.
-
-        Raises
-        ------
-        InfeasibleError
-            With the smallest memory that would do, and what takes it.
-        """
+        """What is found for where nothing is known to fit: a plan that does after all, or the smallest."""
         least = self._less(self._nearly_smallest(lacking), limit).least
-        needed = least.peak_memory
-        if needed <= limit:
-            return self._lowered_under(limit, least)
-        parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(least.judged.at_peak)]
-        raise InfeasibleError.needing(
-            needed,
-            f"no plan fits into the memory limit of {limit} bytes ({readable_bytes(limit)}) a device; the smallest "
-            f"memory that does is {needed} bytes ({readable_bytes(needed)}): {', '.join(parts)}. Raise memory_limit, "
-            "or use more devices or a smaller batch",
-        )
+        return self._lowered_under(limit, least) if least.peak_memory <= limit else least
 
     def _less(self, lacking: Lacking, limit: int) -> Lacking:
         """With the smallest plan that is found, or the first that fits: asked from above, the program comes by others.
@@ -331,12 +315,3 @@ def _least(found: Sequence[Chosen]) -> float:
 def _unproven(costed: Costed, choice: tuple[int, ...], fastest: Solution) -> Solution:
     """A choice of which all that is known is that none is faster than the fastest of all."""
     return Solution(choice, costed.problem.objective(choice), fastest.bound, "feasible", 0.0)
-
-
-def largest(sizes: Mapping[str, int], count: int = 3) -> list[tuple[str, int]]:
-    """The largest entries, largest first.
-
-    >>> largest({"saved": 3, "optimizer": 7, "inputs": 1}, 2)
-    [('optimizer', 7), ('saved', 3)]
-    """
-    return sorted(sizes.items(), key=lambda item: -item[1])[:count]

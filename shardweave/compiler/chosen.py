@@ -23,6 +23,8 @@ class Chosen:
     peak_memory: int
     pressed: bool = False
     """Whether memory makes it slower by much."""
+    schedule_limit: int = 0
+    """Bytes that its graphs are ordered for, where that is not what the options say."""
     answer: float = math.inf
     """What the program's own answer takes in it, where that fits, too, and the simulator takes it for slower."""
 

@@ -18,7 +18,7 @@ from torch import fx, nn
 from shardweave.compiler.capture import Captured, capture
 from shardweave.compiler.collection import collected_later
 from shardweave.compiler.index_checks import index_checks
-from shardweave.compiler.judge import Decision, Judge, Known
+from shardweave.compiler.judge import Decision, Judge, Judged, Known
 from shardweave.compiler.model_key import ModelKey
 from shardweave.compiler.pipeline import Annotated, Compiled, Shards, lower
 from shardweave.compiler.plan import Plan
@@ -40,6 +40,12 @@ from shardweave.runtime import ParallelModule
 from shardweave.runtime.agreement import Control, control, in_step
 from shardweave.runtime.calls import Batch
 from shardweave.units import readable_bytes
+
+LESS = (1, 2, 4)
+"""How many times what a whole step takes too much its order is given less, before other plans are looked for."""
+
+FIGURES = ("step_time", "compute_time", "exposed_communication", "peak_memory")
+"""What the simulator says of a plan's whole step."""
 
 KEPT, JUDGED = 8, 256
 """Decisions of which the sharded graphs are kept, and of which what they take is: another plan of the step, under a
@@ -68,6 +74,7 @@ class Compiler:
         self.progress = progress or Reporter(False)
         self._shards_of: deque[tuple[tuple[object, ...], dict[int, Shards]]] = deque(maxlen=KEPT)
         self._judged: Known = deque(maxlen=JUDGED)
+        self._judged_whole: Known = deque(maxlen=JUDGED)
         self.captured: Captured
         self.steps: Steps
         with self.progress:
@@ -140,19 +147,74 @@ class Compiler:
         start : Plan, optional
             A plan of the same model, to begin with.
         """
-        begun = time.monotonic()
-        given = self.options.micro_batches
-        counts = powers(self.annotated) if given is None else [given]
         with self.progress, collected_later():
-            made = fastest(self._planning(count, start) for count in counts)
-            found = made.planning.plan(made, self.model_key, weigh, begun)
-        return found.with_model(lambda sums: self.timeline(self.lower(found, not sums), sums), self._resolved)
+            found = self._planned(weigh, start)
+        return found.with_model(lambda sums: self._simulated(found, sums), self._resolved)
 
-    def _planning(self, micro_batches: int, start: Plan | None = None) -> Planning:
-        """Of a step of so many micro-batches, from an earlier plan."""
+    def _planned(self, weigh: bool, start: Plan | None) -> Plan:
+        """The best plan whose whole step keeps to the memory limit when simulated.
+
+        Plans are chosen by what few of their layers take. Where all of them take more, the next one is looked for
+        under a limit that is smaller by what the estimate was off, until one keeps to the user's.
+        """
+        begun, margin = time.monotonic(), 0
+        given, limit = self.options.micro_batches, self.options.limit(self.cluster)
+        while True:
+            counts = powers(self.annotated) if given is None else [given]
+            made = fastest(self._planning(count, start, margin) for count in counts)
+            plan = made.planning.plan(made, self.model_key, begun)
+            self.progress("simulate")
+            found, off = self._kept_to(limit, plan)
+            if found is not None:
+                savings = made.planning.savings(made) if weigh else ()
+                return replace(found, savings=savings, planning_seconds=time.monotonic() - begun)
+            margin += off
+            if margin >= limit:  # the smallest plan was simulated whole when it was found
+                raise PlanError(
+                    f"the memory limit of {limit} bytes a device is met by none of the plans that were simulated "
+                    "whole: raise memory_limit a little, or force a strategy"
+                )
+
+    def _kept_to(self, limit: int, plan: Plan) -> tuple[Plan | None, int]:
+        """The plan as its whole step is simulated, if that keeps to a memory limit; and by how much it missed it.
+
+        Its order is made for a little less where it misses the limit by a little.
+        """
+        whole = self._whole(plan)
+        most, tried = whole.peak_memory, plan
+        for times in LESS:
+            if whole.peak_memory <= limit:
+                break
+            less = plan.schedule_limit - times * (most - limit)
+            if less <= 0 or (times > 1 and whole.peak_memory >= most):
+                break
+            tried = replace(plan, schedule_limit=less)
+            whole = self._whole(tried)
+        if whole.peak_memory > limit:
+            return None, max(most - limit, most - plan.peak_memory)
+        figures = {name: getattr(whole, name) for name in FIGURES}
+        return replace(tried, **figures), 0
+
+    def _whole(self, plan: Plan) -> Judged:
+        """What a plan's whole step takes; that of a plan which was made before is known."""
+        strategies = {name: choice.strategy for name, choice in plan.choices.items()}
+        asked = self._lowering(plan), Decision(strategies, self.joins_of(plan), {})
+        found = next((judged for other, judged in self._judged_whole if other == asked), None)
+        if found is None:
+            found = Judged.of(self._simulated(plan))
+            self._judged_whole.append((asked, found))
+        return found
+
+    def _simulated(self, plan: Plan, sums: bool = True) -> Timeline:
+        """The simulated schedule of a plan's whole step."""
+        return self.timeline(self.lower(plan, not sums, draft=True), sums, plan)
+
+    def _planning(self, micro_batches: int, start: Plan | None = None, margin: int = 0) -> Planning:
+        """Of a step of so many micro-batches, from an earlier plan, with so much of the memory limit left free."""
         limit = self.options.limit(self.cluster)
         options = replace(self.options, memory_limit=limit, micro_batches=micro_batches)
-        return Planning(self.steps, self.cluster, options, self._forced, self.judge, self.progress, self.name, start)
+        name = self.name
+        return Planning(self.steps, self.cluster, options, self._forced, self.judge, self.progress, name, start, margin)
 
     def _resolved(self, start: Plan, changes: dict[str, Any]) -> Plan:
         """A plan with other options, from an earlier one."""
@@ -170,7 +232,7 @@ class Compiler:
         other = copy.copy(self)
         other.cluster, other.options = cluster or self.cluster, options or self.options
         if other.cluster is not self.cluster:
-            other._judged = deque(maxlen=JUDGED)
+            other._judged, other._judged_whole = deque(maxlen=JUDGED), deque(maxlen=JUDGED)
         return other
 
     def sweep(self, what: What) -> Sweep:
@@ -190,24 +252,32 @@ class Compiler:
         undivided = self.options.weaving.undivided
         return forced_strategies(self.options.force, annotated.ops, mesh, annotated.batch, undivided)
 
-    def timeline(self, compiled: Compiled, sums: bool = True) -> Timeline:
-        """The simulated schedule of a lowered step; without sums of gradients, as `Plan.timeline` says."""
+    def timeline(self, compiled: Compiled, sums: bool = True, plan: Plan | None = None) -> Timeline:
+        """The simulated schedule of a lowered step, on the cluster and with the optimizer that a plan was made for.
+
+        Without sums of gradients, as `Plan.timeline` says.
+        """
         step = compiled.step
         turns = step.turns() if step.turns is not None and (step.spec.micro_batches > 1 or not sums) else None
         return simulate(
             step.forward,
             step.backward,
             step.spec,
-            self.cluster,
-            optimizer_bytes_per_parameter_byte=self._optimizer_bytes(compiled),
+            self.cluster if plan is None else self._machine(plan),
+            optimizer_bytes_per_parameter_byte=self._optimizer_bytes(compiled, plan),
             turns=turns,
             sums=sums,
         )
 
-    def _optimizer_bytes(self, compiled: Compiled) -> float:
+    def _optimizer_bytes(self, compiled: Compiled, plan: Plan | None = None) -> float:
         """Bytes of optimizer states for each byte of a parameter."""
         itemsize = max(getattr(torch, parameter.dtype).itemsize for parameter in compiled.step.spec.parameters)
-        return self.options.optimizer_bytes / int(itemsize)
+        given = None if plan is None else plan.optimizer_bytes
+        return (self.options.optimizer_bytes if given is None else given) / int(itemsize)
+
+    def _machine(self, plan: Plan) -> Cluster:
+        """The cluster by whose figures a plan's step is ordered and simulated: the plan's own, so on all ranks."""
+        return plan.cluster if plan.cluster.mesh() == self.cluster.mesh() else self.cluster
 
     @property
     def judge(self) -> Judge:
@@ -229,8 +299,17 @@ class Compiler:
             for name, assignment in plan.joins.items()
         }
 
-    def lower(self, plan: Plan, in_turns: bool = False) -> Compiled:
-        """The generated step of a plan; `in_turns`, a draft of what runs several times, for its forms alone."""
+    def lower(self, plan: Plan, in_turns: bool = False, draft: bool = False) -> Compiled:
+        """The generated step of a plan.
+
+        Parameters
+        ----------
+        plan : Plan
+        in_turns : bool
+            A draft of what runs several times, for its forms alone.
+        draft : bool
+            It is simulated and not run.
+        """
         strategies = {name: choice.strategy for name, choice in plan.choices.items()}
         missing = [op.name for op in self.annotated.ops if op.name not in strategies]
         if missing:
@@ -246,13 +325,27 @@ class Compiler:
                 f"the plan is woven with {str(plan.weaving) or 'no options'}, the options ask for "
                 f"{str(self.options.weaving) or 'none'}: leave these options out, or make a plan with them"
             )
-        options = replace(self.options, micro_batches=plan.micro_batches).woven(plan.weaving)
-        same = plan.cluster.mesh() == mesh  # then all ranks schedule by the figures that one of them found
-        cluster = plan.cluster if same else self.cluster
+        if self.options.memory_limit is not None and self.options.limit(self.cluster) < plan.peak_memory:
+            raise PlanError(
+                f"the plan takes {plan.peak_memory} bytes ({readable_bytes(plan.peak_memory)}) a device, "
+                f"Options(memory_limit={self.options.memory_limit!r}) allows less: leave the option out, or make a "
+                "plan with it"
+            )
+        options = self._lowering(plan)
         shards = self._shards(self.annotated, strategies, joins, options)
+        draft, cluster, on_stage = draft or in_turns, self._machine(plan), None if draft else self._stage
         return lower(
-            self.annotated, strategies, mesh, options, self._stage, joins, cluster, in_turns, shards, in_turns=in_turns
+            self.annotated, strategies, mesh, options, on_stage, joins, cluster, draft, shards, in_turns=in_turns
         )
+
+    def _lowering(self, plan: Plan) -> Options:
+        """The options that a plan's step is lowered with: its own where it says something."""
+        return replace(
+            self.options,
+            micro_batches=plan.micro_batches,
+            memory_limit=plan.schedule_limit or self.options.limit(self.cluster),
+            optimizer=self.options.optimizer if plan.optimizer_bytes is None else plan.optimizer_bytes,
+        ).woven(plan.weaving)
 
     def _lowered(self, annotated: Annotated, decision: Decision, options: Options, alike: Alike = ()) -> Compiled:
         strategies, joins = decision.strategies, decision.joins
@@ -264,7 +357,8 @@ class Compiler:
         self, annotated: Annotated, strategies: dict[str, Strategy], joins: dict[str, Assignment], options: Options
     ) -> Shards:
         """What `shard` made of these, kept for the next time: what is planned is lowered then, or planned again."""
-        decided = strategies, joins, replace(options.woven(Weaving()), memory_limit=None)
+        options = replace(options.woven(Weaving()), memory_limit=None, optimizer=options.optimizer_bytes)
+        decided = strategies, joins, options
         known = next((each for each in self._shards_of if each[0] == decided), None)
         if known is None:
             known = decided, {}
@@ -316,7 +410,7 @@ class Compiler:
         control = control_of(self.options)
         chosen = plan or self.agreed_plan()
         lowered = self.lowered_together(chosen)
-        made = chosen.with_timeline(lambda sums: self.timeline(lowered, sums))
+        made = chosen.with_timeline(lambda sums: self.timeline(lowered, sums, chosen))
         call = self.captured.call
         assert call is not None
         modules: list[ParallelModule] = []

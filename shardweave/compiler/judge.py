@@ -3,6 +3,7 @@
 Of each stretch of equal layers that a plan spreads alike, two are lowered, scheduled and simulated. What they take of
 the step's time, and what they hold of its memory, each of the others takes and holds as well (`per_layer.py`). Where
 sums of gradients take longer than a layer's kernels, so that they pile up, all layers are played (`unrolled.py`).
+These are estimates, by which a plan is chosen: what the chosen one promises is simulated with all of its layers.
 """
 
 from __future__ import annotations
@@ -121,6 +122,11 @@ class Judge:
             found = self._simulated(decision, options)
             self.known.append((asked, found))
         return found
+
+    def whole(self, decision: Decision, options: Options) -> Judged:
+        """What the step takes, all of its layers lowered and simulated."""
+        options = replace(options, recompute={**options.weaving.recompute, **decision.modes})
+        return Judged.of(self.simulate(self.lower(self.steps.whole, decision, options, ())))
 
     def _simulated(self, decision: Decision, options: Options) -> Judged:
         few = self._few(decision, options)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardweave.report.tables import Report
 
 FORMAT = "shardweave plan"
-VERSION = 4
+VERSION = 5
 """Of the JSON file; raised whenever a change would make an older reader go wrong."""
 
 
@@ -59,9 +59,15 @@ class Plan:
     choices : mapping of str to OpChoice
         By the op's name, in the order of the model.
     step_time, compute_time, exposed_communication : float
-        Seconds a step, as the simulator plays the generated graphs; the last is communication that no compute hides.
+        Seconds a step, as the simulator plays the generated graphs of all layers: those of `timeline()`. The last is
+        communication that no compute hides.
     peak_memory, memory_limit : int
-        Bytes a device.
+        Bytes a device: the peak of `timeline()`, and what it may not exceed.
+    schedule_limit : int
+        Bytes a device that the order of the generated graphs is made for, wherever the plan is compiled: the memory
+        limit, or less where that was needed for `peak_memory` to keep to it. 0: what the options say then.
+    optimizer_bytes : int, optional
+        Bytes of optimizer states for each parameter that all of this holds for. None: what the options say.
     tokens : int
         Elements of the batch a step (tokens, or samples where the input is not a sequence).
     model_flops : float
@@ -109,6 +115,8 @@ class Plan:
     proven_gap: float = 0.0
     planning_seconds: float = 0.0
     memory_limit: int = 0
+    schedule_limit: int = 0
+    optimizer_bytes: int | None = None
     forced: tuple[str, ...] = ()
     joins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     micro_batches: int = 1

@@ -209,6 +209,8 @@ _PLAN = record(
         "proven_gap": number(),
         "planning_seconds": number(),
         "memory_limit": whole(),
+        "schedule_limit": whole(),
+        "optimizer_bytes": optional(whole()),
         "forced": sequence(text),
         "joins": mapping(mapping(text)),
         "micro_batches": _COUNT,

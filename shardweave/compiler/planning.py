@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TypeVar
@@ -42,6 +42,7 @@ from shardweave.options import Options
 from shardweave.passes.annotate import info, last_match
 from shardweave.passes.recompute import layer_of
 from shardweave.progress import Reporter
+from shardweave.units import readable_bytes
 
 Forced = Callable[[Annotated, Mesh], dict[str, list[Strategy]]]
 FIRST_LEFT = 2
@@ -51,7 +52,8 @@ FIRST_LEFT = 2
 class Planning:
     """Plans one step on one cluster, under options that have a memory limit.
 
-    `start` is a plan of the same model, to begin with.
+    `start` is a plan of the same model, to begin with. `margin` are the bytes of that limit that the search leaves
+    free: for what the estimates from a few layers of a step leave out.
     """
 
     def __init__(
@@ -64,8 +66,11 @@ class Planning:
         progress: Reporter,
         model: str = "the model",
         start: Plan | None = None,
+        margin: int = 0,
     ) -> None:
         self.model, self.start = model, start
+        self.memory_limit = options.limit(cluster)
+        options = replace(options, memory_limit=max(1, self.memory_limit - margin))
         self.steps, self.cluster, self.options, self.forced = steps, cluster, options, forced
         self.judge, self.progress = judge, progress
         self._fastest, self._smallest = math.inf, math.inf
@@ -95,7 +100,7 @@ class Planning:
             if not isinstance(chosen, Lacking):
                 return self._made(priced, chosen)
             lacking.append(chosen)
-        ways = [(each.least.judged.peak_memory, partial(self._chooser.last, each, limit)) for each in lacking]
+        ways = [(each.least.judged.peak_memory, partial(self._last, each, limit)) for each in lacking]
         return Lacked(min(least for least, _ in ways), lambda: self._made(priced, first_of(ways)))
 
     @cached_property
@@ -140,20 +145,53 @@ class Planning:
     def _made(self, priced: Priced, chosen: Chosen) -> Made:
         """With what is left open for the whole step."""
         weaving = _woven(self.options.weaving, chosen.decision)
-        self.progress("weave")
-        chosen, weaving = self._for_the_whole(chosen, weaving)
+        if not chosen.schedule_limit:  # the smallest plan is taken as it was simulated
+            self.progress("weave")
+            chosen, weaving = self._for_the_whole(chosen, weaving)
         return Made(self, priced, chosen, weaving)
 
-    def plan(self, made: Made, key: ModelKey, weigh: bool, begun: float) -> Plan:
-        """What has been made, since a point in time, as a plan for the model of `key`.
+    def _last(self, lacking: Lacking, limit: int) -> Chosen:
+        """A plan for where nothing is known to fit, if there is one after all.
 
-        Parameters
-        ----------
-        weigh : bool
-            With what each choice for the whole step is worth.
+        Raises
+        ------
+        InfeasibleError
+            With the smallest memory that would do, all layers simulated, and what takes it.
         """
-        savings = self._savings(made.chosen, made.weaving) if weigh else ()
-        return self._described(key, made.chosen, made.priced, made.weaving, savings, time.monotonic() - begun)
+        chosen = self._chooser.last(lacking, limit)
+        if chosen.judged.peak_memory <= limit:
+            return chosen
+        self.progress("simulate")
+        judged, needed = self._least(chosen)
+        if needed <= self.memory_limit:
+            return replace(chosen, judged=judged, peak_memory=judged.peak_memory, schedule_limit=needed)
+        parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(judged.at_peak)]
+        raise InfeasibleError.needing(
+            needed,
+            f"no plan fits into the memory limit of {self.memory_limit} bytes ({readable_bytes(self.memory_limit)}) a "
+            f"device; the smallest memory that does is {needed} bytes ({readable_bytes(needed)}): {', '.join(parts)}. "
+            "Raise memory_limit, or use more devices or a smaller batch",
+        )
+
+    def _least(self, chosen: Chosen) -> tuple[Judged, int]:
+        """What a plan takes with all of its layers simulated, and the smallest limit known that this meets."""
+        weaving = _woven(self.options.weaving, chosen.decision)
+
+        def under(limit: int) -> Judged:
+            return self._judged(chosen, weaving, replace(self.options, memory_limit=limit), self.judge.whole)
+
+        limit = chosen.judged.peak_memory
+        judged = under(limit)
+        if judged.peak_memory > limit:  # no order meets the limit of one byte: the one that holds least is taken
+            judged = min(judged, under(1), key=lambda each: each.peak_memory)
+        while judged.peak_memory > limit:
+            limit = judged.peak_memory
+            judged = under(limit)
+        return judged, limit
+
+    def plan(self, made: Made, key: ModelKey, begun: float) -> Plan:
+        """What has been made, since a point in time, as a plan for the model of `key`; its figures are estimates."""
+        return self._described(key, made.chosen, made.priced, made.weaving, time.monotonic() - begun)
 
     @cached_property
     def _priced(self) -> Priced:
@@ -186,16 +224,22 @@ class Planning:
         # Not less than without: under a limit that just this meets, the same is found
         return replace(chosen, judged=judged, peak_memory=max(chosen.peak_memory, judged.peak_memory)), woven
 
-    def _judged(self, chosen: Chosen, weaving: Weaving) -> Judged:
+    def _judged(
+        self,
+        chosen: Chosen,
+        weaving: Weaving,
+        options: Options | None = None,
+        judge: Callable[[Decision, Options], Judged] | None = None,
+    ) -> Judged:
         """What the plan takes, woven so; without recomputation, where that has none."""
         modes = chosen.decision.modes if weaving.recompute else {}
         self.progress("weave", self._fastest)
-        options = self.options.woven(replace(weaving, recompute={} if modes else weaving.recompute))
-        return self.judge(chosen.decision._replace(modes=modes), options)
+        options = (options or self.options).woven(replace(weaving, recompute={} if modes else weaving.recompute))
+        return (judge or self.judge)(chosen.decision._replace(modes=modes), options)
 
-    def _savings(self, chosen: Chosen, weaving: Weaving) -> tuple[Saving, ...]:
+    def savings(self, made: Made) -> tuple[Saving, ...]:
         """What each choice for the whole step is worth: simulated without it."""
-        found = []
+        found, chosen, weaving = [], made.chosen, made.weaving
         self.progress("weigh")
         for choice, other in weaving.without().items():
             without = self._judged(chosen, other)
@@ -209,7 +253,6 @@ class Planning:
         chosen: Chosen,
         priced: Priced,
         weaving: Weaving,
-        savings: tuple[Saving, ...],
         seconds: float,
     ) -> Plan:
         problem, solution, options = chosen.costed.problem, chosen.solution, self.options
@@ -252,12 +295,13 @@ class Planning:
             gap=solution.gap,
             proven_gap=chosen.proven_gap,
             planning_seconds=seconds,
-            memory_limit=options.limit(self.cluster),
+            memory_limit=self.memory_limit,
+            schedule_limit=chosen.schedule_limit or options.limit(self.cluster),
+            optimizer_bytes=options.optimizer_bytes,
             forced=tuple(options.force),
             joins={name: _named(assignment) for name, assignment in chosen.decision.joins.items()},
             micro_batches=options.turns,
             weaving=weaving,
-            savings=savings,
         )
 
 
@@ -300,6 +344,15 @@ class Lacked:
 
     least_bytes: int
     last: Callable[[], Made]
+
+
+def largest(sizes: Mapping[str, int], count: int = 3) -> list[tuple[str, int]]:
+    """The largest entries, largest first.
+
+    >>> largest({"saved": 3, "optimizer": 7, "inputs": 1}, 2)
+    [('optimizer', 7), ('saved', 3)]
+    """
+    return sorted(sizes.items(), key=lambda item: -item[1])[:count]
 
 
 def _woven(weaving: Weaving, decision: Decision) -> Weaving:

@@ -11,6 +11,7 @@ import numpy as np
 
 from shardweave.cost_model.curve import MemoryCurve
 from shardweave.cost_model.timeline import COMPUTE, Event, Timeline
+from shardweave.units import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,8 +59,8 @@ def draw(timeline: Timeline, path: str | os.PathLike[str] | None, memory_limit: 
     bottom.set_xlabel(f"time ({unit})", color=_INK)
     share = timeline.exposed_communication / timeline.step_time if timeline.step_time else 0.0
     top.set_title(
-        f"One training step on {timeline.cluster}: {timeline.step_time / scale:.4g} {unit}, of which "
-        f"{timeline.exposed_communication / scale:.3g} {unit} ({share:.1%}) exposed communication",
+        f"O{timeline.title[1:]}: {readable_seconds(timeline.step_time)}, of which "
+        f"{readable_seconds(timeline.exposed_communication)} ({share:.1%}) exposed communication",
         loc="left",
         fontsize=11,
         color=_INK,
@@ -130,7 +131,7 @@ def _draw_memory(axes: Axes, timeline: Timeline, limit: int | None, scale: float
     axes.plot([when], [high], marker="o", markersize=4, color=_INK, clip_on=False, zorder=4)
     right = curve.seconds[at] > timeline.step_time / 2
     axes.annotate(
-        f"peak {high:.3g} {unit}",
+        f"peak {readable_bytes(peak)}",
         (when, high),
         xytext=(-7 if right else 7, 3),
         textcoords="offset points",
@@ -143,7 +144,7 @@ def _draw_memory(axes: Axes, timeline: Timeline, limit: int | None, scale: float
     if limit is not None:
         axes.axhline(limit / size, color="#B03A48", linewidth=1.2, linestyle=(0, (5, 3)))
         axes.annotate(
-            f"limit {limit / size:.3g} {unit}",
+            f"limit {readable_bytes(limit)}",
             (0, limit / size),
             xycoords=("axes fraction", "data"),
             xytext=(5, -11),

@@ -97,8 +97,8 @@ def simulate(
         Where the graphs do not keep to the calling convention.
     """
     step = _Step(cluster, spec, optimizer_bytes_per_parameter_byte if backward is not None else 0.0)
-    step.rest(*(module.graph for module in (forward, backward) if module is not None))
     count = spec.micro_batches if turns is not None else 1
+    step.rest(*(module.graph for module in (forward, backward) if module is not None))
     if turns is not None and turns.totals is not None:
         for _ in range(count):
             step.prepare(turns.totals.graph)
@@ -110,7 +110,7 @@ def simulate(
             step.backward((backward if turns is None else turns.backward(not first, last and sums)).graph, saved, last)
     if backward is not None:
         step.optimize()
-    return step.timeline()
+    return replace(step.timeline(), micro_batches=count, sums=sums)
 
 
 class Turns(Protocol):

@@ -89,6 +89,11 @@ class Timeline:
         From when on, which part of each level's links was in use.
     acts : tuple of Act
         What was asked of the streams.
+    micro_batches : int
+        Into how many parts the step's batch is cut; the timeline shows all of them.
+    sums : bool
+        Whether gradients are brought to the optimizer's states, as in a training step; without, they stay where they
+        are added up.
 
     Notes
     -----
@@ -103,6 +108,19 @@ class Timeline:
     busy: Mapping[str, float] = field(default_factory=dict, repr=False)
     loads: tuple[tuple[float, tuple[float, ...]], ...] = field(default=(), repr=False)
     acts: tuple[Act, ...] = field(default=(), repr=False)
+    micro_batches: int = 1
+    sums: bool = True
+
+    @property
+    def title(self) -> str:
+        """What was simulated, for a picture or a trace.
+
+        >>> from shardweave.cost_model.curve import MemoryCurve
+        >>> Timeline("dgx", (), (), 0.0, MemoryCurve.of([], 0.0), micro_batches=2, sums=False).title
+        'one training step on dgx, in 2 micro-batches, without the reduction of gradients'
+        """
+        cut = f", in {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
+        return f"one training step on {self.cluster}{cut}{'' if self.sums else ', without the reduction of gradients'}"
 
     def __repr__(self) -> str:
         return (

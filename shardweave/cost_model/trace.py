@@ -25,7 +25,7 @@ def threads(timeline: Timeline) -> dict[tuple[str, str], int]:
 
 
 def _names(timeline: Timeline) -> list[dict[str, Any]]:
-    title = f"one rank of {timeline.cluster} (simulated)"
+    title = f"one rank (simulated): {timeline.title}"
     found: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}]
     for (stream, group), number in threads(timeline).items():
         title = stream if stream == COMPUTE else f"{stream} links, {group}"

@@ -232,7 +232,8 @@ def test_layers_that_are_recomputed_hold_what_they_hold() -> None:
     decision = decided(compiler, plan)._replace(modes=modes)
     for gib in (100, 1):
         options = sw.Options(force={"*": "zero3"}, memory_limit=gib * 2**30)
-        whole = replace(plan, weaving=replace(plan.weaving, recompute=modes))
+        weaving = replace(plan.weaving, recompute=modes)
+        whole = replace(plan, weaving=weaving, peak_memory=0, schedule_limit=gib * 2**30)
         compiler.options = options
         timeline = compiler.timeline(compiler.lower(whole))
         judged = compiler.judge(decision, options.woven(plan.weaving))

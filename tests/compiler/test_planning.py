@@ -79,7 +79,7 @@ def falling(planner: Planner, factor: float) -> tuple[list[sw.Plan], sw.Infeasib
 
 def assert_sound(plan: sw.Plan) -> None:
     """Within the limit, covering the simulated memory, and no better than it says."""
-    assert plan.timeline().peak_memory <= plan.peak_memory <= plan.memory_limit
+    assert plan.timeline().peak_memory == plan.peak_memory <= plan.memory_limit
     assert plan.bound <= plan.program_time * (1 + 1e-9)
     assert plan.gap == pytest.approx((plan.program_time - plan.bound) / plan.program_time, abs=1e-9)
     assert 0 <= plan.proven_gap <= plan.gap
@@ -111,7 +111,7 @@ def test_less_memory_never_makes_a_plan_faster(name: str) -> None:
     for plan in plans:
         assert_sound(plan)
     assert_nothing_betters_what_is_proven(plans)
-    assert plans[0].choices == plans[1].choices  # no limit, and one that it just meets
+    assert plans[1].step_time <= plans[0].step_time * (1 + 1e-9)  # no limit, and one that it just meets
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))

@@ -146,7 +146,7 @@ def test_micro_batches_in_sub_batches_take_what_is_said() -> None:
     compiler = Compiler(model, sw.Cluster.preset("rtx3090-pcie", nodes=2), inputs, options, None)
     made = compiler._planning(2).make()
     assert isinstance(made, Made)
-    plan = made.planning.plan(made, compiler.model_key, weigh=False, begun=0.0)
+    plan = made.planning.plan(made, compiler.model_key, begun=0.0)
     for sub_batches in (1, 2):
         weaving = replace(plan.weaving, sub_batches=sub_batches)
         said = made.planning._judged(made.chosen, weaving)
