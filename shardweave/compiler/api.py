@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
+from functools import partial
 from typing import Any, overload
 
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from shardweave.cost_model import Cluster, ClusterLike
 from shardweave.errors import ParallelError, PlanError
 from shardweave.options import Options
 from shardweave.progress import Progress, Reporter
+from shardweave.runtime import ParallelModule
 from shardweave.runtime.calls import Batch
 
 
@@ -176,12 +179,15 @@ def compile_parallel(
     told = Reporter.of_ranks(progress)
     if example_inputs is None:
         return LazyParallelModule(model, cluster, plan, options, told, batch)
-    with told:
-        return Compiler.compiled(model, cluster, example_inputs, plan, options, told, batch)
+    return _compile(model, cluster, plan, options, told, batch, example_inputs)
 
 
 class LazyParallelModule(nn.Module):
-    """A parallel model that is captured at its first call, whose inputs are the example."""
+    """A model that is captured at its first call, whose inputs are the example, and is then its parallel module.
+
+    Until then it has the model's attributes and methods; modes (``train()``, ``eval()``) and hooks are taken over. It
+    has no parameters: those that an optimizer is to have are made at the first call.
+    """
 
     def __init__(
         self,
@@ -193,42 +199,64 @@ class LazyParallelModule(nn.Module):
         batch: Batch,
     ) -> None:
         super().__init__()
-        self._arguments: tuple[Any, ...] = model, cluster, plan, options, progress, batch
-        self.compiled: nn.Module | None = None
+        vars(self).update(_model=model, _compile=partial(_compile, model, cluster, plan, options, progress, batch))
+        self.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compile for these inputs at the first call, then run."""
-        if self.compiled is None:
-            model, cluster, plan, options, progress, batch = self._arguments
-            with progress:
-                self.compiled = Compiler.compiled(model, cluster, (args, kwargs), plan, options, progress, batch)
-            self._arguments = ()  # the user's model is not kept
-        return self.compiled(*args, **kwargs)
+        """Compile for these inputs, then run; later calls are those of the parallel module that this is by then."""
+        own = vars(self)
+        hooks = {name: own[name] for name, value in own.items() if isinstance(value, OrderedDict) and "hooks" in name}
+        compiled: nn.Module = self._compile((args, kwargs), self)
+        for name, registered in hooks.items():
+            vars(compiled)[name].update(registered)
+        return compiled.forward(*args, **kwargs)
 
-    def _first(self, what: str) -> nn.Module:
-        if self.compiled is None:
-            raise ParallelError(
-                f"{what} of a model that is not captured yet: pass example_inputs to compile_parallel, "
-                "or call it once first"
-            )
-        return self.compiled
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        return self._first("named_parameters").named_parameters(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._first("state_dict").state_dict(*args, **kwargs)
+    def train(self, mode: bool = True) -> LazyParallelModule:
+        """Set the mode of the model that is to be captured."""
+        self._model.train(mode)
+        vars(self)["training"] = mode
+        return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, of which there are none before the first call."""
-        if self.compiled is not None:
-            self.compiled.zero_grad(set_to_none)
+        """Forget all gradients, of which there are none yet."""
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._first("load_state_dict").load_state_dict(*args, **kwargs)
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise ParallelError(
+            "this model is not captured yet, so that it has no parameters, buffers or modules of its own, and none of "
+            "what a compiled model has: pass example_inputs to compile_parallel, or call it once first"
+        )
+
+    named_parameters = named_buffers = named_modules = named_children = _refuse
+    state_dict = load_state_dict = register_parameter = register_buffer = add_module = _refuse
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("graphs", "plan", "data_rank", "data_world_size", "sampler", "local", "clip_grad_norm_", "spec",
-                    "full_state_dict", "mesh", "no_sync", "manual_seed", "layout_of", "unset"):  # fmt: skip
-            return getattr(self._first(name), name)
-        return super().__getattr__(name)
+        model = vars(self).get("_model")
+        if name.startswith("__") or model is None:
+            return super().__getattr__(name)
+        if name in _AFTER_THE_FIRST_CALL or name in model._parameters or name in model._buffers:
+            self._refuse()
+        return getattr(model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise ParallelError(
+            f"{name} is set on a model that is not captured yet: set it on the model itself, or after the first call"
+        )
+
+
+_AFTER_THE_FIRST_CALL = {name for name in vars(ParallelModule) if not name.startswith("_")} | {
+    "graphs", "plan", "spec", "mesh", "unset",
+}  # fmt: skip
+
+
+def _compile(
+    model: nn.Module,
+    cluster: Cluster,
+    plan: Plan | None,
+    options: Options | None,
+    progress: Reporter,
+    batch: Batch,
+    example_inputs: Any,
+    into: nn.Module | None = None,
+) -> nn.Module:
+    with progress:
+        return Compiler.compiled(model, cluster, example_inputs, plan, options, progress, batch, into)

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from shardweave.ir import Assignment, Mesh, Strategy, Weaving
 from shardweave.options import Options
 from shardweave.passes.schedule import Alike
 from shardweave.progress import LOGGER, Reporter
-from shardweave.runtime import ParallelModule
+from shardweave.runtime import ParallelModule, become_parallel
 from shardweave.runtime.agreement import Control, control, in_step
 from shardweave.runtime.calls import Batch
 from shardweave.units import readable_bytes
@@ -378,8 +378,12 @@ class Compiler:
         options: Options | None,
         progress: Reporter | None,
         batch: Batch = "global",
+        into: nn.Module | None = None,
     ) -> ParallelModule:
-        """What `compile_parallel` returns. Collective: what fails on one rank is raised on all."""
+        """What `compile_parallel` returns. Collective: what fails on one rank is raised on all.
+
+        The module `into`, where there is one, becomes the parallel module.
+        """
         control = control_of(options)
         made: list[Compiler] = []
 
@@ -398,15 +402,18 @@ class Compiler:
             mine = made[0].options, made[0].model_key
             given = in_step(control, "the comparison of the ranks' models", lambda: mine)
             raise ParallelError(unlike([each for each in given if each is not None]))
-        return made[0].compile(model, plan)
+        return made[0].compile(model, plan, into)
 
     def digest(self) -> str:
         """A fingerprint of what has to be the same on all ranks: the options, and the names and shapes of the model."""
         text = repr((_in_words(self.options), self.model_key.to_dict(), self.batch))
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def compile(self, model: nn.Module, plan: Plan | None) -> ParallelModule:
-        """The step of a plan, or of the best one, for the captured `model`, on the running world. Collective."""
+    def compile(self, model: nn.Module, plan: Plan | None, into: nn.Module | None = None) -> ParallelModule:
+        """The step of a plan, or of the best one, for the captured `model`, on the running world. Collective.
+
+        The module `into`, where there is one, becomes the parallel module.
+        """
         control = control_of(self.options)
         chosen = plan or self.agreed_plan()
         lowered = self.lowered_together(chosen)
@@ -414,9 +421,10 @@ class Compiler:
         call = self.captured.call
         assert call is not None
         modules: list[ParallelModule] = []
+        make: Callable[..., ParallelModule] = ParallelModule if into is None else partial(become_parallel, into)
 
         def build() -> None:
-            module = ParallelModule(
+            module = make(
                 model,
                 lowered.step,
                 flatten=call.flatten,

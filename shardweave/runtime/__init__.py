@@ -6,7 +6,7 @@ from shardweave.runtime.checkpoint import load_checkpoint, save_checkpoint
 from shardweave.runtime.initialise import initialise, initialised
 from shardweave.runtime.launch import WorkerPool, launch
 from shardweave.runtime.mesh import RuntimeMesh
-from shardweave.runtime.module import ParallelModule, Step
+from shardweave.runtime.module import ParallelModule, Step, become_parallel
 from shardweave.runtime.saving import Saving
 from shardweave.runtime.weights import load_weights, save_weights
 
@@ -16,6 +16,7 @@ __all__ = [
     "Saving",
     "Step",
     "WorkerPool",
+    "become_parallel",
     "initialise",
     "initialised",
     "launch",

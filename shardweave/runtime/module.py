@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from datetime import timedelta
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -436,6 +436,30 @@ for _name in _OWN:  # plain attributes of the class, so that a property of the m
 
 
 _classes: WeakKeyDictionary[type[nn.Module], type[ParallelModule]] = WeakKeyDictionary()
+
+
+def become_parallel(module: nn.Module, model: nn.Module, step: Step, **how: Any) -> ParallelModule:
+    """Make an existing module the parallel module of `model`: it takes the class and the attributes of one.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Loses what it has, unless this fails: then it stays as it is.
+    model, step, **how
+        As for `ParallelModule`.
+    """
+    kind, attributes = type(module), vars(module).copy()
+    object.__setattr__(module, "__class__", parallel_class(type(model)))  # whatever the class of either says of it
+    made = cast(ParallelModule, module)
+    vars(made).clear()
+    try:
+        ParallelModule.__init__(made, model, step, **how)
+    except BaseException:
+        object.__setattr__(module, "__class__", kind)
+        vars(module).clear()
+        vars(module).update(attributes)
+        raise
+    return made
 
 
 def parallel_class(model_class: type[nn.Module]) -> type[ParallelModule]:

@@ -280,17 +280,25 @@ def odd_models_train_too() -> None:
 
 
 def compiles_at_the_first_call() -> None:
-    lazy = sw.compile_parallel(build(), options=sw.Options(force=MIXED))
-    try:
-        lazy.state_dict()
-    except sw.ParallelError as error:
-        assert "call it once first" in str(error)
-    else:
-        raise AssertionError("a model that is not captured has no state")
-    loss = lazy(**batch())
+    model = build()
+    model.note = "kept"
+    lazy = sw.compile_parallel(model, options=sw.Options(force=MIXED))
+    refused: list[Callable[[], object]] = [
+        lazy.state_dict, lambda: list(lazy.parameters()), lambda: lazy.apply(print), lambda: lazy.double(),
+        lambda: lazy.graphs, lambda: setattr(lazy, "note", "other"),
+    ]  # fmt: skip
+    for ask in refused:
+        with pytest.raises(sw.ParallelError, match="first"):
+            ask()
+    assert lazy.note == "kept"
+    seen: list[Tensor] = []
+    lazy.register_forward_hook(lambda module, args, result: seen.append(result))
+    loss = lazy.train()(**batch())
     torch.testing.assert_close(loss, build()(**batch()), **CLOSE)
-    assert isinstance(lazy, nn.Module) and lazy.plan.cluster.world_size == dist.get_world_size()
-    assert_same(train(lazy.compiled, MLP, DOUBLE), train(build(), MLP, DOUBLE))
+    assert isinstance(lazy, sw.ParallelModule) and isinstance(lazy, type(model)) and seen[0] is loss
+    assert [type(m) for m in lazy.modules()][1:] == [type(m) for m in model.modules()][1:]
+    assert lazy.note == "kept" and lazy.plan.cluster.world_size == dist.get_world_size()
+    assert_same(train(lazy, MLP, DOUBLE), train(build(), MLP, DOUBLE))
 
 
 def runs_without_gradients() -> None:
