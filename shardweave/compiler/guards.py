@@ -11,7 +11,8 @@ import re
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -32,10 +33,12 @@ _LENGTHS = {"SEQUENCE_LENGTH", "LIST_LENGTH", "TUPLE_LENGTH", "DICT_LENGTH"}
 
 @dataclass(frozen=True)
 class _Written:
-    """An attribute, or an item, that a forward writes: its expression, and its value where that is a constant."""
+    """What a forward writes: an attribute, an item or a global, and its value where that is a constant."""
 
     source: str
-    name: str
+    """The expression of what is written, as a guard on it has it."""
+    read_as: tuple[str, ...]
+    """Patterns of the expressions by which it is read."""
     is_constant: bool
     value: Any
     depends: bool
@@ -47,6 +50,8 @@ class Effects:
     """What a forward writes outside of itself."""
 
     written: list[_Written] = field(default_factory=list)
+    lengths: list[tuple[Any, int]] = field(default_factory=list)
+    """Dynamo's sources of lists, dicts and sets that are changed in place, with their lengths after a call."""
 
 
 @contextlib.contextmanager
@@ -61,21 +66,56 @@ def recorded_effects() -> Iterator[Effects]:
     @functools.wraps(inner)
     def noted(graph: Any, *args: Any, **kwargs: Any) -> Any:
         effects.written.clear()  # Dynamo may have begun anew
+        effects.lengths.clear()
         for item, attributes in graph.side_effects.store_attr_mutations.items():
-            root = type(list(_chain(item.source))[-1]).__name__ if item.source is not None else ""
-            if root in ("LocalSource", "GlobalSource"):  # and not what the forward itself has made
-                effects.written.extend(_written(item.source.name, name, value) for name, value in attributes.items())
+            if _is_given(item):
+                effects.written.extend(_attribute(item.source.name, name, each) for name, each in attributes.items())
+        for container in graph.side_effects._get_modified_vars():
+            if _is_given(container):
+                _note_items(effects, container)
         return inner(graph, *args, **kwargs)
 
     with mock.patch.object(OutputGraph, name, noted):
         yield effects
 
 
-def _written(source: str, name: str, value: Any) -> _Written:
+def _is_given(variable: Any) -> bool:
+    """Whether a variable of Dynamo's is an object from outside of the forward, and not what that has made."""
+    if variable.source is None:
+        return False
+    return type(list(_chain(variable.source))[-1]).__name__ in ("LocalSource", "GlobalSource")
+
+
+def _attribute(source: str, name: str, value: Any) -> _Written:
+    if source == f"G[{name!r}]":  # a global: the variable is the name itself
+        return _written(source, (re.escape(source),), value)
+    own, item = re.escape(source), re.escape(f"[{name!r}]")
+    reads = rf"{own}\.{name}", rf"{own}\.__dict__{item}", rf"dict\(type\({own}\)(\.__mro__\[\d+\])?\.__dict__\){item}"
+    return _written(f"{source}.{name}", reads, value)
+
+
+def _note_items(effects: Effects, container: Any) -> None:
+    """Note the items of a list, dict or set that is changed in place."""
+    items, source = getattr(container, "items", None), container.source.name
+    if isinstance(items, dict):
+        named: list[tuple[Any, Any]] = [(getattr(key, "vt", key), value) for key, value in items.items()]
+        pairs = [(key.as_python_constant(), value) for key, value in named if key.is_python_constant()]
+    elif isinstance(items, list | tuple):
+        pairs = list(enumerate(items))
+    else:
+        return
+    for key, value in pairs:
+        place = f"{source}[{key!r}]"
+        if getattr(getattr(value, "source", None), "name", None) != place:  # else it is as it was
+            effects.written.append(_written(place, (re.escape(place),), value))
+    effects.lengths.append((container.source, len(items)))
+
+
+def _written(source: str, read_as: tuple[str, ...], value: Any) -> _Written:
     if value.is_python_constant():
-        return _Written(source, name, True, value.as_python_constant(), False)
+        return _Written(source, read_as, True, value.as_python_constant(), False)
     proxy = getattr(value, "proxy", None)
-    return _Written(source, name, False, None, proxy is None or _depends(proxy.node))
+    return _Written(source, read_as, False, None, proxy is None or _depends(proxy.node))
 
 
 def _depends(node: fx.Node) -> bool:
@@ -111,10 +151,21 @@ def reads_of(module: Any, model: nn.Module, effects: Effects) -> Reads:
         writer.add(source, guard)
         touched.setdefault(source.name, source)
     reads = Reads(list(writer.reads.values()), writer.names)
+    lost = [source.name for source, length in effects.lengths if _length(writer.look(source, model)) != length]
     for written in effects.written:
-        for form in (f"{written.source}.{written.name}", f"{written.source}.__dict__['{written.name}']"):
-            if form in touched:
-                _refuse_counted(model, writer, written, touched[form])
+        read = [name for name in touched if any(re.fullmatch(pattern, name) for pattern in written.read_as)]
+        for name in read:
+            _refuse_counted(model, writer, written, touched[name])
+        if not read and written.depends:
+            lost.append(written.source)
+    if lost:
+        names = ", ".join(sorted({writer.shown(source) for source in lost}))
+        warnings.warn(
+            f"the forward of {type(model).__name__} writes {names}, which a captured step does not do: return what you "
+            "need of it as an output. Where the forward's result depends on what earlier calls wrote there, keep that "
+            "in a buffer",
+            stacklevel=2,
+        )
     return reads
 
 
@@ -130,6 +181,10 @@ def _refuse_counted(model: nn.Module, writer: _Writer, written: _Written, source
         way_out=f"Make {shown} a buffer (register_buffer with a tensor, written in place), and what depends on it "
         "tensor operations such as torch.where; or pass it to the call as a tensor.",
     )
+
+
+def _length(container: Any) -> int | None:
+    return len(container) if isinstance(container, Sized) else None
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -245,7 +300,9 @@ class _Writer:
         for alias, module in self.imports.items():
             text = text.replace(f"G['{alias}']", module)
         text = re.sub(r"[GL]\['(\w+)'\]", r"\1", text)
-        text = re.sub(r"dict\(type\(([^()]*)\)\.__dict__\)\['(\w+)'\]", r"\1.\2", text)
+        found = 1
+        while found:  # the attribute of a class's attribute has one inside another
+            text, found = re.subn(r"dict\(type\(([^()]*)\)(?:\.__mro__\[\d+\])?\.__dict__\)\['(\w+)'\]", r"\1.\2", text)
         text = re.sub(r"(?:\.__dict__\['_modules'\]|\._modules)\['(\w+)'\]", r".\1", text)
         return re.sub(r"\.__dict__\['(\w+)'\]", r".\1", text)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -190,14 +191,99 @@ class Kept(nn.Module):
         return (self.linear(x) * self.table).mean()
 
 
-@pytest.mark.parametrize(("kind", "name"), [(Counts, "steps"), (Recurs, "state")])
+class Tally(nn.Module):
+    """Keeps what its forward counts in places of each kind; `note` writes to one of them, and `ask` reads it."""
+
+    config = Config()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.counts, self.seen = nn.Linear(8, 8), {"calls": 0}, [0]
+
+    def note(self) -> None:
+        raise AssertionError("each kind has its own")
+
+    def ask(self) -> float:
+        return 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note()
+        return self.linear(x).mean() * (2.0 if self.ask() > 1 else 1.0)
+
+
+class InDict(Tally):
+    def note(self) -> None:
+        self.counts["calls"] += 1
+
+    def ask(self) -> float:
+        return self.counts["calls"]
+
+
+class InList(Tally):
+    def note(self) -> None:
+        self.seen[0] += 1
+
+    def ask(self) -> float:
+        return self.seen[0]
+
+
+class InGlobal(Tally):
+    def note(self) -> None:
+        global CALLS
+        CALLS += 1
+
+    def ask(self) -> float:
+        return CALLS
+
+
+class InClass(Tally):
+    def note(self) -> None:
+        self.config.alpha += 1.0
+
+    def ask(self) -> float:
+        return self.config.alpha
+
+
+CALLS = 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (Counts, r"model\.steps"),
+        (Recurs, r"model\.state"),
+        (InDict, r"model\.counts\['calls'\]"),
+        (InList, r"model\.seen\[0\]"),
+        (InGlobal, "CALLS"),
+        (InClass, r"model\.config\.alpha"),
+    ],
+)
 def test_state_that_a_forward_counts_in_python_is_refused(kind: type[nn.Module], name: str) -> None:
-    with pytest.raises(CaptureError, match=rf"reads model\.{name} and changes it(.|\n)*register_buffer"):
+    with pytest.raises(CaptureError, match=rf"reads {name} and changes it(.|\n)*register_buffer"):
+        sw.compile_parallel(kind(), sw.Cluster.local(1), BATCH)
+
+
+class Appends(Tally):
+    def note(self) -> None:
+        self.seen.append(1)
+
+
+class Sets(Tally):
+    def forward(self, x: Tensor) -> Tensor:
+        self.loss = self.linear(x).mean()
+        return self.loss * 2
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Appends, "model.seen"), (Sets, "model.loss")])
+def test_what_a_forward_writes_for_others_to_read_is_named_in_a_warning(kind: type[nn.Module], name: str) -> None:
+    with pytest.warns(UserWarning, match=f"the forward of {kind.__name__} writes {name}, which a captured"):
         sw.compile_parallel(kind(), sw.Cluster.local(1), BATCH)
 
 
 def test_a_table_that_is_computed_once_is_no_such_state() -> None:
     model = Kept()
-    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), BATCH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), BATCH)
     expected = model.linear(BATCH) * torch.arange(8.0).cos()
     torch.testing.assert_close(parallel(BATCH), expected.mean())
