@@ -28,7 +28,8 @@ def boxed(constants: fx.GraphModule, graph: fx.Graph, mesh: RuntimeMesh | None =
 
     A collective of it that loses a rank raises a LostRankError, which names it; so does each call afterwards. Where it
     fails on one rank by something else, that rank raises its error, and the others, which would wait for it, a
-    ParallelError with the rank and the cause; so does each call of it afterwards.
+    ParallelError with the rank and the cause; so does each call of it afterwards. Where all ranks fail at the same op,
+    all raise their own errors, and can go on.
 
     Parameters
     ----------
@@ -62,10 +63,13 @@ def boxed(constants: fx.GraphModule, graph: fx.Graph, mesh: RuntimeMesh | None =
         try:
             return run(arguments)
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
-            found = _failure(error, module.graph, mesh)
+            node = _raised_at(error, module.graph)
+            found = _failure(error, node, mesh)
             if mesh is not None and not isinstance(found, LostRankError):
+                alike = found is error and node is not None and mesh.all_failed_at(node.name)
                 _wait_for_started(error, module.graph)
-                mesh.close(error)
+                if not alike:
+                    mesh.close(error)
             if found is error:
                 raise
             raise found from error
@@ -73,9 +77,8 @@ def boxed(constants: fx.GraphModule, graph: fx.Graph, mesh: RuntimeMesh | None =
     return guarded
 
 
-def _failure(error: Exception, graph: fx.Graph, mesh: RuntimeMesh | None) -> Exception:
-    """What to raise for `error`: itself, unless it is a collective's, which failed since another rank did."""
-    node = _raised_at(error, graph)
+def _failure(error: Exception, node: fx.Node | None, mesh: RuntimeMesh | None) -> Exception:
+    """What to raise for an `error` at a node: itself, unless it is a collective's, which failed since a rank did."""
     if not isinstance(error, RuntimeError) or node is None or not _is_collective(node):
         return error
     if mesh is not None and (elsewhere := mesh.failure()) is not None:

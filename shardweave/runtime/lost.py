@@ -242,6 +242,10 @@ def _name(place: Place) -> str:
     return f"process {place.pid} on {place.host}"
 
 
+_ALL_FAIL_SECONDS = 1.0
+"""How long a rank on which a step fails waits for the others to fail, too, before it ends their waiting."""
+
+
 @dataclass(frozen=True)
 class FailureNotice:
     """A line in the world's store, by which ranks learn which of them failed first in the steps of one mesh.
@@ -266,6 +270,25 @@ class FailureNotice:
         number = _meshes[world] = _meshes.get(world, 0) + 1
         c10d: Any = distributed_c10d  # which does not list the function among its own
         return cls(c10d._get_default_store(), f"shardweave/failed_step/{number}")
+
+    def all_failed_at(self, place: str, ranks: int, timeout: timedelta) -> bool:
+        """Whether all `ranks` ask this for the same `place`, within a second of this one."""
+        store, key = self.store, f"{self.key}/{place}"
+        if store is None:
+            return True
+
+        def all_asked() -> bool:
+            store.add(key, 1)
+            deadline = time.monotonic() + _ALL_FAIL_SECONDS
+            while store.add(key, 0) < ranks:
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.01)
+            return True
+
+        with suppress(RuntimeError):  # the rank that keeps the store may be gone
+            return in_time(all_asked, timeout)
+        return False
 
     def post(self, message: str, timeout: timedelta) -> str:
         """Say why this rank failed; what the first rank said is returned, or `message` where that cannot be had."""

@@ -85,6 +85,7 @@ class RuntimeMesh:
         self.timeout = timeout or (timedelta(0) if world is None else timeout_of(world))
         self._world = world if world is not None and timeout_of(world) == self.timeout else None
         self._notice = FailureNotice.of_next_mesh()
+        self._failures = 0
         if mesh.axes:
             cuda: Any = torch.cuda
             if self.device_type == "cuda" and not cuda.is_initialized() and "LOCAL_RANK" in os.environ:
@@ -125,6 +126,11 @@ class RuntimeMesh:
             # a thread of its own would not have this one's CUDA device
             most = self.timeout + timedelta(seconds=len(groups))
             return make() if self.device_type == "cuda" else in_time(make, most)
+
+    def all_failed_at(self, place: str) -> bool:
+        """Whether a step fails on all ranks at this place of its graph: then none of them waits for another."""
+        self._failures += 1
+        return self._notice.all_failed_at(f"{self._failures}/{place}", self.mesh.world_size, self.timeout)
 
     def close(self, error: Exception) -> None:
         """Tell the other ranks that a step failed here by `error`, and close this mesh's groups.
