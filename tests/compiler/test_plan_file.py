@@ -16,7 +16,7 @@ from torch import nn
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.op_choice import OpChoice
-from shardweave.compiler.plan import Plan
+from shardweave.compiler.plan import VERSION, Plan
 from shardweave.errors import ParallelError, PlanError
 from shardweave.ir import Grid, Strategy, Weaving
 from tests.mutations import DOUBLED, RENAMED, WRONG, mutated, paths
@@ -135,7 +135,7 @@ def test_what_loads_is_lowered_or_refused(compiler: Compiler, data: Any, draw: s
         (("choices", "up", "strategy", "rest"), 3, r"choices\.up: .*multiple"),
         (("joins", ":add:0"), {"gpu7": "i0"}, r"joins\.:add:0: expected axes of local-cpu, cpu0, cpu1, got 'gpu7'"),
         (("cluster", "levels", 0, "size"), -4, r"cluster: levels\.cpu\.size: expected a whole number above 0, got -4"),
-        (("version",), 5, "expected a plan of version 4, got 5, made by shardweave 0"),
+        (("version",), VERSION + 1, f"expected a plan of version {VERSION}, got {VERSION + 1}, made by shardweave 0"),
     ],
 )  # fmt: skip
 def test_absurd_values_are_named(data: Any, tmp_path: Path, at: tuple[str, ...], value: Any, message: str) -> None:
