@@ -161,6 +161,7 @@ class Options:
     allow_unruled: bool = False
 
     def __post_init__(self) -> None:
+        Precision.of(self.precision)  # first: it names the short names
         for name, annotation in _types().items():
             if not is_of(getattr(self, name), annotation):
                 raise PlanError(f"the option {name} must be {readable(annotation)}, got {getattr(self, name)!r}")
@@ -185,7 +186,6 @@ class Options:
             raise PlanError(
                 f"optimizer {self.optimizer!r} is unknown; expected one of {known}, or its bytes of state per parameter"
             )
-        Precision.of(self.precision)
         if not 0 < self.time_limit < math.inf:
             raise PlanError(f"time_limit is in seconds and must be positive, got {self.time_limit}")
         if self.micro_batches is not None and self.micro_batches < 1:
