@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 from shardweave.annotations import is_of, readable
 from shardweave.brief import brief
 from shardweave.errors import PlanError
-from shardweave.ir import ALL, Grid, Mode, Quantized, Strategy, Traffic, Weaving
+from shardweave.ir import ALL, BITS, Grid, Mode, Quantized, Strategy, Traffic, Weaving
 from shardweave.precision import Precision
 from shardweave.units import bytes_of
 
@@ -164,6 +165,8 @@ class Options:
         Precision.of(self.precision)  # first: it names the short names
         for name, annotation in _types().items():
             if not is_of(getattr(self, name), annotation):
+                with suppress(TypeError, AttributeError, ValueError):  # of what is read before it is checked
+                    _ = self.weaving  # whose own errors tell more
                 raise PlanError(f"the option {name} must be {readable(annotation)}, got {getattr(self, name)!r}")
         if self.memory_limit is not None:
             try:
@@ -173,9 +176,6 @@ class Options:
                     f"memory_limit must be a positive number of bytes a device, or a size such as '20GB' or '20GiB': "
                     f"{error}"
                 ) from error
-        for pattern, wanted in self.force.items():
-            if not wanted:
-                raise PlanError(f"force[{pattern!r}] must name a strategy, such as 'zero3', got {wanted!r}")
         seconds = self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
         if seconds is not None and not 0 < seconds < 1e9:
             raise PlanError(f"timeout is in seconds, or a timedelta, and must be positive, got {self.timeout!r}")
@@ -237,6 +237,11 @@ class Options:
     def _quantize(self) -> Mapping[Quantized, int]:
         if self.quantize == "zero++":
             return ZERO_PLUS_PLUS
+        if self.quantize is not None and not isinstance(self.quantize, Mapping):
+            raise PlanError(
+                f"quantize must be 'zero++', or the bits of {' and '.join(BITS)} as in {dict(ZERO_PLUS_PLUS)}, "
+                f"got {self.quantize!r}"
+            )
         return self.quantize or {}
 
     def woven(self, weaving: Weaving) -> Options:
@@ -267,5 +272,5 @@ class Options:
 
 @functools.cache
 def _types() -> Mapping[str, Any]:
-    """The type of each option."""
-    return get_type_hints(Options)
+    """The type of each option; what a strategy in `force` may be is said where it is looked up."""
+    return {**get_type_hints(Options), "force": Mapping[str, Any]}
