@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from shardweave.compiler.adapters import traceable
 from shardweave.compiler.call import TENSOR, CallTree, as_call, canonical, leaf_names
 from shardweave.compiler.casts import cast, take_as_cast, take_as_given, working_copies
-from shardweave.compiler.guards import reads_of, recorded_effects
+from shardweave.compiler.guards import after_a_call, reads_of, recorded_effects
 from shardweave.compiler.preserve import preserved
 from shardweave.compiler.refusal import readable_errors, refuse_effects, refuse_values, refused, where
 from shardweave.errors import CaptureError
@@ -151,7 +151,14 @@ def _joint_graph(
         # Not under `fake`: Dynamo makes its own mode, and under another one it mistakes buffers that are views.
         with recorded_effects() as effects:
             module = dynamo_graph_capture_for_export(model)(*args, **kwargs)
-        reads = reads_of(module, model, effects)
+        reads, changes = reads_of(module, model, effects)
+        if changes:
+            with after_a_call(changes), recorded_effects() as later:
+                again = dynamo_graph_capture_for_export(model)(*args, **kwargs)
+                still = reads_of(again, model, later)[1]
+            if still or again.code != module.code:
+                raise changes[0].error
+            reads = reads.without({change.shown for change in changes})  # a call of the model itself sets them
         _name_once(module)
         stack.enter_context(torch._guards.tracing(module.meta["tracing_context"]))
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)

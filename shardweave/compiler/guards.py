@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import types
 import warnings
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -20,6 +20,7 @@ from unittest import mock
 from torch import Tensor, fx, nn
 
 from shardweave.compiler.refusal import refused
+from shardweave.errors import CaptureError
 from shardweave.runtime.reads import PLAIN, Read, Reads
 
 _TORCHS = re.compile(
@@ -43,6 +44,23 @@ class _Written:
     value: Any
     depends: bool
     """Whether the value depends on what goes into the graph."""
+    owner: Any
+    """Dynamo's source of what holds it; None for the globals of the user's module."""
+    key: Any
+    """Its attribute of the owner, or its key."""
+    is_attribute: bool
+
+
+@dataclass(frozen=True)
+class Change:
+    """A constant that a forward reads and writes: where it lies, what a call makes of it, and what to say of it."""
+
+    owner: Any
+    key: Any
+    is_attribute: bool
+    value: Any
+    shown: str
+    error: CaptureError
 
 
 @dataclass(frozen=True)
@@ -69,7 +87,7 @@ def recorded_effects() -> Iterator[Effects]:
         effects.lengths.clear()
         for item, attributes in graph.side_effects.store_attr_mutations.items():
             if _is_given(item):
-                effects.written.extend(_attribute(item.source.name, name, each) for name, each in attributes.items())
+                effects.written.extend(_attribute(item.source, name, each) for name, each in attributes.items())
         for container in graph.side_effects._get_modified_vars():
             if _is_given(container):
                 _note_items(effects, container)
@@ -86,12 +104,13 @@ def _is_given(variable: Any) -> bool:
     return type(list(_chain(variable.source))[-1]).__name__ in ("LocalSource", "GlobalSource")
 
 
-def _attribute(source: str, name: str, value: Any) -> _Written:
+def _attribute(owner: Any, name: str, value: Any) -> _Written:
+    source = owner.name
     if source == f"G[{name!r}]":  # a global: the variable is the name itself
-        return _written(source, (re.escape(source),), value)
+        return _written(source, (re.escape(source),), value, None, name, False)
     own, item = re.escape(source), re.escape(f"[{name!r}]")
     reads = rf"{own}\.{name}", rf"{own}\.__dict__{item}", rf"dict\(type\({own}\)(\.__mro__\[\d+\])?\.__dict__\){item}"
-    return _written(f"{source}.{name}", reads, value)
+    return _written(f"{source}.{name}", reads, value, owner, name, True)
 
 
 def _note_items(effects: Effects, container: Any) -> None:
@@ -107,15 +126,18 @@ def _note_items(effects: Effects, container: Any) -> None:
     for key, value in pairs:
         place = f"{source}[{key!r}]"
         if getattr(getattr(value, "source", None), "name", None) != place:  # else it is as it was
-            effects.written.append(_written(place, (re.escape(place),), value))
+            effects.written.append(_written(place, (re.escape(place),), value, container.source, key, False))
     effects.lengths.append((container.source, len(items)))
 
 
-def _written(source: str, read_as: tuple[str, ...], value: Any) -> _Written:
+def _written(
+    source: str, read_as: tuple[str, ...], value: Any, owner: Any, key: Any, is_attribute: bool
+) -> _Written:
     if value.is_python_constant():
-        return _Written(source, read_as, True, value.as_python_constant(), False)
+        return _Written(source, read_as, True, value.as_python_constant(), False, owner, key, is_attribute)
     proxy = getattr(value, "proxy", None)
-    return _Written(source, read_as, False, None, proxy is None or _depends(proxy.node))
+    depends = proxy is None or _depends(proxy.node)
+    return _Written(source, read_as, False, None, depends, owner, key, is_attribute)
 
 
 def _depends(node: fx.Node) -> bool:
@@ -131,13 +153,37 @@ def _depends(node: fx.Node) -> bool:
     return False
 
 
-def reads_of(module: Any, model: nn.Module, effects: Effects) -> Reads:
-    """What the capture that gave `module` read of `model` and around it.
+@contextlib.contextmanager
+def after_a_call(changes: Sequence[Change]) -> Iterator[None]:
+    """While this runs, what a forward changes is as a call leaves it."""
+    missing = object()
+    with contextlib.ExitStack() as stack:
+        for change in changes:
+            if change.is_attribute:
+                before = vars(change.owner).get(change.key, missing) if hasattr(change.owner, "__dict__") else missing
+                undo = delattr if before is missing else functools.partial(_set, before)
+                stack.callback(undo, change.owner, change.key)
+                setattr(change.owner, change.key, change.value)
+            else:
+                stack.callback(change.owner.__setitem__, change.key, change.owner[change.key])
+                change.owner[change.key] = change.value
+        yield
+
+
+def _set(value: Any, owner: Any, name: str) -> None:
+    setattr(owner, name, value)
+
+
+def reads_of(module: Any, model: nn.Module, effects: Effects) -> tuple[Reads, list[Change]]:
+    """What the capture that gave `module` read of `model` and around it, and what of that a call changes.
+
+    A forward that changes what it reads may do the same ever after, as one that sets a default at its first call does:
+    to know, capture it `after_a_call`.
 
     Raises
     ------
     CaptureError
-        The model's forward reads a value that it changes itself, such as a counter of its calls.
+        The model's forward reads a value that it computes from tensors, such as a state that it keeps.
     """
     from torch._dynamo.convert_frame import get_traced_fn
 
@@ -152,10 +198,11 @@ def reads_of(module: Any, model: nn.Module, effects: Effects) -> Reads:
         touched.setdefault(source.name, source)
     reads = Reads(list(writer.reads.values()), writer.names)
     lost = [source.name for source, length in effects.lengths if _length(writer.look(source, model)) != length]
+    changes: list[Change] = []
     for written in effects.written:
         read = [name for name in touched if any(re.fullmatch(pattern, name) for pattern in written.read_as)]
         for name in read:
-            _refuse_counted(model, writer, written, touched[name])
+            changes += _changed(model, writer, written, touched[name])
         if not read and written.depends:
             lost.append(written.source)
     if lost:
@@ -166,21 +213,26 @@ def reads_of(module: Any, model: nn.Module, effects: Effects) -> Reads:
             "in a buffer",
             stacklevel=2,
         )
-    return reads
+    return reads, changes
 
 
-def _refuse_counted(model: nn.Module, writer: _Writer, written: _Written, source: Any) -> None:
+def _changed(model: nn.Module, writer: _Writer, written: _Written, source: Any) -> list[Change]:
+    """The change of what is read at `source`, if it is one."""
     read = writer.look(source, model)
     if (written.is_constant and _same(read, written.value)) or not (written.is_constant or written.depends):
-        return  # as it was, or a constant that is computed once and kept
+        return []  # as it was, or a constant that is computed once and kept
     shown = writer.shown(source.name)
     was = f" ({read!r} now, {written.value!r} after a call)" if written.is_constant and isinstance(read, PLAIN) else ""
-    raise refused(
+    error = refused(
         model,
         f"its forward reads {shown} and changes it{was}, which a captured step does not do again",
         way_out=f"Make {shown} a buffer (register_buffer with a tensor, written in place), and what depends on it "
         "tensor operations such as torch.where; or pass it to the call as a tensor.",
     )
+    owner = writer.globals if written.owner is None else writer.look(written.owner, model)
+    if not written.is_constant or owner is None:
+        raise error
+    return [Change(owner, written.key, written.is_attribute, written.value, shown, error)]
 
 
 def _length(container: Any) -> int | None:

@@ -39,7 +39,7 @@ def check_number(
     assert isinstance(value, int | float)
     if not low <= value <= high or math.inf in (value, -value) or (value == 0 and not zero):  # NaN is in no range
         raise ClusterError(f"{key}: expected {expected}, got {shown(value)}")
-    if value and not _LEAST <= abs(value) <= _MOST:
+    if value and not (0.0 if zero else _LEAST) <= abs(value) <= _MOST:  # the least ones are as good as 0
         raise ClusterError(f"{key}: expected a number between {_LEAST:g} and {_MOST:g}, got {shown(value)}")
 
 

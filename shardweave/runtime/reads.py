@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,10 @@ class Reads:
             return self._function([*read.code[:-1], f"return keep({read.code[-1]})"])(model)
         except Exception:  # as above
             return MISSING
+
+    def without(self, shown: Collection[str]) -> Reads:
+        """Those that are neither of these, as a user writes them, nor of whether they are set."""
+        return Reads([read for read in self.reads if read.shown.removesuffix(" being set") not in shown], self._names)
 
     def found_in(self, model: nn.Module) -> Reads:
         """Those that can be looked up in `model`."""

@@ -287,3 +287,43 @@ def test_a_table_that_is_computed_once_is_no_such_state() -> None:
         parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), BATCH)
     expected = model.linear(BATCH) * torch.arange(8.0).cos()
     torch.testing.assert_close(parallel(BATCH), expected.mean())
+
+
+class Settings:
+    problem: str | None = None
+
+
+class Settles(nn.Module):
+    """Sets a default at its first call, as transformers' models do in their config: later steps are the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.config = nn.Linear(8, 8), Settings()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.config.problem is None:
+            self.config.problem = "regression"
+        return self.linear(x).mean() * (2.0 if self.config.problem == "regression" else 1.0)
+
+
+class Begins(Settles):
+    """Is another one at its first call than ever after."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, self.config.problem = self.config.problem is None, "regression"
+        return self.linear(x).mean() * (2.0 if first else 1.0)
+
+
+def test_a_default_that_is_set_at_the_first_call_is_no_such_state() -> None:
+    model = Settles()
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), BATCH)
+    assert model.config.problem is None
+    for _ in range(2):
+        torch.testing.assert_close(parallel(BATCH), model(BATCH))
+
+
+def test_a_first_call_that_is_another_one_is_refused() -> None:
+    model = Begins()
+    with pytest.raises(CaptureError, match=r"reads model\.config\.problem and changes it"):
+        sw.compile_parallel(model, sw.Cluster.local(1), BATCH)
+    assert model.config.problem is None
