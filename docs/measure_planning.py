@@ -102,6 +102,7 @@ def main() -> None:
     clock = Clock()
     clock.around(answers, "solve", "solve: the solver")
     clock.around(choose.Chooser, "_simulated", "judge: lower, schedule, simulate")
+    clock.around(Compiler, "_whole", "whole: the same of all layers")
     options = sw.Options(memory_limit=limit, micro_batches=given.micro_batches)
     plan = Compiler(model, cluster, inputs, options, clock.enter).plan()
     clock.enter("end")
