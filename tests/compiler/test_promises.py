@@ -32,7 +32,7 @@ CELLS = [(DEEP.name, "8 A100"), ("llama", "8 A100")]
 if ALL_CASES:
     CELLS = [(name, machine) for name in CASES for machine in CLUSTERS]
 MEASURED = [*CASES] if ALL_CASES else ["mlp", DEEP.name]
-PARTS = (0.9, 0.7, 0.55) if ALL_CASES else (0.8, 0.6)
+PARTS = (0.9, 0.7, 0.55) if ALL_CASES else (0.7,)
 """Memory limits, as parts of what the fastest plan takes."""
 
 
