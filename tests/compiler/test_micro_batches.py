@@ -262,3 +262,22 @@ def test_where_an_order_has_to_fit_what_other_micro_batches_return_is_there(monk
         held, _ = most_held(compiled.graphs["schedule"].graph, Prices(cluster))
         peak = compiler.timeline(compiled).peak_memory
         assert held + schedules[-1].beside_bytes == pytest.approx(peak, rel=0.05)
+
+
+def test_an_order_holds_what_all_micro_batches_share_until_the_last_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of parameters were thought to go behind their last use, and the sums of gradients so far to stay."""
+    schedules: list[Schedule] = []
+
+    def noted(*args: Any) -> Schedule:
+        schedules.append(Schedule(*args))
+        return schedules[-1]
+
+    monkeypatch.setattr(pipeline, "Schedule", noted)
+    layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4)]
+    cluster, options = sw.Cluster.local(4), {"sub_batches": 1, "buckets": False, "recompute": "none"}
+    for word in ("zero1", "zero2", "zero3"):
+        asked = sw.Options(micro_batches=2, force={"*": word}, **options)
+        compiler = Compiler(Loss(*layers), cluster, torch.zeros(128, 256), asked, None)
+        compiled = compiler.lower(compiler.plan())
+        held, _ = most_held(compiled.graphs["schedule"].graph, Prices(cluster), schedules[-1].repeated)
+        assert held + schedules[-1].beside_bytes == pytest.approx(compiler.timeline(compiled).peak_memory, rel=0.005)
