@@ -67,5 +67,9 @@ class LostRankError(ParallelError):
     """
 
 
+class InternalError(ParallelError):
+    """Compiling ended in an error that shardweave does not expect: a defect of it. The cause is `__cause__`."""
+
+
 class LaunchError(ParallelError):
     """A local rank failed; the message carries the rank and its traceback."""

@@ -13,6 +13,7 @@ from torch import nn
 from shardweave.compiler.batches import batches
 from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.plan import Plan
+from shardweave.compiler.refusal import defects_named
 from shardweave.compiler.sweep import Sweep, What
 from shardweave.cost_model import Cluster, ClusterLike
 from shardweave.errors import ParallelError, PlanError
@@ -93,6 +94,8 @@ def plan(
         The model cannot be captured, or has an op without a rule.
     InfeasibleError
         Nothing fits into the memory limit: with the smallest one that would do.
+    InternalError
+        A defect of shardweave; what to try meanwhile is in the message.
 
     Examples
     --------
@@ -110,7 +113,7 @@ def plan(
             f"a batch size that is left open is sweep='batch' with a function from it to a batch, got sweep={sweep!r} "
             f"with {type(example_inputs).__name__}: for example example_inputs=lambda size: torch.zeros(size, 64)"
         )
-    with Reporter(progress) as told:
+    with Reporter(progress) as told, defects_named(model):
         if sweep == "batch":
             options = options or Options()
             one = replace(options, micro_batches=options.turns)
@@ -258,5 +261,5 @@ def _compile(
     example_inputs: Any,
     into: nn.Module | None = None,
 ) -> nn.Module:
-    with progress:
+    with progress, defects_named(model):
         return Compiler.compiled(model, cluster, example_inputs, plan, options, progress, batch, into)

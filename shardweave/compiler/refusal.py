@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from shardweave.compiler.adapters import HINTS
-from shardweave.errors import CaptureError
+from shardweave.errors import CaptureError, InternalError, ParallelError
 
 _WAY_OUT = (
     "Write that line without branching on the values of tensors and without leaving the graph (torch.where, "
@@ -23,6 +25,44 @@ _RAISED = (
     "an optional input (such as attention_mask) only where it is not compiled: give it that input."
 )
 _TORCH = torch.__path__[0]
+_OWN = str(Path(__file__).parents[1])
+_INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib", "stdlib"))
+
+
+@contextlib.contextmanager
+def defects_named(model: nn.Module) -> Iterator[None]:
+    """While this runs, an error of shardweave's own code that is meant for nobody becomes an `InternalError`.
+
+    An error that is raised in a user's code (the model, a function that gives a batch), or by what that calls, is left
+    as it is.
+    """
+    try:
+        yield
+    except ParallelError:
+        raise
+    except Exception as error:
+        if (place := _own_place(error)) is None:
+            raise
+        told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise InternalError(
+            f"{type(model).__name__} cannot be compiled, by a defect of shardweave: {told} (at {place}). Please report "
+            "it with the model. Until it is mended, options that decide more by hand may avoid it, such as "
+            "Options(force={'*': 'zero3'}, sub_batches=1, micro_batches=1)"
+        ) from error
+
+
+def _own_place(error: Exception) -> str | None:
+    """The last line of shardweave's that `error` came through; None where code of a user's came after it."""
+    found = None
+    place = error.__traceback__
+    while place is not None:
+        file = place.tb_frame.f_code.co_filename
+        if file.startswith(_OWN):
+            found = f"{file.removeprefix(_OWN)[1:]}:{place.tb_lineno}"
+        elif not file.startswith((*_INSTALLED, "<")):
+            found = None
+        place = place.tb_next
+    return found
 
 
 def refused(model: nn.Module, reason: str, module: str = "", line: str = "", way_out: str = _WAY_OUT) -> CaptureError:

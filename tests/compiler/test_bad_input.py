@@ -282,3 +282,19 @@ def test_the_other_mode_of_a_model(pool: WorkerPool) -> None:
 def test_ranks_with_different_models(pool: WorkerPool) -> None:
     for text in pool.run(other_models_on_ranks, nprocs=2, timeout=60):
         assert "different" in text or "another model" in text, text
+
+
+def test_a_defect_is_named_as_one_and_a_users_error_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong inside is one error of ours; what a user's function raises is the user's own."""
+    model, cluster = nn.Linear(4, 4), sw.Cluster.local(2)
+
+    def batch(size: int) -> Tensor:
+        return {1: torch.ones(4, 4)}[-size]
+
+    with pytest.raises(KeyError, match="-"):
+        sw.plan(model, cluster, batch, sweep="batch")
+    monkeypatch.setattr("shardweave.compiler.compiler.fastest", lambda plannings: None)
+    message = "Linear cannot be compiled, by a defect of shardweave: AttributeError"
+    with pytest.raises(sw.InternalError, match=message) as caught:
+        sw.plan(model, cluster, torch.ones(4, 4))
+    assert isinstance(caught.value.__cause__, AttributeError) and "report" in str(caught.value)
