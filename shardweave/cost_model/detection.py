@@ -19,7 +19,7 @@ from shardweave.cost_model.profiling import PATIENCE, profile_collectives
 from shardweave.cost_model.timing import from_all, from_first, is_first, live_device, running
 from shardweave.errors import ClusterError, LostRankError
 from shardweave.runtime.agreement import control, in_step
-from shardweave.runtime.lost import collective
+from shardweave.runtime.lost import collective, forget_failure
 
 _PRESETS = (  # the first whose words are all in torch's name of the GPU
     ("A100 40GB", "perlmutter"),
@@ -77,6 +77,7 @@ def profiled(cluster: Cluster, seconds: float = 30.0) -> Cluster:
     try:
         in_step(control(PATIENCE), "profiling the cluster", lambda: found.append(_measured(cluster, seconds)))
     except (RuntimeError, LostRankError) as error:
+        forget_failure()  # the groups are the profile's own: the world goes on without it
         raise ClusterError(
             f"profiling the cluster failed on rank {dist.get_rank()} of {dist.get_world_size()}: expected every rank "
             f"to call Cluster.detect(profile=True) and to take part within {PATIENCE.seconds} s a step, got: {error}"
