@@ -126,7 +126,8 @@ class ParallelTensor(DTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _meets_plain((*args, *kwargs.values())) and not _writes_parallel(func, args):
+        computes = func not in (torch.autograd.grad, torch.autograd.backward)  # which ask for these very tensors
+        if computes and _meets_plain((*args, *kwargs.values())) and not _writes_parallel(func, args):
             args, kwargs = tree_map(_plain, (args, kwargs))
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
