@@ -163,7 +163,7 @@ class Compiler:
             counts = powers(self.annotated) if given is None else [given]
             made = fastest(self._planning(count, start, margin) for count in counts)
             plan = made.planning.plan(made, self.model_key, begun)
-            self.progress("simulate")
+            self.progress("simulate", incumbent=plan.step_time)
             found, off = self._kept_to(limit, plan)
             if found is not None:
                 savings = made.planning.savings(made) if weigh else ()
