@@ -9,7 +9,6 @@ import contextlib
 import functools
 import re
 import sys
-import sysconfig
 import types
 import warnings
 from collections.abc import Iterator, Sequence, Sized
@@ -19,7 +18,7 @@ from unittest import mock
 
 from torch import Tensor, fx, nn
 
-from shardweave.compiler.refusal import refused
+from shardweave.compiler.refusal import INSTALLED, refused
 from shardweave.errors import CaptureError
 from shardweave.runtime.reads import PLAIN, Read, Reads
 
@@ -27,7 +26,6 @@ _TORCHS = re.compile(
     r"(?:_parameters|_buffers|_modules|__dict__)(?:'\])?$|_(?:parameters|buffers)(?:'\])?\[|_hooks|__mro__"
 )
 """Names of what belongs to torch's modules, and is watched where it lies."""
-_INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib", "stdlib"))
 _KEYS = {"DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"}
 _LENGTHS = {"SEQUENCE_LENGTH", "LIST_LENGTH", "TUPLE_LENGTH", "DICT_LENGTH"}
 
@@ -364,7 +362,7 @@ def _is_library(module: object) -> bool:
     if not isinstance(module, types.ModuleType):
         return False
     file = getattr(module, "__file__", None)
-    return file is None and module.__name__ != "__main__" or str(file).startswith(_INSTALLED)
+    return file is None and module.__name__ != "__main__" or str(file).startswith(INSTALLED)
 
 
 def _chain(source: Any) -> Iterator[Any]:

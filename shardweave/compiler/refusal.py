@@ -26,7 +26,8 @@ _RAISED = (
 )
 _TORCH = torch.__path__[0]
 _OWN = str(Path(__file__).parents[1])
-_INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib", "stdlib"))
+INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib", "stdlib"))
+"""Folders of Python's own code and of installed libraries."""
 
 
 @contextlib.contextmanager
@@ -59,7 +60,7 @@ def _own_place(error: Exception) -> str | None:
         file = place.tb_frame.f_code.co_filename
         if file.startswith(_OWN):
             found = f"{file.removeprefix(_OWN)[1:]}:{place.tb_lineno}"
-        elif not file.startswith((*_INSTALLED, "<")):
+        elif not file.startswith((*INSTALLED, "<")):
             found = None
         place = place.tb_next
     return found
