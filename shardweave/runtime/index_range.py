@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from shardweave.errors import IndexRangeError
 
 _LIBRARY: Any = torch.library.Library("shardweave", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("checked_index(Tensor index, int start, int low, int high, str what) -> Tensor")
+_LIBRARY.define("checked_index(Tensor index, SymInt start, int low, int high, str what) -> Tensor")
 
 
 def checked_index(index: Tensor, start: int, low: int, high: int, what: str) -> Tensor:
