@@ -11,7 +11,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -86,9 +86,10 @@ def recorded_effects() -> Iterator[Effects]:
         for item, attributes in graph.side_effects.store_attr_mutations.items():
             if _is_given(item):
                 effects.written.extend(_attribute(item.source, name, each) for name, each in attributes.items())
+        tensors = {each.source.name: each.fake for each in graph.tracked_fakes}
         for container in graph.side_effects._get_modified_vars():
             if _is_given(container):
-                _note_items(effects, container)
+                _note_items(effects, container, tensors)
         return inner(graph, *args, **kwargs)
 
     with mock.patch.object(OutputGraph, name, noted):
@@ -111,8 +112,8 @@ def _attribute(owner: Any, name: str, value: Any) -> _Written:
     return _written(f"{source}.{name}", reads, value, owner, name, True)
 
 
-def _note_items(effects: Effects, container: Any) -> None:
-    """Note the items of a list, dict or set that is changed in place."""
+def _note_items(effects: Effects, container: Any, tensors: Mapping[str, Any]) -> None:
+    """Note the items of a list, dict or set that is changed in place; `tensors` are the graph's inputs by source."""
     items, source = getattr(container, "items", None), container.source.name
     if isinstance(items, dict):
         named: list[tuple[Any, Any]] = [(getattr(key, "vt", key), value) for key, value in items.items()]
@@ -123,9 +124,18 @@ def _note_items(effects: Effects, container: Any) -> None:
         return
     for key, value in pairs:
         place = f"{source}[{key!r}]"
-        if getattr(getattr(value, "source", None), "name", None) != place:  # else it is as it was
+        if not _is_as_it_was(value, place, tensors):
             effects.written.append(_written(place, (re.escape(place),), value, container.source, key, False))
     effects.lengths.append((container.source, len(items)))
+
+
+def _is_as_it_was(value: Any, place: str, tensors: Mapping[str, Any]) -> bool:
+    """Whether a variable of Dynamo's is what already lies at `place`, or the tensor from there, written in place."""
+    if getattr(getattr(value, "source", None), "name", None) == place:
+        return True
+    if getattr(value, "proxy", None) is None or place not in tensors:
+        return False
+    return value.proxy.node.meta.get("example_value") is tensors[place]
 
 
 def _written(
@@ -221,10 +231,13 @@ def _changed(model: nn.Module, writer: _Writer, written: _Written, source: Any) 
         return []  # as it was, or a constant that is computed once and kept
     shown = writer.shown(source.name)
     was = f" ({read!r} now, {written.value!r} after a call)" if written.is_constant and isinstance(read, PLAIN) else ""
+    is_buffer = any(read is buffer for buffer in model.buffers())
     error = refused(
         model,
         f"its forward reads {shown} and changes it{was}, which a captured step does not do again",
-        way_out=f"Make {shown} a buffer (register_buffer with a tensor, written in place), and what depends on it "
+        way_out=f"Write {shown} in place, as {shown}.copy_(...)."
+        if is_buffer
+        else f"Make {shown} a buffer (register_buffer with a tensor, written in place), and what depends on it "
         "tensor operations such as torch.where; or pass it to the call as a tensor.",
     )
     owner = writer.globals if written.owner is None else writer.look(written.owner, model)
@@ -353,7 +366,7 @@ class _Writer:
         found = 1
         while found:  # the attribute of a class's attribute has one inside another
             text, found = re.subn(r"dict\(type\(([^()]*)\)(?:\.__mro__\[\d+\])?\.__dict__\)\['(\w+)'\]", r"\1.\2", text)
-        text = re.sub(r"(?:\.__dict__\['_modules'\]|\._modules)\['(\w+)'\]", r".\1", text)
+        text = re.sub(r"(?:\.__dict__\['_(?:modules|buffers)'\]|\._(?:modules|buffers))\['(\w+)'\]", r".\1", text)
         return re.sub(r"\.__dict__\['(\w+)'\]", r".\1", text)
 
 

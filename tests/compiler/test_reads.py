@@ -263,6 +263,42 @@ def test_state_that_a_forward_counts_in_python_is_refused(kind: type[nn.Module],
         sw.compile_parallel(kind(), sw.Cluster.local(1), BATCH)
 
 
+class Buffered(nn.Module):
+    """Counts in buffers, each written in another of torch's ways in place."""
+
+    calls: Tensor
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return (self.linear(x + self.mean) * self.calls).mean()
+
+
+class Reassigns(Buffered):
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean * 0.9 + x.mean(0) * 0.1
+        return self.linear(x + self.mean).mean()
+
+
+def test_state_in_buffers_that_are_written_in_place_goes_on() -> None:
+    model = Buffered()
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), BATCH)
+    for _ in range(3):
+        torch.testing.assert_close(parallel(BATCH), model(BATCH))
+
+
+def test_a_buffer_that_is_replaced_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"reads model\.mean and changes it(.|\n)*in place, as model\.mean\.copy_"):
+        sw.compile_parallel(Reassigns(), sw.Cluster.local(1), BATCH)
+
+
 class Appends(Tally):
     def note(self) -> None:
         self.seen.append(1)
