@@ -125,7 +125,9 @@ class Schedule:
             if not self.cross_pass:
                 tasks = tasks.after(barriers(tasks))
             room = None if self.memory_limit is None else self.memory_limit - held
-            best = self._best(tasks, room)
+            best = self._best(tasks, None)
+            if room is not None and best.peak_bytes > room:  # else less memory would give another order of as much
+                best = self._best(tasks, room)
             fits &= room is None or best.peak_bytes <= room
             order += [nodes[task] for task in best.order]
             held += tasks.kept_bytes
