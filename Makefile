@@ -34,7 +34,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 
 types: $(VENV)/.installed-dev
-	$(BIN)/mypy --strict shardweave
+	$(BIN)/mypy --strict shardweave docs
 
 pytest: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,8 @@ def blocked(rule: Rule) -> str:
     if marked:
         return words
     names = sorted(parse(rule.source).blocked - {"..."})
-    words = [f"`{name}`" for name in names] + ["all other dimensions"] * ("..." in parse(rule.source).blocked)
-    return ", ".join(words) or "nothing"
+    listed = [f"`{name}`" for name in names] + ["all other dimensions"] * ("..." in parse(rule.source).blocked)
+    return ", ".join(listed) or "nothing"
 
 
 def shown(rule: Rule) -> str:
@@ -95,7 +95,7 @@ def more(target: Any, rule: Rule) -> list[str]:
     ]
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """A Markdown table; what would end a cell is escaped.
 
     >>> table(("a",), [("x | y",)]).splitlines()[-1]

@@ -39,7 +39,7 @@ def measure(given: argparse.Namespace) -> Iterator[Cells]:
         model, inputs = LARGE[name]()
         captured = Compiler(model, sw.Cluster.local(1), inputs, None, None)
         for preset in given.clusters:
-            compiler = captured._with(sw.Cluster.preset(preset, nodes=given.nodes))
+            compiler = captured.with_(sw.Cluster.preset(preset, nodes=given.nodes))
             cluster, systems = compiler.cluster, all_for(compiler.cluster)
             chosen = [each for each in systems if not given.systems or each.name in given.systems]
             race = Race(compiler, chosen, given.micro_batches or list(powers(compiler.annotated)))
@@ -53,7 +53,7 @@ def measure(given: argparse.Namespace) -> Iterator[Cells]:
 def against(race: Race, options: sw.Options) -> Cells:
     """The planner's step, and the fastest of the baselines."""
     try:
-        own = race.compiler._with(options=options).plan()
+        own = race.compiler.with_(options=options).plan()
     except sw.InfeasibleError:
         return "nothing fits", "", "", ""
     found = race.fastest(options)
@@ -107,7 +107,7 @@ class Race:
         at, count = setting
         asked = replace(self.baselines[at].over(options), micro_batches=count)
         try:
-            return self.compiler._with(options=asked).plan()
+            return self.compiler.with_(options=asked).plan()
         except sw.ParallelError:
             return None
 

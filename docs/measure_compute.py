@@ -26,7 +26,8 @@ def measure(ranks: int) -> dict[str, float]:
     cluster = Cluster.local(ranks)
     torch.manual_seed(0)
     parallel = sw.compile_parallel(GPT(config), cluster, (tokens, tokens))
-    graphs = [parallel.graphs["forward"], parallel.graphs["backward"]]
+    assert isinstance(parallel, sw.ParallelModule)
+    graphs = list(parallel.graphs.values())
     nodes = [node for graph in graphs for node in graph.graph.nodes if node_work(node) is not None]
 
     def total(priced: Cluster) -> float:

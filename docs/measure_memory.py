@@ -56,7 +56,7 @@ class Patient(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, seconds: float) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seconds = seconds
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,7 +86,7 @@ def measure(case: Case, parallel: Any) -> Figures:
 
     def step() -> None:
         loss = case.loss(parallel(**inputs))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -78,11 +78,12 @@ class Measured(Compiler):
         """What is sharded under a plan."""
         step, devices = self.lower(plan).step, self.cluster.world_size
         whole = flops_by_op(self.annotated.captured.graph.graph)
+        assert step.backward is not None  # measured models have a loss
         local = flops_by_op((step.forward.graph, step.backward.graph))
-        alike: Counter[str] = Counter()
+        alike: dict[str, float] = defaultdict(float)
         for (name, _), part in replicated(whole, local, devices):
             alike[name] += part
-        return Share(plan, sharded_share(whole, local, devices), dict(alike.most_common()))
+        return Share(plan, sharded_share(whole, local, devices), dict(sorted(alike.items(), key=lambda each: -each[1])))
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def percent(share: float) -> str:
     return "100 %" if share == 1 else f"{int(share * 1000) / 10:.1f} %"
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

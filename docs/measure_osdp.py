@@ -70,7 +70,8 @@ def plans(setting: Setting, widths: Sequence[int], limits: Sequence[float] = LIM
     with torch.device("meta"):
         model, batch = Layers(widths), torch.zeros(GPUS * SEQUENCES, SEQUENCE, dtype=torch.long)
     compiler = Compiler(model, Cluster.local(1), (batch, batch), Options(), None)
-    cluster, found = setting.cluster("osdp-titan"), {}
+    cluster = setting.cluster("osdp-titan")
+    found: dict[float, dict[str, Plan]] = {}
     for limit in limits:
         asked = {**WOVEN, "buckets": True, "micro_batches": 1, "recompute": "none", "operator_slices": 1}
         asked |= {"time_limit": 3.0, "memory_limit": int(limit * 2**30)}

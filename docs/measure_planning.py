@@ -22,18 +22,21 @@ import shardweave as sw
 from docs.large_models import LARGE
 from shardweave.compiler import answers, choose
 from shardweave.compiler.compiler import Compiler
+from shardweave.progress import Event, Reporter
 
 
 def llama(layers: int) -> nn.Module:
     sizes: dict[str, Any] = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
     sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8}
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, use_cache=False, **sizes))
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, use_cache=False, **sizes))
+    return model
 
 
 def gpt3(layers: int) -> nn.Module:
     sizes: dict[str, Any] = {"vocab_size": 51200, "n_embd": 12288, "n_head": 96, "n_positions": 2048}
     dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-    return GPT2LMHeadModel(GPT2Config(n_layer=layers, use_cache=False, **sizes, **dropout))
+    model: nn.Module = GPT2LMHeadModel(GPT2Config(n_layer=layers, use_cache=False, **sizes, **dropout))
+    return model
 
 
 def unet() -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -43,7 +46,8 @@ def unet() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 def mixtral(layers: int) -> nn.Module:
     sizes: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8}
     sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8}
-    return MixtralForCausalLM(MixtralConfig(num_hidden_layers=layers, use_cache=False, **sizes))
+    model: nn.Module = MixtralForCausalLM(MixtralConfig(num_hidden_layers=layers, use_cache=False, **sizes))
+    return model
 
 
 MODELS: dict[str, tuple[Callable[[int], nn.Module], int, int]] = {
@@ -64,6 +68,10 @@ class Clock:
         now = time.process_time()
         self.spent[self.stage] = self.spent.get(self.stage, 0.0) + now - self.since
         self.stage, self.since = stage, now
+
+    def told(self, event: Event) -> None:
+        """Planning goes on with another stage."""
+        self.enter(event.stage)
 
     def around(self, owner: Any, name: str, stage: str) -> None:
         """Count calls of a function apart from the stage that they are made in."""
@@ -104,7 +112,7 @@ def main() -> None:
     clock.around(choose.Chooser, "_simulated", "judge: lower, schedule, simulate")
     clock.around(Compiler, "_whole", "whole: the same of all layers")
     options = sw.Options(memory_limit=limit, micro_batches=given.micro_batches)
-    plan = Compiler(model, cluster, inputs, options, clock.enter).plan()
+    plan = Compiler(model, cluster, inputs, options, Reporter(clock.told)).plan()
     clock.enter("end")
     for stage, seconds in clock.spent.items():
         print(f"{stage:34} {seconds:6.2f} CPU-s")

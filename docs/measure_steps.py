@@ -49,11 +49,12 @@ def any_of(seed: int) -> Forced:
     """Any legal strategy, the same for all ops of one kind in a network's layers."""
 
     def force(ops: Sequence[Op], mesh: Mesh) -> dict[str, Strategy]:
-        rng, chosen = random.Random(seed), {}
+        rng = random.Random(seed)
+        chosen: dict[str, Strategy] = {}
         for op in ops:
             kind = "".join(character for character in op.name if not character.isdigit())
             options = legal(op, mesh)
-            if chosen.get(kind) not in options:
+            if kind not in chosen or chosen[kind] not in options:
                 chosen[kind] = rng.choice(options)
             chosen[op.name] = chosen[kind]
         return {op.name: chosen[op.name] for op in ops}

@@ -110,13 +110,15 @@ class Case:
 def llama() -> nn.Module:
     sizes: dict[str, Any] = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672}
     sizes |= {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 8192}
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=80, use_cache=False, **sizes))
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(num_hidden_layers=80, use_cache=False, **sizes))
+    return model
 
 
 def gpt() -> nn.Module:
     sizes: dict[str, Any] = {"vocab_size": 51200, "n_embd": 25600, "n_head": 160, "n_layer": 128, "n_positions": 2048}
     sizes |= {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-    return GPT2LMHeadModel(GPT2Config(use_cache=False, **sizes))
+    model: nn.Module = GPT2LMHeadModel(GPT2Config(use_cache=False, **sizes))
+    return model
 
 
 CASES = {
