@@ -1,10 +1,11 @@
 """What things cost: the machine, compute, collectives, memory, and the simulator that is the judge of a plan."""
 
-from shardweave.cost_model.cluster import Cluster, ClusterLike, Device
+from shardweave.cost_model.cluster import Cluster, ClusterLike
 from shardweave.cost_model.collectives import collective_seconds
 from shardweave.cost_model.compute import Product, Work, matmul_seconds, node_seconds, node_work, work_seconds
 from shardweave.cost_model.flops import flops_by_op, replicated, sharded_share
 from shardweave.cost_model.levels import Level
+from shardweave.cost_model.machine import Device, Machine
 from shardweave.cost_model.measured import CollectiveTable, Curve, Measured
 from shardweave.cost_model.op_times import OpTable, OpTime
 from shardweave.cost_model.simulator import simulate
@@ -17,6 +18,7 @@ __all__ = [
     "Curve",
     "Device",
     "Level",
+    "Machine",
     "Measured",
     "OpTable",
     "OpTime",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardweave.cost_model.cluster import Device
+from shardweave.cost_model.machine import Device
 from shardweave.cost_model.streams import Contention, Streams, Transfer
 
 
@@ -48,6 +48,7 @@ def play(acts: Sequence[Act], device: Device) -> Played:
     A kernel takes twice as long beside a collective of three seconds, of which one is left then.
 
     >>> from shardweave.cost_model import Cluster
+    >>> from shardweave.cost_model import Machine
     >>> from shardweave.cost_model.collectives import Demand
     >>> gather = Transfer("gpu0", Demand(latency=0.0, transfer=3.0, use={"gpu": 1.0}))
     >>> acts = Act(0, "", transfer=gather), Act(0, "", 1.0), Act(0, "", transfer=gather, waits=True), Act(0, "", 1.0)

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from shardweave.cost_model.cluster import Cluster
 from shardweave.cost_model.forms import FORMS, Line, library_forms, lines
+from shardweave.cost_model.machine import Machine
 from shardweave.cost_model.measured import KINDS
 from shardweave.errors import ClusterError
 from shardweave.ir import Axis, axes_size
@@ -59,7 +59,7 @@ class Demand:
 
 
 def collective_seconds(
-    kind: str, num_bytes: float, axes: Sequence[Axis], cluster: Cluster, form: str | None = None
+    kind: str, num_bytes: float, axes: Sequence[Axis], cluster: Machine, form: str | None = None
 ) -> float:
     """Seconds that a collective takes when nothing else uses its links.
 
@@ -71,7 +71,7 @@ def collective_seconds(
         Size of the whole buffer on one rank: gathered, or not yet scattered (as in `ir.Collective.bytes`).
     axes : sequence of Axis
         The group, as axes of the cluster's mesh; none means no communication and 0 seconds.
-    cluster : Cluster
+    cluster : Machine
         The machine.
     form : str, optional
         One of ``FORMS[kind]``, priced by its formula. Left out, what was measured (`Cluster.measured`); where nothing
@@ -84,6 +84,7 @@ def collective_seconds(
 
     Examples
     --------
+    >>> from shardweave.cost_model import Cluster
     >>> cluster = Cluster.preset("dgx-a100", nodes=2)
     >>> mesh = cluster.mesh()
     >>> inside = collective_seconds("all_reduce", 1e9, mesh.axes[:3], cluster)
@@ -101,11 +102,12 @@ def collective_seconds(
     return min(line.latency + line.beta * num_bytes for line in found)
 
 
-def collective_form(kind: str, num_bytes: float, axes: Sequence[Axis], cluster: Cluster) -> str:
+def collective_form(kind: str, num_bytes: float, axes: Sequence[Axis], cluster: Machine) -> str:
     """Which form `collective_seconds` prices by itself: one of `FORMS`, ``"measured"``, or "" for a group of one.
 
     Examples
     --------
+    >>> from shardweave.cost_model import Cluster
     >>> cluster = Cluster.preset("dgx-a100", nodes=16)
     >>> [collective_form("all_reduce", size, cluster.mesh().axes, cluster) for size in (1e3, 1e9)]
     ['tree', 'ring']
@@ -119,7 +121,7 @@ def collective_form(kind: str, num_bytes: float, axes: Sequence[Axis], cluster: 
 
 
 def collective_demand(
-    kind: str, num_bytes: float, axes: Sequence[Axis], cluster: Cluster, form: str | None = None
+    kind: str, num_bytes: float, axes: Sequence[Axis], cluster: Machine, form: str | None = None
 ) -> Demand:
     """What a collective asks of each level's links; arguments and errors are those of `collective_seconds`.
 
@@ -129,6 +131,7 @@ def collective_demand(
 
     Examples
     --------
+    >>> from shardweave.cost_model import Cluster
     >>> cluster = Cluster.preset("dgx-a100", nodes=2)
     >>> demand = collective_demand("all_gather", 1e9, cluster.mesh().axes, cluster)
     >>> demand.use["node"], 0 < demand.use["gpu"] < 1
@@ -146,9 +149,10 @@ def collective_demand(
     return Demand(latency, seconds - latency, use)
 
 
-def crossed_level(axes: Sequence[Axis], cluster: Cluster) -> str:
+def crossed_level(axes: Sequence[Axis], cluster: Machine) -> str:
     """The name of the outermost level whose links a group over `axes` uses; "" for a group of one rank.
 
+    >>> from shardweave.cost_model import Cluster
     >>> cluster = Cluster.preset("dgx-a100", nodes=2)
     >>> crossed_level(cluster.mesh().axes[1:], cluster)
     'node'
@@ -159,9 +163,10 @@ def crossed_level(axes: Sequence[Axis], cluster: Cluster) -> str:
 
 
 @cache
-def group_extents(axes: tuple[Axis, ...], cluster: Cluster) -> tuple[int, ...]:
+def group_extents(axes: tuple[Axis, ...], cluster: Machine) -> tuple[int, ...]:
     """How many units of each level a group over `axes` spans, innermost first.
 
+    >>> from shardweave.cost_model import Cluster
     >>> cluster = Cluster.preset("dgx-a100", nodes=2)
     >>> group_extents(cluster.mesh().axes[1:], cluster)
     (4, 2)
@@ -185,7 +190,7 @@ def group_extents(axes: tuple[Axis, ...], cluster: Cluster) -> tuple[int, ...]:
 
 
 def _measured(
-    kind: str, num_bytes: float, axes: tuple[Axis, ...], cluster: Cluster, found: tuple[Line, ...]
+    kind: str, num_bytes: float, axes: tuple[Axis, ...], cluster: Machine, found: tuple[Line, ...]
 ) -> float | None:
     if cluster.measured is None:
         return None
@@ -196,7 +201,7 @@ def _measured(
 
 
 @cache
-def _lines(kind: str, axes: tuple[Axis, ...], cluster: Cluster, form: str | None) -> tuple[Line, ...]:
+def _lines(kind: str, axes: tuple[Axis, ...], cluster: Machine, form: str | None) -> tuple[Line, ...]:
     """The prices among which the least counts: of `form`, or of the forms that the library takes."""
     if kind not in KINDS:
         raise ClusterError(f"no collective is called {kind!r}; there are {', '.join(KINDS)}")

@@ -19,7 +19,7 @@ from functools import lru_cache
 
 from torch import fx
 
-from shardweave.cost_model.cluster import Cluster
+from shardweave.cost_model.machine import Machine
 from shardweave.cost_model.measured import interpolated
 from shardweave.cost_model.products import Product
 from shardweave.cost_model.signature import op_of
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-def node_seconds(node: fx.Node, cluster: Cluster) -> float:
+def node_seconds(node: fx.Node, cluster: Machine) -> float:
     """Seconds that `node` takes on one device of `cluster`; 0 where it runs no kernel (see `node_work`).
 
     Collectives are not compute: `collectives.collective_seconds` prices them.
@@ -47,7 +47,7 @@ def node_seconds(node: fx.Node, cluster: Cluster) -> float:
     return 0.0 if work is None else work_seconds(work, cluster)
 
 
-def work_seconds(work: Work, cluster: Cluster) -> float:
+def work_seconds(work: Work, cluster: Machine) -> float:
     """Seconds of one kernel that does `work`: measured where `cluster` has a time for it, else by the formula."""
     if cluster.measured is None or not work.signature:
         return formula_seconds(work, cluster)
@@ -55,7 +55,7 @@ def work_seconds(work: Work, cluster: Cluster) -> float:
 
 
 @lru_cache(maxsize=65536)
-def _measured_seconds(work: Work, cluster: Cluster) -> float:
+def _measured_seconds(work: Work, cluster: Machine) -> float:
     assert cluster.measured is not None
     table = cluster.measured.ops
     exact = table.seconds(work.signature)
@@ -67,13 +67,13 @@ def _measured_seconds(work: Work, cluster: Cluster) -> float:
     return nearest.seconds * formula_seconds(work, cluster) / formula_seconds(nearest.work, cluster)
 
 
-def formula_seconds(work: Work, cluster: Cluster) -> float:
+def formula_seconds(work: Work, cluster: Machine) -> float:
     """Seconds of one kernel that does `work`, by the formula alone."""
     return matmul_seconds(work.computed * work.flops, work.num_bytes, work.dtype, cluster, work.product)
 
 
 def matmul_seconds(
-    flops: float, num_bytes: float, dtype: str, cluster: Cluster, product: Product | None = None
+    flops: float, num_bytes: float, dtype: str, cluster: Machine, product: Product | None = None
 ) -> float:
     """Seconds of one kernel that does `flops` in `dtype` and moves `num_bytes`; with 0 FLOPs, of any other kernel.
 
@@ -81,6 +81,7 @@ def matmul_seconds(
 
     Examples
     --------
+    >>> from shardweave.cost_model import Cluster
     >>> cluster = Cluster.preset("dgx-a100")
     >>> matmul_seconds(2 * 4096**3, 3 * 2 * 4096**2, "bfloat16", cluster) < 1e-3
     True
@@ -94,7 +95,7 @@ def matmul_seconds(
     return device.launch_latency + max(arithmetic, bytes_seconds(num_bytes, cluster))
 
 
-def bytes_seconds(num_bytes: float, cluster: Cluster) -> float:
+def bytes_seconds(num_bytes: float, cluster: Machine) -> float:
     """Seconds for reading or writing `num_bytes` of a device's memory, as one kernel: as measured, or at its rate."""
     device = cluster.device
     rate = device.memory_bandwidth * device.memory_efficiency

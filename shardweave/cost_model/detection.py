@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardweave.cost_model import profile_cache
-from shardweave.cost_model.cluster import Cluster
 from shardweave.cost_model.device_profile import profile_device
 from shardweave.cost_model.fitting import fitted_links
 from shardweave.cost_model.hardware import hardware
+from shardweave.cost_model.machine import M, Machine
 from shardweave.cost_model.measured import Measured
 from shardweave.cost_model.profiling import PATIENCE, profile_collectives
 from shardweave.cost_model.timing import from_all, from_first, is_first, live_device, running
@@ -32,8 +32,35 @@ _PRESETS = (  # the first whose words are all in torch's name of the GPU
 )
 
 
-def detect() -> Cluster:
-    """What `Cluster.detect` returns; see there."""
+@dataclass(frozen=True)
+class RunningMachine:
+    """What the program finds that it runs on.
+
+    Parameters
+    ----------
+    devices : int
+        Of each node.
+    nodes : int
+    gpu : str, optional
+        Torch's name of the GPUs; None where the ranks compute on CPUs.
+    memory : int
+        Bytes of a GPU.
+    """
+
+    devices: int
+    nodes: int
+    gpu: str | None = None
+    memory: int = 0
+
+
+def running_machine() -> RunningMachine:
+    """The machine of the running world, or of the ranks that a launcher has started.
+
+    Raises
+    ------
+    ClusterError
+        Where several ranks were started but torch.distributed is not initialised, or they do not divide over nodes.
+    """
     world = dist.get_world_size() if running() else int(os.environ.get("WORLD_SIZE", "1"))
     if not running() and world > 1:
         raise ClusterError(
@@ -47,21 +74,20 @@ def detect() -> Cluster:
             "start the same number of ranks on every node, or describe the machine in a YAML file"
         )
     if live_device().type == "cpu":
-        return Cluster.preset("local-cpu").resized(cpu=local, node=world // local)
+        return RunningMachine(local, world // local)
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    cluster = Cluster.preset(preset_of_gpu(gpu.name)).fitted(local, world // local)
-    return replace(cluster, device=replace(cluster.device, name=gpu.name, memory=int(gpu.total_memory)))
+    return RunningMachine(local, world // local, gpu.name, int(gpu.total_memory))
 
 
-def profiled(cluster: Cluster, seconds: float = 30.0) -> Cluster:
+def profiled(cluster: M, seconds: float = 30.0) -> M:
     """`cluster`, the running world, with what was measured on it: now, or earlier on the same hardware and versions.
 
     The measurements are those of rank 0 on all ranks. They are kept in `profile_cache.cache_directory`.
 
     Parameters
     ----------
-    cluster : Cluster
-        What `detect` gives.
+    cluster : Machine
+        The one that runs.
     seconds : float
         Time that measuring may take.
 
@@ -73,7 +99,7 @@ def profiled(cluster: Cluster, seconds: float = 30.0) -> Cluster:
     if not running():
         alone = Measured(key=_key(cluster, [hardware()]), covered="one rank: there are no collectives to measure")
         return replace(cluster, measured=alone, device=profile_device(cluster.device))
-    found: list[Cluster] = []
+    found: list[M] = []
     try:
         in_step(control(PATIENCE), "profiling the cluster", lambda: found.append(_measured(cluster, seconds)))
     except (RuntimeError, LostRankError) as error:
@@ -85,7 +111,7 @@ def profiled(cluster: Cluster, seconds: float = 30.0) -> Cluster:
     return fitted_links(found[0]) if cluster.library == "gloo" else found[0]
 
 
-def _measured(cluster: Cluster, seconds: float) -> Cluster:
+def _measured(cluster: M, seconds: float) -> M:
     """`cluster` with what the ranks measure together."""
     world = dist.new_group(timeout=PATIENCE)
     try:
@@ -102,7 +128,7 @@ def _measured(cluster: Cluster, seconds: float) -> Cluster:
         dist.destroy_process_group(world)  # where this rank has failed, the others then notice at once
 
 
-def _key(cluster: Cluster, ranks: list[Any]) -> str:
+def _key(cluster: Machine, ranks: list[Any]) -> str:
     levels = [[level.name, level.size] for level in cluster.levels]
     return profile_cache.key_of({"format": 2, "levels": levels, "library": cluster.library, "ranks": ranks})
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shardweave.cost_model.cluster import Cluster
 from shardweave.cost_model.forms import library_forms, lines
+from shardweave.cost_model.machine import M
 
 
-def fitted_links(cluster: Cluster) -> Cluster:
+def fitted_links(cluster: M) -> M:
     """`cluster` with the links that explain its measured collectives best.
 
     A price is linear in the start's latency and, for each level, in a hop's latency and in the seconds a byte. Fitted
@@ -21,6 +21,7 @@ def fitted_links(cluster: Cluster) -> Cluster:
 
     Examples
     --------
+    >>> from shardweave.cost_model import Cluster
     >>> from shardweave.cost_model import CollectiveTable, Curve, Measured
     >>> curves = [Curve("all_reduce", (n, 1), (1e3, 1e6, 1e9), tuple(
     ...     1e-4 + 2 * (n - 1) * 1e-5 + 2 * (n - 1) / n * size / 5e9 for size in (1e3, 1e6, 1e9))) for n in (2, 4)]
@@ -57,7 +58,7 @@ def fitted_links(cluster: Cluster) -> Cluster:
     return replace(cluster, levels=tuple(levels), device=device)
 
 
-def _unit(cluster: Cluster) -> Cluster:
+def _unit(cluster: M) -> M:
     """`cluster` with hops of one second each, so that a price's latency counts them."""
     levels = tuple(replace(level, latency=1.0) for level in cluster.levels)
     return replace(cluster, levels=levels, device=replace(cluster.device, collective_latency=0.0), measured=None)

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardweave.cost_model.cluster import Cluster
+from shardweave.cost_model.machine import Machine
 from shardweave.cost_model.measured import KINDS
 from shardweave.errors import ClusterError
 
@@ -77,12 +77,13 @@ class _Entrance(NamedTuple):
     rate: float
 
 
-def library_forms(kind: str, cluster: Cluster) -> tuple[str, ...]:
+def library_forms(kind: str, cluster: Machine) -> tuple[str, ...]:
     """The forms among which the cluster's library takes one by itself.
 
     NCCL (``src/graph/tuning.cc``) takes the ring or, for an all-reduce, the tree where it expects that to be faster.
     gloo has a ring (``allreduce.cc``, ``allgather.cc``) and, for a broadcast, a binomial tree (``broadcast.cc``).
 
+    >>> from shardweave.cost_model import Cluster
     >>> library_forms("all_reduce", Cluster.preset("dgx-a100")), library_forms("all_reduce", Cluster.local(4))
     (('ring', 'tree'), ('ring',))
     """
@@ -93,7 +94,7 @@ def library_forms(kind: str, cluster: Cluster) -> tuple[str, ...]:
     return ("ring", "tree") if cluster.library == "nccl" and kind == "all_reduce" else ("ring",)
 
 
-def lines(kind: str, form: str, extents: Sequence[int], cluster: Cluster) -> list[Line]:
+def lines(kind: str, form: str, extents: Sequence[int], cluster: Machine) -> list[Line]:
     """The prices of a form over a group that spans `extents` units of each level; the least of them counts.
 
     Raises
@@ -103,6 +104,7 @@ def lines(kind: str, form: str, extents: Sequence[int], cluster: Cluster) -> lis
 
     Examples
     --------
+    >>> from shardweave.cost_model import Cluster
     >>> cluster = Cluster.preset("dgx-a100", nodes=2)
     >>> [line.form for line in lines("all_gather", "ring", (8, 2), cluster)]
     ['ring']
@@ -118,7 +120,7 @@ def lines(kind: str, form: str, extents: Sequence[int], cluster: Cluster) -> lis
     return [{"ring": _ring, "tree": _tree, "pairs": _pairs}[form](kind, extents, cluster)]
 
 
-def _entrances(extents: Sequence[int], cluster: Cluster) -> list[_Entrance]:
+def _entrances(extents: Sequence[int], cluster: Machine) -> list[_Entrance]:
     """The levels that a group crosses, innermost first."""
     crossed, members, devices = [], 1, 1
     for index, (level, extent) in enumerate(zip(cluster.levels, extents, strict=True)):
@@ -132,7 +134,7 @@ def _entrances(extents: Sequence[int], cluster: Cluster) -> list[_Entrance]:
     return crossed
 
 
-def _hops(extents: Sequence[int], cluster: Cluster) -> float:
+def _hops(extents: Sequence[int], cluster: Machine) -> float:
     """Seconds of the ``G - 1`` hops from the ring's first to its last member."""
     seconds, units = 0.0, 1
     for level, extent in zip(reversed(cluster.levels), reversed(extents), strict=True):
@@ -145,7 +147,7 @@ def _rounds(extent: int) -> int:
     return (extent - 1).bit_length()
 
 
-def _ring(kind: str, extents: Sequence[int], cluster: Cluster) -> Line:
+def _ring(kind: str, extents: Sequence[int], cluster: Machine) -> Line:
     group, turns = math.prod(extents), 2 if kind == "all_reduce" else 1
     volume = 1.0 if kind == "broadcast" else turns * (group - 1) / group
     crossed = _entrances(extents, cluster)
@@ -153,7 +155,7 @@ def _ring(kind: str, extents: Sequence[int], cluster: Cluster) -> Line:
     return _line("ring", latency, volume / min(e.rate for e in crossed), [(e, volume) for e in crossed], cluster)
 
 
-def _tree(kind: str, extents: Sequence[int], cluster: Cluster) -> Line:
+def _tree(kind: str, extents: Sequence[int], cluster: Machine) -> Line:
     crossed = _entrances(extents, cluster)
     depth = sum(_rounds(extent) * level.latency for level, extent in zip(cluster.levels, extents, strict=True))
     start = cluster.device.collective_latency
@@ -174,7 +176,7 @@ def _tree(kind: str, extents: Sequence[int], cluster: Cluster) -> Line:
     return _line("tree", start + depth, sum(volume / e.rate for e, volume in volumes), volumes, cluster)
 
 
-def _pairs(kind: str, extents: Sequence[int], cluster: Cluster) -> Line:
+def _pairs(kind: str, extents: Sequence[int], cluster: Machine) -> Line:
     """Of a rank's bytes the part that leaves the unit goes through the rank's own share of each level."""
     group = math.prod(extents)
     volumes = [(e, e.members * (group - e.members) / group) for e in _entrances(extents, cluster)]
@@ -182,7 +184,7 @@ def _pairs(kind: str, extents: Sequence[int], cluster: Cluster) -> Line:
     return _line("pairs", latency, max(volume / e.rate for e, volume in volumes), volumes, cluster)
 
 
-def _line(form: str, latency: float, beta: float, volumes: Sequence[tuple[_Entrance, float]], cluster: Cluster) -> Line:
+def _line(form: str, latency: float, beta: float, volumes: Sequence[tuple[_Entrance, float]], cluster: Machine) -> Line:
     """A line with what of the links it fills: `volumes` are bytes through one entrance for each byte of the buffer."""
     links = [0.0] * len(cluster.levels)
     for entrance, volume in volumes:
@@ -190,7 +192,7 @@ def _line(form: str, latency: float, beta: float, volumes: Sequence[tuple[_Entra
     return Line(form, latency, beta, tuple(links))
 
 
-def _hierarchical(kind: str, extents: Sequence[int], cluster: Cluster) -> list[Line]:
+def _hierarchical(kind: str, extents: Sequence[int], cluster: Machine) -> list[Line]:
     """One collective for each of several stages, every stage one level or some neighbours, in its best flat form.
 
     An all-reduce scatters inside, reduces the parts across and gathers inside; a broadcast scatters, broadcasts the

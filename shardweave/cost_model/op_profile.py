@@ -15,9 +15,9 @@ from torch import fx
 from torch.utils._pytree import tree_map_only
 
 from shardweave.cost_model import profile_cache
-from shardweave.cost_model.cluster import Cluster
 from shardweave.cost_model.graphs import tensor_bytes
 from shardweave.cost_model.hardware import hardware
+from shardweave.cost_model.machine import M
 from shardweave.cost_model.measured import Measured
 from shardweave.cost_model.op_times import OpTable, OpTime
 from shardweave.cost_model.signature import op_arguments, op_of
@@ -116,13 +116,13 @@ def profile_ops(
 
 
 def profiled_ops(
-    cluster: Cluster,
+    cluster: M,
     graphs: Iterable[fx.Graph | fx.GraphModule],
     device: torch.device | str | None = None,
     seconds_budget: float = 60.0,
     *,
     cache: bool = True,
-) -> Cluster:
+) -> M:
     """`cluster` with the measured times of the ops of `graphs`, besides those that it has (see `profile_ops`)."""
     measured = cluster.measured or Measured()
     table = measured.ops.merged(profile_ops(graphs, device, seconds_budget, cache=cache))

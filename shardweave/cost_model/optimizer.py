@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardweave.cost_model.cluster import Cluster
 from shardweave.cost_model.compute import bytes_seconds
+from shardweave.cost_model.machine import Machine
 
 _STATES = (0.0, 1.0, 2.0)
 _PASSES = (3.0, 8.0, 20.0)
@@ -18,7 +18,7 @@ _HOST_SECONDS = (1.0e-5, 4.3e-5, 1.6e-4)
 EPYC, 50 parameters of 16 elements."""
 
 
-def optimizer_seconds(sizes: Sequence[int], states: float, cluster: Cluster) -> float:
+def optimizer_seconds(sizes: Sequence[int], states: float, cluster: Machine) -> float:
     """Seconds of an optimizer's step: on a GPU the host runs ahead of the device, on a CPU it is the device.
 
     Parameters
@@ -30,6 +30,7 @@ def optimizer_seconds(sizes: Sequence[int], states: float, cluster: Cluster) -> 
 
     Examples
     --------
+    >>> from shardweave.cost_model import Cluster
     >>> cluster = Cluster.local(2)
     >>> optimizer_seconds([2**20], 2.0, cluster) > optimizer_seconds([2**20], 0.0, cluster)
     True
@@ -39,11 +40,12 @@ def optimizer_seconds(sizes: Sequence[int], states: float, cluster: Cluster) -> 
     return max(_host_seconds(states) * len(sizes), bytes_seconds(_passes(states) * sum(sizes), cluster))
 
 
-def optimizer_loads(size: int, states: float, cluster: Cluster) -> tuple[float, float]:
+def optimizer_loads(size: int, states: float, cluster: Machine) -> tuple[float, float]:
     """Seconds that one parameter of so many bytes adds to the host's work and to the device's, which go on at once.
 
     On a CPU, which is both, one parameter comes after another, in kernels that read two tensors and write one.
 
+    >>> from shardweave.cost_model import Cluster
     >>> host, device = optimizer_loads(2**20, 2.0, Cluster.preset("dgx-a100"))
     >>> max(host, device) == optimizer_seconds([2**20], 2.0, Cluster.preset("dgx-a100"))
     True

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from shardweave.cost_model.cluster import Cluster
 from shardweave.cost_model.collectives import Demand, collective_demand
 from shardweave.cost_model.compute import work_seconds
 from shardweave.cost_model.graphs import info, is_start, tensor_bytes, tensors
+from shardweave.cost_model.machine import Machine
 from shardweave.cost_model.scratch import rounded, scratch_bytes, sent_copy_bytes
 from shardweave.cost_model.work import node_work
 from shardweave.ir import Collective
@@ -52,6 +52,7 @@ class Prices:
 
     Examples
     --------
+    >>> from shardweave.cost_model import Cluster
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
     >>> x.meta["val"] = torch.empty(8, 8, device="meta")
@@ -62,7 +63,7 @@ class Prices:
     (True, (256,))
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Machine) -> None:
         self.cluster = cluster
         self._nodes: dict[fx.Node, Price] = {}
         self._distinct: dict[Hashable, Price] = {}

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardweave.cost_model.cluster import Cluster
 from shardweave.cost_model.collectives import group_extents
+from shardweave.cost_model.machine import Machine
 from shardweave.cost_model.measured import KINDS, CollectiveTable, Curve
 from shardweave.errors import ClusterError
 from shardweave.ir import Axis, axes_size
@@ -52,7 +52,7 @@ class Coverage:
     missed: tuple[tuple[str, tuple[int, ...], str], ...]
     seconds: float
 
-    def text(self, cluster: Cluster) -> str:
+    def text(self, cluster: Machine) -> str:
         """One line for each placement and each thing that was not measured."""
         names = [level.name for level in cluster.levels]
         lines = [f"collectives measured in {self.seconds:.0f} s, all groups of a placement at the same time:"]
@@ -66,11 +66,12 @@ class Coverage:
         return "\n".join(lines)
 
 
-def placements(cluster: Cluster) -> list[tuple[Axis, ...]]:
+def placements(cluster: Machine) -> list[tuple[Axis, ...]]:
     """Axes for each distinct count of members per level that a group over the mesh can have; fewest levels first.
 
     Examples
     --------
+    >>> from shardweave.cost_model import Cluster
     >>> cluster = Cluster.preset("perlmutter", nodes=2)
     >>> [group_extents(axes, cluster) for axes in placements(cluster)]
     [(4, 1), (2, 1), (1, 2), (4, 2), (2, 2)]
@@ -91,13 +92,13 @@ def placements(cluster: Cluster) -> list[tuple[Axis, ...]]:
 
 
 def profile_collectives(
-    cluster: Cluster, world: dist.ProcessGroup, *, seconds: float = 30.0, sizes: Sequence[int] | None = None
+    cluster: Machine, world: dist.ProcessGroup, *, seconds: float = 30.0, sizes: Sequence[int] | None = None
 ) -> tuple[CollectiveTable, Coverage]:
     """Measure the collectives of all placements; every rank of the running world must call it.
 
     Parameters
     ----------
-    cluster : Cluster
+    cluster : Machine
         The running world, as `Cluster.detect` sees it.
     world : ProcessGroup
         All ranks, with a timeout: in it the ranks agree.
@@ -298,7 +299,7 @@ def _prepare(
     return lambda: c10d.wait_tensor(start()), 4 * part * members
 
 
-def _own_group(axes: Sequence[Axis], cluster: Cluster) -> dist.ProcessGroup:
+def _own_group(axes: Sequence[Axis], cluster: Machine) -> dist.ProcessGroup:
     """The group of this rank over `axes`; all ranks make all groups, in one order.
 
     Groups that their members make alone (``use_local_synchronization``) would be quicker in a world of thousands, but

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardweave.cost_model.cluster import Device
 from shardweave.cost_model.graphs import is_start, tensor_bytes
+from shardweave.cost_model.machine import Device
 from shardweave.cost_model.signature import op_arguments, op_of
 
 _BLOCK = {"cuda": 512, "cpu": 1}
@@ -31,6 +31,7 @@ def rounded(num_bytes: int, device: Device) -> int:
     """Bytes of the block that the allocator of `device` gives for `num_bytes`.
 
     >>> from shardweave.cost_model import Cluster
+    >>> from shardweave.cost_model import Machine
     >>> [rounded(1000, Cluster.preset(name).device) for name in ("dgx-a100", "local-cpu")]
     [1024, 1000]
     """
@@ -46,6 +47,7 @@ def scratch_bytes(node: fx.Node, device: Device) -> int:
     A product takes none, the gradient of a batch norm as much as its input on a CPU.
 
     >>> from shardweave.cost_model import Cluster
+    >>> from shardweave.cost_model import Machine
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
     >>> x.meta["val"] = torch.empty(8, 8, device="meta")
@@ -91,6 +93,7 @@ def optimizer_scratch_bytes(sizes: list[int], states: float, alone: bool, device
     Examples
     --------
     >>> from shardweave.cost_model import Cluster
+    >>> from shardweave.cost_model import Machine
     >>> optimizer_scratch_bytes([10, 6, 8], 2.0, False, Cluster.local(2).device)
     22
     """

@@ -31,7 +31,6 @@ from typing import Literal, Protocol
 from torch import fx
 
 from shardweave.cost_model.acts import Act
-from shardweave.cost_model.cluster import Cluster
 from shardweave.cost_model.collectives import crossed_level
 from shardweave.cost_model.curve import Change, MemoryCurve
 from shardweave.cost_model.graphs import (
@@ -43,6 +42,7 @@ from shardweave.cost_model.graphs import (
     is_wait,
     node_nodes,
 )
+from shardweave.cost_model.machine import Machine
 from shardweave.cost_model.memory import Liveness, Storage, liveness, output_storages, storage_bytes
 from shardweave.cost_model.optimizer import optimizer_seconds
 from shardweave.cost_model.prices import Prices
@@ -60,7 +60,7 @@ def simulate(
     forward: fx.GraphModule,
     backward: fx.GraphModule | None,
     spec: StepSpec,
-    cluster: Cluster,
+    cluster: Machine,
     *,
     optimizer_bytes_per_parameter_byte: float = 2.0,
     turns: Turns | None = None,
@@ -75,7 +75,7 @@ def simulate(
         no optimizer step either.
     spec : StepSpec
         The calling convention of the two.
-    cluster : Cluster
+    cluster : Machine
         The machine.
     optimizer_bytes_per_parameter_byte : float
         Bytes of optimizer state for each byte of a trainable parameter at rest: 2 for Adam's two moments, 1 for
@@ -129,7 +129,7 @@ class Turns(Protocol):
 class _Step:
     """What is played: the streams' time, and what memory holds meanwhile."""
 
-    def __init__(self, cluster: Cluster, spec: StepSpec, optimizer_ratio: float) -> None:
+    def __init__(self, cluster: Machine, spec: StepSpec, optimizer_ratio: float) -> None:
         self.cluster, self.spec, self.optimizer_ratio = cluster, spec, optimizer_ratio
         self.prices = Prices(cluster)
         self.streams = Streams(Contention.of(cluster.device), cluster.device.collective_host_seconds)

@@ -15,8 +15,8 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardweave.cost_model.cluster import Device
 from shardweave.cost_model.collectives import Demand
+from shardweave.cost_model.machine import Device
 
 _DONE = 1e-12
 """Below this part of its whole what is left of a phase counts as done: it is rounding."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shardweave.cost_model import Cluster, Measured, collective_seconds, detection, profile_cache, profiling
+from shardweave.cost_model import cluster as cluster_module
 from shardweave.cost_model.collectives import collective_form, group_extents
 from shardweave.cost_model.detection import profiled
 from shardweave.cost_model.measured import KINDS
@@ -28,7 +29,7 @@ SIZES = (4096, 65536, 2**20)
 
 def prepare_rank(cache: str) -> None:
     """A short profile, with all the time it wants on a busy machine."""
-    detection.profiled = partial(profiled, seconds=1e4)  # type: ignore[assignment]
+    cluster_module.profiled = partial(profiled, seconds=1e4)  # type: ignore[assignment]
     os.environ["SHARDWEAVE_CACHE"] = cache
     profiling.SIZES["cpu"] = SIZES
     profiling._BATCH_SECONDS = 0.002

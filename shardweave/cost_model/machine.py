@@ -1,0 +1,229 @@
+"""The machine: a device, and the levels of links that join devices, innermost first.
+
+The one idea: a level says what *one device* can send through it. What a group of ranks gets out of a level is then
+the number of its members that stand behind one entrance of the level, times that device's share of the entrance.
+Groups that cross a level at the same time share its links, which is equation 10 of AxoNN (arXiv 2305.13525): of the
+links of a node each group gets the part of its members among the node's devices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self, TypeVar
+
+from shardweave.cost_model.description import check_number, describe, points, shown
+from shardweave.cost_model.levels import MAX_DEVICES, Level
+from shardweave.cost_model.measured import Measured
+from shardweave.errors import ClusterError
+from shardweave.ir import Mesh
+from shardweave.units import readable_bytes
+
+MAX_BYTES = 2**63 - 1
+"""Of a device, as torch counts them."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank computes with.
+
+    Parameters
+    ----------
+    name : str
+        For the reader.
+    flops : mapping of str to float
+        Peak FLOP/s of a dense matmul by dtype (``"float32"`` is required: it stands in for dtypes not listed).
+    memory : int
+        Bytes.
+    memory_bandwidth : float
+        Bytes/s, line rate.
+    launch_latency : float
+        Seconds that every kernel takes on top of its work.
+    collective_latency : float
+        Seconds that every collective takes on top of its ring's.
+    collective_host_seconds : float
+        Seconds that the host takes to launch a collective, one after another, ahead of the device: where it falls
+        behind, the device has nothing to do.
+    matmul_efficiency : float
+        Part of the peak that a large matmul reaches; 0.4 to 0.8 is what is seen in training.
+    memory_efficiency : float
+        Part of `memory_bandwidth` that a pointwise kernel reaches; 0.7 to 0.9 on GPUs.
+    matmul_half : mapping of str to float
+        By dtype, the size ``h`` of a dimension at which a product reaches half of `matmul_efficiency`: a product of
+        ``m k, k n`` reaches the part ``m / (m + h) * n / (n + h) * k / (k + h)`` of it (`compute.matmul_seconds`).
+        That of float32 stands in for dtypes not listed; without it, 0: every shape reaches the same.
+    memory_half : float
+        The bytes at which a kernel reaches half of `memory_efficiency`, its launch apart.
+    memory_times : sequence of (bytes, seconds)
+        What pointwise kernels took that moved as many bytes, their launch apart, for rising bytes: measured ones, in
+        place of `memory_bandwidth` between them (`compute.bytes_seconds`).
+    overlap_slowdown : float
+        What a kernel's time is multiplied by while a collective runs: it takes cores and memory bandwidth too.
+    collective_slowdown : float
+        What a collective's time is multiplied by while a kernel runs.
+    allocator : {"cuda", "cpu"}
+        Whose memory it is: what torch rounds sizes to there, and what its kernels take besides (`scratch.py`).
+
+    Raises
+    ------
+    ClusterError
+        Where a figure is missing, negative or no number.
+
+    Examples
+    --------
+    >>> toy = Device("toy", {"float32": 1e12}, memory=2**30, memory_bandwidth=1e11, matmul_half={"bfloat16": 64.0})
+    >>> toy.peak("bfloat16"), toy.half_dimension("bfloat16"), toy.half_dimension("float32")
+    (1000000000000.0, 64.0, 0.0)
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    memory: int
+    memory_bandwidth: float
+    launch_latency: float = 0.0
+    collective_latency: float = 0.0
+    collective_host_seconds: float = 0.0
+    matmul_efficiency: float = 0.7
+    memory_efficiency: float = 0.8
+    matmul_half: Mapping[str, float] = field(default_factory=dict)
+    memory_half: float = 0.0
+    memory_times: tuple[tuple[float, float], ...] = ()
+    overlap_slowdown: float = 1.0
+    collective_slowdown: float = 1.0
+    allocator: Literal["cuda", "cpu"] = "cuda"
+
+    def __post_init__(self) -> None:
+        if "float32" not in self.flops:
+            raise ClusterError(
+                f"device.flops: expected a mapping of dtype to FLOP/s with at least 'float32', got {dict(self.flops)}"
+            )
+        for dtype, peak in self.flops.items():
+            check_number(f"device.flops.{dtype}", peak)
+        check_number("device.memory", self.memory, whole=True)
+        check_number("device.memory", self.memory, whole=True, high=MAX_BYTES)
+        check_number("device.memory_bandwidth", self.memory_bandwidth)
+        check_number("device.launch_latency", self.launch_latency, zero=True)
+        check_number("device.collective_latency", self.collective_latency, zero=True)
+        check_number("device.collective_host_seconds", self.collective_host_seconds, zero=True)
+        check_number("device.matmul_efficiency", self.matmul_efficiency, high=1)
+        check_number("device.memory_efficiency", self.memory_efficiency, high=1)
+        if not isinstance(self.matmul_half, Mapping):
+            given = shown(self.matmul_half)
+            raise ClusterError(f"device.matmul_half: expected a mapping of dtype to a size, got {given}")
+        for dtype, half in self.matmul_half.items():
+            check_number(f"device.matmul_half.{dtype}", half, zero=True)
+        check_number("device.memory_half", self.memory_half, zero=True)
+        object.__setattr__(self, "memory_times", points("device.memory_times", self.memory_times))
+        check_number("device.overlap_slowdown", self.overlap_slowdown, low=1)
+        check_number("device.collective_slowdown", self.collective_slowdown, low=1)
+        if self.allocator not in ("cuda", "cpu"):
+            raise ClusterError(f"device.allocator: expected 'cuda' or 'cpu', got {shown(self.allocator)}")
+
+    def __repr__(self) -> str:
+        return f"<Device {self.name}: {readable_bytes(self.memory)}, {self.flops['float32']:.3g} FLOP/s in float32>"
+
+    def peak(self, dtype: str) -> float:
+        """Peak FLOP/s for `dtype`; that of float32 where it is not listed."""
+        return self.flops.get(dtype, self.flops["float32"])
+
+    def half_dimension(self, dtype: str) -> float:
+        """The size of a dimension at which a product in `dtype` reaches half of `matmul_efficiency`."""
+        return self.matmul_half.get(dtype, self.matmul_half.get("float32", 0.0))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The figures of a machine, which all of the cost model reads; a `Cluster` is one that is loaded, named or found.
+
+    Its fields are those of `Cluster`, where they are described.
+    """
+
+    name: str
+    levels: tuple[Level, ...]
+    device: Device
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    measured: Measured | None = field(default=None, repr=False)
+    library: Literal["nccl", "gloo"] = "nccl"
+
+    def __post_init__(self) -> None:
+        if self.library not in ("nccl", "gloo"):
+            raise ClusterError(f"library: expected 'nccl' or 'gloo', got {shown(self.library)}")
+        names = [level.name for level in self.levels]
+        if not names or len(set(names)) != len(names):
+            raise ClusterError(f"levels: expected at least one level, each with a name of its own, got {names}")
+        if self.world_size > MAX_DEVICES:
+            raise ClusterError(f"levels: expected at most {MAX_DEVICES:,} devices, got {self.world_size:,}")
+        if self.measured is not None:
+            self.measured.collectives.check([(level.name, level.size) for level in self.levels])
+        # Computed once, as it keys the caches of costs; from the fingerprint, to be the same in every process.
+        object.__setattr__(self, "_hash", int(self.fingerprint, 16))
+
+    def __repr__(self) -> str:
+        sizes = " x ".join(f"{level.size} {level.name}" for level in reversed(self.levels))
+        memory = readable_bytes(self.device.memory)
+        devices = f"{sizes} = {self.world_size} devices, each {self.device.name}, {memory}"
+        return f"<{type(self).__name__} {self.name}: {devices}>"
+
+    def __hash__(self) -> int:
+        return int(vars(self)["_hash"])
+
+    @property
+    def world_size(self) -> int:
+        """Number of devices."""
+        return math.prod(level.size for level in self.levels)
+
+    @property
+    def fingerprint(self) -> str:
+        """Twelve hex digits that differ where any figure does (names and sources do not count)."""
+        figures = self.to_dict()
+        del figures["name"], figures["device"]["name"]
+        figures.pop("sources", None)
+        figures.get("measured", {}).pop("covered", None)
+        return hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()[:12]
+
+    def mesh(self) -> Mesh:
+        """The axes of this machine: one for each prime factor of each level's size."""
+        return Mesh.of_levels([(level.name, level.size) for level in self.levels])
+
+    def resized(self, **sizes: int) -> Self:
+        """This cluster with other level sizes, as in ``cluster.resized(node=4)``.
+
+        What was measured holds where only the outermost level changes, as that leaves the groups that share a link
+        what they were; any other change drops it.
+
+        Raises
+        ------
+        ClusterError
+            Where there is no level of that name, or the size is no whole number above 0.
+        """
+        unknown = set(sizes) - {level.name for level in self.levels}
+        if unknown:
+            raise ClusterError(f"{self.name} has no level {sorted(unknown)}; it has {[v.name for v in self.levels]}")
+        levels = tuple(replace(level, size=sizes.get(level.name, level.size)) for level in self.levels)
+        inside = all(old.size == new.size for old, new in zip(self.levels[:-1], levels[:-1], strict=True))
+        return replace(self, levels=levels, measured=self.measured if inside else None)
+
+    def fitted(self, devices: int, nodes: int) -> Self:
+        """This machine with `devices` devices on each of `nodes` nodes, filled from the innermost level.
+
+        >>> from shardweave.cost_model import Cluster
+        >>> [level.size for level in Cluster.preset("frontier").fitted(devices=4, nodes=3).levels]
+        [2, 2, 3]
+        """
+        sizes: dict[str, int] = {}
+        for level in self.levels[:-1]:
+            last = level is self.levels[-2]
+            sizes[level.name] = devices if last else math.gcd(devices, level.size)
+            devices //= sizes[level.name]
+        return self.resized(**sizes, **{self.levels[-1].name: nodes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as plain types; `from_dict` is its inverse."""
+        return describe(self) | ({} if self.measured is None else {"measured": self.measured.to_dict()})
+
+
+M = TypeVar("M", bound=Machine)
+"""A machine of the same class as one that is given."""
