@@ -22,8 +22,7 @@ from shardweave.compiler.baselines import Baseline, fsdp, hsdp, megatron
 from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.judge import Decision, Judged
 from shardweave.errors import ParallelError
-from shardweave.passes.annotate import last_match
-from shardweave.passes.recompute import layer_of
+from shardweave.passes.annotate import last_match, layer_of
 from shardweave.units import readable_bytes, readable_seconds
 
 DOCS = Path(__file__).parent

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from shardweave.compiler.capture import Captured
+from shardweave.compiler.captured import Captured
 from shardweave.compiler.codegen import Step
 from shardweave.compiler.refusal import refuse_open_sizes
 from shardweave.errors import CaptureError

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import fx
 
 from shardweave.compiler.aot import Source, bind, captured_from, seed_draws, sources_of
-from shardweave.compiler.capture import Captured
+from shardweave.compiler.captured import Captured
 from shardweave.compiler.codegen import graph_hash
 from shardweave.compiler.compiler import Compiler, check_world, control_of
 from shardweave.compiler.pipeline import Annotated

@@ -9,8 +9,8 @@ import contextlib
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,61 +19,14 @@ from torch import Tensor, fx, nn
 
 from shardweave.compiler.adapters import traceable
 from shardweave.compiler.call import TENSOR, CallTree, as_call, canonical, leaf_names
+from shardweave.compiler.captured import Captured
 from shardweave.compiler.casts import cast, take_as_cast, take_as_given, working_copies
 from shardweave.compiler.guards import after_a_call, reads_of, recorded_effects
 from shardweave.compiler.preserve import preserved
 from shardweave.compiler.refusal import readable_errors, refuse_effects, refuse_values, refused, where
 from shardweave.errors import CaptureError
-from shardweave.precision import Dtypes, Precision
+from shardweave.precision import Precision
 from shardweave.runtime.reads import Reads
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A training step as one aten graph, with the names of what goes in and comes out.
-
-    Parameters
-    ----------
-    graph : GraphModule
-        Placeholders: parameters, buffers, inputs, tangents. Outputs: new values of `mutated_buffers`, then of
-        `outputs`, then the gradients of `gradients`.
-    parameters, buffers, inputs : dict from placeholder name to the model's name
-    tangents : dict from placeholder name to the index of its output
-    outputs : tuple of str
-        Names of the model's tensor outputs.
-    gradients : tuple of str
-        Names of the trainable parameters, in the order of `parameters`.
-    aliases : dict from a parameter's name to its other names
-        Tied parameters are one placeholder.
-    call : CallTree, optional
-        None where the caller flattens its arguments itself.
-    training : bool
-        The mode of the model at capture.
-    whole : bool
-        Parameters belong to the user, whole on every rank; so are their gradients and the outputs.
-    dtypes : mapping of str to Dtypes
-        Of the parameters, for which the graph may take another one: mixed precision.
-    reads : Reads, optional
-        Python values that are constants of the graph.
-    known : dict
-        What ops give for which arguments, and their forms, of all folds and plans: see `LocalGraph` and `decompose`.
-    """
-
-    graph: fx.GraphModule
-    parameters: dict[str, str]
-    buffers: dict[str, str]
-    inputs: dict[str, str]
-    tangents: dict[str, int]
-    outputs: tuple[str, ...]
-    gradients: tuple[str, ...]
-    mutated_buffers: tuple[str, ...]
-    aliases: dict[str, tuple[str, ...]]
-    call: CallTree | None
-    training: bool
-    whole: bool = False
-    dtypes: Mapping[str, Dtypes] = field(default_factory=dict)
-    reads: Reads | None = field(default=None, repr=False, compare=False)
-    known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 def capture(model: nn.Module, example_inputs: Any, precision: Precision | None = None) -> Captured:

@@ -18,7 +18,7 @@ from shardweave.options import Options
 from shardweave.progress import Progress, Reporter
 
 if TYPE_CHECKING:
-    from shardweave.report.tables import Report
+    from shardweave.report.report import Report
 
 OWN = Baseline("shardweave", "", "the planner's own plan")
 

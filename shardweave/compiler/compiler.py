@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from shardweave.compiler.capture import Captured, capture
+from shardweave.compiler.capture import capture
+from shardweave.compiler.captured import Captured
 from shardweave.compiler.collection import collected_later
 from shardweave.compiler.index_checks import index_checks
 from shardweave.compiler.judge import Decision, Judge, Judged, Known

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardweave.compiler.capture import Captured
-from shardweave.passes.annotate import graph_outputs, op_name
+from shardweave.compiler.captured import Captured
+from shardweave.cost_model.graphs import op_name
+from shardweave.passes.annotate import checkpoint_of, graph_outputs, layer_of
 from shardweave.passes.modules import module_of
-from shardweave.passes.recompute import checkpoint_of, layer_of
 
 Layer = str
 Said = Callable[[str], Hashable]

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from shardweave.compiler.capture import Captured
-from shardweave.passes.annotate import describe, info
+from shardweave.compiler.captured import Captured
+from shardweave.cost_model.graphs import describe
+from shardweave.passes.annotate import info
 from shardweave.passes.rules.registry import argument, shape
 from shardweave.runtime.index_range import Check, IndexChecks
 

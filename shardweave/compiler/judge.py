@@ -27,7 +27,7 @@ from shardweave.cost_model import Timeline
 from shardweave.cost_model.acts import Act, Played
 from shardweave.ir import Assignment, Mode, Strategy
 from shardweave.options import Options
-from shardweave.passes.recompute import layer_of
+from shardweave.passes.annotate import layer_of
 from shardweave.passes.schedule import Alike
 
 LEFT = 2

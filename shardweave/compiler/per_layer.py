@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shardweave.cost_model import Timeline
 from shardweave.cost_model.curve import MemoryCurve
-from shardweave.passes.recompute import layer_of
+from shardweave.passes.annotate import layer_of
 from shardweave.passes.schedule import Alike
 
 LASTING = ("parameters", "optimizer", "copies", "buffers", "saved", "gradients")

@@ -10,19 +10,20 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from shardweave.compiler.boundary import Boundary
-from shardweave.compiler.capture import Captured
+from shardweave.compiler.captured import Captured
 from shardweave.compiler.codegen import Step, graph_hash, set_apart, split
 from shardweave.compiler.planner.alternation import with_forms
 from shardweave.compiler.planner.ops import Op, batch_classes, find_ops
 from shardweave.compiler.turns import Turns
 from shardweave.compiler.weaving import check_patterns, sliced_ops, with_times
 from shardweave.cost_model import Cluster
+from shardweave.cost_model.graphs import op_name
 from shardweave.cost_model.memory import ONCE, Repeated, liveness, output_storages, storage_bytes
 from shardweave.cost_model.scratch import rounded
 from shardweave.errors import PlanError
 from shardweave.ir import Assignment, Axis, Mesh, StepSpec, Strategy
 from shardweave.options import Options
-from shardweave.passes.annotate import Annotate, graph_outputs, info, op_name
+from shardweave.passes.annotate import Annotate, graph_outputs, info, layer_of
 from shardweave.passes.block import Block
 from shardweave.passes.bucket import Bucket
 from shardweave.passes.classes import Classes, find_classes
@@ -30,7 +31,7 @@ from shardweave.passes.keep import Keep
 from shardweave.passes.layouts import outermost_first
 from shardweave.passes.modules import copied
 from shardweave.passes.quantize import Quantize
-from shardweave.passes.recompute import Recompute, layer_of
+from shardweave.passes.recompute import Recompute
 from shardweave.passes.schedule import Alike, Schedule
 from shardweave.passes.shard import Shard, Sharder
 from shardweave.passes.split import Split

@@ -18,13 +18,13 @@ from shardweave.compiler.model_key import ModelKey
 from shardweave.compiler.op_choice import OpChoice
 from shardweave.compiler.plan_schema import check_on, check_plan
 from shardweave.cost_model.cluster import Cluster
+from shardweave.cost_model.timeline import Timeline
 from shardweave.errors import ClusterError, LayoutError, ParallelError, PlanError
 from shardweave.ir import Weaving
 from shardweave.units import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
-    from shardweave.cost_model.timeline import Timeline
-    from shardweave.report.tables import Report
+    from shardweave.report.report import Report
 
 FORMAT = "shardweave plan"
 VERSION = 5

@@ -39,8 +39,7 @@ from shardweave.cost_model.compute import node_work
 from shardweave.errors import InfeasibleError, PlanError
 from shardweave.ir import Assignment, Mesh, Mode, Strategy, Weaving
 from shardweave.options import Options
-from shardweave.passes.annotate import info, last_match
-from shardweave.passes.recompute import layer_of
+from shardweave.passes.annotate import info, last_match, layer_of
 from shardweave.progress import Reporter
 from shardweave.units import readable_bytes
 

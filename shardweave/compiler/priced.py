@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardweave.compiler.capture import Captured
+from shardweave.compiler.captured import Captured
 from shardweave.compiler.fold import Fold
 from shardweave.compiler.pipeline import Annotated
 from shardweave.compiler.planner.costing import Costing
@@ -16,7 +16,7 @@ from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.slicing import with_slices
 from shardweave.compiler.planner.unfold import inside, renamed, unfold
 from shardweave.errors import PlanError
-from shardweave.passes.recompute import checkpoint_of
+from shardweave.passes.annotate import checkpoint_of
 
 
 @dataclass(frozen=True)

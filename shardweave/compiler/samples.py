@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from shardweave.compiler.call import as_call, canonical, leaf_names
-from shardweave.compiler.capture import Captured
+from shardweave.compiler.captured import Captured
 from shardweave.errors import PlanError
 from shardweave.passes.annotate import info, source_of
 from shardweave.passes.classes import Classes

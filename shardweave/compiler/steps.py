@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from functools import cached_property
 
-from shardweave.compiler.capture import Captured
+from shardweave.compiler.captured import Captured
 from shardweave.compiler.fold import Fold, Run, find_runs, fold
 from shardweave.compiler.pipeline import Annotated, annotate
 from shardweave.options import Options

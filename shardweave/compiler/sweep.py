@@ -15,7 +15,7 @@ from shardweave.errors import InfeasibleError, PlanError
 from shardweave.units import bytes_of
 
 if TYPE_CHECKING:
-    from shardweave.report.tables import Report
+    from shardweave.report.report import Report
 
 What = Literal["memory", "batch"] | Sequence[float | str] | Sequence[ClusterLike]
 POINTS = 8

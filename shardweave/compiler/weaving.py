@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from shardweave.compiler.capture import Captured
-from shardweave.compiler.planner.force import matches, nothing_named
-from shardweave.compiler.planner.ops import Op
+from shardweave.compiler.captured import Captured
+from shardweave.compiler.planner.ops import Op, matches, nothing_named
 from shardweave.errors import LayoutError, PlanError
 from shardweave.ir import Axis, Mesh, Strategy, Weaving, slice_axis
 from shardweave.options import Options

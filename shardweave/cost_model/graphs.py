@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -163,3 +164,22 @@ def _alias_position(target: Any) -> int | None:
 def _schema_name(target: Any) -> str:
     schema = getattr(target, "_schema", None)
     return str(schema.name) if schema is not None else ""
+
+
+def op_name(node: fx.Node) -> str:
+    """The module that the node belongs to, by its name in the model (``"blocks.0.attention.qkv"``), else its own."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if stack:
+        path = str(list(stack.values())[-1][0])
+        path = re.sub(r"^L\['\w+'\]\.?", "", path)
+        path = re.sub(r"\.?(?:__dict__\['_modules'\]|_modules)\['([^']+)'\]", r".\1", path)
+        return path.lstrip(".") or node.name
+    return node.name
+
+
+def describe(node: fx.Node) -> str:
+    """A node for an error message: its op, its module, the user's line."""
+    trace = str(node.meta.get("stack_trace", ""))
+    lines = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s+(.+)', trace)
+    where = "".join(f" ({file}:{line}: {code.strip()})" for file, line, code in lines[-1:])
+    return f"{node.target} in {op_name(node)}{where}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
+from shardweave.cost_model.graphs import describe, op_name
 from shardweave.errors import RuleError
 from shardweave.ir import META, BoundRule, Dims, Factor, NodeInfo
 from shardweave.passes.atoms import Value, refine
@@ -224,17 +225,6 @@ def _traced(node: fx.Node, form: Callable[..., Any], leaves: Sequence[fx.Node]) 
     return traced.graph
 
 
-def op_name(node: fx.Node) -> str:
-    """The module that the node belongs to, by its name in the model (``"blocks.0.attention.qkv"``), else its own."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if stack:
-        path = str(list(stack.values())[-1][0])
-        path = re.sub(r"^L\['\w+'\]\.?", "", path)
-        path = re.sub(r"\.?(?:__dict__\['_modules'\]|_modules)\['([^']+)'\]", r".\1", path)
-        return path.lstrip(".") or node.name
-    return node.name
-
-
 def modules_around(name: str) -> list[str]:
     """The names of a module and of all that it lies in, outermost first.
 
@@ -271,14 +261,6 @@ def last_match(patterns: Mapping[str, T], name: str, default: T) -> T:
     """
     said = [value for pattern, value in patterns.items() if covers(pattern, name)]
     return said[-1] if said else default
-
-
-def describe(node: fx.Node) -> str:
-    """A node for an error message: its op, its module, the user's line."""
-    trace = str(node.meta.get("stack_trace", ""))
-    lines = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s+(.+)', trace)
-    where = "".join(f" ({file}:{line}: {code.strip()})" for file, line, code in lines[-1:])
-    return f"{node.target} in {op_name(node)}{where}"
 
 
 def _values(node: fx.Node) -> Sequence[Any]:
@@ -331,3 +313,20 @@ def _report_unruled(unruled: Sequence[fx.Node], allow: bool) -> None:
     if unruled:
         names = ", ".join(sorted({str(node.target) for node in unruled}))
         warnings.warn(f"computed whole on every device, as they have no sharding rule: {names}", stacklevel=2)
+
+
+def layer_of(name: str) -> str:
+    """The layer that a module is a part of: its name up to the first number; "" outside of all layers.
+
+    >>> layer_of("model.layers.3.mlp.up"), layer_of("head")
+    ('model.layers.3', '')
+    """
+    parts = name.split(".")
+    at = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+    return "" if at is None else ".".join(parts[: at + 1])
+
+
+def checkpoint_of(node: fx.Node) -> str:
+    """The activation checkpoint that a node of a captured graph lies inside of, and is not to be kept in; else ""."""
+    again = node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return f"checkpoint {node.meta.get('ac_graph_id', '')}" if again else ""

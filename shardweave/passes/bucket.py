@@ -26,9 +26,8 @@ from shardweave.cost_model import Cluster
 from shardweave.cost_model.graphs import is_wait
 from shardweave.cost_model.prices import Prices
 from shardweave.ir import META, Collective
-from shardweave.passes.annotate import info
+from shardweave.passes.annotate import info, layer_of
 from shardweave.passes.local import in_order, remove_dead
-from shardweave.passes.recompute import layer_of
 from shardweave.passes.values import Rest
 
 aten = torch.ops.aten

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 import shardweave.runtime.experts  # noqa: F401  (registers the ops)
+from shardweave.cost_model.graphs import describe
 from shardweave.errors import RuleError
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.registry import argument, tensor_args
@@ -273,8 +274,6 @@ class _Region:
         node.replace_all_uses_with(self._new(node, target, *args, **kwargs))
 
     def _unknown(self, node: fx.Node) -> RuleError:
-        from shardweave.passes.annotate import describe
-
         return RuleError(
             f"{describe(node)}: it uses rows that were sorted for grouped products in a way that has no form without "
             "the sort. Route tokens as transformers' grouped_mm experts do (sort, index, grouped_mm, undo the sort), "

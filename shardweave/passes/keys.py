@@ -14,8 +14,7 @@ import torch
 
 import shardweave.runtime.padding  # noqa: F401  (registers the ops)
 import shardweave.runtime.quantization  # noqa: F401  (registers the ops)
-from shardweave.passes.annotate import info
-from shardweave.passes.recompute import layer_of
+from shardweave.passes.annotate import info, layer_of
 from shardweave.passes.tasks import Tasks
 from shardweave.passes.weave import Key, Moment
 

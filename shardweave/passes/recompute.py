@@ -15,29 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from shardweave.cost_model.graphs import is_start, is_wait
 from shardweave.ir import META, Mode
-from shardweave.passes.annotate import graph_outputs, info, last_match
+from shardweave.passes.annotate import graph_outputs, info, last_match, layer_of
 from shardweave.passes.local import in_order, remove_dead
-
-
-def layer_of(name: str) -> str:
-    """The layer that a module is a part of: its name up to the first number; "" outside of all layers.
-
-    >>> layer_of("model.layers.3.mlp.up"), layer_of("head")
-    ('model.layers.3', '')
-    """
-    parts = name.split(".")
-    at = next((index for index, part in enumerate(parts) if part.isdigit()), None)
-    return "" if at is None else ".".join(parts[: at + 1])
-
-
-def checkpoint_of(node: fx.Node) -> str:
-    """The activation checkpoint that a node of a captured graph lies inside of, and is not to be kept in; else ""."""
-    again = node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    return f"checkpoint {node.meta.get('ac_graph_id', '')}" if again else ""
 
 
 def region_of(node: fx.Node) -> str:

@@ -28,11 +28,10 @@ from shardweave.cost_model.memory import ONCE, Repeated, liveness
 from shardweave.cost_model.prices import Prices
 from shardweave.cost_model.streams import Contention
 from shardweave.ir import ALL
-from shardweave.passes.annotate import info
+from shardweave.passes.annotate import info, layer_of
 from shardweave.passes.justify import in_order_of, justified
 from shardweave.passes.keys import ahead_of_use, barriers, cause_of, hold_back, moments_of, orderings
 from shardweave.passes.pace import paced
-from shardweave.passes.recompute import layer_of
 from shardweave.passes.tasks import Tasks
 from shardweave.passes.weave import Woven, played, weave
 

@@ -17,13 +17,21 @@ from torch import fx
 
 from shardweave.errors import LayoutError
 from shardweave.ir import META, Assignment, Axis, BoundRule, Layout, Mesh, NodeInfo, axes_size
-from shardweave.passes.annotate import bind_new, covered, decompose, depends_on_inputs, graph_outputs, info, source_of
+from shardweave.passes.annotate import (
+    bind_new,
+    checkpoint_of,
+    covered,
+    decompose,
+    depends_on_inputs,
+    graph_outputs,
+    info,
+    source_of,
+)
 from shardweave.passes.emitter import OpEmitter
 from shardweave.passes.follow import Arrival, Choice, accepting, follow, met, passing_sums
 from shardweave.passes.layouts import drop, input_layouts, output_layouts
 from shardweave.passes.local import TAKEN, LocalGraph, Origin, remove_dead
 from shardweave.passes.modules import module_of
-from shardweave.passes.recompute import checkpoint_of
 from shardweave.passes.results import Results, is_gradient
 from shardweave.passes.rules import find_rule
 from shardweave.passes.rules.linear import linear_in

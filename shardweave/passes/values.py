@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from shardweave.cost_model.graphs import describe
 from shardweave.errors import LayoutError, VerifyError
 from shardweave.ir import META, Axis, BoundRule, Layout, Mesh
-from shardweave.passes.annotate import describe, info
+from shardweave.passes.annotate import info
 from shardweave.passes.constants import Part, part
 from shardweave.passes.emitter import OpEmitter
 from shardweave.passes.follow import Arrival

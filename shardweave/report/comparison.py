@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardweave.compiler.comparison import Comparison, Entry
-from shardweave.report.tables import Report
+from shardweave.report.report import Report
 from shardweave.units import readable_bytes, readable_seconds
 
 

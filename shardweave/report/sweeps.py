@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from shardweave.compiler.sweep import Point, Sweep
-from shardweave.report.tables import Report
+from shardweave.report.report import Report
 from shardweave.units import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardweave.report.tables import Report
+from shardweave.report.report import Report
 from shardweave.validation.rows import Result, Row, mean_error, rank_correlations
 
 

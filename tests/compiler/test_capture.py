@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from shardweave.compiler.capture import Captured, capture
+from shardweave.compiler.capture import capture
+from shardweave.compiler.captured import Captured
 from shardweave.errors import CaptureError, InputError
 from tests.models import ZOO
 

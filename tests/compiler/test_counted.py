@@ -18,8 +18,7 @@ from shardweave.compiler.planner.costing import Costing
 from shardweave.compiler.planner.recomputation import with_modes
 from shardweave.cost_model.compute import node_seconds
 from shardweave.ir import MODES, Grid, Strategy
-from shardweave.passes.annotate import info
-from shardweave.passes.recompute import layer_of
+from shardweave.passes.annotate import info, layer_of
 from tests.compiler.planners import MetaGPT
 from tests.compiler.test_brute_force import PLAIN, Small
 from tests.compiler.training import ALL_CASES

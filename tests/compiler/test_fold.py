@@ -14,7 +14,8 @@ from torch import Tensor, fx, nn
 
 import shardweave as sw
 from shardweave.compiler import pipeline
-from shardweave.compiler.capture import Captured, capture
+from shardweave.compiler.capture import capture
+from shardweave.compiler.captured import Captured
 from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.fold import find_runs, fold
 from shardweave.compiler.judge import Decision

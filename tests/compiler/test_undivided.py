@@ -17,8 +17,7 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.errors import LayoutError, PlanError
 from shardweave.ir import Weaving
-from shardweave.passes.annotate import info
-from shardweave.passes.recompute import layer_of
+from shardweave.passes.annotate import info, layer_of
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.test_weaving import check, lowered, moved, ways
 from tests.compiler.training import ALL_CASES, Way

@@ -21,8 +21,7 @@ from shardweave.compiler.pipeline import Annotated, Compiled, annotate, lower
 from shardweave.compiler.planner.force import forced_strategies
 from shardweave.demo.model import GPTConfig
 from shardweave.errors import InfeasibleError, LayoutError, ParallelError, PlanError
-from shardweave.passes.annotate import info
-from shardweave.passes.recompute import layer_of
+from shardweave.passes.annotate import info, layer_of
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.test_equality import LINEAR
 from tests.compiler.test_micro_batches import Norm

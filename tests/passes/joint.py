@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from shardweave.compiler.capture import Captured, capture
+from shardweave.compiler.capture import capture
+from shardweave.compiler.captured import Captured
 from shardweave.compiler.pipeline import Annotated, annotate
 from shardweave.demo.model import GPTConfig
 from shardweave.options import Options

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from shardweave.compiler.capture import Captured, capture
+from shardweave.compiler.capture import capture
+from shardweave.compiler.captured import Captured
 from shardweave.compiler.pipeline import annotate
 from shardweave.errors import RuleError
 from shardweave.ir import BoundRule

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from transformers.integrations.moe import _grouped_mm
 
-from shardweave.compiler.capture import Captured, capture
+from shardweave.compiler.capture import capture
+from shardweave.compiler.captured import Captured
 from shardweave.errors import RuleError
 from shardweave.ir import Assignment, Layout
 from shardweave.passes.annotate import info

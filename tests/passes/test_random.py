@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from shardweave.compiler.capture import Captured, capture
+from shardweave.compiler.capture import capture
+from shardweave.compiler.captured import Captured
 from shardweave.compiler.pipeline import annotate
 from shardweave.ir import SEED, Assignment, Mesh
 from shardweave.options import Options

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardweave.compiler.capture import Captured, capture
+from shardweave.compiler.capture import capture
+from shardweave.compiler.captured import Captured
 from shardweave.passes.tangents import drop_tangents
 from tests.passes.harness import placeholders
 

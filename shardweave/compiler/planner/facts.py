@@ -18,10 +18,10 @@ from shardweave.compiler.planner.prices import tensor_outputs
 from shardweave.compiler.planner.pricing import Ends
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.compute import node_seconds, node_work
-from shardweave.cost_model.graphs import alias_of
+from shardweave.cost_model.graphs import alias_of, describe
 from shardweave.errors import RuleError
 from shardweave.ir import BoundRule
-from shardweave.passes.annotate import depends_on_inputs, describe, graph_outputs, info, source_of
+from shardweave.passes.annotate import depends_on_inputs, graph_outputs, info, source_of
 from shardweave.passes.rules import is_view
 from shardweave.passes.rules.registry import tensor_args
 

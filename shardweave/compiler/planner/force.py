@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import cast
 
 from shardweave.compiler.planner.alternation import Alternating
 from shardweave.compiler.planner.candidates import strategies
-from shardweave.compiler.planner.ops import Op
+from shardweave.compiler.planner.ops import Op, matches, nothing_named
 from shardweave.compiler.planner.presets import PRESETS, preset
 from shardweave.errors import LayoutError, PlanError
 from shardweave.ir import Grid, Mesh, Strategy
 from shardweave.options import Forced
-from shardweave.passes.annotate import covers
 
 WORDS = ("column", "row", "expert", "3d")
 _TENSOR = re.compile(r"tensor:(\d+)(?:x(\d+))?(?:x(\d+))?(?:x(\d+))?(?:\+(dp|zero[123]))?")
-
-
-def matches(pattern: str, op: Op) -> bool:
-    """Whether a pattern names an op: by its module, a module around it, or its parameter."""
-    return fnmatchcase(op.parameter, pattern) or covers(pattern, op.name)
 
 
 def forced_strategies(
@@ -155,17 +147,3 @@ def _is(word: str, degree: int, option: Strategy) -> bool:
     degrees = {"column": grid.x, "row": grid.y, "expert": grid.experts}
     mine = degrees.pop(word)
     return all(other == 1 for other in degrees.values()) and grid.z == 1 and (mine == degree if degree else mine > 1)
-
-
-def nothing_named(option: str, pattern: str, ops: Sequence[Op]) -> PlanError:
-    """What to say of a pattern of an option that names no op: whose companion it names, or what is close to it."""
-    companions = {companion: op.name for op in ops for companion in op.companions}
-    for companion, owner in companions.items():
-        if any(fnmatchcase(name, pattern) for name in (companion, companion.rpartition(".")[0])):
-            return PlanError(
-                f"{option}[{pattern!r}] names {companion}, which has no op of its own: it rests as {owner} does; "
-                "name that"
-            )
-    names = [op.name for op in ops]
-    near = difflib.get_close_matches(pattern, names, 3, 0.3) or names[:5]
-    return PlanError(f"{option}[{pattern!r}] matches no op of the model; its ops are called {', '.join(near)}, ...")

@@ -7,17 +7,19 @@ becomes an assignment for each of them.
 
 from __future__ import annotations
 
+import difflib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from torch import fx
 
-from shardweave.compiler.capture import Captured
-from shardweave.errors import LayoutError
+from shardweave.compiler.captured import Captured
+from shardweave.errors import LayoutError, PlanError
 from shardweave.ir import Assignment, Axis, Layout, Mesh, Strategy, axes_size, slice_axis
-from shardweave.passes.annotate import covered, graph_outputs, info
+from shardweave.passes.annotate import covered, covers, graph_outputs, info
 from shardweave.passes.classes import Classes
 from shardweave.passes.layouts import dims_layout
 from shardweave.passes.rules import find_rule, is_view
@@ -358,3 +360,22 @@ def _sums(node: fx.Node) -> bool:
 def _through(source: Sequence[Sequence[str]], target: Sequence[Sequence[str]], meaning: Labels) -> Labels:
     lookup = {name: atom for names, atoms in zip(source, meaning) for name, atom in zip(names, atoms)}
     return [[lookup[name] for name in names if name in lookup] for names in target]
+
+
+def matches(pattern: str, op: Op) -> bool:
+    """Whether a pattern names an op: by its module, a module around it, or its parameter."""
+    return fnmatchcase(op.parameter, pattern) or covers(pattern, op.name)
+
+
+def nothing_named(option: str, pattern: str, ops: Sequence[Op]) -> PlanError:
+    """What to say of a pattern of an option that names no op: whose companion it names, or what is close to it."""
+    companions = {companion: op.name for op in ops for companion in op.companions}
+    for companion, owner in companions.items():
+        if any(fnmatchcase(name, pattern) for name in (companion, companion.rpartition(".")[0])):
+            return PlanError(
+                f"{option}[{pattern!r}] names {companion}, which has no op of its own: it rests as {owner} does; "
+                "name that"
+            )
+    names = [op.name for op in ops]
+    near = difflib.get_close_matches(pattern, names, 3, 0.3) or names[:5]
+    return PlanError(f"{option}[{pattern!r}] matches no op of the model; its ops are called {', '.join(near)}, ...")
