@@ -81,9 +81,9 @@ class Comparison:
 
     def explain(self, every: bool = False) -> Report:
         """A row for each system, of its fastest setting; or one for every setting."""
-        from shardweave.report.comparison import compared  # goes up, as in `Plan.explain`
+        from shardweave.report.comparison import comparison_report
 
-        return compared(self, every)
+        return comparison_report(self, every)
 
     def __str__(self) -> str:
         return str(self.explain())

@@ -7,7 +7,7 @@ from shardweave.report.report import Report
 from shardweave.units import readable_bytes, readable_seconds
 
 
-def compared(comparison: Comparison, every: bool = False) -> Report:
+def comparison_report(comparison: Comparison, every: bool = False) -> Report:
     """The planner's own plan, then the fastest setting of each system, or `every` one; how much longer each takes."""
     own, best = comparison.own, comparison.best
     assert own.plan is not None

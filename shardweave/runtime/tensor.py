@@ -34,8 +34,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shardweave.errors import LayoutError, ParallelError
 from shardweave.ir import Axis, Layout
-from shardweave.runtime import dispatch
 from shardweave.runtime.agreement import everyone
+from shardweave.runtime.dispatch import elementwise, install
 from shardweave.runtime.lost import collective
 from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.parameters import (
@@ -224,7 +224,7 @@ def distribute(local: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.
         raise LayoutError(f"this rank's part has shape {tuple(local.shape)}, but {layout} has {layout.local_shape}")
     if mesh.device_mesh is None:
         return local
-    dispatch.install()
+    install()
     return ParallelTensor.of(own_part(local, part_shape(layout, mesh.mesh.coordinates(mesh.rank))), Place(layout, mesh))
 
 
@@ -301,7 +301,7 @@ def _run(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _unscale(func, args, kwargs, mesh)
     drawn = torch.Tag.nondeterministic_seeded in func.tags
     if not drawn and not any(tensor.view_of for tensor in parallel):
-        if (name in _SAME_PLACE or dispatch.elementwise(func) or _masked(func, args)) and (
+        if (name in _SAME_PLACE or elementwise(func) or _masked(func, args)) and (
             place := _common(args, kwargs, written)
         ):
             return _run_on_parts(func, args, kwargs, place)

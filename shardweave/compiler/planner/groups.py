@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from shardweave.compiler.planner.tables import Ints
+
 if TYPE_CHECKING:
     from shardweave.compiler.planner.elimination import Minimum
 
-Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Solve = Callable[["Minimum"], tuple[float, list[int]]]
 
