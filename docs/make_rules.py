@@ -20,15 +20,15 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import shardweave.passes.rules as package
+import shardweave.sharding.rules as package
 from docs.rules_text import EXAMPLES, EXPERTS, FORMS, INTRODUCTION, RANDOM, REFUSED, WORDS
-from shardweave.passes.dispatch import __doc__ as DISPATCH
-from shardweave.passes.rules import RULES, Rule, find_rule
-from shardweave.passes.rules.decompositions import CONDITIONAL, DECOMPOSITIONS
-from shardweave.passes.rules.grammar import __doc__ as GRAMMAR
-from shardweave.passes.rules.grammar import parse
-from shardweave.passes.rules.pointwise import POINTWISE
-from shardweave.runtime.random import __doc__ as DRAWING
+from shardweave.ops.seeded_random import __doc__ as DRAWING
+from shardweave.sharding.moe_dispatch import __doc__ as DISPATCH
+from shardweave.sharding.rules import RULES, Rule, find_rule
+from shardweave.sharding.rules.decompositions import CONDITIONAL, DECOMPOSITIONS
+from shardweave.sharding.rules.grammar import __doc__ as GRAMMAR
+from shardweave.sharding.rules.grammar import parse
+from shardweave.sharding.rules.pointwise import POINTWISE
 
 PAGE = Path(__file__).with_name("rules.md")
 HELPERS = ("decompositions", "grammar", "registry", "zeros")  # they register no op of their own

@@ -16,8 +16,8 @@ import shardweave as sw
 from docs.large_models import LARGE
 from shardweave.compiler.baselines import Baseline, all_for
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.splits import powers
-from shardweave.units import readable_bytes, readable_seconds
+from shardweave.ir.units import readable_bytes, readable_seconds
+from shardweave.planner.search.micro_batch_search import powers
 
 PAGE = Path(__file__).parent / "baselines.md"
 BEGIN, END = "<!-- measured: python -m docs.measure_baselines --write -->\n", "<!-- end -->\n"

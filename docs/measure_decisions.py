@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement
 from typing import Any
 
-from shardweave.compiler.plan import Plan
 from shardweave.cost_model import Cluster
 from shardweave.demo.model import GPTConfig
-from shardweave.errors import InfeasibleError, PlanError
 from shardweave.ir import Grid, Strategy
+from shardweave.ir.errors import InfeasibleError, PlanError
+from shardweave.planner.search.plan import Plan
 from shardweave.validation import Setting, amsp, axonn, load, oases
 from shardweave.validation.grids import Bandwidths, ranking
 from shardweave.validation.published import Paper, table

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model import Timeline
-from shardweave.options import Options
+from shardweave.cost_model.options import Options
 from shardweave.runtime.inputs import localize
 from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.memory import held_bytes, measured_peak

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 import shardweave as sw
 from docs.large_models import LARGE, LAYERS
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.pipeline import Annotated
-from shardweave.compiler.planner.candidates import legal
 from shardweave.cost_model import flops_by_op, replicated, sharded_share
 from shardweave.ir import Mesh, Strategy
+from shardweave.passes.pipeline import Annotated
+from shardweave.planner.problem.candidates import legal
 from tests.models import TODAY
 
 PAGE = Path(__file__).with_name("models.md")
@@ -204,7 +204,7 @@ Made by `make models` (`docs/measure_models.py`) on 2 CPU cores with torch {torc
 machine, and not tested.
 
 *Ops* are the nodes of the captured joint graph, forward and backward, after `annotate`, *kinds* the different ones.
-*Sharded* are the FLOPs (products, convolutions, attention; `shardweave/cost_model/flops.py`) of the step on one device,
+*Sharded* are the FLOPs (products, convolutions, attention; `shardweave/cost_model/op_time.py`) of the step on one device,
 over those that all devices do together: 100 % where no two devices do the same.
 
 ## In the sizes that people train

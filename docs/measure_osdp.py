@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.plan import Plan
 from shardweave.cost_model import Cluster
-from shardweave.errors import InfeasibleError
-from shardweave.options import Options
+from shardweave.cost_model.options import Options
+from shardweave.ir.errors import InfeasibleError
+from shardweave.planner.search.plan import Plan
 from shardweave.validation import Setting
 from shardweave.validation.models import MinGPTBlock, MinGPTSizes
 from shardweave.validation.osdp import GPUS, SEQUENCE, SEQUENCES, WOVEN

@@ -20,9 +20,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import shardweave as sw
 from docs.large_models import LARGE
-from shardweave.compiler import answers, choose
 from shardweave.compiler.compiler import Compiler
-from shardweave.progress import Event, Reporter
+from shardweave.ir.progress import Event, Reporter
+from shardweave.planner.search import plan_selection as choose
+from shardweave.planner.search import solver_cache as answers
 
 
 def llama(layers: int) -> nn.Module:

@@ -16,11 +16,11 @@ import torch
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
+from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.demo.training import Recipe, train, train_single
 from shardweave.ir import Quantized
-from shardweave.options import Options
-from shardweave.units import readable_bytes, readable_seconds
+from shardweave.ir.units import readable_bytes, readable_seconds
 
 BITS: dict[str, Mapping[Quantized, int]] = {
     "none": {},

@@ -18,8 +18,8 @@ import torch
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.judge import Decision
 from shardweave.demo.model import GPT, GPTConfig
+from shardweave.planner.search.evaluation import Decision
 
 
 def timed(what: str, call: Callable[[], Any]) -> Any:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shardweave.compiler.planner.problem import Candidate, Edge, Op, Problem
-from shardweave.compiler.planner.solver import smallest, solve
+from shardweave.planner.problem.problem import Candidate, Edge, Op, Problem
+from shardweave.planner.solver.solver import smallest, solve
 
 WINDOWS = (("compute", "inner", "outer"), ("compute", "inner", "outer"))
 NAMES = ("norm1", "qkv", "rope", "attention", "proj", "add1", "norm2", "gate", "act", "down", "add2")

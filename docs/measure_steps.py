@@ -29,13 +29,13 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.planner.candidates import legal
-from shardweave.compiler.planner.ops import Op
 from shardweave.cost_model.op_profile import profiled_ops
+from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import Mesh, Strategy
-from shardweave.options import Options
-from shardweave.units import readable_seconds
+from shardweave.ir.units import readable_seconds
+from shardweave.planner.problem.candidates import legal
+from shardweave.sharding.parallel_ops import Op
 
 Forced = Callable[[Sequence[Op], Mesh], dict[str, Strategy]]
 

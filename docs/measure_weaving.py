@@ -17,13 +17,13 @@ from matplotlib.figure import Figure
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.pipeline import lower
-from shardweave.compiler.planner.force import forced_strategies
 from shardweave.cost_model import Timeline
+from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPT, GPTConfig
-from shardweave.options import Options
-from shardweave.precision import Precision
-from shardweave.units import readable_bytes, readable_seconds
+from shardweave.ir.precision import Precision
+from shardweave.ir.units import readable_bytes, readable_seconds
+from shardweave.passes.pipeline import lower
+from shardweave.planner.problem.force import forced_strategies
 
 PAGE = Path(__file__).parent / "weaving.md"
 FIGURE = Path(__file__).parent / "images" / "weaving.png"

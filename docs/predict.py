@@ -20,10 +20,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import shardweave as sw
 from shardweave.compiler.baselines import Baseline, fsdp, hsdp, megatron
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.judge import Decision, Judged
-from shardweave.errors import ParallelError
-from shardweave.passes.annotate import last_match, layer_of
-from shardweave.units import readable_bytes, readable_seconds
+from shardweave.ir.errors import ParallelError
+from shardweave.ir.units import readable_bytes, readable_seconds
+from shardweave.planner.search.evaluation import Decision, Judged
+from shardweave.sharding.annotate import last_match, layer_of
 
 DOCS = Path(__file__).parent
 

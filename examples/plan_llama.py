@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardweave as sw
-from shardweave.errors import InfeasibleError
+from shardweave.ir.errors import InfeasibleError
 
 
 def main() -> None:

@@ -8,10 +8,11 @@
 from shardweave.compiler import baselines
 from shardweave.compiler.api import compile_parallel, plan
 from shardweave.compiler.comparison import Comparison, compare
-from shardweave.compiler.plan import Plan
 from shardweave.compiler.sweep import Sweep
 from shardweave.cost_model import Cluster, Timeline
-from shardweave.errors import (
+from shardweave.cost_model.options import Options
+from shardweave.ir import Grid, Strategy
+from shardweave.ir.errors import (
     CaptureError,
     CheckpointNotFound,
     ClusterError,
@@ -27,10 +28,8 @@ from shardweave.errors import (
     RuleError,
     VerifyError,
 )
-from shardweave.ir import Grid, Strategy
-from shardweave.options import Options
-from shardweave.passes.rules import rule
-from shardweave.precision import Precision
+from shardweave.ir.precision import Precision
+from shardweave.planner.search.plan import Plan
 from shardweave.runtime import (
     ParallelModule,
     Saving,
@@ -42,6 +41,7 @@ from shardweave.runtime import (
     save_checkpoint,
     save_weights,
 )
+from shardweave.sharding.rules import rule
 
 __version__ = "0.1.0"
 

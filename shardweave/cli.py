@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from shardweave.errors import InputError, ParallelError
+from shardweave.ir.errors import InputError, ParallelError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -142,9 +142,9 @@ def validate(
     """Hold published tables against what the compiler predicts, each row built as a forced plan."""
     import json
 
-    from shardweave.report.validation import validated
-    from shardweave.report.validation_figures import save_figures
     from shardweave.validation import load, validate
+    from shardweave.validation.figures import save_figures
+    from shardweave.validation.rows import validated
 
     console = _console()
     with Console(stderr=True).status("reading") as status:
@@ -160,7 +160,7 @@ def validate(
 @app.command()
 def explain(path: Annotated[Path, typer.Argument(help="A saved plan.")]) -> None:
     """Show a saved plan, op by op."""
-    from shardweave.compiler.plan import Plan
+    from shardweave.planner.search.plan import Plan
 
     _console().print(Plan.load(path).explain())
 
@@ -171,7 +171,7 @@ def diff(
     other: Annotated[Path, typer.Argument(help="Another saved plan of the same model.")],
 ) -> None:
     """Show what differs between two saved plans, and what it costs."""
-    from shardweave.compiler.plan import Plan
+    from shardweave.planner.search.plan import Plan
 
     _console().print(Plan.load(path).diff(Plan.load(other)))
 

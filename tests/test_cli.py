@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardweave import cli
-from shardweave.errors import InputError
+from shardweave.ir.errors import InputError
 from tests.models import mlp
 
 SIZES = (8, 16, 32, 8)

@@ -54,7 +54,7 @@ def test_the_main_job(tmp_path: Path) -> None:
 
 
 def test_a_python_without_sources_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from shardweave.errors import InputError
+    from shardweave.ir.errors import InputError
 
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(InputError, match="installed with its sources"):

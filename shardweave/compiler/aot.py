@@ -18,18 +18,18 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from shardweave.compiler.captured import Captured
-from shardweave.compiler.codegen import Step
-from shardweave.compiler.refusal import refuse_open_sizes
-from shardweave.errors import CaptureError
+from shardweave.compiler.capture_errors import refuse_open_sizes
+from shardweave.distributed.process_groups import RuntimeMesh
 from shardweave.ir import SEED, Axis, Mesh
-from shardweave.passes.annotate import graph_outputs, info
-from shardweave.passes.layouts import digit_size
-from shardweave.passes.modules import copied
-from shardweave.passes.rules.random import draws
-from shardweave.runtime.calls import SameInputs, group_of_calls
-from shardweave.runtime.mesh import RuntimeMesh
-from shardweave.runtime.random import Seeds, mixed, seeded
+from shardweave.ir.captured import Captured
+from shardweave.ir.errors import CaptureError
+from shardweave.ir.layout_algebra import digit_size
+from shardweave.ops.seeded_random import Seeds, mixed, seeded
+from shardweave.passes.codegen import Step
+from shardweave.runtime.call_checks import SameInputs, group_of_calls
+from shardweave.sharding.annotate import graph_outputs, info
+from shardweave.sharding.graphs import copied
+from shardweave.sharding.rules.random import draws
 
 aten = torch.ops.aten
 TAG, BACKWARD = "partitioner_tag", "is_backward"

@@ -10,17 +10,16 @@ from typing import Any, overload
 import torch.distributed as dist
 from torch import nn
 
-from shardweave.compiler.batches import batches
+from shardweave.compiler.capture_errors import defects_named
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.plan import Plan
-from shardweave.compiler.refusal import defects_named
-from shardweave.compiler.sweep import Sweep, What
+from shardweave.compiler.sweep import Sweep, What, batches
 from shardweave.cost_model import Cluster, ClusterLike
-from shardweave.errors import ParallelError, PlanError
-from shardweave.options import Options
-from shardweave.progress import Progress, Reporter
+from shardweave.cost_model.options import Options
+from shardweave.ir.errors import ParallelError, PlanError
+from shardweave.ir.progress import Progress, Reporter
+from shardweave.planner.search.plan import Plan
 from shardweave.runtime import ParallelModule
-from shardweave.runtime.calls import Batch
+from shardweave.runtime.call_checks import Batch
 
 
 @overload
@@ -73,7 +72,7 @@ def plan(
         function from it to a batch.
     options : Options, optional
     progress : callable or bool, optional
-        Told each `shardweave.progress.Event`: the stage, the best step so far, the program's bound, the seconds left.
+        Told each `shardweave.ir.progress.Event`: the stage, the best step so far, the program's bound, the seconds left.
         By default a live line shows them on a terminal; elsewhere a line comes every few seconds, through the logger
         ``"shardweave"`` (INFO) where logging is configured, else on stderr. With False nothing is shown.
     sweep : "memory", "batch", or sequence of memory limits or of clusters, optional

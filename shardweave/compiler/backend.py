@@ -20,22 +20,22 @@ import torch.distributed as dist
 from torch import fx
 
 from shardweave.compiler.aot import Source, bind, captured_from, seed_draws, sources_of
-from shardweave.compiler.captured import Captured
-from shardweave.compiler.codegen import graph_hash
 from shardweave.compiler.compiler import Compiler, check_world, control_of
-from shardweave.compiler.pipeline import Annotated
-from shardweave.compiler.plan import Plan
-from shardweave.compiler.planner.candidates import legal
 from shardweave.cost_model import Cluster
-from shardweave.errors import ParallelError, PlanError
+from shardweave.cost_model.options import Options
+from shardweave.distributed.agreement import in_step
 from shardweave.ir import Mesh, Strategy
-from shardweave.options import Options
-from shardweave.passes.rules.random import draws
-from shardweave.progress import Reporter
-from shardweave.runtime.agreement import in_step
+from shardweave.ir.captured import Captured
+from shardweave.ir.errors import ParallelError, PlanError
+from shardweave.ir.progress import Reporter
+from shardweave.ops.seeded_random import Seeds, mixed
+from shardweave.passes.codegen import graph_hash
+from shardweave.passes.pipeline import Annotated
+from shardweave.planner.problem.candidates import legal
+from shardweave.planner.search.plan import Plan
 from shardweave.runtime.execute import boxed
 from shardweave.runtime.module import agreed_seed, compare_graphs
-from shardweave.runtime.random import Seeds, mixed
+from shardweave.sharding.rules.random import draws
 
 
 def shardweave(

@@ -17,16 +17,16 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from shardweave.compiler.adapters import traceable
-from shardweave.compiler.call import TENSOR, CallTree, as_call, canonical, leaf_names
-from shardweave.compiler.captured import Captured
-from shardweave.compiler.casts import cast, take_as_cast, take_as_given, working_copies
+from shardweave.compiler.capture_errors import readable_errors, refuse_effects, refuse_values, refused, where
+from shardweave.compiler.dynamo_workarounds import traceable
 from shardweave.compiler.guards import after_a_call, reads_of, recorded_effects
+from shardweave.compiler.mixed_precision import cast, take_as_cast, take_as_given, working_copies
 from shardweave.compiler.preserve import preserved
-from shardweave.compiler.refusal import readable_errors, refuse_effects, refuse_values, refused, where
-from shardweave.errors import CaptureError
-from shardweave.precision import Precision
-from shardweave.runtime.reads import Reads
+from shardweave.ir.captured import Captured
+from shardweave.ir.errors import CaptureError
+from shardweave.ir.precision import Precision
+from shardweave.ir.pytree_signature import TENSOR, CallTree, as_call, canonical, leaf_names
+from shardweave.ir.reads import Reads
 
 
 def capture(model: nn.Module, example_inputs: Any, precision: Precision | None = None) -> Captured:

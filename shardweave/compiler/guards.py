@@ -18,9 +18,9 @@ from unittest import mock
 
 from torch import Tensor, fx, nn
 
-from shardweave.compiler.refusal import INSTALLED, refused
-from shardweave.errors import CaptureError
-from shardweave.runtime.reads import PLAIN, Read, Reads
+from shardweave.compiler.capture_errors import INSTALLED, refused
+from shardweave.ir.errors import CaptureError
+from shardweave.ir.reads import PLAIN, Read, Reads
 
 _TORCHS = re.compile(
     r"(?:_parameters|_buffers|_modules|__dict__)(?:'\])?$|_(?:parameters|buffers)(?:'\])?\[|_hooks|__mro__"

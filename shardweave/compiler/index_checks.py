@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from shardweave.compiler.captured import Captured
-from shardweave.cost_model.graphs import describe
-from shardweave.passes.annotate import info
-from shardweave.passes.rules.registry import argument, shape
-from shardweave.runtime.index_range import Check, IndexChecks
+from shardweave.ir.captured import Captured
+from shardweave.ops.checked_index import Check, IndexChecks
+from shardweave.sharding.annotate import info
+from shardweave.sharding.graphs import describe
+from shardweave.sharding.rules.registry import argument, shape
 
 aten = torch.ops.aten
 ALONG_DIM = {

@@ -1,4 +1,10 @@
-"""Sweeps: one model planned again and again, under other memory limits or on other clusters."""
+"""The batch size, where it is left open: the one of which a sample takes the least time.
+
+OSDP (arXiv 2209.13258, Algorithm 1) plans for one batch size after another until none fits, and takes the plan with the
+most samples a second. Larger batches mostly spend less on communication for each sample, until memory asks for slower
+plans. So sizes double here until nothing fits or nothing is gained; then the sizes between the last that fits and the
+first that does not are halved a few times.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +14,84 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from shardweave.brief import brief
-from shardweave.compiler.plan import Plan
 from shardweave.cost_model import Cluster, ClusterLike
-from shardweave.errors import InfeasibleError, PlanError
-from shardweave.units import bytes_of
+from shardweave.ir.brief import brief
+from shardweave.ir.errors import InfeasibleError, PlanError
+from shardweave.ir.units import bytes_of, readable_bytes, readable_seconds
+from shardweave.planner.search.plan import Plan
+from shardweave.report.report import Report
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+if TYPE_CHECKING:
     from shardweave.report.report import Report
+
+def explain(sweep: Sweep) -> Report:
+    """Each point: its limit, what its plan takes and holds, and whether another one is both faster and smaller."""
+    best = {id(plan) for plan in sweep.pareto}
+    open_batch = any(point.batch for point in sweep.points)
+    batch = ("batch ",) if open_batch else ()
+    columns = ("cluster", *batch, "memory limit ", "step ", "memory ", "exposed comm. ", "tokens/s ", "gap ", "")
+    rows = tuple(_row(point, point.plan is not None and id(point.plan) in best) for point in sweep.points)
+    title = f"{len(sweep.plans)} of {len(sweep.points)} points have a plan; * nothing is both faster and smaller"
+    return Report((title,), columns, rows)
+
+
+def _row(point: Point, is_best: bool) -> tuple[str, ...]:
+    cluster = f"{point.cluster.name} ({point.cluster.world_size})"
+    of_batch = (str(point.batch),) if point.batch else ()
+    limit = readable_bytes(point.memory_limit) if point.memory_limit else "the device's"
+    plan = point.plan
+    if plan is None:
+        return cluster, *of_batch, limit, "-", "-", "-", "-", "-", "nothing fits"
+    return (
+        cluster,
+        *of_batch,
+        limit,
+        readable_seconds(plan.step_time),
+        readable_bytes(plan.peak_memory),
+        readable_seconds(plan.exposed_communication),
+        f"{plan.tokens_per_second:,.0f}",
+        f"{100 * plan.gap:.2g} %",
+        "*" if is_best else "",
+    )
+
+
+def plot(sweep: Sweep, path: str | os.PathLike[str]) -> None:
+    """Step time over memory, of a sample where the batch size is open."""
+    figure = draw(sweep)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+def draw(sweep: Sweep) -> Figure:
+    """The points, one colour a cluster, and the curve of those that nothing is both faster and smaller than."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4))
+    axes = figure.add_subplot()
+    planned = [point for point in sweep.points if point.plan is not None]
+    for name, devices in dict.fromkeys((point.cluster.name, point.cluster.world_size) for point in planned):
+        own = [point for point in planned if (point.cluster.name, point.cluster.world_size) == (name, devices)]
+        memory, times = [point.memory / 2**30 for point in own], [point.seconds * 1e3 for point in own]
+        axes.scatter(memory, times, label=f"{name}, {devices} devices", zorder=2)
+        for point in own:
+            if point.batch:
+                axes.annotate(str(point.batch), (point.memory / 2**30, point.seconds * 1e3), xytext=(4, 4),
+                              textcoords="offset points")  # fmt: skip
+    best = {id(plan) for plan in sweep.pareto}
+    curve = sorted((point for point in planned if id(point.plan) in best), key=lambda point: point.memory)
+    axes.step(
+        [point.memory / 2**30 for point in curve],
+        [point.seconds * 1e3 for point in curve],
+        where="post",
+        color="0.6",
+        zorder=1,
+    )
+    axes.set_xlabel("memory a device (GiB)")
+    axes.set_ylabel("time a sample (ms)" if any(point.batch for point in planned) else "step time (ms)")
+    axes.legend(frameon=False)
+    return figure
+
 
 What = Literal["memory", "batch"] | Sequence[float | str] | Sequence[ClusterLike]
 POINTS = 8
@@ -108,13 +184,11 @@ class Sweep:
     def explain(self) -> Report:
         """The points as a table."""
         # As `Plan.explain`: a report knows plans, a plan no report.
-        from shardweave.report.sweeps import explain
 
         return explain(self)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw step time over memory, and the curve that nothing is below, into a picture."""
-        from shardweave.report.sweeps import plot
 
         plot(self, path)
 
@@ -199,3 +273,54 @@ def _point(cluster: Cluster, limit: int | None, start: Plan | None, planned: Pla
     except InfeasibleError as error:
         return Point(limit or 0, cluster, None, str(error))
     return Point(plan.memory_limit, cluster, plan)
+
+
+GAIN = 0.01
+"""The part of a sample's time that twice the batch has to save for four times of it to be looked at."""
+
+HALVINGS = 3
+"""How often sizes between one that fits and one that does not are halved."""
+
+
+def batches(cluster: Cluster, memory_limit: int, planned: Callable[[int], Plan]) -> Sweep:
+    """The plans of several batch sizes, from the smallest on; `Sweep.batch` is the best.
+
+    Parameters
+    ----------
+    memory_limit : int
+        Of the plans.
+    planned : callable
+        From a number of samples, a global batch, to its plan.
+    """
+    points: dict[int, Point] = {}
+
+    def seconds(size: int) -> float:
+        """Seconds that a sample takes; infinite where nothing fits."""
+        try:
+            plan = planned(size)
+        except InfeasibleError as error:
+            points[size] = Point(memory_limit, cluster, None, str(error), size)
+        else:
+            points[size] = Point(memory_limit, cluster, plan, "", size)
+        return points[size].seconds
+
+    low, high = cluster.world_size, 0
+    last = seconds(low)
+    while last == math.inf and low > 1:
+        low, high = low // 2, low
+        last = seconds(low)
+    while not high and last < math.inf:
+        found = seconds(2 * low)
+        if found == math.inf:
+            high = 2 * low
+        else:
+            low, gained, last = 2 * low, found <= last * (1 - GAIN), found
+            if not gained:
+                break
+    for _ in range(HALVINGS if last < math.inf else 0):
+        middle = (low + high) // 2
+        middle -= middle % min(cluster.world_size, low)  # of which each device has as many
+        if not low < middle < high:
+            break
+        low, high = (low, middle) if seconds(middle) == math.inf else (middle, high)
+    return Sweep(tuple(points[size] for size in sorted(points)))

@@ -2,12 +2,20 @@
 
 from shardweave.cost_model.cluster import Cluster, ClusterLike
 from shardweave.cost_model.collectives import collective_seconds
-from shardweave.cost_model.compute import Product, Work, matmul_seconds, node_seconds, node_work, work_seconds
-from shardweave.cost_model.flops import flops_by_op, replicated, sharded_share
-from shardweave.cost_model.levels import Level
-from shardweave.cost_model.machine import Device, Machine
-from shardweave.cost_model.measured import CollectiveTable, Curve, Measured
-from shardweave.cost_model.op_times import OpTable, OpTime
+from shardweave.cost_model.machine import Device, Level, Machine
+from shardweave.cost_model.measured_tables import CollectiveTable, Curve, Measured
+from shardweave.cost_model.op_tables import OpTable, OpTime
+from shardweave.cost_model.op_time import (
+    Product,
+    Work,
+    flops_by_op,
+    matmul_seconds,
+    node_seconds,
+    node_work,
+    replicated,
+    sharded_share,
+    work_seconds,
+)
 from shardweave.cost_model.simulator import simulate
 from shardweave.cost_model.timeline import Timeline
 

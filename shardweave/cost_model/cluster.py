@@ -12,12 +12,11 @@ from typing import Any
 
 import yaml
 
-from shardweave.cost_model.description import build, shown
+from shardweave.cost_model.cluster_description import build, shown
 from shardweave.cost_model.detection import preset_of_gpu, profiled, running_machine
-from shardweave.cost_model.levels import Level
-from shardweave.cost_model.machine import Device, Machine
-from shardweave.cost_model.measured import Measured
-from shardweave.errors import ClusterError
+from shardweave.cost_model.machine import Device, Level, Machine
+from shardweave.cost_model.measured_tables import Measured
+from shardweave.ir.errors import ClusterError
 
 
 class _NoDuplicates(yaml.SafeLoader):

@@ -7,15 +7,224 @@ them, as in AMSP (arXiv 2311.00257, section IV-A).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
-from shardweave.cost_model.forms import FORMS, Line, library_forms, lines
 from shardweave.cost_model.machine import Machine
-from shardweave.cost_model.measured import KINDS
-from shardweave.errors import ClusterError
+from shardweave.cost_model.measured_tables import KINDS
 from shardweave.ir import Axis, axes_size
+from shardweave.ir.errors import ClusterError
+
+FORMS = dict.fromkeys(KINDS, ("ring", "tree", "hierarchical")) | {"all_to_all": ("pairs", "hierarchical")}
+"""The forms that each kind is priced in."""
+
+_TREE_RATE = 0.9  # NCCL src/graph/tuning.cc
+
+
+@dataclass(frozen=True)
+class Line:
+    """A form's price: ``latency + beta * bytes`` seconds.
+
+    Parameters
+    ----------
+    form : str
+        One of `FORMS`.
+    latency : float
+        Seconds in which it waits for hops, and no link is busy.
+    beta : float
+        Seconds a byte.
+    links : tuple of float
+        For each level of the cluster, the seconds a byte for which it would fill its links there on its own.
+    """
+
+    form: str
+    latency: float
+    beta: float
+    links: tuple[float, ...]
+
+    def seconds(self, num_bytes: float) -> float:
+        """Seconds of a buffer of `num_bytes`."""
+        return self.latency + self.beta * num_bytes
+
+
+class _Entrance(NamedTuple):
+    """A level that a group crosses: `members` behind an entrance, `link` bytes/s of it theirs, at most `rate` used."""
+
+    level: int
+    extent: int
+    members: int
+    link: float
+    rate: float
+
+
+def library_forms(kind: str, cluster: Machine) -> tuple[str, ...]:
+    """The forms among which the cluster's library takes one by itself.
+
+    NCCL (``src/graph/tuning.cc``) takes the ring or, for an all-reduce, the tree where it expects that to be faster.
+    gloo has a ring (``allreduce.cc``, ``allgather.cc``) and, for a broadcast, a binomial tree (``broadcast.cc``).
+
+    >>> from shardweave.cost_model import Cluster
+    >>> library_forms("all_reduce", Cluster.preset("dgx-a100")), library_forms("all_reduce", Cluster.local(4))
+    (('ring', 'tree'), ('ring',))
+    """
+    if kind == "all_to_all":
+        return ("pairs",)
+    if cluster.library == "gloo" and kind == "broadcast":
+        return ("tree",)
+    return ("ring", "tree") if cluster.library == "nccl" and kind == "all_reduce" else ("ring",)
+
+
+def lines(kind: str, form: str, extents: Sequence[int], cluster: Machine) -> list[Line]:
+    """The prices of a form over a group that spans `extents` units of each level; the least of them counts.
+
+    Raises
+    ------
+    ClusterError
+        Where `kind` is unknown or has no such form.
+
+    Examples
+    --------
+    >>> from shardweave.cost_model import Cluster
+    >>> cluster = Cluster.preset("dgx-a100", nodes=2)
+    >>> [line.form for line in lines("all_gather", "ring", (8, 2), cluster)]
+    ['ring']
+    """
+    if kind not in KINDS:
+        raise ClusterError(f"no collective is called {kind!r}; there are {', '.join(KINDS)}")
+    if form not in FORMS[kind]:
+        raise ClusterError(f"{kind} has no form {form!r}; it has {', '.join(FORMS[kind])}")
+    if math.prod(extents) == 1:
+        return [Line(form, 0.0, 0.0, (0.0,) * len(extents))]
+    if form == "hierarchical":
+        return _hierarchical(kind, extents, cluster)
+    return [{"ring": _ring, "tree": _tree, "pairs": _pairs}[form](kind, extents, cluster)]
+
+
+def _entrances(extents: Sequence[int], cluster: Machine) -> list[_Entrance]:
+    """The levels that a group crosses, innermost first."""
+    crossed, members, devices = [], 1, 1
+    for index, (level, extent) in enumerate(zip(cluster.levels, extents, strict=True)):
+        if extent > 1:
+            peers = (extent - 1) / (level.size - 1) if level.links == "mesh" else 1.0
+            link = members * peers * level.share(devices)
+            cap = math.inf if level.group_bandwidth is None else level.group_bandwidth
+            crossed.append(_Entrance(index, extent, members, link, min(link, cap)))
+        members *= extent
+        devices *= level.size
+    return crossed
+
+
+def _hops(extents: Sequence[int], cluster: Machine) -> float:
+    """Seconds of the ``G - 1`` hops from the ring's first to its last member."""
+    seconds, units = 0.0, 1
+    for level, extent in zip(reversed(cluster.levels), reversed(extents), strict=True):
+        seconds += units * (extent - 1) * level.latency  # `units` chains of `extent` members each
+        units *= extent
+    return seconds
+
+
+def _rounds(extent: int) -> int:
+    return (extent - 1).bit_length()
+
+
+def _ring(kind: str, extents: Sequence[int], cluster: Machine) -> Line:
+    group, turns = math.prod(extents), 2 if kind == "all_reduce" else 1
+    volume = 1.0 if kind == "broadcast" else turns * (group - 1) / group
+    crossed = _entrances(extents, cluster)
+    latency = cluster.device.collective_latency + turns * _hops(extents, cluster)
+    return _line("ring", latency, volume / min(e.rate for e in crossed), [(e, volume) for e in crossed], cluster)
+
+
+def _tree(kind: str, extents: Sequence[int], cluster: Machine) -> Line:
+    crossed = _entrances(extents, cluster)
+    depth = sum(_rounds(extent) * level.latency for level, extent in zip(cluster.levels, extents, strict=True))
+    start = cluster.device.collective_latency
+    if kind == "all_reduce":
+        volume = 2 / _TREE_RATE
+        beta = volume / min(e.rate for e in crossed)
+        return _line("tree", start + 2 * depth, beta, [(e, volume) for e in crossed], cluster)
+    if kind == "broadcast":  # at each level one process sends, which has its own line and no other
+        volumes = [(e, float(_rounds(e.extent))) for e in crossed]
+        own = [cluster.levels[e.level].efficiency * cluster.levels[e.level].bandwidth for e in crossed]
+        beta = sum(volume / min(e.rate, one) for (e, volume), one in zip(volumes, own, strict=True))
+        return _line("tree", start + depth, beta, volumes, cluster)
+    group, outside = math.prod(extents), 1
+    volumes = []
+    for e in reversed(crossed):  # each member sends to its own peers what has come to it from the levels further out
+        volumes.append((e, e.members * outside * (e.extent - 1) / group))
+        outside *= e.extent
+    return _line("tree", start + depth, sum(volume / e.rate for e, volume in volumes), volumes, cluster)
+
+
+def _pairs(kind: str, extents: Sequence[int], cluster: Machine) -> Line:
+    """Of a rank's bytes the part that leaves the unit goes through the rank's own share of each level."""
+    group = math.prod(extents)
+    volumes = [(e, e.members * (group - e.members) / group) for e in _entrances(extents, cluster)]
+    latency = cluster.device.collective_latency + _hops(extents, cluster)
+    return _line("pairs", latency, max(volume / e.rate for e, volume in volumes), volumes, cluster)
+
+
+def _line(form: str, latency: float, beta: float, volumes: Sequence[tuple[_Entrance, float]], cluster: Machine) -> Line:
+    """A line with what of the links it fills: `volumes` are bytes through one entrance for each byte of the buffer."""
+    links = [0.0] * len(cluster.levels)
+    for entrance, volume in volumes:
+        links[entrance.level] = volume / entrance.link
+    return Line(form, latency, beta, tuple(links))
+
+
+def _hierarchical(kind: str, extents: Sequence[int], cluster: Machine) -> list[Line]:
+    """One collective for each of several stages, every stage one level or some neighbours, in its best flat form.
+
+    An all-reduce scatters inside, reduces the parts across and gathers inside; a broadcast scatters, broadcasts the
+    parts and gathers; an all-to-all exchanges inside and then across. A stage works on the part of the buffer that the
+    stages inside it leave. One stage over all levels is a flat form, so that hierarchical is never dearer than these.
+    """
+    crossed = [index for index, extent in enumerate(extents) if extent > 1]
+    found: list[Line] = []
+    for stages in _cuts(crossed):
+        sums = [Line("hierarchical", 0.0, 0.0, (0.0,) * len(extents))]
+        for inside, levels in enumerate(stages):
+            part = tuple(extent if index in levels else 1 for index, extent in enumerate(extents))
+            left = math.prod(extents[index] for stage in stages[:inside] for index in stage)
+            for step, share in _steps(kind, left, last=inside == len(stages) - 1):
+                flats = [line for form in FORMS[step][:-1] for line in lines(step, form, part, cluster)]
+                sums = _least([_plus(one, line, share) for one in sums for line in flats])
+        found += sums
+    return _least(found)
+
+
+def _cuts(levels: Sequence[int]) -> Iterator[list[Sequence[int]]]:
+    """All ways to cut a sequence into neighbours, that without a cut included."""
+    yield [levels]
+    for at in range(1, len(levels)):
+        for rest in _cuts(levels[at:]):
+            yield [levels[:at], *rest]
+
+
+def _steps(kind: str, left: int, *, last: bool) -> list[tuple[str, float]]:
+    """The collectives of one stage, and the part of the whole buffer that each works on."""
+    if kind == "all_to_all":
+        return [(kind, 1.0)]
+    if last or kind in ("all_gather", "reduce_scatter"):
+        return [(kind, 1 / left)]
+    return [("reduce_scatter", 1 / left), ("all_gather", 1 / left)]
+
+
+def _plus(one: Line, other: Line, share: float) -> Line:
+    links = tuple(a + share * b for a, b in zip(one.links, other.links, strict=True))
+    return Line(one.form, one.latency + other.latency, one.beta + share * other.beta, links)
+
+
+def _least(found: list[Line]) -> list[Line]:
+    """The lines that are the least at some size: from the least latency on, each with a smaller beta."""
+    kept: list[Line] = []
+    for line in sorted(found, key=lambda line: (line.latency, line.beta)):
+        if not kept or line.beta < kept[-1].beta:
+            kept.append(line)
+    return kept
+
 
 __all__ = [
     "FORMS",

@@ -11,15 +11,14 @@ import torch.distributed as dist
 
 from shardweave.cost_model import profile_cache
 from shardweave.cost_model.device_profile import profile_device
-from shardweave.cost_model.fitting import fitted_links
-from shardweave.cost_model.hardware import hardware
 from shardweave.cost_model.machine import M, Machine
-from shardweave.cost_model.measured import Measured
-from shardweave.cost_model.profiling import PATIENCE, profile_collectives
+from shardweave.cost_model.measured_tables import Measured
+from shardweave.cost_model.profile_cache import hardware
+from shardweave.cost_model.profiling import PATIENCE, fitted_links, profile_collectives
 from shardweave.cost_model.timing import from_all, from_first, is_first, live_device, running
-from shardweave.errors import ClusterError, LostRankError
-from shardweave.runtime.agreement import control, in_step
-from shardweave.runtime.lost import collective, forget_failure
+from shardweave.distributed.agreement import control, in_step
+from shardweave.distributed.failures import collective, forget_failure
+from shardweave.ir.errors import ClusterError, LostRankError
 
 _PRESETS = (  # the first whose words are all in torch's name of the GPU
     ("A100 40GB", "perlmutter"),

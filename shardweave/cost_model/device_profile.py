@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from shardweave.cost_model import profile_cache
-from shardweave.cost_model.description import build, describe
-from shardweave.cost_model.hardware import hardware
+from shardweave.cost_model.cluster_description import build, describe
 from shardweave.cost_model.machine import Device
+from shardweave.cost_model.profile_cache import hardware
 from shardweave.cost_model.timing import (
     call_seconds,
     from_all,
@@ -27,7 +27,7 @@ from shardweave.cost_model.timing import (
     running,
     start_together,
 )
-from shardweave.errors import ClusterError
+from shardweave.ir.errors import ClusterError
 
 aten = torch.ops.aten
 

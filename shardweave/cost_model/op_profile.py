@@ -15,12 +15,11 @@ from torch import fx
 from torch.utils._pytree import tree_map_only
 
 from shardweave.cost_model import profile_cache
-from shardweave.cost_model.graphs import tensor_bytes
-from shardweave.cost_model.hardware import hardware
 from shardweave.cost_model.machine import M
-from shardweave.cost_model.measured import Measured
-from shardweave.cost_model.op_times import OpTable, OpTime
-from shardweave.cost_model.signature import op_arguments, op_of
+from shardweave.cost_model.measured_tables import Measured
+from shardweave.cost_model.op_tables import OpTable, OpTime
+from shardweave.cost_model.op_work import Work, node_work
+from shardweave.cost_model.profile_cache import hardware
 from shardweave.cost_model.timing import (
     call_seconds,
     from_all,
@@ -30,8 +29,9 @@ from shardweave.cost_model.timing import (
     median_of_all,
     start_together,
 )
-from shardweave.cost_model.work import Work, node_work
-from shardweave.errors import ClusterError
+from shardweave.ir.errors import ClusterError
+from shardweave.sharding.graphs import tensor_bytes
+from shardweave.sharding.tensor_signature import op_arguments, op_of
 
 _MEMORY_SHARE = 0.5  # of what is free, for the tensors of one op
 _FLOPS_A_BYTE = 10  # weighs the two for the order of profiling: the balance of a CPU core or of float32 on a GPU

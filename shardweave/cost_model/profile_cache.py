@@ -1,18 +1,50 @@
-"""Where measurements are kept between runs: one JSON file a key, in the user's cache directory."""
+"""The cache of profiles, keyed by the hardware and the versions."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import platform
 import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardweave.cost_model.measured import Measured
-from shardweave.errors import ClusterError
+import torch
+import torch.distributed as dist
+
+from shardweave.cost_model.measured_tables import Measured
+from shardweave.ir.errors import ClusterError
+
+
+def hardware() -> dict[str, Any]:
+    """What one rank runs on and with: where any of it differs, its times are others."""
+    found: dict[str, Any] = {"torch": torch.__version__}
+    if dist.is_available() and dist.is_initialized():
+        found["backend"] = dist.get_backend()
+    if torch.cuda.is_available() and found.get("backend") != "gloo":
+        found["device"] = torch.cuda.get_device_name(torch.cuda.current_device())
+        found |= {"cuda": torch.version.cuda or torch.version.hip, "nccl": _nccl()}
+    else:
+        found |= {"device": _cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    return found
+
+
+def _nccl() -> list[int]:
+    return list(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+
+
+def _cpu() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass  # no Linux
+    return platform.processor() or platform.machine()
 
 
 def cache_directory() -> Path:

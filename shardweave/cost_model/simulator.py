@@ -30,27 +30,24 @@ from typing import Literal, Protocol
 
 from torch import fx
 
-from shardweave.cost_model.acts import Act
 from shardweave.cost_model.collectives import crossed_level
-from shardweave.cost_model.curve import Change, MemoryCurve
-from shardweave.cost_model.graphs import (
-    collective,
-    copied_from,
-    gathers_parameter,
-    info,
-    is_start,
-    is_wait,
-    node_nodes,
-)
+from shardweave.cost_model.kernel_scratch import optimizer_scratch_bytes, rounded
 from shardweave.cost_model.machine import Machine
-from shardweave.cost_model.memory import Liveness, Storage, liveness, output_storages, storage_bytes
-from shardweave.cost_model.optimizer import optimizer_seconds
-from shardweave.cost_model.prices import Prices
-from shardweave.cost_model.scratch import optimizer_scratch_bytes, rounded
+from shardweave.cost_model.memory import (
+    Change,
+    Liveness,
+    MemoryCurve,
+    Storage,
+    liveness,
+    output_storages,
+    storage_bytes,
+)
+from shardweave.cost_model.node_cost import Prices, optimizer_seconds
 from shardweave.cost_model.streams import Contention, Streams, Transfer
-from shardweave.cost_model.timeline import COMPUTE, Event, Timeline
-from shardweave.errors import VerifyError
+from shardweave.cost_model.timeline import COMPUTE, Act, Event, Timeline
 from shardweave.ir import SEED, ParameterSpec, StepSpec, ValueSpec, group_name
+from shardweave.ir.errors import VerifyError
+from shardweave.sharding.graphs import collective, copied_from, gathers_parameter, info, is_start, is_wait, node_nodes
 
 Phase = Literal["forward", "backward", "optimizer"]
 _TRANSIENT = ("working", "gathered")

@@ -1,21 +1,93 @@
-"""What the simulator saw: when what ran on which stream, and what memory held meanwhile."""
+"""The timeline of a simulated step: its events, exports for chrome://tracing and Perfetto, and pictures."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardweave.cost_model.acts import Act
-from shardweave.cost_model.curve import MemoryCurve
-from shardweave.units import readable_bytes, readable_seconds
+import numpy as np
+
+from shardweave.cost_model.machine import Device
+from shardweave.cost_model.memory import MemoryCurve
+from shardweave.cost_model.streams import Contention, Streams, Transfer
+from shardweave.ir.units import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+class Act(NamedTuple):
+    """A kernel, or the start of a collective, or a wait for one.
+
+    Parameters
+    ----------
+    part : int
+        Which of the step's graphs it is of, in the order in which they are played.
+    op : str
+        The module or parameter that it belongs to.
+    seconds : float
+        Of a kernel alone.
+    transfer : Transfer, optional
+        The collective; None of a kernel.
+    waits : bool
+        Whether it waits for the collective, not starts it.
+    """
+
+    part: int
+    op: str
+    seconds: float = 0.0
+    transfer: Transfer | None = None
+    waits: bool = False
+
+
+class Played(NamedTuple):
+    """Seconds of what has been played, and those of them in which kernels ran."""
+
+    seconds: float
+    compute: float
+
+
+def play(acts: Sequence[Act], device: Device) -> Played:
+    """What acts take on streams of their own (see `Streams`).
+
+    Examples
+    --------
+    A kernel takes twice as long beside a collective of three seconds, of which one is left then.
+
+    >>> from shardweave.cost_model import Cluster
+    >>> from shardweave.cost_model import Machine
+    >>> from shardweave.cost_model.collectives import Demand
+    >>> gather = Transfer("gpu0", Demand(latency=0.0, transfer=3.0, use={"gpu": 1.0}))
+    >>> acts = Act(0, "", transfer=gather), Act(0, "", 1.0), Act(0, "", transfer=gather, waits=True), Act(0, "", 1.0)
+    >>> play(acts, Cluster.local(2).device)
+    Played(seconds=4.0, compute=3.0)
+    """
+    streams = Streams(Contention.of(device), device.collective_host_seconds)
+    started: dict[Transfer, Transfer] = {}
+    compute = ahead = 0.0
+    for act in acts:
+        if act.transfer is None:
+            ahead += act.seconds
+            continue
+        compute, ahead = compute + streams.compute(ahead), 0.0
+        if act.waits:
+            streams.wait(started[act.transfer])
+        else:
+            started[act.transfer] = Transfer(act.transfer.group, act.transfer.demand)
+            streams.start(started[act.transfer])
+    compute += streams.compute(ahead)
+    while streams.is_running:
+        streams.advance()
+    return Played(streams.now, compute)
+
 
 COMPUTE = "compute"
 """The name of the stream that computes; the others are called after the cluster's levels."""
@@ -115,7 +187,7 @@ class Timeline:
     def title(self) -> str:
         """What was simulated, for a picture or a trace.
 
-        >>> from shardweave.cost_model.curve import MemoryCurve
+        >>> from shardweave.cost_model.memory import MemoryCurve
         >>> Timeline("dgx", (), (), 0.0, MemoryCurve.of([], 0.0), micro_batches=2, sums=False).title
         'one training step on dgx, in 2 micro-batches, without the reduction of gradients'
         """
@@ -213,12 +285,254 @@ class Timeline:
         memory_limit : int, optional
             Bytes, drawn as a line.
         """
-        from shardweave.cost_model.drawing import draw
 
         return draw(self, path, memory_limit)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the step as a Chrome trace, which https://ui.perfetto.dev opens."""
-        from shardweave.cost_model.trace import rows
 
         Path(path).write_text(json.dumps({"traceEvents": rows(self), "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def rows(timeline: Timeline) -> list[dict[str, Any]]:
+    """The spans of all streams, and counters of memory by kind and of each level's load."""
+    return [*_names(timeline), *_spans(timeline), *_memory(timeline), *_links(timeline)]
+
+
+def threads(timeline: Timeline) -> dict[tuple[str, str], int]:
+    """The number of the thread of each stream and group: compute, then the levels from the innermost."""
+    used = {(event.stream, event.group): None for event in timeline.events} | {(COMPUTE, ""): None}
+    return {key: number for number, key in enumerate(sorted(used, key=lambda key: timeline.streams.index(key[0])))}
+
+
+def _names(timeline: Timeline) -> list[dict[str, Any]]:
+    title = f"one rank (simulated): {timeline.title}"
+    found: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}]
+    for (stream, group), number in threads(timeline).items():
+        title = stream if stream == COMPUTE else f"{stream} links, {group}"
+        thread = {"ph": "M", "pid": 0, "tid": number}
+        found.append({**thread, "name": "thread_name", "args": {"name": title}})
+        found.append({**thread, "name": "thread_sort_index", "args": {"sort_index": number}})
+    return found
+
+
+def _spans(timeline: Timeline) -> list[dict[str, Any]]:
+    numbers = threads(timeline)
+    return [
+        {
+            "ph": "X",
+            "pid": 0,
+            "tid": numbers[event.stream, event.group],
+            "name": event.name,
+            "cat": f"{event.phase},{event.kind}",
+            "ts": event.start * 1e6,
+            "dur": event.seconds * 1e6,
+            "args": {key: getattr(event, key) for key in ("cause", "op", "flops", "bytes") if getattr(event, key)}
+            | {"alone (us)": event.alone * 1e6},
+        }
+        for event in timeline.events
+    ]
+
+
+def _memory(timeline: Timeline) -> list[dict[str, Any]]:
+    curve = timeline.memory
+    last = np.append(np.diff(curve.seconds) > 0, True)  # of the changes at one moment only the last counts
+    used = [kind for k, kind in enumerate(curve.kinds) if curve.bytes[:, k].any()]
+    columns = [curve.kinds.index(kind) for kind in used]
+    return [
+        _counter("memory (bytes)", float(at), dict(zip(used, row.tolist(), strict=True)))
+        for at, row in zip(curve.seconds[last], curve.bytes[last][:, columns], strict=True)
+    ]
+
+
+def _links(timeline: Timeline) -> list[dict[str, Any]]:
+    levels = timeline.streams[1:]
+    used = [k for k in range(len(levels)) if any(load[k] for _, load in timeline.loads)]
+    return [
+        _counter(f"{levels[k]} links (part in use)", at, {"load": load[k]}) for at, load in timeline.loads for k in used
+    ]
+
+
+def _counter(name: str, at: float, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "C", "pid": 0, "name": name, "ts": at * 1e6, "args": args}
+
+
+_COLOURS = {  # of what a stream does
+    "forward": "#4C78A8",
+    "backward": "#2F4B6E",
+    "optimizer": "#8C6BB1",
+    "exposed wait": "#F3D2CE",
+    "parameter traffic": "#59A14F",
+    "gradient traffic": "#E69F37",
+    "activation traffic": "#D1495B",
+}
+_MEMORY = {
+    "parameters": "#59A14F",
+    "optimizer": "#8C6BB1",
+    "copies": "#7DBE76",
+    "buffers": "#9D9DA1",
+    "inputs": "#C4C4C8",
+    "saved": "#4C78A8",
+    "gathered": "#A6D49F",
+    "working": "#B7D0E8",
+    "scratch": "#E3C9E0",
+    "gradients": "#E69F37",
+    "outputs": "#D8D8DC",
+}
+_INK, _FAINT = "#333338", "#E4E4E8"
+
+
+def draw(timeline: Timeline, path: str | os.PathLike[str] | None, memory_limit: int | None) -> Figure:
+    """What `Timeline.plot` returns; see there."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure  # no pyplot: its global state would leak figures and pick a display
+
+    used = {event.stream for event in timeline.events} | {COMPUTE}
+    streams = [stream for stream in timeline.streams if stream in used]
+    figure = Figure(figsize=(12, 3.9 + 0.5 * len(streams)), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[0.75 * len(streams) + 0.4, 2.6])
+    scale, unit = _unit(timeline.step_time, (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)))
+    _draw_streams(top, timeline, streams, scale)
+    _draw_memory(bottom, timeline, memory_limit, scale)
+    bottom.set_xlim(0, max(timeline.step_time / scale, 1e-9))
+    bottom.set_xlabel(f"time ({unit})", color=_INK)
+    share = timeline.exposed_communication / timeline.step_time if timeline.step_time else 0.0
+    top.set_title(
+        f"O{timeline.title[1:]}: {readable_seconds(timeline.step_time)}, of which "
+        f"{readable_seconds(timeline.exposed_communication)} ({share:.1%}) exposed communication",
+        loc="left",
+        fontsize=11,
+        color=_INK,
+    )
+    for axes in (top, bottom):
+        axes.tick_params(colors=_INK, labelsize=9, length=0)
+        axes.grid(axis="x", color=_FAINT, linewidth=0.7)
+        axes.set_axisbelow(True)
+        for side in axes.spines.values():
+            side.set_visible(False)
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure
+
+
+def _draw_streams(axes: Axes, timeline: Timeline, streams: Sequence[str], scale: float) -> None:
+    present: dict[str, None] = {}
+    for row, stream in enumerate(streams):
+        axes.axhspan(row - 0.36, row + 0.36, color="#F6F6F8", zorder=0)
+        mine = [event for event in timeline.events if event.stream == stream]
+        groups = list(dict.fromkeys(event.group for event in mine))  # their spans may overlap: each has a lane
+        lanes = [(lane, _merged([e for e in mine if e.group == group], timeline)) for lane, group in enumerate(groups)]
+        for lane, colour, spans in ((lane, *item) for lane, found in lanes for item in found.items()):
+            present[colour] = None
+            bars = [(start / scale, seconds / scale) for start, seconds in spans]
+            wait = colour == "exposed wait"
+            axes.broken_barh(
+                bars,
+                (row - 0.36 + 0.72 * lane / len(groups), 0.72 / len(groups)),
+                facecolor=_COLOURS[colour],
+                edgecolor="#C8786E" if wait else "white",
+                linewidth=0.0 if len(spans) > 400 else 0.3,
+                hatch="////" if wait and len(spans) <= 400 else None,
+                zorder=2,
+            )
+    axes.set_yticks(range(len(streams)), [s if s == COMPUTE else f"{s} links" for s in streams])
+    axes.set_ylim(len(streams) - 0.5, -0.5)
+    _legend(axes, [(name, _COLOURS[name]) for name in _COLOURS if name in present])
+
+
+def _merged(events: Sequence[Event], timeline: Timeline) -> dict[str, list[tuple[float, float]]]:
+    """By colour the (start, seconds) of neighbouring events in one: gaps below a pixel would hide them."""
+    merged: dict[str, list[tuple[float, float]]] = {}
+    pixel = timeline.step_time / 4000
+    for event in events:
+        colour = "exposed wait" if event.kind == "wait" else f"{event.cause} traffic" if event.cause else event.phase
+        spans = merged.setdefault(colour, [])
+        if spans and event.stream == COMPUTE and event.start - sum(spans[-1]) < pixel:
+            spans[-1] = (spans[-1][0], event.end - spans[-1][0])
+        elif event.seconds > 0:
+            spans.append((event.start, event.seconds))
+    return merged
+
+
+def _draw_memory(axes: Axes, timeline: Timeline, limit: int | None, scale: float) -> None:
+    curve = timeline.memory
+    peak = curve.peak
+    size, unit = _unit(max(peak, limit or 0), (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)))
+    used = [k for k in range(len(curve.kinds)) if curve.bytes[:, k].max() > 2e-3 * peak]  # others would not be seen
+    shown = _outline(curve)
+    times, floor = curve.seconds[shown] / scale, np.zeros(len(shown))
+    for k in used:
+        roof = floor + curve.bytes[shown][:, k] / size
+        axes.fill_between(times, floor, roof, color=_MEMORY[curve.kinds[k]], step="post", linewidth=0)
+        floor = roof
+    at = int(curve.total.argmax())
+    when, high = curve.seconds[at] / scale, peak / size
+    axes.plot([when], [high], marker="o", markersize=4, color=_INK, clip_on=False, zorder=4)
+    right = curve.seconds[at] > timeline.step_time / 2
+    axes.annotate(
+        f"peak {readable_bytes(peak)}",
+        (when, high),
+        xytext=(-7 if right else 7, 3),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        fontsize=9,
+        color=_INK,
+        bbox={"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1.5},
+        zorder=5,
+    )
+    if limit is not None:
+        axes.axhline(limit / size, color="#B03A48", linewidth=1.2, linestyle=(0, (5, 3)))
+        axes.annotate(
+            f"limit {readable_bytes(limit)}",
+            (0, limit / size),
+            xycoords=("axes fraction", "data"),
+            xytext=(5, -11),
+            textcoords="offset points",
+            fontsize=9,
+            color="#B03A48",
+        )
+    axes.set_ylim(0, max(high, (limit or 0) / size) * 1.12 or 1.0)
+    axes.set_ylabel(f"memory ({unit})", color=_INK, fontsize=9)
+    _legend(axes, [(curve.kinds[k], _MEMORY[curve.kinds[k]]) for k in reversed(used)])
+
+
+def _outline(curve: MemoryCurve, pixels: int = 2000) -> list[int]:
+    """The rows to draw: of those that fall into one pixel the largest, so that no peak is lost, and the last."""
+    total, end = curve.total, curve.seconds[-1] or 1.0
+    pixel = np.floor(curve.seconds / end * pixels)
+    edges = [0, *(np.flatnonzero(np.diff(pixel)) + 1).tolist(), len(total)]
+    rows: list[int] = []
+    for first, last in pairwise(edges):
+        rows += sorted({first + int(total[first:last].argmax()), last - 1})
+    return rows
+
+
+def _legend(axes: Axes, entries: Sequence[tuple[str, str]]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [
+        Patch(facecolor=colour, label=name, edgecolor="#C8786E", hatch="////", linewidth=0)
+        if name == "exposed wait"
+        else Patch(facecolor=colour, label=name)
+        for name, colour in entries
+    ]
+    axes.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(1.005, 1.02),
+        frameon=False,
+        fontsize=9,
+        labelcolor=_INK,
+        handlelength=1.1,
+        handleheight=1.0,
+        borderaxespad=0.0,
+    )
+
+
+def _unit(value: float, units: Sequence[tuple[str, float]]) -> tuple[float, str]:
+    """The first of `units` that `value` reaches, as (scale, name); the last where it reaches none."""
+    for name, scale in units:
+        if value >= scale:
+            return scale, name
+    return units[-1][1], units[-1][0]

@@ -13,9 +13,9 @@ import shardweave as sw
 from shardweave.demo.figure import plot_losses
 from shardweave.demo.model import GPT
 from shardweave.demo.training import Recipe, Run, train_on_rank, train_single
-from shardweave.errors import ParallelError
-from shardweave.progress import Progress
-from shardweave.units import readable_bytes
+from shardweave.ir.errors import ParallelError
+from shardweave.ir.progress import Progress
+from shardweave.ir.units import readable_bytes
 
 TOLERANCE = 1e-5
 """The largest relative difference of a loss (float32) between one device and many."""

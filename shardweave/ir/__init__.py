@@ -13,12 +13,12 @@ dimension of ``32 * x.size``; ``(3, x, 16)`` is the strided shard of a fused ``(
 Axes have prime sizes, so a view never has to cut one.
 """
 
-from shardweave.ir.axes import Axis, Digit, Mesh, axes_size, group_name, prime_factors, slice_axis
 from shardweave.ir.layout import Layout, Padding, normalise
-from shardweave.ir.rule import Assignment, BoundRule, Dims, Factor
-from shardweave.ir.step import META, SEED, Collective, NodeInfo, ParameterSpec, StepSpec, Traffic, ValueSpec
+from shardweave.ir.mesh import Axis, Digit, Mesh, axes_size, group_name, prime_factors, slice_axis
+from shardweave.ir.op_rule import Assignment, BoundRule, Dims, Factor
+from shardweave.ir.overlap_config import ALL, BITS, MODES, Mode, Quantized, Weaving
+from shardweave.ir.step_signature import META, SEED, Collective, NodeInfo, ParameterSpec, StepSpec, Traffic, ValueSpec
 from shardweave.ir.strategy import Grid, GridAxes, Strategy
-from shardweave.ir.weaving import ALL, BITS, MODES, Mode, Quantized, Weaving
 
 __all__ = [
     "ALL",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
-from shardweave.ir.axes import Axis, Digit
+from shardweave.ir.mesh import Axis, Digit
 
 
 def normalise(digits: Iterable[Digit]) -> tuple[Digit, ...]:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardweave.brief import brief
-from shardweave.errors import LayoutError
-from shardweave.ir.axes import Axis, Mesh
+from shardweave.ir.brief import brief
+from shardweave.ir.errors import LayoutError
+from shardweave.ir.mesh import Axis, Mesh
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ import torch
 from torch import fx
 
 from shardweave.cost_model import Cluster
-from shardweave.cost_model.graphs import is_wait
-from shardweave.cost_model.prices import Prices
+from shardweave.cost_model.node_cost import Prices
 from shardweave.ir import META, Collective
-from shardweave.passes.annotate import info, layer_of
-from shardweave.passes.local import in_order, remove_dead
-from shardweave.passes.values import Rest
+from shardweave.passes.partition import Rest
+from shardweave.passes.spmd_builder import in_order, remove_dead
+from shardweave.sharding.annotate import info, layer_of
+from shardweave.sharding.graphs import is_wait
 
 aten = torch.ops.aten
 reshape, permute = aten.reshape.default, aten.permute.default

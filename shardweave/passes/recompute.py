@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import fx
 
-from shardweave.cost_model.graphs import is_start, is_wait
 from shardweave.ir import META, Mode
-from shardweave.passes.annotate import graph_outputs, info, last_match, layer_of
-from shardweave.passes.local import in_order, remove_dead
+from shardweave.passes.spmd_builder import in_order, remove_dead
+from shardweave.sharding.annotate import graph_outputs, info, last_match, layer_of
+from shardweave.sharding.graphs import is_start, is_wait
 
 
 def region_of(node: fx.Node) -> str:

@@ -17,13 +17,13 @@ import torch
 from torch import fx
 
 from shardweave.cost_model import Cluster
-from shardweave.cost_model.graphs import is_start, is_wait, node_nodes, tensor_bytes, tensors
 from shardweave.cost_model.memory import ONCE, Repeated, Storage, liveness, most_held
-from shardweave.cost_model.prices import Prices, node_key
-from shardweave.errors import VerifyError
+from shardweave.cost_model.node_cost import Prices, node_key
 from shardweave.ir import Axis, Collective, group_name
-from shardweave.passes.annotate import info
-from shardweave.units import readable_bytes
+from shardweave.ir.errors import VerifyError
+from shardweave.ir.units import readable_bytes
+from shardweave.sharding.annotate import info
+from shardweave.sharding.graphs import is_start, is_wait, node_nodes, tensor_bytes, tensors
 
 c10d = torch.ops._c10d_functional
 

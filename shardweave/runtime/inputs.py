@@ -1,15 +1,22 @@
-"""What a call passes in: the whole batch or this rank's part of it, told apart by shape."""
+"""The inputs of a call: a rank's part of the global batch, or its own local batch gathered where ranks compute the same
+rows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from shardweave.errors import InputError
-from shardweave.ir import ValueSpec
-from shardweave.precision import dtype_name
-from shardweave.runtime.parameters import local_part
+from shardweave.distributed.failures import collective
+from shardweave.distributed.process_groups import RuntimeMesh
+from shardweave.ir import Axis, Digit, Layout, StepSpec, ValueSpec, axes_size, normalise
+from shardweave.ir.errors import InputError, ParallelError
+from shardweave.ir.precision import dtype_name
+from shardweave.runtime.parameters import local_part, ranges
+from shardweave.runtime.tensor import distribute
 
 
 def localize(
@@ -42,7 +49,7 @@ def localize(
             [ 9, 10, 11]])]
     >>> localize([torch.zeros(3, 3, dtype=torch.int64)], [tokens], {"gpu0": 1})
     Traceback (most recent call last):
-    shardweave.errors.InputError: input 'tokens' must have the global shape (4, 3) or this rank's part of it, \
+    shardweave.ir.errors.InputError: input 'tokens' must have the global shape (4, 3) or this rank's part of it, \
 (2, 3), but has (3, 3). The step was compiled for these shapes: pass one of them, or compile for the new one
     """
     whole = checked(values, specs, device_type)
@@ -113,3 +120,217 @@ def _typed(value: object, spec: ValueSpec, device_type: str) -> torch.Tensor:
             "detach it, or move what computes it into the model"
         )
     return value
+
+
+functional = torch.ops._c10d_functional
+
+
+class LocalBatch:
+    """How the samples that the ranks of a step pass are brought to where they are computed, and back.
+
+    In the order of the step, the samples of one rank stay together, in their own order, as far as the plan's parts of
+    the batch allow; ranks that compute one part lie side by side in it.
+
+    Parameters
+    ----------
+    spec : StepSpec
+        Of the global batch.
+    mesh : RuntimeMesh
+        Makes the groups; all ranks have to make this object together.
+    whole : bool
+        The step returns whole outputs, and so does a call: in the order of the ranks.
+
+    Raises
+    ------
+    ParallelError
+        If a part of the batch ends inside a sample, or an output that is differentiated is cut and has no batch
+        dimension.
+    """
+
+    def __init__(self, spec: StepSpec, mesh: RuntimeMesh, whole: bool) -> None:
+        self.spec, self.mesh, self.whole = spec, mesh, whole
+        self.ranks = range(spec.mesh.world_size)
+        having = [value for value in spec.inputs if value.rows]
+        if not having:
+            raise ParallelError("the step has no input with a batch dimension, of which ranks could pass parts")
+        spread = next((value for value in having if value.layout.shard_axes), having[0])
+        digits = _in_samples(spread)
+        self.samples = spread.layout.global_shape[0] // spread.rows
+        self._own = {rank: self._samples_of(rank, digits) for rank in self.ranks}
+        for value in having:
+            _in_samples(value)
+        for output in spec.outputs:
+            if output.differentiable and output.layout.shard_axes and not self._is_own(output):
+                raise ParallelError(
+                    f"the output {output.name}, from which a loss is computed, lies as {output.layout}, so that no "
+                    'rank can be given the rows of its own batch: compile with Options(outputs="part") or "whole"'
+                )
+        axes = {self._sharing(value.layout) for value in (*having, *filter(self._is_own, spec.outputs))}
+        for names in sorted(axes, key=lambda found: [axis.name for axis in found]):
+            if names:
+                mesh.group_over(names)
+
+    def shape(self, value: ValueSpec) -> tuple[int, ...]:
+        """The shape of what each rank passes for an input."""
+        whole = value.layout.global_shape
+        return (whole[0] // len(self.ranks), *whole[1:]) if value.rows else whole
+
+    def parts(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of each input that has a batch dimension the part that this rank computes; the others as they are."""
+        having = [index for index, spec in enumerate(self.spec.inputs) if spec.rows]
+        axes = [self._sharing(self.spec.inputs[index].layout) for index in having]
+        gathered = self._gathered([values[index] for index in having], axes)
+        parts = list(values)
+        for index, value, over in zip(having, gathered, axes, strict=True):
+            spec = self.spec.inputs[index]
+            needed = _places(_in_samples(spec), self._coordinates(self.mesh.rank))
+            parts[index] = _rearranged(value, self._given(over), needed, spec.rows).contiguous()
+        return parts
+
+    def returned(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs as a call returns them: of each sample's, those of the samples that this rank passed."""
+        given = list(values)
+        own = [index for index, spec in enumerate(self.spec.outputs) if self._is_own(spec) and not self.whole]
+        moved = [index for index in own if self.spec.outputs[index].differentiable and given[index].requires_grad]
+        if moved:
+            for index, value in zip(moved, _OwnRows.apply(self, moved, *(given[index] for index in moved))):  # type: ignore[no-untyped-call]
+                given[index] = value
+        for index, spec in enumerate(self.spec.outputs):
+            if index in own and index not in moved:
+                given[index] = self.own_rows(given[index], spec)
+            elif self.whole and spec.rows and not spec.layout.shard_axes:
+                order = [sample for rank in self.ranks for sample in self._own[rank]]
+                given[index] = _rearranged(given[index], range(self.samples), order, spec.rows)
+            elif spec.layout.shard_axes and index not in own:
+                given[index] = distribute(given[index], spec.layout, self.mesh)
+        return given
+
+    def own_rows(self, value: torch.Tensor, spec: ValueSpec) -> torch.Tensor:
+        """Of an output, the rows of the samples that this rank passed."""
+        have = _places(_in_samples(spec), self._coordinates(self.mesh.rank))
+        return _rearranged(value, have, self._own[self.mesh.rank], spec.rows)
+
+    def tangents(self, values: Sequence[torch.Tensor], specs: Sequence[ValueSpec]) -> list[torch.Tensor]:
+        """Of tangents of each rank's own rows those of the parts that the step returns, averaged over all ranks.
+
+        The step averages over the axes that an output is spread over; it is left to average over the others.
+        """
+        axes = [self._sharing(spec.layout) for spec in specs]
+        found = []
+        for value, spec, over in zip(self._gathered(values, axes), specs, axes, strict=True):
+            needed = _places(_in_samples(spec), self._coordinates(self.mesh.rank))
+            found.append(_rearranged(value, self._given(over), needed, spec.rows) / axes_size(over))
+        return found
+
+    def _is_own(self, spec: ValueSpec) -> bool:
+        """Whether each rank can be given its own samples' rows of an output."""
+        if not spec.rows or not set(spec.layout.shard_axes) <= set(self.spec.data_axes):
+            return False
+        in_front = {digit for digit in spec.layout.dims[0] if isinstance(digit, Axis)}
+        return in_front == set(spec.layout.shard_axes) and _divides(spec)
+
+    def _sharing(self, layout: Layout) -> tuple[Axis, ...]:
+        """The axes along which ranks hold the same part of a value."""
+        return tuple(axis for axis in self.mesh.mesh.innermost_first if axis not in layout.shard_axes)
+
+    def _coordinates(self, rank: int) -> Mapping[str, int]:
+        return self.spec.mesh.coordinates(rank)
+
+    def _samples_of(self, rank: int, digits: tuple[Digit, ...]) -> list[int]:
+        """Where in the global batch the samples stand that a rank passes."""
+        axes = self._sharing(Layout((digits,)))
+        part = _places(digits, self._coordinates(rank))
+        at, each = self.spec.mesh.group_ranks(axes, rank).index(rank), len(part) // axes_size(axes)
+        return part[at * each : (at + 1) * each]
+
+    def _given(self, axes: Sequence[Axis]) -> list[int]:
+        """The samples that the ranks of this rank's group over `axes` pass, in their order."""
+        group = self.spec.mesh.group_ranks(axes, self.mesh.rank)
+        return [sample for rank in group for sample in self._own[rank]]
+
+    def _gathered(self, values: Sequence[torch.Tensor], axes: Sequence[tuple[Axis, ...]]) -> list[torch.Tensor]:
+        """Each value with those of the ranks of this rank's group over its axes, along the first dimension.
+
+        Values that are gathered over the same axes travel as one, byte by byte.
+        """
+        found = list(values)
+        for over in dict.fromkeys(axes):
+            if not over:
+                continue
+            which = [index for index, each in enumerate(axes) if each == over]
+            flat = [values[index].contiguous().flatten().view(torch.uint8) for index in which]
+            mine = torch.cat(flat) if len(flat) > 1 else flat[0]
+            count = axes_size(over)
+            group = self.mesh.group_over(over)
+            with collective("gathering the samples of the ranks that compute the same", group):
+                everything = functional.wait_tensor(
+                    functional.all_gather_into_tensor(mine, count, group.group_name)
+                )
+            pieces = torch.split(everything.view(count, -1), [len(part) for part in flat], dim=1)
+            for index, piece in zip(which, pieces, strict=True):
+                value = values[index]
+                whole = piece.clone(memory_format=torch.contiguous_format).flatten().view(value.dtype)
+                found[index] = whole.view(count * value.shape[0], *value.shape[1:])
+        return found
+
+
+class _OwnRows(torch.autograd.Function):
+    """Each rank's own rows of the step's outputs; one node for all outputs, so that ranks gather in one order."""
+
+    @staticmethod
+    def forward(ctx: Any, batch: LocalBatch, which: Sequence[int], *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.batch, ctx.specs = batch, [batch.spec.outputs[index] for index in which]
+        ctx.set_materialize_grads(False)
+        return tuple(batch.own_rows(value, spec).clone() for value, spec in zip(values, ctx.specs, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        known = [index for index, tangent in enumerate(tangents) if tangent is not None]
+        found: list[torch.Tensor | None] = [None] * len(tangents)
+        given = [tangent for tangent in tangents if tangent is not None]
+        for index, tangent in zip(known, ctx.batch.tangents(given, [ctx.specs[index] for index in known])):
+            found[index] = tangent
+        return None, None, *found
+
+
+def _divides(spec: ValueSpec) -> bool:
+    """Whether no part of the batch ends inside a sample."""
+    digits = spec.layout.dims[0]
+    last = digits[-1] if digits and isinstance(digits[-1], int) else 1
+    return last % spec.rows == 0
+
+
+def _in_samples(spec: ValueSpec) -> tuple[Digit, ...]:
+    """The digits of a value's first dimension, counted in samples."""
+    if not _divides(spec):
+        raise ParallelError(
+            f"{spec.name} has {spec.rows} rows for each sample and lies as {spec.layout}: a part of the batch ends "
+            "inside a sample. Use a larger batch on each rank, or pass this input with its samples in a dimension "
+            "of their own"
+        )
+    digits = spec.layout.dims[0]
+    if digits and isinstance(digits[-1], int):
+        return normalise([*digits[:-1], digits[-1] // spec.rows])
+    return digits
+
+
+def _places(digits: tuple[Digit, ...], coordinates: Mapping[str, int]) -> list[int]:
+    """The samples of the part at `coordinates`, in the order in which it holds them."""
+    (runs,) = ranges(Layout((digits,)), coordinates)
+    return [sample for run in runs for sample in range(run.start, run.stop)]
+
+
+def _rearranged(value: torch.Tensor, have: Sequence[int], want: Sequence[int], rows: int) -> torch.Tensor:
+    """The rows of the samples `want`, of a value that holds those of the samples `have`.
+
+    >>> _rearranged(torch.arange(6), [4, 0, 2], [0, 2], 2)
+    tensor([2, 3, 4, 5])
+    """
+    place = {sample: index for index, sample in enumerate(have)}
+    order = [place[sample] for sample in want]
+    if order == list(range(order[0], order[0] + len(order))):
+        return value if len(order) == len(have) else value[order[0] * rows : (order[0] + len(order)) * rows]
+    at = torch.tensor(order, device=value.device)
+    picked = value.reshape(len(have), rows, *value.shape[1:]).index_select(0, at)
+    return picked.flatten(0, 1)

@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from typing import Any, TypeVar
 
-from shardweave.errors import LaunchError
+from shardweave.ir.errors import LaunchError
 
 Result = TypeVar("Result")
 
@@ -295,9 +295,9 @@ def _run_rank(
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but missing from its __all__
 
-    from shardweave.runtime.gloo import one_at_a_time
-    from shardweave.runtime.lost import collective
-    from shardweave.runtime.saving import finish_saving
+    from shardweave.distributed.failures import collective
+    from shardweave.distributed.gloo import one_at_a_time
+    from shardweave.runtime.checkpoint.checkpoint import finish_saving
 
     torch.set_num_threads(1)  # also because OpenMP's threads do not survive a fork
     _keep_to_a_core(rank, nprocs)

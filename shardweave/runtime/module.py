@@ -19,24 +19,22 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.utils.data import DistributedSampler
 
-from shardweave.errors import InputError, ParallelError
+from shardweave.distributed.agreement import from_all
+from shardweave.distributed.failures import collective
+from shardweave.distributed.process_groups import RuntimeMesh
 from shardweave.ir import Layout, StepSpec, ValueSpec, axes_size
-from shardweave.runtime.agreement import from_all
-from shardweave.runtime.autograd import refuse_transforms
-from shardweave.runtime.calls import Batch, Calls, group_of_calls
-from shardweave.runtime.execute import Executor, boxed
-from shardweave.runtime.index_range import IndexChecks
-from shardweave.runtime.local_batch import LocalBatch
-from shardweave.runtime.lost import collective
-from shardweave.runtime.mesh import RuntimeMesh
+from shardweave.ir.errors import InputError, ParallelError
+from shardweave.ir.reads import Reads, Unchanged
+from shardweave.ops.checked_index import IndexChecks
+from shardweave.ops.seeded_random import Seeds
+from shardweave.runtime.call_checks import Batch, Calls, group_of_calls
+from shardweave.runtime.changed_parameters import Watch
+from shardweave.runtime.checkpoint.state_dict import Finder, adopt, shard_whole, submodule, without_values
+from shardweave.runtime.execute import Executor, boxed, refuse_transforms
+from shardweave.runtime.grad_accumulation import Boxed, Forms, Turns
+from shardweave.runtime.inputs import LocalBatch
 from shardweave.runtime.parameters import local_tensor
-from shardweave.runtime.random import Seeds
-from shardweave.runtime.reach import tangents_of_gradients
-from shardweave.runtime.reads import Reads, Unchanged
-from shardweave.runtime.state import Finder, adopt, shard_whole, submodule, without_values
 from shardweave.runtime.tensor import ParallelTensor, distribute, gather
-from shardweave.runtime.turns import Boxed, Forms, Turns
-from shardweave.runtime.watch import Watch
 
 
 class Step(Protocol):
@@ -541,3 +539,35 @@ def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[objec
 
 def _one_or_all(outputs: list[torch.Tensor]) -> Any:
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def tangents_of_gradients(backward: fx.GraphModule, spec: StepSpec) -> list[frozenset[int]]:
+    """For each gradient that `backward` returns, the outputs of the step (by index) whose tangents it is made of.
+
+    A gradient that is the same whatever the tangents are (zeros, of an embedding that looks up nothing) comes from any.
+
+    Examples
+    --------
+    >>> from shardweave.ir import Layout, Mesh, ParameterSpec, ValueSpec
+    >>> whole = Layout.replicated(())
+    >>> parameters = tuple(ParameterSpec(name, whole, "float32") for name in ("weight", "aside", "unused"))
+    >>> outputs = tuple(ValueSpec(name, whole, "float32", True) for name in ("loss", "other"))
+    >>> spec = StepSpec(Mesh(()), parameters, (), (), outputs)
+    >>> backward = fx.symbolic_trace(lambda saved, loss, other: (loss * saved + other, -other, None))
+    >>> [sorted(found) for found in tangents_of_gradients(backward, spec)]
+    [[0, 1], [1], []]
+    """
+    differentiable = [index for index, output in enumerate(spec.outputs) if output.differentiable]
+    placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    tangents = placeholders[len(placeholders) - len(differentiable) :]
+    found = {node: frozenset({index}) for node, index in zip(tangents, differentiable, strict=True)}
+    for node in backward.graph.nodes:
+        if node not in found:
+            found[node] = frozenset(index for argument in node.all_input_nodes for index in found[argument])
+    every = frozenset(differentiable)
+    return [found[value] or every if isinstance(value, fx.Node) else frozenset() for value in _results(backward)]
+
+
+def _results(module: fx.GraphModule) -> Iterator[object]:
+    (returned,) = module.graph.output_node().args
+    yield from returned if isinstance(returned, (list, tuple)) else (returned,)

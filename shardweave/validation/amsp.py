@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from shardweave.compiler.plan import Plan
-from shardweave.errors import InputError
 from shardweave.ir import Grid, Strategy, Traffic
-from shardweave.precision import Precision
+from shardweave.ir.errors import InputError
+from shardweave.ir.precision import Precision
+from shardweave.planner.search.plan import Plan
 from shardweave.validation.deepspeed import hosted
 from shardweave.validation.models import Sizes
 from shardweave.validation.published import Paper, table

@@ -8,8 +8,8 @@ from typing import Any
 
 from shardweave.cost_model import Cluster, collective_seconds
 from shardweave.demo.model import GPTConfig
-from shardweave.errors import InputError
 from shardweave.ir import Grid, Strategy
+from shardweave.ir.errors import InputError
 
 Bandwidths = Sequence[Mapping[str, Any]]
 """Rows of the authors' table: GiB/s of a group of ``my`` devices that are ``ip`` apart."""

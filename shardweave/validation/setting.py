@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.plan import Plan
 from shardweave.cost_model import Cluster
+from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPT, GPTConfig
-from shardweave.options import Options
-from shardweave.precision import Precision
+from shardweave.ir.precision import Precision
+from shardweave.planner.search.plan import Plan
 from shardweave.validation.clusters import cluster_of
 from shardweave.validation.models import Llama, MinGPT, MinGPTSizes, Sizes
 

@@ -9,11 +9,10 @@ import torch
 from torch import fx, nn
 
 import shardweave as sw
-from shardweave.compiler.call import TENSOR, CallTree
-from shardweave.compiler.codegen import Step
-from shardweave.compiler.turns import Turns
 from shardweave.ir import StepSpec
-from shardweave.passes.modules import module_of
+from shardweave.ir.pytree_signature import TENSOR, CallTree
+from shardweave.passes.codegen import Step, Turns
+from shardweave.sharding.graphs import module_of
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import shardweave as sw
-from shardweave.compiler.codegen import Step
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.planner.ops import Op
+from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPT, GPTConfig
-from shardweave.options import Options
+from shardweave.passes.codegen import Step
+from shardweave.sharding.parallel_ops import Op
 
 
 class Planner:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from shardweave.compiler.planner.problem import Candidate, Edge, Op, Problem
+from shardweave.planner.problem.problem import Candidate, Edge, Op, Problem
 
 PORTS = 3
 seconds = st.one_of(st.integers(0, 6).map(float), st.floats(0, 2, allow_subnormal=False))

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 import shardweave as sw
-from shardweave.compiler import answers
-from shardweave.compiler.answers import Answers
-from shardweave.compiler.chosen import limited
-from shardweave.compiler.planner.problem import Candidate, Op, Problem
-from shardweave.compiler.planner.rows import Costed
-from shardweave.compiler.planner.solver import solve
-from shardweave.compiler.planning import first_of
+from shardweave.planner.problem.problem import Candidate, Op, Problem
+from shardweave.planner.problem.variables import Costed
+from shardweave.planner.search import solver_cache as answers
+from shardweave.planner.search.planning import first_of
+from shardweave.planner.search.solver_cache import Answers, limited
+from shardweave.planner.solver.solver import solve
 
 FAST, SMALL = Candidate("fast", 1.0, state_bytes=8), Candidate("small", 1.5, state_bytes=4)
 

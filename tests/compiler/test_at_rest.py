@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shardweave as sw
-from shardweave.compiler.pipeline import mesh_for
-from shardweave.compiler.planner.force import forced_strategies
-from shardweave.compiler.planner.ops import Op
-from shardweave.compiler.planner.presets import PRESETS, preset
-from shardweave.errors import LayoutError, PlanError
 from shardweave.ir import Grid, Mesh, Strategy
+from shardweave.ir.errors import LayoutError, PlanError
+from shardweave.ir.strategy_presets import PRESETS, preset
+from shardweave.passes.pipeline import mesh_for
+from shardweave.planner.problem.force import forced_strategies
 from shardweave.runtime.launch import WorkerPool
+from shardweave.sharding.parallel_ops import Op
 from tests.compiler.training import (
     ADAMW,
     ALL_CASES,

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from shardweave.compiler.backend import shardweave
-from shardweave.passes.annotate import info
 from shardweave.runtime.launch import WorkerPool
+from shardweave.sharding.annotate import info
 from tests.models import ZOO
 
 RANKS, STEPS, BATCH = 4, 3, 8

@@ -12,11 +12,11 @@ import torch
 
 import shardweave as sw
 from docs.large_models import LARGE
-from shardweave.compiler.planner.costing import Costing
-from shardweave.compiler.planner.force import forced_strategies
-from shardweave.compiler.planner.reductions import Kept
-from shardweave.compiler.refine import in_turn, partly_at_rest, ways_to_rest
 from shardweave.ir import Collective
+from shardweave.planner.problem.build_problem import Costing
+from shardweave.planner.problem.force import forced_strategies
+from shardweave.planner.search.alternative_plans import in_turn, partly_at_rest, ways_to_rest
+from shardweave.planner.solver.reductions import Kept
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.planners import Planner
 from tests.compiler.training import ADAMW, Way, compile_ways, differences, model_of, train, train_packed

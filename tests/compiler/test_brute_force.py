@@ -13,9 +13,9 @@ from torch import nn
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.judge import Decision, Judged
-from shardweave.compiler.planner.candidates import legal
-from shardweave.errors import ParallelError
+from shardweave.ir.errors import ParallelError
+from shardweave.planner.problem.candidates import legal
+from shardweave.planner.search.evaluation import Decision, Judged
 
 WITHIN = 1.02
 PLAIN = {"sub_batches": 1, "buckets": False, "recompute": "none"}

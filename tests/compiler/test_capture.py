@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from shardweave.compiler.capture import capture
-from shardweave.compiler.captured import Captured
-from shardweave.errors import CaptureError, InputError
+from shardweave.ir.captured import Captured
+from shardweave.ir.errors import CaptureError, InputError
 from tests.models import ZOO
 
 

@@ -15,7 +15,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 from shardweave.compiler.capture import capture
-from shardweave.errors import CaptureError
+from shardweave.ir.errors import CaptureError
 from tests.compiler.test_capture import assert_computes
 
 

@@ -7,10 +7,10 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardweave.compiler.planner.changes import group_axes, moves_between
 from shardweave.ir import Layout, Mesh
-from shardweave.passes.follow import met
-from shardweave.passes.layouts import steps_between
+from shardweave.ir.layout_algebra import steps_between
+from shardweave.planner.problem.resharding_costs import group_axes, moves_between
+from shardweave.sharding.propagate import met
 from tests.passes.harness import examples, mesh_of
 from tests.passes.test_layouts import random_layout, random_sizes
 

@@ -9,16 +9,15 @@ import torch
 
 import shardweave as sw
 from docs.large_models import LARGE
-from shardweave.compiler import choose
-from shardweave.compiler.answers import UNLIMITED
-from shardweave.compiler.choose import Chooser
-from shardweave.compiler.chosen import Chosen
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.planner.costing import Costing
-from shardweave.compiler.planner.recomputation import with_modes
-from shardweave.cost_model.compute import node_seconds
+from shardweave.cost_model.op_time import node_seconds
 from shardweave.ir import MODES, Grid, Strategy
-from shardweave.passes.annotate import info, layer_of
+from shardweave.planner.problem.build_problem import Costing
+from shardweave.planner.problem.recompute_costs import with_modes
+from shardweave.planner.search import plan_selection as choose
+from shardweave.planner.search.plan_selection import Chooser
+from shardweave.planner.search.solver_cache import UNLIMITED, Chosen
+from shardweave.sharding.annotate import info, layer_of
 from tests.compiler.planners import MetaGPT
 from tests.compiler.test_brute_force import PLAIN, Small
 from tests.compiler.training import ALL_CASES

@@ -13,17 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardweave.compiler.planner import elimination as module
-from shardweave.compiler.planner.branching import Branching
-from shardweave.compiler.planner.descent import descend
-from shardweave.compiler.planner.duality import Part, dual, least_memory
-from shardweave.compiler.planner.elimination import Elimination
-from shardweave.compiler.planner.incumbent import Incumbent
-from shardweave.compiler.planner.labels import Walker
-from shardweave.compiler.planner.problem import Candidate, Edge, Op, Problem
-from shardweave.compiler.planner.solver import solve
-from shardweave.compiler.planner.tables import Tables
-from shardweave.errors import InfeasibleError, PlanError
+from shardweave.ir.errors import InfeasibleError, PlanError
+from shardweave.planner.problem.problem import Candidate, Edge, Op, Problem
+from shardweave.planner.solver import elimination as module
+from shardweave.planner.solver.branch_and_bound import Branching, Incumbent
+from shardweave.planner.solver.elimination import Elimination
+from shardweave.planner.solver.label_setting import Walker
+from shardweave.planner.solver.lagrangian import Part, dual, least_memory
+from shardweave.planner.solver.primal_heuristics import descend
+from shardweave.planner.solver.solver import solve
+from shardweave.planner.solver.tables import Tables
 from tests.compiler.problems import brute_force, problems
 from tests.compiler.test_solver import layers
 

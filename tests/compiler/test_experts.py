@@ -9,8 +9,8 @@ import pytest
 from torch import fx
 
 import shardweave as sw
-from shardweave.compiler.planner.pricing import where_summed
-from shardweave.passes.annotate import info
+from shardweave.planner.problem.op_costs import where_summed
+from shardweave.sharding.annotate import info
 from tests.compiler.planners import Planner
 from tests.models import TODAY
 from tests.models.hub import LENGTH

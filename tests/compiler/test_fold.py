@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, fx, nn
 
 import shardweave as sw
-from shardweave.compiler import pipeline
 from shardweave.compiler.capture import capture
-from shardweave.compiler.captured import Captured
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.fold import find_runs, fold
-from shardweave.compiler.judge import Decision
-from shardweave.compiler.pipeline import annotate
-from shardweave.compiler.planner.costing import Costing
-from shardweave.compiler.planner.unfold import unfold
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import Grid, Mode, Strategy
-from shardweave.passes.modules import copied
-from shardweave.passes.shard import Shard, Sharder
+from shardweave.ir.captured import Captured
+from shardweave.passes import pipeline
+from shardweave.passes.partition import Shard, Sharder
+from shardweave.passes.pipeline import annotate
+from shardweave.planner.problem.build_problem import Costing
+from shardweave.planner.problem.unfold import unfold
+from shardweave.planner.search.evaluation import Decision
+from shardweave.sharding.graphs import copied
+from shardweave.sharding.layer_structure import find_runs, fold
 
 SMALL = GPTConfig(vocabulary=32, context=8, layers=6, heads=2, width=16, bias=True, tied=True)
 BATCH = 8

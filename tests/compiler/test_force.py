@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardweave as sw
-from shardweave.compiler.planner.candidates import strategies
-from shardweave.compiler.planner.force import forced_strategies
+from shardweave.planner.problem.candidates import strategies
+from shardweave.planner.problem.force import forced_strategies
 from tests.compiler.planners import Planner, kind
 from tests.models import ZOO
 from tests.passes.joint import joint

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from docs.measure_memory import WAYS, measure_all, prepare, ways_of
+from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPTConfig
-from shardweave.ir.weaving import MODES
-from shardweave.options import Options
+from shardweave.ir.overlap_config import MODES
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.training import ALL_CASES
 from tests.models import ZOO, Case, gpt

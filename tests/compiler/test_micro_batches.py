@@ -12,15 +12,15 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 import shardweave as sw
-from shardweave.compiler import pipeline
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.pipeline import Compiled, lower
-from shardweave.compiler.planner.presets import preset
 from shardweave.cost_model.memory import most_held
-from shardweave.cost_model.prices import Prices
-from shardweave.errors import LayoutError, PlanError
+from shardweave.cost_model.node_cost import Prices
+from shardweave.cost_model.options import Options
 from shardweave.ir import Grid, Strategy
-from shardweave.options import Options
+from shardweave.ir.errors import LayoutError, PlanError
+from shardweave.ir.strategy_presets import preset
+from shardweave.passes import pipeline
+from shardweave.passes.pipeline import Compiled, lower
 from shardweave.passes.schedule import Schedule
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.training import ADAMW, STEPS, Way, compile_ways, differences, model_of, train, train_packed

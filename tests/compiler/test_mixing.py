@@ -8,13 +8,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardweave.compiler.planner.dominance import undominated
-from shardweave.compiler.planner.duality import Column
-from shardweave.compiler.planner.elimination import Floats
-from shardweave.compiler.planner.mixing import all_runs, mix, runs
-from shardweave.compiler.planner.problem import Candidate, Op, Problem
-from shardweave.compiler.planner.tables import KEPT, Tables
-from shardweave.compiler.planner.tuning import tune
+from shardweave.planner.problem.problem import Candidate, Op, Problem
+from shardweave.planner.solver.elimination import Floats
+from shardweave.planner.solver.lagrangian import Column
+from shardweave.planner.solver.primal_heuristics import all_runs, mix, runs, tune
+from shardweave.planner.solver.reductions import undominated
+from shardweave.planner.solver.tables import KEPT, Tables
 from tests.compiler.problems import problems
 
 Choice = tuple[int, ...]

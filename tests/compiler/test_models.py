@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from docs.measure_steps import Forced, most
-from shardweave.compiler.planner.candidates import legal
-from shardweave.compiler.planner.ops import Op
 from shardweave.ir import Mesh, Strategy
+from shardweave.planner.problem.candidates import legal
 from shardweave.runtime.launch import WorkerPool
+from shardweave.sharding.parallel_ops import Op
 from tests.compiler.training import (
     ALL_CASES,
     Way,

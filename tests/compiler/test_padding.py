@@ -15,11 +15,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import shardweave as sw
 from docs.measure_memory import Figures, measure
-from shardweave.compiler.planner.ops import Op
 from shardweave.demo.model import GPTConfig
 from shardweave.ir import Grid, Mesh, Strategy
 from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.parameters import local_tensor
+from shardweave.sharding.parallel_ops import Op
 from tests.compiler.packing import Packed
 from tests.compiler.test_at_rest import MOMENTUM
 from tests.compiler.training import (

@@ -12,12 +12,11 @@ import torch
 from rich.console import Console
 
 import shardweave as sw
-from shardweave.compiler.model_key import ModelKey
-from shardweave.compiler.op_choice import OpChoice, RunnerUp
-from shardweave.compiler.plan import Plan
 from shardweave.cost_model.cluster import Cluster
-from shardweave.errors import PlanError
 from shardweave.ir import Grid, Strategy
+from shardweave.ir.errors import PlanError
+from shardweave.planner.search.op_choice import ModelKey, OpChoice, RunnerUp
+from shardweave.planner.search.plan import Plan
 from tests.models import mlp
 
 DP, ZDP = Strategy(Grid(data=4)), Strategy(Grid(data=4), rest=4)

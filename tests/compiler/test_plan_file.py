@@ -15,10 +15,10 @@ from torch import nn
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.op_choice import OpChoice
-from shardweave.compiler.plan import VERSION, Plan
-from shardweave.errors import ParallelError, PlanError
 from shardweave.ir import Grid, Strategy, Weaving
+from shardweave.ir.errors import ParallelError, PlanError
+from shardweave.planner.search.op_choice import OpChoice
+from shardweave.planner.search.plan import VERSION, Plan
 from tests.mutations import DOUBLED, RENAMED, WRONG, mutated, paths
 
 

@@ -15,13 +15,13 @@ from torch import nn
 
 import shardweave as sw
 from shardweave.compiler import compiler as compiling
-from shardweave.compiler import pipeline
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.planner import costing
-from shardweave.compiler.planner.costing import Costing
 from shardweave.cost_model import Device, Level, simulate
 from shardweave.demo.model import GPT, GPTConfig
-from shardweave.progress import Event
+from shardweave.ir.progress import Event
+from shardweave.passes import pipeline
+from shardweave.planner.problem import build_problem as costing
+from shardweave.planner.problem.build_problem import Costing
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.planners import WIDE, Planner, kinds, smallest_named
 from tests.compiler.training import ALL_CASES

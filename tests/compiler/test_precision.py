@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from shardweave.compiler.capture import capture
-from shardweave.compiler.codegen import Step
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.pipeline import lower
-from shardweave.errors import ParallelError, PlanError
-from shardweave.passes.annotate import graph_outputs, info
+from shardweave.ir.errors import ParallelError, PlanError
+from shardweave.passes.codegen import Step
+from shardweave.passes.pipeline import lower
 from shardweave.runtime.launch import WorkerPool
+from shardweave.sharding.annotate import graph_outputs, info
 from tests.compiler.packing import Packed
 from tests.compiler.test_at_rest import random_factors
 from tests.compiler.training import ADAMW, STEPS, Run, Way, compile_ways, differences, distance, gradients_of, train

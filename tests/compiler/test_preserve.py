@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from shardweave.compiler.preserve import preserved
-from shardweave.errors import ParallelError
-from shardweave.progress import Event
+from shardweave.ir.errors import ParallelError
+from shardweave.ir.progress import Event
 
 
 class Layer(nn.Module):
@@ -124,7 +124,7 @@ STEPS = [
     "shardweave.compiler.capture.traceable",
     "shardweave.compiler.capture.working_copies",
     "shardweave.compiler.capture._fake_like",
-    "shardweave.compiler.casts.cast",
+    "shardweave.compiler.mixed_precision.cast",
     "torch._dynamo.functional_export.dynamo_graph_capture_for_export",
     "torch._dynamo.functional_export.create_fx_graph_from_captured_output",
     "torch._functorch.aot_autograd.aot_export_joint_with_descriptors",
@@ -133,11 +133,11 @@ STEPS = [
     "torch._functorch._aot_autograd.graph_compile.aot_dispatch_autograd_graph",
     "shardweave.compiler.capture._describe",
     "shardweave.compiler.capture.take_as_cast",
-    "shardweave.compiler.steps.Steps.__init__",
-    "shardweave.compiler.planning.Costing",
-    "shardweave.compiler.planning.Planning._described",
+    "shardweave.planner.search.layer_problem.Steps.__init__",
+    "shardweave.planner.search.planning.Costing",
+    "shardweave.planner.search.planning.Planning._described",
     "shardweave.compiler.compiler.lower",
-    "shardweave.compiler.pipeline.split",
+    "shardweave.passes.pipeline.split",
     "shardweave.compiler.compiler.ParallelModule.__init__",
     "shardweave.runtime.module.compare_graphs",
     "shardweave.runtime.module.RuntimeMesh",

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardweave.compiler.planner.alternatives import alternatives
-from shardweave.compiler.planner.problem import TICKS_PER_SECOND, Candidate, Edge, Op, Problem, to_ticks
-from shardweave.errors import PlanError
+from shardweave.ir.errors import PlanError
+from shardweave.planner.problem.problem import TICKS_PER_SECOND, Candidate, Edge, Op, Problem, to_ticks
+from shardweave.planner.solver.solver import alternatives
 from tests.compiler.problems import problems
 
 ONLY = Candidate("only", 1.0)

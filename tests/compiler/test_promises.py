@@ -13,7 +13,7 @@ from torch import nn
 import shardweave as sw
 from docs.measure_memory import measure_all
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.judge import Judge, Judged
+from shardweave.planner.search.evaluation import Judge, Judged
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.test_memory import CONFIG, rows
 from tests.compiler.test_micro_batches import Loss

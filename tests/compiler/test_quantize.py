@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model import Cluster
-from shardweave.errors import PlanError
+from shardweave.cost_model.options import ZERO_PLUS_PLUS, Options
 from shardweave.ir import Weaving
-from shardweave.options import ZERO_PLUS_PLUS, Options
+from shardweave.ir.errors import PlanError
+from shardweave.ops.quantized_blocks import STEPS
 from shardweave.runtime.launch import WorkerPool
-from shardweave.runtime.quantization import STEPS
 from tests.compiler.packing import Packed
 from tests.compiler.training import Run, Way, compile_ways, train, train_packed
 from tests.models import ZOO

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from shardweave.cost_model import node_work
+from shardweave.ops.seeded_random import seeded
 from shardweave.report.listing import listing
 from shardweave.runtime.launch import WorkerPool
-from shardweave.runtime.random import seeded
 
 DOUBLE = torch.float64
 WAYS: list[dict[str, Any]] = [{"*": "dp"}, {"*": "zdp"}, {"first": "column:4", "last": "row:4"}, {"*": (2, 1, 1, 2)}]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import shardweave as sw
-from shardweave.errors import CaptureError, ParallelError
+from shardweave.ir.errors import CaptureError, ParallelError
 
 SCALE = 3.0
 TABLE = {"gain": 2.0}

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import shardweave as sw
-from shardweave.compiler.planner.costing import Costing
-from shardweave.compiler.planner.problem import FORBIDDEN
-from shardweave.compiler.planner.recomputation import MODES, with_modes
 from shardweave.demo.model import GPT, GPTConfig
+from shardweave.planner.problem.build_problem import Costing
+from shardweave.planner.problem.problem import FORBIDDEN
+from shardweave.planner.problem.recompute_costs import MODES, with_modes
 from tests.compiler.planners import Planner
 
 CONFIG = GPTConfig(vocabulary=128, context=256, layers=4, heads=4, width=256)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardweave.compiler.planner.problem import Candidate, Edge, Op, Problem
-from shardweave.compiler.planner.reductions import DEFAULT_REDUCTIONS, Dominance, Reduction, invert, reduce
+from shardweave.planner.problem.problem import Candidate, Edge, Op, Problem
+from shardweave.planner.solver.reductions import DEFAULT_REDUCTIONS, Dominance, Reduction, invert, reduce
 from tests.compiler.problems import brute_force, problems
 
 reductions = pytest.mark.parametrize("reduction", DEFAULT_REDUCTIONS, ids=lambda reduction: reduction.name)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from shardweave.compiler.capture import capture
-from shardweave.errors import CaptureError
+from shardweave.ir.errors import CaptureError
 
 
 class Layer(nn.Module):

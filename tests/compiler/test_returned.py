@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import shardweave as sw
-from shardweave.compiler.planner.costing import Costing
-from shardweave.compiler.planner.returned import BORDER, with_outputs
-from shardweave.compiler.planner.rows import Costed
+from shardweave.planner.problem.build_problem import Costing
+from shardweave.planner.problem.output_resharding import BORDER, with_outputs
+from shardweave.planner.problem.variables import Costed
 from tests.compiler.planners import Planner
 from tests.compiler.test_micro_batches import Loss
 

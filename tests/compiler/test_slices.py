@@ -11,14 +11,14 @@ from torch import fx, nn
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.planner.costing import Costing
-from shardweave.compiler.planner.slicing import with_slices
+from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPTConfig
-from shardweave.errors import LayoutError, PlanError
 from shardweave.ir import Grid, Strategy
-from shardweave.options import Options
-from shardweave.passes.annotate import info
+from shardweave.ir.errors import LayoutError, PlanError
+from shardweave.planner.problem.build_problem import Costing
+from shardweave.planner.problem.operator_slicing import with_slices
 from shardweave.runtime.launch import WorkerPool
+from shardweave.sharding.annotate import info
 from tests.compiler.planners import MetaGPT, Planner, smallest_named
 from tests.compiler.test_weaving import check, lowered, moved
 from tests.compiler.training import Way

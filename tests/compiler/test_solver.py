@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardweave.compiler.planner.incumbent import Progress
-from shardweave.compiler.planner.problem import TICKS_PER_SECOND, Candidate, Edge, Op, Problem
-from shardweave.compiler.planner.program import Program, prove, relax
-from shardweave.compiler.planner.solver import Solution, solve
-from shardweave.compiler.planner.sweep import sweep
-from shardweave.compiler.planner.tables import Tables
-from shardweave.errors import InfeasibleError, PlanError
+from shardweave.ir.errors import InfeasibleError, PlanError
+from shardweave.planner.problem.problem import TICKS_PER_SECOND, Candidate, Edge, Op, Problem
+from shardweave.planner.solver.branch_and_bound import Progress
+from shardweave.planner.solver.ilp import Program, prove, relax
+from shardweave.planner.solver.label_setting import sweep
+from shardweave.planner.solver.solver import Solution, solve
+from shardweave.planner.solver.tables import Tables
 from tests.compiler.problems import brute_force, problems
 
 

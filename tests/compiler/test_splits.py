@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from docs.large_models import LARGE
-from shardweave.compiler.answers import Answers
-from shardweave.compiler.choose import Chooser
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.judge import Judged
-from shardweave.compiler.planning import Lacked, Made, Planning
-from shardweave.compiler.splits import fastest
 from shardweave.ir import Weaving
+from shardweave.planner.search.evaluation import Judged
+from shardweave.planner.search.micro_batch_search import fastest
+from shardweave.planner.search.plan_selection import Chooser
+from shardweave.planner.search.planning import Lacked, Made, Planning
+from shardweave.planner.search.solver_cache import Answers
 from shardweave.runtime import ParallelModule
 from tests.compiler.planners import WIDE, Planner, smallest_named
 from tests.compiler.test_micro_batches import Loss

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardweave.compiler.planner.problem import Problem
-from shardweave.compiler.planner.solver import solve
-from shardweave.compiler.planner.streams import first_of_each, with_streams
-from shardweave.errors import PlanError
+from shardweave.ir.errors import PlanError
+from shardweave.planner.problem.problem import Problem
+from shardweave.planner.solver.solver import solve
+from shardweave.planner.solver.streams import first_of_each, with_streams
 from tests.compiler.problems import brute_force, problems
 
 WINDOWS = (("compute", "inner", "outer"), ("host", "memory"))

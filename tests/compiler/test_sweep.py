@@ -13,8 +13,7 @@ from torch import nn
 
 import shardweave as sw
 from shardweave.compiler import compiler
-from shardweave.compiler.batches import batches
-from shardweave.compiler.sweep import sweep
+from shardweave.compiler.sweep import batches, sweep
 
 
 def mlp() -> tuple[nn.Module, torch.Tensor]:

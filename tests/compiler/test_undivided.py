@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.errors import LayoutError, PlanError
 from shardweave.ir import Weaving
-from shardweave.passes.annotate import info, layer_of
+from shardweave.ir.errors import LayoutError, PlanError
 from shardweave.runtime.launch import WorkerPool
+from shardweave.sharding.annotate import info, layer_of
 from tests.compiler.test_weaving import check, lowered, moved, ways
 from tests.compiler.training import ALL_CASES, Way
 from tests.models import gpt

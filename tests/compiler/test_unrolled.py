@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.per_layer import Layers
-from shardweave.compiler.unrolled import piles_up, unrolled
-from shardweave.cost_model.acts import Act, play
 from shardweave.cost_model.collectives import Demand
 from shardweave.cost_model.streams import Transfer
+from shardweave.cost_model.timeline import Act, play
 from shardweave.demo.model import GPT, GPTConfig
+from shardweave.planner.search.extrapolation import Layers, piles_up, unrolled
 
 DEVICE = sw.Cluster.preset("dgx-a100").device
 

@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 import shardweave as sw
 from shardweave.compiler.capture import capture
-from shardweave.compiler.pipeline import Annotated, Compiled, annotate, lower
-from shardweave.compiler.planner.force import forced_strategies
 from shardweave.demo.model import GPTConfig
-from shardweave.errors import InfeasibleError, LayoutError, ParallelError, PlanError
-from shardweave.passes.annotate import info, layer_of
+from shardweave.ir.errors import InfeasibleError, LayoutError, ParallelError, PlanError
+from shardweave.passes.pipeline import Annotated, Compiled, annotate, lower
+from shardweave.planner.problem.force import forced_strategies
 from shardweave.runtime.launch import WorkerPool
+from shardweave.sharding.annotate import info, layer_of
 from tests.compiler.test_equality import LINEAR
 from tests.compiler.test_micro_batches import Norm
 from tests.compiler.training import (

@@ -10,13 +10,13 @@ from torch import nn
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.judge import Judged
-from shardweave.compiler.whole import EXPOSED, WORTH, choices_for_the_whole
+from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPTConfig
-from shardweave.errors import PlanError
 from shardweave.ir import Weaving
-from shardweave.options import Options
-from shardweave.passes.annotate import info
+from shardweave.ir.errors import PlanError
+from shardweave.planner.search.evaluation import Judged
+from shardweave.planner.search.planning import EXPOSED, WORTH, choices_for_the_whole
+from shardweave.sharding.annotate import info
 from tests.compiler.planners import MetaGPT, Planner
 
 CLOSED = {"sub_batches": 1, "buckets": False, "keep_gathered": False}

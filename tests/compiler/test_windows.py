@@ -12,16 +12,16 @@ import pytest
 import torch
 
 import shardweave as sw
-from shardweave.compiler.chosen import decision
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.planner.costing import Costing
-from shardweave.compiler.planner.problem import Problem
-from shardweave.compiler.planner.rows import Costed
-from shardweave.compiler.planner.windows import Windows, hiding, in_turn, overlapping
 from shardweave.cost_model.collectives import Demand
 from shardweave.cost_model.streams import Contention, Streams, Transfer
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import Traffic
+from shardweave.planner.problem.build_problem import Costing
+from shardweave.planner.problem.overlap_model import Windows, hiding, in_turn, overlapping
+from shardweave.planner.problem.problem import Problem
+from shardweave.planner.problem.variables import Costed
+from shardweave.planner.search.solver_cache import decision
 from tests.compiler.planners import Planner
 from tests.models import TODAY
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.judge import Decision, Judge, Judged
-from shardweave.compiler.planner.ops import Op
+from shardweave.cost_model.options import Options
 from shardweave.ir import Mesh
-from shardweave.options import Options
+from shardweave.planner.search.evaluation import Decision, Judge, Judged
 from shardweave.runtime.tensor import gather
+from shardweave.sharding.parallel_ops import Op
 from tests.compiler.packing import Packed
 from tests.compiler.planners import smallest_named
 from tests.models import TODAY, ZOO, Case

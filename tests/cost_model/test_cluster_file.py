@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from shardweave.cost_model import profile_cache
 from shardweave.cost_model.cluster import Cluster
-from shardweave.cost_model.measured import CollectiveTable, Curve, Measured
+from shardweave.cost_model.measured_tables import CollectiveTable, Curve, Measured
 from shardweave.cost_model.op_profile import _kept
-from shardweave.cost_model.op_times import OpTable, OpTime
-from shardweave.cost_model.products import Product
-from shardweave.cost_model.work import Work
-from shardweave.errors import ClusterError
+from shardweave.cost_model.op_tables import OpTable, OpTime
+from shardweave.cost_model.op_work import Product, Work
+from shardweave.ir.errors import ClusterError
 from tests.mutations import WRONG, mutated, paths
 
 MEASURED = Measured(

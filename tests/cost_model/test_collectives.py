@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from shardweave.cost_model import Cluster, collective_seconds
 from shardweave.cost_model.collectives import KINDS, crossed_level
-from shardweave.errors import ClusterError
 from shardweave.ir import Axis, axes_size
+from shardweave.ir.errors import ClusterError
 
 GiB = 2**30
 PRESETS = {name: Cluster.preset(name, nodes=4) for name in Cluster.presets()}

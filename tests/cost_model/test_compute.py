@@ -26,8 +26,8 @@ from shardweave.cost_model import (
     node_work,
     work_seconds,
 )
-from shardweave.cost_model.compute import bytes_seconds, formula_seconds
-from shardweave.errors import ClusterError
+from shardweave.cost_model.op_time import bytes_seconds, formula_seconds
+from shardweave.ir.errors import ClusterError
 from tests.cost_model.handmade import Builder, aten
 from tests.passes.harness import examples
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import fx
 
-import shardweave.runtime.convolution
-import shardweave.runtime.experts  # noqa: F401  (both register ops)
+import shardweave.ops.convolution_grads
+import shardweave.ops.experts  # noqa: F401  (both register ops)
 from shardweave.cost_model import flops_by_op, replicated, sharded_share
-from shardweave.cost_model.graphs import info
 from shardweave.ir import META, NodeInfo
+from shardweave.sharding.graphs import info
 from tests.cost_model.handmade import Builder, aten
 
 ours = torch.ops.shardweave

@@ -11,11 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardweave.cost_model import Cluster, Device, Level, collective_seconds
-from shardweave.cost_model.collectives import collective_demand, collective_form, crossed_level, group_extents
-from shardweave.cost_model.forms import FORMS, library_forms, lines
-from shardweave.cost_model.measured import KINDS
+from shardweave.cost_model.collectives import (
+    FORMS,
+    collective_demand,
+    collective_form,
+    crossed_level,
+    group_extents,
+    library_forms,
+    lines,
+)
+from shardweave.cost_model.measured_tables import KINDS
 from shardweave.cost_model.profiling import placements
-from shardweave.errors import ClusterError
+from shardweave.ir.errors import ClusterError
 
 PRESETS = {name: Cluster.preset(name, nodes=4) for name in Cluster.presets()}
 ALL = [(kind, form) for kind in KINDS for form in (None, *FORMS[kind])]

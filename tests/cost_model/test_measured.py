@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from shardweave.cost_model import Cluster, CollectiveTable, Curve, Measured, collective_seconds
 from shardweave.cost_model.collectives import collective_demand, collective_form
-from shardweave.cost_model.fitting import fitted_links
-from shardweave.errors import ClusterError
+from shardweave.cost_model.profiling import fitted_links
+from shardweave.ir.errors import ClusterError
 
 Formula = Callable[[float], float]
 

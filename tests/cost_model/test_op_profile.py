@@ -17,15 +17,15 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardweave as sw
-import shardweave.runtime.experts  # noqa: F401  (registers the ops)
-from shardweave.compiler.planner.prices import Prices
+import shardweave.ops.experts  # noqa: F401  (registers the ops)
 from shardweave.cost_model import Cluster, Measured, OpTable, OpTime, Work, node_seconds, node_work, op_profile
 from shardweave.cost_model.op_profile import profile_ops, profiled_ops
-from shardweave.cost_model.signature import signature
-from shardweave.errors import ClusterError
 from shardweave.ir import Assignment
-from shardweave.passes.annotate import info
-from shardweave.runtime.random import seeded
+from shardweave.ir.errors import ClusterError
+from shardweave.ops.seeded_random import seeded
+from shardweave.planner.problem.resharding_costs import Prices
+from shardweave.sharding.annotate import info
+from shardweave.sharding.tensor_signature import signature
 from tests.cost_model.handmade import Builder, aten, mlp
 from tests.passes.harness import examples, graph_of, mesh_of
 

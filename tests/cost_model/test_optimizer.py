@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardweave.cost_model import Cluster
-from shardweave.cost_model.optimizer import optimizer_seconds
+from shardweave.cost_model.node_cost import optimizer_seconds
 
 GPU, CPU = Cluster.preset("dgx-a100"), Cluster.local(2)
 

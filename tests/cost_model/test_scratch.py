@@ -12,10 +12,10 @@ from torch import fx
 from torch._C._dynamo.eval_frame import set_eval_frame
 
 from shardweave.cost_model import Cluster
-from shardweave.cost_model.graphs import tensor_bytes
-from shardweave.cost_model.scratch import optimizer_scratch_bytes, rounded, scratch_bytes, sent_copy_bytes
+from shardweave.cost_model.kernel_scratch import optimizer_scratch_bytes, rounded, scratch_bytes, sent_copy_bytes
+from shardweave.ops.quantized_blocks import quantize_blocks
 from shardweave.runtime.memory import measured_peak, most_at_once
-from shardweave.runtime.quantization import quantize_blocks
+from shardweave.sharding.graphs import tensor_bytes
 from tests.cost_model.handmade import Builder, aten
 
 CPU, GPU = Cluster.local(2).device, Cluster.preset("dgx-a100").device

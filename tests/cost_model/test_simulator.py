@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from shardweave.cost_model import Cluster, Timeline, collective_seconds, node_seconds, simulate
 from shardweave.cost_model.collectives import collective_demand
-from shardweave.cost_model.graphs import info
-from shardweave.cost_model.optimizer import optimizer_seconds
-from shardweave.cost_model.prices import Prices
+from shardweave.cost_model.node_cost import Prices, optimizer_seconds
 from shardweave.cost_model.timeline import COMPUTE
-from shardweave.errors import VerifyError
 from shardweave.ir import Axis, Layout, ParameterSpec, StepSpec, ValueSpec
+from shardweave.ir.errors import VerifyError
+from shardweave.sharding.graphs import info
 from tests.cost_model.handmade import Builder, aten, mlp
 
 

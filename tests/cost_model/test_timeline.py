@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardweave.cost_model import Cluster, Timeline, simulate
-from shardweave.cost_model.curve import MemoryCurve
+from shardweave.cost_model.memory import MemoryCurve
 from tests.cost_model.handmade import mlp
 
 

@@ -17,11 +17,11 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardweave.ir import Assignment, Axis, BoundRule, Collective, Layout, Mesh
-from shardweave.passes.annotate import Annotate, depends_on_inputs, info, source_of
-from shardweave.passes.layouts import dims_layout
-from shardweave.passes.rules import find_rule
-from shardweave.passes.shard import Shard, Sharder
+from shardweave.ir.layout_algebra import dims_layout
+from shardweave.passes.partition import Shard, Sharder
 from shardweave.passes.verify import verify
+from shardweave.sharding.annotate import Annotate, depends_on_inputs, info, source_of
+from shardweave.sharding.rules import find_rule
 from tests import lockstep
 from tests.passes.cases.draw import Made
 

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from shardweave.compiler.capture import capture
-from shardweave.compiler.captured import Captured
-from shardweave.compiler.pipeline import Annotated, annotate
+from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPTConfig
-from shardweave.options import Options
-from shardweave.passes.modules import copied
+from shardweave.ir.captured import Captured
+from shardweave.passes.pipeline import Annotated, annotate
+from shardweave.sharding.graphs import copied
 from tests.models import TODAY, ZOO, Case, gpt, llama, mlp
 
 

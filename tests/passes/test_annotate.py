@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardweave.compiler.capture import capture
-from shardweave.compiler.captured import Captured
-from shardweave.compiler.pipeline import annotate
-from shardweave.errors import RuleError
+from shardweave.cost_model.options import Options
 from shardweave.ir import BoundRule
-from shardweave.options import Options
-from shardweave.passes.annotate import Annotate, depends_on_inputs, info
-from shardweave.passes.rules import find_rule
-from shardweave.passes.rules.decompositions import DECOMPOSITIONS
+from shardweave.ir.captured import Captured
+from shardweave.ir.errors import RuleError
+from shardweave.passes.pipeline import annotate
+from shardweave.sharding.annotate import Annotate, depends_on_inputs, info
+from shardweave.sharding.rules import find_rule
+from shardweave.sharding.rules.decompositions import DECOMPOSITIONS
 from tests.passes.harness import assert_equal, bound, mesh_of, placeholders, run_sharded
 from tests.passes.joint import CASES, joint
 

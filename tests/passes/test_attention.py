@@ -14,11 +14,11 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardweave.ir import Assignment, Mesh
-from shardweave.passes.annotate import Annotate
-from shardweave.passes.rules.attention import BACKWARD, FORWARD
-from shardweave.passes.shard import Shard, Sharder
+from shardweave.ops.seeded_random import seeded
+from shardweave.passes.partition import Shard, Sharder
 from shardweave.passes.verify import verify
-from shardweave.runtime.random import seeded
+from shardweave.sharding.annotate import Annotate
+from shardweave.sharding.rules.attention import BACKWARD, FORWARD
 from tests.passes.harness import (
     bound,
     examples,

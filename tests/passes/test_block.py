@@ -9,15 +9,15 @@ import torch
 from torch import fx
 
 import shardweave as sw
-from shardweave.compiler.pipeline import Compiled, lower
 from shardweave.cost_model import Cluster
-from shardweave.errors import PlanError
+from shardweave.cost_model.options import Options
 from shardweave.ir import Grid, Strategy, Traffic, Weaving
-from shardweave.options import Options
-from shardweave.passes.annotate import info
-from shardweave.passes.block import traffic_of
-from shardweave.passes.keys import WAIT
-from shardweave.passes.values import Rest
+from shardweave.ir.errors import PlanError
+from shardweave.passes.disable_overlap import traffic_of
+from shardweave.passes.partition import Rest
+from shardweave.passes.pipeline import Compiled, lower
+from shardweave.passes.scheduling_priorities import WAIT
+from shardweave.sharding.annotate import info
 from tests.models import mlp
 from tests.passes.harness import mesh_of
 from tests.passes.joint import joint

@@ -11,18 +11,18 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardweave.compiler.pipeline import Compiled, lower
-from shardweave.compiler.planner.force import forced_strategies
-from shardweave.compiler.turns import Turns
 from shardweave.cost_model import Cluster
-from shardweave.cost_model.graphs import alias_of
 from shardweave.cost_model.memory import liveness
+from shardweave.cost_model.options import Options
 from shardweave.ir import Grid, Strategy
-from shardweave.options import Options
-from shardweave.passes.annotate import info
 from shardweave.passes.bucket import Bucket, sides
-from shardweave.passes.values import Rest
+from shardweave.passes.codegen import Turns
+from shardweave.passes.partition import Rest
+from shardweave.passes.pipeline import Compiled, lower
 from shardweave.passes.verify import verify
+from shardweave.planner.problem.force import forced_strategies
+from shardweave.sharding.annotate import info
+from shardweave.sharding.graphs import alias_of
 from tests.cost_model.handmade import Builder
 from tests.passes.harness import collectives, mesh_of
 from tests.passes.joint import joint

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from shardweave.compiler.pipeline import Compiled, lower
+from shardweave.cost_model.options import Options
 from shardweave.ir import Collective, Grid, Mesh, Strategy
-from shardweave.options import Options
+from shardweave.passes.pipeline import Compiled, lower
 from tests.passes.harness import collectives, mesh_of
 from tests.passes.joint import EVEN, Joint, joint
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from shardweave.compiler.capture import capture
 from shardweave.ir import META, Assignment, Layout
-from shardweave.passes.annotate import Annotate
-from shardweave.passes.shard import Shard
+from shardweave.passes.partition import Shard
+from shardweave.sharding.annotate import Annotate
 from tests.passes.harness import graph_of, mesh_of, output_nodes, run_sharded
 
 aten = torch.ops.aten

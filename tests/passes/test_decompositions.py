@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
-from shardweave.passes.annotate import decompose
-from shardweave.passes.rules import RULES
-from shardweave.passes.rules.decompositions import CONDITIONAL, DECOMPOSITIONS
+from shardweave.sharding.annotate import decompose
+from shardweave.sharding.rules import RULES
+from shardweave.sharding.rules.decompositions import CONDITIONAL, DECOMPOSITIONS
 from tests.passes.cases import CASES, Draw
 from tests.passes.cases.draw import Made
 from tests.passes.harness import assert_equal, examples, graph_of

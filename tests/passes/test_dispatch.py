@@ -15,12 +15,12 @@ from torch import Tensor, fx, nn
 from transformers.integrations.moe import _grouped_mm
 
 from shardweave.compiler.capture import capture
-from shardweave.compiler.captured import Captured
-from shardweave.errors import RuleError
 from shardweave.ir import Assignment, Layout
-from shardweave.passes.annotate import info
-from shardweave.passes.dispatch import undo_dispatch
-from shardweave.passes.shard import Shard
+from shardweave.ir.captured import Captured
+from shardweave.ir.errors import RuleError
+from shardweave.passes.partition import Shard
+from shardweave.sharding.annotate import info
+from shardweave.sharding.moe_dispatch import undo_dispatch
 from tests.models import hub
 from tests.passes.every_node import close
 from tests.passes.harness import examples, mesh_of, output_nodes, placeholders

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardweave.errors import LayoutError, RuleError
 from shardweave.ir import BoundRule, Factor
-from shardweave.passes.rules.grammar import bind, parse
-from shardweave.passes.rules.registry import RULES, rule
+from shardweave.ir.errors import LayoutError, RuleError
+from shardweave.sharding.rules.grammar import bind, parse
+from shardweave.sharding.rules.registry import RULES, rule
 from tests.passes.harness import bound, graph_of
 
 aten = torch.ops.aten

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardweave.compiler.pipeline import Compiled, lower
-from shardweave.compiler.planner.candidates import legal
+from shardweave.cost_model.options import Options
 from shardweave.ir import Mesh, Strategy
-from shardweave.options import Options
+from shardweave.passes.pipeline import Compiled, lower
+from shardweave.planner.problem.candidates import legal
 from tests import lockstep
 from tests.passes.every_node import check_random_assignments, close, random_mesh
 from tests.passes.harness import examples, mesh_of, together

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardweave.errors import RuleError
 from shardweave.ir import Assignment
-from shardweave.passes.annotate import Annotate
+from shardweave.ir.errors import RuleError
+from shardweave.sharding.annotate import Annotate
 from tests.passes.cases import CASES, Draw
 from tests.passes.cases.draw import Made
 from tests.passes.harness import (

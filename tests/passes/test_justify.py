@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shardweave.options import Options
-from shardweave.passes.justify import in_order_of, justified
+from shardweave.cost_model.options import Options
+from shardweave.passes.list_scheduler import played
 from shardweave.passes.schedule import Schedule
-from shardweave.passes.weave import played
+from shardweave.passes.schedule_refinement import in_order_of, justified
 from tests.passes.test_weave import forced, step_of, unordered, without_slowdown
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardweave.errors import LayoutError
 from shardweave.ir import Axis, Digit, Layout, Mesh, normalise, prime_factors
-from shardweave.passes.layouts import (
+from shardweave.ir.errors import LayoutError
+from shardweave.ir.layout_algebra import (
     cut,
     digit_size,
     dims_layout,
@@ -27,9 +27,9 @@ from shardweave.passes.layouts import (
     steps_between,
     through,
 )
-from shardweave.passes.local import LocalGraph, Origin
-from shardweave.passes.rules.grammar import bind, parse
+from shardweave.passes.spmd_builder import LocalGraph, Origin
 from shardweave.passes.verify import verify
+from shardweave.sharding.rules.grammar import bind, parse
 from tests import lockstep
 from tests.passes.harness import collectives, examples, mesh_of, meshes, random_assignment, together
 

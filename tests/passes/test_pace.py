@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardweave.cost_model.collectives import Demand
+from shardweave.cost_model.options import Options
 from shardweave.ir import Axis, Collective
-from shardweave.options import Options
 from shardweave.passes import schedule
-from shardweave.passes.keys import cause_of, moments_of, orderings
-from shardweave.passes.pace import Edge, paced
+from shardweave.passes.dependency_graph import Tasks, Transfers
+from shardweave.passes.list_scheduler import weave
 from shardweave.passes.schedule import AHEAD, Schedule
-from shardweave.passes.tasks import Tasks, Transfers
-from shardweave.passes.weave import weave
+from shardweave.passes.schedule_refinement import Edge, paced
+from shardweave.passes.scheduling_priorities import cause_of, moments_of, orderings
 from tests.passes.bounds import exposed_at_least, seconds_at_least
 from tests.passes.harness import examples
 from tests.passes.test_weave import forced, random_tasks, step_of, tasks_of, unordered, without_slowdown

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardweave.compiler.capture import capture
-from shardweave.compiler.pipeline import annotate, lower
-from shardweave.compiler.planner.candidates import legal
-from shardweave.cost_model.graphs import tensor_bytes
-from shardweave.cost_model.work import node_work
+from shardweave.cost_model.op_work import node_work
+from shardweave.cost_model.options import Options
 from shardweave.ir import Axis, Layout, Mesh, Padding
-from shardweave.options import Options
-from shardweave.passes.layouts import drop, rest_layout, rest_layouts, steps_between
+from shardweave.ir.layout_algebra import drop, rest_layout, rest_layouts, steps_between
+from shardweave.passes.pipeline import annotate, lower
+from shardweave.planner.problem.candidates import legal
+from shardweave.sharding.graphs import tensor_bytes
 from tests import local_tensor, lockstep
 from tests.models import mlp
 from tests.passes.every_node import close

@@ -14,16 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardweave.compiler.pipeline import Compiled, lower
-from shardweave.compiler.planner.force import forced_strategies
-from shardweave.cost_model.graphs import copied_from, is_start, is_wait
-from shardweave.cost_model.work import node_work
+from shardweave.cost_model.op_work import node_work
+from shardweave.cost_model.options import Options
 from shardweave.ir import Mesh, Quantized, axes_size
-from shardweave.options import Options
-from shardweave.passes.annotate import info
-from shardweave.passes.modules import copied
+from shardweave.passes.pipeline import Compiled, lower
 from shardweave.passes.quantize import Quantize, stages
 from shardweave.passes.verify import verify
+from shardweave.planner.problem.force import forced_strategies
+from shardweave.sharding.annotate import info
+from shardweave.sharding.graphs import copied, copied_from, is_start, is_wait
 from tests import local_tensor, lockstep
 from tests.cost_model.handmade import Builder
 from tests.passes.harness import collectives, examples, mesh_of

@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from shardweave.compiler.capture import capture
-from shardweave.compiler.captured import Captured
-from shardweave.compiler.pipeline import annotate
+from shardweave.cost_model.options import Options
 from shardweave.ir import SEED, Assignment, Mesh
-from shardweave.options import Options
-from shardweave.passes.annotate import info
-from shardweave.passes.layouts import input_layouts, output_layouts
-from shardweave.passes.modules import copied
-from shardweave.passes.rules import RULES
-from shardweave.passes.rules.random import draws
-from shardweave.passes.rules.registry import tensor_args
-from shardweave.passes.shard import Shard, Sharder
+from shardweave.ir.captured import Captured
+from shardweave.ir.layout_algebra import input_layouts, output_layouts
+from shardweave.passes.partition import Shard, Sharder
+from shardweave.passes.pipeline import annotate
 from shardweave.passes.verify import verify
+from shardweave.sharding.annotate import info
+from shardweave.sharding.graphs import copied
+from shardweave.sharding.rules import RULES
+from shardweave.sharding.rules.random import draws
+from shardweave.sharding.rules.registry import tensor_args
 from tests import lockstep
 from tests.passes.cases import CASES, RANDOM, Draw
 from tests.passes.harness import (

@@ -9,13 +9,13 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardweave.errors import RuleError
 from shardweave.ir import Assignment, Layout
-from shardweave.passes.annotate import depends_on_inputs, source_of
-from shardweave.passes.layouts import input_layouts, output_layouts
-from shardweave.passes.rules import RULES, find_rule
-from shardweave.passes.rules.decompositions import CONDITIONAL, DECOMPOSITIONS
-from shardweave.passes.rules.registry import tensor_args
+from shardweave.ir.errors import RuleError
+from shardweave.ir.layout_algebra import input_layouts, output_layouts
+from shardweave.sharding.annotate import depends_on_inputs, source_of
+from shardweave.sharding.rules import RULES, find_rule
+from shardweave.sharding.rules.decompositions import CONDITIONAL, DECOMPOSITIONS
+from shardweave.sharding.rules.registry import tensor_args
 from tests.passes.cases import CASES, RANDOM, Draw
 from tests.passes.harness import (
     assert_equal,

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardweave.compiler.pipeline import Compiled, lower
-from shardweave.compiler.planner.candidates import legal
 from shardweave.cost_model import Cluster
-from shardweave.errors import VerifyError
+from shardweave.cost_model.options import Options
 from shardweave.ir import META, Collective, Grid, NodeInfo, Strategy
-from shardweave.options import Options
-from shardweave.passes.annotate import info
-from shardweave.passes.keys import GLUE, WAIT
-from shardweave.passes.modules import copied
+from shardweave.ir.errors import VerifyError
+from shardweave.passes.pipeline import Compiled, lower
 from shardweave.passes.schedule import Schedule
+from shardweave.passes.scheduling_priorities import GLUE, WAIT
 from shardweave.passes.verify import verify
+from shardweave.planner.problem.candidates import legal
+from shardweave.sharding.annotate import info
+from shardweave.sharding.graphs import copied
 from tests.passes.harness import examples, mesh_of
 from tests.passes.joint import joint
 

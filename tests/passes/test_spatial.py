@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardweave.errors import RuleError
 from shardweave.ir import Axis, Layout
-from shardweave.passes.annotate import bind_rules
+from shardweave.ir.errors import RuleError
+from shardweave.sharding.annotate import bind_rules
 from tests.passes.harness import Run, assert_equal, bound, graph_of, mesh_of, placeholders, run_sharded
 
 aten = torch.ops.aten

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardweave.errors import LayoutError
 from shardweave.ir import Assignment
+from shardweave.ir.errors import LayoutError
 from tests.passes.harness import assert_equal, assigned_nodes, graph_of, mesh_of, run_sharded
 
 aten = torch.ops.aten

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardweave.compiler.capture import capture
-from shardweave.compiler.captured import Captured
-from shardweave.passes.tangents import drop_tangents
+from shardweave.ir.captured import Captured
+from shardweave.passes.drop_zero_tangents import drop_tangents
 from tests.passes.harness import placeholders
 
 

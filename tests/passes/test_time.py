@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from shardweave.ir import SEED, Assignment, Axis, BoundRule, Dims, Layout, Mesh
-from shardweave.passes.annotate import depends_on_inputs, source_of
-from shardweave.passes.layouts import input_layouts, outermost_first, output_layouts
-from shardweave.passes.modules import copied
-from shardweave.passes.rules import RULES, find_rule
-from shardweave.passes.rules.random import draws
-from shardweave.passes.rules.registry import tensor_args
-from shardweave.passes.shard import Shard, Sharder
+from shardweave.ir.layout_algebra import input_layouts, outermost_first, output_layouts
+from shardweave.passes.partition import Shard, Sharder
+from shardweave.sharding.annotate import depends_on_inputs, source_of
+from shardweave.sharding.graphs import copied
+from shardweave.sharding.rules import RULES, find_rule
+from shardweave.sharding.rules.random import draws
+from shardweave.sharding.rules.registry import tensor_args
 from tests.passes.cases import CASES, Draw
 from tests.passes.harness import (
     assert_equal,

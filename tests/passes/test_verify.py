@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import fx
 
-from shardweave.compiler.pipeline import lower
-from shardweave.compiler.planner.force import forced_strategies
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.memory import most_held
-from shardweave.cost_model.prices import Prices
-from shardweave.errors import VerifyError
+from shardweave.cost_model.node_cost import Prices
+from shardweave.cost_model.options import Options
 from shardweave.ir import META
-from shardweave.options import Options
-from shardweave.passes.annotate import info
-from shardweave.passes.modules import copied
+from shardweave.ir.errors import VerifyError
+from shardweave.passes.pipeline import lower
 from shardweave.passes.schedule import Schedule
 from shardweave.passes.verify import verify, verify_memory
+from shardweave.planner.problem.force import forced_strategies
+from shardweave.sharding.annotate import info
+from shardweave.sharding.graphs import copied
 from tests.passes.harness import mesh_of
 from tests.passes.joint import joint
 

@@ -20,20 +20,20 @@ from ortools.sat.python import cp_model
 from torch import fx
 
 from shardweave.compiler.capture import capture
-from shardweave.compiler.pipeline import Annotated, annotate, lower
-from shardweave.compiler.planner.force import forced_strategies
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.collectives import Demand
-from shardweave.cost_model.prices import Prices
+from shardweave.cost_model.node_cost import Prices
+from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import ALL, Axis, Collective, Grid, Mode, Strategy
-from shardweave.options import Options
-from shardweave.passes.annotate import info
-from shardweave.passes.justify import justified
-from shardweave.passes.keys import WAIT, ahead_of_use, moments_of
+from shardweave.passes.dependency_graph import Tasks, Transfers
+from shardweave.passes.list_scheduler import played, weave
+from shardweave.passes.pipeline import Annotated, annotate, lower
 from shardweave.passes.schedule import Schedule
-from shardweave.passes.tasks import Tasks, Transfers
-from shardweave.passes.weave import played, weave
+from shardweave.passes.schedule_refinement import justified
+from shardweave.passes.scheduling_priorities import WAIT, ahead_of_use, moments_of
+from shardweave.planner.problem.force import forced_strategies
+from shardweave.sharding.annotate import info
 from tests.compiler.test_weaving import megatron
 from tests.passes.bounds import exposed_at_least, seconds_at_least
 from tests.passes.harness import examples

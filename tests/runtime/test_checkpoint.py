@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 
 import shardweave as sw
 from shardweave.demo.model import GPTConfig
-from shardweave.errors import CheckpointNotFound, LaunchError, ParallelError
 from shardweave.ir import Layout, Mesh
-from shardweave.runtime import checkpoint_folder
-from shardweave.runtime.chunks import pieces
+from shardweave.ir.errors import CheckpointNotFound, LaunchError, ParallelError
+from shardweave.runtime.checkpoint import folder as checkpoint_folder
+from shardweave.runtime.checkpoint.chunks import pieces
 from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.parameters import local_shard
 from tests.compiler.packing import Packed

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 import shardweave as sw
-from shardweave.errors import CheckpointNotFound, ParallelError
-from shardweave.runtime.checkpoint_files import CHECKSUMS, METADATA
+from shardweave.ir.errors import CheckpointNotFound, ParallelError
+from shardweave.runtime.checkpoint.files import CHECKSUMS, METADATA
 from shardweave.runtime.launch import WorkerPool
 
 X = torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8)

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardweave.distributed.process_groups import RuntimeMesh
 from shardweave.ir import Axis, Layout, Mesh
-from shardweave.runtime.dispatch import elementwise
+from shardweave.runtime.dtensor_patches import elementwise
 from shardweave.runtime.launch import WorkerPool
-from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.parameters import local_shard, local_tensor
 from shardweave.runtime.tensor import distribute
 

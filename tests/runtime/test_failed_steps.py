@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardweave as sw
-from shardweave.errors import LostRankError, ParallelError
+from shardweave.ir.errors import LostRankError, ParallelError
 from shardweave.runtime.launch import WorkerPool
 
 TOKENS = torch.randint(48, (12, 6), generator=torch.Generator().manual_seed(1))

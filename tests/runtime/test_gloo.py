@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from shardweave.distributed.gloo import is_safe, one_at_a_time
+from shardweave.distributed.process_groups import RuntimeMesh
 from shardweave.ir import Mesh
-from shardweave.runtime.gloo import is_safe, one_at_a_time
 from shardweave.runtime.launch import WorkerPool
-from shardweave.runtime.mesh import RuntimeMesh
 
 c10d = torch.ops._c10d_functional
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardweave as sw
-from shardweave.errors import LostRankError
+from shardweave.ir.errors import LostRankError
 from tests.runtime.worlds import World
 
 X = torch.randn(12, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -14,7 +14,7 @@ from torch import nn
 
 import shardweave as sw
 from shardweave.demo.model import GPT
-from shardweave.runtime.hollow import Hollow
+from shardweave.runtime.initialise import Hollow
 from shardweave.runtime.launch import WorkerPool
 from tests.models import TODAY, ZOO, Case, gpt, llama
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardweave.errors import LaunchError
+from shardweave.ir.errors import LaunchError
 from shardweave.runtime.launch import WorkerPool, launch
 
 

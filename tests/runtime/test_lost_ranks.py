@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.errors import LostRankError, ParallelError
-from shardweave.runtime import agreement, state
-from shardweave.runtime import lost as lost_ranks
+from shardweave.distributed import agreement
+from shardweave.distributed import failures as lost_ranks
+from shardweave.ir.errors import LostRankError, ParallelError
+from shardweave.runtime.checkpoint import state_dict as state
 from shardweave.runtime.launch import WorkerPool
 from tests.runtime.worlds import World, die, stop
 
@@ -330,7 +331,7 @@ def test_a_program_that_lost_a_rank_ends(tmp_path: Path) -> None:
     try:
         _, error = processes[1].communicate(timeout=150)
         assert processes[1].returncode == 1
-        assert "shardweave.errors.LostRankError: rank 1 could not finish" in error
+        assert "shardweave.ir.errors.LostRankError: rank 1 could not finish" in error
         assert f"rank 0 (process {processes[0].pid} on " in error
     finally:
         for process in processes:

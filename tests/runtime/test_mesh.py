@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from shardweave.errors import LayoutError, ParallelError
+from shardweave.distributed.process_groups import RuntimeMesh, rank_tensor
 from shardweave.ir import Axis, Mesh
+from shardweave.ir.errors import LayoutError, ParallelError
 from shardweave.runtime.launch import WorkerPool
-from shardweave.runtime.mesh import RuntimeMesh, rank_tensor
 
 CUBE = Mesh.of_levels([("gpu", 4), ("node", 2)])
 MIXED = Mesh((CUBE.axes[1], CUBE.axes[2], CUBE.axes[0]))

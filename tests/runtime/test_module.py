@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardweave as sw
-from shardweave.errors import InputError, ParallelError
 from shardweave.ir import Axis, Layout, Mesh, StepSpec
+from shardweave.ir.errors import InputError, ParallelError
 from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.module import ParallelModule
 from shardweave.runtime.parameters import local_shard, local_tensor

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardweave.errors import LayoutError
+from shardweave.distributed.process_groups import RuntimeMesh
 from shardweave.ir import Axis, Digit, Layout, Mesh, Padding, normalise
-from shardweave.passes.layouts import rest_layouts
-from shardweave.runtime.chunks import pieces
+from shardweave.ir.errors import LayoutError
+from shardweave.ir.layout_algebra import rest_layouts
+from shardweave.runtime.checkpoint.chunks import pieces
 from shardweave.runtime.launch import WorkerPool
-from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.parameters import (
     assemble,
     in_place,

@@ -18,11 +18,11 @@ from shardweave.cost_model import Cluster, Measured, collective_seconds, detecti
 from shardweave.cost_model import cluster as cluster_module
 from shardweave.cost_model.collectives import collective_form, group_extents
 from shardweave.cost_model.detection import profiled
-from shardweave.cost_model.measured import KINDS
+from shardweave.cost_model.measured_tables import KINDS
 from shardweave.cost_model.profiling import placements
-from shardweave.errors import ClusterError, LaunchError
+from shardweave.distributed.process_groups import RuntimeMesh
+from shardweave.ir.errors import ClusterError, LaunchError
 from shardweave.runtime.launch import WorkerPool
-from shardweave.runtime.mesh import RuntimeMesh
 
 SIZES = (4096, 65536, 2**20)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import shardweave as sw
-from shardweave.errors import CaptureError, ParallelError
+from shardweave.ir.errors import CaptureError, ParallelError
 from shardweave.runtime.launch import WorkerPool
 
 BATCH = torch.linspace(-1, 1, 96, dtype=torch.float64).reshape(12, 8)

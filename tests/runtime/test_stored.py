@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import shardweave as sw
-from shardweave.errors import ParallelError
-from shardweave.runtime.stored import INDEX, open_checkpoint
+from shardweave.ir.errors import ParallelError
+from shardweave.runtime.checkpoint.weights import INDEX, open_checkpoint
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 WEIGHT, BIAS = torch.linspace(-1, 1, 32).view(4, 8), torch.ones(4)

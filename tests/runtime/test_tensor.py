@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardweave.errors import ParallelError
+from shardweave.distributed.process_groups import RuntimeMesh
 from shardweave.ir import Axis, Layout, Mesh
+from shardweave.ir.errors import ParallelError
 from shardweave.ir.layout import Padding
 from shardweave.runtime.launch import WorkerPool
-from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.parameters import local_shard
 from shardweave.runtime.tensor import ParallelTensor, distribute
 

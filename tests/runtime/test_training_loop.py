@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardweave as sw
-from shardweave.errors import ParallelError
+from shardweave.ir.errors import ParallelError
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.packing import Packed
 from tests.compiler.training import compile_ways

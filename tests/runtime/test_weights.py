@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import shardweave as sw
-from shardweave.runtime import stored
+from shardweave.runtime.checkpoint import weights as stored
 from shardweave.runtime.launch import WorkerPool
 from tests.models import llama
 from tests.runtime.test_initialise import CASES, everything, on_meta

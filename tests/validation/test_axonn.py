@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from docs import fit_validation
 from docs.measure_decisions import flat
 from shardweave.demo.model import GPTConfig
-from shardweave.errors import InfeasibleError, InputError
 from shardweave.ir import Grid
+from shardweave.ir.errors import InfeasibleError, InputError
 from shardweave.validation import Described, Setting, axonn
 from shardweave.validation.grids import communication_seconds, ranking
 

@@ -11,8 +11,8 @@ import pytest
 from docs import measure_decisions
 from docs.measure_decisions import Ranked, degrees, factors, flat, free_factors, in_first, ranked_factors
 from shardweave.demo.model import GPTConfig
-from shardweave.errors import InfeasibleError
 from shardweave.ir import Grid
+from shardweave.ir.errors import InfeasibleError
 from shardweave.validation import Described, Setting, amsp, oases
 from shardweave.validation.grids import ranking, table_seconds
 from shardweave.validation.models import Sizes

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardweave.errors import InputError
+from shardweave.ir.errors import InputError
 from shardweave.validation import Row, Setting, exact, validate
 from shardweave.validation.models import Sizes
 

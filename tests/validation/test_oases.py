@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from docs.fit_validation import print_left_out
 from shardweave.cost_model import Cluster
-from shardweave.errors import InputError
 from shardweave.ir import Grid
+from shardweave.ir.errors import InputError
 from shardweave.validation import Constant, Described, Row, Setting, oases
 from shardweave.validation.fitting import fit
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from docs import measure_osdp
-from shardweave.errors import InputError
+from shardweave.ir.errors import InputError
 from shardweave.validation import Described, Setting, osdp, validate
 from shardweave.validation.setting import of_a_layer
 

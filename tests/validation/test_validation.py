@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from shardweave import cli
 from shardweave.cost_model import Cluster
-from shardweave.errors import ClusterError, InputError
 from shardweave.ir import Grid, Strategy
-from shardweave.report.validation_figures import drawn
+from shardweave.ir.errors import ClusterError, InputError
 from shardweave.validation import Described, Row, Setting, amsp, load, validate
 from shardweave.validation.deepspeed import HOST_SECONDS_PER_RANK, hosted
+from shardweave.validation.figures import drawn
 from shardweave.validation.models import Llama, Sizes
 from shardweave.validation.rows import mean_error, rank_correlations
 

@@ -1,0 +1,195 @@
+"""What a user is told of a model that is not captured: the reason, the module, the source line and the way out."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from shardweave.compiler.dynamo_workarounds import HINTS
+from shardweave.ir.errors import CaptureError, InternalError, ParallelError
+
+_WAY_OUT = (
+    "Write that line without branching on the values of tensors and without leaving the graph (torch.where, "
+    "masks instead of selections, no .item(), no printing), then compile again."
+)
+_RAISED = (
+    "The model itself stops here: mend the call or the config, then compile again. If it runs by itself, it makes up "
+    "an optional input (such as attention_mask) only where it is not compiled: give it that input."
+)
+_TORCH = torch.__path__[0]
+_OWN = str(Path(__file__).parents[1])
+INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib", "stdlib"))
+"""Folders of Python's own code and of installed libraries."""
+
+
+@contextlib.contextmanager
+def defects_named(model: nn.Module) -> Iterator[None]:
+    """While this runs, an error of shardweave's own code that is meant for nobody becomes an `InternalError`.
+
+    An error that is raised in a user's code (the model, a function that gives a batch), or by what that calls, is left
+    as it is.
+    """
+    try:
+        yield
+    except ParallelError:
+        raise
+    except Exception as error:
+        if (place := _own_place(error)) is None:
+            raise
+        told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise InternalError(
+            f"{type(model).__name__} cannot be compiled, by a defect of shardweave: {told} (at {place}). Please report "
+            "it with the model. Until it is mended, options that decide more by hand may avoid it, such as "
+            "Options(force={'*': 'zero3'}, sub_batches=1, micro_batches=1)"
+        ) from error
+
+
+def _own_place(error: Exception) -> str | None:
+    """The last line of shardweave's that `error` came through; None where code of a user's came after it."""
+    found = None
+    place = error.__traceback__
+    while place is not None:
+        file = place.tb_frame.f_code.co_filename
+        if file.startswith(_OWN):
+            found = f"{file.removeprefix(_OWN)[1:]}:{place.tb_lineno}"
+        elif not file.startswith((*INSTALLED, "<")):
+            found = None
+        place = place.tb_next
+    return found
+
+
+def refused(model: nn.Module, reason: str, module: str = "", line: str = "", way_out: str = _WAY_OUT) -> CaptureError:
+    """The error that says why, in which module, at which line, and what to change."""
+    where = f"in {module} ({type(model.get_submodule(module)).__name__}), " if module else ""
+    hints = [hint for word, hint in HINTS.items() if word in line]
+    return CaptureError(
+        f"{type(model).__name__} cannot be captured as one graph: {where}{reason}{line}\n{' '.join(hints) or way_out}"
+    )
+
+
+@contextlib.contextmanager
+def readable_errors(model: nn.Module) -> Iterator[None]:
+    """Turn whatever a capture raises into a `CaptureError`."""
+    try:
+        # Without `verbose` Dynamo takes the tracebacks off its errors, and with them the module it was in.
+        with torch._dynamo.config.patch(verbose=True):
+            yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        chain = _causes(error)
+        reason, way_out = _reason(chain)
+        raise refused(model, reason, _module_of(model, chain), _line(chain), way_out) from error
+
+
+def refuse_values(model: nn.Module, node: fx.Node) -> None:
+    """`CaptureError` where a number or a size of the graph depends on the values of tensors."""
+    for value in pytree.tree_leaves(node.meta.get("val")):
+        sizes = value.shape if isinstance(value, Tensor) else (value,)
+        if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
+            what = "a size" if isinstance(value, Tensor) else "a number"
+            raise refused(model, f"{what} depends on the values of tensors", *where(model, node))
+
+
+def refuse_effects(model: nn.Module, node: fx.Node) -> None:
+    """`CaptureError` where an op does more than to compute: it checks values, or prints."""
+    if node.target is torch.ops.higher_order.with_effects:
+        what = f"{node.args[1]} acts beside the graph: it checks the values of tensors, or says them"
+        way_out = "Write that line with ops that only compute, then compile again."
+        raise refused(model, what, *where(model, node), way_out)
+
+
+def refuse_open_sizes(graph: fx.Graph) -> None:
+    """`CaptureError` where a size of one of Dynamo's graphs is known only when it runs, even for given inputs."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    for node in graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, (Tensor, torch.SymInt)) and free_unbacked_symbols(value):
+                line = _user_line(str(node.meta.get("stack_trace", "")))
+                raise CaptureError(f"a size of the graph depends on the values of tensors{line}\n{_WAY_OUT}")
+
+
+def where(model: nn.Module, node: fx.Node) -> tuple[str, str]:
+    """The module and the source line that a node comes from, as `refused` takes them."""
+    stack = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    return _module_named(model, stack), _user_line(str(node.meta.get("stack_trace", "")))
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    found = [error]
+    while (inner := found[-1].__cause__) is not None and inner not in found:
+        found.append(inner)
+    return found
+
+
+def _reason(chain: list[BaseException]) -> tuple[str, str]:
+    """Why, in few words, and the way out."""
+    text = str(chain[0])
+    if raised := re.search(r"(?:raised exception|: got) (\w+)\((.*?)\)\n", text, re.DOTALL):
+        return f"it raises {raised[1]}: {raised[2]}", _RAISED
+    if "assertion failed" in text and "ConstantVariable" in text:
+        return "it raises AssertionError", _RAISED
+    if text.startswith("Data-dependent branching"):
+        return "a branch depends on the values of tensors", _WAY_OUT
+    if "data-dependent expression" in text or "nbacked symbol" in text:
+        return "a number depends on the values of tensors", _WAY_OUT
+    explanation = re.search(r"Explanation: (.+)", text)
+    return explanation[1] if explanation else text.strip().split("\n")[0] or type(chain[0]).__name__, _WAY_OUT
+
+
+def _line(chain: list[BaseException]) -> str:
+    """The user's line at which Dynamo stood, or that an error's text names."""
+    frames: list[Any] = []
+    for error in chain:
+        frames += getattr(error, "real_stack", None) or []
+    # Where a `finally` ran between, only the traced exception's own traceback knows the line that raised it.
+    for local in _locals_of(chain):
+        raised: Any = getattr(local.get("curr_exc"), "__traceback__", None)
+        frames += [one.frame_summary for one in raised.extract_tb()] if hasattr(raised, "extract_tb") else []
+    for frame in reversed(frames):
+        if not frame.filename.startswith(_TORCH):
+            return f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}"
+    return next((found for error in chain if (found := _user_line(str(error)))), "")
+
+
+def _locals_of(chain: list[BaseException]) -> Iterator[dict[str, Any]]:
+    """The local variables of each of torch's frames that the errors came through."""
+    for error in chain:
+        trace = error.__traceback__
+        while trace is not None:
+            yield trace.tb_frame.f_locals
+            trace = trace.tb_next
+
+
+def _user_line(text: str) -> str:
+    """The last source line that a trace names, for a message; nothing where it names none."""
+    lines = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.+)', text)
+    return "".join(f"\n  {file}:{line} in {function}: {code.strip()}" for file, line, function, code in lines[-1:])
+
+
+def _module_of(model: nn.Module, chain: list[BaseException]) -> str:
+    """The innermost module that Dynamo was in, from the frames of its interpreter."""
+    paths: list[str] = []
+    for local in _locals_of(chain):
+        stack: Any = getattr(local.get("self"), "nn_module_stack", None)
+        if isinstance(stack, dict) and stack:
+            paths = [path for path, _ in stack.values()]
+    return _module_named(model, paths)
+
+
+def _module_named(model: nn.Module, stack: list[str]) -> str:
+    """The model's name for the last of a stack of Dynamo's paths, such as "L['self']._modules['layers'][0]"."""
+    if not stack:
+        return ""
+    path = re.sub(r"^L\['\w+'\]", "", stack[-1])
+    name = re.sub(r"(?:\._modules)?\['?([^'\]]+)'?\]", r".\1", path).strip(".")
+    return name if name in dict(model.named_modules()) else ""

@@ -1,0 +1,176 @@
+"""Workarounds for what Dynamo cannot trace, and a pause of the garbage collector while graphs are made."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardweave.ir.errors import CaptureError
+
+# What is said of a line that stops a capture, by a word in it.
+HINTS = {
+    "layerdrop": "Which layers run is drawn anew in each step: set layerdrop to 0 in the model's config.",
+    "skip_the_layer": "Which layers run is drawn anew in each step: set layerdrop to 0 in the model's config.",
+    "num_masked_span": "SpecAugment is drawn on the host: set apply_spec_augment=False in the model's config.",
+    "autograd.grad(": "Use torch.func.grad, which is captured: torch.func.grad(f)(x) is the gradient of a number f(x).",
+    ".backward(": "Call backward outside of the model; where a forward needs gradients, torch.func.grad is captured.",
+    "print(": "Take the print out (what a logger or warnings.warn says is left out by itself).",
+}
+
+
+@contextlib.contextmanager
+def traceable(model: nn.Module) -> Iterator[None]:
+    """While this runs, Dynamo passes over logging and traces recurrent layers and the models of `transformers`.
+
+    The model is afterwards as it was.
+    """
+    _refuse_lost_dropout(model)
+    with (
+        torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True),
+        _without_checks(),
+        _output_hooks(model),
+        _no_input_gradients(model),
+    ):
+        yield
+
+
+def _logging_functions() -> set[Callable[..., Any]]:
+    """Every method of a logger that says something, also those that libraries add (`warning_once`); `warnings.warn`."""
+    kept: set[Callable[..., Any]] = set(torch._dynamo.config.ignore_logging_functions)
+    loggers = [value for value in logging.Logger.manager.loggerDict.values() if isinstance(value, logging.Logger)]
+    for kind in {base for logger in [logging.getLogger(), *loggers] for base in type(logger).__mro__} - {object}:
+        kept |= {value for name, value in vars(kind).items() if callable(value) and not name.startswith(("_", "get"))}
+    return kept | {warnings.warn}
+
+
+def _refuse_lost_dropout(model: nn.Module) -> None:
+    """`CaptureError` for dropout between recurrent layers, which torch's decomposition of them leaves out."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase) and module.training and module.dropout and module.num_layers > 1:
+            kind = type(module).__name__
+            raise CaptureError(
+                f"the dropout of {module.dropout} between the {module.num_layers} layers of {name or 'the model'} "
+                f"({kind}) would be lost by a capture: set its dropout to 0, or write it as {module.num_layers} {kind} "
+                "of one layer with nn.Dropout between them"
+            )
+
+
+@contextlib.contextmanager
+def _without_checks() -> Iterator[None]:
+    """Leave out the checks of values that torch's distributions and transformers make, by their own switches."""
+    switch = "TRANSFORMERS_DISABLE_TORCH_CHECK"
+    distributions = torch.distributions.Distribution
+    validates = distributions._validate_args
+    distributions.set_default_validate_args(False)
+    before = os.environ.get(switch)
+    os.environ[switch] = "1"
+    try:
+        yield
+    finally:
+        distributions.set_default_validate_args(validates)
+        if before is None:
+            del os.environ[switch]
+        else:
+            os.environ[switch] = before
+
+
+class _Collector:
+    """What is being collected now: transformers' own is a ContextVar, or under Dynamo a variable that forgets the outer
+    model's collection when an inner one ends."""
+
+    def __init__(self) -> None:
+        self.current: Any = None
+
+    def get(self) -> Any:
+        return self.current
+
+    def set(self, value: Any) -> tuple[Any]:
+        before = self.current
+        self.current = value
+        return (before,)
+
+    def reset(self, token: tuple[Any]) -> None:
+        (self.current,) = token
+
+
+_INSTALLED = "_output_capturing_hooks_installed"
+
+
+@contextlib.contextmanager
+def _output_hooks(model: nn.Module) -> Iterator[None]:
+    """Install, and take off again, the hooks by which transformers 5 collects hidden states and attentions.
+
+    A model installs them in its first call that collects, behind a lock, which is not traced.
+    """
+    library: Any = sys.modules.get("transformers.utils.output_capturing")
+    if library is None:
+        yield
+        return
+    from transformers import PreTrainedModel
+
+    before = {module: dict(module._forward_hooks) for module in model.modules()}
+    marked = {module for module in before if hasattr(module, _INSTALLED)}
+    collector = library._active_collector
+    library._active_collector = _Collector()
+    try:
+        for (
+            module
+        ) in before:  # an outer model comes first, and installs those of its inner models, whether there or not
+            if isinstance(module, PreTrainedModel) and not any(
+                hasattr(inner, _INSTALLED) for inner in module.modules()
+            ):
+                library.maybe_install_capturing_hooks(module)
+        yield
+    finally:
+        library._active_collector = collector
+        for module, hooks in before.items():
+            module._forward_hooks.clear()
+            module._forward_hooks.update(hooks)
+            if module not in marked and hasattr(module, _INSTALLED):
+                delattr(module, _INSTALLED)
+
+
+@contextlib.contextmanager
+def _no_input_gradients(model: nn.Module) -> Iterator[None]:
+    """Let transformers' audio encoders not ask for their input's gradient, which only old checkpointing needed."""
+    asking = [
+        module
+        for module in model.modules()
+        if type(module).__module__.startswith("transformers.") and getattr(module, "_requires_grad", None) is True
+    ]
+    for module in asking:
+        module._requires_grad = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in asking:
+            module._requires_grad = True  # type: ignore[assignment]
+
+
+@contextmanager
+def collected_later() -> Iterator[None]:
+    """Collect no garbage inside: a quarter of planning would be looking through graphs that are all still in use.
+
+    Examples
+    --------
+    >>> with collected_later():
+    ...     gc.isenabled()
+    False
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,0 +1,132 @@
+"""A model as a capture sees it under mixed precision: parameters in their working dtype, casts at both ends.
+
+And what casts its parameters itself, as ``torch.autocast`` does, for the same in other words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from shardweave.ir.precision import Precision
+
+CAST = torch.ops.aten._to_copy.default
+
+
+@contextlib.contextmanager
+def working_copies(model: nn.Module, precision: Precision | None, fake: Any) -> Iterator[None]:
+    """While this runs, `model` has fake parameters of its working dtype, and casts its outputs.
+
+    The model is afterwards as it was. Buffers stay as they are.
+
+    Parameters
+    ----------
+    fake : FakeTensorMode
+        The mode of the parameters.
+    """
+    if precision is None:
+        yield
+        return
+    owned = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    copies: dict[Tensor, nn.Parameter] = {}
+    for _, _, master in owned:  # a tied parameter remains one
+        if master not in copies and precision.working(master.dtype) != master.dtype:
+            with fake:
+                value = torch.empty(master.size(), dtype=precision.working(master.dtype), device=master.device)
+            copies[master] = nn.Parameter(value, master.requires_grad)
+    hooks = []
+    try:
+        for module, name, master in owned:
+            if master in copies:
+                setattr(module, name, copies[master])  # so, as recurrent layers keep a list of theirs
+        if (output := precision.output_dtype) is not None:
+            hooks.append(model.register_forward_hook(lambda _, inputs, result: cast(result, output)))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, name, master in owned:
+            setattr(module, name, master)
+
+
+def cast(values: Any, dtype: torch.dtype) -> Any:
+    """`values` with every floating-point tensor in `dtype`.
+
+    >>> cast((torch.ones(1), torch.ones(1, dtype=torch.int32), None), torch.float16)
+    (tensor([1.], dtype=torch.float16), tensor([1], dtype=torch.int32), None)
+    """
+    return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+
+
+def take_as_given(graph: fx.Graph, given: Mapping[str, torch.dtype]) -> None:
+    """Let a captured graph take its inputs in the dtypes in which they are given, and cast them itself.
+
+    Parameters
+    ----------
+    given : mapping of str to torch.dtype
+        By placeholder.
+    """
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in [node for node in graph.nodes if node.name in given]:
+        value = node.meta["val"]
+        if value.dtype == given[node.name]:
+            continue
+        with graph.inserting_before(first):
+            copy = graph.call_function(CAST, (node,), {"dtype": value.dtype})
+        node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+        copy.meta["val"] = value
+        node.meta["val"] = value.to(given[node.name])
+
+
+def take_as_cast(graph: fx.Graph, parameters: Mapping[str, str], gradients: Sequence[str]) -> None:
+    """Let a captured graph take the parameters that it only casts as what it casts them to, gradients likewise.
+
+    That is what ``torch.autocast`` in a model comes to. So each rank casts its part, and less is gathered.
+
+    Parameters
+    ----------
+    parameters : mapping of str to str
+        The parameters' names, by placeholder.
+    gradients : sequence of str
+        The parameters whose gradients are the last outputs.
+    """
+    output = graph.output_node()
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    places = {name: len(results) - len(gradients) + index for index, name in enumerate(gradients)}
+    for node in [node for node in graph.nodes if node.name in parameters]:
+        casts, place = list(node.users), places.get(parameters[node.name])
+        gradient = None if place is None else results[place]
+        if not casts or not all(_casts(user, node) for user in casts):
+            continue
+        if len({user.meta["val"].dtype for user in casts}) > 1 or (
+            gradient is not None and gradient.target is not CAST
+        ):
+            continue
+        node.meta["val"] = casts[0].meta["val"]
+        for user in casts:
+            user.replace_all_uses_with(node)
+            graph.erase_node(user)
+        if place is not None and gradient is not None:
+            results[place] = gradient.args[0]
+            output.args = (list(results),)
+            if not gradient.users:
+                graph.erase_node(gradient)
+
+
+def _casts(user: fx.Node, node: fx.Node) -> bool:
+    """Whether `user` is `node` in another dtype, and nothing else."""
+    if user.target is not CAST:
+        return False
+    made, own = user.meta["val"], node.meta["val"]
+    alike = (made.device, made.stride()) == (own.device, own.stride())
+    return alike and made.dtype != own.dtype and own.is_floating_point() and made.is_floating_point()

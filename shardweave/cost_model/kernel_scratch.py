@@ -1,0 +1,277 @@
+"""What kernels, collectives and optimizers allocate beside their results, and what an allocator rounds sizes to.
+
+The figures of the CPU are measured: torch 2.13's allocator was asked for every block while each op of the models in
+`tests/models` ran (`runtime.memory.changes`), and what it gave is explained by the kernels' sources, which lie in
+``aten/src/ATen/native`` and are named at each formula. Those of a GPU are read from the sources. cuBLAS' workspace
+(8 MiB a stream, 32 MiB on Hopper: ``aten/src/ATen/cuda/CublasHandlePool.cpp``), cuDNN's and NCCL's buffers are not
+here: a plan's reserve is for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardweave.cost_model.machine import Device
+from shardweave.sharding.graphs import is_start, tensor_bytes
+from shardweave.sharding.tensor_signature import op_arguments, op_of
+
+_BLOCK = {"cuda": 512, "cpu": 1}
+"""Sizes are multiples of it: ``kMinBlockSize`` of c10/cuda/CUDACachingAllocator.cpp. The CPU's allocator aligns to 64
+bytes (c10/core/alignment.h) and says of a block just what was asked for, which is what measurements see."""
+_CHANNELS = 16
+"""What oneDNN's blocked layouts pad channels to, with AVX-512."""
+
+
+def rounded(num_bytes: int, device: Device) -> int:
+    """Bytes of the block that the allocator of `device` gives for `num_bytes`.
+
+    >>> from shardweave.cost_model import Cluster
+    >>> from shardweave.cost_model import Machine
+    >>> [rounded(1000, Cluster.preset(name).device) for name in ("dgx-a100", "local-cpu")]
+    [1024, 1000]
+    """
+    block = _BLOCK[device.allocator]
+    return -(-num_bytes // block) * block
+
+
+def scratch_bytes(node: fx.Node, device: Device) -> int:
+    """Bytes that `node` takes only while it runs, beside its results.
+
+    Examples
+    --------
+    A product takes none, the gradient of a batch norm as much as its input on a CPU.
+
+    >>> from shardweave.cost_model import Cluster
+    >>> from shardweave.cost_model import Machine
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> x.meta["val"] = torch.empty(8, 8, device="meta")
+    >>> scratch_bytes(graph.call_function(torch.ops.aten.mm.default, (x, x)), Cluster.local(1).device)
+    0
+    """
+    if node.op != "call_function":
+        return 0
+    if is_start(node):  # ProcessGroupGloo.cpp: an all-gather flattens what it sends
+        gloo = device.allocator == "cpu" and _name(node) == "all_gather_into_tensor"
+        return tensor_bytes(_value(node, 0)) if gloo else 0
+    formula = (_CPU if device.allocator == "cpu" else _CUDA).get(_name(node))
+    return 0 if formula is None else int(formula(node))
+
+
+def sent_copy_bytes(start: fx.Node, device: Device) -> int:
+    """Bytes of a copy that a collective keeps from its start to its wait.
+
+    Gloo has no reduce-scatter and reduces a copy of the whole input (ProcessGroupGloo.cpp,
+    ``reduce_scatter_tensor_coalesced``); NCCL needs none.
+    """
+    copies = device.allocator == "cpu" and _name(start) == "reduce_scatter_tensor"
+    return tensor_bytes(_value(start, 0)) if copies else 0
+
+
+def optimizer_scratch_bytes(sizes: list[int], states: float, alone: bool, device: Device) -> int:
+    """Bytes that an optimizer's step takes beside parameters, gradients and states.
+
+    Adam makes the root of its second moment and divides it, for one parameter after another: two temporaries, and the
+    last parameter's quotient is freed after the next one's (``torch/optim/adam.py``, ``_single_tensor_adam``). That
+    is torch's way with DTensors everywhere, and with all on a CPU. Plain tensors on a GPU are updated together
+    (``_multi_tensor_adam``): one temporary of all. Optimizers with less than two states work in place (``sgd.py``).
+
+    Parameters
+    ----------
+    sizes : list of int
+        Bytes of each trainable parameter on this device, in their order.
+    states : float
+        Bytes of states for each of a parameter.
+    alone : bool
+        Whether there is one device only, so that parameters are plain tensors.
+
+    Examples
+    --------
+    >>> from shardweave.cost_model import Cluster
+    >>> from shardweave.cost_model import Machine
+    >>> optimizer_scratch_bytes([10, 6, 8], 2.0, False, Cluster.local(2).device)
+    22
+    """
+    if states < 2 or not sizes:
+        return 0
+    if alone and device.allocator == "cuda":
+        return sum(rounded(size, device) for size in sizes)
+    blocks = [0, *(rounded(size, device) for size in sizes)]
+    return max(before + 2 * size for before, size in zip(blocks, blocks[1:]))
+
+
+def _name(node: fx.Node) -> str:
+    packet = getattr(op_of(node), "overloadpacket", None)
+    return str(getattr(packet, "__name__", ""))
+
+
+def _value(node: fx.Node, position: int) -> Any:
+    """The value of an argument, or the argument itself; of an op that draws, of its own arguments."""
+    args, _ = op_arguments(node)
+    argument = args[position] if position < len(args) else None
+    return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
+
+
+def _attention(node: fx.Node) -> int:
+    """FlashAttentionKernel.cpp: for each thread a block of scores, two statistics a row, and a block of the result."""
+    rows, columns, width = _attention_block(node, query=0)
+    return 4 * rows * (columns + 2 + width)
+
+
+def _attention_backward(node: fx.Node) -> int:
+    """The same, where a thread holds a block of scores and of their gradient, and a sum a row."""
+    rows, columns, _ = _attention_block(node, query=1)
+    return 4 * rows * (2 * columns + 1)
+
+
+def _attention_block(node: fx.Node, query: int) -> tuple[int, int, int]:
+    rows, width = (int(size) for size in _value(node, query).shape[-2:])
+    most = 256 if rows >= 768 else 64 if rows >= 192 else 32
+    return min(rows, most), min(int(_value(node, query + 1).shape[-2]), 512), width
+
+
+def _convolution(node: fx.Node) -> int:
+    """mkldnn/Conv.cpp: oneDNN's blocked copies; the plain result comes when those of the operands are gone.
+
+    The copy of an image with few channels is left out, as oneDNN reads it where it lies.
+    """
+    given, weight, result = _value(node, 0), _value(node, 1), node.meta["val"]
+    plain = tensor_bytes(result)
+    if _taps(weight) == 1:
+        return 0
+    if _grouped(node):
+        return tensor_bytes(given) + tensor_bytes(weight)
+    operands = _padded(given) + _padded_weight(weight) if given.shape[1] >= _CHANNELS else 0
+    return _padded(result) + max(operands, plain) - plain
+
+
+def _input_gradient(node: fx.Node) -> int:
+    """The same of the gradient, and a contiguous input, of which only the shape is needed (`runtime.convolution`)."""
+    gradient, weight, result = _value(node, 0), _value(node, 1), node.meta["val"]
+    plain = tensor_bytes(result)
+    if _taps(weight) == 1:
+        return plain
+    if _grouped(node):
+        return plain + tensor_bytes(gradient) + tensor_bytes(weight)
+    return _padded(result) + max(_padded(gradient) + _padded_weight(weight), plain)
+
+
+def _weight_gradient(node: fx.Node) -> int:
+    """Blocked copies of gradient, input and result; where the kernel has one tap, of the result only."""
+    gradient, given, result = _value(node, 0), _value(node, 1), node.meta["val"]
+    if _taps(result) == 1:
+        return tensor_bytes(result)
+    if _grouped(node):
+        return tensor_bytes(given)
+    if max(gradient.shape[1], given.shape[1]) < _CHANNELS:
+        return tensor_bytes(gradient) + tensor_bytes(given) + tensor_bytes(result)
+    return _padded(gradient) + _padded(given) + _padded_weight(result)
+
+
+def _grouped(node: fx.Node) -> bool:
+    return bool(_value(node, 8) != 1)
+
+
+def _taps(weight: torch.Tensor) -> int:
+    taps: int = math.prod(weight.shape[2:])
+    return taps
+
+
+def _padded(image: torch.Tensor) -> int:
+    """Bytes of an image with its channels, the second dimension, in blocks."""
+    channels = max(1, int(image.shape[1]))
+    return tensor_bytes(image) // channels * _whole(channels)
+
+
+def _padded_weight(weight: torch.Tensor) -> int:
+    """Bytes of a weight with its channels, the first two dimensions, in blocks."""
+    made, taken = max(1, int(weight.shape[0])), max(1, int(weight.shape[1]))
+    return tensor_bytes(weight) // (made * taken) * _whole(made) * _whole(taken)
+
+
+def _whole(channels: int) -> int:
+    return -(-channels // _CHANNELS) * _CHANNELS
+
+
+def _expert_mm(node: fx.Node) -> int:
+    """ops/experts.py: the rows in their experts' order, and one expert's product, if all have as many."""
+    experts = int(_value(node, 1).shape[0])
+    return tensor_bytes(_value(node, 0)) + tensor_bytes(node.meta["val"]) // max(1, experts)
+
+
+def _expert_outer(node: fx.Node) -> int:
+    return tensor_bytes(_value(node, 0)) + tensor_bytes(_value(node, 1))
+
+
+def _quantize(node: fx.Node) -> int:
+    """ops/quantized_blocks.py: whole blocks in full precision, and a byte for each element; the result comes later."""
+    payload, scales = node.meta["val"]
+    padded = int(scales.numel() * _value(node, 3))
+    return padded * (int(scales.element_size()) + 1) - tensor_bytes(payload)
+
+
+def _dequantize(node: fx.Node) -> int:
+    """Whole blocks in full precision, where these are not the result; then in its dtype, with what is to spare."""
+    scales, result = _value(node, 1), node.meta["val"]
+    padded = int(scales.numel() * _value(node, 3))
+    whole, spare = padded * int(scales.element_size()), padded - int(result.numel())
+    if scales.dtype == result.dtype:
+        return whole if spare else 0
+    return whole + spare * int(result.element_size())
+
+
+def _sum_dequantized(node: fx.Node) -> int:
+    """Those of the sum and of what is added to it, and the codes of that; the result comes when the latter are gone."""
+    scales, result = _value(node, 1), node.meta["val"]
+    one = tensor_bytes(scales) * int(_value(node, 3)) // int(scales.shape[0])
+    codes = int(result.numel()) if _value(node, 0).dtype == torch.uint8 else 0
+    return 2 * one + codes - tensor_bytes(result)
+
+
+def _like_input(node: fx.Node) -> int:
+    return tensor_bytes(_value(node, 0))
+
+
+def _converted(node: fx.Node) -> int:
+    result = node.meta["val"]
+    return tensor_bytes(result) if _value(node, 0).dtype != result.dtype else 0
+
+
+def _flash_backward(node: fx.Node) -> int:
+    """flash_attn/flash_api.cpp, ``mha_bwd``: in float32, the sums of the query's gradient, and a number a row.
+
+    Rows are rounded to 128, widths to 32.
+    """
+    batch, heads, rows, width = (int(size) for size in _value(node, 1).shape)
+    rows, width = -(-rows // 128) * 128, -(-width // 32) * 32
+    return 4 * batch * heads * rows * (width + 1)
+
+
+_OWN: dict[str, Callable[[fx.Node], int]] = {  # the same on any device
+    "quantize_blocks": _quantize,
+    "dequantize_blocks": _dequantize,
+    "sum_dequantized": _sum_dequantized,
+}
+_CPU: dict[str, Callable[[fx.Node], int]] = {
+    **_OWN,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "convolution": _convolution,
+    "conv_input_grad": _input_gradient,
+    "conv_weight_grad": _weight_gradient,
+    "expert_mm": _expert_mm,
+    "expert_outer": _expert_outer,
+    "native_batch_norm_backward": _like_input,  # measured; in Normalization.cpp
+    "cumsum": _converted,  # ReduceOps.cpp: the input in the dtype of the sums
+    "_safe_softmax": lambda node: int(_value(node, 0).numel()),  # attention.cpp: which entries are minus infinity
+}
+_CUDA: dict[str, Callable[[fx.Node], int]] = {
+    **_OWN,
+    "_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_backward,  # planned for GPUs on a laptop
+}

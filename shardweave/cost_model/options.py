@@ -1,0 +1,276 @@
+"""What a user may ask of the compiler."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
+
+from shardweave.ir import ALL, BITS, Grid, Mode, Quantized, Strategy, Traffic, Weaving
+from shardweave.ir.annotations import is_of, readable
+from shardweave.ir.brief import brief
+from shardweave.ir.errors import PlanError
+from shardweave.ir.precision import Precision
+from shardweave.ir.units import bytes_of
+
+if TYPE_CHECKING:
+    from shardweave.cost_model import Cluster
+
+Forced = str | tuple[int, ...] | Grid | Strategy
+"""What a user may call a strategy."""
+RESERVE = 0.1
+"""The part of a device's memory that a plan leaves alone by default: context, fragments, the user's own tensors."""
+ZERO_PLUS_PLUS: Mapping[Quantized, int] = {"parameters": 8, "gradients": 4}
+"""What ``quantize="zero++"`` stands for."""
+OPTIMIZER_STATE_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "adamw": 8}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `plan` and `compile_parallel`.
+
+    Parameters
+    ----------
+    memory_limit : int, float or str, optional
+        Bytes that one device may use, or a text with a unit: ``"20GB"`` is 20 * 10**9 bytes, ``"20GiB"`` is 20 * 2**30
+        (`units.bytes_of`). By default the device's memory less a tenth for what no plan sees.
+    optimizer : str or int
+        ``"adamw"``, ``"adam"``, ``"momentum"``, ``"sgd"``, or the bytes of optimizer state for each parameter.
+    force : mapping from a name pattern to a strategy, or several
+        Patterns as in a shell (``"blocks.*.mlp.up"``), matched against the names of modules and parameters. A strategy
+        is ``"column"``, ``"row"``, ``"expert"``, ``"3d"`` (a degree may follow: ``"column:4"``), data parallelism by
+        its systems' names, ``"dp"``, ``"zero1"``, ``"zero2"``, ``"zero3"`` (also ``"zdp"``; FSDP's), ``"hsdp"``
+        (also ``"mics"``) and ``"hpz"`` (with a degree of the inner sharding: ``"hsdp:8"``; see `planner.presets`), a
+        `Grid`, its sizes as a tuple ``(x, y, z, data)`` or ``(x, y, z, data, experts)``, or a `Strategy`; or a sequence
+        of these, of which the planner chooses. ``"tensor:4"`` is tensor parallelism by columns and rows in turn, as the
+        model's structure has them (`planner.alternation`), ``"tensor:2x2x2"`` the same over x, y and z,
+        ``"tensor:4+zero1"`` with the states sharded over the other devices. Where several patterns match, the last one
+        holds.
+    precision : Precision or str, optional
+        Mixed precision: a `Precision`, ``"bf16"`` or ``"fp16"``. By default nothing is cast.
+    outputs : {"auto", "sharded", "part", "whole"}
+        Where the outputs other than a loss lie: as they were computed (a DTensor where that is more than a part of the
+        batch), this rank's part of the batch, or whole on every rank. ``"auto"`` is ``"sharded"`` where the model
+        returns a scalar loss, else ``"part"``.
+    time_limit : float
+        Seconds that the solver may take.
+    lookahead : int, optional
+        How many parameters at most are gathered ahead of their use, and gradients left under way to their states. By
+        default as many as pay and fit.
+    micro_batches : int, optional
+        Into how many parts a call's batch is cut, computed one after another with their gradients added up, so that
+        only one part's activations are held. The model has to return a scalar loss. What needs the whole batch at once
+        (the statistics of a batch norm) is refused. By default it is one part; where that does not fit, or only
+        slowly, the planner chooses a power of two if the model goes with it.
+    sub_batches : int, optional
+        Into how many parts each of these is cut besides, all of them in one graph, so that one part computes while
+        another communicates. The same things are refused. By default the planner chooses 1 or 2.
+    undivided : sequence of name patterns
+        Modules that take all sub-batches at once: what is too small to be cut (a sample a device), or needs the whole
+        batch. Patterns as in `force`. Nothing computes there while its activations move.
+    recompute : {"none", "full", "fine"} or mapping from a name pattern to one of these, optional
+        What the backward computes again instead of keeping it: all of a layer (a module in a list), or all but the
+        results of its collectives, so that no communication is repeated. Patterns as in `force`. By default what lies
+        in activation checkpoints of the model (``torch.utils.checkpoint``) is ``"full"``; of a model without any the
+        planner chooses for each layer, where memory asks for it.
+    operator_slices : int or mapping from a name pattern to int
+        Into how many slices an op with a parameter is cut, computed one after another, so that only a slice of the
+        parameter is gathered at a time. Patterns as in `force`; what a number does not divide stays whole. By default
+        the planner chooses, as a part of an op's strategy, where memory asks for it; with 1 nothing is cut.
+    keep_gathered : bool or mapping from a name pattern to bool or int, optional
+        What is gathered for the forward is kept for the backward, instead of gathered again. Of an op in slices a
+        number says how many of them; the others are gathered again. (What is gathered once a step, ``"zero2"``, is a
+        strategy that the planner has anyway.) By default the planner chooses, all or none, for models of few layers.
+    buckets : bool or "flat", optional
+        Small collectives of parameters and gradients are put together. By default the planner chooses. With ``"flat"``
+        besides all parameters that a step has whole (not ZeRO-3's) are gathered as one, before the forward, and their
+        gradients are reduced as one, behind the backward: to see what a system takes that has one flat parameter around
+        a whole model, as FSDP's first version and fairscale's have.
+    sequence_parallel : bool, optional
+        Whether each device takes a part of the sums that tensor parallelism leaves (at residual connections, and so in
+        the norms after them), cut on the sequence where the batch is too small for it, or all of them take the whole.
+        By default the planner chooses, at residual connections that no bias comes before.
+    cross_pass : bool
+        The backward may compute a layer again while the gradients of another are on their way. Without it a layer is
+        recomputed when the gradients of the one behind it are there, as Megatron-LM does: to see what it is worth.
+    blocking : sequence of {"gather", "scatter", "reduce", "broadcast", "activation"}
+        What compute waits for instead of hiding it: parameters gathered for a use, gradients scattered to where they
+        are added up, these sums on their way to the states, parameters on their way from the states (once a step),
+        activations. To see what overlap is worth, or what a system takes that lacks some of it.
+    whole_sums : bool
+        Each device gets the whole sum of a gradient, as far as it adds that up, and its states take their part of it.
+        By default sums are scattered to the states, which moves half as much. To see what a system takes that does not
+        do that: DeepSpeed's ZeRO-1 and 2 (``use_multi_rank_bucket_allreduce``), AMSP.
+    gather_again : bool
+        What is computed again and the backward of it gather their parameters each for itself, as activation checkpoints
+        around FSDP's modules do. To see what one gather for both is worth, or what such a system takes.
+    quantize : mapping from {"parameters", "gradients"} to int, or "zero++"; optional
+        What moves in blocks of so many bits, each with a scale, as in ZeRO++ (arXiv 2306.10209): parameters wherever
+        they are gathered (8), gradients wherever they are scattered (8 or 4), inside of a node first and then between
+        nodes. ``"zero++"`` is ``{"parameters": 8, "gradients": 4}``. It changes numbers, and so is off by default.
+        All-reduces of gradients (of replicated parameters, and across the copies of ``"hsdp"``) and activations move as
+        they are. See docs/quantize.md.
+    timeout : float or timedelta, optional
+        Seconds that a rank waits for the others in one collective: then, or when a rank has ended, a LostRankError is
+        raised. By default what ``torch.distributed.init_process_group`` was given. See docs/several-hosts.md.
+    check_inputs : int, "always" or "never"
+        In how many calls the ranks compare hashes of their inputs, which shows whether they mean the same batch. In
+        each call they also agree that all can run it, so that an error of one rank is raised on all of them; with
+        ``"never"`` they do neither. See docs/inputs.md.
+    allow_unruled : bool
+        Compute ops without a sharding rule whole on every device, instead of refusing the model.
+
+    Raises
+    ------
+    PlanError
+        A value has another type, or is none that its option may have; the message names the option.
+
+    Examples
+    --------
+    >>> Options(memory_limit="16GB").memory_limit == 16 * 10**9
+    True
+    >>> Options(force={"blocks.*.up": "column", "blocks.*.down": "row"}).optimizer_bytes
+    8
+    """
+
+    memory_limit: float | str | None = None
+    optimizer: str | int = "adamw"
+    force: Mapping[str, Forced | Sequence[Forced]] = field(default_factory=dict)
+    precision: Precision | str | None = None
+    outputs: Literal["auto", "sharded", "part", "whole"] = "auto"
+    time_limit: float = 30.0
+    lookahead: int | None = None
+    micro_batches: int | None = None
+    sub_batches: int | None = None
+    undivided: Sequence[str] = ()
+    recompute: Mode | Mapping[str, Mode] | None = None
+    operator_slices: int | Mapping[str, int] = field(default_factory=dict)
+    keep_gathered: bool | Mapping[str, bool | int] | None = None
+    buckets: bool | Literal["flat"] | None = None
+    sequence_parallel: bool | None = None
+    cross_pass: bool = True
+    blocking: Sequence[Traffic] = ()
+    whole_sums: bool = False
+    gather_again: bool = False
+    quantize: Literal["zero++"] | Mapping[Quantized, int] | None = None
+    timeout: float | timedelta | None = None
+    check_inputs: int | Literal["always", "never"] = 3
+    allow_unruled: bool = False
+
+    def __post_init__(self) -> None:
+        Precision.of(self.precision)  # first: it names the short names
+        for name, annotation in _types().items():
+            if not is_of(getattr(self, name), annotation):
+                with suppress(TypeError, AttributeError, ValueError):  # of what is read before it is checked
+                    _ = self.weaving  # whose own errors tell more
+                raise PlanError(f"the option {name} must be {readable(annotation)}, got {getattr(self, name)!r}")
+        if self.memory_limit is not None:
+            try:
+                object.__setattr__(self, "memory_limit", bytes_of(self.memory_limit))
+            except ValueError as error:
+                raise PlanError(
+                    f"memory_limit must be a positive number of bytes a device, or a size such as '20GB' or '20GiB': "
+                    f"{error}"
+                ) from error
+        seconds = self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
+        if seconds is not None and not 0 < seconds < 1e9:
+            raise PlanError(f"timeout is in seconds, or a timedelta, and must be positive, got {self.timeout!r}")
+        if isinstance(self.optimizer, int) and self.optimizer < 0:
+            raise PlanError(f"optimizer must be its bytes of state per parameter, or a name, got {self.optimizer}")
+        if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZER_STATE_BYTES:
+            known = ", ".join(OPTIMIZER_STATE_BYTES)
+            raise PlanError(
+                f"optimizer {self.optimizer!r} is unknown; expected one of {known}, or its bytes of state per parameter"
+            )
+        if not 0 < self.time_limit < math.inf:
+            raise PlanError(f"time_limit is in seconds and must be positive, got {self.time_limit}")
+        if self.micro_batches is not None and self.micro_batches < 1:
+            raise PlanError(f"micro_batches counts parts of a batch and must be positive, got {self.micro_batches}")
+        if isinstance(self.check_inputs, int) and self.check_inputs < 0:
+            raise PlanError(f"check_inputs counts calls, and cannot be negative, got {self.check_inputs}")
+        _ = self.weaving  # which checks what it is made of
+
+    def __repr__(self) -> str:
+        return brief(self)
+
+    @property
+    def turns(self) -> int:
+        """The number of micro-batches; what is left open is not made use of."""
+        return 1 if self.micro_batches is None else self.micro_batches
+
+    @property
+    def checks(self) -> int | None:
+        """In how many calls inputs are compared: None for all of them, -1 where ranks do not even agree on calls."""
+        if isinstance(self.check_inputs, str):
+            return None if self.check_inputs == "always" else -1
+        return self.check_inputs
+
+    @property
+    def weaving(self) -> Weaving:
+        """What is asked of the whole step; what is left open is not made use of."""
+        recompute = {"*": self.recompute} if isinstance(self.recompute, str) else self.recompute or {}
+        slices = {"*": self.operator_slices} if isinstance(self.operator_slices, int) else self.operator_slices
+        kept = {"*": self.keep_gathered} if isinstance(self.keep_gathered, bool) else self.keep_gathered or {}
+        kept = {pattern: ALL if number is True else int(number) for pattern, number in kept.items()}
+        slices, kept = ({} if each == whole else each for each, whole in ((slices, {"*": 1}), (kept, {"*": 0})))
+        sub_batches = 1 if self.sub_batches is None else self.sub_batches
+        return Weaving(
+            sub_batches,
+            recompute,
+            slices,
+            kept,
+            self.buckets or False,
+            self.cross_pass,
+            self.lookahead,
+            tuple(self.blocking),
+            self.whole_sums,
+            self.gather_again,
+            self._quantize,
+            tuple(self.undivided),
+        )
+
+    @property
+    def _quantize(self) -> Mapping[Quantized, int]:
+        if self.quantize == "zero++":
+            return ZERO_PLUS_PLUS
+        if self.quantize is not None and not isinstance(self.quantize, Mapping):
+            raise PlanError(
+                f"quantize must be 'zero++', or the bits of {' and '.join(BITS)} as in {dict(ZERO_PLUS_PLUS)}, "
+                f"got {self.quantize!r}"
+            )
+        return self.quantize or {}
+
+    def woven(self, weaving: Weaving) -> Options:
+        """These options with what a plan says of the whole step."""
+        return replace(self, **{each.name: getattr(weaving, each.name) for each in fields(weaving)})
+
+    def limit(self, cluster: Cluster) -> int:
+        """Bytes that a device may use."""
+        return int(cluster.device.memory * (1 - RESERVE)) if self.memory_limit is None else bytes_of(self.memory_limit)
+
+    @property
+    def patience(self) -> timedelta | None:
+        """How long a rank waits for the others; None where the world's own timeout holds."""
+        if self.timeout is None or isinstance(self.timeout, timedelta):
+            return self.timeout
+        return timedelta(seconds=self.timeout)
+
+    @property
+    def mixed(self) -> Precision | None:
+        """The dtypes of the step; None where nothing is cast."""
+        return Precision.of(self.precision)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of optimizer state for each parameter, in float32."""
+        return self.optimizer if isinstance(self.optimizer, int) else OPTIMIZER_STATE_BYTES[self.optimizer]
+
+
+@functools.cache
+def _types() -> Mapping[str, Any]:
+    """The type of each option; what a strategy in `force` may be is said where it is looked up."""
+    return {**get_type_hints(Options), "force": Mapping[str, Any]}

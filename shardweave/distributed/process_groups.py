@@ -1,0 +1,226 @@
+"""The machine at run time: a torch DeviceMesh over the axes, and a process group for every symbolic name."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardweave.distributed.failures import FailureNotice, collective, in_time
+from shardweave.distributed.gloo import is_safe, one_at_a_time, timeout_of
+from shardweave.ir import Axis, Mesh, group_name
+from shardweave.ir.errors import ParallelError
+
+COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
+"""The namespaces of the ops that run in process groups."""
+
+
+class RuntimeMesh:
+    """The running ``torch.distributed`` world, seen as the axes of `mesh`.
+
+    Everything here that creates process groups is collective: all ranks must do it, in the same order. A mesh of one
+    device needs no ``torch.distributed`` at all.
+
+    Parameters
+    ----------
+    mesh : Mesh
+        The axes that the step was compiled for.
+    device_type : str, optional
+        ``"cpu"`` or ``"cuda"``; by default the one that the world's backend serves.
+    timeout : timedelta, optional
+        How long a collective may wait for the other ranks; by default as long as in the world's own group.
+
+    Attributes
+    ----------
+    rank : int
+        This process' rank, in ``[0, mesh.world_size)``.
+    coordinates : tuple of int
+        This rank's coordinate on each axis, in the mesh's order: what generated graphs take first.
+    device_mesh : DeviceMesh or None
+        One dimension an axis, in the mesh's order and under the axes' names; None without axes.
+    timeout : timedelta
+        That of the groups that are made here.
+    closed : str or None
+        The rank and the cause, once a step has failed and its groups are closed.
+
+    Raises
+    ------
+    ParallelError
+        If no ``torch.distributed`` world is running, or one of another size than the mesh has.
+    LostRankError
+        If a rank does not take part in making the groups.
+
+    Examples
+    --------
+    >>> RuntimeMesh(Mesh(())).coordinates
+    ()
+    """
+
+    def __init__(self, mesh: Mesh, device_type: str | None = None, timeout: timedelta | None = None) -> None:
+        running = dist.is_available() and dist.is_initialized()
+        world_size = dist.get_world_size() if running else 1
+        if world_size != mesh.world_size:
+            axes = ", ".join(map(str, mesh.axes)) or "no axes"
+            found = f"{world_size} ranks are running" if running else "torch.distributed is not initialised"
+            raise ParallelError(
+                f"the step was compiled for {mesh.world_size} ranks ({axes}), but {found}. Start as many ranks as the "
+                "plan has (torchrun --nproc-per-node, or shardweave.launch), or plan for the cluster that is running"
+            )
+        self.mesh = mesh
+        self.rank = dist.get_rank() if running else 0
+        self.coordinates = tuple(axis.coordinate(self.rank) for axis in mesh.axes)
+        self.device_type = device_type or ("cuda" if running and "nccl" in dist.get_backend() else "cpu")
+        self.device_mesh: DeviceMesh | None = None
+        self.closed: str | None = None
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        world = dist.group.WORLD if running else None
+        self.timeout = timeout or (timedelta(0) if world is None else timeout_of(world))
+        self._world = world if world is not None and timeout_of(world) == self.timeout else None
+        self._notice = FailureNotice.of_next_mesh()
+        self._failures = 0
+        if mesh.axes:
+            cuda: Any = torch.cuda
+            if self.device_type == "cuda" and not cuda.is_initialized() and "LOCAL_RANK" in os.environ:
+                cuda.set_device(int(os.environ["LOCAL_RANK"]))  # as init_device_mesh does
+            names = tuple(axis.name for axis in mesh.axes)
+            groups = [self.process_group(name) for name in names]
+            self.device_mesh = DeviceMesh.from_group(
+                groups if len(groups) > 1 else groups[0], self.device_type, rank_tensor(mesh), mesh_dim_names=names
+            )
+
+    def process_group(self, name: str) -> dist.ProcessGroup:
+        """The group of this rank over the axes of the symbolic `name` (see `ir.group_name`), made on first use.
+
+        Raises
+        ------
+        LayoutError
+            If the mesh has no axis of that name.
+        """
+        if name not in self._groups:
+            axes = [self.mesh.axis(axis) for axis in name.split(".")]
+            world = tuple(range(self.mesh.world_size))
+            groups = sorted({self.mesh.group_ranks(axes, rank) for rank in world})
+            # On CPUs a step that fails closes its groups (see `close`), which the world's own group must not be.
+            reusable = self._world is not None and self.device_type != "cpu" and is_safe(self._world)
+            if groups == [world] and reusable:
+                self._groups[name] = self._world  # type: ignore[assignment]
+            else:
+                self._groups[name] = self._made([list(group) for group in groups], name)
+        return self._groups[name]
+
+    def _made(self, groups: list[list[int]], name: str) -> dist.ProcessGroup:
+        def make() -> dist.ProcessGroup:
+            mine: dist.ProcessGroup
+            mine, _ = dist.new_subgroups_by_enumeration(groups, timeout=self.timeout)  # type: ignore[no-untyped-call]
+            return mine
+
+        with collective(f"making the groups over {axes_in_words(name)}", timeout=self.timeout), one_at_a_time():
+            # a thread of its own would not have this one's CUDA device
+            most = self.timeout + timedelta(seconds=len(groups))
+            return make() if self.device_type == "cuda" else in_time(make, most)
+
+    def all_failed_at(self, place: str) -> bool:
+        """Whether a step fails on all ranks at this place of its graph: then none of them waits for another."""
+        self._failures += 1
+        return self._notice.all_failed_at(f"{self._failures}/{place}", self.mesh.world_size, self.timeout)
+
+    def close(self, error: Exception) -> None:
+        """Tell the other ranks that a step failed here by `error`, and close this mesh's groups.
+
+        A collective of the step that another rank waits for then fails there at once, and `failure` tells that rank
+        the cause. Only gloo closes a connection so; on GPUs the other ranks wait until the timeout.
+        """
+        if self.device_mesh is None or self.closed is not None:
+            return
+        self.closed = self._notice.post(f"rank {self.rank}: {type(error).__name__}: {error}", self.timeout)
+        if self.device_type != "cpu":
+            return
+        vars(self.device_mesh).get("_pg_registry", {}).clear()  # connections close with the last reference to a group
+        while self._groups:
+            dist.destroy_process_group(self._groups.popitem()[1])
+
+    def failure(self) -> str | None:
+        """The rank and the cause, where a step of this mesh has failed on some rank; None where none has said so."""
+        if self.closed is None and self.device_mesh is not None:
+            return self._notice.read(self.timeout)
+        return self.closed
+
+    def group_over(self, axes: Iterable[Axis]) -> dist.ProcessGroup:
+        """The group of this rank over `axes`; there must be at least one."""
+        return self.process_group(group_name(axes))
+
+    def everyone(self) -> dist.ProcessGroup:
+        """A group of all ranks, for one collective at a time; there must be several ranks."""
+        return self._world or self.group_over(self.mesh.axes)
+
+    def bind(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """A generated graph that this rank can run: see `bound`."""
+        module = fx.GraphModule(gm, self.bound(gm.graph))
+        module.meta.update(gm.meta)
+        return module
+
+    def bound(self, graph: fx.Graph) -> fx.Graph:
+        """A copy of a generated graph with the real names of process groups in place of the symbolic ones.
+
+        The groups are made in the order of their names, so all ranks make them in the same order.
+        """
+        found = copy.deepcopy(graph)
+        starts = [(node, *place) for node in found.nodes if (place := _group_argument(node))]
+        for name in sorted({name for _, _, name in starts}):
+            self.process_group(name)
+        for node, index, name in starts:
+            node.update_arg(index, self.process_group(name).group_name)
+        return found
+
+
+def axes_in_words(name: str) -> str:
+    """The axes of a symbolic group name, for a message.
+
+    >>> axes_in_words("gpu0.node0"), axes_in_words("gpu0")
+    ('the axes gpu0, node0', 'the axis gpu0')
+    """
+    names = name.split(".")
+    return f"the {'axis' if len(names) == 1 else 'axes'} {', '.join(names)}"
+
+
+def rank_tensor(mesh: Mesh) -> torch.Tensor:
+    """The global rank at each coordinate: one dimension an axis, in the mesh's order.
+
+    >>> rank_tensor(Mesh((Axis("node0", 2, stride=2), Axis("gpu0", 2)))).tolist()
+    [[0, 1], [2, 3]]
+    >>> rank_tensor(Mesh((Axis("gpu0", 2), Axis("node0", 2, stride=2)))).tolist()
+    [[0, 2], [1, 3]]
+    """
+    ranks = torch.zeros([axis.size for axis in mesh.axes], dtype=torch.int)
+    for dim, axis in enumerate(mesh.axes):
+        steps = torch.arange(axis.size, dtype=torch.int) * axis.stride
+        ranks += steps.view([-1 if other == dim else 1 for other in range(len(mesh.axes))])
+    return ranks
+
+
+def group_of(node: fx.Node) -> dist.ProcessGroup | None:
+    """The group in which a collective of a bound graph runs; None for any other node."""
+    place = _group_argument(node)
+    if place is None:
+        return None
+    c10d: Any = distributed_c10d  # which does not list the function among its own
+    group: dist.ProcessGroup = c10d._resolve_process_group(place[1])
+    return group
+
+
+def _group_argument(node: fx.Node) -> tuple[int, str] | None:
+    """Position and symbolic name of the group that a node's collective runs in; None for any other node."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in COLLECTIVES:
+        return None
+    for index, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "group_name":
+            return index, str(node.args[index])
+    return None

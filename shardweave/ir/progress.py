@@ -1,0 +1,161 @@
+"""Progress of planning and compiling: what is told while it goes on, and how it is shown where nobody listens.
+
+On a terminal one live line says what is being done. Elsewhere a line comes every few seconds, through the logger
+``"shardweave"`` at level INFO where logging is configured, else on standard error.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+
+from shardweave.ir.errors import ParallelError
+from shardweave.ir.units import readable_bytes, readable_seconds
+
+LOGGER = logging.getLogger("shardweave")
+
+EVERY = 5.0
+"""Seconds between two lines of a log; what takes less is not told there."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What planning, or compiling, is at.
+
+    Parameters
+    ----------
+    stage : str
+        ``"capture"``, ``"annotate"``, ``"price"``, ``"solve"``, ``"simulate"``, ``"weave"``, ``"weigh"``, or the name
+        of a pass that generates the step.
+    incumbent : float
+        Seconds that a step takes by the best plan so far: by the program's count while it is solved, else as simulated
+        among the plans that fit into the limit. Infinite where there is none yet.
+    bound : float
+        While the program is solved, seconds that no choice of it takes less than, by its count; else 0.
+    seconds_left : float
+        While the program is solved, seconds until its time limit ends that; else infinite.
+    least_bytes : float
+        Bytes a device of the smallest plan that was simulated so far; infinite where there is none yet.
+    planned : str
+        What is planned where several things are: a baseline, a memory limit, a cluster, a batch size.
+
+    Examples
+    --------
+    >>> print(Event("solve", incumbent=0.012, bound=0.0118, seconds_left=20, planned="FSDP"))
+    FSDP: solve, best step so far 12.0 ms, none below 11.8 ms, at most 20 s left
+    """
+
+    stage: str
+    incumbent: float = math.inf
+    bound: float = 0.0
+    seconds_left: float = math.inf
+    least_bytes: float = math.inf
+    planned: str = ""
+
+    def __str__(self) -> str:
+        said = [self.stage]
+        if self.incumbent < math.inf:
+            said.append(f"best step so far {readable_seconds(self.incumbent)}")
+        elif self.least_bytes < math.inf:
+            said.append(f"nothing fits so far, the smallest needs {readable_bytes(self.least_bytes)} a device")
+        if self.bound > 0.0:
+            said.append(f"none below {readable_seconds(self.bound)}")
+        if self.seconds_left < math.inf:
+            said.append(f"at most {self.seconds_left:.0f} s left")
+        return f"{self.planned}: {', '.join(said)}" if self.planned else ", ".join(said)
+
+
+Progress = Callable[[Event], None]
+"""What a user hands over to be told."""
+
+
+class Reporter:
+    """Tells a user's callable of each event, or shows events while it is entered; it may be entered several times.
+
+    Parameters
+    ----------
+    given : callable or bool, optional
+        A callable is told every event. By default they are shown; not with False.
+
+    Raises
+    ------
+    ParallelError
+        `given` is none of these.
+    """
+
+    def __init__(self, given: Progress | bool | None = None) -> None:
+        if given is not None and not isinstance(given, bool) and not callable(given):
+            raise ParallelError(
+                f"progress must be a function that takes an event, or False for no display, got {given!r}"
+            )
+        self._told = given if callable(given) else None
+        self._shows = given is None or given is True
+        self._live: Live | None = None
+        self._depth = 0
+        self._begun = self._last = 0.0
+        self.planned = ""
+        """What is planned, where several things are."""
+
+    @classmethod
+    def of_ranks(cls, given: Progress | bool | None) -> Reporter:
+        """As `Reporter`, on the ranks of a world: those that wait for the plan of rank 0 show nothing."""
+        waits = dist.is_initialized() and dist.get_rank() > 0 and not callable(given)
+        return cls(False if waits else given)
+
+    def __call__(
+        self,
+        stage: str,
+        incumbent: float = math.inf,
+        bound: float = 0.0,
+        seconds_left: float = math.inf,
+        least_bytes: float = math.inf,
+    ) -> None:
+        """Something goes on: as `Event`."""
+        event = Event(stage, incumbent, bound, seconds_left, least_bytes, self.planned)
+        if self._told is not None:
+            self._told(event)
+        elif self._live is not None:
+            self._live.update(Spinner("dots", f"shardweave: {event} ({self._seconds:.0f} s)"))
+        elif self._depth and self._shows and time.monotonic() - self._last >= EVERY:
+            self._last = time.monotonic()
+            self._say(f"{event} ({self._seconds:.0f} s so far)")
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._begun
+
+    def _say(self, line: str) -> None:
+        if LOGGER.hasHandlers():
+            LOGGER.info(line)
+        else:
+            print(f"shardweave: {line}", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Reporter:
+        self._depth += 1
+        if self._depth == 1:
+            self._begun = self._last = time.monotonic()
+            self.planned = ""
+            console = Console(stderr=True)
+            if self._shows and console.is_terminal:
+                line = Spinner("dots", "shardweave: planning")
+                self._live = Live(line, console=console, transient=True, redirect_stdout=False)
+                self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self._live is not None:
+            self._live.stop()  # also after Ctrl-C: the line is cleared, the cursor shown
+            self._live = None

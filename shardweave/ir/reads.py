@@ -1,0 +1,145 @@
+"""Reads: the Python values that a capture read, which are constants of the step, and whether they are still the same.
+
+A number held in an attribute, in a config, or in a global is written into the generated graphs. A user who changes it
+later would wait in vain for the step to follow.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardweave.ir.errors import ParallelError
+
+MISSING = "<missing>"
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, types.EllipsisType)
+
+
+@dataclass(frozen=True)
+class Read:
+    """One value that was read.
+
+    Parameters
+    ----------
+    code : tuple of str
+        Its expression in Python, as statements: each but the last is ``name = expression``, and shared with others.
+    shown : str
+        The expression as a user writes it, such as ``"model.config.beta"``.
+    """
+
+    code: tuple[str, ...]
+    shown: str
+
+    @property
+    def of_mode(self) -> bool:
+        """Whether it is a module's training mode."""
+        return self.shown.endswith(".training")
+
+
+def plain(value: Any) -> Any:
+    """What is kept of a value to compare with later: itself where it is a constant, nothing that could hold a model."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, (tuple, frozenset)) and all(isinstance(item, PLAIN) for item in value):
+        return value
+    if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
+        return value
+    if isinstance(value, (types.FunctionType, types.MethodType)):
+        return value.__code__
+    return type(value)
+
+
+class Reads:
+    """What a capture read, so that it can be looked up again on the model and on what stands for it.
+
+    Parameters
+    ----------
+    reads : sequence of Read
+    names : mapping of str to object
+        What the expressions name besides ``model``: the globals of the model's module and what is imported there.
+    """
+
+    def __init__(self, reads: Sequence[Read], names: Mapping[str, object]) -> None:
+        self.reads, self._names = tuple(reads), dict(names)
+        statements = dict.fromkeys(line for read in self.reads for line in read.code[:-1])
+        values = ", ".join(f"keep({read.code[-1]})" for read in self.reads)
+        lines = [*statements, f"return [{values}]"]
+        self._all = self._function(lines)
+
+    def _function(self, lines: Sequence[str]) -> Callable[[nn.Module], Any]:
+        space: dict[str, Any] = {**self._names, "keep": plain}
+        exec("def look(model):\n" + "\n".join(f"    {line}" for line in lines), space)  # of our own expressions alone
+        found: Callable[[nn.Module], Any] = space["look"]
+        return found
+
+    def values(self, model: nn.Module) -> list[Any]:
+        """What each read gives now; `MISSING` where it cannot be looked up."""
+        try:
+            found: list[Any] = self._all(model)
+            return found
+        except Exception:  # an attribute that is gone, or whatever a property raises: each for itself
+            return [self._one(read, model) for read in self.reads]
+
+    def _one(self, read: Read, model: nn.Module) -> Any:
+        try:
+            return self._function([*read.code[:-1], f"return keep({read.code[-1]})"])(model)
+        except Exception:  # as above
+            return MISSING
+
+    def without(self, shown: Collection[str]) -> Reads:
+        """Those that are neither of these, as a user writes them, nor of whether they are set."""
+        return Reads([read for read in self.reads if read.shown.removesuffix(" being set") not in shown], self._names)
+
+    def found_in(self, model: nn.Module) -> Reads:
+        """Those that can be looked up in `model`."""
+        pairs = zip(self.reads, self.values(model), strict=True)
+        return Reads([read for read, value in pairs if value != MISSING], self._names)
+
+
+class Unchanged:
+    """Checks that what was read is as it was, at the user's model as long as that lives, and at the parallel module."""
+
+    def __init__(self, reads: Reads, model: nn.Module, parallel: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._mode = model.training
+        self._of_model, self._of_parallel = reads.found_in(model), reads.found_in(parallel)
+        self._before_in_model, self._before = self._of_model.values(model), self._of_parallel.values(parallel)
+
+    def check(self, parallel: nn.Module) -> None:
+        """`ParallelError` with the name of what is another value now."""
+        now = self._of_parallel.values(parallel)
+        if now != self._before:
+            self._compare(self._of_parallel, self._before, now, "parallel", True)
+        model = self._model()
+        if model is None:
+            return
+        now = self._of_model.values(model)
+        if now != self._before_in_model:  # a model in the other mode as a whole is used for itself
+            self._compare(self._of_model, self._before_in_model, now, "model", model.training == self._mode)
+
+    def _compare(self, reads: Reads, before: Sequence[Any], now: Sequence[Any], root: str, modes: bool) -> None:
+        for read, was, is_now in zip(reads.reads, before, now, strict=True):
+            if was != is_now and (modes or not read.of_mode):
+                shown = re.sub(r"\bmodel\b", root, read.shown, count=1)
+                raise ParallelError(
+                    f"{shown} was {_word(was)} when the step was compiled and is a constant of it; it is now "
+                    f"{_word(is_now)}, and the step would go on with the former. Set it back; or compile the model "
+                    "again with the new value (compile_parallel(..., plan=parallel.plan) takes the same "
+                    "plan, load_state_dict the weights). What changes from step to step belongs into a tensor that is "
+                    "passed to the call, or into a buffer"
+                )
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, type):
+        return f"a {value.__name__}"
+    if isinstance(value, types.CodeType):
+        return f"the function {value.co_name} ({value.co_filename}:{value.co_firstlineno})"
+    return value if value == MISSING else repr(value)

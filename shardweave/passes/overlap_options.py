@@ -1,0 +1,73 @@
+"""What is asked of the whole step, on one model: its time axes, and what patterns name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from shardweave.cost_model.options import Options
+from shardweave.ir import Axis, Mesh, Strategy, Weaving, slice_axis
+from shardweave.ir.captured import Captured
+from shardweave.ir.errors import LayoutError, PlanError
+from shardweave.sharding.annotate import info, modules_around
+from shardweave.sharding.parallel_ops import Op, matches, nothing_named
+
+
+def with_times(mesh: Mesh, options: Options, strategies: Iterable[Strategy] = ()) -> Mesh:
+    """`mesh` with a time axis over the micro-batches of a call, and one over the sub-batches of each of these.
+
+    Their strides put them outside all axes of devices. Those over the slices of ops, which options and strategies ask
+    for, are inside of these.
+    """
+    micro, sub, world = options.turns, options.weaving.sub_batches, mesh.world_size
+    times = (Axis("micro", micro, world * sub, "time"),) if micro > 1 else ()
+    woven = (Axis("sub", sub, world, "time"),) if sub > 1 else ()
+    counts = {*options.weaving.operator_slices.values(), *(strategy.slices for strategy in strategies)} - {1}
+    return replace(mesh, times=times, woven=woven, slices=tuple(map(slice_axis, sorted(counts))))
+
+
+def check_patterns(captured: Captured, weaving: Weaving) -> None:
+    """`PlanError` where a pattern of the weaving names nothing of the model."""
+    modules = {info(node).op for node in captured.graph.graph.nodes}
+    parameters = set(captured.parameters.values())
+    meant: Sequence[tuple[str, Iterable[str], set[str]]] = (
+        ("recompute", weaving.recompute, modules),
+        ("keep_gathered", weaving.keep_gathered, parameters),
+        ("undivided", weaving.undivided, modules),
+    )
+    for option, patterns, owners in meant:
+        names = {name for owner in owners for name in modules_around(owner)} if patterns else set()
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                near = difflib.get_close_matches(pattern, sorted(names), 3, 0.3)
+                raise PlanError(f"{option}[{pattern!r}] names nothing of the model; close to it: {', '.join(near)}")
+
+
+def sliced_ops(
+    patterns: Mapping[str, int], ops: Sequence[Op], strategies: Mapping[str, Strategy], mesh: Mesh
+) -> dict[str, int]:
+    """Into how many slices each op is cut that a pattern names and that has a loop for it; the last pattern holds.
+
+    Raises
+    ------
+    PlanError
+        Where a pattern names nothing, or its number divides no loop of what it names.
+    """
+    found: dict[str, int] = {}
+    for pattern, slices in patterns.items():
+        meant = [op for op in ops if matches(pattern, op)]
+        if not meant:
+            raise nothing_named("operator_slices", pattern, ops)
+        reasons = []
+        for op in meant:
+            found[op.name] = slices
+            try:
+                op.slice_atom(strategies[op.name], mesh, slices)
+            except LayoutError as error:
+                found[op.name] = 1
+                reasons.append(str(error))
+        if len(reasons) == len(meant):
+            raise PlanError(f"operator_slices[{pattern!r}] = {slices} fits nothing that it names: {reasons[0]}")
+    return found

@@ -1,0 +1,459 @@
+"""The builder of a local graph: it emits local ops and the collectives between layouts."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import keyword
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+import shardweave.ops.padding  # noqa: F401  (registers the ops)
+from shardweave.ir import META, SEED, Axis, BoundRule, Collective, Layout, Mesh, NodeInfo, axes_size, group_name
+from shardweave.ir.errors import LayoutError, RuleError
+from shardweave.ir.layout_algebra import (
+    Step,
+    digit_size,
+    drop,
+    factors_of,
+    input_layouts,
+    outermost_first,
+    output_layouts,
+    steps_between,
+    through,
+)
+from shardweave.ops.seeded_random import seeded
+from shardweave.ops.time_axis import coordinate, joined, total
+from shardweave.sharding.graphs import described
+from shardweave.sharding.rules import find_rule
+from shardweave.sharding.rules.random import draws
+from shardweave.sharding.rules.registry import Rule
+
+
+@dataclass(frozen=True)
+class Part:
+    """How a part of a constant or a view is made: its op's rule, the axes on its factors, the parts of its inputs."""
+
+    rule: Rule | None
+    bound: BoundRule
+    assignment: dict[Axis, str]
+    inputs: tuple[Layout, ...]
+
+
+def part(node: fx.Node, want: Layout, mesh: Mesh) -> Part | None:
+    """How to make a constant at `want`; None where it has to be made whole."""
+    rule = find_rule(node)
+    if rule is None:
+        return None
+    try:
+        bound = rule.bind(node)
+    except RuleError:
+        return None
+    if rule.kind == "view":
+        back = through(want, bound.outputs[0], bound.inputs[0], bound.sizes())
+        return None if back is None else Part(rule, bound, {}, (back,))
+    assignment = factors_of(want.dims, bound.outputs[0], bound.sizes())
+    if any(bound.factor(name).blocked for name in assignment.values()):
+        return None
+    if output_layouts(bound, assignment, mesh) != (want,):
+        return None
+    return Part(rule, bound, assignment, input_layouts(bound, assignment, mesh))
+
+
+class OpEmitter:
+    """The `registry.Emitter` of one op. `values` are its tensor arguments, at the layouts of `inputs`."""
+
+    def __init__(
+        self,
+        local: LocalGraph,
+        written: Mapping[fx.Node, tuple[fx.Node, Layout]],
+        node: fx.Node,
+        values: Iterator[fx.Node],
+        inputs: Sequence[Layout],
+        outputs: Sequence[Layout],
+        assignment: Mapping[Axis, str],
+        rule: BoundRule,
+        origin: Origin,
+    ) -> None:
+        self._local, self._origin = local, origin
+        self.node, self.rule = node, rule
+        self.input_layouts, self.output_layouts = tuple(inputs), tuple(outputs)
+        self.assignment: Mapping[Axis, str] = {axis: assignment[axis] for axis in outermost_first(assignment)}
+
+        def argument(leaf: fx.Node) -> Any:
+            return next(values) if isinstance(leaf.meta.get("val"), torch.Tensor) else written[leaf][0]
+
+        self.args: tuple[Any, ...] = fx.node.map_arg(node.args, argument)
+        names = [declared.name for declared in getattr(getattr(node.target, "_schema", None), "arguments", [])]
+        ordered = sorted(node.kwargs, key=lambda name: names.index(name) if name in names else len(names))
+        self.kwargs: dict[str, Any] = {name: fx.node.map_arg(node.kwargs[name], argument) for name in ordered}
+
+    def emit(self, rule: Rule | None) -> fx.Node:
+        """Write the op in its local form."""
+        if rule is not None and rule.lower is not None:
+            return rule.lower(self)
+        return self.call(self.node.target, *self.args, **self.kwargs)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        drawn = target is self.node.target and draws(self.node)
+        if drawn:
+            return self._local.draw(self._origin, list(self.assignment), target, *args, **kwargs)
+        return self._local.call(self._origin, target, *args, **kwargs)
+
+    def offset(self, axes: Sequence[Axis], step: int) -> Any:
+        return self._local.offset(self._origin, axes, step)
+
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+own = torch.ops.shardweave
+
+Cause = Literal["parameter", "gradient", "activation"]
+
+TAKEN = "step of an input"
+"""The reason for a slice of what lives as long as the step does."""
+_NOT_IN_PARTS = (
+    "{op} needs the whole batch at once (its value lies at {layout}), so the batch cannot be computed in "
+    "{parts}: use {option}=1, or move what needs the whole batch out of the model"
+)
+
+
+def not_in_parts(op: str, layout: Layout, axis: Axis) -> LayoutError:
+    """What to say where the steps of a time axis cannot be computed one after another."""
+    parts, option = (f"{axis.name}-batches", f"{axis.name}_batches")
+    return LayoutError(_NOT_IN_PARTS.format(op=op, layout=layout, parts=parts, option=option))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Whose value a piece of the local graph computes, and why: what comments and traces say."""
+
+    op: str
+    reason: str = ""
+    cause: Cause = "activation"
+    backward: bool = False
+
+
+@dataclass
+class LocalGraph:
+    """Writes local nodes; every node gets its local fake value and its `NodeInfo`."""
+
+    mesh: Mesh
+    fake: Any
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    coordinates: dict[str, fx.Node] = field(default_factory=dict)
+    known: dict[object, Any] = field(default_factory=dict)
+    """Values of calls, by what is called with values of which shapes, dtypes and strides."""
+    checkpoint: str = ""
+    """Which activation checkpoint of the user's that which is written lies inside of."""
+
+    def __post_init__(self) -> None:
+        for axis in (*self.mesh.axes, *self.mesh.times, *self.mesh.unrolled):
+            node = self.graph.placeholder(coordinate(axis.name))
+            node.meta["val"] = 0
+            node.meta[META] = NodeInfo(op=f"coordinate on {axis.name}")
+            self.coordinates[axis.name] = node
+        self.seed = self.graph.placeholder(SEED)
+        self.seed.meta["val"] = None  # ops whose shapes are worked out draw under no seed
+        self.seed.meta[META] = NodeInfo(op="seed of the step")
+        self.drawn = 0
+
+    def placeholder(
+        self, name: str, value: torch.Tensor, layout: Layout, origin: Origin, last: bool = False
+    ) -> fx.Node:
+        """An input of the graph that lies at `layout`; dots in its name become underscores.
+
+        The `last` one comes behind the inputs so far, wherever the graph is being written.
+        """
+        identifier = re.sub(r"\W", "_", name)
+        if not identifier.isidentifier() or keyword.iskeyword(identifier):
+            identifier = f"p_{identifier}"
+        found = [node for node in self.graph.nodes if node.op == "placeholder"] if last else []
+        with self.graph.inserting_after(found[-1]) if found else contextlib.nullcontext():
+            node = self.graph.placeholder(identifier)
+        node.target = node.name  # an input may be called as a parameter is
+        with self.fake:
+            node.meta["val"] = torch.empty(layout.local_shape, dtype=value.dtype, device=value.device)
+        node.meta[META] = NodeInfo(layouts=(layout,), op=origin.op, backward=origin.backward)
+        return node
+
+    def call(
+        self,
+        origin: Origin,
+        target: Callable[..., Any],
+        *args: Any,
+        collective: Collective | None = None,
+        **kwargs: Any,
+    ) -> fx.Node:
+        """A call of `target`; a reshape of a reshape is one reshape, and twice transposed is not at all."""
+        if target is aten.reshape.default:
+            args = (_unreshaped(args[0]), *args[1:])
+            base: fx.Node = args[0]
+            if list(base.meta["val"].shape) == list(args[1]):
+                return base
+        if target is aten.t.default and args[0].target is aten.t.default:
+            inner: fx.Node = args[0].args[0]
+            return inner
+        node = self.graph.create_node(
+            "call_function", target, args, kwargs, name=short_name(args[0] if target is seeded else target)
+        )
+        key = target, described(args), described(kwargs)
+        if key not in self.known:  # equal layers ask for the same again
+            values = fx.node.map_arg((args, kwargs), lambda leaf: leaf.meta["val"])
+            with self.fake:
+                self.known[key] = target(*values[0], **values[1])
+        node.meta["val"] = self.known[key]
+        checkpoint = "" if origin.backward else self.checkpoint
+        node.meta[META] = NodeInfo(op=origin.op, backward=origin.backward, collective=collective, checkpoint=checkpoint)
+        if origin.backward:
+            node.meta["partitioner_tag"] = "is_backward"
+        return node
+
+    def draw(
+        self, origin: Origin, axes: Sequence[Axis], target: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> fx.Node:
+        """A call of an op that draws numbers, each rank along `axes` (outermost first) its own ones."""
+        position = self.offset(origin, axes, 1)
+        node = self.call(origin, seeded, target, self.seed, self.drawn, position, *args, **kwargs)
+        self.drawn += 1
+        return node
+
+    def constant(self, origin: Origin, node: fx.Node) -> fx.Node:
+        """A tensor that the model holds as a constant."""
+        copy = self.graph.get_attr(str(node.target))
+        copy.meta["val"] = node.meta["val"]
+        copy.meta[META] = NodeInfo(op=origin.op, backward=origin.backward)
+        return copy
+
+    def offset(self, origin: Origin, axes: Sequence[Axis], step: int) -> Any:
+        """`step` times this rank's position along `axes`, outermost first."""
+        total: Any = 0
+        for axis in reversed(axes):
+            term = self._integer(origin, operator.mul, self.coordinates[axis.name], step)
+            total = term if isinstance(total, int) else self._integer(origin, operator.add, total, term)
+            step *= axis.size
+        return total
+
+    def _integer(self, origin: Origin, target: Callable[..., Any], *args: Any) -> fx.Node:
+        """Integer arithmetic on coordinates."""
+        node = self.graph.create_node("call_function", target, args, {}, name="offset")
+        node.meta["val"] = 0
+        node.meta[META] = NodeInfo(op=origin.op, backward=origin.backward)
+        if origin.backward:
+            node.meta["partitioner_tag"] = "is_backward"
+        return node
+
+    def reshape(self, origin: Origin, node: fx.Node, size: Sequence[int]) -> fx.Node:
+        """`node` with another local shape, itself where it has it already."""
+        if tuple(node.meta["val"].shape) == tuple(size):
+            return node
+        return self.call(origin, aten.reshape.default, node, list(size))
+
+    def contiguous(self, origin: Origin, node: fx.Node) -> fx.Node:
+        """`node` in row-major memory, as collectives need it."""
+        if node.meta["val"].is_contiguous():
+            return node
+        return self.call(origin, aten.clone.default, node, memory_format=torch.contiguous_format)
+
+    def cast(self, node: fx.Node, dtype: torch.dtype, origin: Origin) -> fx.Node:
+        """`node` in another dtype, itself where it has it already."""
+        if node.meta["val"].dtype == dtype:
+            return node
+        copy = self.call(origin, aten._to_copy.default, node, dtype=dtype)
+        copy.meta[META] = replace(copy.meta[META], layouts=node.meta[META].layouts)
+        return copy
+
+    def redistribute(
+        self, node: fx.Node, have: Layout, want: Layout, origin: Origin, on_reduced: Callable[[fx.Node, Layout], None]
+    ) -> fx.Node:
+        """The value of `node` at another layout; `on_reduced` hears of the value once it is no longer partial.
+
+        What is the same in all steps of a time axis becomes a partial sum over it as a share of each.
+        """
+        shared = tuple(item for item in want.partial if item[0].kind == "time" and item not in have.partial)
+        met = replace(want, partial=tuple(item for item in want.partial if item not in shared))
+        for step in steps_between(have, met):
+            if step.kind != "slice" and (times := [axis for axis in step.axes if axis.kind == "time"]):
+                raise not_in_parts(origin.op, have, times[0])
+            node = getattr(self, step.kind)(node, step, origin)
+            if step.kind in ("all_reduce", "reduce_scatter"):
+                on_reduced(node, step.after)
+        if shared:
+            if not node.meta["val"].is_floating_point():
+                raise not_in_parts(origin.op, have, shared[0][0])
+            node = self.call(origin, aten.div.Scalar, node, axes_size(axis for axis, _ in shared))
+        return node
+
+    def ended(self, node: fx.Node, have: Layout, origin: Origin, axes: Sequence[Axis]) -> tuple[fx.Node, Layout]:
+        """The value of `node` with all steps of these unrolled axes together, and where it then lies."""
+        for axis in axes:
+            if axis in have.partial_axes:
+                have = replace(have, partial=tuple(item for item in have.partial if item[0] != axis))
+                node = self.call(origin, total, node, axis.name, axis.size)
+            elif axis in have.shard_axes:
+                node = self.call(origin, joined, node, axis.name, axis.size, *have.place(axis))
+                have = drop(have, (axis,))
+            else:
+                continue
+            node.meta[META] = replace(node.meta[META], layouts=(have,))
+        return node, have
+
+    def _collect(self, kind: Any, target: Any, node: fx.Node, step: Step, origin: Origin, *args: Any) -> fx.Node:
+        """Start a collective and wait for it; `schedule` moves the two apart."""
+        value = node.meta["val"]
+        whole = value.numel() * value.element_size() * (axes_size(step.axes) if kind == "all_gather" else 1)
+        what = Collective(kind, step.axes, whole, origin.op, origin.reason, origin.cause)
+        start = self.call(origin, target, node, *args, group_name(step.axes), collective=what)
+        return self.call(origin, c10d.wait_tensor.default, start)
+
+    def all_reduce(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+        """Combine a partial value over `step.axes`."""
+        node = self.contiguous(origin, node)
+        return self._collect("all_reduce", c10d.all_reduce.default, node, step, origin, step.reduce)
+
+    def reduce_scatter(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+        """Combine a partial value, each rank keeping its part: the parts are brought to the front, in rank order."""
+        units = [unit for dim in step.units for unit in dim]
+        node = self.reshape(origin, node, [h for h, _ in units if isinstance(h, int)])
+        local = [unit for unit in units if isinstance(unit[0], int)]
+        positions = {w: index for index, (_, w) in enumerate(local) if isinstance(w, Axis)}
+        front = [positions[axis] for axis in step.axes]
+        order = [*front, *(index for index in range(len(local)) if index not in front)]
+        node = self._permute(origin, node, order)
+        size, shape = axes_size(step.axes), list(step.after.local_shape)
+        shape = [size * shape[0], *shape[1:]] if shape else [size]
+        node = self.contiguous(origin, self.reshape(origin, node, shape))
+        node = self._collect(
+            "reduce_scatter", c10d.reduce_scatter_tensor.default, node, step, origin, step.reduce, size
+        )
+        return self.reshape(origin, node, step.after.local_shape)
+
+    def all_gather(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+        """Put the parts of a value together: they arrive in rank order, in front, and are moved to their places."""
+        size = axes_size(step.axes)
+        node = self.contiguous(origin, node)
+        node = self.reshape(origin, node, node.meta["val"].shape or [1])
+        node = self._collect("all_gather", c10d.all_gather_into_tensor.default, node, step, origin, size)
+        units = [unit for dim in step.units for unit in dim]
+        gathered = set(step.axes)
+        kept = [h for h, _ in units if isinstance(h, int)]
+        node = self.reshape(origin, node, [*(axis.size for axis in step.axes), *kept])
+        order, next_local = [], len(step.axes)
+        for h, _ in units:
+            if isinstance(h, int):
+                order.append(next_local)
+                next_local += 1
+            elif h in gathered:
+                order.append(step.axes.index(h))
+        node = self._permute(origin, node, order)
+        # Some CPU kernels (attention, layer norm's backward) are silently wrong on what is not row-major.
+        return self.contiguous(origin, self.reshape(origin, node, step.after.local_shape))
+
+    def all_to_all(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+        """Exchange parts: each rank keeps a part of what it had whole, and gets the others' parts of what it had cut.
+
+        The parts to send are brought to the front, in rank order; what arrives there is moved to its place.
+        """
+        units = [unit for dim in step.units for unit in dim]
+        local = [unit for unit in units if isinstance(unit[0], int)]
+        node = self.reshape(origin, node, [digit_size(h) for h, _ in local])
+        positions = {w: index for index, (_, w) in enumerate(local) if isinstance(w, Axis)}
+        sent = [positions[axis] for axis in step.axes]
+        kept = [index for index in range(len(local)) if index not in sent]
+        sizes = [axis.size for axis in step.axes]
+        stay = [digit_size(local[index][0]) for index in kept]
+        node = self._permute(origin, node, [*sent, *kept])
+        node = self.contiguous(origin, self.reshape(origin, node, [axes_size(step.axes), *stay]))
+        splits = [1] * axes_size(step.axes)
+        node = self._collect("all_to_all", c10d.all_to_all_single.default, node, step, origin, splits, splits)
+        node = self.reshape(origin, node, [*sizes, *stay])
+        order, next_kept = [], len(sizes)
+        for h, w in units:
+            if isinstance(h, Axis) and h in step.axes:
+                order.append(step.axes.index(h))
+            elif isinstance(h, int) and w not in step.axes:
+                order.append(next_kept)
+                next_kept += 1
+        node = self._permute(origin, node, order)
+        return self.contiguous(origin, self.reshape(origin, node, step.after.local_shape))
+
+    def slice(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+        """Keep this rank's part of a value that is whole here."""
+        units = [unit for dim in step.units for unit in dim]
+        local = [(h, w) for h, w in units if isinstance(h, int)]
+        node = self.reshape(origin, node, [h for h, _ in local])
+        index = 0
+        for _, w in local:
+            if isinstance(w, Axis):
+                node = self.call(origin, aten.select.int, node, index, self.coordinates[w.name])
+            else:
+                index += 1
+        if step.axes and set(step.axes) <= set(self.mesh.slices):
+            return self.reshape(origin, node, step.after.local_shape)
+        if node.meta["val"].is_contiguous() and origin.reason != TAKEN:  # a view would keep the whole value alive
+            node = self.call(origin, aten.clone.default, node)
+        return self.contiguous(origin, self.reshape(origin, node, step.after.local_shape))
+
+    def pad(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+        """Spread the rows of a value to their places."""
+        padding = step.after.padding
+        assert padding is not None
+        return self.call(origin, own.pad.default, node, padding.dim, padding.size, list(padding.levels))
+
+    def unpad(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+        """Pack the rows of a value, which lie in places: where all of them lie in front, no more than a view."""
+        padding = step.before.padding
+        assert padding is not None
+        if padding.in_front and node.meta["val"].shape[padding.dim] == padding.padded:
+            node = self.call(origin, aten.narrow.default, node, padding.dim, 0, padding.size)
+            return self.contiguous(origin, node)
+        return self.call(origin, own.unpad.default, node, padding.dim, padding.size, list(padding.levels))
+
+    def _permute(self, origin: Origin, node: fx.Node, order: list[int]) -> fx.Node:
+        return node if order == sorted(order) else self.call(origin, aten.permute.default, node, order)
+
+
+def _unreshaped(node: fx.Node) -> fx.Node:
+    """What a reshape that copies nothing was made from."""
+    while node.target is aten.reshape.default and node.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def short_name(target: Callable[..., Any]) -> str:
+    """The op's plain name, for a reader of the generated code: ``mm`` for ``aten.mm.default``."""
+    schema = getattr(target, "_schema", None)
+    name = schema.name.split("::")[-1] if schema is not None else getattr(target, "__name__", "call")
+    return str(name).lstrip("_").replace("scaled_dot_product", "sdpa")
+
+
+def in_order(graph: fx.Graph, place: Mapping[fx.Node, int]) -> None:
+    """Bring the nodes of a graph into the order of their places, as far as their data allow; of one place, what was
+    made last comes first."""
+    made = {node: index for index, node in enumerate(graph.nodes)}
+    missing = {node: len(node.all_input_nodes) for node in graph.nodes}
+    ready = [(place[node], -made[node], node) for node in graph.nodes if not missing[node]]
+    heapq.heapify(ready)
+    last = None
+    while ready:
+        _, _, node = heapq.heappop(ready)
+        if last is not None:
+            last.append(node)
+        last = node
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (place[user], -made[user], user))
+
+
+def remove_dead(graph: fx.Graph) -> None:
+    """Drop what nothing uses, collectives included: torch takes these for side effects."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)

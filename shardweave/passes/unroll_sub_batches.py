@@ -1,0 +1,131 @@
+"""Split: every step of the woven time axes is written into the graph.
+
+Until here the graph computes one step of each axis, given its coordinate. What depends on the coordinate is copied for
+every step; the rest is shared by all of them: parameters are gathered once, and what inputs do not decide is computed
+once. Where the region of an axis ends, the steps are summed or put side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardweave.ir import META, Axis
+from shardweave.ir.errors import VerifyError
+from shardweave.ops.time_axis import coordinate, joined, total
+from shardweave.passes.spmd_builder import remove_dead
+from shardweave.sharding.annotate import graph_outputs, info
+from shardweave.sharding.graphs import module_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Split:
+    """Write the steps of `axes`, which lie next to each other, step by step of each node.
+
+    Requires a local graph that takes the coordinate of each axis; ensures the same values without it. A copy's
+    `NodeInfo.steps` says which step it is of.
+    """
+
+    name = "split"
+    axes: tuple[Axis, ...]
+
+    def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        graph = graph_module.graph
+        for axis in self.axes:
+            graph = _Unrolled(axis).of(graph)
+        remove_dead(graph)
+        graph.lint()
+        return module_of(graph_module, graph)
+
+
+class _Unrolled:
+    """A graph with the steps of one axis."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis, self.graph = axis, fx.Graph()
+        self.shared: dict[fx.Node, Any] = {}
+        self.steps: dict[fx.Node, list[Any]] = {}
+        """Of each node that depends on the coordinate: its copies, or the integers that it stands for."""
+
+    def of(self, graph: fx.Graph) -> fx.Graph:
+        """Copy `graph`, node by node."""
+        for node in graph.nodes:
+            if node.op == "placeholder" and node.name == coordinate(self.axis.name):
+                self.steps[node] = list(range(self.axis.size))
+            elif node.target in (total, joined) and node.args[1] == self.axis.name:
+                self.shared[node] = self._together(node)
+            elif any(source in self.steps for source in node.all_input_nodes):
+                self.steps[node] = [self._copy(node, step) for step in range(self.axis.size)]
+            elif node.op == "output":
+                self._output(node)
+            else:
+                self.shared[node] = self.graph.node_copy(node, self.shared.__getitem__)
+        return self.graph
+
+    def _output(self, node: fx.Node) -> None:
+        outputs = graph_outputs(node.graph)
+        if apart := [value.name for value in outputs if isinstance(value, fx.Node) and value in self.steps]:
+            raise VerifyError(f"the outputs {apart} differ between the steps of {self.axis}: bring them together")
+        out = self.graph.output(fx.node.map_arg(tuple(outputs), self.shared.__getitem__))
+        out.meta = dict(node.meta)
+
+    def _copy(self, node: fx.Node, step: int) -> Any:
+        def taken(leaf: fx.Node) -> Any:
+            return self.steps[leaf][step] if leaf in self.steps else self.shared[leaf]
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), taken)
+        if all(isinstance(arg, int) for arg in args) and not kwargs:  # arithmetic on the coordinate
+            assert callable(node.target)
+            return node.target(*args)
+        copy = self.graph.create_node(node.op, node.target, args, kwargs, f"{node.name}_{self.axis.level}{step}")
+        copy.meta = dict(node.meta)
+        known = info(node)
+        copy.meta[META] = replace(known, steps=(*known.steps, (self.axis.name, step)))
+        return copy
+
+    def _together(self, node: fx.Node) -> fx.Node:
+        """The steps of a value, summed or side by side."""
+        source = node.all_input_nodes[0]
+        parts = self.steps.get(source, [self.shared.get(source)] * self.axis.size)
+        if node.target is total:
+            found: fx.Node = parts[0]
+            for part in parts[1:]:
+                add = aten.add_.Tensor if _is_own(found) else aten.add.Tensor
+                found = self._call(node, add, found, part, last=part is parts[-1])
+            return found
+        _, _, _, dim, outer, inner = node.args
+        assert isinstance(dim, int) and isinstance(outer, int) and isinstance(inner, int)
+        if outer == 1:
+            return self._call(node, aten.cat.default, parts, dim)
+        shape = list(parts[0].meta["val"].shape)
+        apart = [*shape[:dim], outer, inner, *shape[dim + 1 :]]
+        pieces = [self._call(node, aten.reshape.default, part, apart, last=False) for part in parts]
+        whole = self._call(node, aten.cat.default, pieces, dim + 1, last=False)
+        return self._call(node, aten.reshape.default, whole, list(node.meta["val"].shape))
+
+    def _call(self, node: fx.Node, target: Callable[..., Any], *args: Any, last: bool = True) -> fx.Node:
+        """A node in the place of the one that stood for all steps; the last one has its name and its layouts."""
+        call = self.graph.create_node("call_function", target, args, {}, node.name if last else None)
+        call.meta = dict(node.meta)
+        if not last:
+            call.meta[META] = replace(info(node), layouts=())
+        values = fx.node.map_arg(args, lambda leaf: leaf.meta["val"])
+        with node.meta["val"].fake_mode:
+            call.meta["val"] = target(*values)
+        return call
+
+
+def _is_own(node: fx.Node) -> bool:
+    """Whether the sum may be written into a value: it is a fresh one, and nothing else reads it."""
+    return not node.users and node.target in _FRESH
+
+
+_FRESH = {aten.mm.default, aten.bmm.default, aten.add.Tensor, aten.add_.Tensor, aten._to_copy.default,
+          aten.sum.dim_IntList, aten.embedding_dense_backward.default}  # fmt: skip
+"""Ops whose results are never views."""

@@ -1,0 +1,130 @@
+"""Holding: what a step holds besides the states of its parameters, by the ports of its variables.
+
+That is what the forward keeps for the backward, what is returned, inputs, and the values that live while an op runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from torch import fx
+
+from shardweave.ir import Layout
+from shardweave.passes.pipeline import Annotated
+from shardweave.planner.problem.graph_analysis import Facts, is_alias, num_bytes, root_of
+from shardweave.planner.problem.overlap_model import Floats
+from shardweave.planner.problem.resharding_costs import local_numel
+from shardweave.planner.problem.variables import Variable
+from shardweave.sharding.annotate import info
+from shardweave.sharding.rules.registry import tensor_args
+
+Lies = Sequence[Sequence[Layout]]
+"""For each port of a variable, where a value's parts, or an op's inputs, lie."""
+
+
+class Holding:
+    """Adds what values take to the variables that they follow.
+
+    Parameters
+    ----------
+    annotated : Annotated
+    facts : Facts
+    turns : int
+        Micro-batches of a step.
+    world_size : int
+    follows : mapping of fx.Node to int
+        Which of the variables each value follows.
+    lies : mapping of fx.Node to Lies
+        How it lies in each of that one's ports.
+    """
+
+    def __init__(
+        self,
+        annotated: Annotated,
+        facts: Facts,
+        turns: int,
+        world_size: int,
+        follows: Mapping[fx.Node, int],
+        lies: Mapping[fx.Node, Lies],
+    ) -> None:
+        self.annotated, self.facts, self.turns, self.world_size = annotated, facts, turns, world_size
+        self.follows, self.lies = follows, lies
+        self._unread = set(facts.inputs)
+        self._wants: dict[fx.Node, Lies] = {}
+        self._numels: dict[int, Floats] = {}
+
+    def add_op(self, node: fx.Node, variable: Variable, wants: Lies) -> None:
+        """Add what a product keeps of what it reads, which lies so for it."""
+        self._wants[node] = wants
+        variable.saved += self.read_bytes(node)
+        variable.lasting += self._inputs_read(node, variable)
+
+    def add(self, node: fx.Node, variable: Variable) -> None:
+        """Add what the backward needs of a value, and what lives while it is computed."""
+        if is_alias(node) or not hasattr(node.meta["val"], "numel"):
+            return
+        itemsize = node.meta["val"].element_size()
+        lies = self.lies[node]
+        if id(lies) not in self._numels:
+            self._numels[id(lies)] = np.array([local_numel(port[0]) for port in lies], dtype=float)
+        sizes = self._numels[id(lies)] * itemsize
+        whole = node.meta["val"].numel() * itemsize
+        held = sizes * self.facts.held(whole) / max(1, whole)
+        variable.working = np.maximum(variable.working, held)
+        if node in self.facts.roles:
+            variable.product = np.maximum(variable.product, held)
+        if node in self.facts.returned:
+            variable.lasting += sizes * self.turns  # of all micro-batches
+            variable.saved += sizes * (self.turns if node in self.facts.differentiated else 0)
+        elif self.facts.is_kept(node):
+            variable.saved += sizes
+
+    def read_bytes(
+        self, node: fx.Node, of: Callable[[fx.Node], bool] = lambda argument: True, gathered: bool = False
+    ) -> Floats:
+        """What a product keeps of its inputs, as it reads them, for its weight's gradient: by its port.
+
+        Of those that several devices read the same part of alone, if `gathered`, or if they are kept anyway.
+        """
+        wants = self._wants[node]
+        total = np.zeros(len(wants))
+        for position, argument in enumerate(tensor_args(node)):
+            if argument in self.follows and of(argument):
+                copies = np.array([local_numel(want[position]) for want in wants], dtype=float)
+                if gathered or self.facts.is_kept(root_of(argument)):
+                    copies *= copies * self.turns * self.world_size > argument.meta["val"].numel()
+                total += copies * argument.meta["val"].element_size() / max(1, self.facts.readers[root_of(argument)])
+        return total
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What every choice holds."""
+        return self._unread_bytes() + self._saved_of_inputs()
+
+    def _inputs_read(self, node: fx.Node, variable: Variable) -> Floats:
+        """Inputs of the step that this op is the first to read: each device has its part of the batch, all the time."""
+        inputs = self._unread.intersection(tensor_args(node))
+        found = np.zeros(len(variable.ports))
+        if inputs:
+            self._unread -= inputs
+            size = num_bytes(inputs)
+            for port, strategy in zip(variable.port_of, variable.strategies):
+                found[port] = max(found[port], size / (strategy.grid.z * strategy.grid.data))
+        return found
+
+    def _unread_bytes(self) -> int:
+        """Inputs that no op reads, such as labels: each device has its part."""
+        batch, parts = (self.annotated.batch,), self.world_size
+        return sum(
+            num_bytes([node]) // (parts if node.meta["val"].shape[:1] == batch else 1)
+            for node in self._unread
+            if hasattr(node.meta["val"], "shape") and node.name not in self.annotated.tangents
+        )  # fmt: skip
+
+    def _saved_of_inputs(self) -> int:
+        """What the backward needs of what depends on inputs alone, such as a mask: what has no batch is whole."""
+        nodes = (node for node in self.facts.graph.nodes if node.op == "call_function" and not info(node).backward)
+        kept = [node for node in nodes if node not in self.follows and not is_alias(node) and self.facts.is_kept(node)]
+        parts = self.world_size * self.turns
+        return sum(num_bytes([node]) // (parts if self.facts.batch_factor(node) else 1) for node in kept)

@@ -1,0 +1,455 @@
+"""Costing: a captured step and a cluster become the planner's `Problem`.
+
+The problem's variables are the ops with a parameter, with their strategies, and the *joins*: ops that bring values
+of several of them together (a residual sum, attention, a gate), with the layouts that can arrive there. All other
+ops follow, so what they cost belongs to the variable that they follow. Layers that are equal are found by their
+signatures before anything is priced: each is priced once.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from torch import fx
+
+from shardweave.cost_model import Cluster
+from shardweave.cost_model.options import Options
+from shardweave.ir import Assignment, Axis, BoundRule, Layout, Mesh, Strategy
+from shardweave.ir.errors import PlanError
+from shardweave.ir.layout_algebra import drop, factors_of, input_layouts, output_layouts, through
+from shardweave.passes.overlap_options import with_times
+from shardweave.passes.pipeline import Annotated
+from shardweave.planner.problem.activation_memory import Holding
+from shardweave.planner.problem.candidates import legal, spread
+from shardweave.planner.problem.graph_analysis import Facts, Scatters, bound_of, root_of
+from shardweave.planner.problem.op_costs import Parameters, Sizes, price_op
+from shardweave.planner.problem.overlap_model import Costs, Windows
+from shardweave.planner.problem.problem import Edge, Problem
+from shardweave.planner.problem.resharding_costs import Links, Prices, local_numel, tensor_outputs, whole
+from shardweave.planner.problem.variables import Costed, Rows, Variable
+from shardweave.sharding.annotate import covered, info, source_of
+from shardweave.sharding.parallel_ops import Op
+from shardweave.sharding.propagate import Arrival, Choice, accepting, follow
+from shardweave.sharding.rules import find_rule, is_view
+from shardweave.sharding.rules.matmul import linear_in
+from shardweave.sharding.rules.registry import tensor_args
+
+Arrivals = list[tuple[Layout, ...]]  # for each port of the variable that a value follows, where its outputs lie
+
+
+class Edges:
+    """The variables of a problem as it is built, where what follows them lies, and what changes of that cost."""
+
+    def __init__(self, annotated: Annotated, cluster: Cluster, options: Options) -> None:
+        self.annotated, self.options = annotated, options
+        mesh = cluster.mesh()
+        timed = with_times(Mesh(tuple(sorted(mesh.axes, key=lambda axis: -axis.stride))), options)
+        self.legal_mesh, self.mesh = timed, replace(timed, woven=())
+        self.prices = Prices(self.mesh, cluster)
+        self.windows = Windows.of(cluster, self.prices.levels, options.weaving)
+        self.facts = Facts(annotated, cluster)
+        self.variables: list[Variable] = []
+        self.follows: dict[fx.Node, int] = {}
+        self.lies: dict[fx.Node, Arrivals] = {}
+        self.undivided: set[int] = set()
+        """The variables that take all sub-batches at once."""
+        self.signatures: dict[fx.Node, int] = {}
+        """The same number for values that lie alike, port by port."""
+        self._edges: dict[tuple[int, int], Links] = {}
+        self._changes: dict[object, Links] = {}
+        self._sums: dict[object, Links] = {}
+        self._known: dict[object, int] = {}
+
+    def edges(self, rows: Rows) -> tuple[Edge, ...]:
+        """The edges that cost anything."""
+        return tuple(
+            rows.edge(*ends, links, not self.undivided.isdisjoint(ends))
+            for ends, links in sorted(self._edges.items())
+            if links.any()
+        )
+
+    def change(
+        self, argument: fx.Node, wants: Sequence[Layout], gradients: Sequence[Layout], undivided: bool
+    ) -> tuple[int, Costs]:
+        """A number for where a value is wanted by port, and what it takes to bring it there, and its gradient back."""
+        haves = [port[0] for port in self.lies[argument]]
+        links = self.prices.pairs(haves, wants, gradients, argument.meta["val"].element_size())
+        return self.number(tuple(wants)), self.windows.activations(links, undivided)
+
+    def edges_into(
+        self,
+        number: int,
+        node: fx.Node,
+        wants: Sequence[Sequence[Layout]],
+        gradients: Sequence[Sequence[Layout]],
+        signature: object,
+    ) -> None:
+        """Add what a variable's node takes of others: where its inputs are wanted, and their gradients, by its port."""
+        for position, argument in enumerate(tensor_args(node)):
+            if argument not in self.follows:
+                continue
+            source = self.follows[argument]
+            shared = self.facts.readers[root_of(argument)] if node in self.facts.roles else 1
+            key = self.signatures[argument], signature, position, shared
+            if key not in self._changes:
+                haves, wanted = [port[0] for port in self.lies[argument]], [want[position] for want in wants]
+                back, itemsize = [gradient[position] for gradient in gradients], argument.meta["val"].element_size()
+                links = self.prices.table(haves, wanted, back, itemsize)
+                for idle, ports in self._idle(source).items():
+                    # Its backward computes with a part of the gradient, too, and sums what becomes of it
+                    parts = [drop(gradient, set(idle)) for gradient in back]
+                    links[1][:, ports] = self.prices.gradients(parts, [haves[port] for port in ports], itemsize)
+                self._changes[key] = links / shared
+            links = self._changes[key]
+            if source == number:
+                diagonal = np.diagonal(links, axis1=2, axis2=3)
+                self.variables[number].costs += self.windows.activations(diagonal, number in self.undivided)
+            elif (source, number) in self._edges:
+                before = self._edges[source, number]
+                pair = id(before), id(links)  # equal layers share their edges' tables
+                self._edges[source, number] = self._sums.setdefault(pair, before + links)
+            else:
+                self._edges[source, number] = links
+
+    def _idle(self, number: int) -> dict[frozenset[Axis], list[int]]:
+        """The ports of an op without a batch by the axes over which it does the same everywhere; none of a join."""
+        variable, found = self.variables[number], dict[frozenset[Axis], list[int]]()
+        if variable.op is None or variable.op.batch > 1:
+            return found
+        for number, port in enumerate(variable.ports):
+            used = {axis for own in port.values() for axis, _ in own.items}
+            found.setdefault(frozenset(self.mesh.axes) - used, []).append(number)
+        found.pop(frozenset(), None)
+        return found
+
+    def number(self, thing: object) -> int:
+        """A number for what compares equal: cheap to hash where it is asked for again and again."""
+        return self._known.setdefault(thing, len(self._known))
+
+    def is_undivided(self, node: fx.Node) -> bool:
+        """Whether a node is in one of the modules that take all sub-batches at once."""
+        return covered(self.options.weaving.undivided, info(node).op)
+
+
+PARTS = 3
+"""Passes over its value, and small sums, that a softmax takes in parts beside what it takes fused: max, sum, and once
+more in its backward."""
+
+
+class Costing(Edges):
+    """Builds the problem of one captured step on one cluster."""
+
+    def __init__(
+        self, annotated: Annotated, cluster: Cluster, options: Options, forced: dict[str, list[Strategy]]
+    ) -> None:
+        super().__init__(annotated, cluster, options)
+        self.forced, self.limit = forced, options.limit(cluster)
+        world_size = self.mesh.world_size
+        self.holding = Holding(annotated, self.facts, options.turns, world_size, self.follows, self.lies)
+        self._remembered: dict[object, tuple[Arrivals, int, Costs, list[tuple[int, int, Costs]]]] = {}
+        self._brought: set[tuple[fx.Node, int]] = set()
+        self._placed: dict[object, tuple[Arrivals, Arrivals, Arrivals, int]] = {}
+        self._joins: dict[object, tuple[list[Assignment], Costs, Arrivals, Arrivals, Arrivals, int]] = {}
+        self._priced: dict[int, Variable] = {}
+        self._numbers: dict[str, int] = {}
+
+    def build(self) -> Costed:
+        """Price every variable and every edge."""
+        for node in self.facts.graph.nodes:
+            if node.op != "call_function" or info(node).backward or node not in self.facts.dependent:
+                continue
+            if node in self.facts.roles:
+                self._op_node(node)
+            elif node.target is operator.getitem:
+                self._getitem(node)
+            elif is_view(node):
+                self._view(node)
+            else:
+                self._follower(node)
+            if node in self.follows:
+                self.holding.add(node, self.variables[self.follows[node]])
+        rows = Rows(self.windows, self.options.turns)
+        ops = tuple(rows.row(variable) for variable in self.variables)
+        fixed = self.holding.fixed_bytes
+        return Costed(Problem(ops, self.edges(rows), self.limit, fixed, windows=self.windows.names), self.variables)
+
+    # -- variables
+
+    def _op_node(self, node: fx.Node) -> None:
+        op = self.facts.roles[node]
+        if op.name not in self._numbers:
+            self._numbers[op.name] = len(self.variables)
+            if self.is_undivided(node):
+                self.undivided.add(len(self.variables))
+            self.variables.append(self._op_variable(op))
+        number = self._numbers[op.name]
+        variable = self.variables[number]
+        names = [role.node.name for role in op.roles]
+        at = names.index(node.name)
+        key = variable.signature, at
+        if key not in self._placed:
+            bound = bound_of(node)
+            assignments = [list(port.values())[at].as_dict() for port in variable.ports]
+            outputs = [output_layouts(bound, assignment, self.mesh) for assignment in assignments]
+            rule = find_rule(node)
+            wants = [accepting(rule, mine, input_layouts(bound, mine, self.mesh)) for mine in assignments]
+            gradients = [_gradients(node, mine, want) for mine, want in zip(assignments, wants)]
+            self._placed[key] = wants, gradients, outputs, self.number(tuple(outputs))
+        wants, gradients, outputs, signature = self._placed[key]
+        self.edges_into(number, node, wants, gradients, key)
+        self.holding.add_op(node, variable, wants)
+        self._settle(node, number, outputs, signature)
+
+    def _op_variable(self, op: Op) -> Variable:
+        values = [self.facts.shapes[name] for name in (op.parameter, *op.companions)]
+        signature = self.number((
+            self._element(op), tuple(op.sizes.items()), op.outputs, op.contracted, op.experts, op.batch,
+            self._shared(op), tuple(value.shape for value in values),
+            tuple((str(role.node.target), role.atoms, role.batch, bound_of(role.node)) for role in op.roles),
+            tuple(self.forced.get(op.name, ())), self.facts.ends(op), self.facts.beside(op),
+            covered(self.options.weaving.undivided, op.name),
+        ))  # fmt: skip
+        known = self._priced.get(signature)
+        if known is None:
+            options = self.forced.get(op.name) or legal(op, op.mesh_of(self.legal_mesh, self.options.weaving.undivided))
+            if not options:
+                devices, sizes = self.mesh.world_size, list(op.sizes.values())
+                raise PlanError(
+                    f"no strategy fits {op.name} on {devices} devices: neither the batch of {op.batch} nor its loops "
+                    f"of sizes {sizes} take up all of them. Use a batch that is a multiple of {devices}, other "
+                    "sizes, or another number of devices"
+                )
+            known = self._priced[signature] = self.spread(Variable(op.name, signature, op), options)
+        saved, working, product, lasting = np.zeros((4, len(known.ports)))
+        costs = self.windows.none(len(known.ports))
+        return replace(
+            known, name=op.name, op=op, costs=costs, saved=saved, working=working, product=product, lasting=lasting
+        )
+
+    def spread(self, variable: Variable, strategies: list[Strategy]) -> Variable:
+        """An op's row with these strategies, priced."""
+        op = variable.op
+        assert op is not None
+        shapes = [tuple(self.facts.shapes[name].shape) for name in (op.parameter, *op.companions)]
+        whole = self.annotated.captured.whole
+        parameters = Parameters(shapes, self._element(op), self.options.optimizer_bytes, whole, self.facts.beside(op))
+        ports, port_of = spread(op, strategies, self.mesh)
+        shared, ends = self._shared(op), self.facts.ends(op)
+        prices = price_op(op, strategies, ports, port_of, parameters, self.prices, self.windows, shared, ends)
+        return replace(variable, strategies=strategies, prices=prices, ports=ports, port_of=port_of)
+
+    def _element(self, op: Op) -> Sizes:
+        """What an element of its parameters takes."""
+        dtypes = self.annotated.captured.dtypes
+        return Sizes.of(self.facts.shapes[op.parameter].dtype, dtypes.get(op.parameter))
+
+    def _shared(self, op: Op) -> int:
+        """How many ops read the same activation."""
+        return max((self.facts.readers[root_of(argument)] for role in op.roles if not info(role.node).backward
+                    for argument in tensor_args(role.node)), default=1)  # fmt: skip
+
+    def _follower(self, node: fx.Node) -> None:
+        arguments = [argument for argument in tensor_args(node) if argument in self.follows]
+        origins = {self.follows[argument] for argument in arguments}
+        bound = bound_of(node)
+        if not origins:  # it depends on inputs alone: as they lie, which costs next to nothing
+            return
+        if len(origins) > 1 or self._ends_sums(node, bound, arguments):
+            self._join(node, bound, arguments)
+            return
+        (number,) = origins
+        variable = self.variables[number]
+        key = self._key(node)
+        if key not in self._remembered:
+            choices = [self._choose(node, bound, dict.fromkeys(arguments, p)) for p in range(len(variable.ports))]
+            arrivals: Arrivals = [choice.outputs for choice in choices]
+            costs = self._computed(node, [Assignment.of(choice.assignment) for choice in choices])
+            gradients = [_gradients(node, choice.assignment, choice.inputs) for choice in choices]
+            changes = []
+            for position, argument in enumerate(tensor_args(node)):
+                if argument in self.follows:
+                    wants, back = [c.inputs[position] for c in choices], [gradient[position] for gradient in gradients]
+                    changes.append((position, *self.change(argument, wants, back, self.is_undivided(node))))
+            for port, choice in enumerate(choices):
+                self._in_parts(node, choice, costs[:, :, port])
+            self._remembered[key] = arrivals, self.number(tuple(arrivals)), costs, changes
+        self._remember(node, number, key)
+
+    def _remember(self, node: fx.Node, number: int, key: object) -> None:
+        """Add what a node costs that does the same as another one; what several want alike is brought there once."""
+        arrivals, signature, costs, changes = self._remembered[key]
+        variable, arguments = self.variables[number], tensor_args(node)
+        variable.costs += costs
+        for position, wanted, change in changes:
+            if (arguments[position], wanted) not in self._brought:
+                self._brought.add((arguments[position], wanted))
+                variable.costs += change
+        self._settle(node, number, arrivals, signature)
+
+    def _computed(self, node: fx.Node, assignments: Sequence[Assignment]) -> Costs:
+        """Computing a node at each of these assignments, forward and backward."""
+        seconds = np.array([self.prices.compute(node, assignment) for assignment in assignments])
+        return self.windows.computed(seconds, self.facts.backward_ratio(node) * seconds)
+
+    def _ends_sums(self, node: fx.Node, bound: BoundRule, arguments: Sequence[fx.Node]) -> bool:
+        """Whether a partial sum ends here (with a bias, say) that is asked to be scattered.
+
+        Where nothing is asked, only places where several ops meet are weighed up: the program does not see the buffers
+        of what changes its layout twice, of which the choice at every bias would give it more to be wrong about.
+        """
+        if node not in self.facts.names or not self.options.sequence_parallel:
+            return False
+        ports = [(argument, port) for argument in arguments for port, have in enumerate(self.lies[argument])
+                 if have[0].partial]  # fmt: skip
+        return any(not self._choose(node, bound, {a: port}).outputs[0].partial for a, port in ports)
+
+    def _in_parts(self, node: fx.Node, choice: Choice, costs: Costs) -> None:
+        """Add what a fused op costs more in parts: it reads and writes its value for each, and sums small results."""
+        bound, rule = bound_of(node), find_rule(node)
+        split = [axis for axis, name in choice.assignment.items() if bound.factor(name).blocked]
+        axes = tuple(axis for axis in split if axis.kind == "space")
+        if rule is None or rule.decompose is None or not axes:
+            return
+        work = self._computed(node, [Assignment.of(choice.assignment)])[:, :, 0]
+        whole = {f.name for f in bound.factors if f.blocked}
+        rows = local_numel(choice.outputs[0]) // max(1, math.prod(bound.factor(name).size for name in whole))
+        itemsize = tensor_outputs(node)[0].element_size()
+        level, seconds = self.prices.collective("all_reduce", axes, max(1, rows) * itemsize)
+        sums = np.zeros((2, 1 + len(self.prices.levels)))
+        sums[:, 1 + level] = (PARTS - 1) * seconds, seconds
+        costs += PARTS * work + self.windows.activations(sums, self.is_undivided(node))
+
+    def _join(self, node: fx.Node, bound: BoundRule, arguments: Sequence[fx.Node]) -> None:
+        key = self._key(node)
+        if key not in self._joins:
+            choices: dict[Assignment, Choice] = {}
+            scatters = Scatters(bound, find_rule(node), self.mesh)
+            for argument in arguments:
+                for port in range(len(self.lies[argument])):
+                    choice = self._choose(node, bound, {argument: port})
+                    choices.setdefault(Assignment.of(choice.assignment), choice)
+                    scatters.add(choice, self.lies[argument][port][0])
+            choices = scatters.among(choices, self.options.sequence_parallel)
+            costs = self._computed(node, list(choices))
+            wants = [choice.inputs for choice in choices.values()]
+            outputs = [choice.outputs for choice in choices.values()]
+            gradients = [_gradients(node, choice.assignment, choice.inputs) for choice in choices.values()]
+            self._joins[key] = list(choices), costs, wants, gradients, outputs, self.number(tuple(outputs))
+        options, costs, wants, gradients, outputs, signature = self._joins[key]
+        number = len(self.variables)
+        if self.is_undivided(node):
+            self.undivided.add(number)
+        ports = [{node.name: option} for option in options]
+        size = len(options)
+        self.variables.append(
+            Variable(
+                self.facts.names[node],
+                self.number(key),
+                node=node,
+                ports=ports,
+                port_of=list(range(size)),
+                costs=costs.copy(),
+                saved=np.zeros(size),
+                working=np.zeros(size),
+                lasting=np.zeros(size),
+            )
+        )
+        self.edges_into(number, node, wants, gradients, key)
+        self._settle(node, number, outputs, signature)
+
+    def _choose(self, node: fx.Node, bound: BoundRule, ports: dict[fx.Node, int]) -> Choice:
+        """How `node` is spread when these of its inputs decide; a softmax that can be decomposed blocks nothing."""
+        rule = find_rule(node)
+        if rule is not None and rule.decompose is not None:
+            bound = replace(bound, factors=tuple(replace(f, blocked=False) for f in bound.factors))
+        arrivals = []
+        for argument in tensor_args(node):
+            shape = argument.meta["val"].shape
+            port = ports.get(argument)
+            layout = Layout.replicated(shape) if port is None else self.lies[argument][port][0]
+            users = len(argument.users) == 1
+            arrivals.append(Arrival(layout, argument.meta["val"].numel(), argument not in self.follows, users))
+        return follow(bound, rule, self._with_batch(node, bound, arrivals), self.mesh, linear_in(node))
+
+    def _with_batch(self, node: fx.Node, bound: BoundRule, arrivals: list[Arrival]) -> list[Arrival]:
+        """Where the batch comes from inputs alone (a mask that is added to biases), these over all axes that are left.
+
+        So inputs lie, as far as ops do not use the axes for something else.
+        """
+        batch = self.facts.batch_factor(node)
+        having = [any(batch in names for names in dims) for dims in bound.inputs]
+        if not batch or any(has and not arrival.is_parameter for has, arrival in zip(having, arrivals)):
+            return arrivals
+        used = {axis for arrival in arrivals for axis in (*arrival.layout.shard_axes, *dict(arrival.layout.partial))}
+        left, free = bound.sizes()[batch], {}
+        for axis in (*self.mesh.axes, *self.mesh.all_times):
+            if axis not in used and left % axis.size == 0:
+                left, free[axis] = left // axis.size, batch
+        lies = input_layouts(bound, free, self.mesh)
+        return [
+            replace(arrival, layout=layout, is_parameter=False) if has else arrival
+            for arrival, layout, has in zip(arrivals, lies, having)
+        ]
+
+    # -- what passes through
+
+    def _view(self, node: fx.Node) -> None:
+        source = tensor_args(node)[0]
+        if source not in self.follows:
+            return
+        number, bound, key = self.follows[source], bound_of(node), self._key(node)
+        if key not in self._remembered:
+            arrivals: Arrivals = []
+            wants = []
+            for have in (port[0] for port in self.lies[source]):
+                lies, result = have, through(have, bound.inputs[0], bound.outputs[0], bound.sizes())
+                if result is None:
+                    kept = factors_of(have.dims, bound.inputs[0], bound.sizes())
+                    lies = drop(have, set(have.shard_axes) - set(kept))
+                    result = through(lies, bound.inputs[0], bound.outputs[0], bound.sizes())
+                    if result is None:
+                        lies = drop(have, have.shard_axes)
+                        result = through(lies, bound.inputs[0], bound.outputs[0], bound.sizes())
+                    assert result is not None
+                wants.append(lies)
+                arrivals.append((result,))
+            change = (0, *self.change(source, wants, [whole(want) for want in wants], self.is_undivided(node)))
+            costs = self.windows.none(len(wants))
+            self._remembered[key] = arrivals, self.number(tuple(arrivals)), costs, [change]
+        self._remember(node, number, key)
+
+    def _getitem(self, node: fx.Node) -> None:
+        parent, index = source_of(node)
+        if parent in self.follows and hasattr(node.meta["val"], "numel"):
+            key = "item", index, self.signatures[parent]
+            if key not in self._remembered:
+                arrivals: Arrivals = [(port[index],) for port in self.lies[parent]]
+                none = self.windows.none(len(arrivals))
+                self._remembered[key] = arrivals, self.number(tuple(arrivals)), none, []
+            self._remember(node, self.follows[parent], key)
+
+    def _settle(self, node: fx.Node, number: int, arrivals: Arrivals, signature: int) -> None:
+        self.follows[node], self.lies[node], self.signatures[node] = number, arrivals, signature
+
+    def _key(self, node: fx.Node) -> object:
+        """Equal for ops that do the same with values that lie alike, as in equal layers."""
+        arguments = tensor_args(node)
+        given = tuple((self.signatures.get(a), len(a.users) == 1, str(a.meta["val"].dtype)) for a in arguments)
+        batch = self.facts.batch_factor(node)
+        kind = str(node.target), self.is_undivided(node)
+        return kind, self.number(bound_of(node)), given, str(node.meta.get("val")), batch
+
+
+def _gradients(node: fx.Node, assignment: Mapping[Axis, str], inputs: Sequence[Layout]) -> tuple[Layout, ...]:
+    """Where an op that is spread so leaves the gradients of its inputs: partial where others than these are divided."""
+    rule, found = find_rule(node), []
+    owned = rule.owned if rule is not None else {}
+    for layout, dims in zip(inputs, bound_of(node).inputs):
+        own = {name for names in dims for name in names}
+        others = [axis for axis, name in assignment.items() if name not in own and name not in owned]
+        found.append(replace(layout, partial=tuple((axis, "sum") for axis in others if axis.kind == "space")))
+    return tuple(found)

@@ -1,0 +1,197 @@
+"""Windows: what of a step goes on at once, and how its seconds load the streams of each window.
+
+A pass (the forward, the backward) is a *window*. Its first stream is its *way*: what comes one after the other however
+it is ordered. Each level of the cluster is a stream, too: its links. A window takes as long as its busiest stream.
+
+===============================  ===========================  =========================================
+seconds of a pass                on its way                   on the links of a level
+===============================  ===========================  =========================================
+compute                          all
+collectives that are waited for  all                          all
+collectives that hide            what they slow compute down  all
+===============================  ===========================  =========================================
+
+A collective of activations is waited for: the batch has nothing else to do. With sub-batches another one computes
+meanwhile, and it hides. Gathers of parameters and reductions of gradients hide, until the links of their pass are full.
+While one of them runs, compute takes `Device.overlap_slowdown` times as long: c seconds of it hide in c seconds of
+compute, but take ``c * (1 - 1 / slowdown)`` of them, and `drag` times as much where collectives are slowed down, too
+(`Device.collective_slowdown`). Full links are then slowed by all compute. So what hides is never free, and a way that
+is all compute and links that are all full meet where the simulator has them meet.
+
+That is a bound: no order of a step hides more. A step of few ops, or one whose products wait for gathers, hides less;
+if nothing hides, a pass takes all of its seconds one after the other. These are written down, too, as one more stream
+of each pass: its seconds *in turn*. The program is solved for a step in which all hides (`overlapping`). Simulated, its
+answer tells which share of what could hide does; then the program is solved for that share (`hiding`), too.
+
+What an op gathers that no other comes before, or reduces at the end of the backward, is waited for: nothing is computed
+beside it (`pricing.Ends`). So is what `Options.blocking` names. The optimizer's step is a window of its own: the host
+and the device's memory work at once.
+
+With ``x[o, c]`` and ``t[w]`` as in `solver`, and sums over all ops and edges:
+
+===============================================================  ==============================  =====================
+t[forward] >= compute + waited                                   `Windows.loads`                 Oases 2 and 3
++ drag (1 - 1 / slowdown) hidden
+t[forward] >= waited on l + hidden on l          for a level l   `Windows.loads`                 Oases 2 and 3
++ slowdown (1 - 1 / drag) compute
+t[backward] >= the same of the backward, with what is            `Windows.loads`,                Oases 4 to 6
+recomputed                                                       `recomputation.with_modes`
+t[optimizer] >= host, t[optimizer] >= memory                     `pricing.price_op`
+hidden in the forward: gathers from states to copies, and to     `pricing.price_op`              AMSP 1 to 4, OSDP 1
+where they are used; in the backward: the latter once more
+hidden in the backward: reductions of gradients                  `pricing.price_op`              AMSP 5 to 7, OSDP 1
+waited: changes of layout between ops, and of their gradients    `costing.Costing`               AxoNN 4 to 10
+===============================================================  ==============================  =====================
+
+The papers: Oases (arXiv 2305.16121), AMSP (arXiv 2311.00257), OSDP (arXiv 2209.13258), AxoNN (arXiv 2305.13525).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardweave.cost_model import Cluster
+from shardweave.ir import Traffic, Weaving
+from shardweave.planner.problem.problem import Problem
+from shardweave.planner.problem.resharding_costs import Links
+from shardweave.planner.solver.streams import with_loads, with_streams
+
+Floats = NDArray[np.float64]
+
+Costs = NDArray[np.float64]
+"""Seconds by pass, and by kind: compute; of each level what is waited for; of each level what hides."""
+
+OPTIMIZER = "host", "memory"
+"""The streams of the optimizer's window."""
+
+_IN_TURN = "in turn"
+
+
+def overlapping(problem: Problem) -> Problem:
+    """The problem of a step in which hides what can."""
+    return _with(problem, lambda name: not name.endswith(_IN_TURN))
+
+
+def in_turn(problem: Problem) -> Problem:
+    """The problem of a step of which no pass overlaps anything, with the same candidates."""
+    return _with(problem, lambda name: name.endswith(_IN_TURN) or name in OPTIMIZER)
+
+
+def hiding(problem: Problem, share: float) -> Problem:
+    """The problem of a step in which a share of what could hide does: 1 is `overlapping`, 0 `in_turn`.
+
+    Each stream of a pass takes so much of its own seconds, and the rest of the seconds of all in turn.
+    """
+    if share == 0.0:
+        return in_turn(problem)
+    mixed, first = np.eye(problem.num_streams), 0
+    for names in problem.windows:
+        last = first + len(names)
+        if names[-1].endswith(_IN_TURN):
+            mixed[first : last - 1, first:last] *= share
+            mixed[first : last - 1, last - 1] += 1.0 - share
+        first = last
+    return overlapping(with_loads(problem, mixed))
+
+
+def _with(problem: Problem, counts: Callable[[str], bool]) -> Problem:
+    names = [name for window in problem.windows for name in window]
+    return with_streams(problem, {number for number, name in enumerate(names) if counts(name)})
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The windows of a step.
+
+    Parameters
+    ----------
+    levels : sequence of str
+        The cluster's, that have links.
+    slowdown, drag : float
+        `Device.overlap_slowdown` and `Device.collective_slowdown`.
+    woven : bool
+        Another sub-batch computes while one waits for activations.
+    blocking : collection of Traffic
+        What is waited for instead of hiding.
+
+    Examples
+    --------
+    >>> windows = Windows(["gpu"], slowdown=1.25)
+    >>> windows.names[0], windows.names[2]
+    (('forward', 'forward on gpu', 'forward in turn'), ('host', 'memory'))
+    >>> gather = np.array([[0.0, 0.5], [0.0, 0.0]])  # no copy, and nothing back
+    >>> costs = windows.computed(2.0, 4.0) + windows.hidden(gather)
+    >>> windows.loads(costs).tolist()
+    [2.1, 0.5, 2.5, 4.0, 0.0, 4.0, 0.0, 0.0]
+    """
+
+    levels: Sequence[str]
+    slowdown: float = 1.0
+    drag: float = 1.0
+    woven: bool = False
+    blocking: Collection[Traffic] = ()
+
+    @classmethod
+    def of(cls, cluster: Cluster, levels: Sequence[str], weaving: Weaving) -> Windows:
+        """Those of a step on a cluster."""
+        device = cluster.device
+        slowdowns = device.overlap_slowdown, device.collective_slowdown
+        return cls(levels, *slowdowns, weaving.sub_batches > 1, weaving.blocking)
+
+    @cached_property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """The streams of each window: `Problem.windows`."""
+        passes = ("forward", "backward")
+        return *(
+            (way, *(f"{way} on {level}" for level in self.levels), f"{way} {_IN_TURN}") for way in passes
+        ), OPTIMIZER
+
+    def none(self, *shape: int) -> Costs:
+        """No costs."""
+        return np.zeros((2, 1 + 2 * len(self.levels), *shape))
+
+    def computed(self, forward: Floats | float, backward: Floats | float) -> Costs:
+        """Of compute."""
+        found = self.none(*np.shape(forward))
+        found[0, 0], found[1, 0] = forward, backward
+        return found
+
+    def waited(self, links: Links) -> Costs:
+        """Of collectives that are waited for: those of the forward, and those of the backward."""
+        found = self.none(*links.shape[2:])
+        found[:, : 1 + len(self.levels)] = links
+        return found
+
+    def hidden(self, links: Links) -> Costs:
+        """Of collectives that hide."""
+        found = self.none(*links.shape[2:])
+        found[:, 0], found[:, 1 + len(self.levels) :] = links[:, 0], links[:, 1:]
+        return found
+
+    def activations(self, links: Links, undivided: bool = False) -> Costs:
+        """Of collectives of activations: they hide where another sub-batch computes meanwhile."""
+        return self.moved("activation", links, alone=undivided or not self.woven)
+
+    def moved(self, traffic: Traffic, links: Links, alone: bool = False) -> Costs:
+        """Of collectives of one kind of traffic: they hide, unless they are `alone` or compute waits for them."""
+        return self.waited(links) if alone or traffic in self.blocking else self.hidden(links)
+
+    def loads(self, costs: Costs) -> Floats:
+        """The seconds on each stream of each window, in the order of `names`: none on those of the optimizer."""
+        each = np.einsum("sk,pk...->ps...", self._streams, costs)
+        loads = each.reshape(-1, *costs.shape[2:])
+        return np.concatenate([loads, np.zeros((len(OPTIMIZER), *costs.shape[2:]))])
+
+    @cached_property
+    def _streams(self) -> Floats:
+        """What a second of each kind is on each stream of its pass."""
+        count, beside = len(self.levels), self.drag * (1.0 - 1.0 / self.slowdown)
+        slowed = np.full((count, 1), self.slowdown * (1.0 - 1.0 / self.drag))
+        way = [1.0, *[1.0] * count, *[beside] * count]
+        links = np.hstack([slowed, np.eye(count), np.eye(count)])
+        return np.vstack([way, links, np.ones(1 + 2 * count)])

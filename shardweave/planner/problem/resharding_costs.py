@@ -1,0 +1,380 @@
+"""Prices: seconds of compute, and of changes of layout, on one device of a cluster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import fx
+
+from shardweave.cost_model import Cluster, collective_seconds
+from shardweave.cost_model.collectives import crossed_level
+from shardweave.cost_model.op_time import Work, bytes_seconds, node_work, work_seconds
+from shardweave.cost_model.op_work import product_of
+from shardweave.ir import Assignment, Axis, BoundRule, Dims, Layout, Mesh
+from shardweave.ir.layout_algebra import LOCAL, StepKind, digit_size, outermost_first, rest_layouts, steps_between
+from shardweave.sharding.annotate import info
+from shardweave.sharding.rules.registry import tensor_args
+from shardweave.sharding.tensor_signature import signature, tensor_shape
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Place = tuple[int, int, int]
+"""A dimension, and its steps outside of the axis, without the axis' own and with them."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One step of all changes of a table.
+
+    Parameters
+    ----------
+    kind : StepKind
+    groups : array of int
+        The axes that it is over, outermost first, as the bits of a number; 0 where a change has no such step.
+    numel : array of int
+        Elements on one device, where they are most: before a reduction or a slice, after a gather.
+    copied : array of int
+        Elements that are copied besides, to lie in a row: where what is cut is not the first dimension.
+    """
+
+    kind: StepKind
+    groups: Ints
+    numel: Ints
+    copied: Ints
+
+
+def group_axes(group: int, axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    """The axes of one of `Move.groups`, outermost first; `axes` as given to `moves_between`."""
+    return tuple(axis for index, axis in enumerate(outermost_first(axes)) if group >> index & 1)
+
+
+def moves_between(
+    haves: Sequence[Layout], wants: Sequence[Layout], axes: Sequence[Axis], paired: bool = False
+) -> list[Move]:
+    """The moves from each of `haves` (the rows) to each of `wants` (the columns), in their order.
+
+    Where a layout is wanted partial, what is partial in the same way stays so (`passes.follow.met`).
+
+    Parameters
+    ----------
+    haves, wants : sequences of Layout
+        Of one value, without padding.
+    axes : sequence of Axis
+        All that these layouts have.
+    paired : bool
+        Only from each of `haves` to that of `wants` in the same place: the arrays have one dimension.
+
+    Examples
+    --------
+    >>> gpu, node = Axis("gpu0", 2), Axis("node0", 4, 2)
+    >>> haves = [Layout(((8,),), ((gpu, "sum"),)), Layout(((node, gpu),))]
+    >>> for move in moves_between(haves, [Layout(((8,),)), Layout(((gpu, 4),))], (gpu, node)):
+    ...     print(move.kind, move.groups.tolist(), move.numel.tolist())
+    reduce_scatter [[0, 2], [0, 0]] [[8, 8], [1, 1]]
+    all_reduce [[2, 0], [0, 0]] [[8, 4], [1, 1]]
+    all_gather [[0, 0], [3, 3]] [[8, 4], [8, 8]]
+    slice [[0, 0], [0, 2]] [[8, 4], [8, 8]]
+    """
+    axes = outermost_first(axes)
+    arrays = _Arrays(axes)
+    have, want = arrays.rows(haves), arrays.rows(wants)
+    table = np.arange(len(haves))[:, None], np.arange(len(wants))[None, :]
+    at = (np.arange(len(haves)),) if paired else table
+    row, column, shape = at[0], at[-1], np.broadcast_shapes(*(index.shape for index in at))
+    reduces = arrays.reduces
+    dims, overlap = arrays.relations()
+    across = overlap & ~np.eye(len(dims), dtype=bool)
+    have_on, want_on, have_across = have.touch(overlap), want.touch(overlap), have.touch(across)
+    opposed = np.zeros((int(dims.max()) + 1, *shape), dtype=bool)  # dimensions that are gathered whole
+    for index in range(len(axes)):
+        new = want.places[column, index]
+        for dim in np.unique(dims[new]):
+            opposed[dim] |= have_across[row, new] & (dims[new] == dim)
+
+    scattered, reduced = ({op: _Groups(shape) for op in reduces} for _ in range(2))
+    sliced, exchanged, gathered, cut = (_Groups(shape) for _ in range(4))
+    for index, axis in enumerate(axes):
+        old, new = have.places[row, index], want.places[column, index]
+        fixed = opposed[dims[old], *at]
+        room = (new > 0) & ~have_on[row, new] & ~opposed[dims[new], *at]
+        before, after = have.partial[row, index], want.partial[column, index]
+        pending = (before > 0) & (before != after)
+        for op, numbers in reduces.items():
+            mine = pending & np.isin(before, numbers)
+            scattered[op].add(axis, index, mine & room, dims[new] > 1)
+            reduced[op].add(axis, index, mine & ~room)
+        slices = room & (old == 0)
+        sliced.add(axis, index, slices & ~pending)
+        exchanges = room & (old > 0) & ~want_on[column, old] & ~fixed
+        exchanged.add(axis, index, exchanges, exchanges)
+        done = (old == new) & ~fixed | slices | exchanges
+        gathered.add(axis, index, (old > 0) & ~done, dims[old] > 1)
+        cut.add(axis, index, (new > 0) & ~done)
+
+    numel = np.broadcast_to(have.numel[row], shape)
+    found: list[Move] = []
+    for op in reduces:
+        found.append(Move("reduce_scatter", scattered[op].axes, numel, numel * scattered[op].apart))
+        numel = numel // scattered[op].size
+        found.append(Move("all_reduce", reduced[op].axes, numel, np.zeros_like(numel)))
+    found.append(Move("slice", sliced.axes, numel, numel // sliced.size * (sliced.axes > 0)))
+    numel = numel // sliced.size
+    found.append(Move("all_to_all", exchanged.axes, numel, numel * exchanged.apart))
+    numel = numel * gathered.size
+    found.append(Move("all_gather", gathered.axes, numel, numel * gathered.apart))
+    found.append(Move("slice", cut.axes, numel, numel // cut.size * (cut.axes > 0)))
+    return [move for move in found if move.groups.any()]
+
+
+class _Groups:
+    """The group of one step of each change: its axes as bits, its size, whether it moves what does not lie in a row."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.axes, self.size = np.zeros(shape, dtype=np.int64), np.ones(shape, dtype=np.int64)
+        self.apart = np.zeros(shape, dtype=bool)
+
+    def add(self, axis: Axis, index: int, where: Bools, apart: Bools | bool = False) -> None:
+        """One axis more, where it takes part."""
+        if where.any():
+            self.axes += where * (1 << index)
+            self.size *= np.where(where, axis.size, 1)
+            self.apart |= where & apart
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Layouts as rows: for each axis the number of its place (0: none), and of how the value is partial (0: not)."""
+
+    places: Ints
+    partial: Ints
+    numel: Ints
+
+    def touch(self, relation: Bools) -> Bools:
+        """By layout and place: whether one of the layout's axes lies in this relation to the place."""
+        return np.asarray(relation[self.places].any(axis=1))
+
+
+class _Arrays:
+    """Layouts of one value as arrays, with a number for each place and for each way of being partial."""
+
+    def __init__(self, axes: Sequence[Axis]) -> None:
+        self.columns = {axis.name: index for index, axis in enumerate(axes)}
+        self.places: dict[Place, int] = {}
+        self.ways: dict[str, int] = {}
+
+    def rows(self, layouts: Sequence[Layout]) -> _Rows:
+        different = {layout: row for row, layout in enumerate(dict.fromkeys(layouts))}
+        places = np.zeros((len(different), len(self.columns)), dtype=np.int64)
+        partial = np.zeros_like(places)
+        for layout, row in different.items():
+            for dim, digits in enumerate(layout.dims):
+                steps = 1
+                for digit in digits:
+                    outside, steps = steps, steps * digit_size(digit)
+                    if isinstance(digit, Axis):
+                        place = dim, outside, steps
+                        places[row, self.columns[digit.name]] = self.places.setdefault(place, len(self.places) + 1)
+            for axis, op in layout.partial:
+                partial[row, self.columns[axis.name]] = self.ways.setdefault(op, len(self.ways) + 1)
+        numel = np.array([math.prod(layout.local_shape) for layout in different], dtype=np.int64)
+        row_of = np.array([different[layout] for layout in layouts], dtype=np.int64)
+        return _Rows(places[row_of], partial[row_of], numel[row_of])
+
+    @property
+    def reduces(self) -> dict[str, list[int]]:
+        """What is reduced together: ``"own"`` is a sum."""
+        found: dict[str, list[int]] = {}
+        for op in sorted(self.ways):
+            found.setdefault("sum" if op == "own" else op, []).append(self.ways[op])
+        return dict(sorted(found.items()))
+
+    def relations(self) -> tuple[Ints, Bools]:
+        """The dimension of each place, from 1 on (0 is no place), and which places have steps in common."""
+        dims, outside, steps = np.array([(-1, 1, 1), *self.places]).T
+        apart = (outside[:, None] % steps[None, :] == 0) | (outside[None, :] % steps[:, None] == 0)
+        return dims + 1, ~apart & (dims[:, None] == dims[None, :])
+
+
+_TABLES = 32
+"""Tables of changes that are remembered: one is of some megabytes on thousands of devices, and soon asked for again."""
+
+Links = NDArray[np.float64]
+"""Seconds of changes of layout, there and of the gradient's way back, by what takes them: copies that the device makes,
+then the links of each level of the cluster that has any."""
+
+
+def local_numel(layout: Layout) -> int:
+    """Elements on one device."""
+    return math.prod(layout.local_shape)
+
+
+def tensor_outputs(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node computes."""
+    value = node.meta["val"]
+    return [item for item in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(item, torch.Tensor)]
+
+
+class Prices:
+    """Prices on one cluster; what has been priced is remembered."""
+
+    def __init__(self, mesh: Mesh, cluster: Cluster) -> None:
+        self.mesh, self.cluster = mesh, cluster
+        self._axes = (*mesh.axes, *mesh.all_times, *mesh.slices)
+        self.levels = [level.name for level in cluster.levels if level.size > 1] or [cluster.levels[0].name]
+        self._collectives: dict[tuple[str, tuple[Axis, ...]], dict[int, tuple[int, float]]] = {}
+        self._groups: dict[tuple[str, int], tuple[tuple[Axis, ...], dict[int, tuple[int, float]]]] = {}
+        self._works: dict[fx.Node, Work | None] = {}
+        self._rests: dict[tuple[Layout, tuple[tuple[Axis, ...], ...]], list[Layout]] = {}
+        self._computed: dict[tuple[object, ...], float] = {}
+        self._tables = lru_cache(_TABLES)(self._priced)
+
+    def table(
+        self, haves: Sequence[Layout], wants: Sequence[Layout], gradients: Sequence[Layout], itemsize: int
+    ) -> Links:
+        """From each of `haves` to each of `wants`, and from where these leave the gradient back to each of `haves`.
+
+        An array of the two ways, what takes them, and the two.
+        """
+        return np.stack([self._changes(haves, wants, itemsize), self.gradients(gradients, haves, itemsize)])
+
+    def gradients(self, gradients: Sequence[Layout], haves: Sequence[Layout], itemsize: int) -> Links:
+        """The second of `table`'s ways alone: an array of what takes it, and the two."""
+        return self._changes(gradients, [whole(have) for have in haves], itemsize).swapaxes(1, 2)
+
+    def pairs(
+        self, haves: Sequence[Layout], wants: Sequence[Layout], gradients: Sequence[Layout], itemsize: int
+    ) -> Links:
+        """As `table`, from each of `haves` only to what is in the same place."""
+        back = self.one_way(gradients, [whole(have) for have in haves], itemsize)
+        return np.stack([self.one_way(haves, wants, itemsize), back])
+
+    def one_way(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float) -> Links:
+        """From each of `haves` to that of `wants` in the same place: an array of what takes it, and these."""
+        links = np.zeros((1 + len(self.levels), len(haves)))
+        moved = [index for index, (have, want) in enumerate(zip(haves, wants)) if have is not want and have != want]
+        plain = [index for index in moved if haves[index].padding is None and wants[index].padding is None]
+        if plain:
+            links[:, plain] = self._priced([haves[i] for i in plain], [wants[i] for i in plain], itemsize, paired=True)
+        for index in sorted({*moved} - {*plain}):
+            for step in steps_between(haves[index], wants[index]):
+                if step.kind not in LOCAL:
+                    size = max(local_numel(step.before), local_numel(step.after)) * itemsize
+                    level, seconds = self.collective(step.kind, step.axes, int(size))
+                    links[1 + level, index] += seconds
+        return links
+
+    def _changes(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float) -> Links:
+        """What takes a change from each of `haves` to each of `wants`, of which many are equal."""
+        different, rows = _distinct(haves)
+        others, columns = _distinct(wants)
+        return self._tables(different, others, itemsize)[:, rows[:, None], columns]
+
+    def _priced(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float, paired: bool = False) -> Links:
+        """What changes of layout take: a table of them, or a column."""
+        links: Links = np.zeros((1 + len(self.levels), len(haves)) if paired else (
+            1 + len(self.levels), len(haves), len(wants)))  # fmt: skip
+        for move in moves_between(haves, wants, self._axes, paired):
+            sizes, size_of = np.unique((move.copied * itemsize).astype(np.int64), return_inverse=True)
+            links[0] += np.array([self.copy(int(size)) for size in sizes])[size_of].reshape(move.copied.shape)
+            if move.kind not in LOCAL:
+                self._add(links, move.kind, move.groups, (move.numel * itemsize).astype(np.int64))
+        return links
+
+    def _add(self, links: Links, kind: StepKind, groups: Ints, sizes: Ints) -> None:
+        """Add what one step of all changes takes; few of their groups and sizes differ."""
+        on = groups > 0
+        different, size_of = np.unique(sizes[on], return_inverse=True)
+        pairs, pair_of = np.unique(groups[on] * len(different) + size_of, return_inverse=True)
+        numbers = [divmod(int(pair), len(different)) for pair in pairs]
+        priced = [self._of_group(kind, group, int(different[size])) for group, size in numbers]
+        levels, seconds = (np.array(column)[pair_of] for column in zip(*priced))
+        for level in range(len(self.levels)):
+            links[1 + level][on] += np.where(levels == level, seconds, 0.0)
+
+    def copy(self, num_bytes: int) -> float:
+        """Seconds of reading and writing so many bytes."""
+        device = self.cluster.device
+        return device.launch_latency + bytes_seconds(2 * num_bytes, self.cluster) if num_bytes else 0.0
+
+    def _of_group(self, kind: str, group: int, num_bytes: int) -> tuple[int, float]:
+        """`collective` over the axes of one of a move's groups: looked up by its number, as axes take long to hash."""
+        key = kind, group
+        if key not in self._groups:
+            axes = group_axes(group, self._axes)
+            self._groups[key] = axes, self._collectives.setdefault((kind, axes), {})
+        axes, prices = self._groups[key]
+        return prices[num_bytes] if num_bytes in prices else self.collective(kind, axes, num_bytes)
+
+    def collective(self, kind: str, axes: tuple[Axis, ...], num_bytes: int) -> tuple[int, float]:
+        """The outermost level that a collective crosses, and its seconds: nothing over time axes."""
+        prices = self._collectives.setdefault((kind, axes), {})
+        if num_bytes not in prices:
+            space = tuple(axis for axis in axes if axis.kind == "space")
+            level = self.levels.index(crossed_level(space, self.cluster)) if space else 0
+            prices[num_bytes] = level, collective_seconds(kind, num_bytes, space, self.cluster)
+        return prices[num_bytes]
+
+    def rests(self, lies: Layout, stages: tuple[tuple[Axis, ...], ...]) -> list[Layout]:
+        """Where a parameter that its op needs at `lies` rests, its gradient is summed, and its states rest."""
+        key = lies, stages
+        if key not in self._rests:
+            free = [[axis for axis in stage if axis not in lies.shard_axes] for stage in stages]
+            self._rests[key] = rest_layouts(lies, free, self.mesh)
+        return self._rests[key]
+
+    def compute(self, node: fx.Node, assignment: Assignment) -> float:
+        """Seconds of an op at an assignment: the axes share its FLOPs, its bytes and its product follow local sizes."""
+        if node not in self._works:
+            self._works[node] = node_work(node)
+        work, bound = self._works[node], info(node).rule
+        if work is None or bound is None:
+            return 0.0
+        sizes, devices = bound.sizes(), 1
+        for axis, factor in assignment.items:
+            sizes[factor] //= axis.size
+            devices *= axis.size
+        key = node, devices, *sizes.values()
+        if key not in self._computed:
+            self._computed[key] = self._compute(node, work, bound, sizes, devices)
+        return self._computed[key]
+
+    def _compute(self, node: fx.Node, work: Work, bound: BoundRule, sizes: Mapping[str, int], devices: int) -> float:
+        def shape(dims: Dims) -> tuple[int, ...]:
+            return tuple(math.prod(sizes[name] for name in names) for names in dims)
+
+        inputs = [(argument, shape(dims)) for argument, dims in zip(tensor_args(node), bound.inputs)]
+        outputs = [(value, shape(dims)) for value, dims in zip(tensor_outputs(node), bound.outputs)]
+        moved = sum(math.prod(local) * source.meta["val"].element_size() for source, local in inputs)
+        moved += sum(math.prod(local) * value.element_size() for value, local in outputs)
+        shapes = {**dict(inputs), node: outputs[0][1]}
+
+        def local_shape(source: fx.Node) -> tuple[int, ...]:
+            return shapes[source] if source in shapes else tensor_shape(source)
+
+        local = Work(
+            work.flops // devices,
+            min(moved, work.num_bytes),
+            work.dtype,
+            product_of(node, local_shape) if work.product is not None else None,
+            signature(node, local_shape) if self.cluster.measured is not None else "",
+            work.computed,
+        )
+        return work_seconds(local, self.cluster)
+
+
+def _distinct(layouts: Sequence[Layout]) -> tuple[tuple[Layout, ...], Ints]:
+    """The different ones, and for each layout the number of its own."""
+    numbers: dict[Layout, int] = {}
+    number_of = [numbers.setdefault(layout, len(numbers)) for layout in layouts]
+    return tuple(numbers), np.array(number_of, dtype=np.int64)
+
+
+def whole(layout: Layout) -> Layout:
+    """Where the gradient of a value is wanted: of a partial sum it is whole."""
+    return replace(layout, partial=()) if layout.partial else layout

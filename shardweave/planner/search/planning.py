@@ -1,0 +1,473 @@
+"""Planning: from a captured step and a cluster to the best plan.
+
+The step is folded to a few of its equal layers, priced, written out as a problem of all of them, and solved; the answer
+is judged by the simulator.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TypeVar
+
+import torch
+
+from shardweave.cost_model import Cluster
+from shardweave.cost_model.op_time import node_work
+from shardweave.cost_model.options import Options
+from shardweave.ir import ALL, Assignment, Mesh, Mode, Strategy, Weaving
+from shardweave.ir.errors import InfeasibleError, ParallelError, PlanError
+from shardweave.ir.progress import Reporter
+from shardweave.ir.units import readable_bytes
+from shardweave.passes.overlap_options import with_times
+from shardweave.passes.pipeline import Annotated
+from shardweave.planner.problem.build_problem import Costing
+from shardweave.planner.problem.recompute_costs import layer_named
+from shardweave.planner.problem.variables import Costed
+from shardweave.planner.search.evaluation import Decision, Judge, Judged
+from shardweave.planner.search.layer_problem import Priced, Steps, buffer_bytes
+from shardweave.planner.search.op_choice import ModelKey, OpChoice, RunnerUp
+from shardweave.planner.search.plan import Plan, Saving
+from shardweave.planner.search.plan_selection import MUCH_LESS, Chooser
+from shardweave.planner.search.solver_cache import MODEST, Answers, Chosen, Lacking, size
+from shardweave.planner.solver.branch_and_bound import Progress
+from shardweave.planner.solver.solver import alternatives
+from shardweave.sharding.annotate import info, last_match, layer_of
+from shardweave.sharding.layer_structure import Fold, Run
+
+EXPOSED = 0.02
+"""The part of a step's time that communication adds to it, from which on it is worth while to hide it."""
+
+WORTH = 0.002
+"""The part of a step's time that a choice has to save."""
+
+SUB_BATCHES = 2
+"""One computes while the other communicates (Oases, arXiv 2305.16121, section 3.1); more make smaller kernels."""
+
+
+def choices_for_the_whole(
+    options: Options,
+    made: Weaving,
+    judged: Judged,
+    judge: Callable[[Weaving], Judged],
+    limit: int,
+    keeps: bool = False,
+) -> tuple[Weaving, Judged]:
+    """What is chosen for the whole step, and what it then takes.
+
+    Parameters
+    ----------
+    options : Options
+        What they leave at None is open.
+    made : Weaving
+        What has been chosen so far.
+    judged : Judged
+        What the step takes with that.
+    judge : callable
+        From other choices to what the step takes.
+    limit : int
+        Bytes a device.
+    keeps : bool
+        Whether anything may be kept gathered.
+    """
+    for tried in _open(options, keeps):
+        if judged.exposed_communication <= EXPOSED * judged.step_time:
+            break
+        other = tried(made)
+        try:
+            found = judge(other)
+        except ParallelError:  # this step cannot be woven so
+            continue
+        if found.peak_memory <= limit and found.step_time <= judged.step_time * (1 - WORTH):
+            made, judged = other, found
+    return made, judged
+
+
+def _open(options: Options, keeps: bool) -> Iterator[Callable[[Weaving], Weaving]]:
+    if options.keep_gathered is None and keeps:
+        yield lambda made: replace(made, keep_gathered={"*": ALL})
+    if options.sub_batches is None:
+        yield lambda made: replace(made, sub_batches=SUB_BATCHES)
+    if options.buckets is None:
+        yield lambda made: replace(made, buckets=True)
+
+
+Forced = Callable[[Annotated, Mesh], dict[str, list[Strategy]]]
+FIRST_LEFT = 2
+"""Layers of a run to begin with: the last of them has a neighbour that is like it."""
+
+
+class Planning:
+    """Plans one step on one cluster, under options that have a memory limit.
+
+    `start` is a plan of the same model, to begin with. `margin` are the bytes of that limit that the search leaves
+    free: for what the estimates from a few layers of a step leave out.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        cluster: Cluster,
+        options: Options,
+        forced: Forced,
+        judge: Judge,
+        progress: Reporter,
+        model: str = "the model",
+        start: Plan | None = None,
+        margin: int = 0,
+    ) -> None:
+        self.model, self.start = model, start
+        self.memory_limit = options.limit(cluster)
+        options = replace(options, memory_limit=max(1, self.memory_limit - margin))
+        self.steps, self.cluster, self.options, self.forced = steps, cluster, options, forced
+        self.judge, self.progress = judge, progress
+        self._fastest, self._smallest = math.inf, math.inf
+
+    @property
+    def presses(self) -> bool:
+        """Whether memory makes the step slower for sure, and simulating it takes long."""
+        return self._answers.presses(self._whole, next(self._priced.ways_to_save(self._modes)))
+
+    def expected(self, ceiling: float = math.inf) -> tuple[float, int]:
+        """Seconds that the program says the fastest plan takes that fits, infinite where none does, and its bytes.
+
+        From `ceiling` seconds on it says so of any plan.
+        """
+        self.progress("solve")
+        return self._answers.expects(self._whole, next(self._priced.ways_to_save(self._modes)), ceiling)
+
+    def make(self, ceiling: float = math.inf) -> Made | Lacked | None:
+        """What is best for the step, if the program does not say that it takes at least `ceiling` seconds."""
+        priced, whole, limit = self._priced, self._whole, self.options.limit(self.cluster)
+        self.progress("solve")
+        lacking = list[Lacking]()
+        for smaller in priced.ways_to_save(self._modes):
+            chosen = self._chooser.choose(whole, smaller, ceiling)
+            if chosen is None:
+                return None
+            if not isinstance(chosen, Lacking):
+                return self._made(priced, chosen)
+            lacking.append(chosen)
+        ways = [(each.least.judged.peak_memory, partial(self._last, each, limit)) for each in lacking]
+        return Lacked(min(least for least, _ in ways), lambda: self._made(priced, first_of(ways)))
+
+    @cached_property
+    def _answers(self) -> Answers:
+        start = self.start
+        return Answers(
+            self.options.time_limit,
+            lambda costed: None if start is None else _hint(costed, start),
+            [run.layers for run in self.steps.runs(self.options)],
+            self._solving,
+        )
+
+    def _solving(self, at: Progress) -> None:
+        """Tell how far the program is."""
+        left = max(0.0, self.options.time_limit - at.seconds)
+        self.progress("solve", at.objective, at.bound, left, self._smallest)
+
+    def _simulated(self, decision: Decision, limit: int) -> Judged:
+        """What a plan takes under a limit; the best so far is told."""
+        self.progress("simulate", self._fastest, least_bytes=self._smallest)
+        judged = self.judge(decision, replace(self.options, memory_limit=limit))
+        self._smallest = min(self._smallest, judged.peak_memory)
+        if judged.peak_memory <= self.options.limit(self.cluster):
+            self._fastest = min(self._fastest, judged.step_time)
+        self.progress("simulate", self._fastest, least_bytes=self._smallest)
+        return judged
+
+    @cached_property
+    def _chooser(self) -> Chooser:
+        return Chooser(self._simulated, self._answers)
+
+    @cached_property
+    def _whole(self) -> Costed:
+        """The problem of the whole step, without recomputation that is not asked for."""
+        return self._priced.whole(self._priced.costed)
+
+    @property
+    def _modes(self) -> bool:
+        """Whether recomputation is chosen."""
+        return self.options.recompute is None and not self._priced.has_checkpoints
+
+    def _made(self, priced: Priced, chosen: Chosen) -> Made:
+        """With what is left open for the whole step."""
+        weaving = _woven(self.options.weaving, chosen.decision)
+        if not chosen.schedule_limit:  # the smallest plan is taken as it was simulated
+            self.progress("weave")
+            chosen, weaving = self._for_the_whole(chosen, weaving)
+        return Made(self, priced, chosen, weaving)
+
+    def _last(self, lacking: Lacking, limit: int) -> Chosen:
+        """A plan for where nothing is known to fit, if there is one after all.
+
+        Raises
+        ------
+        InfeasibleError
+            With the smallest memory that would do, all layers simulated, and what takes it.
+        """
+        chosen = self._chooser.last(lacking, limit)
+        if chosen.judged.peak_memory <= limit:
+            return chosen
+        self.progress("simulate")
+        judged, needed = self._least(chosen)
+        if needed <= self.memory_limit:
+            return replace(chosen, judged=judged, peak_memory=judged.peak_memory, schedule_limit=needed)
+        parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(judged.at_peak)]
+        raise InfeasibleError.needing(
+            needed,
+            f"no plan fits into the memory limit of {self.memory_limit} bytes ({readable_bytes(self.memory_limit)}) a "
+            f"device; the smallest memory that does is {needed} bytes ({readable_bytes(needed)}): {', '.join(parts)}. "
+            "Raise memory_limit, or use more devices or a smaller batch",
+        )
+
+    def _least(self, chosen: Chosen) -> tuple[Judged, int]:
+        """What a plan takes with all of its layers simulated, and the smallest limit known that this meets."""
+        weaving = _woven(self.options.weaving, chosen.decision)
+
+        def under(limit: int) -> Judged:
+            return self._judged(chosen, weaving, replace(self.options, memory_limit=limit), self.judge.whole)
+
+        limit = chosen.judged.peak_memory
+        judged = under(limit)
+        if judged.peak_memory > limit:  # no order meets the limit of one byte: the one that holds least is taken
+            judged = min(judged, under(1), key=lambda each: each.peak_memory)
+        while judged.peak_memory > limit:
+            limit = judged.peak_memory
+            judged = under(limit)
+        return judged, limit
+
+    def plan(self, made: Made, key: ModelKey, begun: float) -> Plan:
+        """What has been made, since a point in time, as a plan for the model of `key`; its figures are estimates."""
+        return self._described(key, made.chosen, made.priced, made.weaving, time.monotonic() - begun)
+
+    @cached_property
+    def _priced(self) -> Priced:
+        """The folded step's problem: the smallest that tells how layers meet."""
+        runs = self.steps.runs(self.options)
+        mesh = with_times(self.cluster.mesh(), self.options)
+        left = FIRST_LEFT
+        while True:
+            self.progress("annotate")
+            counts: dict[Run, int] = {run: min(left, len(run.layers)) for run in runs}
+            fold, annotated = self.steps.folded(counts)
+            if not annotated.ops:
+                raise PlanError(f"{self.model} has no matrix product with a parameter: there is nothing to spread")
+            self.progress("price")
+            costing = Costing(annotated, self.cluster, self.options, self.forced(annotated, mesh))
+            priced = Priced(fold, annotated, costing, costing.build(), buffer_bytes(self.steps.captured))
+            if priced.unfolds:
+                return priced
+            left += 1
+
+    def _for_the_whole(self, chosen: Chosen, weaving: Weaving) -> tuple[Chosen, Weaving]:
+        """With what is left open for the whole step."""
+        limit = self.options.limit(self.cluster)
+        keeps = size(chosen.costed) <= MODEST and chosen.gathers
+        woven, judged = choices_for_the_whole(
+            self.options, weaving, chosen.judged, lambda other: self._judged(chosen, other), limit, keeps
+        )
+        if woven == weaving:
+            return chosen, weaving
+        # Not less than without: under a limit that just this meets, the same is found
+        return replace(chosen, judged=judged, peak_memory=max(chosen.peak_memory, judged.peak_memory)), woven
+
+    def _judged(
+        self,
+        chosen: Chosen,
+        weaving: Weaving,
+        options: Options | None = None,
+        judge: Callable[[Decision, Options], Judged] | None = None,
+    ) -> Judged:
+        """What the plan takes, woven so; without recomputation, where that has none."""
+        modes = chosen.decision.modes if weaving.recompute else {}
+        self.progress("weave", self._fastest)
+        options = (options or self.options).woven(replace(weaving, recompute={} if modes else weaving.recompute))
+        return (judge or self.judge)(chosen.decision._replace(modes=modes), options)
+
+    def savings(self, made: Made) -> tuple[Saving, ...]:
+        """What each choice for the whole step is worth: simulated without it."""
+        found, chosen, weaving = [], made.chosen, made.weaving
+        self.progress("weigh")
+        for choice, other in weaving.without().items():
+            without = self._judged(chosen, other)
+            seconds = without.step_time - chosen.judged.step_time
+            found.append(Saving(choice, seconds, without.peak_memory - chosen.judged.peak_memory))
+        return tuple(found)
+
+    def _described(
+        self,
+        key: ModelKey,
+        chosen: Chosen,
+        priced: Priced,
+        weaving: Weaving,
+        seconds: float,
+    ) -> Plan:
+        problem, solution, options = chosen.costed.problem, chosen.solution, self.options
+        annotated = priced.annotated
+        seconds_of, kept = problem.seconds_by_op(solution.choice), problem.kept_by_op(solution.choice)
+        others = alternatives(problem, solution.choice)
+        choices: dict[str, OpChoice] = {}
+        rows = zip(chosen.costed.variables, problem.ops, solution.choice, others, seconds_of, kept)
+        for variable, row, index, other, own_seconds, own_bytes in rows:
+            if variable.op is None or variable.prices is None:
+                continue
+            candidate = row.candidates[index]
+            runner_up = None
+            if other is not None:
+                runner_up = RunnerUp(variable.strategies[other.candidate], other.seconds, other.missing_bytes)
+            choices[variable.name] = OpChoice(
+                variable.strategies[index],
+                own_seconds,
+                variable.prices.communication(index),
+                candidate.state_bytes + int(variable.prices.gradient_bytes[index]),
+                own_bytes - candidate.kept_bytes + candidate.saved_bytes,
+                candidate.transient_bytes,
+                runner_up,
+                (variable.op.parameter, *variable.op.companions),
+            )
+        return Plan(
+            key,
+            self.cluster,
+            choices,
+            step_time=chosen.judged.step_time,
+            peak_memory=chosen.peak_memory,
+            exposed_communication=chosen.judged.exposed_communication,
+            compute_time=chosen.judged.compute_time,
+            tokens=_tokens(annotated),
+            model_flops=_model_flops(annotated, priced.fold),
+            dtype=_dtype(annotated),
+            status=solution.status,
+            program_time=solution.objective,
+            bound=solution.bound,
+            gap=solution.gap,
+            proven_gap=chosen.proven_gap,
+            planning_seconds=seconds,
+            memory_limit=self.memory_limit,
+            schedule_limit=chosen.schedule_limit or options.limit(self.cluster),
+            optimizer_bytes=options.optimizer_bytes,
+            forced=tuple(options.force),
+            joins={name: _named(assignment) for name, assignment in chosen.decision.joins.items()},
+            micro_batches=options.turns,
+            weaving=weaving,
+        )
+
+
+Found = TypeVar("Found")
+
+
+def first_of(lacking: Sequence[tuple[int, Callable[[], Found]]]) -> Found:
+    """The first that is found, or the error that names the smallest memory; with the bytes that each needs, about.
+
+    Those that need the least come first, and none that need much more.
+    """
+    error: InfeasibleError | None = None
+    for least_bytes, last in sorted(lacking, key=lambda each: each[0]):
+        if error is not None and least_bytes > MUCH_LESS * (error.needed_bytes or math.inf):
+            break
+        try:
+            return last()
+        except InfeasibleError as other:
+            error = min(error or other, other, key=lambda each: each.needed_bytes or math.inf)
+    assert error is not None  # there is something lacking
+    raise error
+
+
+@dataclass(frozen=True)
+class Made:
+    """What is chosen for a step of so many micro-batches."""
+
+    planning: Planning
+    priced: Priced
+    chosen: Chosen
+    weaving: Weaving
+
+
+@dataclass(frozen=True)
+class Lacked:
+    """That no plan of a step of so many micro-batches is known to fit.
+
+    `least_bytes` is what the smallest one needs that was simulated; `last` looks for others, or says what is missing.
+    """
+
+    least_bytes: int
+    last: Callable[[], Made]
+
+
+def largest(sizes: Mapping[str, int], count: int = 3) -> list[tuple[str, int]]:
+    """The largest entries, largest first.
+
+    >>> largest({"saved": 3, "optimizer": 7, "inputs": 1}, 2)
+    [('optimizer', 7), ('saved', 3)]
+    """
+    return sorted(sizes.items(), key=lambda item: -item[1])[:count]
+
+
+def _woven(weaving: Weaving, decision: Decision) -> Weaving:
+    """What is said of the whole step, with the modes that were decided: the most frequent one by the pattern ``*``."""
+    if weaving.recompute or not any(mode != "none" for mode in decision.modes.values()):
+        return weaving
+    most = Counter(decision.modes.values()).most_common(1)[0][0]
+    said: dict[str, Mode] = {"*": most} if most != "none" else {}
+    others = {layer: mode for layer, mode in decision.modes.items() if mode != most}
+    return replace(weaving, recompute={**said, **others})
+
+
+def _hint(costed: Costed, start: Plan) -> tuple[int, ...] | None:
+    """The choice that a plan stands for; None where it has another one for some op."""
+    found: list[int] = []
+    for variable in costed.variables:
+        if variable.degrees:
+            most = min(max(choice.strategy.degree for choice in start.choices.values()), variable.degrees[-1])
+            found.append(next(at for at, degree in enumerate(variable.degrees) if degree >= most))
+            continue
+        given = start.choices.get(variable.name)
+        if variable.modes:
+            mode = last_match(start.weaving.recompute, layer_named(variable.name), "none")
+            found.append(variable.modes.index(mode))
+            continue
+        if variable.op is not None and given is not None and given.strategy in variable.strategies:
+            found.append(variable.strategies.index(given.strategy))
+        elif variable.op is None and variable.name in start.joins:
+            lies = [_named(next(iter(port.values())).in_space) for port in variable.ports]
+            if dict(start.joins[variable.name]) not in lies:
+                return None
+            found.append(lies.index(dict(start.joins[variable.name])))
+        else:
+            return None
+    return tuple(found)
+
+
+def _named(assignment: Assignment) -> dict[str, str]:
+    """The factor that each axis is on, by its name."""
+    return {axis.name: factor for axis, factor in assignment.items}
+
+
+def _tokens(annotated: Annotated) -> int:
+    """Elements of the first input: tokens of a sequence, samples of anything else."""
+    inputs = annotated.captured.inputs
+    first = next((node.meta["val"] for node in annotated.captured.graph.graph.nodes if node.name in inputs), None)
+    if first is None:
+        return 1
+    is_sequence = first.dim() > 1 and not first.is_floating_point()
+    return int(torch.Size(first.shape[:2] if is_sequence else first.shape[:1]).numel())
+
+
+def _model_flops(annotated: Annotated, fold: Fold) -> float:
+    """Of the whole model: a layer counts for all that it stands for."""
+    times = {layer: 1 + len(others) for layer, others in fold.stands_for.items()}
+    found = 0.0
+    for node in annotated.captured.graph.graph.nodes:
+        if (work := node_work(node)) is not None:
+            found += work.flops * times.get(layer_of(info(node).op), 1)
+    return found
+
+
+def _dtype(annotated: Annotated) -> str:
+    captured = annotated.captured
+    first = next(node for node in captured.graph.graph.nodes if node.name in captured.parameters)
+    return str(first.meta["val"].dtype).removeprefix("torch.")

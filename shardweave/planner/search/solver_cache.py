@@ -1,0 +1,290 @@
+"""The solver asked for one step, each question once, and what the simulator says of its answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from shardweave.ir.errors import InfeasibleError
+from shardweave.planner.problem.overlap_model import hiding, overlapping
+from shardweave.planner.problem.problem import Problem
+from shardweave.planner.problem.recompute_costs import layer_named
+from shardweave.planner.problem.variables import Costed
+from shardweave.planner.search.evaluation import Decision, Judged
+from shardweave.planner.solver.branch_and_bound import Progress
+from shardweave.planner.solver.solver import Solution, solve, tidied
+
+UNLIMITED = 2**62
+"""Bytes that no device has."""
+
+GAP, EXACT = 1e-3, 2**10
+"""How far from its bound an answer of the program may be; of problems with at most so many candidates, not at all."""
+
+ROUGH, TINY = 5e-3, 2**8
+"""The same where the simulator has the last word; of problems with at most so many candidates, not at all."""
+
+MODEST = 2**14
+"""Candidates of a problem up to which plans that people write by hand are simulated, however near the answer is."""
+
+FAR, FAR_SMALL, FAR_LARGE = 1.5, 2.0, 1.1
+"""A plan that the program counts as so many times the limit is not simulated: it does not fit. Of problems with at most
+`EXACT` candidates, of which the program's memory is the roughest; with more than `MODEST`, of which it is good."""
+
+PRESSING, PRESSING_LARGE = 0.01, 0.05
+"""Memory presses where it makes a step longer by more than that; of problems with more than `MODEST` candidates, for
+which it takes long to look at others."""
+
+Start = Callable[[Costed], Sequence[int] | None]
+"""From a problem to a choice to begin with."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The program's answers.
+
+    Parameters
+    ----------
+    time_limit : float
+        Seconds that the solver may take for one problem.
+    start : callable
+        From a problem to a choice to begin with, where one is known.
+    runs : sequence of sequences of str
+        The names of layers that are equal.
+    """
+
+    time_limit: float
+    start: Start = lambda costed: None
+    runs: Sequence[Sequence[str]] = ()
+    told: Callable[[Progress], None] | None = None
+    """Told what is found while a problem is solved."""
+    _asked: dict[tuple[int, int], tuple[Costed, Both]] = field(default_factory=dict)
+    """What the program is asked, by the identity of the problem and the memory limit."""
+    _known: dict[tuple[int, int], Solution] = field(default_factory=dict)
+    """Choices that are nearly the best, by the same."""
+    _lacking: dict[tuple[int, int], int] = field(default_factory=dict)
+    """The bytes that would do where nothing fits, by the same."""
+    _solved: dict[tuple[int, int], list[_Solved]] = field(default_factory=dict)
+    """What was found of problems of few candidates, whatever they take, by the identities of ops and edges."""
+
+    def presses(self, costed: Costed, smaller: Callable[[], Costed] | None = None) -> bool:
+        """Whether the program says that memory makes a plan of many candidates slower, which will not be simulated."""
+        fastest = self.fastest(costed) if size(costed) > MODEST else None
+        if fastest is None or not self.is_far(costed, fastest, costed.problem.memory_limit):
+            return False
+        return self.expects(costed, smaller)[0] > (1 + pressing(costed)) * fastest.bound
+
+    def expects(
+        self, costed: Costed, smaller: Callable[[], Costed] | None = None, ceiling: float = math.inf
+    ) -> tuple[float, int]:
+        """Seconds that the program says the fastest plan takes that fits, about; infinite where none does.
+
+        And the bytes that it counts for it, or for the smallest there is. Where a `ceiling` is given, roughly: any plan
+        will do from so many seconds on.
+        """
+        limit = costed.problem.memory_limit
+        given = costed if smaller is None else smaller()
+        if (known := self.expected(given, limit)) is not None:
+            return known.objective, given.problem.memory(known.choice)
+        if (id(given), limit) in self._lacking:
+            return math.inf, self._lacking[id(given), limit]
+        fastest = self.fastest(costed)
+        if fastest.bound >= ceiling:
+            return fastest.objective, costed.problem.memory(fastest.choice)
+        asked = self.both(given, limit).overlapping
+        hint = self.start(asked) or (fastest.choice if smaller is None else None)
+        try:
+            found = self.solve(asked, hint, fastest.waits_for, ceiling, rough=ceiling < math.inf)
+        except InfeasibleError as error:
+            self._lacking[id(given), limit] = error.needed_bytes or 0
+            return math.inf, self._lacking[id(given), limit]
+        self._known[id(given), limit] = found
+        kept = [] if found.bound >= ceiling else [(id(given), limit)]  # others take much memory, and are not asked soon
+        for key in self._asked.keys() - kept:
+            del self._asked[key]
+        return found.objective, given.problem.memory(found.choice)
+
+    def expected(self, costed: Costed, limit: int) -> Solution | None:
+        """What `expects` found under a limit."""
+        return self._known.get((id(costed), limit))
+
+    def takes(self, limit: int, ceiling: float) -> bool:
+        """Whether it is known that whatever fits takes at least `ceiling` seconds."""
+        bounds = (found.bound for (_, under), found in self._known.items() if under in (limit, UNLIMITED))
+        return any(bound >= ceiling for bound in bounds)
+
+    def both(self, costed: Costed, limit: int) -> Both:
+        """What the program is asked under a limit."""
+        key = id(costed), limit
+        if key not in self._asked:
+            self._asked[key] = costed, Both.of(costed, limit)
+        return self._asked[key][1]
+
+    def fastest(self, costed: Costed, ceiling: float = math.inf) -> Solution:
+        """A choice that is nearly the fastest of all, whatever it holds."""
+        key = id(costed), UNLIMITED
+        if key not in self._known:
+            asked = self.both(costed, UNLIMITED).overlapping
+            self._known[key] = self.solve(asked, self.start(asked), ceiling=ceiling, rough=True)
+        return self._known[key]
+
+    def is_far(self, costed: Costed, fastest: Solution, limit: int) -> bool:
+        """Whether a choice does not fit for sure, whatever the simulator says."""
+        far = FAR_SMALL if is_small(costed) else FAR if size(costed) <= MODEST else FAR_LARGE
+        return costed.problem.memory(fastest.choice) > far * limit
+
+    def solve(
+        self,
+        costed: Costed,
+        hint: Sequence[int] | None = None,
+        waits_for: Sequence[str] = (),
+        ceiling: float = math.inf,
+        rough: bool = False,
+    ) -> Solution:
+        """What the program chooses, near enough to its bound."""
+        rough = rough and size(costed) > TINY
+        gap, problem = ROUGH if rough else 0.0 if is_small(costed) else GAP, costed.problem
+        whatever = ceiling == math.inf and size(costed) <= MODEST
+        before = self._solved.setdefault((id(problem.ops), id(problem.edges)), []) if whatever else []
+        for each in before:
+            if each.gap <= gap and each.counted <= problem.memory_limit <= each.problem.memory_limit:
+                return each.solution
+        found = solve(problem, self.time_limit, self.told, hint, waits_for, gap, ceiling, rough)
+        choice = tidied(problem, self.runs, found.choice)
+        found = replace(found, choice=choice, objective=problem.objective(choice)).held_to(found.bound)
+        before.append(_Solved(problem, gap, found, problem.memory(choice)))
+        return found
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """That a solution, which counts so many bytes, is so near the best of a problem: and of it under less, too."""
+
+    problem: Problem
+    gap: float
+    solution: Solution
+    counted: int
+
+
+def is_small(costed: Costed) -> bool:
+    """Whether the program's memory is at its roughest."""
+    return size(costed) <= EXACT
+
+
+def size(costed: Costed) -> int:
+    """How many candidates there are."""
+    return sum(len(op.candidates) for op in costed.problem.ops)
+
+
+def pressing(costed: Costed) -> float:
+    """By how much longer memory has to make a step for it to press."""
+    return PRESSING if size(costed) <= MODEST else PRESSING_LARGE
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A solution of the program, its generated step on the simulator, and the larger memory of the two."""
+
+    costed: Costed
+    solution: Solution
+    judged: Judged
+    peak_memory: int
+    pressed: bool = False
+    """Whether memory makes it slower by much."""
+    schedule_limit: int = 0
+    """Bytes that its graphs are ordered for, where that is not what the options say."""
+    answer: float = math.inf
+    """What the program's own answer takes in it, where that fits, too, and the simulator takes it for slower."""
+
+    @classmethod
+    def of(cls, costed: Costed, solution: Solution, judged: Judged) -> Chosen:
+        """With the larger memory of the two."""
+        return cls(costed, solution, judged, max(costed.problem.memory(solution.choice), judged.peak_memory))
+
+    @property
+    def proven_gap(self) -> float:
+        """How far the program's own answer is from its bound at most."""
+        answer = min(self.answer, self.solution.objective)
+        return max(0.0, (answer - self.solution.bound) / answer) if answer else 0.0
+
+    @property
+    def decision(self) -> Decision:
+        """What it says of each op and join."""
+        return decision(self.costed, self.solution.choice)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether anything is gathered for each of its uses."""
+        return any(strategy.rest > 1 for strategy in self.decision.strategies.values())
+
+    def within(self, limit: int) -> Chosen:
+        """With the memory that the plan says it needs: the larger figure, unless only the program's is too large."""
+        return self if self.peak_memory <= limit else replace(self, peak_memory=self.judged.peak_memory)
+
+    def in_terms_of(self, costed: Costed, best: Chosen) -> Chosen:
+        """The same as an answer to another problem, whose best one is known."""
+        choice, solution = self.solution.choice, best.solution
+        if choice != solution.choice:
+            objective = costed.problem.objective(choice)
+            found = Solution(choice, objective, objective, "feasible", best.solution.seconds)
+            solution = found.held_to(min(best.solution.bound, objective))
+        return Chosen.of(costed, solution, self.judged)
+
+
+@dataclass(frozen=True)
+class Both:
+    """A step's problem with the seconds both overlapped and in turn, and that of a step in which all hides that can."""
+
+    given: Costed
+    overlapping: Costed
+
+    @classmethod
+    def of(cls, costed: Costed, limit: int) -> Both:
+        """Of what has the seconds of both, under a memory limit."""
+        given = limited(costed, limit)
+        return cls(given, replace(given, problem=overlapping(given.problem)))
+
+    def hiding(self, share: float) -> Costed:
+        """The problem of a step in which a share of what could hide does."""
+        return replace(self.given, problem=hiding(self.given.problem, share))
+
+    def hidden_in(self, chosen: Chosen) -> float:
+        """The share of what could hide that did when a choice was simulated."""
+        choice = chosen.solution.choice
+        # With all streams, the busiest of a pass is that of its seconds in turn
+        most, least = self.given.problem.objective(choice), self.overlapping.problem.objective(choice)
+        share = (most - chosen.judged.step_time) / (most - least) if most > least else 1.0
+        return min(1.0, max(0.0, share))
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """That nothing fits into a memory limit, as far as that is known: the fastest plan of all, and the smallest."""
+
+    costed: Costed
+    free: Both
+    fastest: Solution
+    least: Chosen
+
+
+def fastest_of(found: Sequence[Chosen]) -> Chosen:
+    """By the simulator; the first of equal ones."""
+    return min(found, key=lambda chosen: chosen.judged.step_time)
+
+
+def limited(costed: Costed, limit: int) -> Costed:
+    """Under another memory limit."""
+    return replace(costed, problem=replace(costed.problem, memory_limit=limit))
+
+
+def decision(costed: Costed, choice: Sequence[int]) -> Decision:
+    """What a choice says of each op and join."""
+    found = Decision({}, {}, {})
+    for variable, index in zip(costed.variables, choice, strict=True):
+        if variable.op is not None:
+            found.strategies[variable.name] = variable.strategies[index]
+        elif variable.modes:
+            found.modes[layer_named(variable.name)] = variable.modes[index]
+        elif variable.ports:
+            found.joins[variable.name] = next(iter(variable.ports[index].values())).in_space
+    return found

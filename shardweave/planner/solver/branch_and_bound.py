@@ -1,0 +1,441 @@
+"""The search for the fastest choice: the best one so far, the bound so far, and the steps that better them.
+
+Where the graph is narrow (`Elimination`), parts of the choices are searched, the one with the lowest bound first
+(`Branching`). On other graphs GLOP's relaxation takes the place of the bound, a sweep in the ops' order that of the
+walk through a part, and CP-SAT goes on from there.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+
+import numpy as np
+
+from shardweave.planner.problem.problem import TICKS_PER_SECOND, Problem
+from shardweave.planner.solver.elimination import Elimination, Floats
+from shardweave.planner.solver.ilp import Program, Relaxation, prove, relax
+from shardweave.planner.solver.label_setting import Walker, sweep
+from shardweave.planner.solver.lagrangian import Choice, Column, Dual, Part, dual
+from shardweave.planner.solver.primal_heuristics import descend, mix, tune
+from shardweave.planner.solver.reductions import invert, reduce, restricted
+from shardweave.planner.solver.tables import KEPT, Bools, Ints, Tables
+
+
+@dataclass(frozen=True)
+class Progress:
+    """After `seconds` the solver has found a step of `objective` seconds; none takes less than `bound` seconds."""
+
+    seconds: float
+    objective: float
+    bound: float
+
+
+class Incumbent:
+    """The best choice for the problem of `tables`, its ticks (infinite before there is one), and the bound.
+
+    `gap` is the part of the best choice's time that the bound may stay behind, `ceiling` the seconds from which on no
+    choice is of interest.
+    """
+
+    def __init__(
+        self, tables: Tables, progress: Callable[[Progress], None] | None, gap: float, ceiling: float = math.inf
+    ) -> None:
+        self.tables, self.progress, self.gap = tables, progress, gap
+        self.ceiling = ceiling * TICKS_PER_SECOND
+        self.start = time.monotonic()
+        self.choice: tuple[int, ...] | None = None
+        self.ticks = math.inf
+        self.bound = 0.0
+        self.proven = False
+        """Whether no choice is better, or, without a choice, whether there is none."""
+
+    def offer(self, choice: tuple[int, ...] | None) -> None:
+        """Keep `choice` if it is feasible and the best so far."""
+        if choice is None:
+            return
+        figures = self.tables.total(choice)
+        if figures is None:
+            return
+        ticks = int(self.tables.ticks(figures))
+        memory = figures[KEPT] + self.tables.picked(choice).transient.max(initial=0)
+        if ticks < self.ticks and memory <= self.tables.room:
+            self.choice, self.ticks = choice, ticks
+            self.report(ticks, self.bound)
+
+    def report(self, ticks: float, bound: float) -> None:
+        if self.progress:
+            objective = ticks / TICKS_PER_SECOND
+            least = min(objective, max(0.0, bound / TICKS_PER_SECOND))
+            self.progress(Progress(time.monotonic() - self.start, objective, least))
+
+    @property
+    def least_seconds(self) -> float:
+        """The bound: the best choice's own time where that is proven."""
+        return (self.ticks if self.proven else min(self.ticks, max(0.0, self.bound))) / TICKS_PER_SECOND
+
+    @property
+    def enough(self) -> float:
+        """A bound that ends the search: the best choice is then as good as was asked for, or none is of interest."""
+        enough = self.ticks - self.gap * max(0.0, self.ticks) if self.ticks < math.inf else math.inf
+        return min(enough, self.ceiling)
+
+    @property
+    def done(self) -> bool:
+        """Whether the best choice is proven to be as good as was asked for."""
+        return self.proven or self.bound >= self.enough
+
+
+NARROW, BROAD, WIDE = 2**10, 2**12, 2**16
+"""Labels that a step keeps: enough to find a choice, to better it, and more than proofs need on chains by far."""
+
+FIRST_SLACK, GROWTH = 1e-5, 4
+"""The first slack, as a part of the bound, and the factor by which it grows."""
+
+_UNSETTLED = 0.02
+"""What a bound may be loose by where a gap is allowed, as a part of it."""
+
+_LOOSE = 1e-6
+"""What a transient or a change of layouts may cost a bound, as a part of it, before its part is split."""
+
+_SHARES = 4
+"""Choices of a mixture, those with the largest shares, whose layouts are compared."""
+
+_WHOLE = 1e-3
+"""How far from a whole number of times a mixture may take a candidate for it to count as one."""
+
+_OPS = 32
+"""Ops that are looked at for one to decide."""
+
+_FEW_PARTS, _SOME_PARTS = 8, 16
+"""Parts that a rough search bounds, and one that need not find the best choice: more better its bound by little."""
+
+_SMALL = 2**10
+"""Candidates up to which a search that is not rough goes on, all the same, to the gap that was asked for."""
+
+_NEVER = 2.0**61
+"""Weighs more than any choice."""
+
+
+class Branching:
+    """The parts of one problem that are left."""
+
+    def __init__(self, elimination: Elimination, incumbent: Incumbent) -> None:
+        self.elimination, self.tables, self.incumbent = elimination, elimination.tables, incumbent
+        self.levels = sorted({int(level) for table in elimination.ops for level in table.transient})
+        self.candidates = sum(len(self.tables.ops[table].ins) for table in self.tables.op_of)
+        self.open: list[tuple[float, int, Dual, float]] = []
+        """Bound, number, dual and how far the part was walked through beyond its bound."""
+        self.left = math.inf
+        """The least bound of the parts that were too wide to walk through."""
+        self.numbers = 0
+        self.mixed: dict[int, Choice | None] = {}
+        """A choice for each part that is worth tuning before it is walked through."""
+        self.walkers: dict[int, Walker] = {}
+        self.loose = max(_LOOSE, incumbent.gap / 4)
+        self.known: dict[Choice, None] = {}
+        """Choices that bounds came by, of one part or another."""
+
+    def run(self, deadline: float, rough: bool = False, leads: Callable[[Choice], bool] = lambda choice: True) -> None:
+        """Search until the proof or the deadline (of ``time.monotonic``), or, `rough`, until only walks go further.
+
+        A rough search ends where its choice leads nowhere, too. It may be called again, to go on.
+        """
+        incumbent = self.incumbent
+        if not self.numbers:
+            floor = max((int(table.transient.min()) for table in self.elimination.ops), default=0)
+            self._enter(self.elimination, Part(floor, self.levels[-1]), None)
+        while self.open and time.monotonic() < deadline:
+            bound, number, found, walked = heapq.heappop(self.open)
+            incumbent.bound = max(incumbent.bound, min(bound, self.left))
+            if incumbent.choice is not None:
+                incumbent.report(incumbent.ticks, incumbent.bound)
+            if bound >= incumbent.enough:
+                self.open, self.left = [], min(self.left, bound)
+            elif self._is_enough(rough, leads):
+                heapq.heappush(self.open, (bound, number, found, walked))
+                break
+            elif walked > 0.0 or not self._divide(found):
+                if rough and incumbent.choice:
+                    heapq.heappush(self.open, (bound, number, found, walked))
+                    break
+                self._walk(bound, number, found, walked, deadline)
+        lowest = min(self.left, self.open[0][0] if self.open else math.inf, incumbent.ticks)
+        incumbent.bound = max(incumbent.bound, lowest if lowest < math.inf else 0.0)
+        incumbent.proven = not self.open and self.left >= incumbent.ticks
+
+    def _is_enough(self, rough: bool, leads: Callable[[Choice], bool]) -> bool:
+        """Whether the search ends with its choice, though parts are left."""
+        choice = self.incumbent.choice
+        if not choice:
+            return False
+        if rough:
+            return self.numbers >= _FEW_PARTS or not leads(choice)
+        return self.incumbent.gap > 0.0 and self.candidates > _SMALL and self.numbers >= _SOME_PARTS
+
+    def _enter(self, elimination: Elimination, part: Part, whole: Dual | None) -> None:
+        incumbent = self.incumbent
+        found = dual(elimination, part, incumbent.offer, whole, lambda bound: bound >= incumbent.enough,
+                     [*self.known], _UNSETTLED * incumbent.gap)  # fmt: skip
+        if found is None:
+            return
+        self.known.update(dict.fromkeys(column.choice for column in found.columns))
+        mixed = None
+        if found.bound < incumbent.enough:
+            mixed = mix(self.tables, found.weights[: self.tables.rows], self._own(found.mixed), incumbent.offer)
+        if mixed is not None and mixed == incumbent.choice:
+            self._tune(found, found.mixed, mixed)
+        else:
+            self.mixed[self.numbers] = mixed
+        heapq.heappush(self.open, (found.bound, self.numbers, found, 0.0))
+        self.numbers += 1
+
+    def _tune(self, found: Dual, columns: Sequence[Column], mixed: Choice) -> None:
+        goal = found.bound / (1.0 - self.incumbent.gap)
+        weights = found.weights[: self.tables.rows]
+        tune(self.tables, weights, self._own(columns), mixed, found.bound, goal, self.incumbent.offer)
+
+    def _own(self, columns: Sequence[Column]) -> list[Column]:
+        """Columns with the figures of the problem itself, without counts."""
+        return [replace(column, figures=column.figures[: self.tables.rows]) for column in columns]
+
+    def _divide(self, found: Dual) -> bool:
+        """Split a part in some way that betters its bound, if there is one; exact answers are walked to, mostly."""
+        return self._split(found) or (self.incumbent.gap > 0.0 and (self._decide(found) or self._count(found)))
+
+    def _split(self, found: Dual) -> bool:
+        """Split a part at the largest transient of its mixture's choices, where that makes the bound loose."""
+        part = found.part
+        peak = max((column.peak for column in found.mixed), default=0)
+        below = max((level for level in self.levels if level < peak), default=-1)
+        cheap = found.price * (peak - part.low) <= self.loose * found.bound
+        if below < part.low or (cheap and not (found.price == 0.0 and self._is_too_large(found))):
+            return False
+        self._enter(found.elimination, Part(part.low, below), found)
+        self._enter(found.elimination, Part(peak, part.high), found)
+        return True
+
+    def _is_too_large(self, found: Dual) -> bool:
+        """Whether the transients of its choices alone are what does not fit: then they are free as far as it knows."""
+        return not any(column.figures[KEPT] + column.peak <= self.tables.room for column in found.mixed)
+
+    def _decide(self, found: Dual) -> bool:
+        """Split a part by what goes with one or another choice of its mixture, at an op where a change would cost."""
+        choices = [column.choice for column in found.mixed[:_SHARES]]
+        for op in self._farthest(found.elimination, choices):
+            for first, second in combinations(choices, 2):
+                sides = self._sides(found, op, first, second)
+                if sides is None:
+                    continue
+                halves = [found.elimination.restricted(op, own) for own in (sides, ~sides)]
+                if not any(half.too_wide for half in halves):
+                    for half in halves:
+                        self._enter(half, found.part, found)
+                    return True
+        return False
+
+    def _farthest(self, elimination: Elimination, choices: Sequence[Choice]) -> list[int]:
+        """Ops in which choices differ, those first that are farthest from all ops decided so far."""
+        ops = np.flatnonzero((np.array(choices) != choices[0]).any(axis=0))
+        if elimination.allowed:
+            away = np.abs(ops[:, None] - np.array([*elimination.allowed])).min(axis=1)
+            ops = ops[np.argsort(-away, kind="stable")]
+        return [int(op) for op in ops[:_OPS]]
+
+    def _sides(self, found: Dual, op: int, first: Choice, second: Choice) -> Bools | None:
+        """Which candidates go better with the neighbours in `first` than in `second`; None where both are alike."""
+
+        def weighed(choice: Choice) -> Floats:
+            figures, allowed = self.tables.around(op, choice)
+            return np.where(allowed, found.weights[: self.tables.rows] @ figures, _NEVER)
+
+        farther = weighed(first) - weighed(second)
+        if farther[second[op]] - farther[first[op]] <= 2 * self.loose * found.bound:
+            return None
+        return np.asarray(2 * farther <= farther[first[op]] + farther[second[op]])
+
+    def _count(self, found: Dual) -> bool:
+        """Split a part by how many of equal ops take a candidate, where its mixture has a fraction of one take it."""
+        choices = np.array([column.choice for column in found.mixed])
+        best: tuple[float, int, int, int] | None = None
+        for table, members in enumerate(self.tables.members):
+            for candidate in np.unique(choices[:, members]) if found.shares and len(members) > 1 else ():
+                takes = choices[:, members] == candidate
+                times = float(np.dot(found.shares, takes.sum(axis=1)))
+                if (away := abs(times - round(times))) > _WHOLE:
+                    worth = away * self._turns(found, members, takes)
+                    if best is None or worth > best[0]:
+                        best = worth, table, int(candidate), math.floor(times)
+        if best is None:
+            return False
+        _, table, candidate, most = best
+        taken = np.arange(len(self.tables.ops[table].transient)) == candidate
+        for sign, limit in ((1, most), (-1, -most - 1)):
+            self._enter(found.elimination.counting(table, sign * taken.astype(np.int64), limit), found.part, found)
+        return True
+
+    def _turns(self, found: Dual, members: Ints, takes: Bools) -> float:
+        """How much one of equal ops turns what has a price where it takes a candidate, as in some choices, or not."""
+        at = int(np.argmax(takes.any(axis=0) & ~takes.all(axis=0)))
+        own, others = (found.mixed[int(index)].choice for index in (np.argmax(takes[:, at]), np.argmin(takes[:, at])))
+        op = int(members[at])
+        figures, _ = self.tables.around(op, own)
+        turned = np.abs(figures[:, own[op]] - figures[:, others[op]])
+        return float(found.weights[: self.tables.rows] @ turned)
+
+    def _walk(self, bound: float, number: int, found: Dual, walked: float, deadline: float) -> None:
+        """Walk through a part, farther than before; what is too large is split, or left as it is."""
+        incumbent = self.incumbent
+        mixed = self.mixed.pop(number, None)
+        if mixed is not None:
+            self._tune(found, found.columns, mixed)
+        if found.elimination.too_large or found.elimination.tables.limits:  # labels are held to no counts
+            if not self._decide(found):
+                self.left = min(self.left, bound)
+            return
+        if number not in self.walkers:
+            self.walkers[number] = Walker(found)
+        walker = self.walkers[number]
+        needed = min(incumbent.enough - found.bound + 2 * found.error, walker.farthest)
+        slack = min(needed, max(GROWTH * walked, 1.0 + FIRST_SLACK * max(0.0, found.bound)))
+        width = NARROW if incumbent.choice is None else WIDE
+        if incumbent.gap and incumbent.choice is not None:  # at once, as far as a few labels go
+            slack, width = needed, BROAD
+        walk = walker.walk(slack, width, deadline)
+        incumbent.offer(walk.choice)
+        bound = max(bound, found.bound + walk.complete)
+        if walk.complete >= slack - found.error:
+            if slack < walker.farthest:
+                heapq.heappush(self.open, (bound, number, found, slack))
+        elif width > NARROW or slack >= walker.farthest:
+            if not self._decide(found):
+                self.left = min(self.left, bound)
+        else:  # a choice is wanted first, the proof comes after it
+            heapq.heappush(self.open, (bound, number, found, slack if incumbent.choice is None else walk.complete))
+
+
+_MANY_COLUMNS = 2**16
+"""Columns beyond which CP-SAT finds nothing that the other steps did not."""
+
+
+class Search:
+    """The steps for one problem, and what they have found (`incumbent`, of the reduced problem)."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        deadline: float,
+        progress: Callable[[Progress], None] | None,
+        gap: float = 0.0,
+        ceiling: float = math.inf,
+    ) -> None:
+        self.deadline = deadline
+        self.problem, self.kept = reduce(problem)
+        self.elimination = Elimination(Tables(self.problem), {})
+        self.tables = self.elimination.tables
+        self.incumbent = Incumbent(self.tables, progress, gap, ceiling)
+
+    @property
+    def choice(self) -> tuple[int, ...] | None:
+        """The best choice for the problem itself."""
+        return None if self.incumbent.choice is None else invert(self.incumbent.choice, self.kept)
+
+    @property
+    def least(self) -> float:
+        """No choice takes less than so many seconds."""
+        return self.incumbent.least_seconds
+
+    @property
+    def known(self) -> list[tuple[int, ...]]:
+        """Choices for the problem itself that bounds came by."""
+        return [invert(choice, self.kept) for choice in self.branching.known]
+
+    def hint(self, choice: Sequence[int], known: Iterable[Sequence[int]] = ()) -> None:
+        """Offer a choice for the problem itself; bounds begin with those that are `known`."""
+        if (own := self._reduced(choice)) is not None:
+            self.incumbent.offer(own)
+        self.branching.known = {own: None for each in known if (own := self._reduced(each)) is not None}
+
+    def _reduced(self, choice: Sequence[int]) -> tuple[int, ...] | None:
+        """A choice for the problem itself as one for the reduced problem; None where that has not got it."""
+        if not all(index in kept for index, kept in zip(choice, self.kept, strict=True)):
+            return None
+        return tuple(kept.index(index) for index, kept in zip(choice, self.kept, strict=True))
+
+    def run(self, rough: bool = False, leads: Callable[[tuple[int, ...]], bool] = lambda choice: True) -> None:
+        """Search until the proof or the deadline; or, `rough`, until a choice that bounds lead to.
+
+        A rough search of a narrow graph ends, too, with a choice for the problem itself that `leads` nowhere.
+        Where a gap is allowed, the parts of a narrow graph end at a number of them, too, and the gap may stay larger.
+        """
+        incumbent, narrow = self.incumbent, not self.elimination.too_wide
+        if narrow:
+            self.branching.run(self.deadline, rough, lambda choice: leads(invert(choice, self.kept)))
+        else:
+            descend(self.tables, incumbent.offer)
+            if not (rough and incumbent.choice):
+                self.sweep()
+        close = incumbent.choice is not None and (rough or (narrow and incumbent.gap > 0.0))
+        if not (incumbent.done or close):
+            self.prove()
+
+    @cached_property
+    def branching(self) -> Branching:
+        """The parts of the choices."""
+        return Branching(self.elimination, self.incumbent)
+
+    # -- wide graphs
+
+    def sweep(self) -> None:
+        """Walk through all choices near the bound, and farther and farther from it until one lies within the slack."""
+        incumbent, program = self.incumbent, Program(self.problem)
+        program.limit_memory()
+        program.minimise_time()
+        relaxation = self.relaxation = relax(program, self.deadline - time.monotonic())
+        if relaxation is None:
+            return
+        bound, error = relaxation.bound, relaxation.error
+        incumbent.bound = max(incumbent.bound, bound - error)
+        slack = first = error + FIRST_SLACK * max(0.0, bound)
+        half = (self.deadline + time.monotonic()) / 2
+        farthest = error + sum(float(op.max()) for op in relaxation.candidates)
+        farthest += sum(float(edge[np.isfinite(edge)].max()) for edge in relaxation.edges)
+        while not incumbent.done:
+            width = NARROW if incumbent.choice is None else WIDE
+            found = sweep(self.tables, relaxation, slack, width, half)
+            incumbent.offer(found.choice)
+            incumbent.bound = max(incumbent.bound, bound + found.complete - error)
+            incumbent.proven = incumbent.ticks <= incumbent.bound or found.complete >= farthest
+            if found.complete < slack and (width == WIDE or slack >= farthest):
+                return
+            # A first choice can be far from the best one: do not jump to where it would be proven.
+            grown = GROWTH * (slack if incumbent.choice is None else max(first, found.complete))
+            slack = min(farthest, incumbent.enough - bound + 2 * error, grown)
+
+    relaxation: Relaxation | None = None
+
+    def prove(self) -> None:
+        """Let CP-SAT go on from the best choice, over the candidates that could still better it."""
+        incumbent, problem, hint = self.incumbent, self.problem, self.incumbent.choice
+        if self.relaxation and incumbent.choice:
+            slack = incumbent.ticks - self.relaxation.bound + self.relaxation.error
+            near = tuple(tuple(int(i) for i in np.flatnonzero(op <= slack)) for op in self.relaxation.candidates)
+            hint = tuple(indices.index(index) for indices, index in zip(near, incumbent.choice, strict=True))
+            problem = restricted(problem, near)
+        else:
+            near = tuple(tuple(range(len(op.candidates))) for op in problem.ops)
+        if incumbent.choice and sum(edge.seconds.size for edge in problem.edges) > _MANY_COLUMNS:
+            return
+        program = Program(problem)
+        program.limit_memory()
+        program.minimise_time()
+        proof = prove(program, self.deadline - time.monotonic(), hint, incumbent.report, incumbent.gap)
+        incumbent.offer(None if proof.choice is None else invert(proof.choice, near))
+        incumbent.proven = proof.status == "INFEASIBLE" or (proof.status == "OPTIMAL" and not incumbent.gap)
+        if not incumbent.proven:
+            incumbent.bound = max(incumbent.bound, min(incumbent.ticks, proof.bound))

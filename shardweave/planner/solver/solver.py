@@ -1,0 +1,393 @@
+"""Which candidate each op takes: the fastest choice within the memory limit, found and proven with OR-Tools.
+
+With ``x[o, c]`` = 1 where op o takes candidate c, ``f[e, i, j]`` = 1 where edge e goes from out port i to in port j,
+``T`` the largest transient memory and ``t[w]`` the time of window w:
+
+===  ========================================================================  =========================
+(1)  sum over c of x[o, c] = 1                                   for every op  `Program.choose_one`
+(2)  sum over j of f[e, i, j] = sum of x[producer, c] with out port i,         `Program.connect`
+     sum over i of f[e, i, j] = sum of x[consumer, c] with in port j
+(3)  T >= sum over c of transient[c] x[o, c]                     for every op  `Program.hold`
+(4)  sum of kept[c] x[o, c] + sum of kept[i, j] f[e, i, j] + T                 `Program.limit_memory`
+     <= limit - fixed
+(5)  t[w] >= sum of load[s, c] x[o, c] + sum of load[s, i, j] f[e, i, j]       `Program.fill_windows`
+                                                   for every stream s of w
+(6)  minimise sum of ticks[c] x[o, c] + sum of ticks[i, j] f[e, i, j]          `Program.minimise_time`
+     + sum of t[w]
+(7)  minimise the left side of (4)   (in place of (4) to (6): for the          `Program.minimise_memory`
+     smallest memory that would do)
+===  ========================================================================  =========================
+
+(1) and (6) under (4) are the program of OSDP (arXiv 2209.13258, equation 1), with more kinds of candidates: grids,
+whose communication is priced by AxoNN's equations 4 to 10 (arXiv 2305.13525), and factors at rest, whose memory and
+communication are those of AMSP (arXiv 2311.00257, equations 1 to 7). (2) is what a change of layout costs between two
+ops; (5) is the maximum of computation and communication at once of Oases (arXiv 2305.16121, equations 2 to 6), here for
+any streams of a window.
+
+Most models are narrow graphs: chains with residual edges. There the program is never written down:
+
+1. `elimination.Elimination` minimises any weighed sum of time, memory and loads exactly, one op after the other, equal
+   layers once; where ops have hundreds of layouts, in groups of them (`groups.Groups`).
+2. `duality.dual` weighs the streams of each window and pays for memory in ticks a byte, which turns (4) and (5) into
+   terms of (6) and the minimum into a bound, the best one that Lagrange multipliers give. They come from the best
+   mixture of the choices found so far (`duality.Master`, solved by GLOP).
+3. `mixing.mix` makes runs of ops out of the mixture's choices, `tuning.tune` betters them by pairs of changes: a plan,
+   mostly within 0.1 % of the bound.
+4. `branching.Branching` splits the choices where the bound is loose: by their largest transient, for (3), and by the
+   layouts of some ops, for what changes between runs cost.
+5. `labels.Walker` walks through all choices within a slack of a part's bound. The slack grows until the best choice
+   lies within it, which is then optimal: whatever was left out costs more.
+
+Where elimination's tables would grow too large, these steps take its place, each of which may end the search:
+
+1. `descent.descend`: feasible choices by local improvement, so that there always is one.
+2. `program.relax`: GLOP solves the relaxation; duality prices how far above the bound everything lies. (2) is the flow
+   form of a product of choices: on a chain its relaxation is integral.
+3. `sweep.sweep`: all choices within a growing slack of the bound are walked through in the order of the ops.
+4. `program.prove`: CP-SAT goes on, from the best choice, without what costs too much.
+
+Measured on one core, with no windows: Llama-3-8B (32 layers, 354 ops of up to 128 candidates) on 64 devices is proven
+optimal in 0.3 s; GLOP and the sweep found no choice in 30 s there, each edge having 1,600 flows. With two windows of
+three streams `docs/measure_solver.py` has the figures.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from shardweave.ir.errors import InfeasibleError, PlanError
+from shardweave.ir.units import readable_bytes
+from shardweave.planner.problem.problem import TICKS_PER_SECOND, Problem, largest_terms
+from shardweave.planner.problem.unfold import inside, renamed
+from shardweave.planner.solver.branch_and_bound import Progress, Search
+from shardweave.planner.solver.elimination import Elimination
+from shardweave.planner.solver.ilp import Program, Proof, prove
+from shardweave.planner.solver.lagrangian import least_memory
+from shardweave.planner.solver.streams import first_of_each, with_streams
+from shardweave.planner.solver.tables import KEPT, Tables
+
+ROUNDING = 1e-9
+"""Which part of an objective its bound may lie below it by the order in which sums were taken."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A chosen candidate for each op, and how good it is proven to be.
+
+    Parameters
+    ----------
+    choice : tuple of int
+        An index into each op's candidates.
+    objective : float
+        `Problem.objective` of the choice, in seconds.
+    bound : float
+        No choice within the limit is faster than that many seconds.
+    status : {"optimal", "feasible"}
+        Feasible where the time limit, or the gap that was asked for, ended the proof.
+    seconds : float
+        What solving took.
+    waits_for : tuple of str
+        The streams to begin with in a similar problem: the busiest of each window, or all that the search came by.
+    """
+
+    choice: tuple[int, ...]
+    objective: float
+    bound: float
+    status: Literal["optimal", "feasible"]
+    seconds: float
+    waits_for: tuple[str, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """How far above the bound it may be: ``(objective - bound) / objective``; 0 where optimal."""
+        gap = (self.objective - self.bound) / self.objective if self.objective else 0.0
+        return gap if gap > ROUNDING else 0.0
+
+    def held_to(self, bound: float) -> Solution:
+        """The same choice against another bound: optimal where nothing lies between the two.
+
+        Examples
+        --------
+        >>> found = Solution((1,), objective=2.0, bound=2.0, status="optimal", seconds=0.1).held_to(1.5)
+        >>> found.status, found.gap
+        ('feasible', 0.25)
+        """
+        held = replace(self, bound=bound)
+        return replace(held, status="feasible" if held.gap else "optimal")
+
+
+def solve(
+    problem: Problem,
+    time_limit: float = 60.0,
+    progress: Callable[[Progress], None] | None = None,
+    hint: Sequence[int] | None = None,
+    waits_for: Sequence[str] = (),
+    gap: float = 0.0,
+    ceiling: float = math.inf,
+    rough: bool = False,
+) -> Solution:
+    """The fastest choice within the memory limit, with a proof.
+
+    The same problem gives the same choice, unless the time limit ends the search: one worker, a fixed seed.
+
+    Parameters
+    ----------
+    problem : Problem
+    time_limit : float
+        Seconds after which the best choice so far is returned as ``"feasible"`` with its gap.
+    progress : callable, optional
+        Called at every better choice, and as the bound is looked at again.
+    hint : sequence of int, optional
+        A choice to begin with, such as that of a similar problem; of use where it is feasible.
+    waits_for : sequence of str, optional
+        Streams that the answer is thought to wait for, such as a similar problem's; others are found out.
+    gap : float, optional
+        The search ends where it has proven that the best choice is at most this part slower than the fastest, or, on a
+        narrow graph, has bounded as many parts of the choices as better the bound by much: the gap is then larger.
+    ceiling : float, optional
+        The search ends where it has proven that every choice takes at least so many seconds.
+    rough : bool, optional
+        The search ends with the choice that bounds lead to: not far from the best, but not walked any closer to it.
+
+    Raises
+    ------
+    InfeasibleError
+        Nothing fits into the memory limit. The message has the smallest memory that would do, and what takes it.
+    PlanError
+        No choice at all has layouts that go together, or the time limit ended before any choice was found.
+
+    Examples
+    --------
+    >>> from shardweave.planner.problem.problem import Candidate, Op
+    >>> fast, small = Candidate("fast", 1.0, state_bytes=8), Candidate("small", 1.5, state_bytes=4)
+    >>> solution = solve(Problem((Op("up", (fast, small)), Op("down", (fast, small))), memory_limit=12))
+    >>> solution.objective, solution.status, sum(solution.choice)
+    (2.5, 'optimal', 1)
+    """
+    start = time.monotonic()
+    names = [name for window in problem.windows for name in window]
+    streams = {number for number, name in enumerate(names) if name in waits_for} or first_of_each(problem)
+    best: tuple[float, tuple[int, ...]] | None = None
+    bound, going_on, known = 0.0, True, list[tuple[int, ...]]()
+    while going_on:
+        search = Search(with_streams(problem, streams), start + time_limit, progress, gap, ceiling)
+        if hint is not None:
+            search.hint(hint, known)
+        for roughly in [True] if rough else [True, False]:  # no proof of what waits for other streams
+            search.run(roughly, partial(_waits_for, problem, streams))
+            if search.choice is None:
+                going_on = False
+                break
+            objective, busiest = problem.objective(search.choice), set(problem.busiest(search.choice))
+            best, bound = min(best or (objective, search.choice), (objective, search.choice)), max(bound, search.least)
+            hint = best[1]
+            enough = bound >= min(ceiling, best[0] * (1 - gap)) or time.monotonic() > start + time_limit
+            going_on = not enough and not busiest <= streams
+            if enough or going_on:
+                break
+        if going_on:
+            streams, known = streams | busiest, search.known
+    if best is None:
+        if search.incumbent.proven:
+            raise _infeasible(problem, time_limit)
+        raise PlanError(
+            f"no choice for {len(problem.ops)} ops was found within time_limit = {time_limit:g} s: raise time_limit, "
+            f"or memory_limit (now {problem.memory_limit} bytes)"
+        )
+    objective, choice = best
+    bound = objective if objective - bound <= ROUNDING * abs(objective) else bound
+    status: Literal["optimal", "feasible"] = "optimal" if bound == objective else "feasible"
+    waits = tuple(names[stream] for stream in (sorted(streams) if known else problem.busiest(choice)))
+    return Solution(choice, objective, bound, status, time.monotonic() - start, waits)
+
+
+def _waits_for(problem: Problem, streams: set[int], choice: Sequence[int]) -> bool:
+    """Whether a choice waits for none but these streams."""
+    return set(problem.busiest(choice)) <= streams
+
+
+def _infeasible(problem: Problem, time_limit: float) -> PlanError:
+    """The error for a problem without a choice: the smallest memory that would do, and what takes it."""
+    proof = _least_memory(problem, time_limit)
+    limit = problem.memory_limit
+    if proof.status == "INFEASIBLE":
+        return PlanError("no choice of candidates has layouts that go together on all edges: allow more candidates")
+    if proof.choice is None:
+        return InfeasibleError(f"nothing fits into the memory limit of {readable_bytes(limit)} a device: raise it")
+    chosen = problem.chosen(proof.choice)
+    terms = [(op.group or op.name, c.kept_bytes) for op, c in zip(problem.ops, chosen, strict=True)]
+    parts = [
+        f"{name}{f' x{times}' if times > 1 else ''} {readable_bytes(size)}"
+        for name, times, size in largest_terms(terms)
+    ]
+    transients = [(candidate.transient_bytes, op.name) for op, candidate in zip(problem.ops, chosen, strict=True)]
+    peak, name = max(transients, key=lambda transient: transient[0], default=(0, ""))
+    if peak:
+        parts.append(f"{name} while it runs {readable_bytes(peak)}")
+    if problem.fixed_bytes:
+        parts.append(f"fixed {readable_bytes(problem.fixed_bytes)}")
+    needed = problem.memory(proof.choice)
+    least = "smallest memory that does" if proof.status == "OPTIMAL" else "smallest memory found to do"
+    return InfeasibleError.needing(
+        needed,
+        f"no plan fits into the memory limit of {limit} bytes ({readable_bytes(limit)}) a device; the {least} is "
+        f"{needed} bytes ({readable_bytes(needed)}). Most of it: {', '.join(parts)}. Raise memory_limit, or use more "
+        "devices or a smaller batch.",
+    )
+
+
+def smallest(problem: Problem, time_limit: float = 60.0) -> tuple[int, ...] | None:
+    """The choice that needs the least memory, or the least that was found in time; None where there is no choice."""
+    return _least_memory(problem, time_limit).choice
+
+
+def _least_memory(problem: Problem, time_limit: float) -> Proof:
+    elimination = Elimination.of(problem)
+    if elimination is not None:
+        choice = least_memory(elimination)
+        return Proof(choice, 0.0, "INFEASIBLE" if choice is None else "OPTIMAL")
+    program = Program(problem)
+    program.minimise_memory()
+    return prove(program, time_limit)
+
+
+class Alternative(NamedTuple):
+    """Another candidate of an op.
+
+    Parameters
+    ----------
+    candidate : int
+        Which one.
+    seconds : float
+        How much longer the step would take with it (negative: shorter).
+    missing_bytes : int
+        How much the memory limit would have to be raised for it; 0 where it fits.
+    """
+
+    candidate: int
+    seconds: float
+    missing_bytes: int
+
+
+def alternatives(problem: Problem, choice: Sequence[int]) -> tuple[Alternative | None, ...]:
+    """For each op the fastest candidate that was not chosen, whether it fits or not (a faster one never does).
+
+    None where the op has no other candidate whose layouts go with its neighbours'.
+
+    >>> from shardweave.planner.problem.problem import Candidate, Op
+    >>> op = Op("up", (Candidate("fast", 1.0, state_bytes=8), Candidate("small", 1.5, state_bytes=4)))
+    >>> alternatives(Problem((op,), memory_limit=6), (1,))
+    (Alternative(candidate=0, seconds=-0.5, missing_bytes=2),)
+    """
+    tables, chosen = Tables(problem), problem.chosen(choice)
+    total, _ = tables.sums(choice)
+    now = tables.ticks(total)
+    peaks = sorted((candidate.transient_bytes for candidate in chosen), reverse=True)
+    found: list[Alternative | None] = []
+    for op, own in enumerate(choice):
+        mine, allowed = tables.around(op, choice)
+        then = (total - mine[:, own])[:, None] + mine
+        seconds = (tables.ticks(then) - now) / TICKS_PER_SECOND
+        others_peak = peaks[0] if chosen[op].transient_bytes < peaks[0] else max(peaks[1:], default=0)
+        peak = np.maximum(others_peak, tables.ops[tables.op_of[op]].transient)
+        missing = np.maximum(0, then[KEPT] + peak - tables.room)
+        options = [
+            Alternative(index, float(seconds[index]), int(missing[index]))
+            for index in range(len(mine[0]))
+            if index != own and allowed[index] and allowed[own]
+        ]
+        found.append(min(options, key=lambda option: (option.seconds, option.missing_bytes), default=None))
+    return tuple(found)
+
+
+SLACK = 3e-4
+"""How much longer than before the step may take, altogether."""
+
+Choice = tuple[int, ...]
+
+
+def tidied(problem: Problem, runs: Sequence[Sequence[str]], choice: Choice) -> Choice:
+    """A choice within the limit that takes at most `SLACK` longer, of fewer kinds of layers in fewer stretches.
+
+    Parameters
+    ----------
+    problem : Problem
+    runs : sequence of sequences of str
+        The names of equal layers, in order.
+    choice : tuple of int
+        One within the limit.
+    """
+    most = problem.objective(choice) * (1 + SLACK)
+    at = {op.name: index for index, op in enumerate(problem.ops)}
+    for layers in runs:
+        first = [name for name in at if inside(name, layers[0])]
+        run = _Run([[at[renamed(name, layers[0], layer)] for name in first] for layer in layers])
+        kinds = run.kinds(choice)
+
+        def accepted(others: list[Choice], run: _Run = run, choice: Choice = choice) -> bool:
+            return _is_as_good(problem, run.written(choice, others), most)
+
+        for rare in sorted(set(kinds), key=lambda kind: (kinds.count(kind), kind)):
+            for other in sorted(set(kinds) - {rare}, key=lambda kind: (-kinds.count(kind), kind)):
+                fewer = [other if kind == rare else kind for kind in kinds]
+                if accepted(fewer):
+                    kinds = fewer
+                    break
+        order = list(dict.fromkeys(kinds))
+        together = sorted(kinds, key=order.index)
+        if together != kinds and accepted(together):
+            kinds = together
+        choice = run.written(choice, kinds)
+    return _alike(problem, choice, most)
+
+
+def _is_as_good(problem: Problem, choice: Choice, most: float) -> bool:
+    """Whether a choice fits and takes at most so many seconds."""
+    return problem.feasible(choice) and problem.objective(choice) <= most
+
+
+def _alike(problem: Problem, choice: Choice, most: float) -> Choice:
+    """A choice that takes at most so many seconds, with equal data for ops of one group where that does."""
+    known = {id(op.candidates): [candidate.data for candidate in op.candidates] for op in problem.ops}
+    data = [known[id(op.candidates)] for op in problem.ops]
+    groups: dict[str, list[int]] = {}
+    for index, op in enumerate(problem.ops):
+        if data[index][0] is not None:
+            groups.setdefault(op.group, []).append(index)
+    for members in groups.values():
+        chosen = Counter(data[index][choice[index]] for index in members)
+        for wanted, _ in chosen.most_common() if len(chosen) > 1 else []:
+            if all(wanted in data[index] for index in members):
+                places = {index: data[index].index(wanted) for index in members}
+                other = tuple(places.get(index, own) for index, own in enumerate(choice))
+                if _is_as_good(problem, other, most):
+                    choice = other
+                    break
+    return choice
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Equal layers: of each the ops, in the same order."""
+
+    places: list[list[int]]
+
+    def kinds(self, choice: Choice) -> list[Choice]:
+        """What is chosen for each layer."""
+        return [tuple(choice[index] for index in own) for own in self.places]
+
+    def written(self, choice: Choice, kinds: Sequence[Choice]) -> Choice:
+        """`choice` with these for the layers."""
+        found = list(choice)
+        for own, kind in zip(self.places, kinds, strict=True):
+            for index, value in zip(own, kind, strict=True):
+                found[index] = value
+        return tuple(found)

@@ -1,0 +1,187 @@
+"""A model's parameters and buffers under its own names: taken over as DTensors, found again, and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardweave.distributed.process_groups import RuntimeMesh
+from shardweave.ir import Layout, ParameterSpec
+from shardweave.ir.errors import ParallelError
+from shardweave.runtime.parameters import local_shard
+from shardweave.runtime.skeleton import Skeleton
+from shardweave.runtime.tensor import ParallelTensor, Place, distribute, keep_whole, whole_of_first
+
+
+def adopt(
+    target: nn.Module, model: nn.Module, specs: Iterable[ParameterSpec], mesh: RuntimeMesh
+) -> tuple[dict[str, Layout], dict[str, Any]]:
+    """Give `target` the model's tree of modules, and in it its parameters and buffers at the layouts of `specs`.
+
+    Values are rank 0's; on the meta device there are none, and the tensors are left unset. Tensors that no spec names
+    are replicated. What the model shares between names is shared here. Collective, unless the model is on the meta
+    device.
+
+    The tree's dictionaries are filled directly, as a model may name a part of itself like one of target's methods.
+
+    Returns
+    -------
+    layouts : dict of str to Layout
+        Where each DTensor lies, by every name that it has.
+    attributes : dict of str to object
+        Those that the model itself has, for `target` to have as far as it has none of that name.
+
+    Raises
+    ------
+    ParallelError
+        If the model lacks a tensor of `specs`, or has it in another shape.
+    """
+    wanted = {spec.name: spec.layout for spec in specs}
+    layouts: dict[str, Layout] = {}
+    adopted: dict[torch.Tensor, torch.Tensor] = {}
+    places: dict[torch.Tensor, Layout] = {}
+    for name, tensor in named_tensors(model):
+        if tensor not in adopted:
+            layout = wanted.pop(name, None) or Layout.replicated(tensor.shape)
+            if layout.global_shape != tuple(tensor.shape):
+                raise ParallelError(
+                    f"the step was compiled for {name!r} of shape {layout.global_shape}, but this model has it of "
+                    f"shape {tuple(tensor.shape)}: compile the step for this model"
+                )
+            adopted[tensor], places[tensor] = _place(name, tensor, layout, mesh), layout
+        if isinstance(adopted[tensor], DTensor):
+            layouts[name] = places[tensor]
+    if wanted:
+        raise ParallelError(
+            f"the step was compiled for another model: this one has no {', '.join(sorted(wanted))}; compile it again"
+        )
+    attributes = Skeleton(model, target, adopted).attributes(model)
+    for tree in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        vars(target)[tree] = attributes.pop(tree)
+    return layouts, attributes
+
+
+def without_values(model: nn.Module) -> set[str]:
+    """The names of the tensors that are on the meta device."""
+    return {name for name, tensor in named_tensors(model) if tensor.is_meta}
+
+
+class Finder:
+    """Finds the current tensors of `specs`, in order: users may put others in their place.
+
+    A plain parameter that a user has put there stays whole on every rank, with rank 0's values. That is collective.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        specs: Iterable[ParameterSpec],
+        kind: Literal["_parameters", "_buffers"],
+        mesh: RuntimeMesh,
+    ) -> None:
+        self._specs, self._kind, self._mesh = tuple(specs), kind, mesh
+        self._places = [self._place_of(root, spec.name) for spec in self._specs]
+        self._aliases = [
+            (spec, self._place_of(root, spec.name), self._place_of(root, alias))
+            for spec in self._specs
+            for alias in spec.aliases
+        ]
+        self._dtypes = [getattr(torch, spec.dtype) for spec in self._specs]
+        self._known: list[torch.Tensor | None] = [tensors.get(leaf) for tensors, leaf in self._places]
+
+    def _place_of(self, root: nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str]:
+        path, _, leaf = name.rpartition(".")
+        return getattr(submodule(root, path), self._kind), leaf
+
+    def __call__(self) -> list[torch.Tensor]:
+        """The tensors.
+
+        Raises
+        ------
+        ParallelError
+            If one is gone, or has another shape or dtype than the step was compiled for.
+        """
+        found = []
+        for index, (tensors, leaf) in enumerate(self._places):
+            tensor = tensors.get(leaf)
+            if tensor is None or tensor is not self._known[index] or tensor.dtype is not self._dtypes[index]:
+                tensor = self._known[index] = self._checked(self._specs[index], tensor, self._dtypes[index])
+            found.append(tensor)
+        for spec, (tensors, leaf), (others, other) in self._aliases:
+            if tensors.get(leaf) is not others.get(other):
+                raise ParallelError(
+                    f"{spec.name!r} was one parameter with {', '.join(spec.aliases)} when the step was compiled, and "
+                    "one of them was replaced: give all of these names the same parameter, or compile the model with "
+                    "different ones"
+                )
+        return found
+
+    def _checked(self, spec: ParameterSpec, tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that was not there before, or not so."""
+        if tensor is None:
+            raise ParallelError(
+                f"{spec.name!r} was deleted, or set to None, but the step was compiled with it: put a tensor of shape "
+                f"{spec.layout.global_shape} in its place, or compile the model without it"
+            )
+        if tuple(tensor.shape) != spec.layout.global_shape or tensor.dtype != dtype:
+            raise ParallelError(
+                f"the step was compiled for {spec.name!r} of shape {spec.layout.global_shape} and {dtype}, but it is "
+                f"of shape {tuple(tensor.shape)} and {tensor.dtype} now: compile the model in these (model.to(...) "
+                "before compile_parallel, or Options(precision=...) for another dtype of the computation)"
+            )
+        lies = isinstance(tensor, ParallelTensor) and tensor.place.layout == spec.layout
+        if lies or self._mesh.device_mesh is None or not isinstance(tensor, nn.Parameter):
+            return tensor
+        if isinstance(tensor, DTensor):
+            raise ParallelError(
+                f"{spec.name!r} was replaced by a {type(tensor).__name__} that lies as {tensor.placements}, but the "
+                f"step was compiled for {spec.layout}: put a whole, plain tensor there, or write its values with "
+                "parameter.data.copy_(whole)"
+            )
+        keep_whole(tensor, Place(spec.layout, self._mesh), spec.name)
+        return tensor
+
+
+def shard_whole(state: dict[str, Any], prefix: str, layouts: Mapping[str, Layout], mesh: RuntimeMesh) -> None:
+    """Put this rank's parts in the place of the whole tensors of a state dict that is about to be loaded."""
+    for name, layout in layouts.items():
+        value = state.get(prefix + name)
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            continue
+        if tuple(value.shape) == layout.global_shape:  # of any other shape torch complains by itself
+            part = local_shard(value.detach(), layout, mesh.mesh.coordinates(mesh.rank))
+            state[prefix + name] = distribute(part.to(mesh.device_type), layout, mesh)
+
+
+def _place(name: str, tensor: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.Tensor:
+    """This rank's part of rank 0's `tensor`: a DTensor parameter, or a buffer (plain where it is replicated)."""
+    if tensor.is_meta:
+        local = torch.empty(layout.local_shape, dtype=tensor.dtype, device=mesh.device_type)
+    else:
+        local = local_shard(whole_of_first(tensor, mesh, name), layout, _coordinates(mesh))
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(distribute(local, layout, mesh), requires_grad=tensor.requires_grad)
+    return local if layout.is_replicated else distribute(local, layout, mesh)
+
+
+def _coordinates(mesh: RuntimeMesh) -> dict[str, int]:
+    return mesh.mesh.coordinates(mesh.rank)
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers, under all names that each has."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def submodule(root: nn.Module, path: str) -> nn.Module:
+    """The module at `path` below `root`, whatever attributes hide it."""
+    for name in filter(None, path.split(".")):
+        child = root._modules[name]
+        assert child is not None
+        root = child
+    return root

@@ -1,0 +1,358 @@
+"""Weights in files: each rank reads its own part of a model, and all write one in HuggingFace's format together."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise, product
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from shardweave.distributed.agreement import in_step
+from shardweave.ir.errors import ParallelError
+from shardweave.runtime.checkpoint.files import path_inside
+from shardweave.runtime.checkpoint.state import check_values
+from shardweave.runtime.initialise import compiled_module, control_for, fill
+from shardweave.runtime.module import ParallelModule, _from_all
+from shardweave.runtime.parameters import local_tensor, ranges
+from shardweave.runtime.tensor import gather
+
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+Part = list[list[slice]]
+"""A part of a tensor: the contiguous pieces of each dimension; see `parameters.ranges`."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: `read` takes a slice of each dimension and touches no more of the file than that."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[tuple[slice, ...]], torch.Tensor]
+
+    def pieces(self, part: Part) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+        """The pieces of `part`, and where each lies within it; without those that are empty."""
+        ends = [accumulate((piece.stop - piece.start for piece in pieces), initial=0) for pieces in part]
+        places = [[slice(*bounds) for bounds in pairwise(of)] for of in ends]
+        for place, index in zip(product(*places), product(*part)):
+            if all(piece.stop > piece.start for piece in index):
+                yield place, self.read(index)
+
+
+def open_checkpoint(path: Path, files: ExitStack) -> dict[str, Stored]:
+    """The tensors of a checkpoint, by name; their values are not read. Files stay open as long as `files`.
+
+    Raises
+    ------
+    ParallelError
+        For a file with something else in it, or one that is cut off, or whose index leads out of its folder.
+    Exception
+        Whatever the libraries raise that read files.
+    """
+    return _open_folder(path, files) if path.is_dir() else _open_file(path, files)
+
+
+def _open_file(path: Path, files: ExitStack) -> dict[str, Stored]:
+    if not path.is_file():
+        raise ParallelError(f"{path} is {'no file' if path.exists() else 'not there'}")
+    if path.suffix == ".safetensors":
+        _check_length(path)
+        try:
+            file = files.enter_context(safe_open(path, framework="pt"))
+        except SafetensorError as error:
+            raise ParallelError(f"{path.name} is damaged or no safetensors file: {error}") from error
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
+        return {name: Stored(tuple(it.get_shape()), _dtype(it), partial(_at, it)) for name, it in slices.items()}
+    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise ParallelError("it is no state dict, a dictionary of nothing but tensors: save the state dict by itself")
+    return {name: Stored(tuple(tensor.shape), tensor.dtype, partial(_at, tensor)) for name, tensor in state.items()}
+
+
+def _open_folder(path: Path, files: ExitStack) -> dict[str, Stored]:
+    if (path / INDEX).exists():
+        names = _weight_map(path / INDEX)
+        found: dict[str, Stored] = {}
+        disagree: list[str] = []
+        for file in sorted(set(names.values())):
+            there = _open_file(path_inside(path, file), files)
+            disagree += set(there) ^ {name for name, listed in names.items() if listed == file}
+            found.update(there)
+        if disagree:
+            raise ParallelError(
+                f"{INDEX} and the files that it lists do not agree about {', '.join(sorted(set(disagree)))}"
+            )
+        return found
+    if (path / WHOLE).exists():
+        return _open_file(path / WHOLE, files)
+    raise ParallelError(f"the folder has neither {WHOLE} nor {INDEX}: name the file itself")
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """In which file each tensor lies, as the index at `path` says."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ParallelError(f"{path.name} is no JSON: {error}") from error
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise ParallelError(f'{path.name} has no "weight_map" from names of tensors to names of files')
+    return names
+
+
+def _check_length(path: Path) -> None:
+    """Compare the length of a safetensors file with what its header says, to tell a download that was cut off."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_size = int.from_bytes(file.read(8), "little")
+        if not 2 <= header_size <= size - 8:
+            raise ParallelError(
+                f"{path.name} is cut off or no safetensors file: its header would have {header_size:,} bytes, the file "
+                f"has {size:,}"
+            )
+        try:
+            header = json.loads(file.read(header_size))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            expected = 8 + header_size + max(ends, default=0)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ParallelError(f"{path.name} is damaged or no safetensors file: its header is unreadable") from error
+    if size != expected:
+        raise ParallelError(
+            f"{path.name} has {size:,} bytes, and {expected:,} by its header: it is cut off or damaged, get it again"
+        )
+
+
+def _at(tensor: Any, index: tuple[slice, ...]) -> torch.Tensor:
+    piece: torch.Tensor = tensor[index]
+    return piece
+
+
+def _dtype(piece: Any) -> torch.dtype:
+    """The dtype of a file's slice, from an empty part of it; a scalar has none, and is read."""
+    return _at(piece, (slice(0, 0),) if piece.get_shape() else ()).dtype
+
+
+Tied = tuple[list[str], torch.Tensor]
+"""A tensor of a state dict, with all its names there."""
+
+
+def load_weights(parallel: nn.Module, path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
+    """Fill `parallel` from a file of the whole model's weights, each rank reading its own part only. Collective.
+
+    Values are cast to the parameters' dtypes. Of a tied parameter, one of the names is enough.
+
+    Parameters
+    ----------
+    parallel : ParallelModule
+        What `compile_parallel` returned.
+    path : path
+        A ``.safetensors`` file; a folder with ``model.safetensors``, or with several files and
+        ``model.safetensors.index.json``; or what ``torch.save`` made of a state dict.
+    model : nn.Module, optional
+        The model that `parallel` was compiled from, where it was on the meta device and has buffers that no file
+        holds (those that are not persistent, such as a rotary embedding's frequencies): its modules' initialisers
+        compute them, see `initialise`.
+
+    Raises
+    ------
+    ParallelError
+        On all ranks, and before anything is changed: if the file cannot be read, lacks a tensor, has one that the
+        model has not, or has one of another shape or of another kind of dtype; or if a buffer is left without a value.
+
+    Examples
+    --------
+    >>> import shardweave as sw, tempfile
+    >>> model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    >>> parallel = sw.compile_parallel(model, sw.Cluster.local(1), torch.randn(4, 8))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     sw.save_weights(parallel, folder + "/saved")
+    ...     sw.load_weights(parallel, folder + "/saved")
+    """
+    in_step(control_for(parallel), "load_weights", lambda: _load(compiled_module(parallel), Path(path), model))
+
+
+def _load(parallel: ParallelModule, path: Path, model: nn.Module | None) -> None:
+    tensors = _by_tensor(parallel)
+    known = {name for names, _ in tensors for name in names}
+    left = sorted(parallel.unset - known)
+    problems: list[str] = []
+    if left and model is None:
+        problems.append(
+            f"no file holds {', '.join(left)}, which the meta device gave no value: pass the model as third argument"
+        )
+    with ExitStack() as files, torch.no_grad():
+        try:
+            stored = open_checkpoint(path, files)
+            problems += _mismatches(parallel, tensors, stored)
+        except Exception as error:  # unpickling raises what it likes
+            told = str(error) if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"
+            problems.append(f"it cannot be read ({told})")
+        _raise_together(parallel, problems, f"{path} cannot be loaded")
+        if left and model is not None:
+            fill(parallel, model, 0, None, left)
+        try:
+            for names, tensor in tensors:
+                found = stored[next(name for name in names if name in stored)]
+                for place, piece in found.pieces(_part(parallel, names[0], tensor)):
+                    local_tensor(tensor.detach())[place].copy_(piece)
+        except Exception as error:
+            problems.append(f"reading failed on the way, after some of it was loaded ({type(error).__name__}: {error})")
+        _raise_together(parallel, problems, f"{path} is not loaded")
+    parallel.unset -= known
+
+
+def save_weights(
+    parallel: nn.Module, folder: str | os.PathLike[str], max_shard_bytes: float = 5e9, config: Any = None
+) -> None:
+    """Write the whole model's weights as HuggingFace does, one file at a time. Collective; rank 0 writes.
+
+    Small models make ``model.safetensors``; larger ones ``model-00001-of-000NN.safetensors`` and so on, and
+    ``model.safetensors.index.json``. Tied parameters are written once. No rank ever holds more than one file's tensors.
+
+    Parameters
+    ----------
+    parallel : ParallelModule
+        What `compile_parallel` returned.
+    folder : path
+        Made here; it must not be there yet, or be empty. It appears when all is written.
+    max_shard_bytes : float
+        The most that a file has of tensors; a tensor that is larger has a file of its own.
+    config : optional
+        ``model.config`` of a model of `transformers`: written as ``config.json``, for ``from_pretrained(folder)``.
+
+    Raises
+    ------
+    ParallelError
+        On all ranks: if the folder has something in it, or it cannot be written; then nothing is left behind.
+    """
+
+    def save() -> None:
+        _save(compiled_module(parallel), Path(folder), max_shard_bytes, config)
+
+    in_step(control_for(parallel), "save_weights", save)
+
+
+def _save(parallel: ParallelModule, folder: Path, max_shard_bytes: float, config: Any) -> None:
+    folder = folder.absolute()
+    scratch = folder.with_name(f".{folder.name}.unfinished")
+    shards = _shards(parallel, max_shard_bytes)
+    first = parallel.mesh.rank == 0
+    problem: list[str] = []
+
+    def attempt(write: Callable[[], object]) -> None:
+        """On rank 0, until something fails: then it only goes on with the others' gathers, and all raise at the end."""
+        if first and not problem:
+            try:
+                write()
+            except Exception as error:
+                shutil.rmtree(scratch, ignore_errors=True)
+                told = str(error) if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"
+                problem.append(f"{folder} cannot be written: {told}")
+
+    def begin() -> None:
+        check_values(parallel)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise FileExistsError("it is there already: name a new folder, or remove this one first")
+        shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
+        scratch.mkdir(parents=True)
+
+    attempt(begin)
+    _raise_together(parallel, problem, "nothing is saved")
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = WHOLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        whole: dict[str, torch.Tensor] = {}
+        for key, tensor in shard:
+            value = gather(tensor, parallel.layout_of(key, tensor.shape), parallel.mesh, key)
+            if first and not problem:
+                whole[key] = value.cpu().contiguous()
+            index[key] = name
+        attempt(partial(save_file, whole, scratch / name, metadata={"format": "pt"}))
+
+    def finish() -> None:
+        if len(shards) > 1:
+            size = sum(_bytes(tensor) for shard in shards for _, tensor in shard)
+            text = json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2) + "\n"
+            (scratch / INDEX).write_text(text, encoding="utf-8")
+        if config is not None:
+            config.save_pretrained(scratch)
+        os.replace(scratch, folder)
+
+    attempt(finish)
+    _raise_together(parallel, problem, "nothing is saved")
+
+
+def _shards(parallel: ParallelModule, limit: float) -> list[list[tuple[str, torch.Tensor]]]:
+    """The tensors of each file: in the model's order, filled one after another."""
+    shards: list[list[tuple[str, torch.Tensor]]] = [[]]
+    size = 0
+    for names, tensor in _by_tensor(parallel):
+        if shards[-1] and size + _bytes(tensor) > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append((names[0], tensor))
+        size += _bytes(tensor)
+    return shards
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _by_tensor(parallel: ParallelModule) -> list[Tied]:
+    """What a state dict has, each tensor once, with all its names there."""
+    found: dict[int, Tied] = {}
+    for name, tensor in parallel.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(found.values())
+
+
+def _part(parallel: ParallelModule, name: str, tensor: torch.Tensor) -> Part:
+    """What this rank has of a tensor."""
+    return ranges(parallel.layout_of(name, tensor.shape), parallel.mesh.mesh.coordinates(parallel.mesh.rank))
+
+
+def _mismatches(parallel: ParallelModule, tensors: list[Tied], stored: Mapping[str, Stored]) -> Iterator[str]:
+    """In what the file's tensors are not the model's. What is tied has to be equal there (this rank's part of it)."""
+    if missing := [" or ".join(names) for names, _ in tensors if stored.keys().isdisjoint(names)]:
+        yield f"it lacks {', '.join(missing)}"
+    if unexpected := sorted(set(stored).difference(*(names for names, _ in tensors))):
+        yield f"the model has no {', '.join(unexpected)}"
+    for names, tensor in tensors:
+        present = [name for name in names if name in stored]
+        wrong = [f"{name} {text}" for name in present if (text := _difference(stored[name], tensor))]
+        yield from wrong
+        if not wrong and len(present) > 1:
+            part = _part(parallel, names[0], tensor)
+            for other in present[1:]:
+                pairs = zip(stored[present[0]].pieces(part), stored[other].pieces(part))
+                if not all(torch.equal(one, another) for (_, one), (_, another) in pairs):
+                    yield f"{present[0]} and {other} are one tensor in the model, and differ there"
+
+
+def _difference(stored: Stored, tensor: torch.Tensor) -> str:
+    if stored.shape != tuple(tensor.shape):
+        return f"has the shape {stored.shape} there, and {tuple(tensor.shape)} in the model"
+    if stored.dtype != tensor.dtype and not (stored.dtype.is_floating_point and tensor.is_floating_point()):
+        return f"is of {stored.dtype} there, which does not turn into the model's {tensor.dtype}"
+    return ""
+
+
+def _raise_together(parallel: ParallelModule, problems: list[str], what: str) -> None:
+    """ParallelError on all ranks if one has problems: the first such rank's. Collective."""
+    everywhere = _from_all(problems, parallel.mesh.timeout)
+    for rank, found in enumerate(everywhere):
+        if found:
+            where = "" if found == everywhere[0] else f" (on rank {rank})"
+            raise ParallelError(f"{what}{where}: {'; '.join(found)}")

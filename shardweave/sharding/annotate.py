@@ -1,0 +1,475 @@
+"""Annotation: each node of a captured step gets its rule, the factors of its dimensions, and the name by which plans
+call it; dimensions that ops link are one class.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from shardweave.ir import META, BoundRule, Dims, Factor, NodeInfo
+from shardweave.ir.errors import RuleError
+from shardweave.sharding.empty import take_out_empty
+from shardweave.sharding.graphs import describe, described, op_name
+from shardweave.sharding.moe_dispatch import undo_dispatch
+from shardweave.sharding.rules import find_rule
+from shardweave.sharding.rules.decompositions import form_of
+from shardweave.sharding.rules.random import draws
+from shardweave.sharding.rules.registry import output_shapes, tensor_args
+
+T = TypeVar("T")
+
+_NOTHING = NodeInfo()
+
+
+@dataclass(frozen=True)
+class Annotate:
+    """Give each node its `BoundRule` in ``node.meta["shardweave"]``.
+
+    Requires a captured joint graph with global fake values; ensures that every op that depends on an input has a
+    rule, or is blocked whole. Ops that depend on no input (ranges, masks, rotary tables) follow what reads them:
+    see `constants`.
+    """
+
+    name = "annotate"
+    allow_unruled: bool = False
+    """Take ops without a rule as blocked in all their factors, instead of refusing the model."""
+    known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+    """The forms of ops in graphs of the same fake mode: see `decompose`."""
+
+    def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        take_out_empty(graph_module.graph)
+        undo_dispatch(graph_module.graph)
+        waiting = deque(graph_module.graph.nodes)
+        while waiting:  # what a decomposition writes may itself have one
+            node = waiting.popleft()
+            if (form := form_of(node)) is not None:
+                target = node.target  # which its own form may be written in, with other arguments
+                waiting.extendleft(
+                    part for part in reversed(decompose(node, form, self.known)) if part.target is not target
+                )
+        _merge_constants(graph_module.graph)
+        graph_module.graph.eliminate_dead_code()
+        graph_module.recompile()
+        bind_rules(graph_module.graph, self.allow_unruled)
+        return graph_module
+
+
+def info(node: fx.Node) -> NodeInfo:
+    """What shardweave knows of `node`."""
+    found = node.meta.get(META)
+    return found if isinstance(found, NodeInfo) else _NOTHING
+
+
+def source_of(value: fx.Node) -> Value:
+    """The node that computes a value, and the index of its output: `getitem` is looked through."""
+    if value.target is operator.getitem:
+        parent, index = value.args
+        assert isinstance(parent, fx.Node) and isinstance(index, int)
+        outputs = [isinstance(item, torch.Tensor) for item in parent.meta["val"]]
+        return parent, sum(outputs[:index])
+    return value, 0
+
+
+def graph_outputs(graph: fx.Graph) -> list[Any]:
+    """What a graph returns, one by one: nodes, or constants."""
+    values = graph.output_node().args[0]
+    return list(values) if isinstance(values, (list, tuple)) else [values]
+
+
+def depends_on_inputs(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that depend on a placeholder or on what is drawn; the rest are constants of the step."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" or draws(node) or any(arg in found for arg in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _refuse(node: fx.Node) -> None:
+    """`RuleError` for a program inside the model, whose loops no rule sees."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        raise RuleError(
+            f"{describe(node)} is a program of its own inside the model, which has no rule: write it with plain ops "
+            "(for flex_attention: torch.nn.functional.scaled_dot_product_attention with a mask)"
+        )
+
+
+def _merge_constants(graph: fx.Graph) -> None:
+    """Compute what depends on no input once: each layer of a model may make the same mask."""
+    dependent = depends_on_inputs(graph)
+    seen: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node in dependent:
+            continue
+        key = f"{node.target} {node.args} {node.kwargs}"
+        if key in seen:
+            node.replace_all_uses_with(seen[key])
+            graph.erase_node(node)
+        else:
+            seen[key] = node
+
+
+def bind_rules(graph: fx.Graph, allow_unruled: bool = False) -> None:
+    """Bind the rule of every node of `graph`, and cut the rules into atoms."""
+    dependent = depends_on_inputs(graph)
+    rules: dict[fx.Node, BoundRule] = {}
+    inputs: dict[fx.Node, tuple[Value, ...]] = {}
+    unruled: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op == "output" or node.target is operator.getitem:
+            continue
+        _refuse(node)
+        if node.op == "placeholder" or node not in dependent:
+            if any(isinstance(value, torch.Tensor) for value in _values(node)):
+                rules[node] = _source_rule(node)
+            continue
+        found = find_rule(node)
+        if found is None:
+            unruled.append(node)
+            rules[node] = _blocked_rule(node)
+        else:
+            try:
+                rules[node] = found.bind(node)
+            except RuleError as error:
+                raise RuleError(f"{describe(node)}: {error}") from None
+        inputs[node] = tuple(source_of(argument) for argument in tensor_args(node))
+    _report_unruled(unruled, allow_unruled)
+    refined = refine(rules, inputs)
+    distinct: dict[BoundRule | None, BoundRule | None] = {}
+    for node in graph.nodes:
+        known, rule = info(node), refined.get(node)
+        node.meta[META] = replace(
+            known,
+            rule=distinct.setdefault(rule, rule),
+            op=known.op or op_name(node),
+            backward=node.meta.get("partitioner_tag") == "is_backward",
+        )
+
+
+def bind_new(nodes: Sequence[fx.Node], parents: Sequence[fx.Node]) -> list[fx.Node]:
+    """Bind the rules of nodes that a decomposition added, in the atoms of the values that they look at."""
+    rules = {parent: BoundRule(rule.factors, (), rule.outputs) for parent in parents if (rule := info(parent).rule)}
+    inputs: dict[fx.Node, tuple[Value, ...]] = {}
+    for node in nodes:
+        found = find_rule(node)
+        rules[node] = found.bind(node) if found is not None else _blocked_rule(node)
+        inputs[node] = tuple(source_of(argument) for argument in tensor_args(node))
+    refined = refine(rules, inputs)
+    for node in nodes:
+        backward = node.meta.get("partitioner_tag") == "is_backward"
+        node.meta[META] = NodeInfo(rule=refined[node], op=op_name(node), backward=backward)
+    return list(nodes)
+
+
+_INHERITED = ("partitioner_tag", "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "recompute", "ac_graph_id")
+"""What the parts of a node that is decomposed have from it."""
+
+
+def decompose(node: fx.Node, form: Callable[..., Any], known: dict[object, Any]) -> list[fx.Node]:
+    """Replace `node` by what `form` does on its arguments; the new nodes. Equal ops have equal forms, `known` then."""
+    leaves = list(node.all_input_nodes)
+    places = {leaf: f"%{index}" for index, leaf in enumerate(leaves)}  # no number: these are arguments, too
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
+    key = "form", form, described(leaves), str((args, kwargs))
+    if key not in known:
+        known[key] = _traced(node, form, leaves)
+    traced = known[key]
+    mapping: dict[fx.Node, Any] = {}
+    added: list[fx.Node] = []
+    arguments = iter(leaves)
+    with node.graph.inserting_before(node):
+        for inner in traced.nodes:
+            if inner.op == "placeholder":
+                mapping[inner] = next(arguments)
+            elif inner.op == "output":
+                result = fx.node.map_arg(inner.args[0], lambda leaf: mapping[leaf])
+            else:
+                copy = node.graph.node_copy(inner, lambda leaf: mapping[leaf])
+                copy.meta |= {key: node.meta[key] for key in _INHERITED if key in node.meta}
+                mapping[inner] = copy
+                added.append(copy)
+    if isinstance(result, (tuple, list)):
+        for user in list(node.users):
+            user.replace_all_uses_with(result[user.args[1]])  # type: ignore[index]
+            node.graph.erase_node(user)
+    else:
+        node.replace_all_uses_with(result)
+    node.graph.erase_node(node)
+    return added
+
+
+def _traced(node: fx.Node, form: Callable[..., Any], leaves: Sequence[fx.Node]) -> fx.Graph:
+    """What `form` does with values like those of `leaves` in the places of the arguments."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    fake = leaves[0].meta["val"].fake_mode
+
+    def call(*values: Any) -> Any:
+        lookup = dict(zip(leaves, values))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda leaf: lookup[leaf])
+        return form(*args, **kwargs)
+
+    with fake:
+        traced = make_fx(call)(*[leaf.meta["val"] for leaf in leaves])
+    traced.graph.eliminate_dead_code()
+    return traced.graph
+
+
+def modules_around(name: str) -> list[str]:
+    """The names of a module and of all that it lies in, outermost first.
+
+    >>> modules_around("blocks.0.up")
+    ['blocks', 'blocks.0', 'blocks.0.up']
+    """
+    parts = name.split(".")
+    return [".".join(parts[: length + 1]) for length in range(len(parts))]
+
+
+def covers(pattern: str, name: str) -> bool:
+    """Whether a pattern, as in a shell, names a module or one that it lies in.
+
+    >>> covers("blocks.*", "blocks.0.up"), covers("*.0", "blocks.0.up"), covers("up", "blocks.0.up")
+    (True, True, False)
+    """
+    return any(fnmatchcase(each, pattern) for each in modules_around(name))
+
+
+def covered(patterns: Iterable[str], name: str) -> bool:
+    """Whether one of these patterns names a module or one that it lies in.
+
+    >>> covered(("head", "blocks.0"), "blocks.0.up")
+    True
+    """
+    return any(covers(pattern, name) for pattern in patterns)
+
+
+def last_match(patterns: Mapping[str, T], name: str, default: T) -> T:
+    """What the last pattern says that matches a module or one that it lies in.
+
+    >>> last_match({"*": 1, "blocks.*": 2}, "blocks.0.up", 0), last_match({}, "head", 0)
+    (2, 0)
+    """
+    said = [value for pattern, value in patterns.items() if covers(pattern, name)]
+    return said[-1] if said else default
+
+
+def _values(node: fx.Node) -> Sequence[Any]:
+    value = node.meta.get("val")
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _source_rule(node: fx.Node) -> BoundRule:
+    """A value that comes from nowhere: each dimension is a factor of its own."""
+    factors: list[Factor] = []
+    outputs: list[Dims] = []
+    for size in output_shapes(node):
+        names = [(f"d{len(factors) + index}",) if length > 1 else () for index, length in enumerate(size)]
+        outputs.append(tuple(names))
+        factors += [Factor(name[0], length) for name, length in zip(names, size) if name]
+    return BoundRule(tuple(factors), (), tuple(outputs))
+
+
+def _blocked_rule(node: fx.Node) -> BoundRule:
+    factors: list[Factor] = []
+
+    def dims(size: tuple[int, ...]) -> Dims:
+        names = []
+        for length in size:
+            if length > 1:
+                factors.append(Factor(f"i{len(factors)}", length, blocked=True))
+            names.append((factors[-1].name,) if length > 1 else ())
+        return tuple(names)
+
+    given = tuple(dims(tuple(argument.meta["val"].shape)) for argument in tensor_args(node))
+    results = tuple(dims(size) for size in output_shapes(node))
+    return BoundRule(tuple(factors), given, results)
+
+
+def _counts(value: torch.Tensor) -> bool:
+    """Whether a value is on the way of activations: indices and masks are small."""
+    return value.is_floating_point() or value.is_complex()
+
+
+def _report_unruled(unruled: Sequence[fx.Node], allow: bool) -> None:
+    floating = [node for node in unruled if any(isinstance(v, torch.Tensor) and _counts(v) for v in _values(node))]
+    if floating and not allow:
+        listed = "\n  ".join(sorted({describe(node) for node in floating}))
+        raise RuleError(
+            f"no sharding rule for {len(floating)} op(s) on the way of activations; everything after them would be "
+            f"computed whole on every device:\n  {listed}\n"
+            "Write these lines with other ops, add a rule with shardweave.rule(op, pattern), "
+            "or allow it with Options(allow_unruled=True)."
+        )
+    if unruled:
+        names = ", ".join(sorted({str(node.target) for node in unruled}))
+        warnings.warn(f"computed whole on every device, as they have no sharding rule: {names}", stacklevel=2)
+
+
+def layer_of(name: str) -> str:
+    """The layer that a module is a part of: its name up to the first number; "" outside of all layers.
+
+    >>> layer_of("model.layers.3.mlp.up"), layer_of("head")
+    ('model.layers.3', '')
+    """
+    parts = name.split(".")
+    at = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+    return "" if at is None else ".".join(parts[: at + 1])
+
+
+def checkpoint_of(node: fx.Node) -> str:
+    """The activation checkpoint that a node of a captured graph lies inside of, and is not to be kept in; else ""."""
+    again = node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return f"checkpoint {node.meta.get('ac_graph_id', '')}" if again else ""
+
+
+Value = tuple[fx.Node, int]  # a node and the index of its output
+
+
+def refine(rules: Mapping[fx.Node, BoundRule], inputs: Mapping[fx.Node, tuple[Value, ...]]) -> dict[fx.Node, BoundRule]:
+    """The rules in atoms.
+
+    Parameters
+    ----------
+    rules : mapping from node to BoundRule
+        Sources (placeholders, constants) have a rule without inputs.
+    inputs : mapping from node to values
+        Where each input of a node's rule comes from.
+    """
+    users: dict[Value, list[fx.Node]] = {}
+    for node, values in inputs.items():
+        for value in values:
+            users.setdefault(value, []).append(node)
+    value_cuts: dict[tuple[fx.Node, int, int], set[int]] = {}
+    factor_cuts: dict[tuple[fx.Node, str], set[int]] = {}
+    queue = deque(rules)
+    waiting = set(rules)
+    while queue:
+        node = queue.popleft()
+        waiting.discard(node)
+        rule = rules[node]
+        sizes = rule.sizes()
+        sides = [(value, dims) for value, dims in zip(inputs.get(node, ()), rule.inputs)]
+        sides += [((node, index), dims) for index, dims in enumerate(rule.outputs)]
+        for (source, index), dims in sides:
+            for dim, names in enumerate(dims):
+                for cut in value_cuts.get((source, index, dim), ()):
+                    low = 1
+                    for name in reversed(names):
+                        high = low * sizes[name]
+                        if low < cut < high and cut % low == 0:
+                            _add(factor_cuts.setdefault((node, name), set()), cut // low, sizes[name])
+                        low = high
+        for (source, index), dims in sides:
+            for dim, names in enumerate(dims):
+                low, total = 1, _product(sizes[name] for name in names)
+                changed = False
+                cuts = value_cuts.setdefault((source, index, dim), set())
+                for name in reversed(names):
+                    changed |= low > 1 and _add(cuts, low, total)
+                    for cut in sorted(factor_cuts.get((node, name), ())):
+                        changed |= _add(cuts, low * cut, total)
+                    low *= sizes[name]
+                if changed:
+                    for other in (source, *users.get((source, index), ())):
+                        if other in rules and other not in waiting:
+                            waiting.add(other)
+                            queue.append(other)
+    return {node: _cut(rule, {f.name: factor_cuts.get((node, f.name), set()) for f in rule.factors})
+            for node, rule in rules.items()}  # fmt: skip
+
+
+def _product(sizes: Iterable[int]) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+def _add(cuts: set[int], cut: int, size: int) -> bool:
+    """Add a cut if the cuts still form a chain of divisors of `size`; whether they changed."""
+    if cut in cuts or not 1 < cut < size or size % cut:
+        return False
+    if any(cut % other and other % cut for other in cuts):
+        return False  # two views cut this loop incompatibly: the first one is kept, the other stays whole
+    cuts.add(cut)
+    return True
+
+
+def _cut(rule: BoundRule, cuts: Mapping[str, set[int]]) -> BoundRule:
+    if not any(cuts.values()):
+        return rule
+    atoms: dict[str, tuple[str, ...]] = {}
+    factors: list[Factor] = []
+    for factor in rule.factors:
+        bounds = [factor.size, *sorted(cuts[factor.name], reverse=True), 1]
+        steps = [high // low for high, low in zip(bounds, bounds[1:])]
+        names = [f"{factor.name}.{index}" for index in range(len(steps))] if len(steps) > 1 else [factor.name]
+        atoms[factor.name] = tuple(names)
+        factors += [Factor(name, size, factor.blocked, factor.reduce) for name, size in zip(names, steps)]
+
+    def dims(value: Dims) -> Dims:
+        return tuple(tuple(atom for name in names for atom in atoms[name]) for names in value)
+
+    return replace(
+        rule, factors=tuple(factors), inputs=tuple(map(dims, rule.inputs)), outputs=tuple(map(dims, rule.outputs))
+    )
+
+
+Loop = tuple[fx.Node, str]
+
+
+@dataclass(frozen=True)
+class Classes:
+    """For every loop (node, factor) the number of its class, and the classes that some op cannot split."""
+
+    of: Mapping[Loop, int]
+    blocked: frozenset[int]
+
+
+def find_classes(graph: fx.Graph) -> Classes:
+    """The classes of an annotated graph.
+
+    A softmax that can be decomposed does not block its loop.
+    """
+    parent: dict[Loop, Loop] = {}
+
+    def root(loop: Loop) -> Loop:
+        while parent.setdefault(loop, loop) != loop:
+            parent[loop] = parent[parent[loop]]
+            loop = parent[loop]
+        return loop
+
+    for node in graph.nodes:
+        bound = info(node).rule
+        if bound is None:
+            continue
+        for factor in bound.factors:
+            root((node, factor.name))
+        for argument, dims in zip(tensor_args(node) if node.op == "call_function" else (), bound.inputs):
+            source, index = source_of(argument)
+            made = info(source).rule
+            if made is None or index >= len(made.outputs):
+                continue
+            sizes, made_sizes = bound.sizes(), made.sizes()
+            for names, other in zip(dims, made.outputs[index]):
+                if [sizes[name] for name in names] == [made_sizes[name] for name in other]:
+                    for mine, theirs in zip(names, other):
+                        parent[root((node, mine))] = root((source, theirs))
+    numbers: dict[Loop, int] = {}
+    of = {loop: numbers.setdefault(root(loop), len(numbers)) for loop in list(parent)}
+    blocked = set()
+    for node in graph.nodes:
+        bound, rule = info(node).rule, find_rule(node) if node.op == "call_function" else None
+        if bound is not None and not (rule is not None and rule.decompose is not None):
+            blocked |= {of[node, factor.name] for factor in bound.factors if factor.blocked}
+    return Classes(of, frozenset(blocked))

@@ -1,0 +1,461 @@
+"""The ops that a plan decides on: those that contract a parameter, each with all its nodes, forward and backward.
+
+A linear layer is three products over the same three loops: ``m k, k n -> m n`` and the two of its backward. An
+`Op` finds these nodes by its parameter, so that one strategy, given in the parameter's dimensions and the batch,
+becomes an assignment for each of them. Tensor parallel layers alternate between the column and the row form.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from torch import fx
+
+from shardweave.ir import Assignment, Axis, Grid, Layout, Mesh, Strategy, axes_size, slice_axis
+from shardweave.ir.captured import Captured
+from shardweave.ir.errors import LayoutError, PlanError
+from shardweave.ir.layout_algebra import dims_layout
+from shardweave.ir.strategy_presets import at_rest
+from shardweave.sharding.annotate import Classes, covered, covers, graph_outputs, info
+from shardweave.sharding.graphs import tensors
+from shardweave.sharding.rules import find_rule, is_view
+from shardweave.sharding.rules.registry import tensor_args
+
+Atom = tuple[int, int]  # a dimension of the parameter, and the number of the atom in it
+
+
+@dataclass(frozen=True)
+class Role:
+    """One node of an op: which of its factors are atoms of the parameter, and which are batch."""
+
+    node: fx.Node
+    atoms: tuple[tuple[Atom, str], ...]
+    batch: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op with a parameter.
+
+    Parameters
+    ----------
+    name : str
+        The module's name; the parameter's own where its module has several.
+    parameter : str
+        The parameter that it contracts.
+    companions : tuple of str
+        Parameters that rest as it does: its bias, and those of norms before it.
+    sizes : dict from atom to int
+        The parameter's atoms.
+    outputs, contracted : tuple of atoms
+        The loops ``n`` that its forward output has, and the loops ``k`` that it sums over, the ones that no other
+        op blocks first.
+    experts : tuple of atoms
+        The loop over experts, of which a row of its input picks one.
+    roles : tuple of Role
+        Its nodes; the forward ones first.
+    batch : int
+        Steps of its batch loop (1 where it has none).
+    form : {"column", "row", ""}
+        How Megatron's tensor parallelism splits it (see `alternation`).
+    """
+
+    name: str
+    parameter: str
+    companions: tuple[str, ...]
+    sizes: dict[Atom, int]
+    outputs: tuple[Atom, ...]
+    contracted: tuple[Atom, ...]
+    experts: tuple[Atom, ...]
+    roles: tuple[Role, ...]
+    batch: int
+    form: Literal["column", "row", ""] = ""
+
+    def atoms_of(self, strategy: Strategy, mesh: Mesh) -> dict[Axis, Atom]:
+        """The atom of the parameter that each x, y and expert axis is on.
+
+        A run of axes fills the loop's atoms in order; what remains when they are used up stays unassigned (8 ranks
+        on 4 key-value heads). `LayoutError` where the axes do not divide the atoms.
+        """
+        axes = strategy.axes(mesh)
+        found: dict[Axis, Atom] = {}
+        loops = ("x", axes.x, self.outputs), ("y", axes.y, self.contracted), ("experts", axes.experts, self.experts)
+        for letter, run, atoms in loops:
+            left = {atom: self.sizes[atom] for atom in atoms}
+            if run and not atoms:
+                raise LayoutError(f"{self.name}: {letter} = {getattr(strategy.grid, letter)}, but it has no such loop")
+            for axis in run:
+                fits = [atom for atom in atoms if left[atom] % axis.size == 0]
+                if fits:
+                    found[axis] = fits[0]
+                    left[fits[0]] //= axis.size
+                elif any(size > 1 for size in left.values()):
+                    raise LayoutError(
+                        f"{self.name}: {letter} = {getattr(strategy.grid, letter)} does not divide its loops of sizes "
+                        f"{[self.sizes[atom] for atom in atoms]}"
+                    )
+        return found
+
+    def mesh_of(self, mesh: Mesh, undivided: Sequence[str]) -> Mesh:
+        """`mesh` as the op sees it: without sub-batches, if it is in one of the modules that take all at once."""
+        return replace(mesh, woven=()) if covered(undivided, self.name) else mesh
+
+    def slice_atom(self, strategy: Strategy, mesh: Mesh, slices: int) -> Atom:
+        """The loop that is cut into slices, one computed after another; `LayoutError` where they divide none.
+
+        It is the parameter's last one that they divide, so that the parameter rests on its first one, as without them.
+        """
+        atoms = self.atoms_of(strategy, mesh)
+        steps = {atom: self.sizes[atom] // axes_size(axis for axis in atoms if atoms[axis] == atom)
+                 for atom in (*self.contracted, *self.outputs)}  # fmt: skip
+        fits = [atom for atom, size in steps.items() if size % slices == 0]
+        if not fits:
+            raise LayoutError(
+                f"{self.name}: {slices} slices divide none of its loops, of {[*steps.values()]} steps on a device"
+            )
+        return max(fits)
+
+    def assignments(self, strategy: Strategy, mesh: Mesh) -> dict[str, Assignment]:
+        """The assignment of each node of the op, by node name; `LayoutError` where the grid or slices do not fit."""
+        axes = strategy.axes(mesh)
+        atoms = self.atoms_of(strategy, mesh)
+        if strategy.slices > 1:
+            atoms |= {slice_axis(strategy.slices): self.slice_atom(strategy, mesh, strategy.slices)}
+        rows = [*axes.z, *axes.data, *mesh.all_times]
+        if self.batch > 1:
+            left = self.batch
+            for axis in rows:
+                if left % axis.size:
+                    parts = "".join(f" * {time.size} {time.name}-batches" for time in mesh.all_times)
+                    raise LayoutError(
+                        f"{self.name}: z * data = {strategy.grid.z * strategy.grid.data}{parts} does not divide "
+                        f"the batch of {self.batch}"
+                    )
+                left //= axis.size
+        result = {}
+        for role in self.roles:
+            names = dict(role.atoms)
+            assignment = {axis: names[atom] for axis, atom in atoms.items() if atom in names}
+            assignment |= self._rows(role, rows)
+            result[role.node.name] = Assignment.of(assignment)
+        return result
+
+    def _rows(self, role: Role, rows: Sequence[Axis]) -> dict[Axis, str]:
+        bound = info(role.node).rule
+        assert bound is not None
+        left = {name: bound.factor(name).size for name in role.batch}
+        found: dict[Axis, str] = {}
+        for axis in rows:
+            for name in role.batch:
+                if left[name] % axis.size == 0:
+                    found[axis] = name
+                    left[name] //= axis.size
+                    break
+        return found
+
+    def compute_layout(self, strategy: Strategy, mesh: Mesh) -> Layout:
+        """Where the op needs its parameter."""
+        sizes = {f"{dim}.{index}": size for (dim, index), size in self.sizes.items()}
+        assignment = {axis: f"{dim}.{index}" for axis, (dim, index) in self.atoms_of(strategy, mesh).items()}
+        rank = 1 + max((dim for dim, _ in self.sizes), default=-1)
+        dims = tuple(
+            tuple(f"{dim}.{index}" for index in range(len(self.sizes)) if (dim, index) in self.sizes)
+            for dim in range(rank)
+        )
+        return Layout(dims_layout(dims, sizes, assignment, mesh))
+
+
+def batch_classes(captured: Captured, classes: Classes) -> tuple[frozenset[int], int]:
+    """The classes of the inputs' first dimensions that are the batch, and the batch's size."""
+    size = 0
+    found = set()
+    for node in captured.graph.graph.nodes:
+        if node.op == "placeholder" and node.name in captured.inputs and node.meta["val"].dim():
+            bound = info(node).rule
+            assert bound is not None
+            length = node.meta["val"].shape[0]
+            size = size or length
+            if length == size and bound.outputs[0][0]:
+                found.add(classes.of[node, bound.outputs[0][0][0]])
+    return frozenset(found), size
+
+
+def find_ops(captured: Captured, classes: Classes) -> list[Op]:
+    """The ops of a captured and annotated step, in the order of their first forward node.
+
+    A product of two parameters is the op of the first; the second goes with an op as biases do, unless it has another
+    product of its own.
+    """
+    graph = captured.graph.graph
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    batches, _ = batch_classes(captured, classes)
+    gradients = _gradient_nodes(captured)
+    placeholders = {
+        name: graph_node for graph_node in graph.nodes if (name := captured.parameters.get(graph_node.name))
+    }
+    found: list[tuple[int, Op]] = []
+    first_use: dict[str, int] = {}
+    taken: set[fx.Node] = set()
+    for name, node in placeholders.items():
+        roles = [role for role in _roles(node, gradients.get(name), classes, batches) if role.node not in taken]
+        uses = [position[user] for user in users_through_views(node)]
+        first_use[name] = min(uses, default=len(position))
+        contracting = [role for role in roles if not info(role.node).backward]
+        if not contracting:
+            continue
+        main = max(contracting, key=lambda role: _numel(role.node))
+        bound = info(main.node).rule
+        labels = info(node).rule
+        assert bound is not None and labels is not None
+        sizes = {(dim, index): labels.factor(factor).size
+                 for dim, names in enumerate(labels.outputs[0]) for index, factor in enumerate(names)}  # fmt: skip
+        present = {factor for dims in bound.outputs for names in dims for factor in names}
+        lookup = dict(main.atoms)
+        free = [atom for atom in sizes if classes.of[main.node, lookup[atom]] not in classes.blocked]
+        splittable = [atom for atom in sizes if not bound.factor(lookup[atom]).blocked]
+        outputs = [atom for atom in splittable if lookup[atom] in present]
+        picked = _picked(main.node)
+        experts = [atom for atom in splittable if lookup[atom].split(".")[0] in picked]
+        contracted = [atom for atom in splittable if lookup[atom] not in present and atom not in experts]
+        batch = 1
+        for factor in main.batch:
+            batch *= bound.factor(factor).size
+        ordered = sorted(roles, key=lambda role: (info(role.node).backward, position[role.node]))
+        loops = _preferred(outputs, free), _preferred(contracted, free), tuple(experts)
+        op = Op(name, name, (), sizes, *loops, tuple(ordered), batch)
+        taken |= {role.node for role in roles}
+        found.append((first_use[name], op))
+    found.sort(key=lambda item: item[0])
+    return _with_companions(_by_module([op for _, op in found]), [at for at, _ in found], placeholders, first_use)
+
+
+def _picked(node: fx.Node) -> frozenset[str]:
+    """The factors of which each row picks a step."""
+    rule = find_rule(node)
+    return frozenset(rule.owned) if rule is not None else frozenset()
+
+
+def _by_module(ops: Sequence[Op]) -> list[Op]:
+    """Ops by the names of their modules, where these have no other op."""
+    modules = [op.parameter.rpartition(".")[0] for op in ops]
+    return [
+        replace(op, name=module) if module and modules.count(module) == 1 else op for op, module in zip(ops, modules)
+    ]
+
+
+def _preferred(atoms: Sequence[Atom], free: Sequence[Atom]) -> tuple[Atom, ...]:
+    """The atoms that nothing blocks, or all of them where everything is blocked."""
+    unblocked = tuple(atom for atom in atoms if atom in free)
+    return unblocked or tuple(atoms)
+
+
+def _with_companions(
+    ops: Sequence[Op], first_node: Sequence[int], placeholders: dict[str, fx.Node], first_use: dict[str, int]
+) -> list[Op]:
+    """Give every other parameter to the op of its own module, else to the next op in the forward."""
+    companions: dict[str, list[str]] = {op.name: [] for op in ops}
+    own = {op.parameter for op in ops}
+    modules = {op.parameter.rpartition(".")[0]: op.name for op in ops}
+    for name in placeholders:
+        if name in own or not ops:
+            continue
+        module = name.rpartition(".")[0]
+        later = [op.name for op, at in zip(ops, first_node) if at > first_use[name]]
+        companions[modules.get(module) or (later[0] if later else ops[-1].name)].append(name)
+    return [replace(op, companions=tuple(companions[op.name])) for op in ops]
+
+
+def _numel(node: fx.Node) -> int:
+    return int(node.meta["val"].numel()) if hasattr(node.meta["val"], "numel") else 0
+
+
+def users_through_views(node: fx.Node) -> list[fx.Node]:
+    """The ops that read a value, or a view of it."""
+    found = []
+    for user in node.users:
+        found += users_through_views(user) if is_view(user) else [user] if user.op != "output" else []
+    return found
+
+
+def _gradient_nodes(captured: Captured) -> dict[str, fx.Node]:
+    values = graph_outputs(captured.graph.graph)
+    tail = values[len(values) - len(captured.gradients) :]
+    return {name: value for name, value in zip(captured.gradients, tail) if isinstance(value, fx.Node)}
+
+
+Labels = list[list[Atom]]
+
+
+def _roles(parameter: fx.Node, gradient: fx.Node | None, classes: Classes, batches: frozenset[int]) -> list[Role]:
+    """The nodes that contract the parameter or compute its gradient, with the meaning of their factors."""
+    bound = info(parameter).rule
+    assert bound is not None
+    labels: Labels = [[(dim, index) for index in range(len(names))] for dim, names in enumerate(bound.outputs[0])]
+    roles: dict[fx.Node, Role] = {}
+
+    def add(node: fx.Node, dims: Sequence[Sequence[str]], meaning: Labels) -> None:
+        rule = info(node).rule
+        assert rule is not None
+        atoms = {atom: factor for names, atoms in zip(dims, meaning) for factor, atom in zip(names, atoms)}
+        rows = tuple(
+            factor.name
+            for factor in rule.factors
+            if factor.name not in atoms.values() and classes.of[node, factor.name] in batches
+        )
+        roles.setdefault(node, Role(node, tuple(atoms.items()), rows))
+
+    def forward(value: fx.Node, meaning: Labels) -> None:
+        for user in value.users:
+            rule = info(user).rule
+            if user.op == "output" or rule is None:
+                continue
+            if is_view(user):
+                forward(user, _through(rule.inputs[0], rule.outputs[0], meaning))
+                continue
+            if find_rule(user) is None:
+                continue  # it is computed whole on every device: there is nothing to decide
+            for argument, dims in zip(tensor_args(user), rule.inputs):
+                inside = {name for names in dims for name in names}
+                outside = {name for output in rule.outputs for names in output for name in names}
+                contracts = any(name not in outside for name in inside)
+                if (
+                    argument is value
+                    and [len(names) for names in dims] == [len(atoms) for atoms in meaning]
+                    and contracts
+                ):
+                    add(user, dims, meaning)
+
+    def back(value: fx.Node, meaning: Labels) -> None:
+        rule = info(value).rule
+        if value.op == "placeholder" or value.target is operator.getitem or rule is None:
+            return
+        if is_view(value):
+            back(tensor_args(value)[0], _through(rule.outputs[0], rule.inputs[0], meaning))
+        elif _sums(value):
+            for argument in tensor_args(value):
+                back(argument, meaning)
+        elif find_rule(value) is not None and [len(names) for names in rule.outputs[0]] == [
+            len(atoms) for atoms in meaning
+        ]:
+            inside = {name for names in rule.outputs[0] for name in names}
+            given = [{name for names in dims for name in names} for dims in rule.inputs]
+            if not all(inside <= names for names in given) and roles:
+                add(value, rule.outputs[0], meaning)
+
+    forward(parameter, labels)
+    if gradient is not None:
+        back(gradient, labels)
+    return list(roles.values())
+
+
+def _sums(node: fx.Node) -> bool:
+    rule = find_rule(node)
+    return rule is not None and rule.kind == "sum" and len(tensor_args(node)) > 1
+
+
+def _through(source: Sequence[Sequence[str]], target: Sequence[Sequence[str]], meaning: Labels) -> Labels:
+    lookup = {name: atom for names, atoms in zip(source, meaning) for name, atom in zip(names, atoms)}
+    return [[lookup[name] for name in names if name in lookup] for names in target]
+
+
+def matches(pattern: str, op: Op) -> bool:
+    """Whether a pattern names an op: by its module, a module around it, or its parameter."""
+    return fnmatchcase(op.parameter, pattern) or covers(pattern, op.name)
+
+
+def nothing_named(option: str, pattern: str, ops: Sequence[Op]) -> PlanError:
+    """What to say of a pattern of an option that names no op: whose companion it names, or what is close to it."""
+    companions = {companion: op.name for op in ops for companion in op.companions}
+    for companion, owner in companions.items():
+        if any(fnmatchcase(name, pattern) for name in (companion, companion.rpartition(".")[0])):
+            return PlanError(
+                f"{option}[{pattern!r}] names {companion}, which has no op of its own: it rests as {owner} does; "
+                "name that"
+            )
+    names = [op.name for op in ops]
+    near = difflib.get_close_matches(pattern, names, 3, 0.3) or names[:5]
+    return PlanError(f"{option}[{pattern!r}] matches no op of the model; its ops are called {', '.join(near)}, ...")
+
+
+def with_forms(ops: Sequence[Op], classes: Classes, graph: fx.Graph, batch: int) -> list[Op]:
+    """`ops`, in the order of the forward, each with its `Op.form`.
+
+    An op without the batch (a table of positions) has none: every system computes it whole.
+    """
+    whole = classes.blocked | _streams(ops, classes, {node: at for at, node in enumerate(graph.nodes)})
+    spread: set[int] = set()
+    found = []
+    for op in ops:
+        written, read = (_classes_of(op, atoms, classes) - whole for atoms in (op.outputs, op.contracted))
+        if op.batch < 2 <= batch:
+            found.append(op)
+        elif written and not read & spread:
+            spread |= written
+            found.append(replace(op, form="column"))
+        else:
+            found.append(replace(op, form="row" if read else ""))
+    return found
+
+
+def _streams(ops: Sequence[Op], classes: Classes, position: Mapping[fx.Node, int]) -> frozenset[int]:
+    """The loops that an op writes after another op has read them."""
+    roles = sorted(((position[role.node], op.name, role) for op in ops for role in _forward(op)), key=lambda it: it[0])
+    read: dict[int, set[str]] = defaultdict(set)
+    streams: set[int] = set()
+    for _, name, role in roles:
+        bound = info(role.node).rule
+        assert bound is not None
+        present = {factor for dims in bound.outputs for factors in dims for factor in factors}
+        for _, factor in role.atoms:
+            number = classes.of[role.node, factor]
+            if factor not in present:
+                read[number].add(name)
+            elif read[number] - {name}:
+                streams.add(number)
+    return frozenset(streams)
+
+
+def _classes_of(op: Op, atoms: Iterable[Atom], classes: Classes) -> set[int]:
+    """The loops that these atoms of the parameter are in the op's largest product."""
+    main = max(_forward(op), key=lambda role: sum(value.numel() for value in tensors(role.node.meta["val"])))
+    factors = dict(main.atoms)
+    return {classes.of[main.node, factors[atom]] for atom in atoms}
+
+
+def _forward(op: Op) -> list[Role]:
+    return [role for role in op.roles if not info(role.node).backward]
+
+
+@dataclass(frozen=True)
+class Alternating:
+    """One strategy for columns, its counterpart for rows, and one for what has no such form or does not fit it.
+
+    >>> found = Alternating.of(Grid(2, data=4), "zero1")
+    >>> str(found.column), str(found.row), str(found.neither)
+    ('(2, 1, 1, 4) ZeRO-1', '(1, 2, 1, 4) ZeRO-1', '(1, 1, 1, 8) ZeRO-1')
+    """
+
+    column: Strategy
+    row: Strategy
+    neither: Strategy
+
+    @classmethod
+    def of(cls, grid: Grid, word: str) -> Alternating:
+        """`grid` is a column's; its parameters rest over z, or as a preset's word says (`presets`)."""
+        rest, gradients, states = (grid.z,) * 3 if grid.z > 1 else at_rest(word, grid.data)
+        column = Strategy(grid, rest, states=states, gradients=gradients)
+        row = replace(column, grid=replace(grid, x=grid.y, y=grid.x), y_inside=True)
+        # Over all devices, as those of tensor parallelism would otherwise all do the same.
+        rest, gradients, states = at_rest(word, grid.size)
+        return cls(column, row, Strategy(Grid(data=grid.size), rest, states=states, gradients=gradients))
+
+    def by_preference(self, op: Op) -> list[Strategy]:
+        """The op's own form first, then data parallelism, then the other form."""
+        forms = {"column": [self.column, self.row], "row": [self.row, self.column]}.get(op.form, [])
+        return [*forms[:1], self.neither, *forms[1:]]

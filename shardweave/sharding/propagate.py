@@ -1,0 +1,202 @@
+"""Following: how an op without a strategy of its own is spread, given where its inputs lie."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from shardweave.ir import Axis, BoundRule, Layout, Mesh, axes_size
+from shardweave.ir.layout_algebra import factors_of, input_layouts, output_layouts
+from shardweave.sharding.rules.registry import EVERY, Rule
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """An input of an op: where it lies, how large it is, whether it is a parameter, whether the op is its only user."""
+
+    layout: Layout
+    numel: int
+    is_parameter: bool = False
+    single_user: bool = True
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a following op is spread: its assignment, where it wants its inputs, where its outputs then lie.
+
+    `blocked` are the axes that arrived on a factor that the op cannot split, and so have to be gathered.
+    """
+
+    assignment: dict[Axis, str]
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    blocked: frozenset[Axis]
+
+
+def follow(
+    bound: BoundRule,
+    rule: Rule | None,
+    arrivals: Sequence[Arrival],
+    mesh: Mesh,
+    linear: Sequence[tuple[int, ...]] = (),
+    summed_to: int = 0,
+) -> Choice:
+    """Keep every axis that some input brings on a factor that may be split.
+
+    The largest input that is no partial sum decides first, then the others; a partial sum is thereby scattered
+    into where the other inputs lie. Parameters decide only where nothing else does.
+
+    A partial sum over a time axis passes wherever the op is linear in it; `linear` are the sets of inputs in which it
+    is (`rules.linear.linear_in`); `summed_to` as in `passing_sums`.
+    """
+    sizes = bound.sizes()
+    passing = _passing(bound, rule, arrivals)
+    times = passing_sums(linear, arrivals, mesh, summed_to)
+    passing |= dict.fromkeys(times.axes, "sum")
+    deciding = [index for index, arrival in enumerate(arrivals) if not arrival.is_parameter]
+    deciding = deciding or list(range(len(arrivals)))
+    deciding.sort(key=lambda index: (bool(arrivals[index].layout.partial), -arrivals[index].numel, index))
+    assignment: dict[Axis, str] = {}
+    blocked: set[Axis] = set()
+    for kind, index in product(("time", "space"), deciding):  # devices can gather what lies apart, steps cannot
+        for axis, name in factors_of(arrivals[index].layout.dims, bound.inputs[index], sizes).items():
+            if axis.kind != kind or axis in passing or axis in assignment:
+                continue
+            if bound.factor(name).blocked:
+                blocked.add(axis)
+                continue
+            mine = [other for other, factor in assignment.items() if factor == name]
+            if sizes[name] % axes_size([axis, *mine]) == 0:
+                assignment[axis] = name
+    wanted = input_layouts(bound, assignment, mesh)
+    results = output_layouts(bound, assignment, mesh)
+    if passing:
+        wanted = tuple(
+            Layout(layout.dims, tuple(item for item in arrival.layout.partial if item[0] in passing))
+            for layout, arrival in zip(wanted, arrivals)
+        )
+        wanted = times.of_inputs(wanted)
+        results = tuple(Layout(layout.dims, _ordered(passing | dict(layout.partial), mesh)) for layout in results)
+    wanted = accepting(rule, assignment, wanted)
+    wanted = tuple(met(want, arrival.layout) for want, arrival in zip(wanted, arrivals))
+    return Choice(assignment, wanted, results, frozenset(blocked - set(assignment)))
+
+
+def accepting(rule: Rule | None, assignment: Mapping[Axis, str], wanted: Sequence[Layout]) -> tuple[Layout, ...]:
+    """`wanted`, with inputs of which a rank reads just what it owns also taken as ``"own"`` partial results."""
+    result = list(wanted)
+    for factor, inputs in rule.owned.items() if rule is not None else ():
+        own = tuple((axis, "own") for axis, name in assignment.items() if name.split(".")[0] == factor)
+        for index in inputs:
+            result[index] = Layout(result[index].dims, (*result[index].partial, *own))
+    return tuple(result)
+
+
+def met(want: Layout, have: Layout) -> Layout:
+    """`want`, as far as a value at `have` can meet it: not partial over devices over which the value is not.
+
+    The same value in all steps of a time axis can meet a sum over them: as a share of it in each.
+    """
+    if not want.partial:
+        return want
+    kept = [item for item in have.partial if item in want.partial]
+    shares = [item for item in want.partial if item[0].kind == "time" and item[1] == "sum" and item not in kept]
+    return Layout(want.dims, (*kept, *shares))
+
+
+def _ordered(partial: Mapping[Axis, str], mesh: Mesh) -> tuple[tuple[Axis, str], ...]:
+    return tuple((axis, partial[axis]) for axis in mesh.ordered(partial))
+
+
+def _in_space(layout: Layout) -> tuple[tuple[Axis, str], ...]:
+    """What a value is partial over, time axes left out."""
+    return tuple(item for item in layout.partial if item[0].kind == "space")
+
+
+@dataclass(frozen=True)
+class PassingSums:
+    """The axes over which a partial sum passes an op, and the inputs that are, or have to be made, one, too."""
+
+    axes: tuple[Axis, ...] = ()
+    inputs: tuple[int, ...] = ()
+
+    def of_inputs(self, wanted: Sequence[Layout]) -> tuple[Layout, ...]:
+        """Where inputs are wanted, with the partial sums that pass."""
+        passed = tuple((axis, "sum") for axis in self.axes)
+        return tuple(
+            Layout(layout.dims, (*layout.partial, *passed)) if index in self.inputs else layout
+            for index, layout in enumerate(wanted)
+        )
+
+    def of_outputs(self, results: Sequence[Layout], mesh: Mesh) -> tuple[Layout, ...]:
+        """Where outputs lie, with the partial sums that have passed."""
+        passed = dict.fromkeys(self.axes, "sum")
+        return tuple(Layout(layout.dims, _ordered(dict(layout.partial) | passed, mesh)) for layout in results)
+
+
+def passing_sums(
+    linear: Sequence[tuple[int, ...]],
+    arrivals: Sequence[Arrival],
+    mesh: Mesh,
+    summed_to: int = 0,
+    used: Collection[Axis] = (),
+) -> PassingSums:
+    """Which partial sums pass an op that is linear in these sets of its inputs.
+
+    Parameters
+    ----------
+    summed_to : int
+        Elements of the result, where this is summed at any rate, as the gradient of a parameter: then a sum over
+        devices passes, too, of an input that is no smaller and has no other user, but over those in `used`.
+    """
+    partial: dict[Axis, set[int]] = {}
+    for index, arrival in enumerate(arrivals):
+        for axis, op in arrival.layout.partial:
+            if op == "sum":
+                partial.setdefault(axis, set()).add(index)
+    if not partial:
+        return PassingSums()
+    apart = {axis for arrival in arrivals for axis in arrival.layout.shard_axes}
+    axes = [axis for axis in mesh.all_times if axis in partial]
+    if apart.isdisjoint(axes):
+        for together in linear:
+            if all(partial[axis] <= set(together) for axis in axes):
+                first = arrivals[together[0]]
+                late = len(together) == 1 and first.single_user and first.numel >= summed_to > 0
+                others = [a for a in mesh.axes if late and a not in (*apart, *used) and partial.get(a) == set(together)]
+                if axes or others:
+                    return PassingSums((*axes, *others), together)
+    return PassingSums()
+
+
+def _passing(bound: BoundRule, rule: Rule | None, arrivals: Sequence[Arrival]) -> dict[Axis, str]:
+    """The axes over which a partial result passes through, and what the output then is over them.
+
+    A sum passes where the op is linear and all its inputs are partial over the same axes. What ranks own passes an op
+    that keeps its zeros; where the op sums it up, it may have several owners, and is a plain sum.
+    """
+    if rule is None:
+        return {}
+    partials = [_in_space(arrival.layout) for arrival in arrivals]
+    if rule.kind == "sum" and all(arrival.single_user for arrival in arrivals):
+        first = set(partials[0]) if partials else set()
+        if first and all(set(partial) == first for partial in partials) and all(op == "sum" for _, op in first):
+            return dict.fromkeys((axis for axis, _ in first), "sum")
+    present = {name for dims in bound.outputs for names in dims for name in names}
+    sums = any(factor.name not in present and not factor.blocked for factor in bound.factors)  # blocked: selected from
+    return {
+        axis: "sum" if sums else "own"
+        for axis in {axis for partial in partials for axis, _ in partial}
+        if _keeps_zeros(rule, [dict(partial).get(axis) for partial in partials])
+    }
+
+
+def _keeps_zeros(rule: Rule, kinds: Sequence[str | None]) -> bool:
+    """Whether the output is zero where the inputs of the kind ``"own"`` are."""
+    mine = {index for index, kind in enumerate(kinds) if kind == "own"}
+    if any(kind not in (None, "own") for kind in kinds) or not rule.zeros:
+        return False
+    if rule.zeros == EVERY:
+        return len(mine) == len(kinds)
+    return bool(mine & set(rule.zeros)) and mine <= {*rule.zeros, *rule.ignores}

@@ -1,0 +1,44 @@
+"""Sharding rules: a grammar, a registry, and one file a family of ops."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from shardweave.sharding.rules import (  # noqa: F401
+    attention,
+    experts,
+    index,
+    loss,
+    matmul,
+    norm,
+    pointwise,
+    random,
+    reduction,
+    slicing,
+    spatial,
+    view,
+)
+from shardweave.sharding.rules.grammar import bind, parse
+from shardweave.sharding.rules.pointwise import ADDITIONS, POINTWISE
+from shardweave.sharding.rules.registry import RULES, Emitter, Rule, rule, tensor_args
+
+__all__ = ["RULES", "Emitter", "Rule", "bind", "find_rule", "is_view", "parse", "rule"]
+
+
+def find_rule(node: fx.Node) -> Rule | None:
+    """The rule of a node's op: a registered one, or the pointwise one for ops that torch tags so."""
+    found = RULES.get(node.target)
+    if node.target in ADDITIONS and len(tensor_args(node)) < 2:
+        return POINTWISE  # a number would be added once on every rank of a partial sum
+    if found is None and isinstance(node.target, torch._ops.OpOverload):
+        tags = node.target.tags
+        if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
+            return POINTWISE
+    return found
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node is an op that only looks at its input in another way."""
+    found = find_rule(node)
+    return found is not None and found.kind == "view"

@@ -1,0 +1,515 @@
+"""Rules of indexing: lookups in a dimension that lies in parts, embeddings, gathers and scatters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+import shardweave.ops.checked_index  # noqa: F401  (registers the op)
+from shardweave.ir import META, Axis, BoundRule, Digit, Dims, Factor, axes_size
+from shardweave.ir.errors import RuleError
+from shardweave.sharding.rules.registry import RULES, Emitter, Rule, argument, rule, shape, tensor_args
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Indexing:
+    """How an op indexes: the shape that the index tensors have together, and where it stands in the result.
+
+    Parameters
+    ----------
+    size : tuple of int
+        The shape of the indexed value.
+    indices : tuple of nodes
+        For each dimension of it, its index, or None.
+    spread : tuple of int
+        The common shape of the index tensors.
+    at : int
+        The first dimension of the result that is one of `spread`.
+    """
+
+    size: tuple[int, ...]
+    indices: tuple[fx.Node | None, ...]
+    spread: tuple[int, ...]
+    at: int
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Indexing:
+        size = shape(argument(node, "self"))
+        given = list(argument(node, "indices"))
+        present = [dim for dim, index in enumerate(given) if index is not None]
+        for dim in present:
+            if given[dim].meta["val"].dtype in (torch.bool, torch.uint8):
+                raise RuleError(
+                    f"{node.target} by a mask: how many elements it selects depends on the data; "
+                    "multiply by the mask, or use torch.where"
+                )
+        together = present == list(range(present[0], present[-1] + 1))
+        spread = tuple(torch.broadcast_shapes(*(shape(given[dim]) for dim in present)))  # type: ignore[no-untyped-call]
+        return cls(size, (*given, *[None] * (len(size) - len(given))), spread, present[0] if together else 0)
+
+    @property
+    def after(self) -> int:
+        """How many dimensions of the result follow those of the index tensors."""
+        return sum(index is None for index in self.indices) - self.at
+
+    def counted(self) -> dict[int, int]:
+        """The dimensions that a constant index counts from end to end, each with its dimension of `spread`."""
+        found: dict[int, int] = {}
+        for dim, index in enumerate(self.indices):
+            along = counts(index, self.size[dim]) if index is not None else None
+            if index is not None and along is not None:
+                along += len(self.spread) - len(shape(index))
+                if along not in found.values():
+                    found[dim] = along
+        return found
+
+
+def bind_index(node: fx.Node) -> BoundRule:
+    """The rule of `index` and of `index_put` (see the module's docstring)."""
+    how, put = Indexing.of(node), node.target is aten.index_put.default
+    counted = how.counted()
+    factors: dict[str, Factor] = {}
+
+    def name(text: str, size: int, blocked: bool = False) -> tuple[str, ...]:
+        if size > 1:
+            factors.setdefault(text, Factor(text, size, blocked))
+        return (text,) if size > 1 else ()
+
+    # Which of two writes to one place wins is not said, so only sums of them can be made in parts.
+    overwrites = put and not argument(node, "accumulate")
+    is_flag = argument(node, "self").meta["val"].dtype == torch.bool  # flags cannot be summed over ranks
+    spread = [name(f"n{dim}", size, overwrites and dim not in counted.values()) for dim, size in enumerate(how.spread)]
+    whole = [
+        spread[counted[dim]] if dim in counted else name(f"i{dim}" if index is None else f"v{dim}", size,
+                                                         index is not None and is_flag and not put)
+        for dim, (index, size) in enumerate(zip(how.indices, how.size))
+    ]  # fmt: skip
+    free = [names for names, index in zip(whole, how.indices) if index is None]
+    result = [*free[: how.at], *spread, *free[how.at :]]
+
+    def aligned(value: fx.Node, names: list[tuple[str, ...]]) -> Dims:
+        size = shape(value)
+        return tuple(mine if length > 1 else () for mine, length in zip(names[len(names) - len(size) :], size))
+
+    inputs: list[Dims] = [tuple(whole), *(aligned(index, spread) for index in how.indices if index is not None)]
+    if put:
+        inputs.append(aligned(argument(node, "values"), result))
+    return BoundRule(tuple(factors.values()), tuple(inputs), (tuple(whole if put else result),))
+
+
+def _places(emit: Emitter, how: Indexing) -> tuple[list[fx.Node | None], fx.Node | None, int]:
+    """The local indices, where one of them lies outside of this rank's part, and the first dimension that has such."""
+    indices: list[fx.Node | None] = [*emit.args[1], *[None] * (len(how.size) - len(emit.args[1]))]
+    missed: fx.Node | None = None
+    first = -1
+    for dim, (index, digits) in enumerate(zip(indices, emit.input_layouts[0].dims)):
+        if index is None or not emit.input_layouts[0].local_shape[dim] < how.size[dim]:
+            continue
+        is_counted = emit.rule.inputs[0][dim][0].startswith("n")
+        if not is_counted:
+            index = checked(emit, index, 0, -how.size[dim], how.size[dim])
+            index = emit.call(aten.remainder.Scalar, index, how.size[dim])  # -1 is the last one
+        found = local_index(emit, index, digits, is_checked=True)
+        if found is None:
+            continue
+        indices[dim] = found[0]
+        if not is_counted:
+            missed = found[1] if missed is None else emit.call(aten.logical_or.default, missed, found[1])
+            first = dim if first < 0 else first
+    return indices, missed, first
+
+
+def _trailing(emit: Emitter, mask: fx.Node, count: int) -> fx.Node:
+    for _ in range(count):
+        mask = emit.call(aten.unsqueeze.default, mask, -1)
+    return mask
+
+
+def lower_index(emit: Emitter) -> fx.Node:
+    """Look up what this rank holds, zeros elsewhere."""
+    how = Indexing.of(emit.node)
+    indices, missed, _ = _places(emit, how)
+    found = emit.call(aten.index.Tensor, emit.args[0], indices)
+    if missed is None:
+        return found
+    return emit.call(aten.masked_fill.Scalar, found, _trailing(emit, missed, how.after), 0)
+
+
+def lower_index_put(emit: Emitter) -> fx.Node:
+    """Write what falls into this rank's part; the rest is added as zeros, or written to a row that is cut off."""
+    how = Indexing.of(emit.node)
+    value, _, source, *accumulate = emit.args
+    indices, missed, first = _places(emit, how)
+    if missed is None:
+        return emit.call(aten.index_put.default, value, indices, source, *accumulate)
+    if accumulate and accumulate[0]:
+        source = emit.call(aten.where.ScalarSelf, _trailing(emit, missed, how.after), 0, source)
+        return emit.call(aten.index_put.default, value, indices, source, True)
+    local = emit.input_layouts[0].local_shape
+    indices[first] = emit.call(aten.where.ScalarSelf, missed, local[first], indices[first])
+    written = emit.call(aten.index_put.default, spare(emit, value, first), indices, source)
+    return emit.call(aten.slice.Tensor, written, first, 0, local[first])
+
+
+def spare(emit: Emitter, value: fx.Node, dim: int) -> fx.Node:
+    """`value` with one more row along `dim`, for what other ranks hold."""
+    rank = value.meta["val"].dim()
+    return emit.call(aten.constant_pad_nd.default, value, [0, 0] * (rank - 1 - dim) + [0, 1])
+
+
+_SOURCE = "indexed dimensions are contracted, the index's are the result's; blocked: indexed dimensions of flags"
+_PUT_SOURCE = "a part takes the writes that fall into it; blocked: the index's dimensions, unless it accumulates"
+RULES[aten.index.Tensor] = Rule(bind_index, lower_index, source=_SOURCE)
+RULES[aten.index_put.default] = Rule(bind_index, lower_index_put, source=_PUT_SOURCE)
+
+
+# -- other spellings
+
+
+def _along(dim: int, index: Tensor, rank: int) -> list[Tensor | None]:
+    return [*[None] * (dim % max(rank, 1)), index.reshape(-1)]
+
+
+def index_select(x: Tensor, dim: int, index: Tensor) -> Any:
+    """Rows by number."""
+    if x.dim() == 0:
+        return x
+    return aten.index.Tensor(x, _along(dim, index, x.dim()))
+
+
+def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
+    """Rows added by number."""
+    source = source if alpha == 1 else source * alpha
+    return aten.index_put.default(x, _along(dim, index, x.dim()), source, True)
+
+
+def index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
+    """Rows written by number."""
+    return aten.index_put.default(x, _along(dim, index, x.dim()), source)
+
+
+def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
+    """Rows filled by number."""
+    filled = value.to(x.dtype) if isinstance(value, Tensor) else aten.full.default([], value, dtype=x.dtype)
+    return aten.index_put.default(x, _along(dim, index, x.dim()), filled)
+
+
+def take(x: Tensor, index: Tensor) -> Any:
+    """Elements by their number in the whole value."""
+    return aten.index.Tensor(x.reshape(-1), [index])
+
+
+def unsafe_index(x: Tensor, indices: list[Tensor | None]) -> Any:
+    """`index`: that its indices need no check is forgotten."""
+    return aten.index.Tensor(x, indices)
+
+
+def unsafe_index_put(x: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    """`index_put`: that its indices need no check is forgotten."""
+    return aten.index_put.default(x, indices, values, accumulate)
+
+
+def added(op: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+    """What `op` adds to zeros, added to `x`: parts of a split index would each add the whole of `x`."""
+    zeros = aten.full.default(list(x.shape), 0, dtype=x.dtype, device=x.device)
+    return x + op(zeros, *args)
+
+
+def accumulated(node: fx.Node) -> Callable[..., Tensor] | None:
+    """The form of an `index_put` that accumulates on what is not zero."""
+    if not argument(node, "accumulate") or is_zero(argument(node, "self")):
+        return None
+    return partial(added, aten.index_put.default)
+
+
+_LOOKING = [
+    aten.expand.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.view.default,
+    aten.permute.default,
+    aten.transpose.int,
+]
+
+
+def is_zero(node: fx.Node) -> bool:
+    """Whether a node is zeros just made."""
+    while node.target in _LOOKING:
+        node = node.args[0]  # type: ignore[assignment]
+    made_zero = node.target is aten.full.default and isinstance(node.args[1], (int, float)) and node.args[1] == 0
+    return made_zero or node.target is aten.zeros.default
+
+
+INDEX_FORMS: dict[Any, Callable[..., Any]] = {
+    aten.index_select.default: index_select,
+    aten.index_add.default: index_add,
+    aten.index_copy.default: index_copy,
+    aten.index_fill.int_Scalar: index_fill,
+    aten.index_fill.int_Tensor: index_fill,
+    aten.take.default: take,
+    aten._unsafe_index.Tensor: unsafe_index,
+    aten._unsafe_index_put.default: unsafe_index_put,
+}
+INDEX_CONDITIONAL: dict[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {aten.index_put.default: accumulated}
+
+
+own = torch.ops.shardweave
+MOST_EVALUATED = 1 << 20
+
+
+def checked(emit: Emitter, index: fx.Node, start: Any, low: int, high: int) -> fx.Node:
+    """`index` counted from `start`; an error on a rank that sees one less than `low` or not less than `high`."""
+    known = emit.node.meta.get(META)
+    what = f"{emit.node.target} of {known.op}" if known is not None else str(emit.node.target)
+    return emit.call(own.checked_index.default, index, start, low, high, what)
+
+
+def local_index(
+    emit: Emitter, index: fx.Node, digits: Sequence[Digit], is_checked: bool = False
+) -> tuple[fx.Node, fx.Node] | None:
+    """`index` into a dimension, counted in this rank's part of it, and a mask of where it lies outside of that part.
+
+    The place of what lies outside is some place inside. None if the dimension with these `digits` is whole. An index
+    outside of the whole dimension is an error, as in torch, unless it `is_checked` elsewhere.
+    """
+    axes = [digit for digit in digits if isinstance(digit, Axis)]
+    if not axes:
+        return None
+    local = math.prod(digit for digit in digits if isinstance(digit, int))
+    whole = local * axes_size(axes)
+    if all(isinstance(digit, Axis) for digit in digits[: len(axes)]):  # one piece
+        start = emit.offset(axes, local)
+        moved = emit.call(aten.sub.Tensor, index, start) if is_checked else checked(emit, index, start, 0, whole)
+        below, above = emit.call(aten.lt.Scalar, moved, 0), emit.call(aten.ge.Scalar, moved, local)
+        outside = emit.call(aten.logical_or.default, below, above)
+        return emit.call(aten.masked_fill.Scalar, moved, outside, 0), outside
+    index = index if is_checked else checked(emit, index, 0, 0, whole)
+    place: fx.Node | None = None
+    missed: fx.Node | None = None
+    low = step = 1
+    for digit in reversed(digits):  # several pieces: compare and keep the index's own digits
+        size = digit.size if isinstance(digit, Axis) else digit
+        part = emit.call(aten.floor_divide.Scalar, index, low) if low > 1 else index
+        part = emit.call(aten.remainder.Scalar, part, size)
+        if isinstance(digit, Axis):
+            other = emit.call(aten.ne.Scalar, part, emit.offset([digit], 1))
+            missed = other if missed is None else emit.call(aten.logical_or.default, missed, other)
+        else:
+            part = emit.call(aten.mul.Scalar, part, step)
+            place = part if place is None else emit.call(aten.add.Tensor, place, part)
+            step *= digit
+        low *= size
+    if missed is None:
+        return None
+    return emit.call(aten.mul.Scalar, index, 0) if place is None else place, missed
+
+
+def constant(node: fx.Node, most: int = MOST_EVALUATED) -> torch.Tensor | None:
+    """The integers that a node of the graph always holds; None where it depends on an input, or is large or random."""
+    done: dict[fx.Node, Any] = {}
+
+    def evaluate(value: fx.Node) -> Any:
+        if value not in done:
+            done[value] = _evaluate_one(value, evaluate, most)
+        return done[value]
+
+    try:
+        result = evaluate(node)
+    except _Unknown:
+        return None
+    return result if isinstance(result, torch.Tensor) and not result.is_floating_point() else None
+
+
+class _Unknown(Exception):
+    """A value is not a small constant of the graph."""
+
+
+def _evaluate_one(node: fx.Node, evaluate: Any, most: int) -> Any:
+    value, target = node.meta.get("val"), node.target
+    if not isinstance(value, torch.Tensor) or value.numel() > most:
+        raise _Unknown
+    if node.op == "get_attr":
+        held = getattr(node.graph.owning_module, str(target), None)
+        if isinstance(held, torch.Tensor) and type(held) is torch.Tensor:
+            return held.cpu()
+        raise _Unknown
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        raise _Unknown
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        raise _Unknown
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), evaluate)
+    kwargs = {name: item for name, item in kwargs.items() if name not in ("device", "pin_memory")}
+    return target(*args, **kwargs)
+
+
+def counts(node: fx.Node, size: int) -> int | None:
+    """The dimension along which a constant index is ``0, 1, ..., size - 1``, all others being 1; None if it is not."""
+    shape = [int(length) for length in node.meta["val"].shape]
+    long = [dim for dim, length in enumerate(shape) if length > 1]
+    if len(long) != 1 or shape[long[0]] != size:
+        return None
+    values = constant(node)
+    if values is None or values.dtype == torch.bool or not torch.equal(values.flatten().long(), torch.arange(size)):
+        return None
+    return long[0]
+
+
+def lower_embedding(emit: Emitter) -> fx.Node:
+    """Look up what this rank's part of the vocabulary holds, zeros elsewhere."""
+    weight, index, *rest = emit.args
+    found = local_index(emit, index, emit.input_layouts[0].dims[0])
+    if found is None:
+        return emit.call(aten.embedding.default, weight, index)
+    rows = emit.call(aten.embedding.default, weight, found[0])
+    outside = emit.call(aten.unsqueeze.default, found[1], -1)
+    return emit.call(aten.masked_fill.Scalar, rows, outside, 0)
+
+
+def lower_embedding_backward(emit: Emitter) -> fx.Node:
+    """Scatter the gradient's rows whose tokens this rank holds."""
+    grad, index, _, padding, scale = emit.args
+    local = emit.output_layouts[0].local_shape[0]
+    found = local_index(emit, index, emit.output_layouts[0].dims[0], is_checked=True)  # by the lookup
+    if scale and emit.assignment:
+        raise RuleError(
+            f"{emit.node}: scale_grad_by_freq counts the tokens of the whole batch, which no rank has: use an "
+            "embedding without it, or force the op to be computed whole"
+        )
+    if found is None:
+        return emit.call(aten.embedding_dense_backward.default, grad, index, local, padding, scale)
+    outside = emit.call(aten.unsqueeze.default, found[1], -1)
+    rows = emit.call(aten.masked_fill.Scalar, grad, outside, 0)
+    if padding >= 0:  # the padding token is named by its global number: take its rows out before the shift
+        is_padding = emit.call(aten.unsqueeze.default, emit.call(aten.eq.Scalar, index, padding), -1)
+        rows = emit.call(aten.masked_fill.Scalar, rows, is_padding, 0)
+    return emit.call(aten.embedding_dense_backward.default, rows, found[0], local, -1, scale)
+
+
+rule(aten.embedding.default, "v d, ... -> ... d", lower=lower_embedding)
+rule(aten.embedding_dense_backward.default, "... d, ... -> v d", lower=lower_embedding_backward)
+
+
+SCATTERS = [
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.scatter.reduce,
+    aten.scatter.value_reduce,
+    aten.scatter_add.default,
+    aten.scatter_reduce.two,
+]
+
+
+def bind_pick(node: fx.Node) -> BoundRule:
+    """``i v, i n -> i n`` (gather) and ``i v, i n, i n -> i v`` (scatter).
+
+    Where the index is shorter than the value along ``i``, that dimension is blocked. Along ``n``, what is written to
+    one place is in an order, so only a `scatter_add` can be made in parts: to zeros, to be summed.
+    """
+    sizes = [shape(arg) for arg in tensor_args(node)]
+    rank = len(sizes[0])
+    dim = argument(node, "dim") % max(rank, 1)
+    gather = node.target is aten.gather.default
+    contracted = gather or node.target is aten.scatter_add.default
+    is_flag = gather and tensor_args(node)[0].meta["val"].dtype == torch.bool
+    factors: dict[str, Factor] = {}
+
+    def name(text: str, size: int, blocked: bool) -> tuple[str, ...]:
+        if size > 1:
+            factors.setdefault(text, Factor(text, size, blocked))
+        return (text,) if size > 1 else ()
+
+    def dims(value: int) -> Dims:
+        names = []
+        for at, size in enumerate(sizes[value]):
+            others = {other[at] for other in sizes[bool(at == dim) :]}
+            if at != dim:
+                names.append(name(f"i{at}" if len(others) == 1 else f"i{at}x{size}", size, len(others) > 1))
+            elif value == 0:
+                names.append(name("v", size, is_flag))
+            else:
+                names.append(name("n" if len(others) == 1 else f"n{size}", size, len(others) > 1 or not contracted))
+        return tuple(names)
+
+    inputs = tuple(dims(value) if sizes[value] else () for value in range(len(sizes)))
+    return BoundRule(tuple(factors.values()), inputs, (inputs[1 if gather else 0],))
+
+
+def _found(emit: Emitter) -> tuple[int, fx.Node, tuple[fx.Node, fx.Node] | None]:
+    value, dim, index = emit.args[:3]
+    dim %= max(value.meta["val"].dim(), 1)
+    digits = emit.input_layouts[0].dims
+    return dim, index, local_index(emit, index, digits[dim]) if digits else None
+
+
+def lower_gather(emit: Emitter) -> fx.Node:
+    """Pick what this rank holds, zeros elsewhere."""
+    dim, index, found = _found(emit)
+    if found is None:
+        return emit.call(aten.gather.default, emit.args[0], dim, index)
+    picked = emit.call(aten.gather.default, emit.args[0], dim, found[0])
+    return emit.call(aten.masked_fill.Scalar, picked, found[1], 0)
+
+
+def lower_scatter(emit: Emitter) -> fx.Node:
+    """Write what falls into this rank's part."""
+    target, (value, _, _, *rest) = emit.node.target, emit.args
+    dim, index, found = _found(emit)
+    if found is None:
+        return emit.call(target, value, dim, index, *rest, **emit.kwargs)
+    place, outside = found
+    matching = rest and isinstance(rest[0], fx.Node) and rest[0].meta["val"].shape == index.meta["val"].shape
+    if target is aten.scatter_add.default and matching:
+        source = emit.call(aten.masked_fill.Scalar, rest[0], outside, 0)
+        return emit.call(target, value, dim, place, source)
+    single = index.meta["val"].shape[dim] == 1  # then nothing else can be written where an outer one reads
+    if single and (target is aten.scatter.value or target is aten.scatter.src and matching):
+        kept = emit.call(aten.gather.default, value, dim, place)
+        if target is aten.scatter.value:
+            inside = emit.call(aten.logical_not.default, outside)
+            source = emit.call(aten.masked_fill.Scalar, kept, inside, rest[0])
+        else:
+            source = emit.call(aten.where.self, outside, kept, rest[0])
+        return emit.call(aten.scatter.src, value, dim, place, source)
+    local = value.meta["val"].shape[dim]
+    place = emit.call(aten.masked_fill.Scalar, place, outside, local)
+    written = emit.call(target, spare(emit, value, dim), dim, place, *rest, **emit.kwargs)
+    return emit.call(aten.slice.Tensor, written, dim, 0, local)
+
+
+_SHORT = "`i` where the index is shorter than the value"
+RULES[aten.gather.default] = Rule(bind_pick, lower_gather, source=f"`i v, i n -> i n`; blocked: {_SHORT}, `v` of flags")
+for _target in SCATTERS:
+    RULES[_target] = Rule(
+        bind_pick, lower_scatter, source=f"`i v, i n, i n -> i v`; blocked: {_SHORT}, `n` but of a `scatter_add`"
+    )
+
+
+def _added(node: fx.Node) -> Callable[..., Any] | None:
+    """The form of a `scatter_add` to what is not zero."""
+    return None if is_zero(argument(node, "self")) else partial(added, aten.scatter_add.default)
+
+
+def _reduced(node: fx.Node) -> Callable[..., Any] | None:
+    """A `scatter_reduce` that sums is a `scatter_add`."""
+    if argument(node, "reduce") != "sum" or not argument(node, "include_self"):
+        return None
+
+    def form(x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True) -> Any:
+        return aten.scatter_add.default(x, dim, index, source)
+
+    return form
+
+
+SCATTER_CONDITIONAL: dict[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {
+    aten.scatter_add.default: _added,
+    aten.scatter_reduce.two: _reduced,
+}

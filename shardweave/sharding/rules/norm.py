@@ -1,0 +1,343 @@
+"""Rules of layer, group and batch normalization."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardweave.ir import BoundRule, Dims, Factor
+from shardweave.ir.errors import RuleError
+from shardweave.sharding.rules.registry import RULES, Emitter, Rule, argument, output_shapes, rule, shape, tensor_args
+from shardweave.sharding.rules.spatial import row_major
+
+aten = torch.ops.aten
+
+
+def bind_layer_norm(node: fx.Node) -> BoundRule:
+    """``... [d], [d], [d] -> ... [d], ... 1, ... 1`` for any number of normalised dimensions, and its backward."""
+    normalised = len(argument(node, "normalized_shape"))
+    whole = shape(tensor_args(node)[0])
+    free = len(whole) - normalised
+    factors = tuple(Factor(f"i{index}", size, blocked=index >= free) for index, size in enumerate(whole) if size > 1)
+    names = [(f"i{index}",) if size > 1 else () for index, size in enumerate(whole)]
+
+    def dims(size: tuple[int, ...]) -> Dims:
+        if len(size) == normalised and free:
+            return tuple(names[free:])
+        return tuple(() if length == 1 else name for name, length in zip(names, size))
+
+    return BoundRule(
+        factors,
+        tuple(dims(shape(arg)) for arg in tensor_args(node)),
+        tuple(dims(size) for size in output_shapes(node)),
+    )
+
+
+RULES[aten.native_layer_norm.default] = Rule(bind_layer_norm, source="... [d], [d], [d] -> ... [d], ... 1, ... 1")
+RULES[aten.native_layer_norm_backward.default] = Rule(
+    bind_layer_norm, source="... [d], ... [d], ... 1, ... 1, [d], [d] -> ... [d], [d], [d]"
+)
+RULES[aten._fused_rms_norm.default] = Rule(bind_layer_norm, source="... [d], [d] -> ... [d], ... 1")
+RULES[aten._fused_rms_norm_backward.default] = Rule(
+    bind_layer_norm, source="... [d], ... [d], ... 1, [d] -> ... [d], [d]"
+)
+
+
+def lower_group_norm(emit: Emitter) -> fx.Node:
+    """The batch, the channels and the groups that this rank has, of row-major values.
+
+    The op refuses others, and its backward's CPU kernel is silently wrong where the gradient lies otherwise.
+    """
+    backward = emit.node.target is aten.native_group_norm_backward.default
+    groups = (emit.input_layouts[2] if backward else emit.output_layouts[1]).local_shape[1]
+    sizes = {"N": emit.input_layouts[0].local_shape[0], "C": emit.input_layouts[0].local_shape[1], "group": groups}
+    names = [declared.name for declared in emit.node.target._schema.arguments]  # type: ignore[union-attr]
+    given = [sizes.get(name, value) for name, value in zip(names, emit.args)]
+    values = 2 if backward else 1
+    return emit.call(emit.node.target, *(row_major(emit, value) for value in given[:values]), *given[values:])
+
+
+_GROUPED = "n (g [c]) [...]"
+rule(
+    aten.native_group_norm.default,
+    f"{_GROUPED}, (g [c]), (g [c]) -> {_GROUPED}, n g, n g",
+    lower=lower_group_norm,
+)
+rule(
+    aten.native_group_norm_backward.default,
+    f"{_GROUPED}, {_GROUPED}, n g, n g, (g [c]) -> {_GROUPED}, (g [c]), (g [c])",
+    lower=lower_group_norm,
+)
+
+
+def group_norm_gradient(node: fx.Node) -> Callable[..., Any] | None:
+    """The form of a group norm's backward whose values are captured in another order than row-major.
+
+    Autograd gives the kernel two values that lie alike, but a gradient that another form computes (a convolution's)
+    may lie otherwise than the captured one did, and the CPU kernel would be silently wrong.
+    """
+    if all(argument(node, name).meta["val"].is_contiguous() for name in ("grad_out", "input")):
+        return None
+
+    def form(grad: Tensor, x: Tensor, *rest: Any) -> Any:
+        grad, x = (aten.clone.default(value, memory_format=torch.contiguous_format) for value in (grad, x))
+        return aten.native_group_norm_backward.default(grad, x, *rest)
+
+    return form
+
+
+NORM_CONDITIONAL: dict[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {
+    aten.native_group_norm_backward.default: group_norm_gradient
+}
+
+
+def _wide(value: Tensor) -> Tensor:
+    """`value` in the dtype that statistics are computed in: float32 at least."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _like_statistics(vector: Tensor | None, statistics: Tensor) -> Tensor | None:
+    """A weight or bias in the dtype of the statistics where that is wider: kernels do not take them mixed.
+
+    Under mixed precision the parameters are cast, and the running statistics stay in float32.
+    """
+    if vector is None or vector.dtype == statistics.dtype or _wide(vector).dtype != statistics.dtype:
+        return vector
+    return vector.to(statistics.dtype)
+
+
+def _along(vector: Tensor, like: Tensor) -> Tensor:
+    """A number a channel, to be broadcast over `like`."""
+    return vector.view(1, -1, *[1] * (like.dim() - 2))
+
+
+def _sum(value: Tensor) -> Tensor:
+    """One sum a channel."""
+    return aten.sum.dim_IntList(value, [0, *range(2, value.dim())])  # type: ignore[no-any-return]
+
+
+def _count(value: Tensor) -> int:
+    """How many values of the global batch a channel has."""
+    return value.numel() // value.shape[1]
+
+
+def _scaled(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """`x` normalised, in its own dtype."""
+    scale = invstd if weight is None else invstd * weight
+    result = (_wide(x) - _along(mean, x)) * _along(scale, x)
+    return (result if bias is None else result + _along(bias, x)).to(x.dtype)
+
+
+def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, variance and reciprocal deviation over the global batch; the mean first, as its square may be large."""
+    wide = _wide(x)
+    mean = aten.div.Scalar(_sum(wide), _count(x))
+    centred = wide - _along(mean, x)
+    variance = aten.div.Scalar(_sum(centred * centred), _count(x))
+    return mean, variance, aten.rsqrt.default(variance + eps)
+
+
+def _saved(x: Tensor, channel: Tensor | None, value: Tensor) -> Tensor:
+    """A statistic in the dtype that the op saves it in: on a CPU the input's, unless its vectors are wider."""
+    narrow = x.device.type == "cpu" and (channel is None or channel.dtype == x.dtype)
+    return value.to(x.dtype) if narrow else value
+
+
+def _nothing(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The statistics that evaluation saves."""
+    return torch.zeros(0, dtype=dtype or like.dtype, device=like.device)
+
+
+# -- the forward
+
+
+def train(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Batch norm in training, in sums that can be split along the batch."""
+    mean, variance, invstd = _statistics(x, eps)
+    unbiased = variance * (_count(x) / (_count(x) - 1) if _count(x) > 1 else math.nan)
+    return (
+        _scaled(x, mean, invstd, weight, bias),
+        _saved(x, running_mean, mean),
+        _saved(x, running_mean, invstd),
+        (running_mean * (1 - momentum) + mean * momentum).to(running_mean.dtype),
+        (running_var * (1 - momentum) + unbiased * momentum).to(running_var.dtype),
+    )
+
+
+def train_untracked(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
+    """As `train`, of a layer that keeps no running statistics (instance norm is one)."""
+    mean, _, invstd = _statistics(x, eps)
+    return _scaled(x, mean, invstd, weight, bias), _saved(x, weight, mean), _saved(x, weight, invstd)
+
+
+def evaluate(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Batch norm by its running statistics."""
+    invstd = aten.rsqrt.default(_wide(running_var) + eps)
+    return _scaled(x, _wide(running_mean), invstd, weight, bias), _nothing(x), _nothing(x)
+
+
+def functional(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """The op itself in training; pointwise ops in evaluation, which leaves the running statistics as they are."""
+    if training:
+        op = aten._native_batch_norm_legit_functional.default
+        weight, bias = _like_statistics(weight, running_mean), _like_statistics(bias, running_mean)
+        result, mean, invstd, *updated = op(x, weight, bias, running_mean, running_var, True, momentum, eps)
+        # On a CPU their dtype depends on that of the vectors, and fake tensors have another one than real ones.
+        return result, _wide(mean), _wide(invstd), *updated
+    results = evaluate(x, weight, bias, running_mean, running_var, momentum, eps)
+    return (*results, aten.clone.default(running_mean), aten.clone.default(running_var))
+
+
+def with_update(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """The same op under its other name, whose backward is given a reserve (cuDNN's), here an empty one."""
+    *results, mean, variance = functional(x, weight, bias, running_mean, running_var, True, momentum, eps)
+    return (*results, _nothing(x, torch.uint8), mean, variance)
+
+
+# -- the backward
+
+
+def backward_train(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    training: bool,
+    eps: float,
+    mask: list[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of batch norm in training, in sums that can be split along the batch."""
+    mean, invstd, wide = _wide(mean), _wide(invstd), _wide(grad)
+    normalised = (_wide(x) - _along(mean, x)) * _along(invstd, x)
+    of_bias, of_weight = _sum(wide), _sum(wide * normalised)
+    scale = invstd if weight is None else invstd * weight
+    count = _count(x)
+    centred = wide - _along(aten.div.Scalar(of_bias, count), x)
+    of_input = (centred - normalised * _along(aten.div.Scalar(of_weight, count), x)) * _along(scale, x)
+    return _masked(grad, weight, of_input, of_weight, of_bias, mask)
+
+
+def backward_evaluated(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    eps: float,
+    mask: list[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `evaluate`: the statistics are constants."""
+    wide, invstd = _wide(grad), aten.rsqrt.default(_wide(running_var) + eps)
+    normalised = (_wide(x) - _along(_wide(running_mean), x)) * _along(invstd, x)
+    of_input = wide * _along(invstd if weight is None else invstd * weight, x)
+    return _masked(grad, weight, of_input, _sum(wide * normalised), _sum(wide), mask)
+
+
+def _masked(
+    grad: Tensor, weight: Tensor | None, of_input: Tensor, of_weight: Tensor, of_bias: Tensor, mask: list[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients that are asked for, in the dtypes of what they are gradients of."""
+    dtype = grad.dtype if weight is None else weight.dtype
+    results = of_input.to(grad.dtype), of_weight.to(dtype), of_bias.to(dtype)
+    return tuple(value if wanted else None for value, wanted in zip(results, mask))
+
+
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor | None,
+    invstd: Tensor | None,
+    training: bool,
+    eps: float,
+    mask: list[bool],
+) -> tuple[Tensor | None, ...]:
+    """In training the op itself, without the running statistics, which it does not read; else `backward_evaluated`."""
+    if training:
+        op = aten.native_batch_norm_backward.default
+        wide = weight if mean is None else _like_statistics(weight, mean)
+        results: tuple[Tensor | None, ...] = op(grad, x, wide, None, None, mean, invstd, True, eps, mask)
+        if wide is weight or weight is None:
+            return results
+        return results[0], *(None if value is None else value.to(weight.dtype) for value in results[1:])
+    if running_mean is None or running_var is None:
+        raise RuleError("a batch norm that evaluates has no running statistics: leave it in training mode")
+    return backward_evaluated(grad, x, weight, running_mean, running_var, eps, mask)
+
+
+def backward_with_reserve(*args: Any) -> tuple[Tensor | None, ...]:
+    """The backward of `with_update`."""
+    return backward(*args[:-1])
+
+
+def lower_backward(emit: Emitter) -> fx.Node:
+    """Gradient and input that lie alike: for others, fake and real results lie differently."""
+    grad, x, *rest = emit.args
+    if grad.meta["val"].stride() != x.meta["val"].stride():
+        grad, x = row_major(emit, grad), row_major(emit, x)
+    return emit.call(emit.node.target, grad, x, *rest)
+
+
+_X = "[n] c [...]"
+rule(aten._native_batch_norm_legit_functional.default, f"{_X}, c, c, c, c -> {_X}, c, c, c, c", decompose=train)
+rule(aten._native_batch_norm_legit.no_stats, f"{_X}, c, c -> {_X}, c, c", decompose=train_untracked)
+rule(
+    aten.native_batch_norm_backward.default,
+    f"{_X}, {_X}, c, c, c, c, c -> {_X}, c, c",
+    decompose=backward_train,
+    lower=lower_backward,
+)
+
+BATCH_NORMS: dict[Any, Callable[..., Any]] = {
+    aten._native_batch_norm_legit_functional.default: functional,
+    aten._native_batch_norm_legit_no_training.default: evaluate,
+    aten._batch_norm_with_update_functional.default: with_update,
+    aten.native_batch_norm_backward.default: backward,
+    aten.batch_norm_backward.default: backward_with_reserve,
+}
+"""What `annotate` writes in other ops: evaluation, and other names of the same ops."""

@@ -1,0 +1,86 @@
+"""Rules of pointwise ops, and of tensors that are filled with one value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardweave.ir import BoundRule, Dims, Factor
+from shardweave.ir.errors import RuleError
+from shardweave.sharding.rules.registry import EVERY, RULES, Rule, output_shapes, shape, tensor_args
+
+aten = torch.ops.aten
+
+# Ops that are pointwise but do not carry torch's tag.
+UNTAGGED = [
+    aten.gelu_backward.default,
+    aten.silu_backward.default,
+    aten._to_copy.default,
+    aten.native_dropout_backward.default,
+    aten.hardtanh_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.elu_backward.default,
+    aten.softplus_backward.default,
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.where.self,
+    aten.floor_divide.default,
+    aten.floor_divide.Scalar,
+    aten.hardswish_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.mish_backward.default,
+    aten.softshrink_backward.default,
+    aten.hardshrink_backward.default,
+]
+# Linear in all tensor arguments together: a sum of partial sums is a partial sum.
+ADDITIONS = [aten.add.Tensor, aten.sub.Tensor]
+SUMS = [*ADDITIONS, aten.neg.default, aten.mul.Scalar, aten.div.Scalar]
+
+
+def bind_pointwise(node: fx.Node) -> BoundRule:
+    """One factor a dimension of the output; an input's dimension of size 1 has none. Several outputs lie alike."""
+    out, *others = output_shapes(node)
+    if any(other != out for other in others):
+        raise RuleError(f"{node.target} gives tensors of different shapes, {[out, *others]}: it has no pointwise rule")
+    names = [f"i{index}" for index in range(len(out))]
+
+    def dims(size: tuple[int, ...]) -> Dims:
+        aligned = names[len(out) - len(size) :]
+        return tuple((name,) if length > 1 else () for name, length in zip(aligned, size))
+
+    factors = tuple(Factor(name, size) for name, size in zip(names, out) if size > 1)
+    return BoundRule(factors, tuple(dims(shape(arg)) for arg in tensor_args(node)), (dims(out),) * (1 + len(others)))
+
+
+POINTWISE = Rule(bind_pointwise, source="one factor a dimension, none where it is broadcast; blocked: nothing")
+POINTWISE_SUM = Rule(bind_pointwise, kind="sum", source=POINTWISE.source)
+
+for _target in UNTAGGED:
+    RULES[_target] = POINTWISE
+for _target in SUMS:
+    RULES[_target] = POINTWISE_SUM
+
+
+# By op: the arguments one zero of which makes the result zero, and those that then do not matter.
+KEEPS: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    **dict.fromkeys(
+        (
+            aten.relu.default, aten.silu.default, aten.gelu.default, aten.tanh.default, aten.neg.default,
+            aten.abs.default, aten.mul.Scalar, aten.div.Scalar, aten._to_copy.default, aten.slice.Tensor,
+            aten.split.Tensor, aten.split_with_sizes.default, aten.select.int,
+            aten.slice_backward.default, aten.select_backward.default, aten.sum.dim_IntList, aten.div.Tensor,
+        ),
+        ((0,), ()),
+    ),
+    **dict.fromkeys((aten.silu_backward.default, aten.gelu_backward.default), ((0,), (1,))),
+    aten.threshold_backward.default: ((0,), (1,)),
+    aten.tanh_backward.default: ((0,), (1,)),
+    aten.mul.Tensor: ((0, 1), ()),
+    **dict.fromkeys((aten.cat.default, aten.stack.default, aten.add.Tensor, aten.sub.Tensor), (EVERY, ())),
+}  # fmt: skip
+
+for _target, (_zeros, _ignores) in KEEPS.items():
+    RULES[_target] = replace(RULES.get(_target, POINTWISE), zeros=_zeros, ignores=_ignores)

@@ -1,0 +1,320 @@
+"""Rules of reductions, scans, and means and variances."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardweave.ir import BoundRule, Dims, Factor
+from shardweave.sharding.rules.registry import RULES, Emitter, Rule, argument, family, output_shapes, shape, tensor_args
+
+aten = torch.ops.aten
+
+REDUCTIONS: dict[Any, str] = {
+    aten.sum.default: "sum",
+    aten.sum.dim_IntList: "sum",
+    aten.amax.default: "max",
+    aten.amin.default: "min",
+    aten.max.default: "max",
+    aten.min.default: "min",
+}
+
+
+def bind_reduction(node: fx.Node) -> BoundRule:
+    """One factor a dimension of the input; those that are reduced combine as the op does."""
+    size, (result,) = shape(tensor_args(node)[0]), output_shapes(node)
+    has_dims = any(arg.name == "dim" for arg in node.target._schema.arguments)  # type: ignore[union-attr]
+    dims = argument(node, "dim") if has_dims else None
+    reduced = {dim % max(len(size), 1) for dim in (dims if dims else range(len(size)))}
+    op = REDUCTIONS[node.target]
+    factors = tuple(
+        Factor(f"i{index}", length, reduce=op if index in reduced else "sum")
+        for index, length in enumerate(size)
+        if length > 1
+    )
+    given: Dims = tuple((f"i{index}",) if length > 1 else () for index, length in enumerate(size))
+    kept = [names for index, names in enumerate(given) if index not in reduced]
+    if len(result) == len(size):
+        kept = [() if index in reduced else names for index, names in enumerate(given)]
+    return BoundRule(factors, (given,), (tuple(kept),))
+
+
+for _target in REDUCTIONS:
+    RULES[_target] = Rule(bind_reduction, source="reduced dimensions are contracted; blocked: nothing")
+
+
+def bind_along(blocked: set[int], given: list[tuple[int, ...]], results: list[tuple[int, ...]]) -> BoundRule:
+    """All values have the dimensions of the first one in order; the `blocked` ones may differ in size, or be left out.
+
+    A result whose rank is smaller lacks all of the blocked dimensions.
+    """
+    whole = given[0]
+    factors: dict[str, Factor] = {}
+
+    def name(index: int, size: int) -> tuple[str, ...]:
+        if size == 1:
+            return ()
+        text = f"i{index}" if size == whole[index] else f"i{index}x{size}"
+        factors.setdefault(text, Factor(text, size, index in blocked))
+        return (text,)
+
+    def dims(size: tuple[int, ...]) -> Dims:
+        kept = range(len(whole)) if len(size) == len(whole) else [i for i in range(len(whole)) if i not in blocked]
+        return tuple(name(index, length) for index, length in zip(kept, size, strict=True))
+
+    inputs, outputs = tuple(map(dims, given)), tuple(map(dims, results))
+    return BoundRule(tuple(factors.values()), inputs, outputs)
+
+
+def along(*names: str) -> Callable[[fx.Node], BoundRule]:
+    """The binder of ops whose arguments `names` say which dimensions are blocked: all of them where none is given."""
+
+    def binder(node: fx.Node) -> BoundRule:
+        given = [shape(arg) for arg in tensor_args(node)]
+        rank = len(given[0])
+        blocked: set[int] = set()
+        for name in names:
+            dims = argument(node, name)
+            listed = dims if isinstance(dims, (list, tuple)) else [dims]
+            whole = dims is None or len(listed) == 0
+            blocked |= set(range(rank)) if whole else {dim % max(rank, 1) for dim in listed}
+        if not names:
+            blocked = set(range(rank))
+        return bind_along(blocked, given, output_shapes(node))
+
+    return binder
+
+
+def bind_last_two(node: fx.Node) -> BoundRule:
+    """Triangles: the last two dimensions are blocked."""
+    size = shape(tensor_args(node)[0])
+    return bind_along({len(size) - 2, len(size) - 1}, [size], output_shapes(node))
+
+
+def _own(size: tuple[int, ...], letter: str, factors: list[Factor], blocked: bool = True) -> Dims:
+    names: list[tuple[str, ...]] = []
+    for index, length in enumerate(size):
+        if length > 1:
+            factors.append(Factor(f"{letter}{index}", length, blocked))
+        names.append((f"{letter}{index}",) if length > 1 else ())
+    return tuple(names)
+
+
+def bind_histogram(node: fx.Node) -> BoundRule:
+    """Counts of parts add up, if the bounds are given and not those of the data; the bins are blocked."""
+    data = argument(node, "min") == argument(node, "max")
+    factors: list[Factor] = []
+    given = _own(shape(tensor_args(node)[0]), "i", factors, blocked=data)
+    bins = _own(output_shapes(node)[0], "k", factors)
+    return BoundRule(tuple(factors), (given,), (bins,))
+
+
+def bind_search(node: fx.Node) -> BoundRule:
+    """Places in a sorted sequence: the sequence is blocked, what is placed is free, and so are rows of both."""
+    bounds = argument(node, "boundaries" if node.target is aten.bucketize.Tensor else "sorted_sequence")
+    value = argument(node, "self")
+    factors: list[Factor] = []
+    found = _own(shape(value), "i", factors, blocked=False)
+    rows = shape(bounds)[:-1]
+    last = _own(shape(bounds)[-1:], "k", factors)
+    sorted_ = (*found[: len(rows)], *last)
+    by_value = {id(bounds): sorted_, id(value): found}
+    inputs = tuple(by_value.get(id(arg), sorted_) for arg in tensor_args(node))
+    return BoundRule(tuple(factors), inputs, (found,))
+
+
+def bind_diagonal(node: fx.Node) -> BoundRule:
+    """`diagonal`, `diagonal_scatter` and `diag_embed`: both dimensions and the diagonal are blocked."""
+    values = [shape(arg) for arg in tensor_args(node)]
+    embed, written = node.target is aten.diag_embed.default, node.target is aten.diagonal_scatter.default
+    whole = output_shapes(node)[0] if embed else values[0]
+    line = values[0] if embed else values[1] if written else output_shapes(node)[0]
+    crossed = {argument(node, name) % len(whole) for name in ("dim1", "dim2")}
+    factors: list[Factor] = []
+    names = list(_own(whole, "i", factors, blocked=False))
+    factors = [Factor(f.name, f.size, int(f.name[1:]) in crossed) for f in factors]
+    last = _own(line[-1:], "k", factors)
+    thin: Dims = (*(name for index, name in enumerate(names) if index not in crossed), *last)
+    wide: Dims = tuple(names)
+    inputs = (thin,) if embed else (wide, thin) if written else (wide,)
+    return BoundRule(tuple(factors), inputs, (wide if embed or written else thin,))
+
+
+def bind_unfold(node: fx.Node) -> BoundRule:
+    """Windows along a dimension: it is blocked, and so are the windows and what is in them."""
+    backward = node.target is aten.unfold_backward.default
+    given, (result,) = shape(tensor_args(node)[0]), output_shapes(node)
+    whole, windows = (result, given) if backward else (given, result)
+    dim = argument(node, "dim" if backward else "dimension") % max(len(whole), 1)
+    factors: list[Factor] = []
+    names = list(_own(whole, "i", factors, blocked=False))
+    factors = [Factor(f.name, f.size, f.name == f"i{dim}") for f in factors]
+    count, inside = _own((windows[dim], windows[-1]), "k", factors)
+    cut: Dims = (*names[:dim], count, *names[dim + 1 :], inside)
+    return BoundRule(tuple(factors), *(((cut,), (tuple(names),)) if backward else ((tuple(names),), (cut,))))
+
+
+def lower_unfold_backward(emit: Emitter) -> fx.Node:
+    """The same windows, in the local shape."""
+    grad, _, *rest = emit.args
+    return emit.call(aten.unfold_backward.default, grad, list(emit.output_layouts[0].local_shape), *rest)
+
+
+SCANS = [
+    aten.cumsum.default,
+    aten.cumprod.default,
+    aten.logcumsumexp.default,
+    aten.cummax.default,
+    aten.cummin.default,
+    aten.sort.default,
+    aten.sort.stable,
+    aten.topk.default,
+    aten.kthvalue.default,
+    aten.median.dim,
+    aten.nanmedian.dim,
+    aten.mode.default,
+    aten.max.dim,
+    aten.min.dim,
+    aten.argmax.default,
+    aten.argmin.default,
+    aten.prod.dim_int,
+]
+family(SCANS, along("dim"), "in order along a dimension; blocked: that dimension")
+family([aten.flip.default, aten.roll.default], along("dims"), "moved along dimensions; blocked: those dimensions")
+family(
+    [aten.prod.default, aten.median.default, aten.nanmedian.default],
+    along(),
+    "one number of all values; blocked: all dimensions",
+)
+family(
+    [aten.tril.default, aten.triu.default], bind_last_two, "a triangle of matrices; blocked: the last two dimensions"
+)
+family([aten.histc.default], bind_histogram, "counts add up; blocked: the bins, and all where the data sets the bounds")
+family(
+    [aten.searchsorted.Tensor, aten.bucketize.Tensor], bind_search, "places in a sorted sequence; blocked: the sequence"
+)
+family(
+    [aten.diagonal.default, aten.diagonal_scatter.default, aten.diag_embed.default],
+    bind_diagonal,
+    "a diagonal; blocked: its two dimensions and itself",
+)
+_WINDOWS = "windows along a dimension; blocked: that dimension, the windows and what is in them"
+family([aten.unfold.default], bind_unfold, _WINDOWS)
+family([aten.unfold_backward.default], bind_unfold, _WINDOWS, lower=lower_unfold_backward)
+
+
+Dim = int | Sequence[int] | None
+
+
+def _dims(x: Tensor, dim: Dim) -> list[int]:
+    listed = [dim] if isinstance(dim, int) else list(dim or ())
+    return [d % max(x.dim(), 1) for d in listed] or list(range(x.dim()))
+
+
+def any_(x: Tensor, dim: Dim = None, keepdim: bool = False) -> Any:
+    """Whether there are some that hold: flags cannot be combined over ranks, their number can."""
+    if dim is not None and not isinstance(dim, int) and not len(dim):
+        return x != 0  # torch reduces nothing then
+    return aten.gt.Scalar(aten.sum.dim_IntList(x != 0, _dims(x, dim), keepdim), 0)
+
+
+def all_(x: Tensor, dim: Dim = None, keepdim: bool = False) -> Any:
+    """Whether there are none that do not hold."""
+    if dim is not None and not isinstance(dim, int) and not len(dim):
+        return x != 0
+    return aten.eq.Scalar(aten.sum.dim_IntList(x == 0, _dims(x, dim), keepdim), 0)
+
+
+def var_mean(
+    x: Tensor, dim: Dim = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Variance and mean, in two passes: the mean of the whole, then the squares of what differs from it."""
+    dims = _dims(x, dim)
+    count = math.prod(x.shape[d] for d in dims)
+    mean = aten.div.Scalar(aten.sum.dim_IntList(x, dims, True), count)
+    away = x - mean
+    degrees = max(0, count - (1 if correction is None else correction))
+    squares = aten.sum.dim_IntList(away * away, dims, keepdim)
+    variance = aten.div.Scalar(squares, degrees) if degrees else squares / torch.zeros_like(squares)
+    return variance, mean if keepdim else aten.squeeze.dims(mean, dims)
+
+
+def var(x: Tensor, dim: Dim = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    """As `var_mean`."""
+    return var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+
+
+def std_mean(x: Tensor, dim: Dim = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    """The root of the variance, and the mean."""
+    variance, mean = var_mean(x, dim, correction=correction, keepdim=keepdim)
+    return aten.sqrt.default(variance), mean
+
+
+def std(x: Tensor, dim: Dim = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    """As `std_mean`."""
+    return std_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+
+
+def vector_norm(
+    x: Tensor, ord: float = 2, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    """The norm of any order: a sum of powers, or the largest or smallest absolute value, or a count."""
+    x = x if dtype is None else aten._to_copy.default(x, dtype=dtype)
+    dims, size = _dims(x, dim), aten.abs.default(x)
+    if ord == math.inf:
+        return aten.amax.default(size, dims, keepdim)
+    if ord == -math.inf:
+        return aten.amin.default(size, dims, keepdim)
+    if ord == 0:
+        return aten.sum.dim_IntList((x != 0).to(x.dtype), dims, keepdim)
+    if ord == 1:
+        return aten.sum.dim_IntList(size, dims, keepdim)
+    if ord == 2:
+        return aten.sqrt.default(aten.sum.dim_IntList(x * x, dims, keepdim))
+    return aten.sum.dim_IntList(size**ord, dims, keepdim) ** (1 / ord)
+
+
+def norm(x: Tensor, p: float | None = 2, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """The same, as it was spelled before."""
+    return vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
+
+
+def logsumexp(x: Tensor, dim: Dim, keepdim: bool = False) -> Any:
+    """Shifted by the largest, unless that is infinite."""
+    dims = _dims(x, dim)
+    x = x if x.is_floating_point() else aten._to_copy.default(x, dtype=torch.get_default_dtype())
+    largest = aten.amax.default(x, dims, True)
+    shift = aten.masked_fill.Scalar(largest, aten.isinf.default(largest), 0)
+    total = aten.log.default(aten.sum.dim_IntList(aten.exp.default(x - shift), dims, True)) + shift
+    return total if keepdim else aten.squeeze.dims(total, dims)
+
+
+def aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Any, Any]:
+    """The smallest and the largest."""
+    dims = _dims(x, dim)
+    return aten.amin.default(x, dims, keepdim), aten.amax.default(x, dims, keepdim)
+
+
+MOMENTS: dict[Any, Callable[..., Any]] = {
+    aten.any.default: any_,
+    aten.any.dim: any_,
+    aten.any.dims: any_,
+    aten.all.default: all_,
+    aten.all.dim: all_,
+    aten.all.dims: all_,
+    aten.var_mean.correction: var_mean,
+    aten.var.correction: var,
+    aten.std_mean.correction: std_mean,
+    aten.std.correction: std,
+    aten.linalg_vector_norm.default: vector_norm,
+    aten.norm.Scalar: norm,
+    aten.norm.ScalarOpt_dim: norm,
+    aten.norm.ScalarOpt_dim_dtype: norm,
+    aten.norm.ScalarOpt_dtype: norm,
+    aten.logsumexp.default: logsumexp,
+    aten.aminmax.default: aminmax,
+}

@@ -1,0 +1,207 @@
+"""The registry of rules: which rule an op has, by its overload; and rules that are those of another op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch._decomp import get_decompositions
+
+from shardweave.ir import Axis, BoundRule, Layout
+from shardweave.ir.errors import RuleError
+from shardweave.sharding.rules.grammar import Pattern, Shape, bind, parse
+
+Binder = Callable[[fx.Node], BoundRule]
+
+
+class Emitter(Protocol):
+    """What a lowering may use to write the local form of an op."""
+
+    node: fx.Node
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    input_layouts: tuple[Layout, ...]
+    output_layouts: tuple[Layout, ...]
+    assignment: Mapping[Axis, str]
+    rule: BoundRule
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a call to the local graph."""
+        ...
+
+    def offset(self, axes: Sequence[Axis], step: int) -> Any:
+        """`step` times this rank's position along `axes` (outermost first): an int input of the graph, or 0."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How an op may be spread.
+
+    Parameters
+    ----------
+    bind : callable
+        From an fx node, with global shapes in ``meta["val"]``, to its `BoundRule`.
+    lower : callable, optional
+        Writes the local form where it is not simply the op on local tensors (shapes in arguments, offsets).
+    kind : str
+        ``"op"``; ``"view"`` for an op that moves no data and loses none, through which layouts pass;
+        ``"sum"`` for an op that is linear in all its tensor arguments together, through which partial sums pass.
+    decompose : callable, optional
+        The same op in simpler ones, used where an axis arrives on a factor that the op itself cannot split.
+    source : str
+        The pattern, or what the family does and cannot split (``"a diagonal; blocked: its dimensions"``), for
+        `docs/rules.md`.
+    owned : mapping from factor to tuple of int
+        For a factor that picks rows by their owner, the inputs of which a rank reads just the rows that it owns: they
+        may arrive as an ``"own"`` partial result over the factor's axes.
+    zeros : tuple of int
+        The tensor arguments that make the output zero wherever one of them is zero; ``EVERY`` where all must be.
+    ignores : tuple of int
+        The tensor arguments whose value does not matter where the output is zero for that reason.
+    partner : callable, optional
+        From an fx node to the one whose assignment it has to share, where there is such a one: what that drew on a
+        rank is drawn again here.
+    """
+
+    bind: Binder
+    lower: Callable[[Emitter], fx.Node] | None = None
+    kind: str = "op"
+    decompose: Callable[..., Any] | None = None
+    source: str = ""
+    owned: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    zeros: tuple[int, ...] = ()
+    ignores: tuple[int, ...] = ()
+    partner: Callable[[fx.Node], fx.Node | None] | None = None
+
+
+EVERY = (-1,)
+
+RULES: dict[Any, Rule] = {}
+
+
+def tensor_args(node: fx.Node) -> list[fx.Node]:
+    """The tensor arguments of `node` in the order of its schema, lists flattened, absent ones left out."""
+    found = []
+    for value in ordered_args(node):
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, fx.Node) and isinstance(item.meta.get("val"), torch.Tensor):
+                found.append(item)
+    return found
+
+
+def ordered_args(node: fx.Node) -> list[Any]:
+    """The arguments of `node`, positional or by keyword, in the order of its schema."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        names = [argument.name for argument in node.target._schema.arguments]
+        values: list[Any] = list(node.args)
+        values += [node.kwargs.get(name) for name in names[len(values) :]]
+        return values
+    return [*node.args, *node.kwargs.values()]
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The argument `name` of `node` by its schema's name, its default where it is not given."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for index, declared in enumerate(node.target._schema.arguments):
+        if declared.name == name:
+            if index < len(node.args):
+                return node.args[index]
+            return node.kwargs.get(name, declared.default_value)
+    raise RuleError(f"{node.target} has no argument {name!r}")
+
+
+def shape(node: fx.Node) -> Shape:
+    """The global shape of a node's value."""
+    return tuple(int(size) for size in node.meta["val"].shape)
+
+
+def output_shapes(node: fx.Node) -> list[Shape]:
+    """The global shapes of a node's tensor outputs; other outputs (seeds, sizes) are left out."""
+    value = node.meta["val"]
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [tuple(int(size) for size in item.shape) for item in values if isinstance(item, torch.Tensor)]
+
+
+def rule(
+    target: Any,
+    pattern: str,
+    *,
+    reduce: Mapping[str, str] | None = None,
+    lower: Callable[[Emitter], fx.Node] | None = None,
+    decompose: Callable[..., Any] | None = None,
+    kind: str = "op",
+    owned: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
+    """Register the rule of `target` as one pattern.
+
+    The pattern's inputs are the tensor arguments of the op's schema in order, optional ones included; those that a
+    call leaves out are dropped.
+
+    >>> rule(torch.ops.aten.mm.default, "m k, k n -> m n")
+    """
+    declared = sum("Tensor" in str(arg.type) for arg in target._schema.arguments)
+    if len(parse(pattern).inputs) > declared:
+        raise RuleError(f"{target}: the pattern {pattern!r} has more inputs than the op has tensor arguments")
+    RULES[target] = Rule(lambda node: bind_pattern(node, pattern, reduce), lower, kind, decompose, pattern, owned or {})
+
+
+def bind_pattern(
+    node: fx.Node, pattern: str, reduce: Mapping[str, str] | None = None, known: Mapping[str, int] | None = None
+) -> BoundRule:
+    """Bind a pattern to `node`: tensor arguments that the call leaves out are dropped, and outputs that are None.
+
+    `known` are sizes of factors that no shape tells.
+    """
+    parsed = parse(pattern)
+    values = ordered_args(node)
+    tensors = [index for index, arg in enumerate(node.target._schema.arguments) if "Tensor" in str(arg.type)]  # type: ignore[union-attr]
+    present = [
+        (dims, shape(values[index]))
+        for dims, index in zip(parsed.inputs, tensors)
+        if index < len(values) and isinstance(values[index], fx.Node)
+    ]
+    if len(present) != len(tensor_args(node)):
+        raise RuleError(f"{node.target}: the pattern {pattern!r} does not name every tensor argument of {node}")
+    outputs = parsed.outputs
+    results = node.meta["val"]
+    if isinstance(results, (list, tuple)) and len(results) == len(outputs):
+        outputs = tuple(dims for dims, value in zip(outputs, results) if isinstance(value, torch.Tensor))
+    used = Pattern(pattern, tuple(dims for dims, _ in present), outputs, parsed.blocked)
+    return bind(used, [size for _, size in present], output_shapes(node), reduce or {}, known)
+
+
+def family(
+    targets: Sequence[Any],
+    binder: Binder,
+    source: str,
+    *,
+    lower: Callable[[Emitter], fx.Node] | None = None,
+    kind: str = "op",
+) -> None:
+    """Register one generated rule for several ops."""
+    for target in targets:
+        RULES[target] = Rule(binder, lower, kind, None, source)
+
+
+aten = torch.ops.aten
+BORROWED: dict[Any, Callable[..., Any]] = dict(
+    get_decompositions(
+        [
+            aten.smooth_l1_loss.default,
+            aten.smooth_l1_loss_backward.default,
+            aten.huber_loss_backward.default,
+            aten.binary_cross_entropy.default,
+            aten.binary_cross_entropy_backward.default,
+            aten.soft_margin_loss.default,
+            aten.soft_margin_loss_backward.default,
+            aten.log_sigmoid_backward.default,
+            aten._prelu_kernel.default,
+            aten._prelu_kernel_backward.default,
+            aten.addmv.default,
+        ]
+    )
+)

@@ -1,0 +1,215 @@
+"""Rules of convolution, pooling and resizing: their windows over the spatial dimensions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+import shardweave.ops.convolution_grads  # noqa: F401  (registers the two gradients)
+from shardweave.ir import BoundRule
+from shardweave.sharding.rules.registry import Emitter, argument, bind_pattern, family, rule, shape, tensor_args
+
+aten = torch.ops.aten
+
+
+def places(name: str, count: int) -> str:
+    """`count` blocked dimensions.
+
+    >>> places("x", 2)
+    '[x0] [x1]'
+    """
+    return " ".join(f"[{name}{index}]" for index in range(count))
+
+
+def row_major(emit: Emitter, value: fx.Node) -> fx.Node:
+    """`value` in row-major memory, itself where it is so."""
+    if value.meta["val"].is_contiguous():
+        return value
+    return emit.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+
+
+def lower_shape_only(emit: Emitter) -> fx.Node:
+    """A gradient whose op takes the input, its second argument, for its shape only: a scalar in this rank's shape.
+
+    So the input is neither communicated nor kept for the backward.
+    """
+    grad, _, *rest = emit.args
+    scalar = emit.call(aten.new_empty.default, grad, [1])
+    like = emit.call(aten.expand.default, scalar, list(emit.output_layouts[0].local_shape))
+    return emit.call(emit.node.target, grad, like, *rest, **emit.kwargs)
+
+
+ours = torch.ops.shardweave
+# x, w, y: places of the input, of the kernel and of the output; a transposed weight has the in-channels first.
+PATTERNS: dict[Any, tuple[str, str]] = {
+    aten.convolution.default: (
+        "n (g c) [x], (g o) c [w] -> n (g o) [y]",
+        "n (g c) [x], (g c) o [w] -> n (g o) [y]",
+    ),
+    ours.conv_input_grad.default: (
+        "n (g o) [y], (g o) c [w] -> n (g c) [x]",
+        "n (g o) [y], (g c) o [w] -> n (g c) [x]",
+    ),
+    ours.conv_weight_grad.default: (
+        "n (g o) [y], n (g c) [x] -> (g o) c [w]",
+        "n (g o) [y], n (g c) [x] -> (g c) o [w]",
+    ),
+}
+
+
+def bind_convolution(node: fx.Node) -> BoundRule:
+    """The pattern of the op, with as many places as the convolution has dimensions."""
+    pattern = PATTERNS[node.target][argument(node, "transposed")]
+    places = len(shape(tensor_args(node)[0])) - 2
+    for name in ("x", "w", "y"):
+        pattern = pattern.replace(f"[{name}]", " ".join(f"[{name}{index}]" for index in range(places)))
+    return bind_pattern(node, pattern, known={"g": argument(node, "groups")})
+
+
+def lower_convolution(emit: Emitter) -> fx.Node:
+    """The groups that this rank has; a gradient is as large as this rank's part of it."""
+    given = list(emit.args)
+    names = [declared.name for declared in emit.node.target._schema.arguments]  # type: ignore[union-attr]
+    for axis, factor in emit.assignment.items():
+        if factor.split(".")[0] == "g":
+            given[names.index("groups")] //= axis.size
+    if emit.node.target is not aten.convolution.default:
+        given[2] = list(emit.output_layouts[0].local_shape)
+    return emit.call(emit.node.target, *given)
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    """The convolution, then its bias: each part of split in-channels would add the bias again."""
+    result: Tensor = aten.convolution.default(x, weight, None, *options)
+    return result if bias is None else result + bias.view(1, -1, *[1] * (result.dim() - 2))
+
+
+def convolution_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: list[int] | None, *options: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of a convolution, each from what it depends on."""
+    *geometry, (of_input, of_weight, of_bias) = options
+    return (
+        ours.conv_input_grad.default(grad, weight, list(x.shape), *geometry) if of_input else None,
+        ours.conv_weight_grad.default(grad, x, list(weight.shape), *geometry) if of_weight else None,
+        aten.sum.dim_IntList(grad, [0, *range(2, grad.dim())]) if of_bias else None,
+    )
+
+
+for _target, (_pattern, _transposed) in PATTERNS.items():
+    family(
+        [_target],
+        bind_convolution,
+        f"`{_pattern}`, or transposed `{_transposed}`; blocked: all places",
+        lower=lower_convolution,
+    )
+
+
+_MAX = {
+    2: [aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default],
+    3: [aten.max_pool3d_with_indices.default, aten.adaptive_max_pool3d.default],
+}
+_MAX_BACKWARD = {
+    2: [aten.max_pool2d_with_indices_backward.default, aten.adaptive_max_pool2d_backward.default],
+    3: [aten.max_pool3d_with_indices_backward.default, aten.adaptive_max_pool3d_backward.default],
+}
+_AVERAGE = {
+    1: [aten.avg_pool1d.default],
+    2: [aten.avg_pool2d.default, aten._adaptive_avg_pool2d.default],
+    3: [aten.avg_pool3d.default, aten._adaptive_avg_pool3d.default],
+}
+_AVERAGE_BACKWARD = {
+    2: [aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d_backward.default],
+    3: [aten.avg_pool3d_backward.default, aten._adaptive_avg_pool3d_backward.default],
+}
+
+for _count in (1, 2, 3):
+    _whole, _pooled = f"... {places('x', _count)}", f"... {places('y', _count)}"
+    for _target in _MAX.get(_count, []):
+        rule(_target, f"{_whole} -> {_pooled}, {_pooled}")
+    for _target in _MAX_BACKWARD.get(_count, []):
+        rule(_target, f"{_pooled}, {_whole}, {_pooled} -> {_whole}")
+    for _target in _AVERAGE[_count]:
+        rule(_target, f"{_whole} -> {_pooled}")
+    for _target in _AVERAGE_BACKWARD.get(_count, []):
+        rule(_target, f"{_pooled}, {_whole} -> {_whole}", lower=lower_shape_only)
+for _count, _target in ((2, aten.max_unpool2d.default), (3, aten.max_unpool3d.default)):
+    _pooled = f"... {places('y', _count)}"
+    rule(_target, f"{_pooled}, {_pooled} -> ... {places('x', _count)}")
+
+
+_UPSAMPLES = {
+    1: ["upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d"],
+    2: [
+        "upsample_nearest2d",
+        "_upsample_nearest_exact2d",
+        "upsample_bilinear2d",
+        "upsample_bicubic2d",
+        "_upsample_bilinear2d_aa",
+        "_upsample_bicubic2d_aa",
+    ],
+    3: ["upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_trilinear3d"],
+}
+
+
+def lower_input_size(emit: Emitter) -> fx.Node:
+    """A gradient of an input of this rank's batch and channels."""
+    names = [declared.name for declared in emit.node.target._schema.arguments]  # type: ignore[union-attr]
+    given = list(emit.args)
+    given[names.index("input_size")] = list(emit.output_layouts[0].local_shape)
+    return emit.call(emit.node.target, *given, **emit.kwargs)
+
+
+for _count, _names in _UPSAMPLES.items():
+    _before, _after = f"n c {places('x', _count)}", f"n c {places('y', _count)}"
+    for _name in _names:
+        rule(getattr(aten, _name).default, f"{_before} -> {_after}")
+        rule(getattr(aten, _name).vec, f"{_before} -> {_after}")
+        rule(getattr(aten, f"{_name}_backward").default, f"{_after} -> {_before}", lower=lower_input_size)
+
+for _count in (1, 2, 3):
+    _inner, _padded = f"... {places('x', _count)}", f"... {places('y', _count)}"
+    for _mode in ("reflection", "replication"):
+        _name = f"{_mode}_pad{_count}d"
+        rule(getattr(aten, _name).default, f"{_inner} -> {_padded}")
+        rule(getattr(aten, f"{_name}_backward").default, f"{_padded}, {_inner} -> {_inner}", lower=lower_shape_only)
+
+rule(aten.im2col.default, "... c [x0] [x1] -> ... (c [k]) [y]")
+rule(aten.col2im.default, "... (c [k]) [y] -> ... c [x0] [x1]")
+
+# Each place of the output is sampled by itself; a gradient of the input adds up over all of them.
+for _count, _out in ((2, "y0 y1"), (3, "y0 y1 y2")):
+    _given = f"n c {places('x', _count)}, n {_out} [d]"
+    rule(getattr(aten, f"grid_sampler_{_count}d").default, f"{_given} -> n c {_out}")
+    rule(getattr(aten, f"grid_sampler_{_count}d_backward").default, f"n c {_out}, {_given} -> {_given}")
+
+
+def bind_pixel_shuffle(node: fx.Node) -> BoundRule:
+    """``... (c [a] [b]) h w -> ... c (h [a]) (w [b])``, and back."""
+    deep, wide = "... (c [a] [b]) h w", "... c (h [a]) (w [b])"
+    if node.target is aten.pixel_unshuffle.default:
+        factor = argument(node, "downscale_factor")
+        return bind_pattern(node, f"{wide} -> {deep}", known={"a": factor, "b": factor})
+    factor = argument(node, "upscale_factor")
+    return bind_pattern(node, f"{deep} -> {wide}", known={"a": factor, "b": factor})
+
+
+def bind_channel_shuffle(node: fx.Node) -> BoundRule:
+    """``n (g c) ... -> n (c g) ...``."""
+    return bind_pattern(node, "n (g c) ... -> n (c g) ...", known={"g": argument(node, "groups")})
+
+
+def lower_channel_shuffle(emit: Emitter) -> fx.Node:
+    """The groups that this rank has, of a row-major value: fake and real results lie differently for others."""
+    groups = argument(emit.node, "groups")
+    for axis, factor in emit.assignment.items():
+        if factor.split(".")[0] == "g":
+            groups //= axis.size
+    return emit.call(aten.channel_shuffle.default, row_major(emit, emit.args[0]), groups)
+
+
+family([aten.pixel_shuffle.default], bind_pixel_shuffle, "... (c [a] [b]) h w -> ... c (h [a]) (w [b])")
+family([aten.pixel_unshuffle.default], bind_pixel_shuffle, "... c (h [a]) (w [b]) -> ... (c [a] [b]) h w")
+family([aten.channel_shuffle.default], bind_channel_shuffle, "n (g c) ... -> n (c g) ...", lower=lower_channel_shuffle)

@@ -1,0 +1,166 @@
+"""Samples: which inputs and outputs of a step have a batch dimension, and a rank's batch as the example of all ranks'.
+
+The batch dimension of an input is found in the graph, by the factor class of its first dimension, as a mask or a table
+of positions may happen to have as many rows as the batch has samples.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from shardweave.ir.captured import Captured
+from shardweave.ir.errors import PlanError
+from shardweave.ir.pytree_signature import as_call, canonical, leaf_names
+from shardweave.sharding.annotate import Classes, info, source_of
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The batch of an annotated step.
+
+    Parameters
+    ----------
+    count : int
+        Samples in a batch; 0 where no input has a batch dimension.
+    batch : frozenset of int
+        The factor classes of the batch.
+    shared : frozenset of int
+        The classes of all other dimensions of inputs, parameters and buffers.
+    classes : Classes
+        Of the step.
+    inputs : mapping of str to int
+        By the name of each input that has a batch dimension, how many of its rows are one sample.
+    unbroken : mapping of str to int
+        How many rows of each such input the model takes together: more than one where it cuts the first dimension.
+    """
+
+    count: int
+    batch: frozenset[int]
+    shared: frozenset[int]
+    classes: Classes
+    inputs: Mapping[str, int]
+    unbroken: Mapping[str, int]
+
+    @classmethod
+    def of(cls, captured: Captured, classes: Classes) -> Samples:
+        """The batch of the inputs: the first dimension of the first input of which that is used as nothing else.
+
+        An input has a batch dimension if its first dimension is of the same class as that one; or, where no op links
+        the two, if it has as many rows, and no other input, parameter or buffer has a dimension of its class.
+        """
+        nodes = {node.name: node for node in captured.graph.graph.nodes if node.op == "placeholder"}
+        shared: set[int] = set()
+        for name in (*captured.parameters, *captured.buffers, *captured.inputs):
+            dims = _dims(nodes[name])
+            rest = [*dims[1:], dims[0][1:]] if name in captured.inputs and dims else dims
+            shared |= {classes.of[nodes[name], factor] for factors in rest for factor in factors}
+        first = {name: lead for name in captured.inputs if (lead := _lead(nodes[name], classes)) is not None}
+        own = {name: lead for name, lead in first.items() if lead not in shared}
+        size = next((_size(nodes[name]) for name in own), 0)
+        batch = frozenset(lead for name, lead in own.items() if _size(nodes[name]) == size)
+        having = [name for name, lead in first.items() if lead in batch]
+        count = min((_size(nodes[name]) for name in having), default=0)
+        having = [name for name in having if _size(nodes[name]) % count == 0]
+        inputs = {captured.inputs[name]: _size(nodes[name]) // count for name in having}
+        unbroken = {captured.inputs[name]: _size(nodes[name]) // _leading_size(nodes[name]) for name in having}
+        return cls(count, batch, frozenset(shared), classes, inputs, unbroken)
+
+    def rows(self, value: Any) -> int:
+        """How many rows of the first dimension of a node are one sample; 0 where it is not the batch."""
+        if not isinstance(value, fx.Node) or not self.count:
+            return 0
+        source, index = source_of(value)
+        lead = _lead(source, self.classes, index)
+        size = value.meta["val"].shape[0] if value.meta["val"].dim() else 0
+        if lead is None or size % self.count:
+            return 0
+        if lead not in self.batch and (size != self.count or lead in self.shared):
+            return 0
+        return int(size) // self.count
+
+
+def first_sized(model: nn.Module, example_inputs: Any) -> tuple[frozenset[str], bool]:
+    """The inputs that have as many rows as the first one, and whether it is clear that this is the batch.
+
+    It is clear where no input has another dimension of this size, such as a sequence's length.
+    """
+    names, leaves, _ = _leaves(model, example_inputs)
+    shapes = {name: leaf.shape for name, leaf in zip(names, leaves) if isinstance(leaf, Tensor) and leaf.dim()}
+    size = next((shape[0] for shape in shapes.values()), 0)
+    clear = size > 1 and all(size not in shape[1:] for shape in shapes.values())
+    return frozenset(name for name, shape in shapes.items() if shape[0] == size), clear
+
+
+def of_all_ranks(
+    model: nn.Module, example_inputs: Any, ranks: int, batch: Collection[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example of the global batch, of which `example_inputs` is one rank's part; its values do not matter.
+
+    Examples
+    --------
+    >>> import torch
+    >>> (x,), _ = of_all_ranks(nn.Linear(4, 4), torch.ones(3, 4), 2, {"input"})
+    >>> x.shape
+    torch.Size([6, 4])
+    """
+    names, leaves, spec = _leaves(model, example_inputs)
+    grown = [
+        leaf.new_empty((1, *leaf.shape[1:])).expand(ranks * leaf.shape[0], *leaf.shape[1:])
+        if name in batch and isinstance(leaf, Tensor)
+        else leaf
+        for name, leaf in zip(names, leaves)
+    ]
+    args, kwargs = pytree.tree_unflatten(grown, spec)
+    return args, kwargs
+
+
+def refuse_broken(samples: Samples, ranks: int) -> None:
+    """`PlanError` where ranks cannot each pass a part of the batch: there is none, or the model takes rows together."""
+    if not samples.count:
+        raise PlanError(
+            'batch="local" is for inputs with a batch dimension, their first one, but the step has none: leave it out, '
+            "and pass the same inputs on all ranks"
+        )
+    for name, together in samples.unbroken.items():
+        mine = samples.count * samples.inputs[name] // ranks
+        if mine % together:
+            raise PlanError(
+                f"the model takes {together} rows of the first dimension of {name} together, but each of {ranks} ranks "
+                f'passes {mine}, so that rows of several ranks would be taken together. Pass a multiple of {together} '
+                'rows on each rank, or compile with batch="global"'
+            )
+
+
+def _leaves(model: nn.Module, example_inputs: Any) -> tuple[tuple[str, ...], list[Any], pytree.TreeSpec]:
+    args, kwargs = as_call(example_inputs)
+    signature = inspect.signature(model.forward)
+    call = canonical(signature, args, kwargs)
+    leaves, spec = pytree.tree_flatten(call)
+    return leaf_names(signature, *call), leaves, spec
+
+
+def _dims(node: fx.Node, index: int = 0) -> tuple[tuple[str, ...], ...]:
+    rule = info(node).rule
+    return rule.outputs[index] if rule is not None and index < len(rule.outputs) else ()
+
+
+def _lead(node: fx.Node, classes: Classes, index: int = 0) -> int | None:
+    """The class of the outermost factor of the first dimension; None where it has only one step."""
+    dims = _dims(node, index)
+    return classes.of[node, dims[0][0]] if dims and dims[0] else None
+
+
+def _leading_size(node: fx.Node) -> int:
+    rule = info(node).rule
+    assert rule is not None
+    return rule.factor(rule.outputs[0][0][0]).size
+
+
+def _size(node: fx.Node) -> int:
+    return int(node.meta["val"].shape[0])
