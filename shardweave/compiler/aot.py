@@ -27,8 +27,8 @@ from shardweave.ir.layout_algebra import digit_size
 from shardweave.ops.seeded_random import Seeds, mixed, seeded
 from shardweave.passes.codegen import Step
 from shardweave.runtime.call_checks import SameInputs, group_of_calls
-from shardweave.sharding.annotate import graph_outputs, info
-from shardweave.sharding.graphs import copied
+from shardweave.sharding.annotate import graph_outputs
+from shardweave.sharding.graphs import copied, info
 from shardweave.sharding.rules.random import draws
 
 aten = torch.ops.aten

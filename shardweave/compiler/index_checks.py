@@ -11,8 +11,7 @@ from torch import fx, nn
 
 from shardweave.ir.captured import Captured
 from shardweave.ops.checked_index import Check, IndexChecks
-from shardweave.sharding.annotate import info
-from shardweave.sharding.graphs import describe
+from shardweave.sharding.graphs import describe, info
 from shardweave.sharding.rules.registry import argument, shape
 
 aten = torch.ops.aten

@@ -27,8 +27,8 @@ from shardweave.cost_model.node_cost import Prices
 from shardweave.ir import META, Collective
 from shardweave.passes.partition import Rest
 from shardweave.passes.spmd_builder import in_order, remove_dead
-from shardweave.sharding.annotate import info, layer_of
-from shardweave.sharding.graphs import is_wait
+from shardweave.sharding.annotate import layer_of
+from shardweave.sharding.graphs import info, is_wait
 
 aten = torch.ops.aten
 reshape, permute = aten.reshape.default, aten.permute.default

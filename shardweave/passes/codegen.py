@@ -15,8 +15,8 @@ from shardweave.ir.errors import LayoutError, VerifyError
 from shardweave.ir.units import readable_bytes
 from shardweave.ops.time_axis import is_coordinate
 from shardweave.passes.spmd_builder import remove_dead
-from shardweave.sharding.annotate import graph_outputs, info
-from shardweave.sharding.graphs import module_of
+from shardweave.sharding.annotate import graph_outputs
+from shardweave.sharding.graphs import info, module_of
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 

@@ -15,7 +15,8 @@ from torch import fx
 from shardweave.ir import Axis
 from shardweave.passes.recompute import same
 from shardweave.passes.spmd_builder import remove_dead
-from shardweave.sharding.annotate import info, last_match
+from shardweave.sharding.annotate import last_match
+from shardweave.sharding.graphs import info
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from shardweave.cost_model.options import Options
 from shardweave.ir import Axis, Mesh, Strategy, Weaving, slice_axis
 from shardweave.ir.captured import Captured
 from shardweave.ir.errors import LayoutError, PlanError
-from shardweave.sharding.annotate import info, modules_around
+from shardweave.sharding.annotate import modules_around
+from shardweave.sharding.graphs import info
 from shardweave.sharding.parallel_ops import Op, matches, nothing_named
 
 

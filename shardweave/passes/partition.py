@@ -36,10 +36,9 @@ from shardweave.sharding.annotate import (
     decompose,
     depends_on_inputs,
     graph_outputs,
-    info,
     source_of,
 )
-from shardweave.sharding.graphs import describe, module_of
+from shardweave.sharding.graphs import describe, info, module_of
 from shardweave.sharding.propagate import Arrival, Choice, accepting, follow, met, passing_sums
 from shardweave.sharding.rules import find_rule, is_view
 from shardweave.sharding.rules.matmul import linear_in

@@ -43,8 +43,8 @@ from shardweave.passes.recompute import Recompute
 from shardweave.passes.schedule import Alike, Schedule
 from shardweave.passes.unroll_sub_batches import Split
 from shardweave.passes.verify import verify, verify_memory
-from shardweave.sharding.annotate import Annotate, Classes, find_classes, graph_outputs, info, layer_of
-from shardweave.sharding.graphs import copied, op_name
+from shardweave.sharding.annotate import Annotate, Classes, find_classes, graph_outputs, layer_of
+from shardweave.sharding.graphs import copied, info, op_name
 from shardweave.sharding.parallel_ops import Op, batch_classes, find_ops, with_forms
 from shardweave.sharding.samples import Samples
 

@@ -21,11 +21,10 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-import shardweave.ops.quantized_blocks  # noqa: F401  (registers the ops)
+import shardweave.ops  # noqa: F401  (registers the ops)
 from shardweave.ir import META, Axis, Collective, Quantized, axes_size, group_name
 from shardweave.passes.spmd_builder import remove_dead, short_name
-from shardweave.sharding.annotate import info
-from shardweave.sharding.graphs import described, is_wait, tensor_bytes
+from shardweave.sharding.graphs import described, info, is_wait, tensor_bytes
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -32,7 +32,8 @@ from shardweave.passes.dependency_graph import Tasks
 from shardweave.passes.list_scheduler import Woven, played, weave
 from shardweave.passes.schedule_refinement import in_order_of, justified, paced
 from shardweave.passes.scheduling_priorities import ahead_of_use, barriers, cause_of, hold_back, moments_of, orderings
-from shardweave.sharding.annotate import info, layer_of
+from shardweave.sharding.annotate import layer_of
+from shardweave.sharding.graphs import info
 
 AHEAD = (8, 4, 1)
 """How many moments are gathered ahead where the user does not say it."""

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-import shardweave.ops.padding  # noqa: F401  (registers the ops)
-import shardweave.ops.quantized_blocks  # noqa: F401  (registers the ops)
+import shardweave.ops  # noqa: F401  (registers the ops)
 from shardweave.passes.dependency_graph import Tasks
 from shardweave.passes.list_scheduler import Key, Moment
-from shardweave.sharding.annotate import info, layer_of
+from shardweave.sharding.annotate import layer_of
+from shardweave.sharding.graphs import info
 
 aten = torch.ops.aten
 own = torch.ops.shardweave

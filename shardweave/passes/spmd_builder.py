@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-import shardweave.ops.padding  # noqa: F401  (registers the ops)
+import shardweave.ops  # noqa: F401  (registers the ops)
 from shardweave.ir import META, SEED, Axis, BoundRule, Collective, Layout, Mesh, NodeInfo, axes_size, group_name
 from shardweave.ir.errors import LayoutError, RuleError
 from shardweave.ir.layout_algebra import (

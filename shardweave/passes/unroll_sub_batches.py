@@ -18,8 +18,8 @@ from shardweave.ir import META, Axis
 from shardweave.ir.errors import VerifyError
 from shardweave.ops.time_axis import coordinate, joined, total
 from shardweave.passes.spmd_builder import remove_dead
-from shardweave.sharding.annotate import graph_outputs, info
-from shardweave.sharding.graphs import module_of
+from shardweave.sharding.annotate import graph_outputs
+from shardweave.sharding.graphs import info, module_of
 
 aten = torch.ops.aten
 

@@ -22,8 +22,7 @@ from shardweave.cost_model.node_cost import Prices, node_key
 from shardweave.ir import Axis, Collective, group_name
 from shardweave.ir.errors import VerifyError
 from shardweave.ir.units import readable_bytes
-from shardweave.sharding.annotate import info
-from shardweave.sharding.graphs import is_start, is_wait, node_nodes, tensor_bytes, tensors
+from shardweave.sharding.graphs import info, is_start, is_wait, node_nodes, tensor_bytes, tensors
 
 c10d = torch.ops._c10d_functional
 

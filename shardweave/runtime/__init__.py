@@ -1,7 +1,6 @@
 """What runs a generated step: it knows graphs and their calling convention, and nothing of the compiler."""
 
-import shardweave.ops.convolution_grads  # noqa: F401  (the ops that generated graphs call)
-import shardweave.ops.padding  # noqa: F401
+import shardweave.ops  # noqa: F401  (registers the ops)
 from shardweave.distributed.process_groups import RuntimeMesh
 from shardweave.runtime.checkpoint.checkpoint import Saving, load_checkpoint, save_checkpoint
 from shardweave.runtime.checkpoint.weights import load_weights, save_weights

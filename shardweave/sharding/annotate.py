@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from shardweave.ir import META, BoundRule, Dims, Factor, NodeInfo
 from shardweave.ir.errors import RuleError
 from shardweave.sharding.empty import take_out_empty
-from shardweave.sharding.graphs import describe, described, op_name
+from shardweave.sharding.graphs import describe, described, info, op_name
 from shardweave.sharding.moe_dispatch import undo_dispatch
 from shardweave.sharding.rules import find_rule
 from shardweave.sharding.rules.decompositions import form_of
@@ -27,8 +27,6 @@ from shardweave.sharding.rules.random import draws
 from shardweave.sharding.rules.registry import output_shapes, tensor_args
 
 T = TypeVar("T")
-
-_NOTHING = NodeInfo()
 
 
 @dataclass(frozen=True)
@@ -62,12 +60,6 @@ class Annotate:
         graph_module.recompile()
         bind_rules(graph_module.graph, self.allow_unruled)
         return graph_module
-
-
-def info(node: fx.Node) -> NodeInfo:
-    """What shardweave knows of `node`."""
-    found = node.meta.get(META)
-    return found if isinstance(found, NodeInfo) else _NOTHING
 
 
 def source_of(value: fx.Node) -> Value:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-import shardweave.ops.quantized_blocks  # noqa: F401  (registers the ops)
+import shardweave.ops  # noqa: F401  (registers the ops)
 from shardweave.ir import META, Collective, NodeInfo
 from shardweave.ir.errors import VerifyError
 

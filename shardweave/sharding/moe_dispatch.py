@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-import shardweave.ops.experts  # noqa: F401  (registers the ops)
+import shardweave.ops  # noqa: F401  (registers the ops)
 from shardweave.ir.errors import RuleError
 from shardweave.sharding.graphs import describe
 from shardweave.sharding.rules import find_rule

@@ -22,8 +22,8 @@ from shardweave.ir.captured import Captured
 from shardweave.ir.errors import LayoutError, PlanError
 from shardweave.ir.layout_algebra import dims_layout
 from shardweave.ir.strategy_presets import at_rest
-from shardweave.sharding.annotate import Classes, covered, covers, graph_outputs, info
-from shardweave.sharding.graphs import tensors
+from shardweave.sharding.annotate import Classes, covered, covers, graph_outputs
+from shardweave.sharding.graphs import info, tensors
 from shardweave.sharding.rules import find_rule, is_view
 from shardweave.sharding.rules.registry import tensor_args
 

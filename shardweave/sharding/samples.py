@@ -17,7 +17,8 @@ from torch import Tensor, fx, nn
 from shardweave.ir.captured import Captured
 from shardweave.ir.errors import PlanError
 from shardweave.ir.pytree_signature import as_call, canonical, leaf_names
-from shardweave.sharding.annotate import Classes, info, source_of
+from shardweave.sharding.annotate import Classes, source_of
+from shardweave.sharding.graphs import info
 
 
 @dataclass(frozen=True)

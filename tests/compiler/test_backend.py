@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import shardweave as sw
 from shardweave.compiler.backend import shardweave
 from shardweave.runtime.launch import WorkerPool
-from shardweave.sharding.annotate import info
+from shardweave.sharding.graphs import info
 from tests.models import ZOO
 
 RANKS, STEPS, BATCH = 4, 3, 8

@@ -17,7 +17,8 @@ from shardweave.planner.problem.recompute_costs import with_modes
 from shardweave.planner.search import plan_selection as choose
 from shardweave.planner.search.plan_selection import Chooser
 from shardweave.planner.search.solver_cache import UNLIMITED, Chosen
-from shardweave.sharding.annotate import info, layer_of
+from shardweave.sharding.annotate import layer_of
+from shardweave.sharding.graphs import info
 from tests.compiler.planners import MetaGPT
 from tests.compiler.test_brute_force import PLAIN, Small
 from tests.compiler.training import ALL_CASES

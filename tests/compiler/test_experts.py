@@ -10,7 +10,7 @@ from torch import fx
 
 import shardweave as sw
 from shardweave.planner.problem.op_costs import where_summed
-from shardweave.sharding.annotate import info
+from shardweave.sharding.graphs import info
 from tests.compiler.planners import Planner
 from tests.models import TODAY
 from tests.models.hub import LENGTH

@@ -23,7 +23,8 @@ from shardweave.ir.errors import ParallelError, PlanError
 from shardweave.passes.codegen import Step
 from shardweave.passes.pipeline import lower
 from shardweave.runtime.launch import WorkerPool
-from shardweave.sharding.annotate import graph_outputs, info
+from shardweave.sharding.annotate import graph_outputs
+from shardweave.sharding.graphs import info
 from tests.compiler.packing import Packed
 from tests.compiler.test_at_rest import random_factors
 from tests.compiler.training import ADAMW, STEPS, Run, Way, compile_ways, differences, distance, gradients_of, train

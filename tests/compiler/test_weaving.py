@@ -22,7 +22,8 @@ from shardweave.ir.errors import InfeasibleError, LayoutError, ParallelError, Pl
 from shardweave.passes.pipeline import Annotated, Compiled, annotate, lower
 from shardweave.planner.problem.force import forced_strategies
 from shardweave.runtime.launch import WorkerPool
-from shardweave.sharding.annotate import info, layer_of
+from shardweave.sharding.annotate import layer_of
+from shardweave.sharding.graphs import info
 from tests.compiler.test_equality import LINEAR
 from tests.compiler.test_micro_batches import Norm
 from tests.compiler.training import (

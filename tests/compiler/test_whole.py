@@ -16,7 +16,7 @@ from shardweave.ir import Weaving
 from shardweave.ir.errors import PlanError
 from shardweave.planner.search.evaluation import Judged
 from shardweave.planner.search.planning import EXPOSED, WORTH, choices_for_the_whole
-from shardweave.sharding.annotate import info
+from shardweave.sharding.graphs import info
 from tests.compiler.planners import MetaGPT, Planner
 
 CLOSED = {"sub_batches": 1, "buckets": False, "keep_gathered": False}

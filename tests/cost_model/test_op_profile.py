@@ -24,7 +24,7 @@ from shardweave.ir import Assignment
 from shardweave.ir.errors import ClusterError
 from shardweave.ops.seeded_random import seeded
 from shardweave.planner.problem.resharding_costs import Prices
-from shardweave.sharding.annotate import info
+from shardweave.sharding.graphs import info
 from shardweave.sharding.tensor_signature import signature
 from tests.cost_model.handmade import Builder, aten, mlp
 from tests.passes.harness import examples, graph_of, mesh_of

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from shardweave.ir import Layout, Mesh
 from shardweave.passes.partition import Rest, Shard, Sharder
 from shardweave.passes.verify import verify
-from shardweave.sharding.annotate import info
+from shardweave.sharding.graphs import info
 from tests import lockstep
 from tests.passes.harness import mesh_of, output_nodes, placeholders, random_assignments, random_layout, together
 from tests.passes.joint import Joint

@@ -20,7 +20,8 @@ from shardweave.ir import Assignment, Axis, BoundRule, Collective, Layout, Mesh
 from shardweave.ir.layout_algebra import dims_layout
 from shardweave.passes.partition import Shard, Sharder
 from shardweave.passes.verify import verify
-from shardweave.sharding.annotate import Annotate, depends_on_inputs, info, source_of
+from shardweave.sharding.annotate import Annotate, depends_on_inputs, source_of
+from shardweave.sharding.graphs import info
 from shardweave.sharding.rules import find_rule
 from tests import lockstep
 from tests.passes.cases.draw import Made

@@ -14,7 +14,8 @@ from shardweave.ir import BoundRule
 from shardweave.ir.captured import Captured
 from shardweave.ir.errors import RuleError
 from shardweave.passes.pipeline import annotate
-from shardweave.sharding.annotate import Annotate, depends_on_inputs, info
+from shardweave.sharding.annotate import Annotate, depends_on_inputs
+from shardweave.sharding.graphs import info
 from shardweave.sharding.rules import find_rule
 from shardweave.sharding.rules.decompositions import DECOMPOSITIONS
 from tests.passes.harness import assert_equal, bound, mesh_of, placeholders, run_sharded

@@ -17,7 +17,7 @@ from shardweave.passes.disable_overlap import traffic_of
 from shardweave.passes.partition import Rest
 from shardweave.passes.pipeline import Compiled, lower
 from shardweave.passes.scheduling_priorities import WAIT
-from shardweave.sharding.annotate import info
+from shardweave.sharding.graphs import info
 from tests.models import mlp
 from tests.passes.harness import mesh_of
 from tests.passes.joint import joint

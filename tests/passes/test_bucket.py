@@ -21,8 +21,7 @@ from shardweave.passes.partition import Rest
 from shardweave.passes.pipeline import Compiled, lower
 from shardweave.passes.verify import verify
 from shardweave.planner.problem.force import forced_strategies
-from shardweave.sharding.annotate import info
-from shardweave.sharding.graphs import alias_of
+from shardweave.sharding.graphs import alias_of, info
 from tests.cost_model.handmade import Builder
 from tests.passes.harness import collectives, mesh_of
 from tests.passes.joint import joint

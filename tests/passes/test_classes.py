@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from shardweave.sharding.annotate import info
+from shardweave.sharding.graphs import info
 from tests.passes.harness import bound, placeholders
 from tests.passes.joint import Joint, joint
 

@@ -19,7 +19,7 @@ from shardweave.ir import Assignment, Layout
 from shardweave.ir.captured import Captured
 from shardweave.ir.errors import RuleError
 from shardweave.passes.partition import Shard
-from shardweave.sharding.annotate import info
+from shardweave.sharding.graphs import info
 from shardweave.sharding.moe_dispatch import undo_dispatch
 from tests.models import hub
 from tests.passes.every_node import close

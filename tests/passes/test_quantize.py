@@ -21,8 +21,7 @@ from shardweave.passes.pipeline import Compiled, lower
 from shardweave.passes.quantize import Quantize, stages
 from shardweave.passes.verify import verify
 from shardweave.planner.problem.force import forced_strategies
-from shardweave.sharding.annotate import info
-from shardweave.sharding.graphs import copied, copied_from, is_start, is_wait
+from shardweave.sharding.graphs import copied, copied_from, info, is_start, is_wait
 from tests import local_tensor, lockstep
 from tests.cost_model.handmade import Builder
 from tests.passes.harness import collectives, examples, mesh_of

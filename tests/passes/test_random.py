@@ -21,8 +21,7 @@ from shardweave.ir.layout_algebra import input_layouts, output_layouts
 from shardweave.passes.partition import Shard, Sharder
 from shardweave.passes.pipeline import annotate
 from shardweave.passes.verify import verify
-from shardweave.sharding.annotate import info
-from shardweave.sharding.graphs import copied
+from shardweave.sharding.graphs import copied, info
 from shardweave.sharding.rules import RULES
 from shardweave.sharding.rules.random import draws
 from shardweave.sharding.rules.registry import tensor_args

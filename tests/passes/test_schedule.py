@@ -23,8 +23,7 @@ from shardweave.passes.schedule import Schedule
 from shardweave.passes.scheduling_priorities import GLUE, WAIT
 from shardweave.passes.verify import verify
 from shardweave.planner.problem.candidates import legal
-from shardweave.sharding.annotate import info
-from shardweave.sharding.graphs import copied
+from shardweave.sharding.graphs import copied, info
 from tests.passes.harness import examples, mesh_of
 from tests.passes.joint import joint
 

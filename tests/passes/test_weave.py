@@ -33,7 +33,7 @@ from shardweave.passes.schedule import Schedule
 from shardweave.passes.schedule_refinement import justified
 from shardweave.passes.scheduling_priorities import WAIT, ahead_of_use, moments_of
 from shardweave.planner.problem.force import forced_strategies
-from shardweave.sharding.annotate import info
+from shardweave.sharding.graphs import info
 from tests.compiler.test_weaving import megatron
 from tests.passes.bounds import exposed_at_least, seconds_at_least
 from tests.passes.harness import examples

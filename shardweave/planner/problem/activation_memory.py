@@ -16,7 +16,7 @@ from shardweave.planner.problem.graph_analysis import Facts, is_alias, num_bytes
 from shardweave.planner.problem.overlap_model import Floats
 from shardweave.planner.problem.resharding_costs import local_numel
 from shardweave.planner.problem.variables import Variable
-from shardweave.sharding.annotate import info
+from shardweave.sharding.graphs import info
 from shardweave.sharding.rules.registry import tensor_args
 
 Lies = Sequence[Sequence[Layout]]

@@ -31,7 +31,8 @@ from shardweave.planner.problem.overlap_model import Costs, Windows
 from shardweave.planner.problem.problem import Edge, Problem
 from shardweave.planner.problem.resharding_costs import Links, Prices, local_numel, tensor_outputs, whole
 from shardweave.planner.problem.variables import Costed, Rows, Variable
-from shardweave.sharding.annotate import covered, info, source_of
+from shardweave.sharding.annotate import covered, source_of
+from shardweave.sharding.graphs import info
 from shardweave.sharding.parallel_ops import Op
 from shardweave.sharding.propagate import Arrival, Choice, accepting, follow
 from shardweave.sharding.rules import find_rule, is_view

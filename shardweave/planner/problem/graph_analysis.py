@@ -27,8 +27,8 @@ from shardweave.ir.layout_algebra import input_layouts, output_layouts
 from shardweave.passes.pipeline import Annotated, join_names
 from shardweave.planner.problem.op_costs import Ends
 from shardweave.planner.problem.resharding_costs import tensor_outputs
-from shardweave.sharding.annotate import depends_on_inputs, graph_outputs, info, source_of
-from shardweave.sharding.graphs import alias_of, describe
+from shardweave.sharding.annotate import depends_on_inputs, graph_outputs, source_of
+from shardweave.sharding.graphs import alias_of, describe, info
 from shardweave.sharding.parallel_ops import Op, batch_classes
 from shardweave.sharding.propagate import Choice, accepting
 from shardweave.sharding.rules import is_view

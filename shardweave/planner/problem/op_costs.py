@@ -20,7 +20,7 @@ from shardweave.ir.layout_algebra import output_layouts
 from shardweave.ir.precision import Dtypes
 from shardweave.planner.problem.overlap_model import Costs, Floats, Windows
 from shardweave.planner.problem.resharding_costs import Links, Prices, local_numel, tensor_outputs
-from shardweave.sharding.annotate import info
+from shardweave.sharding.graphs import info
 from shardweave.sharding.parallel_ops import Op, Role
 from shardweave.sharding.rules import find_rule
 from shardweave.sharding.rules.registry import EVERY, tensor_args

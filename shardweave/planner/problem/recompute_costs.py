@@ -27,7 +27,8 @@ from shardweave.planner.problem.problem import Candidate, Edge
 from shardweave.planner.problem.problem import Op as Row
 from shardweave.planner.problem.resharding_costs import local_numel, tensor_outputs
 from shardweave.planner.problem.variables import Costed, Variable
-from shardweave.sharding.annotate import info, last_match
+from shardweave.sharding.annotate import last_match
+from shardweave.sharding.graphs import info
 from shardweave.sharding.parallel_ops import users_through_views
 from shardweave.sharding.rules.registry import tensor_args
 

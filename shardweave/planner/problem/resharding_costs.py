@@ -18,7 +18,7 @@ from shardweave.cost_model.op_time import Work, bytes_seconds, node_work, work_s
 from shardweave.cost_model.op_work import product_of
 from shardweave.ir import Assignment, Axis, BoundRule, Dims, Layout, Mesh
 from shardweave.ir.layout_algebra import LOCAL, StepKind, digit_size, outermost_first, rest_layouts, steps_between
-from shardweave.sharding.annotate import info
+from shardweave.sharding.graphs import info
 from shardweave.sharding.rules.registry import tensor_args
 from shardweave.sharding.tensor_signature import signature, tensor_shape
 

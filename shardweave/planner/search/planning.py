@@ -36,7 +36,8 @@ from shardweave.planner.search.plan_selection import MUCH_LESS, Chooser
 from shardweave.planner.search.solver_cache import MODEST, Answers, Chosen, Lacking, size
 from shardweave.planner.solver.branch_and_bound import Progress
 from shardweave.planner.solver.solver import alternatives
-from shardweave.sharding.annotate import info, last_match, layer_of
+from shardweave.sharding.annotate import last_match, layer_of
+from shardweave.sharding.graphs import info
 from shardweave.sharding.layer_structure import Fold, Run
 
 EXPOSED = 0.02

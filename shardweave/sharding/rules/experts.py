@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-import shardweave.ops.experts  # noqa: F401  (registers the ops)
+import shardweave.ops  # noqa: F401  (registers the ops)
 from shardweave.ir import axes_size
 from shardweave.sharding.rules.registry import Emitter, rule
 

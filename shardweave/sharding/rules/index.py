@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import shardweave.ops.checked_index  # noqa: F401  (registers the op)
+import shardweave.ops  # noqa: F401  (registers the ops)
 from shardweave.ir import META, Axis, BoundRule, Digit, Dims, Factor, axes_size
 from shardweave.ir.errors import RuleError
 from shardweave.sharding.rules.registry import RULES, Emitter, Rule, argument, rule, shape, tensor_args

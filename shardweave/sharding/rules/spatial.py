@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import shardweave.ops.convolution_grads  # noqa: F401  (registers the two gradients)
+import shardweave.ops  # noqa: F401  (registers the ops)
 from shardweave.ir import BoundRule
 from shardweave.sharding.rules.registry import Emitter, argument, bind_pattern, family, rule, shape, tensor_args
 
