@@ -204,8 +204,8 @@ Made by `make models` (`docs/measure_models.py`) on 2 CPU cores with torch {torc
 machine, and not tested.
 
 *Ops* are the nodes of the captured joint graph, forward and backward, after `annotate`, *kinds* the different ones.
-*Sharded* are the FLOPs (products, convolutions, attention; `shardweave/cost_model/op_time.py`) of the step on one device,
-over those that all devices do together: 100 % where no two devices do the same.
+*Sharded* are the FLOPs (products, convolutions, attention; `shardweave/cost_model/op_time.py`) of the step on one
+device, over those that all devices do together: 100 % where no two devices do the same.
 
 ## In the sizes that people train
 

@@ -5,17 +5,13 @@
 16
 """
 
-from shardweave.compiler import baselines
-from shardweave.compiler.api import compile_parallel, plan
-from shardweave.compiler.comparison import Comparison, compare
-from shardweave.compiler.sweep import Sweep
-from shardweave.cost_model import Cluster, Timeline
-from shardweave.cost_model.options import Options
-from shardweave.ir import Grid, Strategy
-from shardweave.ir.errors import (
+from shardweave.compiler import Comparison, Sweep, baselines, compare, compile_parallel, plan
+from shardweave.cost_model import Cluster, Options, Timeline
+from shardweave.ir import (
     CaptureError,
     CheckpointNotFound,
     ClusterError,
+    Grid,
     IndexRangeError,
     InfeasibleError,
     InputError,
@@ -25,11 +21,12 @@ from shardweave.ir.errors import (
     LostRankError,
     ParallelError,
     PlanError,
+    Precision,
     RuleError,
+    Strategy,
     VerifyError,
 )
-from shardweave.ir.precision import Precision
-from shardweave.planner.search.plan import Plan
+from shardweave.planner import Plan
 from shardweave.runtime import (
     ParallelModule,
     Saving,
@@ -41,7 +38,7 @@ from shardweave.runtime import (
     save_checkpoint,
     save_weights,
 )
-from shardweave.sharding.rules import rule
+from shardweave.sharding import rule
 
 __version__ = "0.1.0"
 

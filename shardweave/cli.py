@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from shardweave.ir.errors import InputError, ParallelError
+from shardweave.ir import InputError, ParallelError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,10 +55,9 @@ def demo(
 ) -> None:
     """Train a small GPT on local ranks under a memory limit that data parallelism does not meet."""
     # Imported late so that help and errors of the other commands do not wait for torch.
-    from shardweave.demo.run import run
-    from shardweave.demo.training import Recipe
+    from shardweave.demo import Recipe, run_demo
 
-    run(Recipe(steps=steps), ranks, out, _console())
+    run_demo(Recipe(steps=steps), ranks, out, _console())
 
 
 @app.command()
@@ -142,9 +141,7 @@ def validate(
     """Hold published tables against what the compiler predicts, each row built as a forced plan."""
     import json
 
-    from shardweave.validation import load, validate
-    from shardweave.validation.figures import save_figures
-    from shardweave.validation.rows import validated
+    from shardweave.validation import load, save_figures, validate, validated
 
     console = _console()
     with Console(stderr=True).status("reading") as status:
@@ -160,7 +157,7 @@ def validate(
 @app.command()
 def explain(path: Annotated[Path, typer.Argument(help="A saved plan.")]) -> None:
     """Show a saved plan, op by op."""
-    from shardweave.planner.search.plan import Plan
+    from shardweave.planner import Plan
 
     _console().print(Plan.load(path).explain())
 
@@ -171,7 +168,7 @@ def diff(
     other: Annotated[Path, typer.Argument(help="Another saved plan of the same model.")],
 ) -> None:
     """Show what differs between two saved plans, and what it costs."""
-    from shardweave.planner.search.plan import Plan
+    from shardweave.planner import Plan
 
     _console().print(Plan.load(path).diff(Plan.load(other)))
 

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from shardweave.demo.model import GPTConfig
-from shardweave.demo.run import TOLERANCE, run
+from shardweave.demo.run import TOLERANCE, run_demo
 from shardweave.demo.text import Text
 from shardweave.demo.training import Recipe, train_single
 
@@ -39,7 +39,7 @@ def test_training_on_one_device_repeats_and_learns() -> None:
 def test_the_main_job(tmp_path: Path) -> None:
     """A limit that data parallelism does not meet, the losses of one device, and every artifact in its place."""
     console = Console(file=io.StringIO(), width=140)
-    result = run(SMALL, ranks=2, out=tmp_path, console=console)
+    result = run_demo(SMALL, ranks=2, out=tmp_path, console=console)
     assert result.plan.peak_memory <= result.plan.memory_limit < result.data_parallel.peak_memory
     assert result.plan.status == "optimal"
     assert result.difference <= TOLERANCE

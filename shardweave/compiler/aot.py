@@ -19,17 +19,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from shardweave.compiler.capture_errors import refuse_open_sizes
-from shardweave.distributed.process_groups import RuntimeMesh
-from shardweave.ir import SEED, Axis, Mesh
-from shardweave.ir.captured import Captured
-from shardweave.ir.errors import CaptureError
-from shardweave.ir.layout_algebra import digit_size
-from shardweave.ops.seeded_random import Seeds, mixed, seeded
-from shardweave.passes.codegen import Step
-from shardweave.runtime.call_checks import SameInputs, group_of_calls
-from shardweave.sharding.annotate import graph_outputs
-from shardweave.sharding.graphs import copied, info
-from shardweave.sharding.rules.random import draws
+from shardweave.distributed import RuntimeMesh
+from shardweave.ir import SEED, Axis, Captured, CaptureError, Mesh, digit_size
+from shardweave.ops import Seeds, mixed, seeded
+from shardweave.passes import Step
+from shardweave.runtime import SameInputs, group_of_calls
+from shardweave.sharding import copied, draws, graph_outputs, info
 
 aten = torch.ops.aten
 TAG, BACKWARD = "partitioner_tag", "is_backward"

@@ -13,13 +13,10 @@ from torch import nn
 from shardweave.compiler.capture_errors import defects_named
 from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.sweep import Sweep, What, batches
-from shardweave.cost_model import Cluster, ClusterLike
-from shardweave.cost_model.options import Options
-from shardweave.ir.errors import ParallelError, PlanError
-from shardweave.ir.progress import Progress, Reporter
-from shardweave.planner.search.plan import Plan
-from shardweave.runtime import ParallelModule
-from shardweave.runtime.call_checks import Batch
+from shardweave.cost_model import Cluster, ClusterLike, Options
+from shardweave.ir import ParallelError, PlanError, Progress, Reporter
+from shardweave.planner import Plan
+from shardweave.runtime import Batch, ParallelModule
 
 
 @overload
@@ -72,7 +69,7 @@ def plan(
         function from it to a batch.
     options : Options, optional
     progress : callable or bool, optional
-        Told each `shardweave.ir.progress.Event`: the stage, the best step so far, the program's bound, the seconds left.
+        Told each `shardweave.ir.Event`: the stage, the best step so far, the program's bound, the seconds left.
         By default a live line shows them on a terminal; elsewhere a line comes every few seconds, through the logger
         ``"shardweave"`` (INFO) where logging is configured, else on stderr. With False nothing is shown.
     sweep : "memory", "batch", or sequence of memory limits or of clusters, optional

@@ -21,21 +21,14 @@ from torch import fx
 
 from shardweave.compiler.aot import Source, bind, captured_from, seed_draws, sources_of
 from shardweave.compiler.compiler import Compiler, check_world, control_of
-from shardweave.cost_model import Cluster
-from shardweave.cost_model.options import Options
-from shardweave.distributed.agreement import in_step
-from shardweave.ir import Mesh, Strategy
-from shardweave.ir.captured import Captured
-from shardweave.ir.errors import ParallelError, PlanError
-from shardweave.ir.progress import Reporter
-from shardweave.ops.seeded_random import Seeds, mixed
-from shardweave.passes.codegen import graph_hash
-from shardweave.passes.pipeline import Annotated
-from shardweave.planner.problem.candidates import legal
-from shardweave.planner.search.plan import Plan
-from shardweave.runtime.execute import boxed
-from shardweave.runtime.module import agreed_seed, compare_graphs
-from shardweave.sharding.rules.random import draws
+from shardweave.cost_model import Cluster, Options
+from shardweave.distributed import in_step
+from shardweave.ir import Captured, Mesh, ParallelError, PlanError, Reporter, Strategy
+from shardweave.ops import Seeds, mixed
+from shardweave.passes import Annotated, graph_hash
+from shardweave.planner import Plan, legal
+from shardweave.runtime import agreed_seed, boxed, compare_graphs
+from shardweave.sharding import draws
 
 
 def shardweave(

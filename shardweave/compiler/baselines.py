@@ -16,12 +16,9 @@ from typing import Any, Literal
 from torch import nn
 
 from shardweave.compiler.api import plan as make_plan
-from shardweave.cost_model import Cluster, ClusterLike
-from shardweave.cost_model.options import Options
-from shardweave.ir.brief import brief
-from shardweave.ir.errors import PlanError
-from shardweave.ir.progress import Progress
-from shardweave.planner.search.plan import Plan
+from shardweave.cost_model import Cluster, ClusterLike, Options
+from shardweave.ir import PlanError, Progress, brief
+from shardweave.planner import Plan
 
 _PLAIN = {"sub_batches": 1, "buckets": False, "keep_gathered": False}
 """What the planner would choose for a system."""

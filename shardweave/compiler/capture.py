@@ -22,11 +22,7 @@ from shardweave.compiler.dynamo_workarounds import traceable
 from shardweave.compiler.guards import after_a_call, reads_of, recorded_effects
 from shardweave.compiler.mixed_precision import cast, take_as_cast, take_as_given, working_copies
 from shardweave.compiler.preserve import preserved
-from shardweave.ir.captured import Captured
-from shardweave.ir.errors import CaptureError
-from shardweave.ir.precision import Precision
-from shardweave.ir.pytree_signature import TENSOR, CallTree, as_call, canonical, leaf_names
-from shardweave.ir.reads import Reads
+from shardweave.ir import TENSOR, CallTree, Captured, CaptureError, Precision, Reads, as_call, canonical, leaf_names
 
 
 def capture(model: nn.Module, example_inputs: Any, precision: Precision | None = None) -> Captured:

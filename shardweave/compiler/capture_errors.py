@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from shardweave.compiler.dynamo_workarounds import HINTS
-from shardweave.ir.errors import CaptureError, InternalError, ParallelError
+from shardweave.ir import CaptureError, InternalError, ParallelError
 
 _WAY_OUT = (
     "Write that line without branching on the values of tensors and without leaving the graph (torch.where, "

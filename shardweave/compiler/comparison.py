@@ -10,17 +10,13 @@ from torch import nn
 
 from shardweave.compiler.baselines import Baseline, all_for
 from shardweave.compiler.compiler import Compiler
-from shardweave.cost_model import ClusterLike
-from shardweave.cost_model.options import Options
-from shardweave.ir.errors import InfeasibleError, ParallelError
-from shardweave.ir.progress import Progress, Reporter
-from shardweave.ir.units import readable_bytes, readable_seconds
-from shardweave.planner.search.micro_batch_search import powers
-from shardweave.planner.search.plan import Plan
-from shardweave.report.report import Report
+from shardweave.cost_model import ClusterLike, Options
+from shardweave.ir import InfeasibleError, ParallelError, Progress, Reporter, readable_bytes, readable_seconds
+from shardweave.planner import Plan, powers
+from shardweave.report import Report
 
 if TYPE_CHECKING:
-    from shardweave.report.report import Report
+    from shardweave.report import Report
 
 def comparison_report(comparison: Comparison, every: bool = False) -> Report:
     """The planner's own plan, then the fastest setting of each system, or `every` one; how much longer each takes."""

@@ -19,28 +19,36 @@ from shardweave.compiler.capture import capture
 from shardweave.compiler.dynamo_workarounds import collected_later
 from shardweave.compiler.index_checks import index_checks
 from shardweave.compiler.sweep import Sweep, What, sweep
-from shardweave.cost_model import Cluster, ClusterLike, Timeline, simulate
-from shardweave.cost_model.node_cost import optimizer_seconds
-from shardweave.cost_model.options import Options
-from shardweave.cost_model.timeline import play
-from shardweave.distributed.agreement import Control, control, in_step
-from shardweave.ir import Assignment, Mesh, Strategy, Weaving
-from shardweave.ir.captured import Captured
-from shardweave.ir.errors import ParallelError, PlanError
-from shardweave.ir.progress import LOGGER, Reporter
-from shardweave.ir.units import readable_bytes
-from shardweave.passes.pipeline import Annotated, Compiled, Shards, lower
-from shardweave.passes.schedule import Alike
-from shardweave.planner.problem.force import forced_strategies
-from shardweave.planner.search.evaluation import Decision, Judge, Judged, Known
-from shardweave.planner.search.layer_problem import Steps
-from shardweave.planner.search.micro_batch_search import fastest, powers
-from shardweave.planner.search.op_choice import ModelKey
-from shardweave.planner.search.plan import Plan
-from shardweave.planner.search.planning import Planning
-from shardweave.runtime import ParallelModule, become_parallel
-from shardweave.runtime.call_checks import Batch
-from shardweave.sharding.samples import Samples, first_sized, of_all_ranks, refuse_broken
+from shardweave.cost_model import Cluster, ClusterLike, Options, Timeline, optimizer_seconds, play, simulate
+from shardweave.distributed import Control, control, in_step
+from shardweave.ir import (
+    LOGGER,
+    Assignment,
+    Captured,
+    Mesh,
+    ParallelError,
+    PlanError,
+    Reporter,
+    Strategy,
+    Weaving,
+    readable_bytes,
+)
+from shardweave.passes import Alike, Annotated, Compiled, Shards, lower
+from shardweave.planner import (
+    Decision,
+    Judge,
+    Judged,
+    Known,
+    ModelKey,
+    Plan,
+    Planning,
+    Steps,
+    fastest,
+    forced_strategies,
+    powers,
+)
+from shardweave.runtime import Batch, ParallelModule, become_parallel
+from shardweave.sharding import Samples, first_sized, of_all_ranks, refuse_broken
 
 LESS = (1, 2, 4)
 """How many times what a whole step takes too much its order is given less, before other plans are looked for."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardweave.ir.errors import CaptureError
+from shardweave.ir import CaptureError
 
 # What is said of a line that stops a capture, by a word in it.
 HINTS = {

@@ -19,8 +19,7 @@ from unittest import mock
 from torch import Tensor, fx, nn
 
 from shardweave.compiler.capture_errors import INSTALLED, refused
-from shardweave.ir.errors import CaptureError
-from shardweave.ir.reads import PLAIN, Read, Reads
+from shardweave.ir import PLAIN, CaptureError, Read, Reads
 
 _TORCHS = re.compile(
     r"(?:_parameters|_buffers|_modules|__dict__)(?:'\])?$|_(?:parameters|buffers)(?:'\])?\[|_hooks|__mro__"

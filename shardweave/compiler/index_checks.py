@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from shardweave.ir.captured import Captured
-from shardweave.ops.checked_index import Check, IndexChecks
-from shardweave.sharding.graphs import describe, info
-from shardweave.sharding.rules.registry import argument, shape
+from shardweave.ir import Captured
+from shardweave.ops import Check, IndexChecks
+from shardweave.sharding import argument, describe, info, shape
 
 aten = torch.ops.aten
 ALONG_DIM = {

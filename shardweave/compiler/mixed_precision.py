@@ -13,7 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from shardweave.ir.precision import Precision
+from shardweave.ir import Precision
 
 CAST = torch.ops.aten._to_copy.default
 

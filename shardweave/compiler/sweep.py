@@ -15,16 +15,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from shardweave.cost_model import Cluster, ClusterLike
-from shardweave.ir.brief import brief
-from shardweave.ir.errors import InfeasibleError, PlanError
-from shardweave.ir.units import bytes_of, readable_bytes, readable_seconds
-from shardweave.planner.search.plan import Plan
-from shardweave.report.report import Report
+from shardweave.ir import InfeasibleError, PlanError, brief, bytes_of, readable_bytes, readable_seconds
+from shardweave.planner import Plan
+from shardweave.report import Report
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 if TYPE_CHECKING:
-    from shardweave.report.report import Report
+    from shardweave.report import Report
 
 def explain(sweep: Sweep) -> Report:
     """Each point: its limit, what its plan takes and holds, and whether another one is both faster and smaller."""

@@ -1,45 +1,91 @@
-"""What things cost: the machine, compute, collectives, memory, and the simulator that is the judge of a plan."""
+"""What things cost: clusters and their presets, collectives, compute, memory, the simulator of a generated step, its
+timeline, and the profiling of a running machine; and `Options`. May import `ir`, `distributed`, `ops` and `sharding`.
+"""
 
 from shardweave.cost_model.cluster import Cluster, ClusterLike
-from shardweave.cost_model.collectives import collective_seconds
+from shardweave.cost_model.cluster_description import shown
+from shardweave.cost_model.collectives import Demand, collective_seconds, crossed_level, group_extents
+from shardweave.cost_model.kernel_scratch import rounded
 from shardweave.cost_model.machine import Device, Level, Machine
 from shardweave.cost_model.measured_tables import CollectiveTable, Curve, Measured
+from shardweave.cost_model.memory import (
+    ONCE,
+    MemoryCurve,
+    Repeated,
+    Storage,
+    liveness,
+    most_held,
+    output_storages,
+    storage_bytes,
+)
+from shardweave.cost_model.node_cost import Prices, node_key, optimizer_loads, optimizer_seconds
 from shardweave.cost_model.op_tables import OpTable, OpTime
 from shardweave.cost_model.op_time import (
-    Product,
-    Work,
+    bytes_seconds,
     flops_by_op,
     matmul_seconds,
     node_seconds,
-    node_work,
     replicated,
     sharded_share,
     work_seconds,
 )
+from shardweave.cost_model.op_work import Product, Work, node_work, product_of
+from shardweave.cost_model.options import ZERO_PLUS_PLUS, Forced, Options
 from shardweave.cost_model.simulator import simulate
-from shardweave.cost_model.timeline import Timeline
+from shardweave.cost_model.streams import ALONE, Contention, Streams, Transfer
+from shardweave.cost_model.timeline import COMPUTE, Act, Played, Timeline, play
 
 __all__ = [
+    "ALONE",
+    "Act",
+    "COMPUTE",
     "Cluster",
     "ClusterLike",
     "CollectiveTable",
+    "Contention",
     "Curve",
+    "Demand",
     "Device",
+    "Forced",
     "Level",
     "Machine",
     "Measured",
+    "MemoryCurve",
+    "ONCE",
     "OpTable",
     "OpTime",
+    "Options",
+    "Played",
+    "Prices",
     "Product",
+    "Repeated",
+    "Storage",
+    "Streams",
     "Timeline",
+    "Transfer",
     "Work",
+    "ZERO_PLUS_PLUS",
+    "bytes_seconds",
     "collective_seconds",
+    "crossed_level",
     "flops_by_op",
+    "group_extents",
+    "liveness",
     "matmul_seconds",
+    "most_held",
+    "node_key",
     "node_seconds",
     "node_work",
+    "optimizer_loads",
+    "optimizer_seconds",
+    "output_storages",
+    "play",
+    "product_of",
     "replicated",
+    "rounded",
     "sharded_share",
+    "shown",
     "simulate",
+    "storage_bytes",
     "work_seconds",
 ]

@@ -16,7 +16,7 @@ from shardweave.cost_model.cluster_description import build, shown
 from shardweave.cost_model.detection import preset_of_gpu, profiled, running_machine
 from shardweave.cost_model.machine import Device, Level, Machine
 from shardweave.cost_model.measured_tables import Measured
-from shardweave.ir.errors import ClusterError
+from shardweave.ir import ClusterError
 
 
 class _NoDuplicates(yaml.SafeLoader):

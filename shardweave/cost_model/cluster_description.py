@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardweave.ir.errors import ClusterError
+from shardweave.ir import ClusterError
 
 _LEAST, _MOST = 1e-30, 1e30  # what is computed from such figures is finite
 _BY_DTYPE = {"flops": "FLOP/s", "matmul_half": "a size"}  # fields that are mappings, and what they map dtypes to

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from shardweave.cost_model.machine import Machine
 from shardweave.cost_model.measured_tables import KINDS
-from shardweave.ir import Axis, axes_size
-from shardweave.ir.errors import ClusterError
+from shardweave.ir import Axis, ClusterError, axes_size
 
 FORMS = dict.fromkeys(KINDS, ("ring", "tree", "hierarchical")) | {"all_to_all": ("pairs", "hierarchical")}
 """The forms that each kind is priced in."""

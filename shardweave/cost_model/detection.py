@@ -16,9 +16,8 @@ from shardweave.cost_model.measured_tables import Measured
 from shardweave.cost_model.profile_cache import hardware
 from shardweave.cost_model.profiling import PATIENCE, fitted_links, profile_collectives
 from shardweave.cost_model.timing import from_all, from_first, is_first, live_device, running
-from shardweave.distributed.agreement import control, in_step
-from shardweave.distributed.failures import collective, forget_failure
-from shardweave.ir.errors import ClusterError, LostRankError
+from shardweave.distributed import collective, control, forget_failure, in_step
+from shardweave.ir import ClusterError, LostRankError
 
 _PRESETS = (  # the first whose words are all in torch's name of the GPU
     ("A100 40GB", "perlmutter"),

@@ -27,7 +27,7 @@ from shardweave.cost_model.timing import (
     running,
     start_together,
 )
-from shardweave.ir.errors import ClusterError
+from shardweave.ir import ClusterError
 
 aten = torch.ops.aten
 

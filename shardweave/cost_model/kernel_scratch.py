@@ -17,8 +17,7 @@ import torch
 from torch import fx
 
 from shardweave.cost_model.machine import Device
-from shardweave.sharding.graphs import is_start, tensor_bytes
-from shardweave.sharding.tensor_signature import op_arguments, op_of
+from shardweave.sharding import is_start, op_arguments, op_of, tensor_bytes
 
 _BLOCK = {"cuda": 512, "cpu": 1}
 """Sizes are multiples of it: ``kMinBlockSize`` of c10/cuda/CUDACachingAllocator.cpp. The CPU's allocator aligns to 64

@@ -18,9 +18,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from shardweave.cost_model.cluster_description import check_number, describe, points, shown
 from shardweave.cost_model.measured_tables import Measured
-from shardweave.ir import Mesh
-from shardweave.ir.errors import ClusterError
-from shardweave.ir.units import readable_bytes
+from shardweave.ir import ClusterError, Mesh, readable_bytes
 
 MAX_DEVICES = 2**24
 """Of a cluster."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardweave.cost_model.cluster_description import build, check_number, shown
 from shardweave.cost_model.op_tables import OpTable
-from shardweave.ir.errors import ClusterError
+from shardweave.ir import ClusterError
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 """The collectives that have a price."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from shardweave.cost_model.node_cost import Prices
-from shardweave.sharding.graphs import alias_of, is_start, is_wait, node_nodes, tensor_bytes, tensors
+from shardweave.sharding import alias_of, is_start, is_wait, node_nodes, tensor_bytes, tensors
 
 KINDS = (
     "parameters", "optimizer", "copies", "buffers", "inputs", "saved", "gathered", "working", "scratch", "gradients",

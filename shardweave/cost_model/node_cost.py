@@ -15,7 +15,7 @@ from shardweave.cost_model.machine import Machine
 from shardweave.cost_model.op_time import bytes_seconds, work_seconds
 from shardweave.cost_model.op_work import node_work
 from shardweave.ir import Collective
-from shardweave.sharding.graphs import info, is_start, tensor_bytes, tensors
+from shardweave.sharding import info, is_start, tensor_bytes, tensors
 
 
 class Price(NamedTuple):

@@ -29,9 +29,8 @@ from shardweave.cost_model.timing import (
     median_of_all,
     start_together,
 )
-from shardweave.ir.errors import ClusterError
-from shardweave.sharding.graphs import tensor_bytes
-from shardweave.sharding.tensor_signature import op_arguments, op_of
+from shardweave.ir import ClusterError
+from shardweave.sharding import op_arguments, op_of, tensor_bytes
 
 _MEMORY_SHARE = 0.5  # of what is free, for the tensors of one op
 _FLOPS_A_BYTE = 10  # weighs the two for the order of profiling: the balance of a CPU core or of float32 on a GPU

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardweave.cost_model.cluster_description import check_number, shown
 from shardweave.cost_model.op_work import Product, Work
-from shardweave.ir.errors import ClusterError
+from shardweave.ir import ClusterError
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from torch import fx
 from shardweave.cost_model.machine import Machine
 from shardweave.cost_model.measured_tables import interpolated
 from shardweave.cost_model.op_work import Product, Work, node_work
-from shardweave.sharding.graphs import info
-from shardweave.sharding.tensor_signature import op_of
+from shardweave.sharding import info, op_of
 
 __all__ = [
     "Product",

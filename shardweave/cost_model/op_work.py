@@ -13,8 +13,17 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from shardweave.sharding.graphs import alias_of, is_start, is_wait, tensor_bytes, tensors
-from shardweave.sharding.tensor_signature import op_arguments, op_of, signature, tensor_shape
+from shardweave.sharding import (
+    alias_of,
+    is_start,
+    is_wait,
+    op_arguments,
+    op_of,
+    signature,
+    tensor_bytes,
+    tensor_shape,
+    tensors,
+)
 
 Shape = Sequence[int]
 ShapeOf = Callable[[fx.Node], Shape]

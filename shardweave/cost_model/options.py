@@ -10,15 +10,25 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
-from shardweave.ir import ALL, BITS, Grid, Mode, Quantized, Strategy, Traffic, Weaving
-from shardweave.ir.annotations import is_of, readable
-from shardweave.ir.brief import brief
-from shardweave.ir.errors import PlanError
-from shardweave.ir.precision import Precision
-from shardweave.ir.units import bytes_of
+from shardweave.ir import (
+    ALL,
+    BITS,
+    Grid,
+    Mode,
+    PlanError,
+    Precision,
+    Quantized,
+    Strategy,
+    Traffic,
+    Weaving,
+    brief,
+    bytes_of,
+    is_of,
+    readable,
+)
 
 if TYPE_CHECKING:
-    from shardweave.cost_model import Cluster
+    from shardweave.cost_model.cluster import Cluster
 
 Forced = str | tuple[int, ...] | Grid | Strategy
 """What a user may call a strategy."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardweave.cost_model.measured_tables import Measured
-from shardweave.ir.errors import ClusterError
+from shardweave.ir import ClusterError
 
 
 def hardware() -> dict[str, Any]:

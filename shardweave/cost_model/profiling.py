@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from shardweave.cost_model.collectives import group_extents, library_forms, lines
 from shardweave.cost_model.machine import M, Machine
 from shardweave.cost_model.measured_tables import KINDS, CollectiveTable, Curve
-from shardweave.ir import Axis, axes_size
-from shardweave.ir.errors import ClusterError
+from shardweave.ir import Axis, ClusterError, axes_size
 
 
 def fitted_links(cluster: M) -> M:

@@ -45,9 +45,8 @@ from shardweave.cost_model.memory import (
 from shardweave.cost_model.node_cost import Prices, optimizer_seconds
 from shardweave.cost_model.streams import Contention, Streams, Transfer
 from shardweave.cost_model.timeline import COMPUTE, Act, Event, Timeline
-from shardweave.ir import SEED, ParameterSpec, StepSpec, ValueSpec, group_name
-from shardweave.ir.errors import VerifyError
-from shardweave.sharding.graphs import collective, copied_from, gathers_parameter, info, is_start, is_wait, node_nodes
+from shardweave.ir import SEED, ParameterSpec, StepSpec, ValueSpec, VerifyError, group_name
+from shardweave.sharding import collective, copied_from, gathers_parameter, info, is_start, is_wait, node_nodes
 
 Phase = Literal["forward", "backward", "optimizer"]
 _TRANSIENT = ("working", "gathered")

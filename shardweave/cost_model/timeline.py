@@ -16,7 +16,7 @@ import numpy as np
 from shardweave.cost_model.machine import Device
 from shardweave.cost_model.memory import MemoryCurve
 from shardweave.cost_model.streams import Contention, Streams, Transfer
-from shardweave.ir.units import readable_bytes, readable_seconds
+from shardweave.ir import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,1 +1,7 @@
-"""The main job: a small GPT trains on local ranks with a planned, generated step."""
+"""The main job: a small GPT trains on local ranks with a planned, generated step. Uses public names only."""
+
+from shardweave.demo.model import GPT, GPTConfig
+from shardweave.demo.run import run_demo
+from shardweave.demo.training import Recipe
+
+__all__ = ["GPT", "GPTConfig", "Recipe", "run_demo"]

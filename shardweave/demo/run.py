@@ -13,9 +13,7 @@ import shardweave as sw
 from shardweave.demo.figure import plot_losses
 from shardweave.demo.model import GPT
 from shardweave.demo.training import Recipe, Run, train_on_rank, train_single
-from shardweave.ir.errors import ParallelError
-from shardweave.ir.progress import Progress
-from shardweave.ir.units import readable_bytes
+from shardweave.ir import ParallelError, Progress, readable_bytes
 
 TOLERANCE = 1e-5
 """The largest relative difference of a loss (float32) between one device and many."""
@@ -61,7 +59,7 @@ def make_plans(
     return data_parallel, sw.plan(model, cluster, batch, options=limited, progress=progress)
 
 
-def run(recipe: Recipe, ranks: int, out: Path, console: Console) -> Result:
+def run_demo(recipe: Recipe, ranks: int, out: Path, console: Console) -> Result:
     """Plan, train on `ranks` local ranks, train the same on one device, compare; leave everything in `out`.
 
     Raises

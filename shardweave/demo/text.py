@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardweave.ir.errors import InputError
+from shardweave.ir import InputError
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import shardweave as sw
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.demo.text import Text
-from shardweave.report.listing import source
+from shardweave.report import source
 
 
 @dataclass(frozen=True)

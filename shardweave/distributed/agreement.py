@@ -26,7 +26,7 @@ from shardweave.distributed.failures import (
 )
 from shardweave.distributed.gloo import one_at_a_time, timeout_of
 from shardweave.distributed.process_groups import RuntimeMesh
-from shardweave.ir.errors import LostRankError, ParallelError
+from shardweave.ir import LostRankError, ParallelError
 
 Result = TypeVar("Result")
 _groups: WeakKeyDictionary[RuntimeMesh, dist.ProcessGroup] = WeakKeyDictionary()

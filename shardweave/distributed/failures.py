@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from shardweave.distributed.gloo import timeout_of
-from shardweave.ir.errors import LostRankError
+from shardweave.ir import LostRankError
 
 Result = TypeVar("Result")
 

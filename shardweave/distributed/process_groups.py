@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardweave.distributed.failures import FailureNotice, collective, in_time
 from shardweave.distributed.gloo import is_safe, one_at_a_time, timeout_of
-from shardweave.ir import Axis, Mesh, group_name
-from shardweave.ir.errors import ParallelError
+from shardweave.ir import Axis, Mesh, ParallelError, group_name
 
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
 """The namespaces of the ops that run in process groups."""

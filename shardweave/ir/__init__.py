@@ -1,24 +1,55 @@
-"""The few frozen types that every floor of shardweave speaks.
-
-The one idea: a machine offers *axes*, an op has *factors* (its loops), and parallelising an op is assigning
-each axis to one of its factors, or to none. Where a value lies is then derived:
-
-- a factor that is in the output and has an axis: the output is sharded over that axis,
-- a factor that is only in the inputs and has an axis: the output is a partial result over it,
-- an axis on none of the factors: the output is replicated over it.
-
-A dimension is a mixed-radix number whose digits, outermost first, are either an `Axis` (that digit differs from
-device to device) or an ``int`` (that many steps lie on the device itself). ``(x, 32)`` is a plain shard of a
-dimension of ``32 * x.size``; ``(3, x, 16)`` is the strided shard of a fused ``(3 h d)`` projection on its heads.
-Axes have prime sizes, so a view never has to cut one.
+"""Frozen values that every other room speaks: errors, units, precision, mesh axes, layouts and their algebra,
+op rules, strategies, the captured step and the signature of a generated one. Imports nothing of shardweave but itself.
 """
 
+from shardweave.ir.annotations import is_of, readable
+from shardweave.ir.brief import brief
+from shardweave.ir.captured import Captured
+from shardweave.ir.errors import (
+    CaptureError,
+    CheckpointNotFound,
+    ClusterError,
+    IndexRangeError,
+    InfeasibleError,
+    InputError,
+    InternalError,
+    LaunchError,
+    LayoutError,
+    LostRankError,
+    ParallelError,
+    PlanError,
+    RuleError,
+    VerifyError,
+)
 from shardweave.ir.layout import Layout, Padding, normalise
+from shardweave.ir.layout_algebra import (
+    LOCAL,
+    Step,
+    StepKind,
+    cut_as,
+    digit_size,
+    dims_layout,
+    drop,
+    factors_of,
+    input_layouts,
+    outermost_first,
+    output_layouts,
+    rest_layouts,
+    steps_between,
+    through,
+    together,
+)
 from shardweave.ir.mesh import Axis, Digit, Mesh, axes_size, group_name, prime_factors, slice_axis
 from shardweave.ir.op_rule import Assignment, BoundRule, Dims, Factor
 from shardweave.ir.overlap_config import ALL, BITS, MODES, Mode, Quantized, Weaving
+from shardweave.ir.precision import Dtypes, Precision, dtype_name
+from shardweave.ir.progress import LOGGER, Progress, Reporter
+from shardweave.ir.pytree_signature import TENSOR, CallTree, as_call, canonical, leaf_names
+from shardweave.ir.reads import PLAIN, Read, Reads, Unchanged
 from shardweave.ir.step_signature import META, SEED, Collective, NodeInfo, ParameterSpec, StepSpec, Traffic, ValueSpec
 from shardweave.ir.strategy import Grid, GridAxes, Strategy
+from shardweave.ir.strategy_presets import PRESETS, at_rest, preset
+from shardweave.ir.units import bytes_of, readable_bytes, readable_ranges, readable_seconds
 
 __all__ = [
     "ALL",
@@ -26,30 +57,85 @@ __all__ = [
     "Axis",
     "BITS",
     "BoundRule",
+    "CallTree",
+    "CaptureError",
+    "Captured",
+    "CheckpointNotFound",
+    "ClusterError",
     "Collective",
     "Digit",
     "Dims",
+    "Dtypes",
     "Factor",
     "Grid",
     "GridAxes",
+    "IndexRangeError",
+    "InfeasibleError",
+    "InputError",
+    "InternalError",
+    "LOCAL",
+    "LOGGER",
+    "LaunchError",
     "Layout",
+    "LayoutError",
+    "LostRankError",
     "META",
     "MODES",
     "Mesh",
     "Mode",
     "NodeInfo",
+    "PLAIN",
+    "PRESETS",
     "Padding",
+    "ParallelError",
     "ParameterSpec",
+    "PlanError",
+    "Precision",
+    "Progress",
     "Quantized",
+    "Read",
+    "Reads",
+    "Reporter",
+    "RuleError",
     "SEED",
+    "Step",
+    "StepKind",
     "StepSpec",
     "Strategy",
+    "TENSOR",
     "Traffic",
+    "Unchanged",
     "ValueSpec",
+    "VerifyError",
     "Weaving",
+    "as_call",
+    "at_rest",
     "axes_size",
+    "brief",
+    "bytes_of",
+    "canonical",
+    "cut_as",
+    "digit_size",
+    "dims_layout",
+    "drop",
+    "dtype_name",
+    "factors_of",
     "group_name",
+    "input_layouts",
+    "is_of",
+    "leaf_names",
     "normalise",
+    "outermost_first",
+    "output_layouts",
+    "preset",
     "prime_factors",
+    "readable",
+    "readable_bytes",
+    "readable_ranges",
+    "readable_seconds",
+    "rest_layouts",
     "slice_axis",
+    "steps_between",
+    "through",
+    "together",
 ]

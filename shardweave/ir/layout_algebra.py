@@ -9,8 +9,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shardweave.ir import Axis, BoundRule, Digit, Dims, Layout, Mesh, Padding, axes_size, normalise
 from shardweave.ir.errors import LayoutError
+from shardweave.ir.layout import Layout, Padding, normalise
+from shardweave.ir.mesh import Axis, Digit, Mesh, axes_size
+from shardweave.ir.op_rule import BoundRule, Dims
 
 Digits = tuple[Digit, ...]
 Units = list[tuple[Digit, Digit]]

@@ -21,8 +21,9 @@ generated step, that of the cheaper gradients.
 
 from __future__ import annotations
 
-from shardweave.ir import Grid, Mesh, Strategy, axes_size
 from shardweave.ir.errors import PlanError
+from shardweave.ir.mesh import Mesh, axes_size
+from shardweave.ir.strategy import Grid, Strategy
 
 PRESETS = ("zero1", "zero2", "zero3", "hsdp", "mics", "hpz", "dp", "zdp")
 _OF_A_NODE = ("hsdp", "mics", "hpz")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardweave.ir.errors import IndexRangeError
+from shardweave.ir import IndexRangeError
 
 _LIBRARY: Any = torch.library.Library("shardweave", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("checked_index(Tensor index, SymInt start, int low, int high, str what) -> Tensor")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from shardweave.ir.errors import VerifyError
+from shardweave.ir import VerifyError
 
 _COORDINATE = "coord_"
 

@@ -22,13 +22,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardweave.cost_model import Cluster
-from shardweave.cost_model.node_cost import Prices
+from shardweave.cost_model import Cluster, Prices
 from shardweave.ir import META, Collective
 from shardweave.passes.partition import Rest
 from shardweave.passes.spmd_builder import in_order, remove_dead
-from shardweave.sharding.annotate import layer_of
-from shardweave.sharding.graphs import info, is_wait
+from shardweave.sharding import info, is_wait, layer_of
 
 aten = torch.ops.aten
 reshape, permute = aten.reshape.default, aten.permute.default

@@ -10,13 +10,10 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from shardweave.ir import StepSpec, axes_size
-from shardweave.ir.errors import LayoutError, VerifyError
-from shardweave.ir.units import readable_bytes
-from shardweave.ops.time_axis import is_coordinate
+from shardweave.ir import LayoutError, StepSpec, VerifyError, axes_size, readable_bytes
+from shardweave.ops import is_coordinate
 from shardweave.passes.spmd_builder import remove_dead
-from shardweave.sharding.annotate import graph_outputs
-from shardweave.sharding.graphs import info, module_of
+from shardweave.sharding import graph_outputs, info, module_of
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 

@@ -8,11 +8,9 @@ from functools import cached_property
 
 from torch import fx
 
-from shardweave.cost_model.collectives import Demand
-from shardweave.cost_model.memory import ONCE, Repeated, Storage, liveness
-from shardweave.cost_model.node_cost import Prices
+from shardweave.cost_model import ONCE, Demand, Prices, Repeated, Storage, liveness
 from shardweave.ir import Collective, group_name
-from shardweave.sharding.graphs import collective, is_start, is_wait
+from shardweave.sharding import collective, is_start, is_wait
 
 
 @dataclass(frozen=True)

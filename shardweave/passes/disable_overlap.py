@@ -15,7 +15,7 @@ from torch import fx
 from shardweave.ir import Collective, Traffic
 from shardweave.passes.partition import Rest
 from shardweave.passes.scheduling_priorities import WAIT
-from shardweave.sharding.graphs import info
+from shardweave.sharding import info
 
 
 def traffic_of(what: Collective, rest: Rest) -> Traffic:

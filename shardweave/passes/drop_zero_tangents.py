@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from shardweave.sharding.rules.matmul import EACH, FIRST
+from shardweave.sharding import EACH, FIRST
 
 aten = torch.ops.aten
 

@@ -15,8 +15,7 @@ from torch import fx
 from shardweave.ir import Axis
 from shardweave.passes.recompute import same
 from shardweave.passes.spmd_builder import remove_dead
-from shardweave.sharding.annotate import last_match
-from shardweave.sharding.graphs import info
+from shardweave.sharding import info, last_match
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardweave.cost_model.streams import ALONE, Contention, Streams, Transfer
-from shardweave.ir.errors import VerifyError
+from shardweave.cost_model import ALONE, Contention, Streams, Transfer
+from shardweave.ir import VerifyError
 from shardweave.passes.dependency_graph import Tasks
 
 Key = tuple[int, ...]

@@ -7,13 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from shardweave.cost_model.options import Options
-from shardweave.ir import Axis, Mesh, Strategy, Weaving, slice_axis
-from shardweave.ir.captured import Captured
-from shardweave.ir.errors import LayoutError, PlanError
-from shardweave.sharding.annotate import modules_around
-from shardweave.sharding.graphs import info
-from shardweave.sharding.parallel_ops import Op, matches, nothing_named
+from shardweave.cost_model import Options
+from shardweave.ir import Axis, Captured, LayoutError, Mesh, PlanError, Strategy, Weaving, slice_axis
+from shardweave.sharding import Op, info, matches, modules_around, nothing_named
 
 
 def with_times(mesh: Mesh, options: Options, strategies: Iterable[Strategy] = ()) -> Mesh:

@@ -15,9 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from shardweave.ir import META, Assignment, Axis, BoundRule, Layout, Mesh, NodeInfo, axes_size
-from shardweave.ir.errors import LayoutError, VerifyError
-from shardweave.ir.layout_algebra import (
+from shardweave.ir import (
+    META,
+    Assignment,
+    Axis,
+    BoundRule,
+    Dtypes,
+    Layout,
+    LayoutError,
+    Mesh,
+    NodeInfo,
+    VerifyError,
+    axes_size,
     cut_as,
     drop,
     factors_of,
@@ -27,22 +36,30 @@ from shardweave.ir.layout_algebra import (
     through,
     together,
 )
-from shardweave.ir.precision import Dtypes
 from shardweave.passes.spmd_builder import TAKEN, LocalGraph, OpEmitter, Origin, Part, part, remove_dead
-from shardweave.sharding.annotate import (
+from shardweave.sharding import (
+    Arrival,
+    Choice,
+    Rule,
+    accepting,
     bind_new,
     checkpoint_of,
     covered,
     decompose,
     depends_on_inputs,
+    describe,
+    find_rule,
+    follow,
     graph_outputs,
+    info,
+    is_view,
+    linear_in,
+    met,
+    module_of,
+    passing_sums,
     source_of,
+    tensor_args,
 )
-from shardweave.sharding.graphs import describe, info, module_of
-from shardweave.sharding.propagate import Arrival, Choice, accepting, follow, met, passing_sums
-from shardweave.sharding.rules import find_rule, is_view
-from shardweave.sharding.rules.matmul import linear_in
-from shardweave.sharding.rules.registry import Rule, tensor_args
 
 
 class Rest(NamedTuple):

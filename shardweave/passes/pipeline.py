@@ -10,27 +10,25 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from shardweave.cost_model import Cluster
-from shardweave.cost_model.kernel_scratch import rounded
-from shardweave.cost_model.memory import ONCE, Repeated, liveness, output_storages, storage_bytes
-from shardweave.cost_model.options import Options
+from shardweave.cost_model import ONCE, Cluster, Options, Repeated, liveness, output_storages, rounded, storage_bytes
 from shardweave.ir import (
     SEED,
     Assignment,
     Axis,
+    Captured,
     Layout,
     Mesh,
     ParameterSpec,
+    PlanError,
     StepSpec,
     Strategy,
     ValueSpec,
     axes_size,
+    drop,
+    dtype_name,
     normalise,
+    outermost_first,
 )
-from shardweave.ir.captured import Captured
-from shardweave.ir.errors import PlanError
-from shardweave.ir.layout_algebra import drop, outermost_first
-from shardweave.ir.precision import dtype_name
 from shardweave.passes.bucket import Bucket
 from shardweave.passes.codegen import Step, Turns, graph_hash, set_apart, split
 from shardweave.passes.disable_overlap import Block
@@ -43,10 +41,21 @@ from shardweave.passes.recompute import Recompute
 from shardweave.passes.schedule import Alike, Schedule
 from shardweave.passes.unroll_sub_batches import Split
 from shardweave.passes.verify import verify, verify_memory
-from shardweave.sharding.annotate import Annotate, Classes, find_classes, graph_outputs, layer_of
-from shardweave.sharding.graphs import copied, info, op_name
-from shardweave.sharding.parallel_ops import Op, batch_classes, find_ops, with_forms
-from shardweave.sharding.samples import Samples
+from shardweave.sharding import (
+    Annotate,
+    Classes,
+    Op,
+    Samples,
+    batch_classes,
+    copied,
+    find_classes,
+    find_ops,
+    graph_outputs,
+    info,
+    layer_of,
+    op_name,
+    with_forms,
+)
 
 
 class Boundary:

@@ -24,7 +24,7 @@ from torch import fx
 import shardweave.ops  # noqa: F401  (registers the ops)
 from shardweave.ir import META, Axis, Collective, Quantized, axes_size, group_name
 from shardweave.passes.spmd_builder import remove_dead, short_name
-from shardweave.sharding.graphs import described, info, is_wait, tensor_bytes
+from shardweave.sharding import described, info, is_wait, tensor_bytes
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

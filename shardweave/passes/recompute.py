@@ -18,8 +18,7 @@ from torch import fx
 
 from shardweave.ir import META, Mode
 from shardweave.passes.spmd_builder import in_order, remove_dead
-from shardweave.sharding.annotate import graph_outputs, last_match, layer_of
-from shardweave.sharding.graphs import info, is_start, is_wait
+from shardweave.sharding import graph_outputs, info, is_start, is_wait, last_match, layer_of
 
 
 def region_of(node: fx.Node) -> str:

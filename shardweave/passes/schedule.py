@@ -23,17 +23,13 @@ from functools import partial
 
 from torch import fx
 
-from shardweave.cost_model import Cluster
-from shardweave.cost_model.memory import ONCE, Repeated, liveness
-from shardweave.cost_model.node_cost import Prices
-from shardweave.cost_model.streams import Contention
+from shardweave.cost_model import ONCE, Cluster, Contention, Prices, Repeated, liveness
 from shardweave.ir import ALL
 from shardweave.passes.dependency_graph import Tasks
 from shardweave.passes.list_scheduler import Woven, played, weave
 from shardweave.passes.schedule_refinement import in_order_of, justified, paced
 from shardweave.passes.scheduling_priorities import ahead_of_use, barriers, cause_of, hold_back, moments_of, orderings
-from shardweave.sharding.annotate import layer_of
-from shardweave.sharding.graphs import info
+from shardweave.sharding import info, layer_of
 
 AHEAD = (8, 4, 1)
 """How many moments are gathered ahead where the user does not say it."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shardweave.cost_model.timeline import COMPUTE
+from shardweave.cost_model import COMPUTE
 from shardweave.passes.dependency_graph import Tasks, Transfers
 from shardweave.passes.list_scheduler import Key, Moment
 from shardweave.passes.scheduling_priorities import cause_of

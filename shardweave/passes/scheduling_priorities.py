@@ -15,8 +15,7 @@ import torch
 import shardweave.ops  # noqa: F401  (registers the ops)
 from shardweave.passes.dependency_graph import Tasks
 from shardweave.passes.list_scheduler import Key, Moment
-from shardweave.sharding.annotate import layer_of
-from shardweave.sharding.graphs import info
+from shardweave.sharding import info, layer_of
 
 aten = torch.ops.aten
 own = torch.ops.shardweave

@@ -15,25 +15,31 @@ import torch
 from torch import fx
 
 import shardweave.ops  # noqa: F401  (registers the ops)
-from shardweave.ir import META, SEED, Axis, BoundRule, Collective, Layout, Mesh, NodeInfo, axes_size, group_name
-from shardweave.ir.errors import LayoutError, RuleError
-from shardweave.ir.layout_algebra import (
+from shardweave.ir import (
+    META,
+    SEED,
+    Axis,
+    BoundRule,
+    Collective,
+    Layout,
+    LayoutError,
+    Mesh,
+    NodeInfo,
+    RuleError,
     Step,
+    axes_size,
     digit_size,
     drop,
     factors_of,
+    group_name,
     input_layouts,
     outermost_first,
     output_layouts,
     steps_between,
     through,
 )
-from shardweave.ops.seeded_random import seeded
-from shardweave.ops.time_axis import coordinate, joined, total
-from shardweave.sharding.graphs import described
-from shardweave.sharding.rules import find_rule
-from shardweave.sharding.rules.random import draws
-from shardweave.sharding.rules.registry import Rule
+from shardweave.ops import coordinate, joined, seeded, total
+from shardweave.sharding import Rule, described, draws, find_rule
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardweave.ir import META, Axis
-from shardweave.ir.errors import VerifyError
-from shardweave.ops.time_axis import coordinate, joined, total
+from shardweave.ir import META, Axis, VerifyError
+from shardweave.ops import coordinate, joined, total
 from shardweave.passes.spmd_builder import remove_dead
-from shardweave.sharding.annotate import graph_outputs
-from shardweave.sharding.graphs import info, module_of
+from shardweave.sharding import graph_outputs, info, module_of
 
 aten = torch.ops.aten
 

@@ -16,13 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardweave.cost_model import Cluster
-from shardweave.cost_model.memory import ONCE, Repeated, Storage, liveness, most_held
-from shardweave.cost_model.node_cost import Prices, node_key
-from shardweave.ir import Axis, Collective, group_name
-from shardweave.ir.errors import VerifyError
-from shardweave.ir.units import readable_bytes
-from shardweave.sharding.graphs import info, is_start, is_wait, node_nodes, tensor_bytes, tensors
+from shardweave.cost_model import ONCE, Cluster, Prices, Repeated, Storage, liveness, most_held, node_key
+from shardweave.ir import Axis, Collective, VerifyError, group_name, readable_bytes
+from shardweave.sharding import info, is_start, is_wait, node_nodes, tensor_bytes, tensors
 
 c10d = torch.ops._c10d_functional
 

@@ -8,9 +8,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import fx
 
-from shardweave.ir import META, Collective, NodeInfo, axes_size
-from shardweave.ir.units import readable_bytes
-from shardweave.ops.seeded_random import seeded
+from shardweave.ir import META, Collective, NodeInfo, axes_size, readable_bytes
+from shardweave.ops import seeded
 
 _WIDTH = 96
 """Lines longer than this do not push the shapes of all others to the right."""

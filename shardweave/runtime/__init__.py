@@ -1,20 +1,29 @@
-"""What runs a generated step: it knows graphs and their calling convention, and nothing of the compiler."""
+"""What runs a generated step: `ParallelModule`, the executor, parameters, inputs, checkpoints, and the launcher of
+local ranks. A plan and two graphs are all that it needs: it knows no planner. May import `ir`, `distributed`, `ops`,
+`sharding`, `cost_model` and `report`.
+"""
 
-import shardweave.ops  # noqa: F401  (registers the ops)
-from shardweave.distributed.process_groups import RuntimeMesh
+import shardweave.ops  # noqa: F401  (registers the ops that generated graphs call)
+from shardweave.runtime.call_checks import Batch, SameInputs, group_of_calls
 from shardweave.runtime.checkpoint.checkpoint import Saving, load_checkpoint, save_checkpoint
 from shardweave.runtime.checkpoint.weights import load_weights, save_weights
+from shardweave.runtime.execute import boxed
 from shardweave.runtime.initialise import initialise, initialised
 from shardweave.runtime.launch import WorkerPool, launch
-from shardweave.runtime.module import ParallelModule, Step, become_parallel
+from shardweave.runtime.module import ParallelModule, Step, agreed_seed, become_parallel, compare_graphs
 
 __all__ = [
+    "Batch",
     "ParallelModule",
-    "RuntimeMesh",
+    "SameInputs",
     "Saving",
     "Step",
     "WorkerPool",
+    "agreed_seed",
     "become_parallel",
+    "boxed",
+    "compare_graphs",
+    "group_of_calls",
     "initialise",
     "initialised",
     "launch",

@@ -17,12 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardweave.distributed.agreement import control_of
-from shardweave.distributed.failures import collective
-from shardweave.distributed.process_groups import RuntimeMesh
-from shardweave.ir import StepSpec, ValueSpec
-from shardweave.ir.errors import InputError, ParallelError
-from shardweave.ops.checked_index import IndexChecks
+from shardweave.distributed import RuntimeMesh, collective, control_of
+from shardweave.ir import InputError, ParallelError, StepSpec, ValueSpec
+from shardweave.ops import IndexChecks
 from shardweave.runtime.inputs import LocalBatch, checked, localized
 
 Batch = Literal["global", "local"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shardweave.ir.errors import ParallelError
+from shardweave.ir import ParallelError
 
 _AGAIN = "Make the change on the model and compile it again"
 

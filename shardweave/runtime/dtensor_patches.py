@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 
-from shardweave.distributed.failures import collective
+from shardweave.distributed import collective
 
 _UNTAGGED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_", "_foreach_copy_")
 _CHECK = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default

@@ -14,10 +14,8 @@ from torch import fx
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
-from shardweave.distributed.failures import lost_rank, refuse_if_lost
-from shardweave.distributed.process_groups import COLLECTIVES, RuntimeMesh, group_of
-from shardweave.ir import META, StepSpec, ValueSpec, axes_size
-from shardweave.ir.errors import LostRankError, ParallelError
+from shardweave.distributed import COLLECTIVES, RuntimeMesh, group_of, lost_rank, refuse_if_lost
+from shardweave.ir import META, LostRankError, ParallelError, StepSpec, ValueSpec, axes_size
 from shardweave.runtime.grad_accumulation import Boxed, Gradients, Turns, cut, in_places, joined
 from shardweave.runtime.parameters import local_tensor
 from shardweave.runtime.tensor import like

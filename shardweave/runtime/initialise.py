@@ -12,9 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from shardweave.distributed.agreement import Control, control, control_of, in_step
-from shardweave.ir import Layout
-from shardweave.ir.errors import ParallelError
+from shardweave.distributed import Control, control, control_of, in_step
+from shardweave.ir import Layout, ParallelError
 from shardweave.runtime.checkpoint.state_dict import named_tensors
 from shardweave.runtime.module import ParallelModule, _from_all
 from shardweave.runtime.parameters import local_part, local_tensor

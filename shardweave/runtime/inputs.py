@@ -10,11 +10,19 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from shardweave.distributed.failures import collective
-from shardweave.distributed.process_groups import RuntimeMesh
-from shardweave.ir import Axis, Digit, Layout, StepSpec, ValueSpec, axes_size, normalise
-from shardweave.ir.errors import InputError, ParallelError
-from shardweave.ir.precision import dtype_name
+from shardweave.distributed import RuntimeMesh, collective
+from shardweave.ir import (
+    Axis,
+    Digit,
+    InputError,
+    Layout,
+    ParallelError,
+    StepSpec,
+    ValueSpec,
+    axes_size,
+    dtype_name,
+    normalise,
+)
 from shardweave.runtime.parameters import local_part, ranges
 from shardweave.runtime.tensor import distribute
 

@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from typing import Any, TypeVar
 
-from shardweave.ir.errors import LaunchError
+from shardweave.ir import LaunchError
 
 Result = TypeVar("Result")
 
@@ -295,8 +295,7 @@ def _run_rank(
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but missing from its __all__
 
-    from shardweave.distributed.failures import collective
-    from shardweave.distributed.gloo import one_at_a_time
+    from shardweave.distributed import collective, one_at_a_time
     from shardweave.runtime.checkpoint.checkpoint import finish_saving
 
     torch.set_num_threads(1)  # also because OpenMP's threads do not survive a fork

@@ -19,14 +19,9 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.utils.data import DistributedSampler
 
-from shardweave.distributed.agreement import from_all
-from shardweave.distributed.failures import collective
-from shardweave.distributed.process_groups import RuntimeMesh
-from shardweave.ir import Layout, StepSpec, ValueSpec, axes_size
-from shardweave.ir.errors import InputError, ParallelError
-from shardweave.ir.reads import Reads, Unchanged
-from shardweave.ops.checked_index import IndexChecks
-from shardweave.ops.seeded_random import Seeds
+from shardweave.distributed import RuntimeMesh, collective, from_all
+from shardweave.ir import InputError, Layout, ParallelError, Reads, StepSpec, Unchanged, ValueSpec, axes_size
+from shardweave.ops import IndexChecks, Seeds
 from shardweave.runtime.call_checks import Batch, Calls, group_of_calls
 from shardweave.runtime.changed_parameters import Watch
 from shardweave.runtime.checkpoint.state_dict import Finder, adopt, shard_whole, submodule, without_values

@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from shardweave.ir import Axis, Digit, Layout, Mesh, normalise
-from shardweave.ir.errors import LayoutError
-from shardweave.ops.padding import unpad
+from shardweave.ir import Axis, Digit, Layout, LayoutError, Mesh, normalise
+from shardweave.ops import unpad
 
 _FLAG = "use_strided_shard_as_shard_order"
 STRIDES_ARE_PLACES: dict[str, Any] = {_FLAG: False} if _FLAG in DTensorSpec.__dataclass_fields__ else {}

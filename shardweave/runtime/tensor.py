@@ -32,11 +32,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardweave.distributed.agreement import everyone
-from shardweave.distributed.failures import collective
-from shardweave.distributed.process_groups import RuntimeMesh
-from shardweave.ir import Axis, Layout
-from shardweave.ir.errors import LayoutError, ParallelError
+from shardweave.distributed import RuntimeMesh, collective, everyone
+from shardweave.ir import Axis, Layout, LayoutError, ParallelError
 from shardweave.runtime.dtensor_patches import elementwise, install
 from shardweave.runtime.parameters import (
     STRIDES_ARE_PLACES,

@@ -16,8 +16,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from shardweave.ir import META, BoundRule, Dims, Factor, NodeInfo
-from shardweave.ir.errors import RuleError
+from shardweave.ir import META, BoundRule, Dims, Factor, NodeInfo, RuleError
 from shardweave.sharding.empty import take_out_empty
 from shardweave.sharding.graphs import describe, described, info, op_name
 from shardweave.sharding.moe_dispatch import undo_dispatch

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardweave.ir.errors import RuleError
+from shardweave.ir import RuleError
 from shardweave.sharding.rules.registry import tensor_args
 
 aten = torch.ops.aten

@@ -13,8 +13,7 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 import shardweave.ops  # noqa: F401  (registers the ops)
-from shardweave.ir import META, Collective, NodeInfo
-from shardweave.ir.errors import VerifyError
+from shardweave.ir import META, Collective, NodeInfo, VerifyError
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _COPIES_STRIDED = ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten")  # views where they can be

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardweave.ir.captured import Captured
+from shardweave.ir import Captured
 from shardweave.sharding.annotate import checkpoint_of, graph_outputs, layer_of
 from shardweave.sharding.graphs import module_of, op_name
 

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 import shardweave.ops  # noqa: F401  (registers the ops)
-from shardweave.ir.errors import RuleError
+from shardweave.ir import RuleError
 from shardweave.sharding.graphs import describe
 from shardweave.sharding.rules import find_rule
 from shardweave.sharding.rules.registry import argument, tensor_args

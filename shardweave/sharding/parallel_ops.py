@@ -17,11 +17,21 @@ from typing import Literal
 
 from torch import fx
 
-from shardweave.ir import Assignment, Axis, Grid, Layout, Mesh, Strategy, axes_size, slice_axis
-from shardweave.ir.captured import Captured
-from shardweave.ir.errors import LayoutError, PlanError
-from shardweave.ir.layout_algebra import dims_layout
-from shardweave.ir.strategy_presets import at_rest
+from shardweave.ir import (
+    Assignment,
+    Axis,
+    Captured,
+    Grid,
+    Layout,
+    LayoutError,
+    Mesh,
+    PlanError,
+    Strategy,
+    at_rest,
+    axes_size,
+    dims_layout,
+    slice_axis,
+)
 from shardweave.sharding.annotate import Classes, covered, covers, graph_outputs
 from shardweave.sharding.graphs import info, tensors
 from shardweave.sharding.rules import find_rule, is_view

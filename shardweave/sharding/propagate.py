@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from shardweave.ir import Axis, BoundRule, Layout, Mesh, axes_size
-from shardweave.ir.layout_algebra import factors_of, input_layouts, output_layouts
+from shardweave.ir import Axis, BoundRule, Layout, Mesh, axes_size, factors_of, input_layouts, output_layouts
 from shardweave.sharding.rules.registry import EVERY, Rule
 
 

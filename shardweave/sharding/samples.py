@@ -14,9 +14,7 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from shardweave.ir.captured import Captured
-from shardweave.ir.errors import PlanError
-from shardweave.ir.pytree_signature import as_call, canonical, leaf_names
+from shardweave.ir import Captured, PlanError, as_call, canonical, leaf_names
 from shardweave.sharding.annotate import Classes, source_of
 from shardweave.sharding.graphs import info
 

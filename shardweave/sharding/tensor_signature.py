@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardweave.ops.seeded_random import seeded
+from shardweave.ops import seeded
 
 
 def op_of(node: fx.Node) -> Any:

@@ -5,9 +5,10 @@ plans on the cluster that `clusters` describes, and `report` shows them. `docs/v
 """
 
 from shardweave.validation.clusters import Constant, Described
+from shardweave.validation.figures import save_figures
 from shardweave.validation.papers import validate
 from shardweave.validation.published import load
-from shardweave.validation.rows import Result, Row
+from shardweave.validation.rows import Result, Row, validated
 from shardweave.validation.setting import Setting
 
-__all__ = ["Constant", "Described", "Result", "Row", "Setting", "load", "validate"]
+__all__ = ["Constant", "Described", "Result", "Row", "Setting", "load", "save_figures", "validate", "validated"]

@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from shardweave.ir import Grid, Strategy, Traffic
-from shardweave.ir.errors import InputError
-from shardweave.ir.precision import Precision
-from shardweave.planner.search.plan import Plan
+from shardweave.ir import Grid, InputError, Precision, Strategy, Traffic
+from shardweave.planner import Plan
 from shardweave.validation.deepspeed import hosted
 from shardweave.validation.models import Sizes
 from shardweave.validation.published import Paper, table

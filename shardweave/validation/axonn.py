@@ -14,11 +14,9 @@ from typing import Any
 import torch
 
 from shardweave.cost_model import Cluster
-from shardweave.demo.model import GPTConfig
-from shardweave.ir import Grid, Traffic
-from shardweave.ir.errors import InfeasibleError, InputError, PlanError
-from shardweave.ir.precision import Precision
-from shardweave.planner.search.plan import Plan
+from shardweave.demo import GPTConfig
+from shardweave.ir import Grid, InfeasibleError, InputError, PlanError, Precision, Traffic
+from shardweave.planner import Plan
 from shardweave.validation.deepspeed import hosted
 from shardweave.validation.grids import Bandwidths, ranking
 from shardweave.validation.published import Paper, table

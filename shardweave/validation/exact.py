@@ -9,15 +9,11 @@ from typing import Any
 
 import torch
 
-from shardweave.compiler.compiler import Compiler
-from shardweave.cost_model import Cluster
-from shardweave.cost_model.collectives import crossed_level, group_extents
-from shardweave.cost_model.options import ZERO_PLUS_PLUS
-from shardweave.ir import Collective, Quantized
-from shardweave.ir.errors import InputError, PlanError
-from shardweave.ir.precision import Precision
-from shardweave.planner.search.plan import Plan
-from shardweave.sharding.graphs import info
+from shardweave.compiler import Compiler
+from shardweave.cost_model import ZERO_PLUS_PLUS, Cluster, crossed_level, group_extents
+from shardweave.ir import Collective, InputError, PlanError, Precision, Quantized
+from shardweave.planner import Plan
+from shardweave.sharding import info
 from shardweave.validation.models import Sizes
 from shardweave.validation.published import Paper, table
 from shardweave.validation.rows import Row

@@ -7,9 +7,8 @@ from itertools import product
 from typing import Any
 
 from shardweave.cost_model import Cluster, collective_seconds
-from shardweave.demo.model import GPTConfig
-from shardweave.ir import Grid, Strategy
-from shardweave.ir.errors import InputError
+from shardweave.demo import GPTConfig
+from shardweave.ir import Grid, InputError, Strategy
 
 Bandwidths = Sequence[Mapping[str, Any]]
 """Rows of the authors' table: GiB/s of a group of ``my`` devices that are ``ip`` apart."""

@@ -13,9 +13,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from shardweave.demo.model import GPTConfig
-from shardweave.ir.errors import InputError
-from shardweave.planner.search.plan import Plan
+from shardweave.demo import GPTConfig
+from shardweave.ir import InputError
+from shardweave.planner import Plan
 from shardweave.validation.published import Paper, table
 from shardweave.validation.rows import Row
 from shardweave.validation.setting import Setting, captured

@@ -28,8 +28,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from shardweave.ir.errors import InfeasibleError, InputError
-from shardweave.planner.search.plan import Plan
+from shardweave.ir import InfeasibleError, InputError
+from shardweave.planner import Plan
 from shardweave.validation.models import MinGPTSizes
 from shardweave.validation.published import Paper
 from shardweave.validation.rows import Row

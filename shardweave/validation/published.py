@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from shardweave.ir.errors import InputError
+from shardweave.ir import InputError
 
 Paper = Mapping[str, Any]
 _READERS: Mapping[str, Callable[[str], Any]] = {".json": json.loads, ".yaml": yaml.safe_load}

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardweave.ir.errors import InfeasibleError, InputError, PlanError
-from shardweave.report.report import Report
+from shardweave.ir import InfeasibleError, InputError, PlanError
+from shardweave.report import Report
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardweave.compiler.compiler import Compiler
-from shardweave.cost_model import Cluster
-from shardweave.cost_model.options import Options
-from shardweave.demo.model import GPT, GPTConfig
-from shardweave.ir.precision import Precision
-from shardweave.planner.search.plan import Plan
+from shardweave.compiler import Compiler
+from shardweave.cost_model import Cluster, Options
+from shardweave.demo import GPT, GPTConfig
+from shardweave.ir import Precision
+from shardweave.planner import Plan
 from shardweave.validation.clusters import cluster_of
 from shardweave.validation.models import Llama, MinGPT, MinGPTSizes, Sizes
 

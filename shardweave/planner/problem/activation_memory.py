@@ -11,13 +11,12 @@ import numpy as np
 from torch import fx
 
 from shardweave.ir import Layout
-from shardweave.passes.pipeline import Annotated
+from shardweave.passes import Annotated
 from shardweave.planner.problem.graph_analysis import Facts, is_alias, num_bytes, root_of
 from shardweave.planner.problem.overlap_model import Floats
 from shardweave.planner.problem.resharding_costs import local_numel
 from shardweave.planner.problem.variables import Variable
-from shardweave.sharding.graphs import info
-from shardweave.sharding.rules.registry import tensor_args
+from shardweave.sharding import info, tensor_args
 
 Lies = Sequence[Sequence[Layout]]
 """For each port of a variable, where a value's parts, or an op's inputs, lie."""

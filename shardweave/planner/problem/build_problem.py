@@ -16,13 +16,22 @@ from dataclasses import replace
 import numpy as np
 from torch import fx
 
-from shardweave.cost_model import Cluster
-from shardweave.cost_model.options import Options
-from shardweave.ir import Assignment, Axis, BoundRule, Layout, Mesh, Strategy
-from shardweave.ir.errors import PlanError
-from shardweave.ir.layout_algebra import drop, factors_of, input_layouts, output_layouts, through
-from shardweave.passes.overlap_options import with_times
-from shardweave.passes.pipeline import Annotated
+from shardweave.cost_model import Cluster, Options
+from shardweave.ir import (
+    Assignment,
+    Axis,
+    BoundRule,
+    Layout,
+    Mesh,
+    PlanError,
+    Strategy,
+    drop,
+    factors_of,
+    input_layouts,
+    output_layouts,
+    through,
+)
+from shardweave.passes import Annotated, with_times
 from shardweave.planner.problem.activation_memory import Holding
 from shardweave.planner.problem.candidates import legal, spread
 from shardweave.planner.problem.graph_analysis import Facts, Scatters, bound_of, root_of
@@ -31,13 +40,20 @@ from shardweave.planner.problem.overlap_model import Costs, Windows
 from shardweave.planner.problem.problem import Edge, Problem
 from shardweave.planner.problem.resharding_costs import Links, Prices, local_numel, tensor_outputs, whole
 from shardweave.planner.problem.variables import Costed, Rows, Variable
-from shardweave.sharding.annotate import covered, source_of
-from shardweave.sharding.graphs import info
-from shardweave.sharding.parallel_ops import Op
-from shardweave.sharding.propagate import Arrival, Choice, accepting, follow
-from shardweave.sharding.rules import find_rule, is_view
-from shardweave.sharding.rules.matmul import linear_in
-from shardweave.sharding.rules.registry import tensor_args
+from shardweave.sharding import (
+    Arrival,
+    Choice,
+    Op,
+    accepting,
+    covered,
+    find_rule,
+    follow,
+    info,
+    is_view,
+    linear_in,
+    source_of,
+    tensor_args,
+)
 
 Arrivals = list[tuple[Layout, ...]]  # for each port of the variable that a value follows, where its outputs lie
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from shardweave.ir import Assignment, Axis, Grid, Mesh, Strategy, axes_size
-from shardweave.ir.errors import LayoutError
-from shardweave.sharding.parallel_ops import Op
+from shardweave.ir import Assignment, Axis, Grid, LayoutError, Mesh, Strategy, axes_size
+from shardweave.sharding import Op
 
 
 def strategies(mesh: Mesh, experts: bool = False) -> Iterator[Strategy]:

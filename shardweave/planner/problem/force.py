@@ -6,12 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from shardweave.cost_model.options import Forced
-from shardweave.ir import Grid, Mesh, Strategy
-from shardweave.ir.errors import LayoutError, PlanError
-from shardweave.ir.strategy_presets import PRESETS, preset
+from shardweave.cost_model import Forced
+from shardweave.ir import PRESETS, Grid, LayoutError, Mesh, PlanError, Strategy, preset
 from shardweave.planner.problem.candidates import strategies
-from shardweave.sharding.parallel_ops import Alternating, Op, matches, nothing_named
+from shardweave.sharding import Alternating, Op, matches, nothing_named
 
 WORDS = ("column", "row", "expert", "3d")
 _TENSOR = re.compile(r"tensor:(\d+)(?:x(\d+))?(?:x(\d+))?(?:x(\d+))?(?:\+(dp|zero[123]))?")

@@ -19,20 +19,26 @@ from itertools import accumulate, pairwise
 import torch
 from torch import fx
 
-from shardweave.cost_model import Cluster
-from shardweave.cost_model.op_time import node_seconds, node_work
-from shardweave.ir import Assignment, Axis, BoundRule, Layout, Mesh, axes_size
-from shardweave.ir.errors import RuleError
-from shardweave.ir.layout_algebra import input_layouts, output_layouts
-from shardweave.passes.pipeline import Annotated, join_names
+from shardweave.cost_model import Cluster, node_seconds, node_work
+from shardweave.ir import Assignment, Axis, BoundRule, Layout, Mesh, RuleError, axes_size, input_layouts, output_layouts
+from shardweave.passes import Annotated, join_names
 from shardweave.planner.problem.op_costs import Ends
 from shardweave.planner.problem.resharding_costs import tensor_outputs
-from shardweave.sharding.annotate import depends_on_inputs, graph_outputs, source_of
-from shardweave.sharding.graphs import alias_of, describe, info
-from shardweave.sharding.parallel_ops import Op, batch_classes
-from shardweave.sharding.propagate import Choice, accepting
-from shardweave.sharding.rules import is_view
-from shardweave.sharding.rules.registry import Rule, tensor_args
+from shardweave.sharding import (
+    Choice,
+    Op,
+    Rule,
+    accepting,
+    alias_of,
+    batch_classes,
+    depends_on_inputs,
+    describe,
+    graph_outputs,
+    info,
+    is_view,
+    source_of,
+    tensor_args,
+)
 
 
 class Facts:

@@ -14,16 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from shardweave.cost_model.node_cost import optimizer_loads
-from shardweave.ir import Assignment, Axis, Layout, Strategy, Traffic, axes_size, slice_axis
-from shardweave.ir.layout_algebra import output_layouts
-from shardweave.ir.precision import Dtypes
+from shardweave.cost_model import optimizer_loads
+from shardweave.ir import Assignment, Axis, Dtypes, Layout, Strategy, Traffic, axes_size, output_layouts, slice_axis
 from shardweave.planner.problem.overlap_model import Costs, Floats, Windows
 from shardweave.planner.problem.resharding_costs import Links, Prices, local_numel, tensor_outputs
-from shardweave.sharding.graphs import info
-from shardweave.sharding.parallel_ops import Op, Role
-from shardweave.sharding.rules import find_rule
-from shardweave.sharding.rules.registry import EVERY, tensor_args
+from shardweave.sharding import EVERY, Op, Role, find_rule, info, tensor_args
 
 Ints = NDArray[np.int64]
 

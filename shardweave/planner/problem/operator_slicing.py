@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardweave.ir import Strategy
-from shardweave.ir.errors import LayoutError
+from shardweave.ir import LayoutError, Strategy
 from shardweave.planner.problem.build_problem import Costing
 from shardweave.planner.problem.variables import Costed, Rows, Variable
-from shardweave.sharding.parallel_ops import Op
+from shardweave.sharding import Op
 
 SLICES = 4
 """As many as OSDP takes."""

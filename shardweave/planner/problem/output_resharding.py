@@ -24,7 +24,7 @@ from shardweave.planner.problem.problem import Candidate, Edge
 from shardweave.planner.problem.problem import Op as Row
 from shardweave.planner.problem.resharding_costs import Links, local_numel
 from shardweave.planner.problem.variables import Costed, Variable
-from shardweave.sharding.annotate import graph_outputs
+from shardweave.sharding import graph_outputs
 
 BORDER = ":returned"
 """The name of the variable."""

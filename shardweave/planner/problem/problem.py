@@ -33,7 +33,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from shardweave.ir.errors import PlanError
+from shardweave.ir import PlanError
 
 TICKS_PER_SECOND = 2**40
 """Sums up to ``2**13`` s (more than two hours a step) of such ticks are exact in a float, too."""

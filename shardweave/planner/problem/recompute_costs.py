@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import fx
 
-from shardweave.cost_model.op_time import node_work, work_seconds
+from shardweave.cost_model import node_work, work_seconds
 from shardweave.ir import MODES, Mode
-from shardweave.passes.recompute import region_of
+from shardweave.passes import region_of
 from shardweave.planner.problem.build_problem import Costing
 from shardweave.planner.problem.graph_analysis import is_alias, num_bytes, root_of
 from shardweave.planner.problem.overlap_model import Costs, Floats, Windows
@@ -27,10 +27,7 @@ from shardweave.planner.problem.problem import Candidate, Edge
 from shardweave.planner.problem.problem import Op as Row
 from shardweave.planner.problem.resharding_costs import local_numel, tensor_outputs
 from shardweave.planner.problem.variables import Costed, Variable
-from shardweave.sharding.annotate import last_match
-from shardweave.sharding.graphs import info
-from shardweave.sharding.parallel_ops import users_through_views
-from shardweave.sharding.rules.registry import tensor_args
+from shardweave.sharding import info, last_match, tensor_args, users_through_views
 
 
 @dataclass

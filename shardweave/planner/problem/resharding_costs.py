@@ -12,15 +12,31 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from shardweave.cost_model import Cluster, collective_seconds
-from shardweave.cost_model.collectives import crossed_level
-from shardweave.cost_model.op_time import Work, bytes_seconds, node_work, work_seconds
-from shardweave.cost_model.op_work import product_of
-from shardweave.ir import Assignment, Axis, BoundRule, Dims, Layout, Mesh
-from shardweave.ir.layout_algebra import LOCAL, StepKind, digit_size, outermost_first, rest_layouts, steps_between
-from shardweave.sharding.graphs import info
-from shardweave.sharding.rules.registry import tensor_args
-from shardweave.sharding.tensor_signature import signature, tensor_shape
+from shardweave.cost_model import (
+    Cluster,
+    Work,
+    bytes_seconds,
+    collective_seconds,
+    crossed_level,
+    node_work,
+    product_of,
+    work_seconds,
+)
+from shardweave.ir import (
+    LOCAL,
+    Assignment,
+    Axis,
+    BoundRule,
+    Dims,
+    Layout,
+    Mesh,
+    StepKind,
+    digit_size,
+    outermost_first,
+    rest_layouts,
+    steps_between,
+)
+from shardweave.sharding import info, signature, tensor_args, tensor_shape
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

@@ -15,7 +15,7 @@ from shardweave.planner.problem.overlap_model import OPTIMIZER, Costs, Floats, W
 from shardweave.planner.problem.problem import Candidate, Edge, Problem
 from shardweave.planner.problem.problem import Op as Row
 from shardweave.planner.problem.resharding_costs import Links
-from shardweave.sharding.parallel_ops import Op
+from shardweave.sharding import Op
 
 
 @dataclass

@@ -11,13 +11,12 @@ from dataclasses import astuple, replace
 from functools import partial
 from itertools import islice, product
 
-from shardweave.ir import Strategy
-from shardweave.ir.errors import PlanError
+from shardweave.ir import PlanError, Strategy
 from shardweave.planner.problem.problem import Problem
 from shardweave.planner.problem.variables import Costed, Variable
 from shardweave.planner.solver.reductions import Kept, invert, restricted
 from shardweave.planner.solver.solver import Solution
-from shardweave.sharding.parallel_ops import Alternating
+from shardweave.sharding import Alternating
 
 Solve = Callable[[Costed, Solution, float], Solution]
 

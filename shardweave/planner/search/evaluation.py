@@ -17,17 +17,13 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from shardweave.cost_model import Timeline
-from shardweave.cost_model.options import Options
-from shardweave.cost_model.timeline import Act, Played
+from shardweave.cost_model import Act, Options, Played, Timeline
 from shardweave.ir import Assignment, Mode, Strategy
-from shardweave.passes.pipeline import Annotated, Compiled, times_of
-from shardweave.passes.schedule import Alike
+from shardweave.passes import Alike, Annotated, Compiled, times_of
 from shardweave.planner.problem.unfold import inside, renamed
 from shardweave.planner.search.extrapolation import Layers, Taken, held_with_more, piles_up, taken_by, unrolled
 from shardweave.planner.search.layer_problem import Steps
-from shardweave.sharding.annotate import layer_of
-from shardweave.sharding.layer_structure import Run, layers_of_ops
+from shardweave.sharding import Run, layer_of, layers_of_ops
 
 LEFT = 2
 """Layers of a stretch that are simulated."""

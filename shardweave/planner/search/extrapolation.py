@@ -12,12 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardweave.cost_model import Timeline
-from shardweave.cost_model.memory import MemoryCurve
-from shardweave.cost_model.streams import Transfer
-from shardweave.cost_model.timeline import Act
-from shardweave.passes.schedule import Alike
-from shardweave.sharding.annotate import layer_of
+from shardweave.cost_model import Act, MemoryCurve, Timeline, Transfer
+from shardweave.passes import Alike
+from shardweave.sharding import layer_of
 
 LASTING = ("parameters", "optimizer", "copies", "buffers", "saved", "gradients")
 """The kinds of memory that layers hold while others are computed."""

@@ -6,19 +6,16 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardweave.cost_model.options import Options
-from shardweave.ir.captured import Captured
-from shardweave.ir.errors import PlanError
-from shardweave.passes.pipeline import Annotated, annotate
+from shardweave.cost_model import Options
+from shardweave.ir import Captured, PlanError
+from shardweave.passes import Annotated, annotate
 from shardweave.planner.problem.build_problem import Costing
 from shardweave.planner.problem.operator_slicing import with_slices
 from shardweave.planner.problem.output_resharding import with_outputs
 from shardweave.planner.problem.recompute_costs import with_modes
 from shardweave.planner.problem.unfold import inside, renamed, unfold
 from shardweave.planner.problem.variables import Costed
-from shardweave.sharding.annotate import checkpoint_of, covers
-from shardweave.sharding.graphs import copied
-from shardweave.sharding.layer_structure import Fold, Run, find_runs, fold
+from shardweave.sharding import Fold, Run, checkpoint_of, copied, covers, find_runs, fold
 
 
 class Steps:

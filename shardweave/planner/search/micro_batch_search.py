@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from math import inf
 
-from shardweave.ir.errors import ParallelError
-from shardweave.passes.pipeline import Annotated
+from shardweave.ir import ParallelError
+from shardweave.passes import Annotated
 from shardweave.planner.search.planning import Lacked, Made, Planning, first_of
 
 PATIENCE = 2

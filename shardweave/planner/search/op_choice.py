@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shardweave.ir import Strategy
-from shardweave.ir.brief import brief
-from shardweave.ir.precision import Precision
+from shardweave.ir import Precision, Strategy, brief
 
 Shape = tuple[int, ...]
 

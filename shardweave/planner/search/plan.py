@@ -15,17 +15,24 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from shardweave.cost_model.cluster import Cluster
-from shardweave.cost_model.timeline import Timeline
-from shardweave.ir import Strategy, Weaving
-from shardweave.ir.errors import ClusterError, LayoutError, ParallelError, PlanError
-from shardweave.ir.units import readable_bytes, readable_ranges, readable_seconds
+from shardweave.cost_model import Cluster, Timeline
+from shardweave.ir import (
+    ClusterError,
+    LayoutError,
+    ParallelError,
+    PlanError,
+    Strategy,
+    Weaving,
+    readable_bytes,
+    readable_ranges,
+    readable_seconds,
+)
 from shardweave.planner.search.op_choice import ModelKey, OpChoice, RunnerUp
 from shardweave.planner.search.plan_schema import check_on, check_plan
-from shardweave.report.report import Report
+from shardweave.report import Report
 
 if TYPE_CHECKING:
-    from shardweave.report.report import Report
+    from shardweave.report import Report
 
 FORMAT = "shardweave plan"
 VERSION = 5

@@ -11,12 +11,8 @@ from typing import get_args
 
 import torch
 
-from shardweave.cost_model.cluster import Cluster
-from shardweave.cost_model.cluster_description import shown
-from shardweave.ir import Strategy
-from shardweave.ir.errors import LayoutError, PlanError
-from shardweave.ir.overlap_config import BITS, MODES
-from shardweave.ir.step_signature import Traffic
+from shardweave.cost_model import Cluster, shown
+from shardweave.ir import BITS, MODES, LayoutError, PlanError, Strategy, Traffic
 
 Schema = Callable[[str, object], None]
 

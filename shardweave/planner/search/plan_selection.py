@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardweave.ir.errors import InfeasibleError
+from shardweave.ir import InfeasibleError
 from shardweave.planner.problem.variables import Costed
 from shardweave.planner.search.alternative_plans import alike, overlooked, rivals
 from shardweave.planner.search.evaluation import Decision, Judged

@@ -16,15 +16,21 @@ from typing import TypeVar
 
 import torch
 
-from shardweave.cost_model import Cluster
-from shardweave.cost_model.op_time import node_work
-from shardweave.cost_model.options import Options
-from shardweave.ir import ALL, Assignment, Mesh, Mode, Strategy, Weaving
-from shardweave.ir.errors import InfeasibleError, ParallelError, PlanError
-from shardweave.ir.progress import Reporter
-from shardweave.ir.units import readable_bytes
-from shardweave.passes.overlap_options import with_times
-from shardweave.passes.pipeline import Annotated
+from shardweave.cost_model import Cluster, Options, node_work
+from shardweave.ir import (
+    ALL,
+    Assignment,
+    InfeasibleError,
+    Mesh,
+    Mode,
+    ParallelError,
+    PlanError,
+    Reporter,
+    Strategy,
+    Weaving,
+    readable_bytes,
+)
+from shardweave.passes import Annotated, with_times
 from shardweave.planner.problem.build_problem import Costing
 from shardweave.planner.problem.recompute_costs import layer_named
 from shardweave.planner.problem.variables import Costed
@@ -36,9 +42,7 @@ from shardweave.planner.search.plan_selection import MUCH_LESS, Chooser
 from shardweave.planner.search.solver_cache import MODEST, Answers, Chosen, Lacking, size
 from shardweave.planner.solver.branch_and_bound import Progress
 from shardweave.planner.solver.solver import alternatives
-from shardweave.sharding.annotate import last_match, layer_of
-from shardweave.sharding.graphs import info
-from shardweave.sharding.layer_structure import Fold, Run
+from shardweave.sharding import Fold, Run, info, last_match, layer_of
 
 EXPOSED = 0.02
 """The part of a step's time that communication adds to it, from which on it is worth while to hide it."""

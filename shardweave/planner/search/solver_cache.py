@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardweave.ir.errors import InfeasibleError
+from shardweave.ir import InfeasibleError
 from shardweave.planner.problem.overlap_model import hiding, overlapping
 from shardweave.planner.problem.problem import Problem
 from shardweave.planner.problem.recompute_costs import layer_named

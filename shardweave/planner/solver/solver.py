@@ -63,8 +63,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from shardweave.ir.errors import InfeasibleError, PlanError
-from shardweave.ir.units import readable_bytes
+from shardweave.ir import InfeasibleError, PlanError, readable_bytes
 from shardweave.planner.problem.problem import TICKS_PER_SECOND, Problem, largest_terms
 from shardweave.planner.problem.unfold import inside, renamed
 from shardweave.planner.solver.branch_and_bound import Progress, Search

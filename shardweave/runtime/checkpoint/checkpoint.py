@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shardweave.distributed.agreement import own_group, together
-from shardweave.ir.errors import LostRankError, ParallelError
-from shardweave.ops.seeded_random import Seeds
+from shardweave.distributed import own_group, together
+from shardweave.ir import LostRankError, ParallelError
+from shardweave.ops import Seeds
 from shardweave.runtime.checkpoint import state as states
 from shardweave.runtime.checkpoint.chunks import Part, Values, Writer, name_of, read
 from shardweave.runtime.checkpoint.chunks import Path as Place

@@ -31,8 +31,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from shardweave.ir import Layout, Mesh
-from shardweave.ir.errors import ParallelError
+from shardweave.ir import Layout, Mesh, ParallelError
 from shardweave.runtime.checkpoint.files import CheckpointFiles
 from shardweave.runtime.parameters import ranges
 

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardweave.ir.errors import ParallelError
+from shardweave.ir import ParallelError
 
 
 def path_inside(folder: Path, name: str) -> Path:

@@ -10,7 +10,7 @@ import os
 import shutil
 from pathlib import Path
 
-from shardweave.ir.errors import CheckpointNotFound, ParallelError
+from shardweave.ir import CheckpointNotFound, ParallelError
 from shardweave.runtime.checkpoint.files import CHECKSUMS, METADATA, SUFFIX
 
 

@@ -10,8 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from shardweave.ir import Layout
-from shardweave.ir.errors import ParallelError
+from shardweave.ir import Layout, ParallelError
 from shardweave.runtime.checkpoint.chunks import Part, Path, Values, is_writer, name_of
 from shardweave.runtime.checkpoint.files import load_object
 from shardweave.runtime.module import ParallelModule

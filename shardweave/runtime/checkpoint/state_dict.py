@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardweave.distributed.process_groups import RuntimeMesh
-from shardweave.ir import Layout, ParameterSpec
-from shardweave.ir.errors import ParallelError
+from shardweave.distributed import RuntimeMesh
+from shardweave.ir import Layout, ParallelError, ParameterSpec
 from shardweave.runtime.parameters import local_shard
 from shardweave.runtime.skeleton import Skeleton
 from shardweave.runtime.tensor import ParallelTensor, Place, distribute, keep_whole, whole_of_first

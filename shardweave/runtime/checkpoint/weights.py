@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from shardweave.distributed.agreement import in_step
-from shardweave.ir.errors import ParallelError
+from shardweave.distributed import in_step
+from shardweave.ir import ParallelError
 from shardweave.runtime.checkpoint.files import path_inside
 from shardweave.runtime.checkpoint.state import check_values
 from shardweave.runtime.initialise import compiled_module, control_for, fill

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardweave.ir import BoundRule
-from shardweave.ir.errors import RuleError
+from shardweave.ir import BoundRule, RuleError
 from shardweave.sharding.rules.grammar import bind, parse
 from shardweave.sharding.rules.registry import RULES, Emitter, Rule, argument, ordered_args, shape, tensor_args
 

@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from shardweave.ir import BoundRule, Dims, Factor
-from shardweave.ir.errors import RuleError
+from shardweave.ir import BoundRule, Dims, Factor, RuleError
 
 Shape = tuple[int, ...]
 

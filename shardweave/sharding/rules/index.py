@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, fx
 
 import shardweave.ops  # noqa: F401  (registers the ops)
-from shardweave.ir import META, Axis, BoundRule, Digit, Dims, Factor, axes_size
-from shardweave.ir.errors import RuleError
+from shardweave.ir import META, Axis, BoundRule, Digit, Dims, Factor, RuleError, axes_size
 from shardweave.sharding.rules.registry import RULES, Emitter, Rule, argument, rule, shape, tensor_args
 
 aten = torch.ops.aten

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardweave.ir import BoundRule, Dims, Factor
-from shardweave.ir.errors import RuleError
+from shardweave.ir import BoundRule, Dims, Factor, RuleError
 from shardweave.sharding.rules.registry import RULES, Emitter, Rule, argument, output_shapes, rule, shape, tensor_args
 from shardweave.sharding.rules.spatial import row_major
 

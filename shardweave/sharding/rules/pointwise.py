@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardweave.ir import BoundRule, Dims, Factor
-from shardweave.ir.errors import RuleError
+from shardweave.ir import BoundRule, Dims, Factor, RuleError
 from shardweave.sharding.rules.registry import EVERY, RULES, Rule, output_shapes, shape, tensor_args
 
 aten = torch.ops.aten

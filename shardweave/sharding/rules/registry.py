@@ -10,8 +10,7 @@ import torch
 from torch import fx
 from torch._decomp import get_decompositions
 
-from shardweave.ir import Axis, BoundRule, Layout
-from shardweave.ir.errors import RuleError
+from shardweave.ir import Axis, BoundRule, Layout, RuleError
 from shardweave.sharding.rules.grammar import Pattern, Shape, bind, parse
 
 Binder = Callable[[fx.Node], BoundRule]

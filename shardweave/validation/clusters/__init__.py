@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from shardweave.cost_model import Cluster
-from shardweave.ir.errors import ClusterError
+from shardweave.ir import ClusterError
 
 MOST = 8
 """Constants that a cluster may have."""
