@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from tests.passes.bounds import exposed_at_least
-from tests.passes.test_weave import MODELS, Model, exposed_seconds
+from tests.passes.test_list_scheduler import MODELS, Model, exposed_seconds
 
 ROWS = [
     *MODELS,

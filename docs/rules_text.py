@@ -69,7 +69,7 @@ each such op with its module and source line. There are three ways out:
 
   A rule may say how the parts of a contracted factor combine (`reduce={{"m": "max"}}`), how the op is called on local
   tensors where it is not simply the same call (`lower=`), and in which ops it is written where an axis arrives on a
-  blocked factor (`decompose=`): see `shardweave/sharding/rules/registry.py`. `tests/passes/test_rules.py` shows how a
+  blocked factor (`decompose=`): see `shardweave/sharding/rules/registry.py`. `tests/sharding/test_rules.py` shows how a
   rule is proven.
 - `Options(allow_unruled=True)`: the op is computed whole on every device, and so is all that its blocked factors reach.
 

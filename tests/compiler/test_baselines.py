@@ -18,11 +18,11 @@ from shardweave.planner.problem.force import forced_strategies
 from shardweave.planner.search.alternative_plans import in_turn, partly_at_rest, ways_to_rest
 from shardweave.planner.solver.reductions import Kept
 from shardweave.runtime.launch import WorkerPool
-from tests.compiler.planners import Planner
 from tests.compiler.training import ADAMW, Way, compile_ways, differences, model_of, train, train_packed
 from tests.models import ZOO
 from tests.passes.harness import collectives
 from tests.passes.joint import CASES, Chain, joint
+from tests.planner.planners import Planner
 
 TWO_NODES = sw.Cluster.preset("dgx-a100", nodes=2).resized(gpu=4)
 LAYERS = 1

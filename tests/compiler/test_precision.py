@@ -26,7 +26,7 @@ from shardweave.runtime.launch import WorkerPool
 from shardweave.sharding.annotate import graph_outputs
 from shardweave.sharding.graphs import info
 from tests.compiler.packing import Packed
-from tests.compiler.test_at_rest import random_factors
+from tests.compiler.test_state_sharding import random_factors
 from tests.compiler.training import ADAMW, STEPS, Run, Way, compile_ways, differences, distance, gradients_of, train
 from tests.models import ZOO, Case
 from tests.passes.harness import examples, mesh_of

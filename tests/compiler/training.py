@@ -24,8 +24,8 @@ from shardweave.planner.search.evaluation import Decision, Judge, Judged
 from shardweave.runtime.tensor import gather
 from shardweave.sharding.parallel_ops import Op
 from tests.compiler.packing import Packed
-from tests.compiler.planners import smallest_named
 from tests.models import TODAY, ZOO, Case
+from tests.planner.planners import smallest_named
 
 ALL_CASES = bool(os.environ.get("SHARDWEAVE_ALL_CASES"))
 """All cells of the tables of models, worlds, dtypes and optimizers, which takes half an hour; without it a cell stands

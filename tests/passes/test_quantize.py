@@ -24,9 +24,9 @@ from shardweave.planner.problem.force import forced_strategies
 from shardweave.sharding.graphs import copied, copied_from, info, is_start, is_wait
 from tests import local_tensor, lockstep
 from tests.cost_model.handmade import Builder
+from tests.ops.test_quantized_blocks import half_steps
 from tests.passes.harness import collectives, examples, mesh_of
 from tests.passes.joint import joint
-from tests.runtime.test_quantization import half_steps
 
 own = torch.ops.shardweave
 ZERO: dict[Quantized, int] = {"parameters": 8, "gradients": 4}

@@ -34,7 +34,7 @@ from shardweave.passes.schedule_refinement import justified
 from shardweave.passes.scheduling_priorities import WAIT, ahead_of_use, moments_of
 from shardweave.planner.problem.force import forced_strategies
 from shardweave.sharding.graphs import info
-from tests.compiler.test_weaving import megatron
+from tests.compiler.test_overlap import megatron
 from tests.passes.bounds import exposed_at_least, seconds_at_least
 from tests.passes.harness import examples
 from tests.passes.joint import joint

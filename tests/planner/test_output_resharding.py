@@ -13,8 +13,8 @@ import shardweave as sw
 from shardweave.planner.problem.build_problem import Costing
 from shardweave.planner.problem.output_resharding import BORDER, with_outputs
 from shardweave.planner.problem.variables import Costed
-from tests.compiler.planners import Planner
 from tests.compiler.test_micro_batches import Loss
+from tests.planner.planners import Planner
 
 CLUSTER = sw.Cluster.preset("rtx3090-pcie", nodes=1)
 

@@ -22,8 +22,8 @@ from shardweave.planner.problem.overlap_model import Windows, hiding, in_turn, o
 from shardweave.planner.problem.problem import Problem
 from shardweave.planner.problem.variables import Costed
 from shardweave.planner.search.solver_cache import decision
-from tests.compiler.planners import Planner
 from tests.models import TODAY
+from tests.planner.planners import Planner
 
 CONFIG = GPTConfig(vocabulary=512, context=256, layers=4, heads=16, width=1024)
 BATCH, PLANS = 64, 24

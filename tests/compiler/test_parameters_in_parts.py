@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.packing import Packed
-from tests.compiler.test_at_rest import MOMENTUM
+from tests.compiler.test_state_sharding import MOMENTUM
 from tests.compiler.training import Run, Way, compile_ways, differences, train
 from tests.models import Case
 

@@ -14,7 +14,7 @@ from shardweave.demo.model import GPT, GPTConfig
 from shardweave.planner.problem.build_problem import Costing
 from shardweave.planner.problem.problem import FORBIDDEN
 from shardweave.planner.problem.recompute_costs import MODES, with_modes
-from tests.compiler.planners import Planner
+from tests.planner.planners import Planner
 
 CONFIG = GPTConfig(vocabulary=128, context=256, layers=4, heads=4, width=256)
 BATCH = 32

@@ -17,7 +17,7 @@ from shardweave.planner.solver.ilp import Program, prove, relax
 from shardweave.planner.solver.label_setting import sweep
 from shardweave.planner.solver.solver import Solution, solve
 from shardweave.planner.solver.tables import Tables
-from tests.compiler.problems import brute_force, problems
+from tests.planner.problems import brute_force, problems
 
 
 def optimum(problem: Problem) -> float | None:

@@ -15,9 +15,9 @@ from torch import nn
 import shardweave as sw
 from shardweave.planner.problem.candidates import strategies
 from shardweave.planner.problem.force import forced_strategies
-from tests.compiler.planners import Planner, kind
 from tests.models import ZOO
 from tests.passes.joint import joint
+from tests.planner.planners import Planner, kind
 
 OPS = (
     "tokens", "positions",

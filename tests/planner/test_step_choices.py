@@ -17,7 +17,7 @@ from shardweave.ir.errors import PlanError
 from shardweave.planner.search.evaluation import Judged
 from shardweave.planner.search.planning import EXPOSED, WORTH, choices_for_the_whole
 from shardweave.sharding.graphs import info
-from tests.compiler.planners import MetaGPT, Planner
+from tests.planner.planners import MetaGPT, Planner
 
 CLOSED = {"sub_batches": 1, "buckets": False, "keep_gathered": False}
 NARROW = MetaGPT(GPTConfig(vocabulary=512, context=128, layers=2, heads=4, width=256), 32)

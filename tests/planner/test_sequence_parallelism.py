@@ -11,10 +11,10 @@ import torch
 import shardweave as sw
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.runtime.launch import WorkerPool
-from tests.compiler.planners import Planner
 from tests.compiler.training import ADAMW, Way, compile_ways, differences, model_of, train, train_packed
 from tests.models import ZOO
 from tests.passes.harness import collectives
+from tests.planner.planners import Planner
 
 TENSOR = {"*": "tensor:2"}
 WANTED = None, False, True

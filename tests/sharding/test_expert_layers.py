@@ -11,9 +11,9 @@ from torch import fx
 import shardweave as sw
 from shardweave.planner.problem.op_costs import where_summed
 from shardweave.sharding.graphs import info
-from tests.compiler.planners import Planner
 from tests.models import TODAY
 from tests.models.hub import LENGTH
+from tests.planner.planners import Planner
 
 UP, DOWN = (f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj"))
 

@@ -14,7 +14,7 @@ from shardweave.planner.solver.lagrangian import Column
 from shardweave.planner.solver.primal_heuristics import all_runs, mix, runs, tune
 from shardweave.planner.solver.reductions import undominated
 from shardweave.planner.solver.tables import KEPT, Tables
-from tests.compiler.problems import problems
+from tests.planner.problems import problems
 
 Choice = tuple[int, ...]
 

@@ -23,8 +23,8 @@ from shardweave.planner.search.plan_selection import Chooser
 from shardweave.planner.search.planning import Lacked, Made, Planning
 from shardweave.planner.search.solver_cache import Answers
 from shardweave.runtime import ParallelModule
-from tests.compiler.planners import WIDE, Planner, smallest_named
 from tests.compiler.test_micro_batches import Loss
+from tests.planner.planners import WIDE, Planner, smallest_named
 
 
 @cache

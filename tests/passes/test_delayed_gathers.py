@@ -20,7 +20,7 @@ from shardweave.passes.schedule_refinement import Edge, paced
 from shardweave.passes.scheduling_priorities import cause_of, moments_of, orderings
 from tests.passes.bounds import exposed_at_least, seconds_at_least
 from tests.passes.harness import examples
-from tests.passes.test_weave import forced, random_tasks, step_of, tasks_of, unordered, without_slowdown
+from tests.passes.test_list_scheduler import forced, random_tasks, step_of, tasks_of, unordered, without_slowdown
 
 
 class Task(NamedTuple):

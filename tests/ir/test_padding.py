@@ -19,10 +19,10 @@ from shardweave.passes.pipeline import annotate, lower
 from shardweave.planner.problem.candidates import legal
 from shardweave.sharding.graphs import tensor_bytes
 from tests import local_tensor, lockstep
+from tests.ir.test_layout_algebra import change, parts_of, random_layout
 from tests.models import mlp
 from tests.passes.every_node import close
 from tests.passes.harness import collectives, examples, mesh_of, meshes, together
-from tests.passes.test_layouts import change, parts_of, random_layout
 
 SEEDS = st.integers(0, 10**6).map(random.Random)
 TWO = mesh_of(2, 2, 2)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardweave.planner.problem.problem import Candidate, Edge, Op, Problem
 from shardweave.planner.solver.reductions import DEFAULT_REDUCTIONS, Dominance, Reduction, invert, reduce
-from tests.compiler.problems import brute_force, problems
+from tests.planner.problems import brute_force, problems
 
 reductions = pytest.mark.parametrize("reduction", DEFAULT_REDUCTIONS, ids=lambda reduction: reduction.name)
 

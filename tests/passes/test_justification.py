@@ -8,7 +8,7 @@ from shardweave.cost_model.options import Options
 from shardweave.passes.list_scheduler import played
 from shardweave.passes.schedule import Schedule
 from shardweave.passes.schedule_refinement import in_order_of, justified
-from tests.passes.test_weave import forced, step_of, unordered, without_slowdown
+from tests.passes.test_list_scheduler import forced, step_of, unordered, without_slowdown
 
 
 def test_where_links_are_shared_nothing_is_started_ahead_of_its_time() -> None:

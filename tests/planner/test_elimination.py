@@ -23,8 +23,8 @@ from shardweave.planner.solver.lagrangian import Part, dual, least_memory
 from shardweave.planner.solver.primal_heuristics import descend
 from shardweave.planner.solver.solver import solve
 from shardweave.planner.solver.tables import Tables
-from tests.compiler.problems import brute_force, problems
-from tests.compiler.test_solver import layers
+from tests.planner.problems import brute_force, problems
+from tests.planner.test_solver import layers
 
 Choice = tuple[int, ...]
 

@@ -21,7 +21,7 @@ from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.parameters import local_tensor
 from shardweave.sharding.parallel_ops import Op
 from tests.compiler.packing import Packed
-from tests.compiler.test_at_rest import MOMENTUM
+from tests.compiler.test_state_sharding import MOMENTUM
 from tests.compiler.training import (
     ADAMW,
     ALL_CASES,

@@ -20,7 +20,7 @@ from shardweave.ir.errors import LayoutError, PlanError
 from shardweave.runtime.launch import WorkerPool
 from shardweave.sharding.annotate import layer_of
 from shardweave.sharding.graphs import info
-from tests.compiler.test_weaving import check, lowered, moved, ways
+from tests.compiler.test_overlap import check, lowered, moved, ways
 from tests.compiler.training import ALL_CASES, Way
 from tests.models import gpt
 from tests.passes.harness import examples

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardweave.ir.errors import PlanError
 from shardweave.planner.problem.problem import TICKS_PER_SECOND, Candidate, Edge, Op, Problem, to_ticks
 from shardweave.planner.solver.solver import alternatives
-from tests.compiler.problems import problems
+from tests.planner.problems import problems
 
 ONLY = Candidate("only", 1.0)
 

@@ -19,9 +19,9 @@ from shardweave.planner.problem.build_problem import Costing
 from shardweave.planner.problem.operator_slicing import with_slices
 from shardweave.runtime.launch import WorkerPool
 from shardweave.sharding.graphs import info
-from tests.compiler.planners import MetaGPT, Planner, smallest_named
-from tests.compiler.test_weaving import check, lowered, moved
+from tests.compiler.test_overlap import check, lowered, moved
 from tests.compiler.training import Way
+from tests.planner.planners import MetaGPT, Planner, smallest_named
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])

@@ -19,9 +19,9 @@ from shardweave.planner.search.plan_selection import Chooser
 from shardweave.planner.search.solver_cache import UNLIMITED, Chosen
 from shardweave.sharding.annotate import layer_of
 from shardweave.sharding.graphs import info
-from tests.compiler.planners import MetaGPT
-from tests.compiler.test_brute_force import PLAIN, Small
 from tests.compiler.training import ALL_CASES
+from tests.planner.planners import MetaGPT
+from tests.planner.test_brute_force import PLAIN, Small
 
 PCIE = sw.Cluster.preset("rtx3090-pcie", nodes=2)
 MODELS = [*LARGE] if ALL_CASES else ["bert (large)", "llama (3-8B)"]

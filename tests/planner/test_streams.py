@@ -13,7 +13,7 @@ from shardweave.ir.errors import PlanError
 from shardweave.planner.problem.problem import Problem
 from shardweave.planner.solver.solver import solve
 from shardweave.planner.solver.streams import first_of_each, with_streams
-from tests.compiler.problems import brute_force, problems
+from tests.planner.problems import brute_force, problems
 
 WINDOWS = (("compute", "inner", "outer"), ("host", "memory"))
 

@@ -11,8 +11,8 @@ from shardweave.ir import Layout, Mesh
 from shardweave.ir.layout_algebra import steps_between
 from shardweave.planner.problem.resharding_costs import group_axes, moves_between
 from shardweave.sharding.propagate import met
+from tests.ir.test_layout_algebra import random_layout, random_sizes
 from tests.passes.harness import examples, mesh_of
-from tests.passes.test_layouts import random_layout, random_sizes
 
 SEEDS = st.integers(0, 10**6).map(random.Random)
 MESHES = st.sampled_from([mesh_of(2, 2, 2), mesh_of(2, 3, 2), mesh_of(3, 3), mesh_of(8, 2)])

@@ -23,11 +23,11 @@ from shardweave.passes import pipeline
 from shardweave.planner.problem import build_problem as costing
 from shardweave.planner.problem.build_problem import Costing
 from shardweave.runtime.launch import WorkerPool
-from tests.compiler.planners import WIDE, Planner, kinds, smallest_named
 from tests.compiler.training import ALL_CASES
 from tests.models import ZOO
 from tests.passes.harness import examples
 from tests.passes.joint import joint
+from tests.planner.planners import WIDE, Planner, kinds, smallest_named
 
 
 def wide_mlp() -> tuple[nn.Module, torch.Tensor]:
