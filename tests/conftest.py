@@ -5,9 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from shardweave.runtime.launch import WorkerPool
+
+hypothesis.settings.register_profile("shardweave", deadline=None)  # a shared machine stalls now and then
+hypothesis.settings.load_profile("shardweave")
 
 LONGEST = (
     "test_planning.py",

@@ -1,4 +1,7 @@
-"""Comparison: what the planner's plan gains over what other systems would do with the same model and memory."""
+"""Comparison: what the planner's plan gains over what other systems would do with the same model and memory.
+
+A comparison with other systems as a table.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Workarounds for what Dynamo cannot trace, and a pause of the garbage collector while graphs are made."""
+"""Workarounds for what Dynamo cannot trace, and a pause of the garbage collector while graphs are made.
+
+What models do in a forward that Dynamo does not trace, set aside while a capture runs.
+
+The one place that knows the insides of a model library. None is imported here: what is not imported has no model.
+
+Python's garbage collection while graphs are written.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,10 @@ OSDP (arXiv 2209.13258, Algorithm 1) plans for one batch size after another unti
 most samples a second. Larger batches mostly spend less on communication for each sample, until memory asks for slower
 plans. So sizes double here until nothing fits or nothing is gained; then the sizes between the last that fits and the
 first that does not are halved a few times.
+
+Sweeps as a table and as a picture.
+
+Sweeps: one model planned again and again, under other memory limits or on other clusters.
 """
 
 from __future__ import annotations

@@ -2,6 +2,31 @@
 
 The formulas of the forms are in `forms`. The table of a profiled cluster (`Cluster.detect(profile=True)`) goes before
 them, as in AMSP (arXiv 2311.00257, section IV-A).
+
+The forms of the collectives, each as a latency and seconds a byte: alpha-beta over the group's placement.
+
+For a group of `G` ranks whose whole buffer has `N` bytes (Thakur, Rabenseifner and Gropp 2005, section 4):
+
+    ring, all-gather or reduce-scatter   start + the latencies of the G - 1 hops     + (G - 1)/G * N / rate
+    ring, all-reduce                     start + twice these hops                    + 2 (G - 1)/G * N / rate
+    ring, broadcast                      start + the hops (chunks follow each other) + N / rate
+    tree, all-reduce                     start + 2 * depth                           + 2 N / (0.9 rate)
+    tree, all-gather or reduce-scatter   start + depth, recursive doubling or halving, the outermost level first
+    tree, broadcast                      start + depth, binomial: every round passes all N bytes on
+    pairs, all-to-all                    start + the hops                            + what leaves / the rank's own rate
+    hierarchical                         one collective a stage; see `hierarchical`
+
+The ring enters each unit of a level once, so as few of its hops as possible cross a level (NCCL's
+``src/graph/tuning.cc`` counts them in the same way). A tree's depth is the logarithm of the units at each level; its
+0.9 of the rate, up and down at once, is NCCL's ("busBw*.9" and ratio .5 there; Sanders, Speck and Traeff 2009 for the
+two trees). Within a node NCCL chains its devices, in a protocol of shorter hops for small messages; for 8 devices that
+is 7 hops of 0.5 us where the depth is 3 of 3.4 us, so that the price stays on the safe side.
+
+The rate is the least over the levels that the group crosses. All groups of a step run their collective at the same time
+and share each entrance of a level, so of the links of an entrance a group gets the part of its members among the
+devices behind it (AxoNN, arXiv 2305.13525, equation 10), and no more than one group can drive
+(`Level.group_bandwidth`): ``min(cap, total / n)`` for `n` groups, where equation 10 divides the rate that one group
+reaches alone and so prices 4 and 8 groups a third too slow.
 """
 
 from __future__ import annotations

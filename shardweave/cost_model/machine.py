@@ -4,6 +4,15 @@ A level says what *one device* can send through it. What a group of ranks gets o
 the number of its members that stand behind one entrance of the level, times that device's share of the entrance.
 Groups that cross a level at the same time share its links, which is equation 10 of AxoNN (arXiv 2305.13525): of the
 links of a node each group gets the part of its members among the node's devices.
+
+A level of the machine: what one device can send through the links that join a level's units.
+
+The machine: a device, and the levels of links that join devices, innermost first.
+
+The one idea: a level says what *one device* can send through it. What a group of ranks gets out of a level is then
+the number of its members that stand behind one entrance of the level, times that device's share of the entrance.
+Groups that cross a level at the same time share its links, which is equation 10 of AxoNN (arXiv 2305.13525): of the
+links of a node each group gets the part of its members among the node's devices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,21 @@
-"""The time of compute: what the roofline says of an op, or what was measured; and the FLOPs of a graph."""
+"""The time of compute: what the roofline says of an op, or what was measured; and the FLOPs of a graph.
+
+How long compute takes: a time measured on the device, or a roofline with efficiency curves.
+
+    t = launch_latency + max(FLOPs / rate, (bytes + memory_half) / (memory_bandwidth * memory_efficiency))
+    rate = peak * matmul_efficiency * m / (m + h) * n / (n + h) * k / (k + h)
+
+(Williams, Waterman and Patterson 2009.) The curve of a product is Hockney's half-performance length (Hockney and
+Jesshope, Parallel Computers 2, 1988, section 1.3.2) for each of its loops: computing ``m`` rows takes as long as
+``m + h`` of them would at full rate, which is what padding to whole tiles costs on average, and filling a pipeline.
+Each constant is a figure of the `Device`, with its source in the preset. The second of the two terms is read from
+`Device.memory_times` where a profile measured them: what fits a cache, or is not new memory, moves much faster.
+
+Where the cluster carries measured op times, an op that was measured takes its time; one that was measured at other
+shapes takes the nearest one's, scaled by the formula's ratio of the two; and the formula holds for all others.
+
+Which part of a step's FLOPs is sharded: what one device would do, against what all devices do together.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The cache of profiles, keyed by the hardware and the versions."""
+"""The cache of profiles, keyed by the hardware and the versions.
+
+What a rank runs on and with, as plain types: what measurements are kept under.
+
+Where measurements are kept between runs: one JSON file a key, in the user's cache directory.
+"""
 
 from __future__ import annotations
 

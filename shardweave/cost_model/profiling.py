@@ -1,4 +1,17 @@
-"""Profiling collectives on the running world, and the links' figures that fit what was measured."""
+"""Profiling collectives on the running world, and the links' figures that fit what was measured.
+
+Latency and bandwidth of the levels, fitted to what was measured: for what the table itself does not hold.
+
+Measures the collectives of the running process group, as a training step runs them.
+
+For every kind, every placement of a group that the world's mesh has, and sizes from 4 KiB on by factors of 4: the same
+functional collectives that generated graphs call, with all groups of a placement at work at the same time. All ranks
+begin each call together, as after an op that takes all of them equally long: calls in a row would meet warm threads. A
+figure is the median of several batches of calls. Batches of all kinds, placements and sizes are taken in turns, so that
+whatever else the machine does falls on all alike; where a smaller size
+came out slower than a larger one, both are noise about one figure, which is taken for both. Whatever the ranks decide
+by the clock (how often to repeat, when the time is up) they decide by numbers that they have agreed on.
+"""
 
 from __future__ import annotations
 

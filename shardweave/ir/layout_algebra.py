@@ -1,5 +1,19 @@
 """Layout algebra: the sizes of local tensors, and the collectives that turn one layout into another, with joint
 groups and padding.
+
+The algebra of layouts: from assignments to layouts, through views, and from one layout to another.
+
+A change of layout is a short list of steps, each of one kind: reduce what is partial (scattering it where it is
+wanted in parts), slice what can be sliced at once, exchange what only moves from one dimension to another, gather what
+lies in parts, slice the rest. All axes of a kind go together, so that a value is reduced once and gathered once, over
+joint groups. Places with room to spare (`padding`) are packed once they are gathered, and spread before they are cut.
+
+Padding: states rest over all their axes, also where these divide no dimension.
+
+DTensor, and FSDP with it, cuts such a dimension into parts rounded up, of which the last are shorter or empty. A
+generated graph is the same on all ranks, so that each rank there has a *place* with room for the longest part. Places
+are what collectives move; once gathered, their rows are packed (an ``unpad``), and a gradient's rows are spread to
+their places (a ``pad``) before it is reduced to them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,14 @@
-"""Code generation: one graph of a step is split into a forward and a backward, which run once for each micro-batch."""
+"""Code generation: one graph of a step is split into a forward and a backward, which run once for each micro-batch.
+
+Codegen: the scheduled local graph becomes a forward and a backward GraphModule that read as Python.
+
+Turns: the forms of a step that runs several times before the optimizer does.
+
+A *turn* is one run of the step, on a micro-batch or on a call's whole batch. All turns of a step share the copies of
+parameters that are gathered once a step, and add their gradients up where the plan has these; the last one brings the
+sums to the states (AMSP, arXiv 2311.00257, section IV-C). Each form is the step's forward or backward graph with its
+border moved: what the first turn computes, the others take.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,16 @@
 Every op is written once, at its strategy's layout; ops without one *follow* their inputs. Views are transparent: a
 layout change is made at the value that they look at, once for each target layout, and the views are written again
 on the result. A partial sum passes views and sums with one user, and is reduced where it is first used otherwise.
+
+Values at layouts: where each value of the global graph lies in the local one, and how it gets where it is wanted.
+
+A value has one *canonical* place, where it was computed or reduced to. Wanted elsewhere, it is brought there once for
+each layout and remembered. Views have no place of their own: what they look at is brought to the layout that makes
+them lie as wanted, and they are written on it. Nor have constants: see `constants`.
+
+Readers: what others that read a value say of where an op should take it.
+
+Results: what a local graph returns, with all steps of its time axes together, and gradients where states rest.
 """
 
 from __future__ import annotations

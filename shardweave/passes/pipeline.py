@@ -1,4 +1,7 @@
-"""The pipeline: runs the passes on a captured step, checks the graph after each, and keeps every stage."""
+"""The pipeline: runs the passes on a captured step, checks the graph after each, and keeps every stage.
+
+The border of a step: where inputs, outputs, tangents and parameters lie, and how the step is called.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,22 @@
-"""Two refinements of an order: bidirectional justification, and gathers that are delayed into gaps of their link."""
+"""Two refinements of an order: bidirectional justification, and gathers that are delayed into gaps of their link.
+
+Justify: orders of tasks from schedules that are made from both ends.
+
+A list scheduler that goes forwards never lets a link idle while something is ready, though a long reduction that starts
+now may keep the next layer's gather waiting. One that goes backwards, from the last task to the first, finds such
+pauses: read forwards, its schedule starts everything as late as the step allows. Each schedule's times are the next
+one's priorities, in the other direction ("justification": Valls, Ballestin and Quintanilla, European Journal of
+Operational Research 165, 2005). Here every group of ranks, and the device itself, is a machine that does one thing at
+a time; what an order really takes is for `weave.played` to say.
+
+Pace: collectives that can wait are held until the links that they need are free.
+
+A layer waits for its activations' collectives, whatever the order. A parameter's gather that is under way meanwhile
+takes a part of their links, and makes them, and the step, so much longer; between one of them and the next, in a
+*pause*, these links are free. Each gather gets the last pause that has room for it before its use, from the last use to
+the first (earliest due date, from behind: Jackson 1955). A gradient's reduction may use other links than activations
+do, and share these with the gathers and reductions in the pauses: it is held for the next activation's collective.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""The builder of a local graph: it emits local ops and the collectives between layouts."""
+"""The builder of a local graph: it emits local ops and the collectives between layouts.
+
+Constants of a step, made where they are wanted: each rank makes its own part of a mask, a range, a block of zeros.
+
+What depends on no input has no place of its own. Asked for at a layout, an op that a rule splits is written on the
+parts of its inputs, these on the parts of theirs, down to a `full` or a `arange` of local size. Where no rule does,
+the constant is made whole and sliced.
+
+What a rule's lowering sees of one op: its local arguments, its layouts, and the local graph to write to.
+
+The local graph while it is being written: calls with their fake values, coordinates, and changes of layout.
+"""
 
 from __future__ import annotations
 

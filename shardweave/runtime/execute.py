@@ -1,4 +1,7 @@
-"""Runs a generated step: local tensors through the forward graph, and autograd's tangents through the backward one."""
+"""Runs a generated step: local tensors through the forward graph, and autograd's tangents through the backward one.
+
+The seams to autograd: a call of a generated step as one node, which takes parameters and gives their gradients.
+"""
 
 from __future__ import annotations
 

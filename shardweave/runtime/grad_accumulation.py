@@ -1,4 +1,9 @@
-"""Gradient accumulation: the generated step runs once for each micro-batch, on its slices of the inputs."""
+"""Gradient accumulation: the generated step runs once for each micro-batch, on its slices of the inputs.
+
+Micro-batches at run time: a value cut along a time axis, and put together again.
+
+Turns at run time: the runs of a step that share the parameters gathered for them and add their gradients up.
+"""
 
 from __future__ import annotations
 

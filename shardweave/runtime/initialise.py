@@ -1,4 +1,9 @@
-"""First values for a model that has none: drawn as one device draws them, a module at a time, on every rank."""
+"""First values for a model that has none: drawn as one device draws them, a module at a time, on every rank.
+
+Tensors on the CPU that take memory only while they are used: what initialisers run on.
+
+This is the only module that touches torch's dispatch modes and the size of storages.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,13 @@
 """The inputs of a call: a rank's part of the global batch, or its own local batch gathered where ranks compute the same
 rows.
+
+What a call passes in: the whole batch or this rank's part of it, told apart by shape.
+
+Local batches: each rank passes its own samples, as under DistributedDataParallel, whatever the plan is.
+
+The global batch is all ranks' samples together. Each rank computes one part of it, and the ranks that compute the same
+part (tensor parallel ones, say) gather their samples for it. What a call returns for each sample goes back to the rank
+that passed it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The parallel model: an nn.Module with the model's own parameter names, whose call runs a generated step."""
+"""The parallel model: an nn.Module with the model's own parameter names, whose call runs a generated step.
+
+Which losses a gradient comes from: a parameter that no loss of a step needs gets none, as on one device.
+"""
 
 from __future__ import annotations
 

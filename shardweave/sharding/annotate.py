@@ -1,5 +1,19 @@
 """Annotation: each node of a captured step gets its rule, the factors of its dimensions, and the name by which plans
 call it; dimensions that ops link are one class.
+
+Annotate: every op of the joint graph gets its rule, in atoms, and the name by which plans call it.
+
+Atoms: cut every factor where some view of its values cuts it.
+
+A linear layer multiplies ``(b s) k`` by a weight and its result is viewed as ``b s (3 h d)``: the loops ``m`` and
+``n`` of the product are themselves products of atoms. `refine` finds them: cuts spread from the views over all ops,
+along the values' dimensions, until nothing changes; then every rule is written in atoms, ``m`` as ``m.0 m.1``.
+
+Factor classes: the loops that the graph forces to be the same.
+
+One union-find over the whole joint graph: a factor of an op and a factor of the op that made its input are the same
+loop where they are the same atom of the value between them. Classes give names ("batch") and tell which loops some
+op cannot split; the strategy of an op names the op's own loops.
 """
 
 from __future__ import annotations

@@ -1,4 +1,13 @@
-"""Reading fx graphs: the values, sizes, names and keys of nodes, and copies of graphs."""
+"""Reading fx graphs: the values, sizes, names and keys of nodes, and copies of graphs.
+
+What a node of a generated graph means to the cost model: its tensors, what it aliases, what it communicates.
+
+What the results of an op follow from: the key by which equal layers ask for the same only once.
+
+Modules of graphs that the passes write: their code comes when it is read or run, which for most of them is never.
+
+The only module that touches torch's private lazy GraphModule.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,15 @@
 A linear layer is three products over the same three loops: ``m k, k n -> m n`` and the two of its backward. An
 `Op` finds these nodes by its parameter, so that one strategy, given in the parameter's dimensions and the batch,
 becomes an assignment for each of them. Tensor parallel layers alternate between the column and the row form.
+
+Alternation: which ops of a model tensor parallelism splits by columns, and which by rows.
+
+Megatron-LM (arXiv 1909.08053) splits the first product of a branch by columns and the one that reads its result by
+rows, so that values are spread inside of branches and whole between them; AxoNN (arXiv 2305.13525) swaps x and y in the
+same places. That is found here from the loops of a model, not from names. The loop of a *stream*, which ops both read
+and write one after another (the hidden size of a residual network), stays whole, as does one that some op cannot split.
+An op that writes another loop is a column; one that reads what a column left spread, or a loop of its own (a
+vocabulary's embedding), is a row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Rows: what a paper measured beside what the compiler predicts, and how far the two are apart."""
+"""Rows: what a paper measured beside what the compiler predicts, and how far the two are apart.
+
+A validation as a table: predicted beside published, with the errors of each table.
+"""
 
 from __future__ import annotations
 

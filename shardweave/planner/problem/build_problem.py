@@ -4,6 +4,11 @@ The problem's variables are the ops with a parameter, with their strategies, and
 of several of them together (a residual sum, attention, a gate), with the layouts that can arrive there. All other
 ops follow, so what they cost belongs to the variable that they follow. Layers that are equal are found by their
 signatures before anything is priced: each is priced once.
+
+Edges: what it costs to bring values from where they lie to where they are wanted, and their gradients back.
+
+Within what follows one variable a change belongs to that; between two it is their edge, with a table of what each pair
+of their ports takes. Equal layers share the tables.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ A product split by rows leaves a partial sum on each device. What reads it toget
 and with it the norms after it) may take it whole, which is an all-reduce, or each device a part of it, which is a
 reduce-scatter there and a gather before the next product: as much is sent, and the op and what follows it are computed
 and kept once. Megatron-LM cuts the sequence; here it is the first loop of the value that the devices divide.
+
+Facts: what the planner asks of a captured step's graph, whatever is chosen.
 """
 
 from __future__ import annotations

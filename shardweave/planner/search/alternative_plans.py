@@ -1,5 +1,14 @@
 """Alternatives to the solver's answer that are simulated too: uniform plans, fewer devices for tensor parallelism, and
 choices of small problems that the memory estimate rejects.
+
+Refinement: the program's best plans that really differ are simulated, and the fastest of them is taken.
+
+Plans really differ where they use tensor parallelism of other degrees: a *family* is all choices up to one degree. So
+do plans without any whose states rest in one way everywhere: whole, sharded, or the parameters as well. The program
+finds the best of each family, exactly as it finds the best of all; what it says to be close to that is lowered,
+scheduled and simulated.
+
+Overlooked: of a problem with few choices, those that the program takes for a little too large, and that may fit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,22 @@
-"""Extrapolation from few layers to all: what a simulated layer takes, and the whole step."""
+"""Extrapolation from few layers to all: what a simulated layer takes, and the whole step.
+
+Per layer: what one layer takes of a simulated step, for those that are like it and were left out.
+
+A step is periodic away from its ends: a layer computes what the next one computes, and its collectives are waited for
+as long, where they do not pile up (`unrolled.py`). What memory holds at each moment is counted once more for each
+layer that was left out, but for what one holds while it is computed, which is of one layer at a time.
+
+Unrolled: the acts of a step of few layers as those of the step of all layers.
+
+A step is periodic away from its ends, but for what piles up: a sum of gradients that takes longer than the kernels of
+a layer is not waited for as long by each of them. So the acts of one layer are repeated for those that were left out,
+each time with collectives of their own, and all are played.
+
+A *period* begins with the first kernel of that of two equal layers which comes first, and ends before the first kernel
+of the other one. What it starts for the other layer (gathers ahead of their use), the layer behind that one starts for
+the next. What the first layer leaves for later (gradients of its weights, their sums) comes between the other one's
+acts, and so in each repetition between those of the period.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The problem of a step of few layers of each kind, written out for all of them."""
+"""The problem of a step of few layers of each kind, written out for all of them.
+
+Steps: one captured step, annotated whole and folded, each once.
+
+Priced: a folded step with its problem, and the problems of the whole step that it stands for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""What a plan says of one op, and the key of the model that a plan is made for."""
+"""What a plan says of one op, and the key of the model that a plan is made for.
+
+What a plan knows of the model that it was made for.
+
+What a plan says of one op.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,11 @@
 
 The step is folded to a few of its equal layers, priced, written out as a problem of all of them, and solved; the answer
 is judged by the simulator.
+
+Choices for the whole step that the user leaves open: kept gathers, sub-batches and buckets.
+
+They hide communication, so they are tried where some is exposed, one after another, each on top of those that were
+worth it; the simulator is the judge. What a choice does not go with (sub-batches of a batch norm, say) is left out.
 """
 
 from __future__ import annotations

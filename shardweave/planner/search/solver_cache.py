@@ -1,4 +1,9 @@
-"""The solver asked for one step, each question once, and what the simulator says of its answers."""
+"""The solver asked for one step, each question once, and what the simulator says of its answers.
+
+Answers: what the program says of a step, asked for everything once.
+
+What the program is asked, and what it answers, with its generated step as the simulator sees it.
+"""
 
 from __future__ import annotations
 

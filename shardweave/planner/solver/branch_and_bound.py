@@ -3,6 +3,21 @@
 Where the graph is narrow (`Elimination`), parts of the choices are searched, the one with the lowest bound first
 (`Branching`). On other graphs GLOP's relaxation takes the place of the bound, a sweep in the ops' order that of the
 walk through a part, and CP-SAT goes on from there.
+
+The best choice and the bound so far, which every step of the search betters.
+
+Parts of the choices of a narrow graph, each with the bound of duality (`dual`), the lowest bound first.
+
+What makes a bound loose is what a mixture of choices averages and a plan cannot:
+
+- the largest transient: a part is split at the largest that the mixture's choices have;
+- layouts: a plan has to change them somewhere between runs of two choices, a mixture does not. So an op is made to
+  take a candidate that goes better with the one choice, or with the other: the first such op, then the one that is
+  farthest from all ops so decided, until all that is left pays for its changes;
+- equal ops: a plan has a whole number of them take a candidate, recompute, say, a mixture 6.85 of 32. So at most six
+  do, or at least seven, which is one more figure with a limit (`Tables.counting`).
+
+What is left is walked through, ever farther from its bound (`Walker`).
 """
 
 from __future__ import annotations

@@ -8,6 +8,15 @@ exponential in the neighbours at hand only: on chains with residual edges these 
 
 The steps of equal layers are of one *kind*: their tables are computed once (`ordering` keeps them in step). Large
 tables are never made: `groups` gets the same minima out of smaller ones.
+
+The order in which `Elimination` takes the ops: greedily what leaves the smallest table, equal ops together.
+
+Minima over large tables out of small ones: states in groups, coarse to fine.
+
+A group of states costs what the cheapest of its members does, alone and beside each other group. So the minimum over
+groups is never above the minimum over states, and is equal to it where it goes through groups of one member alone.
+Where it goes through larger ones, these are split, and it is looked for again (coarse-to-fine dynamic programming,
+Raphael 2001). Most states are far from any minimum and stay together: of 300 layouts 20 to 40 are told apart.
 """
 
 from __future__ import annotations

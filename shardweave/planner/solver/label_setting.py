@@ -1,4 +1,28 @@
-"""Label setting: the exact front of time and memory along a path of ops."""
+"""Label setting: the exact front of time and memory along a path of ops.
+
+All choices within a slack of the bound, kept as a few labels while one op after the other is eliminated.
+
+A label of a step is a choice for the ops eliminated so far in its branch, given the states of its scope: its
+figures and its largest transient. `Elimination.minimum` says what the rest costs at least, exactly, at the weights that
+gave the bound (`Dual`): a label stays only where both together are within the slack, which loses nothing, as what a
+choice weighs is never more than its time. Of two labels for the same states, one that is no better whatever follows
+goes (`shardweave.compiler.planner.dominance`).
+
+These are labels for shortest paths with a resource (Desrochers and Soumis, 1988), on graphs of small width. Equal
+layers share their labels: a step of a kind is walked through once, for the best of the places where it stands.
+
+All choices close to the bound, kept as a few labels while one walks along the ops.
+
+A label is a choice for the ops so far: its figures, its largest transient, and the ports that later edges will ask for.
+Two things keep labels few, and neither loses the optimum:
+
+- *dominance*: of two labels with the same open ports, one that is no better whatever follows goes;
+- *the bound*: by linear duality a choice costs at least ``bound + sum of excess`` (`Relaxation`), so a label whose
+  excess is already above `slack` cannot become a choice within `slack` of the bound.
+
+On a chain this is the label-setting algorithm for shortest paths with a resource (Desrochers and Soumis, 1988), made
+narrow by reduced costs; on other graphs labels carry the ports of all ops with open edges.
+"""
 
 from __future__ import annotations
 

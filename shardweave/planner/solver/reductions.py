@@ -3,6 +3,11 @@
 A reduction turns a `Problem` into an equivalent smaller one and what it takes to turn a choice for the smaller one
 back into a choice for the first. The contract: inverting keeps the objective and the feasibility of every choice, and
 some optimal choice survives.
+
+Which of many labels can go because another is as good, whatever follows.
+
+Label b dominates label a of the same key where it keeps no more, has no larger transient and takes no more time however
+the streams fill up: `Tables.time` of the difference of their figures is at most 0.
 """
 
 from __future__ import annotations

@@ -49,6 +49,14 @@ Where elimination's tables would grow too large, these steps take its place, eac
 Measured on one core, with no windows: Llama-3-8B (32 layers, 354 ops of up to 128 candidates) on 64 devices is proven
 optimal in 0.3 s; GLOP and the sweep found no choice in 30 s there, each edge having 1,600 flows. With two windows of
 three streams `docs/measure_solver.py` has the figures.
+
+Why not another candidate: what each op's best other one would change, all other ops left as they are.
+
+Tidying: of choices that are as good, the one with the fewest kinds of layers, each kind in one stretch.
+
+A solver makes no difference between equal layers, so what it chooses for a few of them may lie anywhere. Plans are for
+people to read, and a stretch of layers that are alike is judged by a few of them (`compiler.judge`). Ops of layers that
+are called alike take the same strategy (`Candidate.data`), too, where that costs next to nothing.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 They are ordinary ones of torch.distributed.checkpoint, with checksums beside them. A save is written to a hidden folder
 beside the one asked for, which takes its place when all ranks are done, so that whatever ends the program leaves a
 whole checkpoint. A load reads everything first, and changes the model only when all ranks have read their parts.
+
+Saves in the background: one at a time, and no error of theirs is lost.
 """
 
 from __future__ import annotations

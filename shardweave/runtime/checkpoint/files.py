@@ -7,6 +7,8 @@ pickle that says what they hold. Beside them `save_checkpoint` writes ``checksum
   It is computed from the bytes on their way to the file. A rank that loads checks the segments that it reads.
 - ``.metadata`` is unpickled with the few classes that such metadata consist of. Nothing else is imported or called.
 - Paths in ``.metadata`` must lie in the checkpoint's folder.
+
+Paths that a file gives, such as the file names in an index: they are followed only within its folder.
 """
 
 from __future__ import annotations

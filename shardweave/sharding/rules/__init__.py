@@ -12,12 +12,12 @@ from shardweave.sharding.rules import (  # noqa: F401
     loss,
     matmul,
     norm,
-    pointwise,
     random,
     reduction,
     slicing,
     spatial,
     view,
+    zeros,
 )
 from shardweave.sharding.rules.grammar import bind, parse
 from shardweave.sharding.rules.pointwise import ADDITIONS, POINTWISE

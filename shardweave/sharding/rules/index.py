@@ -1,4 +1,22 @@
-"""Rules of indexing: lookups in a dimension that lies in parts, embeddings, gathers and scatters."""
+"""Rules of indexing: lookups in a dimension that lies in parts, embeddings, gathers and scatters.
+
+Indexing by tensors: a dimension that is looked up is a loop of its own, which the result does not have.
+
+A rank that holds a part of it looks up what it holds and gives zeros for the rest; the sum over the ranks is the
+lookup. In writes, a rank writes what falls into its part. The loops of the index tensors are those of the result. An
+index that counts a whole dimension (``x[arange(batch), last]``) makes the dimension and the result's the same loop.
+
+Positions that are values of the graph: from the number of an element to its place on the rank that holds it.
+
+Embeddings: a table lookup is a product with a one-hot matrix, so its vocabulary is a contracted factor.
+
+A shard of the vocabulary looks up the tokens that it holds and gives zeros for the others (Megatron's
+vocabulary-parallel embedding); the sum over the shards is the lookup.
+
+`gather` and `scatter`: one index for each element along a dimension, all other dimensions side by side.
+
+The dimension itself is looked up as in `index`: what this rank does not hold is zero, or not written.
+"""
 
 from __future__ import annotations
 

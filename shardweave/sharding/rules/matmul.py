@@ -1,4 +1,12 @@
-"""Rules of matrix products and of linear layers."""
+"""Rules of matrix products and of linear layers.
+
+Matrix products: three loops, one of them contracted.
+
+Linear ops: what they make of a partial sum is a partial sum.
+
+A sum over micro-batches cannot be completed before the last one of them: it passes through everything that is linear
+in it, up to the gradient or the loss that is added up.
+"""
 
 from __future__ import annotations
 

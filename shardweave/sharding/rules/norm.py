@@ -1,4 +1,13 @@
-"""Rules of layer, group and batch normalization."""
+"""Rules of layer, group and batch normalization.
+
+Normalisations over a sample's own values: the normalised dimensions stay whole.
+
+Batch norm: a channel's statistics are those of the whole batch.
+
+In training the batch and the places are blocked: the op stays as it is where its input arrives whole or split by
+channel, and where the batch arrives split it is rewritten in sums over the global batch (synchronised batch norm).
+In evaluation nothing is reduced, and it is written in pointwise ops, of which every factor is free.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""Rules of random numbers and of ops that make a tensor from nothing."""
+"""Rules of random numbers and of ops that make a tensor from nothing.
+
+Values made from no numbers: of a given shape, or in the likeness of others, of which they take shape and dtype.
+
+The latter are written as `full`, which depends on no input: they are constants of the step, and a partial sum need
+not be summed to ask it for its shape. Of a constant, each rank makes its own part.
+
+Ops that draw numbers: every dimension of what is drawn is free.
+
+The emitter runs each under a seed of its own (see `runtime.random`): replicas agree, shards draw independently.
+"""
 
 from __future__ import annotations
 

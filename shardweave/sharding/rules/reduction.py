@@ -1,4 +1,13 @@
-"""Rules of reductions, scans, and means and variances."""
+"""Rules of reductions, scans, and means and variances.
+
+Reductions: a reduced dimension is a factor that the output does not have.
+
+Ops that go along some dimensions in an order: sums so far, sorts, the largest few, shifts, triangles.
+
+These dimensions are blocked, all others are free.
+
+Reductions that are not a sum, a maximum or a minimum themselves, written in those: any, all, variances, norms.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""The registry of rules: which rule an op has, by its overload; and rules that are those of another op."""
+"""The registry of rules: which rule an op has, by its overload; and rules that are those of another op.
+
+The table of rules: which ops have one, and how an op's local form differs from the op itself.
+
+Forms that torch itself has: losses and activations as pointwise ops, and sums over the global number of elements.
+
+The one place that touches torch's table of decompositions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,16 @@
-"""Rules of convolution, pooling and resizing: their windows over the spatial dimensions."""
+"""Rules of convolution, pooling and resizing: their windows over the spatial dimensions.
+
+What the ops on images share: patterns of places, inputs taken for their shape only, and row-major memory.
+
+Convolutions: a matrix product at each place of the kernel; only batch, channels and groups are split.
+
+The out-channels of a group, ``o``, are like the ``n`` of a product and its in-channels, ``c``, like its ``k``. The
+groups, ``g``, are as many convolutions side by side.
+
+Pooling: a window lies within one sample and one channel, so all but the pooled dimensions are free.
+
+Resizing, padding and sampling of images: batch and channels are free, places mostly are not.
+"""
 
 from __future__ import annotations
 

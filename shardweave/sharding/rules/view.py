@@ -1,4 +1,11 @@
-"""Rules of views, expansions and repetitions."""
+"""Rules of views, expansions and repetitions.
+
+View ops: layouts pass through them; a reshape's factors come from its shapes.
+
+A reshape ``(b s) d -> b s d`` makes the first dimension of its input a product.
+
+Values repeated, seen in other strides, as complex numbers, in halves.
+"""
 
 from __future__ import annotations
 
