@@ -15,6 +15,7 @@ from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.plan import Plan
 from shardweave.compiler.refusal import defects_named
 from shardweave.compiler.sweep import Sweep, What
+from shardweave.compiler.wrapped import refuse_wrapped
 from shardweave.cost_model import Cluster, ClusterLike
 from shardweave.errors import ParallelError, PlanError
 from shardweave.options import Options
@@ -91,7 +92,7 @@ def plan(
     Raises
     ------
     CaptureError, RuleError
-        The model cannot be captured, or has an op without a rule.
+        The model cannot be captured, is compiled, wrapped or sharded already, or has an op without a rule.
     InfeasibleError
         Nothing fits into the memory limit: with the smallest one that would do.
     InternalError
@@ -108,6 +109,7 @@ def plan(
     >>> found.best.tokens == found.batch >= 4
     True
     """
+    refuse_wrapped(model, LazyParallelModule)
     if (sweep == "batch") != callable(example_inputs):
         raise PlanError(
             f"a batch size that is left open is sweep='batch' with a function from it to a batch, got sweep={sweep!r} "
@@ -174,6 +176,7 @@ def compile_parallel(
         A rank has ended or does not answer within the timeout (`Options.timeout`, or ``init_process_group``'s).
         Planning may take longer than that.
     """
+    refuse_wrapped(model, LazyParallelModule)
     if batch not in ("global", "local"):
         raise ParallelError(f"batch must be 'global' or 'local', got {batch!r}: see docs/inputs.md")
     if cluster is None:
