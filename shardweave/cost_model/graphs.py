@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import shardweave.runtime.ordered_bits  # noqa: F401  (registers the ops)
 import shardweave.runtime.quantization  # noqa: F401  (registers the ops)
 from shardweave.errors import VerifyError
 from shardweave.ir import META, Collective, NodeInfo
