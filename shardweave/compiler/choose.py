@@ -14,6 +14,7 @@ from shardweave.compiler.planner.rows import Costed
 from shardweave.compiler.planner.solver import Solution, smallest
 from shardweave.compiler.refine import alike, rivals
 from shardweave.errors import InfeasibleError
+from shardweave.units import readable_bytes
 
 WIDER = 0.25
 """How much more of what was not counted is left free each time that an answer of many candidates did not fit."""
@@ -203,7 +204,11 @@ class Chooser:
     def _smallest(self, costed: Costed, free: Both, fastest: Solution, limit: int) -> Chosen | Lacking:
         """What the program says is the smallest plan of all, where it finds none that fits."""
         choice = smallest(costed.problem, self.answers.time_limit)
-        assert choice is not None  # there is a fastest one
+        if choice is None:
+            raise InfeasibleError(
+                f"no plan that fits into the memory limit of {readable_bytes(limit)} a device was found within "
+                f"{self.answers.time_limit:g} s: raise memory_limit, or time_limit to search for longer"
+            )
         least = self._simulated(costed, _unproven(costed, choice, fastest), limit)
         if least.judged.peak_memory <= limit:
             return replace(least, pressed=True).within(limit)

@@ -299,6 +299,15 @@ def test_a_limit_that_no_plan_meets_is_told_on_every_rank(pool: WorkerPool) -> N
     assert "smallest" in told[0] and "memory_limit" in told[0]
 
 
+def test_a_search_that_ends_without_a_plan_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a limit that nothing meets, where not even the smallest plan is found in the time there is."""
+    monkeypatch.setattr("shardweave.compiler.choose.smallest", lambda *_: None)
+    options = sw.Options(memory_limit=4000)
+    error = caught(sw.plan, MLP.model(), sw.Cluster.local(2), MLP.batch(0), options=options, progress=False)
+    assert isinstance(error, sw.InfeasibleError)
+    assert_told(error, "3.9 KiB", "30 s", "memory_limit", "time_limit")
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
