@@ -13,6 +13,7 @@ from torch import nn
 from shardweave.compiler.capture_errors import defects_named
 from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.sweep import Sweep, What, batches
+from shardweave.compiler.wrapped import refuse_wrapped
 from shardweave.cost_model import Cluster, ClusterLike, Options
 from shardweave.ir import ParallelError, PlanError, Progress, Reporter
 from shardweave.planner import Plan
@@ -87,7 +88,7 @@ def plan(
     Raises
     ------
     CaptureError, RuleError
-        The model cannot be captured, or has an op without a rule.
+        The model cannot be captured, is compiled, wrapped or sharded already, or has an op without a rule.
     InfeasibleError
         Nothing fits into the memory limit: with the smallest one that would do.
     InternalError
@@ -104,6 +105,7 @@ def plan(
     >>> found.best.tokens == found.batch >= 4
     True
     """
+    refuse_wrapped(model, LazyParallelModule)
     if (sweep == "batch") != callable(example_inputs):
         raise PlanError(
             f"a batch size that is left open is sweep='batch' with a function from it to a batch, got sweep={sweep!r} "
@@ -170,6 +172,7 @@ def compile_parallel(
         A rank has ended or does not answer within the timeout (`Options.timeout`, or ``init_process_group``'s).
         Planning may take longer than that.
     """
+    refuse_wrapped(model, LazyParallelModule)
     if batch not in ("global", "local"):
         raise ParallelError(f"batch must be 'global' or 'local', got {batch!r}: see docs/inputs.md")
     if cluster is None:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from shardweave.compiler.api import LazyParallelModule
 from shardweave.compiler.baselines import Baseline, all_for
 from shardweave.compiler.compiler import Compiler
+from shardweave.compiler.wrapped import refuse_wrapped
 from shardweave.cost_model import ClusterLike, Options
 from shardweave.ir import InfeasibleError, ParallelError, Progress, Reporter, readable_bytes, readable_seconds
 from shardweave.planner import Plan, powers
@@ -168,6 +170,7 @@ def compare(
     >>> str(found.best.baseline), found.gain >= 0
     ('DDP', True)
     """
+    refuse_wrapped(model, LazyParallelModule)
     with Reporter(progress) as told:
         compiler = Compiler(model, cluster, example_inputs, options, told)
         chosen = all_for(compiler.cluster) if baselines is None else baselines

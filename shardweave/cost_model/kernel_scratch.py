@@ -236,6 +236,17 @@ def _like_input(node: fx.Node) -> int:
     return tensor_bytes(_value(node, 0))
 
 
+def _ordered_bits(node: fx.Node) -> int:
+    """ops/ordered_bits.py: which numbers are none, or before that the numbers in float32 where they are not."""
+    x, result = _value(node, 0), node.meta["val"]
+    return int(x.numel()) if x.element_size() == result.element_size() else tensor_bytes(result)
+
+
+def _from_ordered_bits(node: fx.Node) -> int:
+    bits, result = _value(node, 0), node.meta["val"]
+    return tensor_bytes(bits) if bits.element_size() != result.element_size() else 0
+
+
 def _converted(node: fx.Node) -> int:
     result = node.meta["val"]
     return tensor_bytes(result) if _value(node, 0).dtype != result.dtype else 0
@@ -255,6 +266,8 @@ _OWN: dict[str, Callable[[fx.Node], int]] = {  # the same on any device
     "quantize_blocks": _quantize,
     "dequantize_blocks": _dequantize,
     "sum_dequantized": _sum_dequantized,
+    "ordered_bits": _ordered_bits,
+    "from_ordered_bits": _from_ordered_bits,
 }
 _CPU: dict[str, Callable[[fx.Node], int]] = {
     **_OWN,

@@ -3,7 +3,6 @@ op rules, strategies, the captured step and the signature of a generated one. Im
 """
 
 from shardweave.ir.annotations import is_of, readable
-from shardweave.ir.brief import brief
 from shardweave.ir.captured import Captured
 from shardweave.ir.errors import (
     CaptureError,
@@ -49,7 +48,7 @@ from shardweave.ir.reads import PLAIN, Read, Reads, Unchanged
 from shardweave.ir.step_signature import META, SEED, Collective, NodeInfo, ParameterSpec, StepSpec, Traffic, ValueSpec
 from shardweave.ir.strategy import Grid, GridAxes, Strategy
 from shardweave.ir.strategy_presets import PRESETS, at_rest, preset
-from shardweave.ir.units import bytes_of, readable_bytes, readable_ranges, readable_seconds
+from shardweave.ir.units import brief, bytes_of, readable_bytes, readable_ranges, readable_seconds
 
 __all__ = [
     "ALL",

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from shardweave.ir.brief import brief
 from shardweave.ir.errors import PlanError
 from shardweave.ir.step_signature import Traffic
-from shardweave.ir.units import readable_ranges
+from shardweave.ir.units import brief, readable_ranges
 
 Mode = Literal["none", "fine", "full"]
 MODES: tuple[Mode, ...] = ("none", "fine", "full")

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardweave.ir.brief import brief
 from shardweave.ir.errors import LayoutError
 from shardweave.ir.mesh import Axis, Mesh
+from shardweave.ir.units import brief
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from dataclasses import MISSING, fields
+from typing import Any
 
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 _UNITS = {"b": 1} | {
@@ -83,3 +85,19 @@ def readable_ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def brief(value: Any) -> str:
+    """A frozen dataclass as the call that makes it, without the fields that stand at their defaults.
+
+    >>> from shardweave.ir import Grid
+    >>> brief(Grid(x=2, data=4))
+    'Grid(x=2, data=4)'
+    """
+    said = []
+    for each in fields(value):
+        default = each.default_factory() if each.default_factory is not MISSING else each.default
+        held = getattr(value, each.name)
+        if each.repr and held != default:
+            said.append(f"{each.name}={held!r}")
+    return f"{type(value).__name__}({', '.join(said)})"

@@ -23,7 +23,8 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 # What shard writes around a collective to bring its buffer into shape.
 GLUE = {aten.reshape.default, aten.permute.default, aten.clone.default, aten.t.default, aten.transpose.int,
         aten.select.int, aten.narrow.default, own.pad.default, own.unpad.default, own.quantize_blocks.default,
-         own.dequantize_blocks.default, own.sum_dequantized.default, operator.getitem, WAIT}  # fmt: skip
+         own.dequantize_blocks.default, own.sum_dequantized.default, own.ordered_bits.default,
+        own.from_ordered_bits.default, operator.getitem, WAIT}  # fmt: skip
 CAST = aten._to_copy.default
 
 SHAPING = (GLUE - {WAIT}) | {CAST, aten.add.Tensor, aten.add_.Tensor, aten.cat.default}

@@ -332,7 +332,16 @@ class LocalGraph:
     def all_reduce(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
         """Combine a partial value over `step.axes`."""
         node = self.contiguous(origin, node)
-        return self._collect("all_reduce", c10d.all_reduce.default, node, step, origin, step.reduce)
+        return self._reduced("all_reduce", c10d.all_reduce.default, node, step, origin)
+
+    def _reduced(self, kind: Any, target: Any, node: fx.Node, step: Step, origin: Origin, *args: Any) -> fx.Node:
+        """Start a collective that combines numbers; the largest or smallest of them as `ordered_bits` that keep NaN."""
+        dtype = node.meta["val"].dtype
+        if step.reduce not in ("max", "min") or not dtype.is_floating_point:
+            return self._collect(kind, target, node, step, origin, step.reduce, *args)
+        node = self.call(origin, own.ordered_bits.default, node, step.reduce == "max")
+        node = self._collect(kind, target, node, step, origin, step.reduce, *args)
+        return self.call(origin, own.from_ordered_bits.default, node, dtype)
 
     def reduce_scatter(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
         """Combine a partial value, each rank keeping its part: the parts are brought to the front, in rank order."""
@@ -346,9 +355,7 @@ class LocalGraph:
         size, shape = axes_size(step.axes), list(step.after.local_shape)
         shape = [size * shape[0], *shape[1:]] if shape else [size]
         node = self.contiguous(origin, self.reshape(origin, node, shape))
-        node = self._collect(
-            "reduce_scatter", c10d.reduce_scatter_tensor.default, node, step, origin, step.reduce, size
-        )
+        node = self._reduced("reduce_scatter", c10d.reduce_scatter_tensor.default, node, step, origin, size)
         return self.reshape(origin, node, step.after.local_shape)
 
     def all_gather(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:

@@ -24,7 +24,7 @@ from torch.utils.data import DistributedSampler
 
 from shardweave.distributed import RuntimeMesh, collective, from_all
 from shardweave.ir import InputError, Layout, ParallelError, Reads, StepSpec, Unchanged, ValueSpec, axes_size
-from shardweave.ops import IndexChecks, Seeds
+from shardweave.ops import IndexChecks, Seeds, all_reduced
 from shardweave.runtime.call_checks import Batch, Calls, group_of_calls
 from shardweave.runtime.changed_parameters import Watch
 from shardweave.runtime.checkpoint.state_dict import Finder, adopt, shard_whole, submodule, without_values
@@ -351,10 +351,13 @@ class ParallelModule(nn.Module):
         parts = [local_tensor(parameter.grad) for parameter in found.values() if parameter.grad is not None]
         if not parts:
             return torch.zeros((), device=self.mesh.device_type)
-        some = [part if part.numel() else part.new_zeros(()) for part in parts]  # nothing has no maximum
+        least = math.inf if norm_type < 0 else 0.0
+        some = [part if part.numel() else part.new_full((), least) for part in parts]  # nothing has no maximum
         norms = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(some, norm_type)])
         if math.isinf(norm_type):
-            total = self._all_reduced(norms.max(), dist.ReduceOp.MAX)
+            largest = norm_type > 0
+            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN
+            total = self._all_reduced(norms.max() if largest else norms.min(), op)
         else:
             world = self.spec.mesh.world_size
             layouts = [self.layout_of(name, parameter.shape) for name, parameter in found.items()]
@@ -423,7 +426,7 @@ class ParallelModule(nn.Module):
         if self.mesh.device_mesh is not None:
             group = self.mesh.everyone()
             with collective("the all_reduce of the gradients' norm", group):
-                dist.all_reduce(tensor, op, group=group)
+                return all_reduced(tensor, op, group)
         return tensor
 
 

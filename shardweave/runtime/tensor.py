@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shardweave.distributed import RuntimeMesh, collective, everyone
 from shardweave.ir import Axis, Layout, LayoutError, ParallelError
+from shardweave.ops import all_reduced
 from shardweave.runtime.dtensor_patches import elementwise, install
 from shardweave.runtime.parameters import (
     STRIDES_ARE_PLACES,
@@ -451,7 +452,8 @@ def _bound(
 def _norms(tensors: list[ParallelTensor], power: float, dtype: torch.dtype | None) -> list[ParallelTensor]:
     """The norm of each tensor, with one collective for those that are spread over the same axes."""
     parts = [tensor._local_tensor for tensor in tensors]
-    some = [part if part.numel() else part.new_zeros(()) for part in parts]  # nothing has no maximum
+    least = math.inf if power < 0 else 0.0
+    some = [part if part.numel() else part.new_full((), least) for part in parts]  # nothing has no maximum
     norms = [torch.linalg.vector_norm(part, power, dtype=dtype) for part in some]
     groups: dict[tuple[Axis, ...], list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -475,7 +477,7 @@ def _all_reduced(value: torch.Tensor, place: Place, op: Any = dist.ReduceOp.SUM)
     if place.layout.shard_axes:
         group = place.mesh.group_over(place.layout.shard_axes)
         with _waiting("a sum over a tensor", place.mesh), collective("the all_reduce of a sum over a tensor", group):
-            dist.all_reduce(value, op, group=group)
+            return all_reduced(value, op, group)
     return value
 
 

@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import shardweave as sw
 from shardweave.demo.model import GPT, GPTConfig
@@ -54,6 +57,55 @@ def test_a_model_that_cannot_be_captured() -> None:
     for front in (sw.plan, sw.compile_parallel):
         error = caught(front, Branching(), sw.Cluster.local(1), torch.zeros(2, 4))
         assert_told(error, "Branching", f"test_bad_input.py:{number}", "if y.max() > 1", "torch.where")
+
+
+def compiled_before() -> dict[str, Any]:
+    """Models that are not compiled as they are, each made by a function: what torch or this package has made of one."""
+
+    def plain() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def parallel(**given: Any) -> nn.Module:
+        return sw.compile_parallel(plain(), sw.Cluster.local(1), progress=False, **given)
+
+    return {
+        "compile_parallel": lambda: parallel(example_inputs=torch.zeros(4, 4)),
+        "the original model": parallel,
+        "the model's part 0 (ParallelSequential)": lambda: nn.Sequential(parallel(example_inputs=torch.zeros(4, 4))),
+        "given to torch.compile": lambda: torch.compile(plain()),
+        "DataParallel": lambda: nn.DataParallel(plain()),
+        "scripted": lambda: torch.jit.trace(plain(), torch.zeros(4, 4)),
+        "got an object of function": lambda: compiled_before,
+        "got the class Sequential": lambda: nn.Sequential,
+        "wrapped in DistributedDataParallel": lambda: nn.parallel.DistributedDataParallel(plain()),
+        "sharded by fully_shard": lambda: fully_shard(plain()),
+        "0.weight is a DTensor": lambda: parallelize_module(
+            plain(), init_device_mesh("cpu", (dist.get_world_size(),)), {"0": ColwiseParallel()}
+        ),
+    }
+
+
+def assert_refused(made: Any, told: str, world: int) -> None:
+    """Both doors refuse the model, before anything else is done with it."""
+    for front in (sw.plan, sw.compile_parallel):
+        error = caught(front, made(), sw.Cluster.local(world), torch.zeros(4, 4))
+        assert_told(error, "the model", told)
+        assert isinstance(error, sw.CaptureError) and "Dynamo" not in str(error)
+
+
+def wrapped_on_ranks() -> None:
+    for told, made in list(compiled_before().items())[-3:]:
+        assert_refused(made, told, dist.get_world_size())
+
+
+@pytest.mark.parametrize("told", list(compiled_before())[:-3])
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_model_that_is_compiled_already(told: str) -> None:
+    assert_refused(compiled_before()[told], told, 1)
+
+
+def test_a_model_that_is_parallel_already(pool: WorkerPool) -> None:
+    pool.run(wrapped_on_ranks, nprocs=2)
 
 
 def test_an_op_without_a_rule() -> None:
@@ -245,6 +297,15 @@ def test_a_limit_that_no_plan_meets_is_told_on_every_rank(pool: WorkerPool) -> N
     told = pool.run(no_plan_fits, nprocs=2)
     assert told[0] == told[1]
     assert "smallest" in told[0] and "memory_limit" in told[0]
+
+
+def test_a_search_that_ends_without_a_plan_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a limit that nothing meets, where not even the smallest plan is found in the time there is."""
+    monkeypatch.setattr("shardweave.planner.search.plan_selection.smallest", lambda *_: None)
+    options = sw.Options(memory_limit=4000)
+    error = caught(sw.plan, MLP.model(), sw.Cluster.local(2), MLP.batch(0), options=options, progress=False)
+    assert isinstance(error, sw.InfeasibleError)
+    assert_told(error, "3.9 KiB", "30 s", "memory_limit", "time_limit")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.kernel_scratch import optimizer_scratch_bytes, rounded, scratch_bytes, sent_copy_bytes
+from shardweave.ops.ordered_bits import ordered_bits
 from shardweave.ops.quantized_blocks import quantize_blocks
 from shardweave.runtime.memory import measured_peak, most_at_once
 from shardweave.sharding.graphs import tensor_bytes
@@ -52,6 +53,16 @@ CASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         aten.native_batch_norm_backward.default,
         ((8, 16, 8, 8), (8, 16, 8, 8), (16,), None, None, (16,), (16,), True, 1e-5, [True] * 3),
     ),
+    **{
+        f"{name} of {dtype}": case
+        for dtype in (torch.float64, torch.float32, torch.bfloat16)
+        for name, case in {
+            "ordered bits": (own.ordered_bits.default, (torch.rand(64, 32).to(dtype), True)),
+            "out of ordered bits": (
+                own.from_ordered_bits.default, (ordered_bits(torch.rand(64, 32).to(dtype), True), dtype)
+            ),
+        }.items()
+    },
     **{
         f"{name}, int{bits} of {dtype}, {sizes}": case
         for bits in (8, 4)

@@ -6,7 +6,7 @@ CPU is used as it is on the GPUs. It is shown by `shardweave.planner.search.plan
 The plan: every op's strategy, what the step is predicted to cost, and how far the program's bound is.
 
 A plan is keyed by the names of parameters, modules and inputs, never by nodes of a graph, so one made on a laptop's
-CPU is used as it is on the GPUs. It is shown by `shardweave.report.tables`.
+CPU is used as it is on the GPUs. It is shown by `shardweave.planner.search.plan`.
 
 Plans as tables: one plan op by op, and the difference of two.
 

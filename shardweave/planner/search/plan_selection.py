@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardweave.ir import InfeasibleError
+from shardweave.ir import InfeasibleError, readable_bytes
 from shardweave.planner.problem.variables import Costed
 from shardweave.planner.search.alternative_plans import alike, overlooked, rivals
 from shardweave.planner.search.evaluation import Decision, Judged
@@ -216,7 +216,11 @@ class Chooser:
     def _smallest(self, costed: Costed, free: Both, fastest: Solution, limit: int) -> Chosen | Lacking:
         """What the program says is the smallest plan of all, where it finds none that fits."""
         choice = smallest(costed.problem, self.answers.time_limit)
-        assert choice is not None  # there is a fastest one
+        if choice is None:
+            raise InfeasibleError(
+                f"no plan that fits into the memory limit of {readable_bytes(limit)} a device was found within "
+                f"{self.answers.time_limit:g} s: raise memory_limit, or time_limit to search for longer"
+            )
         least = self._simulated(costed, _unproven(costed, choice, fastest), limit)
         if least.judged.peak_memory <= limit:
             return replace(least, pressed=True).within(limit)

@@ -6,7 +6,7 @@ A label of a step is a choice for the ops eliminated so far in its branch, given
 figures and its largest transient. `Elimination.minimum` says what the rest costs at least, exactly, at the weights that
 gave the bound (`Dual`): a label stays only where both together are within the slack, which loses nothing, as what a
 choice weighs is never more than its time. Of two labels for the same states, one that is no better whatever follows
-goes (`shardweave.compiler.planner.dominance`).
+goes (`shardweave.planner.solver.reductions`).
 
 These are labels for shortest paths with a resource (Desrochers and Soumis, 1988), on graphs of small width. Equal
 layers share their labels: a step of a kind is walked through once, for the best of the places where it stands.

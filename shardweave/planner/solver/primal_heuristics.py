@@ -3,13 +3,13 @@
 Feasible choices by changing a good one in one or two places at a time: the last bit towards the bound.
 
 A *change* adds a column of figures to those of the whole choice: other candidates for some equal ops with equal
-neighbours, or a splice of another choice (`shardweave.compiler.planner.mixing`). Changes that weigh more than the
+neighbours, or a splice of another choice. Changes that weigh more than the
 choice lies above the bound lead nowhere; of the others the best pair is made again and again, such as one that frees
 memory and one that makes better use of it, wherever their ops and these ops' neighbours are still as they were.
 
 Feasible choices out of those that a bound came by: runs of ops of one choice next to runs of another.
 
-The bound's mixture (`shardweave.compiler.planner.duality`) divides choices; a plan can only divide the ops. So the ops
+The bound's mixture (`shardweave.planner.solver.lagrangian`) divides choices; a plan can only divide the ops. So the ops
 before a cut are taken from one choice, those up to a second cut from another, the others from a third. The figures of
 all pairs of cuts are sums of what lies before and behind them: all are found at once, exactly, and the fastest that
 fits is kept. Where the first choice is also the last, one is *spliced* into the other; splices of splices come ever
