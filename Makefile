@@ -34,7 +34,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 
 types: $(VENV)/.installed-dev
-	$(BIN)/mypy --strict shardweave docs
+	$(BIN)/mypy --strict shardweave docs benchmarks
 
 pytest: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
@@ -49,7 +49,7 @@ rules: $(VENV)/.installed
 	$(BIN)/python -m docs.make_rules
 
 models: $(VENV)/.installed-dev
-	$(BIN)/python -m docs.measure_models
+	$(BIN)/python -m benchmarks.measure_models
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

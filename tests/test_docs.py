@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import shardweave as sw
-from docs.measure_models import SLOWER, Measured, local
+from benchmarks.measure_models import SLOWER, Measured, local
 from shardweave.runtime.launch import WorkerPool
 from tests.models import TODAY
 from tests.snippets import is_used, pages, run_on_a_rank, run_shell, snippets

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import shardweave as sw
-from docs.large_models import LARGE
 from shardweave.ir import Collective
 from shardweave.planner.problem.build_problem import Costing
 from shardweave.planner.problem.force import forced_strategies
@@ -20,6 +19,7 @@ from shardweave.planner.solver.reductions import Kept
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.training import ADAMW, Way, compile_ways, differences, model_of, train, train_packed
 from tests.models import ZOO
+from tests.models.large import LARGE
 from tests.passes.harness import collectives
 from tests.passes.joint import CASES, Chain, joint
 from tests.planner.planners import Planner

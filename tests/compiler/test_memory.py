@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from docs.measure_memory import WAYS, measure_all, prepare, ways_of
+from benchmarks.measure_memory import WAYS, measure_all, prepare, ways_of
 from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPTConfig
 from shardweave.ir.overlap_config import MODES

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from docs.measure_steps import Forced, most
+from benchmarks.measure_steps import Forced, most
 from shardweave.ir import Mesh, Strategy
 from shardweave.planner.problem.candidates import legal
 from shardweave.runtime.launch import WorkerPool

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import shardweave as sw
-from docs.measure_memory import Figures, measure
+from benchmarks.measure_memory import Figures, measure
 from shardweave.demo.model import GPTConfig
 from shardweave.ir import Grid, Mesh, Strategy
 from shardweave.runtime.launch import WorkerPool

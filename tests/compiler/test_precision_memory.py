@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardweave as sw
-from docs.measure_memory import settled_peak
+from benchmarks.measure_memory import settled_peak
 from shardweave.compiler.compiler import Compiler
 from shardweave.ir import Grid, Strategy
 from shardweave.runtime.launch import WorkerPool

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardweave as sw
-from docs.measure_memory import measure_all
+from benchmarks.measure_memory import measure_all
 from shardweave.compiler.compiler import Compiler
 from shardweave.planner.search.evaluation import Judge, Judged
 from shardweave.runtime.launch import WorkerPool

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import shardweave as sw
-from docs.large_models import LARGE
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model.op_time import node_seconds
 from shardweave.ir import MODES, Grid, Strategy
@@ -20,6 +19,7 @@ from shardweave.planner.search.solver_cache import UNLIMITED, Chosen
 from shardweave.sharding.annotate import layer_of
 from shardweave.sharding.graphs import info
 from tests.compiler.training import ALL_CASES
+from tests.models.large import LARGE
 from tests.planner.planners import MetaGPT
 from tests.planner.test_brute_force import PLAIN, Small
 

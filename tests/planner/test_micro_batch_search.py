@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import shardweave as sw
-from docs.large_models import LARGE
 from shardweave.compiler.compiler import Compiler
 from shardweave.ir import Weaving
 from shardweave.planner.search.evaluation import Judged
@@ -24,6 +23,7 @@ from shardweave.planner.search.planning import Lacked, Made, Planning
 from shardweave.planner.search.solver_cache import Answers
 from shardweave.runtime import ParallelModule
 from tests.compiler.test_micro_batches import Loss
+from tests.models.large import LARGE
 from tests.planner.planners import WIDE, Planner, smallest_named
 
 

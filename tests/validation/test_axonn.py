@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from docs import fit_validation
-from docs.measure_decisions import flat
+from benchmarks import fit_validation
+from benchmarks.measure_decisions import flat
 from shardweave.demo.model import GPTConfig
 from shardweave.ir import Grid
 from shardweave.ir.errors import InfeasibleError, InputError

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from docs import measure_decisions
-from docs.measure_decisions import Ranked, degrees, factors, flat, free_factors, in_first, ranked_factors
+from benchmarks import measure_decisions
+from benchmarks.measure_decisions import Ranked, degrees, factors, flat, free_factors, in_first, ranked_factors
 from shardweave.demo.model import GPTConfig
 from shardweave.ir import Grid
 from shardweave.ir.errors import InfeasibleError

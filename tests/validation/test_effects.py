@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from docs import measure_validation
-from docs.measure_validation import EFFECTS
+from benchmarks import measure_validation
+from benchmarks.measure_validation import EFFECTS
 from shardweave.cost_model import collective_seconds
 from shardweave.validation import Described, exact
 

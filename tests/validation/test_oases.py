@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from docs.fit_validation import print_left_out
+from benchmarks.fit_validation import print_left_out
 from shardweave.cost_model import Cluster
 from shardweave.ir import Grid
 from shardweave.ir.errors import InputError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from docs import measure_osdp
+from benchmarks import measure_osdp
 from shardweave.ir.errors import InputError
 from shardweave.validation import Described, Setting, osdp, validate
 from shardweave.validation.setting import of_a_layer

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardweave as sw
-from docs.predict import Case, constants, in_words, judged
+from benchmarks.predict import Case, constants, in_words, judged
 from shardweave.compiler.compiler import Compiler
 
 

@@ -48,7 +48,7 @@ Where elimination's tables would grow too large, these steps take its place, eac
 
 Measured on one core, with no windows: Llama-3-8B (32 layers, 354 ops of up to 128 candidates) on 64 devices is proven
 optimal in 0.3 s; GLOP and the sweep found no choice in 30 s there, each edge having 1,600 flows. With two windows of
-three streams `docs/measure_solver.py` has the figures.
+three streams `benchmarks/measure_solver.py` has the figures.
 
 Why not another candidate: what each op's best other one would change, all other ops left as they are.
 

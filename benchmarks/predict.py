@@ -1,4 +1,4 @@
-"""Predict before anyone measures: ``python -m docs.predict`` writes docs/predictions.md and its figures.
+"""Predict before anyone measures: ``python -m benchmarks.predict`` writes docs/predictions.md and its figures.
 
 Ten minutes on one core; `--only NAME` prints the section of one model instead.
 """
@@ -25,14 +25,14 @@ from shardweave.ir.units import readable_bytes, readable_seconds
 from shardweave.planner.search.evaluation import Decision, Judged
 from shardweave.sharding.annotate import last_match, layer_of
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).parents[1] / "docs"
 
 HEAD = """# Predictions: before anyone measures
 
 What two steps will take, by the plans of this compiler, on machines that it was not fitted to. **Predicted on
 2026-11-24**; nothing here has been measured. The page, its figures and the plans are made again by
 
-    python -m docs.predict
+    python -m benchmarks.predict
 
 on a laptop: the models are built on the meta device, and no constant was adjusted to any of these numbers. There is
 **no pipeline parallelism** in this compiler: a prediction is that of the best plan without it.

@@ -1,6 +1,6 @@
 """Time the simulator on a large model on many devices: a figure of docs/measured.md.
 
-python -m docs.measure_simulation [--layers 96] [--nodes 128]
+python -m benchmarks.measure_simulation [--layers 96] [--nodes 128]
 
 The model is a GPT-3 of 96 layers, captured on the meta device and lowered as `plan` does: Megatron's column and row
 inside a node, at rest sharded over the data ranks.

@@ -1,7 +1,7 @@
 """What each kind of weaving is worth, simulated: the table and the figure of docs/weaving.md.
 
-python -m docs.measure_weaving             GPTs of Oases' Table 3 on both of its clusters
-python -m docs.measure_weaving --write     and put them into docs/weaving.md
+python -m benchmarks.measure_weaving             GPTs of Oases' Table 3 on both of its clusters
+python -m benchmarks.measure_weaving --write     and put them into docs/weaving.md
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from shardweave.ir.units import readable_bytes, readable_seconds
 from shardweave.passes.pipeline import lower
 from shardweave.planner.problem.force import forced_strategies
 
-PAGE = Path(__file__).parent / "weaving.md"
-FIGURE = Path(__file__).parent / "images" / "weaving.png"
-BEGIN, END = "<!-- measured: python -m docs.measure_weaving --write -->\n", "<!-- end -->\n"
+PAGE = Path(__file__).parents[1] / "docs" / "weaving.md"
+FIGURE = PAGE.parent / "images" / "weaving.png"
+BEGIN, END = "<!-- measured: python -m benchmarks.measure_weaving --write -->\n", "<!-- end -->\n"
 CLUSTERS = ("rtx3090-nvlink", "rtx3090-pcie")
 NODES, CONTEXT, VOCABULARY = 8, 1024, 50304
 PRECISION = Precision(torch.float16)

@@ -1,4 +1,6 @@
-"""What each effect is worth to the tables of docs/validation.md: ``python -m docs.measure_validation FOLDER oases``.
+"""What each effect is worth to the tables of docs/validation.md.
+
+python -m benchmarks.measure_validation FOLDER oases
 
 Prints a Markdown table: the mean error of each table and the rank correlation within its groups, with everything the
 simulator knows and with one effect left out, without fitting anew; draws the mean errors with ``--figure``. Four

@@ -1,6 +1,6 @@
 """What the planner's plan gains over the best baseline, simulated: the table of docs/baselines.md.
 
-python -m docs.measure_baselines [--models "gpt2 (xl)" ...] [--clusters dgx-a100 ...] [--limits 1 0.5] [--write]
+python -m benchmarks.measure_baselines [--models "gpt2 (xl)" ...] [--clusters dgx-a100 ...] [--limits 1 0.5] [--write]
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import shardweave as sw
-from docs.large_models import LARGE
 from shardweave.compiler.baselines import Baseline, all_for
 from shardweave.compiler.compiler import Compiler
 from shardweave.ir.units import readable_bytes, readable_seconds
 from shardweave.planner.search.micro_batch_search import powers
+from tests.models.large import LARGE
 
-PAGE = Path(__file__).parent / "baselines.md"
-BEGIN, END = "<!-- measured: python -m docs.measure_baselines --write -->\n", "<!-- end -->\n"
+PAGE = Path(__file__).parents[1] / "docs" / "baselines.md"
+BEGIN, END = "<!-- measured: python -m benchmarks.measure_baselines --write -->\n", "<!-- end -->\n"
 CLUSTERS = ("dgx-a100", "dgx-h100", "frontier", "perlmutter", "rtx3090-nvlink", "rtx3090-pcie")
 LIMITS = (1.0, 0.75, 0.5)
 """Parts of what the planner's plan takes where the device's memory is the limit; 1 is the device's memory."""

@@ -1,4 +1,4 @@
-"""What OSDP's mixtures of DP and ZDP are worth, by real plans: ``python -m docs.measure_osdp``.
+"""What OSDP's mixtures of DP and ZDP are worth, by real plans: ``python -m benchmarks.measure_osdp``.
 
 Prints a Markdown table for docs/validation.md: models like those of OSDP's Table 1 (arXiv 2209.13258) in one
 micro-batch on its server of 8 TITAN RTX, within 8 and 16 GB: a step with DP, with FSDP (all ZDP), and with the strategy

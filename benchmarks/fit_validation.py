@@ -1,4 +1,4 @@
-"""Fit the constants of a paper's clusters to its rows: ``python -m docs.fit_validation FOLDER oases``.
+"""Fit the constants of a paper's clusters to its rows: ``python -m benchmarks.fit_validation FOLDER oases``.
 
 Prints the values, which go into `shardweave/validation/clusters/` by hand, with `fitted: true`. A constant that several
 clusters have with one range and one source is one constant. Rows without a plan are left out.

@@ -1,6 +1,6 @@
 """How close the schedule comes to what no order can beat, and how long it takes to find: the table of docs/weaving.md.
 
-python -m docs.measure_orders
+python -m benchmarks.measure_orders
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the planner decides beside what the papers decided: ``python -m docs.measure_decisions FOLDER amsp``.
+"""What the planner decides beside what the papers decided: ``python -m benchmarks.measure_decisions FOLDER amsp``.
 
 Prints the Markdown tables of docs/validation.md, section Decisions: AMSP's factors, AxoNN's ranking of grids, Oases'
 degrees of each layer. Half an hour for AMSP, ten minutes for AxoNN, five for Oases.

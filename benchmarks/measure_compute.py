@@ -1,6 +1,6 @@
 """How near the prices of compute come to a real step: the demo's GPT on one rank, or on several gloo ranks.
 
-python docs/measure_compute.py [ranks]
+python benchmarks/measure_compute.py [ranks]
 """
 
 from __future__ import annotations

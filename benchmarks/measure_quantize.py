@@ -1,7 +1,7 @@
 """What quantized collectives cost in accuracy, and what they are predicted to gain: the tables of docs/quantize.md.
 
-python -m docs.measure_quantize              both
-python -m docs.measure_quantize --steps 200  of a longer training
+python -m benchmarks.measure_quantize              both
+python -m benchmarks.measure_quantize --steps 200  of a longer training
 """
 
 from __future__ import annotations

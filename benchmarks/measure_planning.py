@@ -1,9 +1,9 @@
 """How long planning takes, stage by stage, in CPU seconds: the figures of docs/measured.md.
 
-python -m docs.measure_planning                                  # Llama-3-8B, 32 layers, on 64 H100s
-python -m docs.measure_planning --model gpt3 --nodes 128         # like GPT-3-175B, 96 layers, on 1,024
-python -m docs.measure_planning --batch 64 --memory-gib 24       # more tokens, less memory
-python -m docs.measure_planning --model unet --nodes 2           # skip connections: the U-Net of docs/large_models.py
+python -m benchmarks.measure_planning                                  # Llama-3-8B, 32 layers, on 64 H100s
+python -m benchmarks.measure_planning --model gpt3 --nodes 128         # like GPT-3-175B, 96 layers, on 1,024
+python -m benchmarks.measure_planning --batch 64 --memory-gib 24       # more tokens, less memory
+python -m benchmarks.measure_planning --model unet --nodes 2           # skip connections: a U-Net
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import shardweave as sw
-from docs.large_models import LARGE
 from shardweave.compiler.compiler import Compiler
 from shardweave.ir.progress import Event, Reporter
 from shardweave.planner.search import plan_selection as choose
 from shardweave.planner.search import solver_cache as answers
+from tests.models.large import LARGE
 
 
 def llama(layers: int) -> nn.Module:

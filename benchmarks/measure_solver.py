@@ -1,6 +1,6 @@
 """Solve synthetic planning problems and print CPU seconds, status and gap for each: the figures of docs/measured.md.
 
-python docs/measure_solver.py [--sizes 32x64 96x1024] [--gap 1e-3]
+python benchmarks/measure_solver.py [--sizes 32x64 96x1024] [--gap 1e-3]
 
 The tables are drawn with a seed, like those of a transformer: equal layers of eleven ops with residual edges. Grids
 that split more compute less well and communicate more; weights that rest on more devices keep less and load the links

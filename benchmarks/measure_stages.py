@@ -1,4 +1,6 @@
-"""What Megatron-LM's pipelines of AxoNN's Table III come to, stage by stage: ``python -m docs.measure_stages FOLDER``.
+"""What Megatron-LM's pipelines of AxoNN's Table III take, stage by stage.
+
+python -m benchmarks.measure_stages FOLDER
 
 Pipeline parallelism is not built. A stage is planned as a model of its own: its part of the layers, tensor parallel
 over a node's GPUs, data parallel over the rest, nothing overlapped. The bubble (Narayanan et al., arXiv 2104.04473,

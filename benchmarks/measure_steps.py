@@ -1,6 +1,6 @@
 """Predicted against measured: many forced plans of two models on local ranks, their step times.
 
-python docs/measure_steps.py [--ranks 4] [--plans 24] [--rounds 21] [--json FILE]
+python benchmarks/measure_steps.py [--ranks 4] [--plans 24] [--rounds 21] [--json FILE]
 
 Every plan is compiled and trained. The steps of all plans are timed in turn, round after round, so that what else the
 machine does falls on all of them alike; a plan's time is the median of its rounds. The cluster is profiled first: its

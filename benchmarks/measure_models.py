@@ -1,7 +1,7 @@
 """Measure every model of the zoo and write docs/models.md: ``make models``.
 
-python -m docs.measure_models                         all of them, into docs/models.md
-python -m docs.measure_models gpt2 t5 --replicated    these ones, printed, with the ops that devices do alike
+python -m benchmarks.measure_models                         all of them, into docs/models.md
+python -m benchmarks.measure_models gpt2 t5 --replicated    these ones, printed, with the ops that devices do alike
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 
 import shardweave as sw
-from docs.large_models import LARGE, LAYERS
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model import flops_by_op, replicated, sharded_share
 from shardweave.ir import Mesh, Strategy
 from shardweave.passes.pipeline import Annotated
 from shardweave.planner.problem.candidates import legal
 from tests.models import TODAY
+from tests.models.large import LARGE, LAYERS
 
-PAGE = Path(__file__).with_name("models.md")
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 SLOWER = 10_000
 
 
@@ -200,7 +200,7 @@ def _largest(share: Share, count: int = 3) -> list[tuple[str, float]]:
 
 TEXT = """# Models
 
-Made by `make models` (`docs/measure_models.py`) on 2 CPU cores with torch {torch}; seconds are CPU seconds of that
+Made by `make models` (`benchmarks/measure_models.py`) on 2 CPU cores with torch {torch}; seconds are CPU seconds of
 machine, and not tested.
 
 *Ops* are the nodes of the captured joint graph, forward and backward, after `annotate`, *kinds* the different ones.
@@ -209,7 +209,7 @@ device, over those that all devices do together: 100 % where no two devices do t
 
 ## In the sizes that people train
 
-{layers} layers of each (`docs/large_models.py`), in bfloat16, planned on the meta device for 4 and 8 GPUs of
+{layers} layers of each (`tests/models/large.py`), in bfloat16, planned on the meta device for 4 and 8 GPUs of
 `Cluster.preset("dgx-a100")`:
 
 {large}

@@ -1,7 +1,7 @@
 """Predicted and measured peak memory of generated steps on local gloo ranks: the figures of docs/measured.md.
 
-python -m docs.measure_memory                    every model under every way to spread it
-python -m docs.measure_memory gpt unet --ranks 2
+python -m benchmarks.measure_memory                    every model under every way to spread it
+python -m benchmarks.measure_memory gpt unet --ranks 2
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", default=list(WAYS), help=ways)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    from docs.measure_memory import measure_all  # under a name by which the ranks find it
+    from benchmarks.measure_memory import measure_all  # under a name by which the ranks find it
 
     errors: list[float] = []
     print("| model | plan | predicted, bytes | measured | off | off, states at rest not counted | rest off |")
