@@ -200,8 +200,8 @@ def _largest(share: Share, count: int = 3) -> list[tuple[str, float]]:
 
 TEXT = """# Models
 
-Made by `make models` (`benchmarks/measure_models.py`) on 2 CPU cores with torch {torch}; seconds are CPU seconds of
-machine, and not tested.
+Made by `make models` (`benchmarks/measure_models.py`) on 2 CPU cores with torch {torch}; seconds are
+CPU seconds of that machine, and not tested.
 
 *Ops* are the nodes of the captured joint graph, forward and backward, after `annotate`, *kinds* the different ones.
 *Sharded* are the FLOPs (products, convolutions, attention; `shardweave/cost_model/op_time.py`) of the step on one
