@@ -21,7 +21,7 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model import flops_by_op, replicated, sharded_share
 from shardweave.ir import Mesh, Strategy
-from shardweave.passes.pipeline import Annotated
+from shardweave.passes.annotated_step import Annotated
 from shardweave.planner.problem.candidates import legal
 from tests.models import TODAY
 from tests.models.large import LARGE, LAYERS

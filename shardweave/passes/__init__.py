@@ -2,19 +2,20 @@
 import `ir`, `ops`, `sharding` and `cost_model`.
 """
 
+from shardweave.passes.annotated_step import Annotated, annotate, join_names
 from shardweave.passes.codegen import Step, graph_hash
 from shardweave.passes.overlap_options import with_times
-from shardweave.passes.pipeline import Annotated, Compiled, Shards, annotate, join_names, lower, times_of
+from shardweave.passes.pipeline import Compiled, Shards, lower, times_of
 from shardweave.passes.recompute import region_of
 from shardweave.passes.schedule import Alike
 
 __all__ = [
+    "annotate",
     "Alike",
     "Annotated",
     "Compiled",
     "Shards",
     "Step",
-    "annotate",
     "graph_hash",
     "join_names",
     "lower",

@@ -17,13 +17,14 @@ import operator
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from shardweave.cost_model import Cluster, Prices
 from shardweave.ir import META, Collective
+from shardweave.passes.base import Pass, Property
 from shardweave.passes.partition import Rest
 from shardweave.passes.spmd_builder import in_order, remove_dead
 from shardweave.sharding import info, is_wait, layer_of
@@ -38,7 +39,7 @@ _VIEWS = {reshape, permute, aten.clone.default}
 
 
 @dataclass(frozen=True)
-class Bucket:
+class Bucket(Pass):
     """Put small collectives of parameters and gradients together.
 
     Requires a local graph in which every start is followed by its wait; ensures the same values.
@@ -56,6 +57,7 @@ class Bucket:
     """
 
     name = "bucket"
+    requires: ClassVar[frozenset[Property]] = frozenset({"local"})
     cluster: Cluster
     borders: Sequence[Collection[str]] = ()
     flat: Mapping[str, Rest] | None = None

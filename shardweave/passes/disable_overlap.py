@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx
 
 from shardweave.ir import Collective, Traffic
+from shardweave.passes.base import Pass, Property
 from shardweave.passes.partition import Rest
 from shardweave.passes.scheduling_priorities import WAIT
 from shardweave.sharding import info
@@ -38,7 +40,7 @@ def traffic_of(what: Collective, rest: Rest) -> Traffic:
 
 
 @dataclass(frozen=True)
-class Block:
+class DisableOverlap(Pass):
     """Wait for each collective of some kinds of traffic before anything else is computed.
 
     Requires a graph in its order; ensures the same values.
@@ -50,7 +52,8 @@ class Block:
         Where each parameter rests, by its name.
     """
 
-    name = "block"
+    name = "disable_overlap"
+    requires: ClassVar[frozenset[Property]] = frozenset({"ordered"})
     blocking: Collection[Traffic]
     rests: Mapping[str, Rest]
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import fx
 
 from shardweave.ir import Axis
+from shardweave.passes.base import Pass, Property
 from shardweave.passes.recompute import same
 from shardweave.passes.spmd_builder import remove_dead
 from shardweave.sharding import info, last_match
 
 
 @dataclass(frozen=True)
-class Keep:
+class KeepUnsharded(Pass):
     """Let the backward read what the forward gathered.
 
     Requires a local graph with every step of its time axes; ensures the same values.
@@ -33,7 +35,8 @@ class Keep:
         The axes of slices.
     """
 
-    name = "keep"
+    name = "keep_unsharded"
+    requires: ClassVar[frozenset[Property]] = frozenset({"local"})
     slices: Mapping[str, int] = field(default_factory=dict)
     axes: tuple[Axis, ...] = ()
 

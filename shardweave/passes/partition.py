@@ -20,7 +20,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import fx
@@ -46,6 +46,7 @@ from shardweave.ir import (
     through,
     together,
 )
+from shardweave.passes.base import Pass, Property
 from shardweave.passes.spmd_builder import TAKEN, LocalGraph, OpEmitter, Origin, Part, part, remove_dead
 from shardweave.sharding import (
     Arrival,
@@ -533,7 +534,7 @@ def is_gradient(node: fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class Shard:
+class Shard(Pass):
     """Write the local graph.
 
     Requires an annotated joint graph; ensures that every node has its local fake value and its layouts, and that
@@ -541,6 +542,8 @@ class Shard:
     """
 
     name = "shard"
+    requires: ClassVar[frozenset[Property]] = frozenset({"joint"})
+    ensures: ClassVar[frozenset[Property]] = frozenset({"local"})
     mesh: Mesh
     """The axes, in layout order."""
     assignments: Mapping[str, Assignment]

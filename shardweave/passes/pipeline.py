@@ -1,191 +1,49 @@
-"""The pipeline: runs the passes on a captured step, checks the graph after each, and keeps every stage.
+"""The pipeline: the ordered list of passes, and the lowering of an annotated step by them.
 
-The border of a step: where inputs, outputs, tangents and parameters lie, and how the step is called.
+`PASSES` is the order. `lower` runs those that a plan and its options ask for, and splits the result into the forward
+and the backward that run. Everything that is lowered takes this one way: a step that runs for several micro-batches,
+and a draft for the simulator, which is neither verified nor kept.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import fx
 
 from shardweave.cost_model import ONCE, Cluster, Options, Repeated, liveness, output_storages, rounded, storage_bytes
-from shardweave.ir import (
-    SEED,
-    Assignment,
-    Axis,
-    Captured,
-    Layout,
-    Mesh,
-    ParameterSpec,
-    PlanError,
-    StepSpec,
-    Strategy,
-    ValueSpec,
-    axes_size,
-    drop,
-    dtype_name,
-    normalise,
-    outermost_first,
-)
+from shardweave.ir import Assignment, Mesh, PlanError, StepSpec, Strategy
+from shardweave.passes.annotated_step import Annotated, join_names
+from shardweave.passes.base import Pass, PassManager
 from shardweave.passes.bucket import Bucket
 from shardweave.passes.codegen import Step, Turns, graph_hash, set_apart, split
-from shardweave.passes.disable_overlap import Block
-from shardweave.passes.drop_zero_tangents import drop_tangents
-from shardweave.passes.keep_unsharded import Keep
+from shardweave.passes.disable_overlap import DisableOverlap
+from shardweave.passes.keep_unsharded import KeepUnsharded
 from shardweave.passes.overlap_options import check_patterns, sliced_ops, with_times
 from shardweave.passes.partition import Rest, Shard, Sharder
 from shardweave.passes.quantize import Quantize
 from shardweave.passes.recompute import Recompute
-from shardweave.passes.schedule import Alike, Schedule
-from shardweave.passes.unroll_sub_batches import Split
-from shardweave.passes.verify import verify, verify_memory
-from shardweave.sharding import (
-    Annotate,
-    Classes,
-    Op,
-    Samples,
-    batch_classes,
-    copied,
-    find_classes,
-    find_ops,
-    graph_outputs,
-    info,
-    layer_of,
-    op_name,
-    with_forms,
+from shardweave.passes.schedule import Alike, Schedule, fits
+from shardweave.passes.step_boundary import Boundary, data_axes, mesh_for
+from shardweave.passes.unroll_sub_batches import UnrollSubBatches
+from shardweave.sharding import copied, graph_outputs, info, layer_of
+
+PASSES: tuple[type[Pass], ...] = (
+    Shard,  # each op in its local form, and the collectives that bring values from layout to layout
+    Recompute,  # what the backward computes again instead of keeping it from the forward
+    UnrollSubBatches,  # the sub-batches, and the slices of ops, side by side
+    KeepUnsharded,  # parameters that stay gathered from the forward to the backward
+    Bucket,  # small collectives become one
+    Quantize,  # parameters and gradients move in few bits
+    Schedule,  # starts early, waits late, within the memory limit
+    DisableOverlap,  # waits at once for what is not to overlap
 )
-
-
-class Boundary:
-    """Where what crosses the border of the step lies: inputs, outputs, tangents, parameters."""
-
-    def __init__(self, annotated: Annotated, mesh: Mesh, data: tuple[Axis, ...], options: Options) -> None:
-        self.annotated, self.mesh, self.data = annotated, mesh, data
-        self.undivided = bool(options.weaving.undivided)
-        captured = annotated.captured
-        nodes = {node.name: node for node in captured.graph.graph.nodes if node.op == "placeholder"}
-        self.values = {name: node.meta["val"] for name, node in nodes.items()}
-        self.sources = {name: self._batch(self.values[name]) for name in captured.inputs}
-        samples = Samples.of(captured, annotated.classes)
-        self.rows = {name: samples.rows(nodes[name]) for name in captured.inputs}
-        results = graph_outputs(captured.graph.graph)
-        first = len(captured.mutated_buffers)
-        self.returned = [node.meta["val"] for node in results[first : first + len(captured.outputs)]]
-        mode = "whole" if captured.whole else options.outputs
-        if mode == "auto":
-            mode = "sharded" if annotated.loss_inside else "part"
-        self.returned_rows = [samples.rows(node) for node in results[first : first + len(captured.outputs)]]
-        outputs: list[Layout | None] = []
-        for value in self.returned:
-            if value.dim() == 0 or mode == "whole":
-                outputs.append(Layout.replicated(value.shape))
-            else:
-                outputs.append(None if mode == "sharded" else self._batch(value))
-        if captured.whole:
-            self.sources |= {name: Layout.replicated(self.values[name].shape) for name in captured.parameters}
-        self.tangents = {name: first + captured.tangents[name] for name in annotated.tangents}
-        if captured.whole:  # a tangent comes whole, as its output went; each rank takes its part
-            self.sources |= {name: self._batch(self.values[name]) for name in self.tangents}
-            self.tangents = {}
-        mutated = [Layout.replicated(node.meta["val"].shape) for node in results[:first]]
-        self.wanted = [*mutated, *outputs, *(None for _ in captured.gradients)]
-
-    def _batch(self, value: torch.Tensor) -> Layout:
-        """The first dimension spread over the data axes, and over micro-batches, where it is the batch."""
-        shape = value.shape
-        layout = Layout.replicated(shape)
-        axes = (*self.mesh.all_times, *self.data)
-        if not shape or shape[0] != self.annotated.batch:
-            return layout
-        if shape[0] % axes_size(axes) and self.undivided:  # what is too small to be cut comes in whole
-            axes = (*self.mesh.times, *self.data)
-        if shape[0] % axes_size(axes):
-            if times := self.mesh.all_times:
-                cuts = " of ".join(f"{axis.size} {axis.name}-batches" for axis in reversed(times))
-                names = " or ".join(f"{axis.name}_batches" for axis in times)
-                raise PlanError(
-                    f"the batch of {shape[0]} is no multiple of {axes_size(axes)}: {cuts} "
-                    f"on {axes_size(self.data)} parts of the batch; use another batch or {names}"
-                )
-            return layout
-        return Layout((normalise([*axes, shape[0] // axes_size(axes)]), *layout.dims[1:]))
-
-    def finish(
-        self,
-        lies: Mapping[int, Layout],
-        rests: Mapping[str, Layout],
-        forward: fx.GraphModule,
-        code: str,
-    ) -> StepSpec:
-        """How the step is called, given where its outputs lie, its parameters rest, and the hash of its code."""
-        captured = self.annotated.captured
-        dtype = {name: dtype_name(value.dtype) for name, value in self.values.items()}
-        trainable = set(captured.gradients)
-        parameters = tuple(
-            ParameterSpec(
-                name,
-                rests.get(name, Layout.replicated(self.values[node].shape)),
-                dtype_name(captured.dtypes[name].master) if name in captured.dtypes else dtype[node],
-                name in trainable,
-                captured.aliases.get(name, ()),
-            )
-            for node, name in captured.parameters.items()
-        )
-        buffers = tuple(
-            ParameterSpec(name, Layout.replicated(self.values[node].shape), dtype[node], False)
-            for node, name in captured.buffers.items()
-        )
-        times = self.mesh.times
-        pieces = [drop(self.sources[node], self.mesh.woven) for node in captured.inputs]
-        inputs = tuple(
-            ValueSpec(name, drop(lies, times), dtype[node], rows=self.rows[node])
-            for (node, name), lies in zip(captured.inputs.items(), pieces)
-        )
-        first = len(captured.mutated_buffers)
-        outputs = []
-        active = {captured.tangents[name] for name in self.annotated.tangents}
-        for index, (name, value) in enumerate(zip(captured.outputs, self.returned)):
-            layout = lies[first + index]
-            pieces.append(layout)
-            whole = drop(layout, times).without_partial()
-            left_out = index in captured.tangents.values() and index not in active
-            rows = self.returned_rows[index]
-            outputs.append(ValueSpec(name, whole, dtype_name(value.dtype), index in active, left_out, rows))
-        return StepSpec(
-            replace(self.mesh, woven=(), slices=()),
-            parameters,
-            buffers,
-            inputs,
-            tuple(outputs),
-            captured.mutated_buffers,
-            self.data,
-            code,
-            any(node.op == "placeholder" and node.name == SEED for node in forward.graph.nodes),
-            tuple(pieces) if times else (),
-            axes_size(self.mesh.woven),
-        )
-
+"""In the order in which they run; each but `Shard`, `Recompute` and `Schedule` where options ask for it."""
 
 Shards = dict[Hashable, tuple[Sharder, Boundary, fx.GraphModule]]
 """Sharded graphs of one step under one plan, by what of the options they depend on."""
-
-
-@dataclass
-class Annotated:
-    """A captured step whose ops have rules: what the planner and every lowering start from."""
-
-    captured: Captured
-    classes: Classes
-    ops: list[Op]
-    batch: int
-    tangents: tuple[str, ...]
-    """The placeholders of the outputs that a backward may start from."""
-    loss_inside: bool
 
 
 @dataclass
@@ -194,69 +52,6 @@ class Compiled:
 
     step: Step
     graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
-
-
-def annotate(captured: Captured, options: Options) -> Annotated:
-    """Give every op its rule, and find the ops that a plan decides on.
-
-    Where the model returns a scalar loss, the backward starts there; its other outputs carry no gradient, unless
-    autograd gives one for each.
-    """
-    values = graph_outputs(captured.graph.graph)
-    first = len(captured.mutated_buffers)
-    returned = values[first : first + len(captured.outputs)]
-    scalars = {index for index, value in enumerate(returned) if value.meta["val"].dim() == 0}
-    loss_inside = any(index in scalars for index in captured.tangents.values())
-    if loss_inside and not captured.whole:
-        unused = [name for name, index in captured.tangents.items() if index not in scalars]
-        drop_tangents(captured.graph, unused)
-    Annotate(options.allow_unruled, captured.known)(captured.graph)
-    classes = find_classes(captured.graph.graph)
-    _, batch = batch_classes(captured, classes)
-    kept = {node.name for node in captured.graph.graph.nodes if node.op == "placeholder"}
-    tangents = tuple(name for name in captured.tangents if name in kept)
-    ops = with_forms(find_ops(captured, classes), classes, captured.graph.graph, batch)
-    return Annotated(captured, classes, ops, batch, tangents, loss_inside)
-
-
-def join_names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """A name for every forward op that reads several values: its module, its op, and its number there.
-
-    Names of nodes would not do: a plan outlives the graph that it was made on.
-    """
-    counts: Counter[str] = Counter()
-    found: dict[fx.Node, str] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and not info(node).backward and len(node.all_input_nodes) > 1:
-            module = op_name(node) if info(node).op != node.name else ""
-            kind = f"{module}:{getattr(getattr(node.target, '_schema', None), 'name', node.target)}".replace(
-                "aten::", ""
-            )
-            found[node] = f"{kind}:{counts[kind]}"
-            counts[kind] += 1
-    return found
-
-
-def mesh_for(mesh: Mesh, strategies: Mapping[str, Strategy], sizes: Mapping[str, int]) -> Mesh:
-    """The mesh in layout order: the axes of tensor parallelism first, each kind from the outermost in.
-
-    At-rest axes then lie inside them on every dimension, which keeps layouts plain DTensor placements. What others
-    gather over some of these axes and more comes in another order than its ranks', and is copied: axes come first where
-    the ops that are tensor parallel over them, and do not rest whole beside that, have the larger part of both by the
-    `sizes` of their parameters.
-    """
-    asked, gathered = Counter[frozenset[Axis]](), Counter[frozenset[Axis]]()
-    for name, size in sizes.items():
-        axes = strategies[name].axes(mesh)
-        gathered[frozenset(axes.states)] += size
-        if axes.states:
-            asked[frozenset((*axes.x, *axes.y))] += size
-    first: set[Axis] = set()
-    for tensor, size in asked.most_common():
-        copied = sum(other for axes, other in gathered.items() if _ordered(axes, tensor) != outermost_first(axes))
-        if size >= copied:
-            first |= tensor
-    return Mesh(tuple(_ordered(mesh.axes, first)))
 
 
 def times_of(alike: Alike) -> dict[str, int]:
@@ -271,20 +66,6 @@ def times_of(alike: Alike) -> dict[str, int]:
 def _sum_so_far(accumulator: fx.Node) -> str:
     """The name of the placeholder that brings the sum of a gradient so far to the node that adds to it."""
     return accumulator.all_input_nodes[0].name
-
-
-def _ordered(axes: Iterable[Axis], first: Container[Axis]) -> list[Axis]:
-    return sorted(outermost_first(axes), key=lambda axis: axis not in first)
-
-
-def data_axes(ops: list[Op], strategies: Mapping[str, Strategy], mesh: Mesh) -> tuple[Axis, ...]:
-    """The axes that every op puts on the batch: the ones that a user's batch is spread over."""
-    common = set(mesh.axes)
-    for op in ops:
-        if op.batch > 1:
-            axes = strategies[op.name].axes(mesh)
-            common &= {*axes.z, *axes.data}
-    return tuple(outermost_first(common)) if any(op.batch > 1 for op in ops) else ()
 
 
 def lower(
@@ -346,11 +127,10 @@ class _Lowering:
 
     def step(self) -> Compiled:
         """The graphs of a step that is run once."""
-        sharder, specs, local = self._local(accumulates=False)
+        sharder, boundary, local = self._local(accumulates=False)
         forward, backward = split(local, self._num_results, self.annotated.tangents)
-        self._stage("forward", forward, last=True)
-        self._stage("backward", backward, last=True)
-        spec = specs.finish(sharder.lies, sharder.rests, forward, self._hash(forward, backward))
+        self._keep(forward, backward)
+        spec = boundary.finish(sharder.lies, sharder.rests, forward, self._hash(forward, backward))
         again = replace(self, graphs={}, on_stage=None)
         return Compiled(Step(forward, backward, spec, lambda: again._turns()[0]), self.graphs)
 
@@ -366,19 +146,18 @@ class _Lowering:
             )
         turns, spec = self._turns()
         forward, backward = turns.forward(True, False), turns.backward(True, True)
-        self._stage("forward", forward, last=True)
-        self._stage("backward", backward, last=True)
+        self._keep(forward, backward)
         return Compiled(Step(forward, backward, spec, lambda: turns), self.graphs)
 
     def _turns(self) -> tuple[Turns, StepSpec]:
-        sharder, specs, local = self._local(accumulates=True)
+        sharder, boundary, local = self._local(accumulates=True)
         holders = [total.placeholder.name for total in sharder.totals]
         totals = set_apart(local, holders, "Totals") if holders else None
         forward, backward = split(local, self._num_results, self.annotated.tangents)
         inside = {node.name for node in forward.graph.nodes}
         working = [node.name for node in sharder.working if node.name in inside]
         added = {_sum_so_far(node): node.name for node in sharder.accumulators.values()}
-        spec = specs.finish(sharder.lies, sharder.rests, forward, self._hash(forward, backward))
+        spec = boundary.finish(sharder.lies, sharder.rests, forward, self._hash(forward, backward))
         return Turns(forward, backward, working, added, totals), spec
 
     @property
@@ -428,67 +207,47 @@ class _Lowering:
         return sharder, specs, local
 
     def _local(self, accumulates: bool) -> tuple[Sharder, Boundary, fx.GraphModule]:
-        """The local graph, scheduled, and the run of `shard` that wrote it."""
-        self.graphs["capture"] = self.annotated.captured.graph
+        """The local graph after all passes, and the run of `Shard` that wrote it."""
         weaving = self.options.weaving
+        self.graphs["capture"] = self.annotated.captured.graph
+        # 1. Shard, unless another lowering of this plan has: its result tells the later passes what they need.
         key = self.mesh, accumulates, tuple(weaving.operator_slices.items()), weaving.whole_sums, weaving.undivided
         if key not in self.shards:
             self.shards[key] = self._sharded(accumulates)
-        sharder, specs, local = self.shards[key]
-        self._verified(local, "shard")
-        self._stage("shard", local)
-        local = copied(local)
-        working = {node.name for node in sharder.working}
-        local = Recompute(weaving.recompute, working, weaving.gather_again)(local)
-        self._verified(local, "recompute")
-        self._stage("recompute", local)
+        sharder, boundary, sharded = self.shards[key]
+        # 2. The other passes; without buckets where these do not fit into the memory limit, as each is held whole.
+        attempts = (True, False) if weaving.buckets and weaving.buckets != "flat" else (bool(weaving.buckets),)
+        for buckets in attempts:
+            manager = PassManager(not self.draft, self.on_stage)
+            manager.resume(Shard, sharded)
+            local = manager.run(copied(sharded), self._passes(sharder, sharded.graph, buckets))
+            if fits(local):
+                break
+        # 3. Nothing writes to the last graph any more: it is kept itself, and of drafts, too.
+        self.graphs |= {**manager.history, manager.last: local}
+        return sharder, boundary, local
+
+    def _passes(self, sharder: Sharder, sharded: fx.Graph, buckets: bool) -> Iterator[Pass]:
+        """The passes that come after `Shard` here, with their options."""
+        weaving, rests = self.options.weaving, sharder.options.rests
+        yield Recompute(weaving.recompute, {node.name for node in sharder.working}, weaving.gather_again)
         if self.mesh.unrolled:
-            local = Split(self.mesh.unrolled)(local)
-            self._verified(local, "split")
-            self._stage("split", local)
+            yield UnrollSubBatches(self.mesh.unrolled)
         if weaving.keep_gathered:
-            local = Keep(weaving.keep_gathered, self.mesh.slices)(local)
-            self._verified(local, "keep")
-            self._stage("keep", local)
-        local = self._scheduled(local, self._schedule(sharder, local.graph), self._bucket(sharder))
-        self._verified(local, "schedule")
+            yield KeepUnsharded(weaving.keep_gathered, self.mesh.slices)
+        if buckets:
+            yield Bucket(self.cluster, self._borders(sharder), rests if weaving.buckets == "flat" else None)
+        if weaving.quantize:
+            yield Quantize(weaving.quantize)
+        yield self._schedule(sharder, sharded)
         if weaving.blocking:
-            self._stage("schedule", local)
-            local = Block(weaving.blocking, sharder.options.rests)(local)
-            self._verified(local, "block")
-        self._stage("block" if weaving.blocking else "schedule", local, last=True)
-        return sharder, specs, local
+            yield DisableOverlap(weaving.blocking, rests)
 
-    def _scheduled(self, local: fx.GraphModule, schedule: Schedule, bucket: Bucket) -> fx.GraphModule:
-        """`local` in order; in buckets, where these are wanted and fit, each being held as one, or asked to be flat."""
-        fits, wanted = False, self.options.weaving.buckets
-        if wanted:
-            bucketed = bucket(copied(local))
-            self._verified(bucketed, "bucket")
-            self._stage("bucket", bucketed)
-            ordered, fits = schedule.scheduled(self._quantized(bucketed))
-        if not fits and wanted != "flat":
-            self.graphs.pop("bucket", None)
-            ordered, fits = schedule.scheduled(self._quantized(local))
-        if fits and not self.draft:
-            limit, beside = schedule.memory_limit, schedule.beside_bytes
-            verify_memory(ordered, "schedule", self.cluster, limit, beside, schedule.repeated)
-        return ordered
-
-    def _quantized(self, local: fx.GraphModule) -> fx.GraphModule:
-        """`local` with its parameters and gradients moved in few bits, where that is wanted."""
-        if bits := self.options.weaving.quantize:
-            local = Quantize(bits)(local)
-            self._verified(local, "quantize")
-            self._stage("quantize", local)
-        return local
-
-    def _bucket(self, sharder: Sharder) -> Bucket:
-        """What puts collectives together, between where the graphs may be cut: at each tangent, and between turns."""
+    def _borders(self, sharder: Sharder) -> list[list[str]]:
+        """Where the graph may be cut later: at each tangent, and between what runs once and for each micro-batch."""
         shared = sharder.working, sharder.accumulators.values()
         turns = [[node.name for node in nodes] for nodes in shared] if sharder.options.accumulates else []
-        borders = [[tangent] for tangent in self.annotated.tangents] + turns
-        return Bucket(self.cluster, borders, sharder.options.rests if self.options.buckets == "flat" else None)
+        return [[tangent] for tangent in self.annotated.tangents] + turns
 
     def _schedule(self, sharder: Sharder, local: fx.Graph) -> Schedule:
         options = self.options
@@ -531,14 +290,8 @@ class _Lowering:
     def _hash(self, *graphs: fx.GraphModule) -> str:
         return "" if self.draft else graph_hash(*graphs)
 
-    def _verified(self, module: fx.GraphModule, after: str) -> None:
-        """Check a graph that is to be run."""
-        if not self.draft:
-            verify(module, after)
-
-    def _stage(self, name: str, module: fx.GraphModule, last: bool = False) -> None:
-        """Keep the graph after a pass; one that later passes write to as it is now."""
-        if last or not self.draft:
-            self.graphs[name] = module if last else copied(module)
+    def _keep(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        self.graphs |= {"forward": forward, "backward": backward}
         if self.on_stage is not None:
-            self.on_stage(name, module)
+            for name in ("forward", "backward"):
+                self.on_stage(name, self.graphs[name])

@@ -16,13 +16,14 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import fx
 
 import shardweave.ops  # noqa: F401  (registers the ops)
 from shardweave.ir import META, Axis, Collective, Quantized, axes_size, group_name
+from shardweave.passes.base import Pass, Property
 from shardweave.passes.spmd_builder import remove_dead, short_name
 from shardweave.sharding import described, info, is_wait, tensor_bytes
 
@@ -35,7 +36,7 @@ BLOCK = 256
 
 
 @dataclass(frozen=True)
-class Quantize:
+class Quantize(Pass):
     """Move parameters and gradients in few bits.
 
     Requires a local graph in which every start is followed by its wait; ensures that each value is what it was to
@@ -51,6 +52,7 @@ class Quantize:
     """
 
     name = "quantize"
+    requires: ClassVar[frozenset[Property]] = frozenset({"local"})
     bits: Mapping[Quantized, int] = field(default_factory=dict)
     block: int = BLOCK
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import fx
 
 from shardweave.ir import META, Mode
+from shardweave.passes.base import Pass, Property
 from shardweave.passes.spmd_builder import in_order, remove_dead
 from shardweave.sharding import graph_outputs, info, is_start, is_wait, last_match, layer_of
 
@@ -28,7 +29,7 @@ def region_of(node: fx.Node) -> str:
 
 
 @dataclass(frozen=True)
-class Recompute:
+class Recompute(Pass):
     """Compute again in the backward.
 
     Requires a local graph whose nodes know their modules; ensures the same values.
@@ -46,6 +47,7 @@ class Recompute:
     """
 
     name = "recompute"
+    requires: ClassVar[frozenset[Property]] = frozenset({"local"})
     modes: Mapping[str, Mode] = field(default_factory=dict)
     working: Collection[str] = ()
     gather_again: bool = False

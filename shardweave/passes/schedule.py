@@ -20,15 +20,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from torch import fx
 
 from shardweave.cost_model import ONCE, Cluster, Contention, Prices, Repeated, liveness
 from shardweave.ir import ALL
+from shardweave.passes.base import Pass, Property
 from shardweave.passes.dependency_graph import Tasks
 from shardweave.passes.list_scheduler import Woven, played, weave
 from shardweave.passes.schedule_refinement import in_order_of, justified, paced
 from shardweave.passes.scheduling_priorities import ahead_of_use, barriers, cause_of, hold_back, moments_of, orderings
+from shardweave.passes.verify import verify_memory
 from shardweave.sharding import info, layer_of
 
 AHEAD = (8, 4, 1)
@@ -53,8 +56,17 @@ Alike = Sequence[tuple[Sequence[str], int]]
 """Equal layers, and how many more of them there are."""
 
 
+_FITS = "fits"
+"""In the meta of a graph module: whether its order keeps to the memory limit."""
+
+
+def fits(graph_module: fx.GraphModule) -> bool:
+    """Whether the order that `Schedule` found for a graph keeps to the memory limit."""
+    return bool(graph_module.meta[_FITS])
+
+
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Pass):
     """Order the local graph.
 
     Requires a local graph in which every start is followed by its wait; ensures the same values with starts early and
@@ -80,6 +92,8 @@ class Schedule:
     """
 
     name = "schedule"
+    requires: ClassVar[frozenset[Property]] = frozenset({"local"})
+    ensures: ClassVar[frozenset[Property]] = frozenset({"ordered"})
     cluster: Cluster
     lookahead: int | None = None
     memory_limit: int | None = None
@@ -89,7 +103,14 @@ class Schedule:
     repeated: Repeated = ONCE
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        return self.scheduled(graph_module)[0]
+        ordered, within = self.scheduled(graph_module)
+        ordered.meta[_FITS] = within
+        return ordered
+
+    def check(self, graph_module: fx.GraphModule) -> None:
+        if fits(graph_module):
+            limit, beside = self.memory_limit, self.beside_bytes
+            verify_memory(graph_module, self.name, self.cluster, limit, beside, self.repeated)
 
     def scheduled(self, graph_module: fx.GraphModule) -> tuple[fx.GraphModule, bool]:
         """The graph in its order, and whether it keeps to the memory limit."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from shardweave.ir import META, Axis, VerifyError
 from shardweave.ops import coordinate, joined, total
+from shardweave.passes.base import Pass, Property
 from shardweave.passes.spmd_builder import remove_dead
 from shardweave.sharding import graph_outputs, info, module_of
 
@@ -23,14 +24,16 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Split:
+class UnrollSubBatches(Pass):
     """Write the steps of `axes`, which lie next to each other, step by step of each node.
 
     Requires a local graph that takes the coordinate of each axis; ensures the same values without it. A copy's
     `NodeInfo.steps` says which step it is of.
     """
 
-    name = "split"
+    name = "unroll_sub_batches"
+    requires: ClassVar[frozenset[Property]] = frozenset({"local"})
+    ensures: ClassVar[frozenset[Property]] = frozenset({"unrolled"})
     axes: tuple[Axis, ...]
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:

@@ -19,7 +19,8 @@ import shardweave as sw
 from shardweave.compiler.capture import capture
 from shardweave.demo.model import GPTConfig
 from shardweave.ir.errors import InfeasibleError, LayoutError, ParallelError, PlanError
-from shardweave.passes.pipeline import Annotated, Compiled, annotate, lower
+from shardweave.passes.annotated_step import Annotated, annotate
+from shardweave.passes.pipeline import Compiled, lower
 from shardweave.planner.problem.force import forced_strategies
 from shardweave.runtime.launch import WorkerPool
 from shardweave.sharding.annotate import layer_of

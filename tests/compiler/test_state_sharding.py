@@ -17,7 +17,7 @@ import shardweave as sw
 from shardweave.ir import Grid, Mesh, Strategy
 from shardweave.ir.errors import LayoutError, PlanError
 from shardweave.ir.strategy_presets import PRESETS, preset
-from shardweave.passes.pipeline import mesh_for
+from shardweave.passes.step_boundary import mesh_for
 from shardweave.planner.problem.force import forced_strategies
 from shardweave.runtime.launch import WorkerPool
 from shardweave.sharding.parallel_ops import Op

@@ -15,7 +15,8 @@ from shardweave.cost_model.op_work import node_work
 from shardweave.cost_model.options import Options
 from shardweave.ir import Axis, Layout, Mesh, Padding
 from shardweave.ir.layout_algebra import drop, rest_layout, rest_layouts, steps_between
-from shardweave.passes.pipeline import annotate, lower
+from shardweave.passes.annotated_step import annotate
+from shardweave.passes.pipeline import lower
 from shardweave.planner.problem.candidates import legal
 from shardweave.sharding.graphs import tensor_bytes
 from tests import local_tensor, lockstep

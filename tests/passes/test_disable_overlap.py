@@ -52,7 +52,7 @@ def between(module: fx.GraphModule) -> dict[fx.Node, int]:
 def test_what_is_named_is_waited_for_at_once(kind: Traffic) -> None:
     """Its starts have their waits right behind them; the collectives are the same; others still overlap."""
     compiled = lowered((kind,))
-    before, after = compiled.graphs["schedule"], compiled.graphs["block"]
+    before, after = compiled.graphs["schedule"], compiled.graphs["disable_overlap"]
     found, apart = kinds(after), between(after)
     assert kind in found.values()
     assert all(apart[start] == 0 for start, its in found.items() if its == kind)
@@ -66,7 +66,7 @@ def test_what_is_named_is_waited_for_at_once(kind: Traffic) -> None:
 def test_activations_are_traffic_of_their_own() -> None:
     strategy = Strategy(Grid(x=2, data=4))
     compiled = lowered(("activation",), strategy)
-    found, apart = kinds(compiled.graphs["block"], strategy), between(compiled.graphs["block"])
+    found, apart = kinds(compiled.graphs["disable_overlap"], strategy), between(compiled.graphs["disable_overlap"])
     assert "activation" in found.values()
     assert all(apart[start] == 0 for start, its in found.items() if its == "activation")
 

@@ -26,9 +26,10 @@ from shardweave.cost_model.node_cost import Prices
 from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import ALL, Axis, Collective, Grid, Mode, Strategy
+from shardweave.passes.annotated_step import Annotated, annotate
 from shardweave.passes.dependency_graph import Tasks, Transfers
 from shardweave.passes.list_scheduler import played, weave
-from shardweave.passes.pipeline import Annotated, annotate, lower
+from shardweave.passes.pipeline import lower
 from shardweave.passes.schedule import Schedule
 from shardweave.passes.schedule_refinement import justified
 from shardweave.passes.scheduling_priorities import WAIT, ahead_of_use, moments_of
@@ -204,7 +205,8 @@ def unordered(cluster: Cluster, step: Annotated, force: dict[str, Any], options:
     mesh = cluster.mesh()
     found = forced_strategies(force, step.ops, mesh, step.batch)
     graphs = lower(step, {op.name: found[op.name][0] for op in step.ops}, mesh, options, cluster=cluster).graphs
-    return list(parts_of(graphs["split" if options.weaving.sub_batches > 1 else "recompute"].graph, cluster))
+    last = "unroll_sub_batches" if options.weaving.sub_batches > 1 else "recompute"
+    return list(parts_of(graphs[last].graph, cluster))
 
 
 @pytest.mark.parametrize("preset", ["rtx3090-nvlink", "rtx3090-pcie"])

@@ -197,13 +197,13 @@ def test_a_schedule_fits_exactly_where_liveness_says_so(sub_batches: int, recomp
     strategies = {op.name: found[op.name][0] for op in annotated.ops}
     graphs = lower(annotated, strategies, mesh, options).graphs
 
-    free, _ = Schedule(CLUSTER, 1).scheduled(copied(graphs["split"]))
+    free, _ = Schedule(CLUSTER, 1).scheduled(copied(graphs["unroll_sub_batches"]))
     most, _ = most_held(free.graph, Prices(CLUSTER))
     for limit in (most, most - 1):
-        ordered, fits = Schedule(CLUSTER, 1, memory_limit=limit).scheduled(copied(graphs["split"]))
+        ordered, fits = Schedule(CLUSTER, 1, memory_limit=limit).scheduled(copied(graphs["unroll_sub_batches"]))
         held, _ = most_held(ordered.graph, Prices(CLUSTER))
         assert fits == (held <= limit)
-    ordered, fits = Schedule(CLUSTER, memory_limit=1).scheduled(copied(graphs["split"]))
+    ordered, fits = Schedule(CLUSTER, memory_limit=1).scheduled(copied(graphs["unroll_sub_batches"]))
     least, _ = most_held(ordered.graph, Prices(CLUSTER))
     assert not fits  # and what it then holds is what it can do with
-    assert Schedule(CLUSTER, memory_limit=least).scheduled(copied(graphs["split"]))[1]
+    assert Schedule(CLUSTER, memory_limit=least).scheduled(copied(graphs["unroll_sub_batches"]))[1]

@@ -19,8 +19,8 @@ from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import Grid, Mode, Strategy
 from shardweave.ir.captured import Captured
 from shardweave.passes import pipeline
+from shardweave.passes.annotated_step import annotate
 from shardweave.passes.partition import Shard, Sharder
-from shardweave.passes.pipeline import annotate
 from shardweave.planner.problem.build_problem import Costing
 from shardweave.planner.problem.unfold import unfold
 from shardweave.planner.search.evaluation import Decision

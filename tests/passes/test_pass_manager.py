@@ -1,0 +1,86 @@
+"""Passes run in the order of the list, each on a graph that has what it requires, and each is verified."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import fx
+
+import shardweave as sw
+from shardweave.passes.base import Pass, PassManager
+from shardweave.passes.pipeline import PASSES, lower
+from shardweave.passes.recompute import Recompute
+from shardweave.passes.schedule import Schedule
+from shardweave.planner.problem.force import forced_strategies
+from tests.passes.joint import joint
+
+CLUSTER = sw.Cluster.local(4)
+
+
+@dataclass(frozen=True)
+class Drops(Pass):
+    """Drops every wait: what it gives is no graph that may run."""
+
+    name = "drops"
+
+    def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        for node in list(graph_module.graph.nodes):
+            if node.target is torch.ops._c10d_functional.wait_tensor.default:
+                node.replace_all_uses_with(node.all_input_nodes[0])
+                graph_module.graph.erase_node(node)
+        return graph_module
+
+
+def stages(options: sw.Options) -> dict[str, fx.GraphModule]:
+    """The graph after each pass of a small step."""
+    annotated = joint("mlp").annotated
+    mesh = CLUSTER.mesh()
+    force = forced_strategies({"*": "zdp"}, annotated.ops, mesh, annotated.batch)
+    return lower(annotated, {op.name: force[op.name][0] for op in annotated.ops}, mesh, options).graphs
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        sw.Options(),
+        sw.Options(sub_batches=2, keep_gathered=True, buckets=True, recompute="full"),
+        sw.Options(quantize="zero++", blocking=["gather"]),
+    ],
+    ids=str,
+)
+def test_passes_run_in_the_order_of_the_list(options: sw.Options) -> None:
+    names = [each.name for each in PASSES]
+    ran = [name for name in stages(options) if name in names]
+    assert ran == sorted(ran, key=names.index)
+    assert {"shard", "recompute", "schedule"} <= set(ran)
+    assert ("bucket" in ran) == bool(options.buckets) and ("quantize" in ran) == bool(options.quantize)
+    assert ("disable_overlap" in ran) == bool(options.blocking)
+
+
+def test_a_pass_is_not_given_a_graph_that_lacks_what_it_requires() -> None:
+    graph_module = stages(sw.Options())["shard"]
+    with pytest.raises(sw.VerifyError, match="the pass recompute requires a graph that is local, got one that is noth"):
+        PassManager().run(graph_module, [Recompute()])
+
+
+def test_a_result_that_breaks_a_law_names_the_pass() -> None:
+    manager = PassManager()
+    manager.resume(PASSES[0], stages(sw.Options())["shard"])
+    with pytest.raises(sw.VerifyError, match="after drops"):
+        manager.run(stages(sw.Options())["shard"], [Drops()])
+
+
+def test_the_graph_after_each_pass_is_kept_as_it_was() -> None:
+    told: list[str] = []
+    manager = PassManager(on_pass=lambda name, _: told.append(name))
+    sharded = stages(sw.Options())["shard"]
+    manager.resume(PASSES[0], sharded)
+    before = manager.history["shard"].code
+    manager.run(sharded, [Recompute({"*": "full"}), Schedule(CLUSTER)])
+    assert told == manager.names == list(manager.history) == ["shard", "recompute", "schedule"]
+    assert manager.history["shard"].code == before
+    draft = PassManager(verifies=False)
+    draft.resume(PASSES[0], sharded)
+    assert not draft.history
