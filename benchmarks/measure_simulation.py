@@ -19,7 +19,7 @@ import torch
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.demo.model import GPT, GPTConfig
-from shardweave.planner.search.evaluation import Decision
+from shardweave.planner.search.lowering import Decision
 
 
 def timed(what: str, call: Callable[[], Any]) -> Any:
@@ -52,11 +52,11 @@ def main() -> None:
         for op in compiler.annotated.ops
     }
     decision = Decision(strategies, {}, {})
-    compiled = timed("lower", lambda: compiler._lowered(compiler.annotated, decision, compiler.options))
+    compiled = timed("lower", lambda: compiler.lowering.draft(compiler.annotated, decision, compiler.options))
     graphs = (compiled.step.forward, compiled.step.backward)
     print(f"{cluster.world_size} devices, {sum(len(module.graph.nodes) for module in graphs):,} nodes")
     for again in ("", ", again"):
-        timeline = timed("simulate" + again, lambda: compiler.timeline(compiled))
+        timeline = timed("simulate" + again, lambda: compiler.lowering.timeline(compiled))
     causes = ", ".join(f"{cause} {seconds:.2f} s" for cause, seconds in timeline.exposed_by_cause().items())
     print(f"step {timeline.step_time:.2f} s, exposed {timeline.exposed_communication:.2f} s: {causes}")
     print("utilisation", {name: round(part, 3) for name, part in timeline.utilisation.items()})

@@ -136,7 +136,7 @@ def _measure(name: str, cluster: sw.Cluster, count: int, rounds: int) -> list[Ro
     lowered = {label: compiler.lower(parallel.plan) for label, parallel in compiled.items()}
     graphs = [graph for one in lowered.values() for graph in (one.step.forward, one.step.backward) if graph is not None]
     compiler.cluster = profiled_ops(cluster, graphs)
-    predicted = {label: compiler.timeline(one) for label, one in lowered.items()}
+    predicted = {label: compiler.lowering.timeline(one) for label, one in lowered.items()}
     steps = {label: _stepper(parallel, batch) for label, parallel in compiled.items()}
     seconds: dict[str, list[float]] = {label: [] for label in steps}
     for turn in range(rounds + 1):

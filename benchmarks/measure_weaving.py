@@ -79,7 +79,9 @@ def simulated(found: Compiler, setting: Setting, **weaving: Any) -> Timeline:
     found.options = Options(precision=PRECISION, micro_batches=setting.micro_batches, **weaving)
     forced = forced_strategies(megatron(setting), found.annotated.ops, mesh, found.annotated.batch)
     strategies = {name: options[0] for name, options in forced.items()}
-    return found.timeline(lower(found.annotated, strategies, mesh, found.options, cluster=found.cluster, draft=True))
+    return found.lowering.timeline(
+        lower(found.annotated, strategies, mesh, found.options, cluster=found.cluster, draft=True)
+    )
 
 
 def measure() -> Iterator[tuple[str, Setting, str, Timeline]]:

@@ -22,7 +22,8 @@ from shardweave.compiler.baselines import Baseline, fsdp, hsdp, megatron
 from shardweave.compiler.compiler import Compiler
 from shardweave.ir.errors import ParallelError
 from shardweave.ir.units import readable_bytes, readable_seconds
-from shardweave.planner.search.evaluation import Decision, Judged
+from shardweave.planner.search.evaluation import Judged
+from shardweave.planner.search.lowering import Decision
 from shardweave.sharding.annotate import last_match, layer_of
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -142,7 +143,7 @@ def judged(compiler: Compiler, plan: sw.Plan, cluster: sw.Cluster) -> Judged:
     strategies = {name: choice.strategy for name, choice in plan.choices.items()}
     layers = {layer_of(name) for name in strategies} - {""}
     modes = {layer: last_match(plan.weaving.recompute, layer, "none") for layer in layers}
-    decision = Decision(strategies, compiler.joins_of(plan), modes)
+    decision = Decision(strategies, compiler.lowering.joins_of(plan), modes)
     limit = compiler.options.limit(compiler.cluster)
     options = replace(compiler.options, micro_batches=plan.micro_batches, memory_limit=limit).woven(plan.weaving)
     return compiler.with_(cluster).judge(decision, options)

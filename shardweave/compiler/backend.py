@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from inspect import currentframe
 from typing import Any
 
@@ -23,10 +23,10 @@ from shardweave.compiler.aot import Source, bind, captured_from, seed_draws, sou
 from shardweave.compiler.compiler import Compiler, check_world, control_of
 from shardweave.cost_model import Cluster, Options
 from shardweave.distributed import in_step
-from shardweave.ir import Captured, Mesh, ParallelError, PlanError, Reporter, Strategy
+from shardweave.ir import Captured, ParallelError, Reporter
 from shardweave.ops import Seeds, mixed
-from shardweave.passes import Annotated, graph_hash
-from shardweave.planner import Plan, legal
+from shardweave.passes import graph_hash
+from shardweave.planner import Plan
 from shardweave.runtime import agreed_seed, boxed, compare_graphs
 from shardweave.sharding import draws
 
@@ -199,22 +199,3 @@ class _WholeCompiler(Compiler):
 
     def _capture(self, *_: Any) -> Captured:
         return self._given
-
-    def _forced(self, annotated: Annotated, mesh: Mesh) -> dict[str, list[Strategy]]:
-        """The strategies that spread no parameter at rest beyond the z of its grid, which is compute alone here."""
-        found = {}
-        forced = super()._forced(annotated, mesh)
-        for op in annotated.ops:
-            options = forced.get(op.name) or [option for option in legal(op, mesh) if option.states == 1]
-            fits = [
-                replace(option, rest=1, states=1, gradients=1)
-                for option in options
-                if option.states in (1, option.grid.z)
-            ]
-            if not fits:
-                raise PlanError(
-                    f"{op.name} is forced to {options[0] if options else 'nothing that fits'}, but parameters cannot "
-                    "rest sharded under torch.compile, which leaves them to you: force 'dp', or use compile_parallel"
-                )
-            found[op.name] = list(dict.fromkeys(fits))
-        return found

@@ -4,61 +4,37 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import nn
 
 from shardweave.compiler.capture import capture
 from shardweave.compiler.dynamo_workarounds import collected_later
 from shardweave.compiler.index_checks import index_checks
 from shardweave.compiler.sweep import Sweep, What, sweep
-from shardweave.cost_model import Cluster, ClusterLike, Options, Timeline, optimizer_seconds, play, simulate
+from shardweave.cost_model import Cluster, ClusterLike, Options
 from shardweave.distributed import Control, control, in_step
-from shardweave.ir import (
-    LOGGER,
-    Assignment,
-    Captured,
-    Mesh,
-    ParallelError,
-    PlanError,
-    Reporter,
-    Strategy,
-    Weaving,
-    readable_bytes,
-)
-from shardweave.passes import Alike, Annotated, Compiled, Shards, lower
+from shardweave.ir import LOGGER, Captured, ParallelError, PlanError, Reporter, readable_bytes
+from shardweave.passes import Annotated, Compiled
 from shardweave.planner import (
-    Decision,
+    KEPT_DECISIONS,
+    KEPT_FIGURES,
     Judge,
-    Judged,
     Known,
     ModelKey,
     Plan,
-    Planning,
+    PlanSearch,
+    Sharded,
+    StepLowering,
     Steps,
-    fastest,
-    forced_strategies,
-    powers,
 )
 from shardweave.runtime import Batch, ParallelModule, become_parallel
 from shardweave.sharding import Samples, first_sized, of_all_ranks, refuse_broken
-
-LESS = (1, 2, 4)
-"""How many times what a whole step takes too much its order is given less, before other plans are looked for."""
-
-FIGURES = ("step_time", "compute_time", "exposed_communication", "peak_memory")
-"""What the simulator says of a plan's whole step."""
-
-KEPT, JUDGED = 8, 256
-"""Decisions of which the sharded graphs are kept, and of which what they take is: another plan of the step, under a
-limit close by, asks for much the same."""
 
 
 class Compiler:
@@ -81,9 +57,9 @@ class Compiler:
         if batch == "local" and self.options.outputs == "auto":  # a rank's own rows are not among those of one shard
             self.options = replace(self.options, outputs="part")
         self.progress = progress or Reporter(False)
-        self._shards_of: deque[tuple[tuple[object, ...], dict[int, Shards]]] = deque(maxlen=KEPT)
-        self._judged: Known = deque(maxlen=JUDGED)
-        self._judged_whole: Known = deque(maxlen=JUDGED)
+        self._sharded: Sharded = deque(maxlen=KEPT_DECISIONS)
+        self._judged: Known = deque(maxlen=KEPT_FIGURES)
+        self._judged_whole: Known = deque(maxlen=KEPT_FIGURES)
         self.captured: Captured
         self.steps: Steps
         with self.progress:
@@ -157,73 +133,24 @@ class Compiler:
             A plan of the same model, to begin with.
         """
         with self.progress, collected_later():
-            found = self._planned(weigh, start)
-        return found.with_model(lambda sums: self._simulated(found, sums), self._resolved)
+            found = self.search.best(weigh, start)
+        return found.with_model(lambda sums: self.search.timeline(found, sums), self._resolved)
 
-    def _planned(self, weigh: bool, start: Plan | None) -> Plan:
-        """The best plan whose whole step keeps to the memory limit when simulated.
+    @property
+    def lowering(self) -> StepLowering:
+        """Lowers and simulates plans of this step."""
+        return StepLowering(self.steps, self.cluster, self.options, self._sharded)
 
-        Plans are chosen by what few of their layers take. Where all of them take more, the next one is looked for
-        under a limit that is smaller by what the estimate was off, until one keeps to the user's.
-        """
-        begun, margin = time.monotonic(), 0
-        given, limit = self.options.micro_batches, self.options.limit(self.cluster)
-        while True:
-            counts = powers(self.annotated) if given is None else [given]
-            made = fastest(self._planning(count, start, margin) for count in counts)
-            plan = made.planning.plan(made, self.model_key, begun)
-            self.progress("simulate", incumbent=plan.step_time)
-            found, off = self._kept_to(limit, plan)
-            if found is not None:
-                savings = made.planning.savings(made) if weigh else ()
-                return replace(found, savings=savings, planning_seconds=time.monotonic() - begun)
-            margin += off
-            if margin >= limit:  # the smallest plan was simulated whole when it was found
-                raise PlanError(
-                    f"the memory limit of {limit} bytes a device is met by none of the plans that were simulated "
-                    "whole: raise memory_limit a little, or force a strategy"
-                )
+    @property
+    def judge(self) -> Judge:
+        """Simulates plans of this step by a few of their layers."""
+        return Judge(self.lowering, self._judged)
 
-    def _kept_to(self, limit: int, plan: Plan) -> tuple[Plan | None, int]:
-        """The plan as its whole step is simulated, if that keeps to a memory limit; and by how much it missed it.
-
-        Its order is made for a little less where it misses the limit by a little.
-        """
-        whole = self._whole(plan)
-        most, tried = whole.peak_memory, plan
-        for times in LESS:
-            if whole.peak_memory <= limit:
-                break
-            less = plan.schedule_limit - times * (most - limit)
-            if less <= 0 or (times > 1 and whole.peak_memory >= most):
-                break
-            tried = replace(plan, schedule_limit=less)
-            whole = self._whole(tried)
-        if whole.peak_memory > limit:
-            return None, max(most - limit, most - plan.peak_memory)
-        figures = {name: getattr(whole, name) for name in FIGURES}
-        return replace(tried, **figures), 0
-
-    def _whole(self, plan: Plan) -> Judged:
-        """What a plan's whole step takes; that of a plan which was made before is known."""
-        strategies = {name: choice.strategy for name, choice in plan.choices.items()}
-        asked = self._lowering(plan), Decision(strategies, self.joins_of(plan), {})
-        found = next((judged for other, judged in self._judged_whole if other == asked), None)
-        if found is None:
-            found = Judged.of(self._simulated(plan))
-            self._judged_whole.append((asked, found))
-        return found
-
-    def _simulated(self, plan: Plan, sums: bool = True) -> Timeline:
-        """The simulated schedule of a plan's whole step."""
-        return self.timeline(self.lower(plan, not sums, draft=True), sums, plan)
-
-    def _planning(self, micro_batches: int, start: Plan | None = None, margin: int = 0) -> Planning:
-        """Of a step of so many micro-batches, from an earlier plan, with so much of the memory limit left free."""
-        limit = self.options.limit(self.cluster)
-        options = replace(self.options, memory_limit=limit, micro_batches=micro_batches)
-        name = self.name
-        return Planning(self.steps, self.cluster, options, self._forced, self.judge, self.progress, name, start, margin)
+    @property
+    def search(self) -> PlanSearch:
+        """Searches the plans of this step."""
+        known = self._judged_whole
+        return PlanSearch(self.lowering, self.judge, self.model_key, self.name, self.progress, known)
 
     def _resolved(self, start: Plan, changes: dict[str, Any]) -> Plan:
         """A plan with other options, from an earlier one."""
@@ -241,7 +168,7 @@ class Compiler:
         other = copy.copy(self)
         other.cluster, other.options = cluster or self.cluster, options or self.options
         if other.cluster is not self.cluster:
-            other._judged, other._judged_whole = deque(maxlen=JUDGED), deque(maxlen=JUDGED)
+            other._judged, other._judged_whole = deque(maxlen=KEPT_FIGURES), deque(maxlen=KEPT_FIGURES)
         return other
 
     def sweep(self, what: What) -> Sweep:
@@ -256,126 +183,11 @@ class Compiler:
         with self.progress:
             return sweep(what, self.cluster, planned)
 
-    def _forced(self, annotated: Annotated, mesh: Mesh) -> dict[str, list[Strategy]]:
-        """The strategies of the ops that may not have every one."""
-        undivided = self.options.weaving.undivided
-        return forced_strategies(self.options.force, annotated.ops, mesh, annotated.batch, undivided)
-
-    def timeline(self, compiled: Compiled, sums: bool = True, plan: Plan | None = None) -> Timeline:
-        """The simulated schedule of a lowered step, on the cluster and with the optimizer that a plan was made for.
-
-        Without sums of gradients, as `Plan.timeline` says.
-        """
-        step = compiled.step
-        turns = step.turns() if step.turns is not None and (step.spec.micro_batches > 1 or not sums) else None
-        return simulate(
-            step.forward,
-            step.backward,
-            step.spec,
-            self.cluster if plan is None else self._machine(plan),
-            optimizer_bytes_per_parameter_byte=self._optimizer_bytes(compiled, plan),
-            turns=turns,
-            sums=sums,
-        )
-
-    def _optimizer_bytes(self, compiled: Compiled, plan: Plan | None = None) -> float:
-        """Bytes of optimizer states for each byte of a parameter."""
-        itemsize = max(getattr(torch, parameter.dtype).itemsize for parameter in compiled.step.spec.parameters)
-        given = None if plan is None else plan.optimizer_bytes
-        return (self.options.optimizer_bytes if given is None else given) / int(itemsize)
-
-    def _machine(self, plan: Plan) -> Cluster:
-        """The cluster by whose figures a plan's step is ordered and simulated: the plan's own, so on all ranks."""
-        return plan.cluster if plan.cluster.mesh() == self.cluster.mesh() else self.cluster
-
-    @property
-    def judge(self) -> Judge:
-        """Simulates plans of this step."""
-        play_here = partial(play, device=self.cluster.device)
-        return Judge(self.steps, self._lowered, self.timeline, self._optimizer_seconds, play_here, self._judged)
-
-    def _optimizer_seconds(self, compiled: Compiled, sizes: Sequence[int]) -> float:
-        """What the optimizer's step takes with parameters of these bytes."""
-        return optimizer_seconds(sizes, self._optimizer_bytes(compiled), self.cluster)
-
     # -- compiling
 
-    def joins_of(self, plan: Plan) -> dict[str, Assignment]:
-        """How the ops are spread that bring several others together."""
-        mesh = self.cluster.mesh()
-        return {
-            name: Assignment.of({mesh.axis(axis): factor for axis, factor in assignment.items()})
-            for name, assignment in plan.joins.items()
-        }
-
     def lower(self, plan: Plan, in_turns: bool = False, draft: bool = False) -> Compiled:
-        """The generated step of a plan.
-
-        Parameters
-        ----------
-        plan : Plan
-        in_turns : bool
-            A draft of what runs several times, for its forms alone.
-        draft : bool
-            It is simulated and not run.
-        """
-        strategies = {name: choice.strategy for name, choice in plan.choices.items()}
-        missing = [op.name for op in self.annotated.ops if op.name not in strategies]
-        if missing:
-            raise PlanError(f"the plan has no strategy for {', '.join(missing)}: make a plan for this model")
-        mesh, joins = self.cluster.mesh(), self.joins_of(plan)
-        if self.options.micro_batches not in (None, plan.micro_batches):
-            raise PlanError(
-                f"the plan is for {plan.micro_batches} micro-batches a call, Options(micro_batches="
-                f"{self.options.micro_batches}) asks for others: leave the option out, or make a plan with it"
-            )
-        if not self.options.weaving.within(plan.weaving):
-            raise PlanError(
-                f"the plan is woven with {str(plan.weaving) or 'no options'}, the options ask for "
-                f"{str(self.options.weaving) or 'none'}: leave these options out, or make a plan with them"
-            )
-        if self.options.memory_limit is not None and self.options.limit(self.cluster) < plan.peak_memory:
-            raise PlanError(
-                f"the plan takes {plan.peak_memory} bytes ({readable_bytes(plan.peak_memory)}) a device, "
-                f"Options(memory_limit={self.options.memory_limit!r}) allows less: leave the option out, or make a "
-                "plan with it"
-            )
-        options = self._lowering(plan)
-        shards = self._shards(self.annotated, strategies, joins, options)
-        draft, cluster, on_stage = draft or in_turns, self._machine(plan), None if draft else self._stage
-        return lower(
-            self.annotated, strategies, mesh, options, on_stage, joins, cluster, draft, shards, in_turns=in_turns
-        )
-
-    def _lowering(self, plan: Plan) -> Options:
-        """The options that a plan's step is lowered with: its own where it says something."""
-        return replace(
-            self.options,
-            micro_batches=plan.micro_batches,
-            memory_limit=plan.schedule_limit or self.options.limit(self.cluster),
-            optimizer=self.options.optimizer if plan.optimizer_bytes is None else plan.optimizer_bytes,
-        ).woven(plan.weaving)
-
-    def _lowered(self, annotated: Annotated, decision: Decision, options: Options, alike: Alike = ()) -> Compiled:
-        strategies, joins = decision.strategies, decision.joins
-        shards = self._shards(annotated, strategies, joins, options)
-        mesh, cluster = self.cluster.mesh(), self.cluster
-        return lower(annotated, strategies, mesh, options, None, joins, cluster, True, shards, alike)
-
-    def _shards(
-        self, annotated: Annotated, strategies: dict[str, Strategy], joins: dict[str, Assignment], options: Options
-    ) -> Shards:
-        """What `shard` made of these, kept for the next time: what is planned is lowered then, or planned again."""
-        options = replace(options.woven(Weaving()), memory_limit=None, optimizer=options.optimizer_bytes)
-        decided = strategies, joins, options
-        known = next((each for each in self._shards_of if each[0] == decided), None)
-        if known is None:
-            known = decided, {}
-            self._shards_of.append(known)
-        return known[1].setdefault(id(annotated), {})
-
-    def _stage(self, name: str, _: fx.GraphModule) -> None:
-        self.progress(name)
+        """The generated step of a plan: see `StepLowering.lower`."""
+        return self.lowering.lower(plan, in_turns, draft, lambda name, _: self.progress(name))
 
     @classmethod
     def compiled(
@@ -426,7 +238,7 @@ class Compiler:
         control = control_of(self.options)
         chosen = plan or self.agreed_plan()
         lowered = self.lowered_together(chosen)
-        made = chosen.with_timeline(lambda sums: self.timeline(lowered, sums, chosen))
+        made = chosen.with_timeline(lambda sums: self.lowering.timeline(lowered, sums, chosen))
         call = self.captured.call
         assert call is not None
         modules: list[ParallelModule] = []

@@ -10,12 +10,12 @@ from shardweave.passes.recompute import region_of
 from shardweave.passes.schedule import Alike
 
 __all__ = [
-    "annotate",
     "Alike",
     "Annotated",
     "Compiled",
     "Shards",
     "Step",
+    "annotate",
     "graph_hash",
     "join_names",
     "lower",

@@ -260,7 +260,7 @@ def test_where_an_order_has_to_fit_what_other_micro_batches_return_is_there(monk
         states = 8 * sum(parameter.numel() for parameter in model.parameters()) // 4
         assert schedules[-1].beside_bytes == states + (count - 1) * given_and_returned
         held, _ = most_held(compiled.graphs["schedule"].graph, Prices(cluster))
-        peak = compiler.timeline(compiled).peak_memory
+        peak = compiler.lowering.timeline(compiled).peak_memory
         assert held + schedules[-1].beside_bytes == pytest.approx(peak, rel=0.05)
 
 
@@ -280,4 +280,6 @@ def test_an_order_holds_what_all_micro_batches_share_until_the_last_is_done(monk
         compiler = Compiler(Loss(*layers), cluster, torch.zeros(128, 256), asked, None)
         compiled = compiler.lower(compiler.plan())
         held, _ = most_held(compiled.graphs["schedule"].graph, Prices(cluster), schedules[-1].repeated)
-        assert held + schedules[-1].beside_bytes == pytest.approx(compiler.timeline(compiled).peak_memory, rel=0.005)
+        assert held + schedules[-1].beside_bytes == pytest.approx(
+            compiler.lowering.timeline(compiled).peak_memory, rel=0.005
+        )

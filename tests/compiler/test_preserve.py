@@ -136,7 +136,7 @@ STEPS = [
     "shardweave.planner.search.layer_problem.Steps.__init__",
     "shardweave.planner.search.planning.Costing",
     "shardweave.planner.search.planning.Planning._described",
-    "shardweave.compiler.compiler.lower",
+    "shardweave.planner.search.lowering.lower",
     "shardweave.passes.pipeline.split",
     "shardweave.compiler.compiler.ParallelModule.__init__",
     "shardweave.runtime.module.compare_graphs",

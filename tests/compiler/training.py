@@ -20,7 +20,8 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model.options import Options
 from shardweave.ir import Mesh
-from shardweave.planner.search.evaluation import Decision, Judge, Judged
+from shardweave.planner.search.evaluation import Judge, Judged
+from shardweave.planner.search.lowering import Decision
 from shardweave.runtime.tensor import gather
 from shardweave.sharding.parallel_ops import Op
 from tests.compiler.packing import Packed
@@ -164,7 +165,7 @@ class _Compiler(Compiler):
         judge = super().judge
         if self.simulates:
             return judge
-        return _Unjudged(judge.steps, judge.lower, judge.simulate, judge.optimizer, judge.play)
+        return _Unjudged(judge.lowering)
 
 
 class _Unjudged(Judge):

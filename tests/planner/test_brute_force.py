@@ -15,7 +15,8 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.ir.errors import ParallelError
 from shardweave.planner.problem.candidates import legal
-from shardweave.planner.search.evaluation import Decision, Judged
+from shardweave.planner.search.evaluation import Judged
+from shardweave.planner.search.lowering import Decision
 
 WITHIN = 1.02
 PLAIN = {"sub_batches": 1, "buckets": False, "recompute": "none"}
@@ -60,10 +61,10 @@ def everything(small: Small) -> list[Judged]:
     for strategies in product(*(legal(op, small.cluster.mesh()) for op in ops)):
         decision = Decision({op.name: strategy for op, strategy in zip(ops, strategies)}, {}, {})
         try:
-            step = compiler._lowered(compiler.annotated, decision, compiler.options)
+            step = compiler.lowering.draft(compiler.annotated, decision, compiler.options)
         except ParallelError:  # what no order of its axes can be lowered for
             continue
-        found.append(Judged.of(compiler.timeline(step)))
+        found.append(Judged.of(compiler.lowering.timeline(step)))
     return found
 
 

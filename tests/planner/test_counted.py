@@ -12,6 +12,7 @@ from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model.op_time import node_seconds
 from shardweave.ir import MODES, Grid, Strategy
 from shardweave.planner.problem.build_problem import Costing
+from shardweave.planner.problem.force import allowed_strategies
 from shardweave.planner.problem.recompute_costs import with_modes
 from shardweave.planner.search import plan_selection as choose
 from shardweave.planner.search.plan_selection import Chooser
@@ -102,7 +103,9 @@ def test_what_runs_again_is_what_the_backward_needs() -> None:
     again = [node for node in step.backward.graph.nodes if node.op == "call_function" and info(node).recomputed]
     products = {info(node).op for node in again if "mm" in str(node.target) and layer_of(info(node).op) == layer}
     seconds = sum(node_seconds(node, cluster) for node in again if layer_of(info(node).op) == layer)
-    costing = Costing(compiler.annotated, cluster, options, compiler._forced(compiler.annotated, cluster.mesh()))
+    costing = Costing(
+        compiler.annotated, cluster, options, allowed_strategies(compiler.annotated, cluster.mesh(), compiler.options)
+    )
     problem = with_modes(costing, costing.build()).problem
     mode = next(index for index, op in enumerate(problem.ops) if op.name == f"{layer}:recompute")
     # Of ops that are data parallel: in the port that the plan has

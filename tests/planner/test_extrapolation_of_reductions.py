@@ -142,6 +142,6 @@ def test_a_plan_tells_its_time_where_gradients_pile_up(force: dict[str, str]) ->
     plain = {"micro_batches": 1, "sub_batches": 1, "buckets": False, "memory_limit": 10**13}
     compiler = Compiler(model, slow, (tokens, tokens), sw.Options(force=force, **plain), None)
     plan = compiler.plan()
-    timeline = compiler.timeline(compiler.lower(plan))
+    timeline = compiler.lowering.timeline(compiler.lower(plan))
     assert timeline.exposed_by_cause()["gradient"] > 0.05 * timeline.step_time
     assert plan.step_time == pytest.approx(timeline.step_time, rel=0.005)

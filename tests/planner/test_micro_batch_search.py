@@ -144,13 +144,13 @@ def test_micro_batches_in_sub_batches_take_what_is_said() -> None:
     model, inputs = WIDE.build()
     options = sw.Options(micro_batches=2, buckets=False)
     compiler = Compiler(model, sw.Cluster.preset("rtx3090-pcie", nodes=2), inputs, options, None)
-    made = compiler._planning(2).make()
+    made = compiler.search.planning(2).make()
     assert isinstance(made, Made)
     plan = made.planning.plan(made, compiler.model_key, begun=0.0)
     for sub_batches in (1, 2):
         weaving = replace(plan.weaving, sub_batches=sub_batches)
         said = made.planning._judged(made.chosen, weaving)
-        taken = compiler.timeline(compiler.lower(replace(plan, weaving=weaving)))
+        taken = compiler.lowering.timeline(compiler.lower(replace(plan, weaving=weaving)))
         assert said.compute_time == pytest.approx(taken.compute_time, rel=0.01)
         assert said.step_time == pytest.approx(taken.step_time, rel=0.01)
 

@@ -23,7 +23,7 @@ from shardweave.passes.annotated_step import annotate
 from shardweave.passes.partition import Shard, Sharder
 from shardweave.planner.problem.build_problem import Costing
 from shardweave.planner.problem.unfold import unfold
-from shardweave.planner.search.evaluation import Decision
+from shardweave.planner.search.lowering import Decision
 from shardweave.sharding.graphs import copied
 from shardweave.sharding.layer_structure import find_runs, fold
 
@@ -172,7 +172,7 @@ def test_a_few_layers_tell_what_all_of_them_take(way: str, sub_batches: int) -> 
     options = sw.Options(force=PLANS[way], sub_batches=sub_batches, memory_limit=10**13)
     compiler.options = options
     plan = compiler.plan()
-    timeline = compiler.timeline(compiler.lower(plan))
+    timeline = compiler.lowering.timeline(compiler.lower(plan))
     assert sum(len(run.layers) for run in compiler.steps.runs(options)) > 4
     judged = compiler.judge(decided(compiler, plan), options.woven(plan.weaving))
     assert judged.step_time == pytest.approx(timeline.step_time, rel=0.02)
@@ -212,7 +212,7 @@ def test_stretches_of_other_lengths_are_told_by_the_same_few_layers(monkeypatch:
     for pattern in ("blocks.[4567]", "blocks.[567]"):
         compiler.options = sw.Options(force={"*": "zero3", pattern: TENSOR}, memory_limit=10**13)
         plan = compiler.plan()
-        whole.append(compiler.timeline(compiler.lower(plan)))
+        whole.append(compiler.lowering.timeline(compiler.lower(plan)))
         free = sw.Options(memory_limit=10**13).woven(plan.weaving)
         with monkeypatch.context() as patch:
             patch.setattr(pipeline, "Sharder", noted)
@@ -236,7 +236,7 @@ def test_layers_that_are_recomputed_hold_what_they_hold() -> None:
         weaving = replace(plan.weaving, recompute=modes)
         whole = replace(plan, weaving=weaving, peak_memory=0, schedule_limit=gib * 2**30)
         compiler.options = options
-        timeline = compiler.timeline(compiler.lower(whole))
+        timeline = compiler.lowering.timeline(compiler.lower(whole))
         judged = compiler.judge(decision, options.woven(plan.weaving))
         assert judged.peak_memory == pytest.approx(timeline.peak_memory, rel=0.02)
         assert judged.step_time == pytest.approx(timeline.step_time, rel=0.02)
@@ -251,4 +251,4 @@ def wide() -> Compiler:
 
 def decided(compiler: Compiler, plan: sw.Plan) -> Decision:
     strategies = {name: choice.strategy for name, choice in plan.choices.items()}
-    return Decision(strategies, compiler.joins_of(plan), {})
+    return Decision(strategies, compiler.lowering.joins_of(plan), {})

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
-from shardweave.cost_model import Forced
+from shardweave.cost_model import Forced, Options
 from shardweave.ir import PRESETS, Grid, LayoutError, Mesh, PlanError, Strategy, preset
-from shardweave.planner.problem.candidates import strategies
+from shardweave.passes import Annotated
+from shardweave.planner.problem.candidates import legal, strategies
 from shardweave.sharding import Alternating, Op, matches, nothing_named
 
 WORDS = ("column", "row", "expert", "3d")
@@ -144,3 +146,30 @@ def _is(word: str, degree: int, option: Strategy) -> bool:
     degrees = {"column": grid.x, "row": grid.y, "expert": grid.experts}
     mine = degrees.pop(word)
     return all(other == 1 for other in degrees.values()) and grid.z == 1 and (mine == degree if degree else mine > 1)
+
+
+def allowed_strategies(annotated: Annotated, mesh: Mesh, options: Options) -> dict[str, list[Strategy]]:
+    """The strategies of the ops that may not have every one: those that the user forces, under ``torch.compile`` all.
+
+    Parameters of a step that is captured whole rest whole on every rank: no strategy spreads them at rest beyond the
+    z of its grid, which is compute alone.
+
+    Raises
+    ------
+    PlanError
+        As `forced_strategies`; or where an op of such a step is left no strategy.
+    """
+    forced = forced_strategies(options.force, annotated.ops, mesh, annotated.batch, options.weaving.undivided)
+    if not annotated.captured.whole:
+        return forced
+    found = {}
+    for op in annotated.ops:
+        given = forced.get(op.name) or [option for option in legal(op, mesh) if option.states == 1]
+        fits = [replace(each, rest=1, states=1, gradients=1) for each in given if each.states in (1, each.grid.z)]
+        if not fits:
+            raise PlanError(
+                f"{op.name} is forced to {given[0] if given else 'nothing that fits'}, but parameters cannot rest "
+                "sharded under torch.compile, which leaves them to you: force 'dp', or use compile_parallel"
+            )
+        found[op.name] = list(dict.fromkeys(fits))
+    return found

@@ -10,32 +10,22 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 import torch
 
-from shardweave.cost_model import Act, Options, Played, Timeline
-from shardweave.ir import Assignment, Mode, Strategy
-from shardweave.passes import Alike, Annotated, Compiled, times_of
+from shardweave.cost_model import Options, Timeline, play
+from shardweave.passes import Alike, Compiled, times_of
 from shardweave.planner.problem.unfold import inside, renamed
 from shardweave.planner.search.extrapolation import Layers, Taken, held_with_more, piles_up, taken_by, unrolled
-from shardweave.planner.search.layer_problem import Steps
+from shardweave.planner.search.lowering import Decision, StepLowering
 from shardweave.sharding import Run, layer_of, layers_of_ops
 
 LEFT = 2
 """Layers of a stretch that are simulated."""
-
-
-class Decision(NamedTuple):
-    """What a plan says of each op, each join and each layer, by name."""
-
-    strategies: dict[str, Strategy]
-    joins: dict[str, Assignment]
-    modes: dict[str, Mode]
-    """How layers are recomputed that the planner chose it for."""
 
 
 @dataclass(frozen=True)
@@ -75,38 +65,19 @@ Known = deque[tuple[tuple[Options, Decision], Judged]]
 
 Said = TypeVar("Said")
 
-Lower = Callable[[Annotated, Decision, Options, Alike], Compiled]
-
-
 class Judge:
     """Simulates plans of one step.
 
     Parameters
     ----------
-    steps : Steps
-        The step.
-    lower : callable
-        From an annotated step, what is decided, the options and what its layers stand for to the lowered step.
-    simulate : callable
-        From the lowered step to its timeline.
-    optimizer : callable
-        From the lowered step and the bytes of each trained parameter to the seconds of the optimizer's step.
-    play : callable
-        From acts to what they take.
+    lowering : StepLowering
+        Of the step, on its cluster.
     known : Known, optional
         What has been simulated; what is, is added.
     """
 
-    def __init__(
-        self,
-        steps: Steps,
-        lower: Lower,
-        simulate: Callable[[Compiled], Timeline],
-        optimizer: Callable[[Compiled, Sequence[int]], float],
-        play: Callable[[Sequence[Act]], Played],
-        known: Known | None = None,
-    ) -> None:
-        self.steps, self.lower, self.simulate, self.optimizer, self.play = steps, lower, simulate, optimizer, play
+    def __init__(self, lowering: StepLowering, known: Known | None = None) -> None:
+        self.lowering, self.steps = lowering, lowering.steps
         self.known: Known = deque() if known is None else known
 
     def __call__(self, decision: Decision, options: Options) -> Judged:
@@ -121,15 +92,15 @@ class Judge:
     def whole(self, decision: Decision, options: Options) -> Judged:
         """What the step takes, all of its layers lowered and simulated."""
         options = replace(options, recompute={**options.weaving.recompute, **decision.modes})
-        return Judged.of(self.simulate(self.lower(self.steps.whole, decision, options, ())))
+        return Judged.of(self.lowering.timeline(self.lowering.draft(self.steps.whole, decision, options)))
 
     def _simulated(self, decision: Decision, options: Options) -> Judged:
         few = self._few(decision, options)
         fold, annotated = self.steps.folded(few.left)
         decision, alike = few.decision, few.alike
         options = replace(options, recompute={**options.weaving.recompute, **decision.modes})
-        compiled = self.lower(annotated, decision, options, alike)
-        judged = Judged.of(timeline := self.simulate(compiled))
+        compiled = self.lowering.draft(annotated, decision, options, alike)
+        judged = Judged.of(timeline := self.lowering.timeline(compiled))
         if not fold.stands_for:
             return judged
         layers = Layers(layers_of_ops(annotated.captured.graph.graph))
@@ -140,7 +111,7 @@ class Judge:
         if piles_up(timeline.acts, layers, alike):
             acts = unrolled(timeline.acts, layers, alike, {*annotated.captured.parameters.values()})
             if acts is not None:
-                played = self.play(acts)
+                played = play(acts, device=self.lowering.cluster.device)
                 seconds = Taken(played.compute + optimizer, played.seconds - played.compute)
         held = held_with_more(timeline.memory, layers, alike)
         return Judged(sum(seconds), *seconds, held.peak, held.at_peak())
@@ -152,7 +123,7 @@ class Judge:
             if parameter.trainable:
                 size = math.prod(parameter.layout.local_shape) * getattr(torch, parameter.dtype).itemsize
                 sizes += [size] * times.get(layer_of(parameter.name), 1)
-        return self.optimizer(compiled, sizes)
+        return self.lowering.optimizer_seconds(compiled, sizes)
 
     def _few(self, decision: Decision, options: Options) -> _Few:
         """The layers that are simulated: the first of each run, of which is decided what is of those of its stretches.

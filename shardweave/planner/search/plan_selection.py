@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from shardweave.ir import InfeasibleError, readable_bytes
 from shardweave.planner.problem.variables import Costed
 from shardweave.planner.search.alternative_plans import alike, overlooked, rivals
-from shardweave.planner.search.evaluation import Decision, Judged
+from shardweave.planner.search.evaluation import Judged
+from shardweave.planner.search.lowering import Decision
 from shardweave.planner.search.solver_cache import (
     GAP,
     MODEST,

@@ -26,21 +26,21 @@ from shardweave.ir import (
     ALL,
     Assignment,
     InfeasibleError,
-    Mesh,
     Mode,
     ParallelError,
     PlanError,
     Reporter,
-    Strategy,
     Weaving,
     readable_bytes,
 )
 from shardweave.passes import Annotated, with_times
 from shardweave.planner.problem.build_problem import Costing
+from shardweave.planner.problem.force import allowed_strategies
 from shardweave.planner.problem.recompute_costs import layer_named
 from shardweave.planner.problem.variables import Costed
-from shardweave.planner.search.evaluation import Decision, Judge, Judged
+from shardweave.planner.search.evaluation import Judge, Judged
 from shardweave.planner.search.layer_problem import Priced, Steps, buffer_bytes
+from shardweave.planner.search.lowering import Decision
 from shardweave.planner.search.op_choice import ModelKey, OpChoice, RunnerUp
 from shardweave.planner.search.plan import Plan, Saving
 from shardweave.planner.search.plan_selection import MUCH_LESS, Chooser
@@ -106,7 +106,6 @@ def _open(options: Options, keeps: bool) -> Iterator[Callable[[Weaving], Weaving
         yield lambda made: replace(made, buckets=True)
 
 
-Forced = Callable[[Annotated, Mesh], dict[str, list[Strategy]]]
 FIRST_LEFT = 2
 """Layers of a run to begin with: the last of them has a neighbour that is like it."""
 
@@ -123,7 +122,6 @@ class Planning:
         steps: Steps,
         cluster: Cluster,
         options: Options,
-        forced: Forced,
         judge: Judge,
         progress: Reporter,
         model: str = "the model",
@@ -133,7 +131,7 @@ class Planning:
         self.model, self.start = model, start
         self.memory_limit = options.limit(cluster)
         options = replace(options, memory_limit=max(1, self.memory_limit - margin))
-        self.steps, self.cluster, self.options, self.forced = steps, cluster, options, forced
+        self.steps, self.cluster, self.options = steps, cluster, options
         self.judge, self.progress = judge, progress
         self._fastest, self._smallest = math.inf, math.inf
 
@@ -268,7 +266,7 @@ class Planning:
             if not annotated.ops:
                 raise PlanError(f"{self.model} has no matrix product with a parameter: there is nothing to spread")
             self.progress("price")
-            costing = Costing(annotated, self.cluster, self.options, self.forced(annotated, mesh))
+            costing = Costing(annotated, self.cluster, self.options, allowed_strategies(annotated, mesh, self.options))
             priced = Priced(fold, annotated, costing, costing.build(), buffer_bytes(self.steps.captured))
             if priced.unfolds:
                 return priced

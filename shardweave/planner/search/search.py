@@ -1,0 +1,133 @@
+"""The search for the best plan: plans are proposed under a memory limit, and the one returned is simulated whole."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import replace
+
+from shardweave.cost_model import Timeline
+from shardweave.ir import PlanError, Reporter
+from shardweave.planner.search.evaluation import Judge, Judged, Known
+from shardweave.planner.search.lowering import Decision, StepLowering
+from shardweave.planner.search.micro_batch_search import fastest, powers
+from shardweave.planner.search.op_choice import ModelKey
+from shardweave.planner.search.plan import Plan
+from shardweave.planner.search.planning import Planning
+
+LESS = (1, 2, 4)
+"""How many times what a whole step takes too much its order is given less, before other plans are looked for."""
+
+FIGURES = ("step_time", "compute_time", "exposed_communication", "peak_memory")
+"""What the simulator says of a plan's whole step."""
+
+KEPT_FIGURES = 256
+"""Decisions of which the simulated figures are kept: another plan of the step asks for much the same."""
+
+
+class PlanSearch:
+    """Searches the plans of one step on one cluster.
+
+    Parameters
+    ----------
+    lowering : StepLowering
+        Of the step, on its cluster, with the options.
+    judge : Judge
+        Simulates plans by a few of their layers.
+    key : ModelKey
+        Of the model that plans are made for.
+    model : str
+        Its name, for errors.
+    progress : Reporter
+    known : Known, optional
+        What whole steps have taken so far; it grows.
+    """
+
+    def __init__(
+        self,
+        lowering: StepLowering,
+        judge: Judge,
+        key: ModelKey,
+        model: str,
+        progress: Reporter,
+        known: Known | None = None,
+    ) -> None:
+        self.lowering, self.judge, self.key, self.model, self.progress = lowering, judge, key, model, progress
+        self.cluster, self.options, self.steps = lowering.cluster, lowering.options, lowering.steps
+        self._known: Known = deque(maxlen=KEPT_FIGURES) if known is None else known
+
+    def best(self, weigh: bool = False, start: Plan | None = None) -> Plan:
+        """The best plan whose whole step keeps to the memory limit when simulated.
+
+        Plans are chosen by what few of their layers take. Where all of them take more, the next one is looked for
+        under a limit that is smaller by what the estimate was off, until one keeps to the user's.
+
+        Parameters
+        ----------
+        weigh : bool
+            With what each choice for the whole step is worth, which takes as long again.
+        start : Plan, optional
+            A plan of the same model, to begin with.
+
+        Raises
+        ------
+        InfeasibleError
+            Nothing fits; with the smallest memory that would do.
+        """
+        begun, margin = time.monotonic(), 0
+        given, limit = self.options.micro_batches, self.options.limit(self.cluster)
+        while True:
+            counts = powers(self.steps.whole) if given is None else [given]
+            made = fastest(self.planning(count, start, margin) for count in counts)
+            plan = made.planning.plan(made, self.key, begun)
+            self.progress("simulate", incumbent=plan.step_time)
+            found, off = self._kept_to(limit, plan)
+            if found is not None:
+                savings = made.planning.savings(made) if weigh else ()
+                return replace(found, savings=savings, planning_seconds=time.monotonic() - begun)
+            margin += off
+            if margin >= limit:  # the smallest plan was simulated whole when it was found
+                raise PlanError(
+                    f"the memory limit of {limit} bytes a device is met by none of the plans that were simulated "
+                    "whole: raise memory_limit a little, or force a strategy"
+                )
+
+    def planning(self, micro_batches: int, start: Plan | None = None, margin: int = 0) -> Planning:
+        """Of a step of so many micro-batches, from an earlier plan, with so much of the memory limit left free."""
+        limit = self.options.limit(self.cluster)
+        options = replace(self.options, memory_limit=limit, micro_batches=micro_batches)
+        return Planning(self.steps, self.cluster, options, self.judge, self.progress, self.model, start, margin)
+
+    def timeline(self, plan: Plan, sums: bool = True) -> Timeline:
+        """The simulated schedule of a plan's whole step."""
+        return self.lowering.timeline(self.lowering.lower(plan, not sums, draft=True), sums, plan)
+
+    def _kept_to(self, limit: int, plan: Plan) -> tuple[Plan | None, int]:
+        """The plan as its whole step is simulated, if that keeps to a memory limit; and by how much it missed it.
+
+        Its order is made for a little less where it misses the limit by a little.
+        """
+        whole = self._whole(plan)
+        most, tried = whole.peak_memory, plan
+        for times in LESS:
+            if whole.peak_memory <= limit:
+                break
+            less = plan.schedule_limit - times * (most - limit)
+            if less <= 0 or (times > 1 and whole.peak_memory >= most):
+                break
+            tried = replace(plan, schedule_limit=less)
+            whole = self._whole(tried)
+        if whole.peak_memory > limit:
+            return None, max(most - limit, most - plan.peak_memory)
+        figures = {name: getattr(whole, name) for name in FIGURES}
+        return replace(tried, **figures), 0
+
+    def _whole(self, plan: Plan) -> Judged:
+        """What a plan's whole step takes; that of a plan which was made before is known."""
+        strategies = {name: choice.strategy for name, choice in plan.choices.items()}
+        asked = self.lowering.options_of(plan), Decision(strategies, self.lowering.joins_of(plan), {})
+        found = next((judged for other, judged in self._known if other == asked), None)
+        if found is None:
+            found = Judged.of(self.timeline(plan))
+            self._known.append((asked, found))
+        return found
