@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
@@ -24,6 +25,11 @@ _INSIDE = (
     "compute what needs such derivatives inside the model's forward, with torch.func (torch.func.grad, "
     "torch.func.jvp), which is captured, and compile the model with it; docs/how-it-works.md has an example"
 )
+
+
+untraced = _disable_dynamo
+"""As ``torch.compiler.disable``, which would import Dynamo here: `torch.compile` of a parallel module, or of a training
+step with one, leaves what is marked so as it is, since it is compiled already."""
 
 
 class Step(torch.autograd.Function):
@@ -48,6 +54,7 @@ class Step(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         _check_first_order(tangents)
         _check_tangents(ctx.executor, tangents)
@@ -81,6 +88,7 @@ class MicroBatches(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         _check_first_order(tangents)
         _check_tangents(ctx.executor, tangents)

@@ -22,7 +22,7 @@ from torch.utils.data import DistributedSampler
 from shardweave.errors import InputError, ParallelError
 from shardweave.ir import Layout, StepSpec, ValueSpec, axes_size
 from shardweave.runtime.agreement import from_all
-from shardweave.runtime.autograd import refuse_transforms
+from shardweave.runtime.autograd import refuse_transforms, untraced
 from shardweave.runtime.calls import Batch, Calls, group_of_calls
 from shardweave.runtime.execute import Executor, boxed
 from shardweave.runtime.index_range import IndexChecks
@@ -191,6 +191,7 @@ class ParallelModule(nn.Module):
             )
         vars(self).update({name: value for name, value in attributes.items() if name not in own})
 
+    @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step on the batch, as `compile_parallel` was told what that is: see docs/inputs.md. Collective.
 

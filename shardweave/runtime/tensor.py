@@ -36,6 +36,7 @@ from shardweave.errors import LayoutError, ParallelError
 from shardweave.ir import Axis, Layout
 from shardweave.runtime import dispatch
 from shardweave.runtime.agreement import everyone
+from shardweave.runtime.autograd import untraced
 from shardweave.runtime.lost import collective
 from shardweave.runtime.mesh import RuntimeMesh
 from shardweave.runtime.ordered_bits import all_reduced
@@ -135,6 +136,7 @@ class ParallelTensor(DTensor):
             return func(*args, **kwargs)
 
     @classmethod
+    @untraced
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
