@@ -359,3 +359,14 @@ def test_a_defect_is_named_as_one_and_a_users_error_is_left(monkeypatch: pytest.
     with pytest.raises(sw.InternalError, match=message) as caught:
         sw.plan(model, cluster, torch.ones(4, 4))
     assert isinstance(caught.value.__cause__, AttributeError) and "report" in str(caught.value)
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_sparse_gradients_are_refused_with_the_way_out(allow: bool) -> None:
+    """No advice that fails as well: a sparse gradient cannot be computed whole on every device either."""
+    model = nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Linear(8, 4))
+    options = sw.Options(allow_unruled=allow)
+    tokens = torch.zeros(4, 3, dtype=torch.long)
+    error = caught(sw.plan, model, sw.Cluster.local(2), tokens, options=options, progress=False)
+    assert_told(error, "sparse tensor", "sparse=False")
+    assert "allow_unruled" not in str(error)
