@@ -103,8 +103,8 @@ def _refuse(node: fx.Node) -> None:
         )
     if any(isinstance(value, torch.Tensor) and value.layout != torch.strided for value in _values(node)):
         raise RuleError(
-            f"{describe(node)} gives a sparse tensor, and only dense ones are spread: write it without (for embeddings: "
-            "sparse=False)"
+            f"{describe(node)} gives a sparse tensor, and only dense ones are spread: write it without one (for "
+            "embeddings: sparse=False)"
         )
 
 

@@ -340,6 +340,19 @@ def test_the_other_mode_of_a_model(pool: WorkerPool) -> None:
         assert "captured in training mode" in text and "torch.no_grad()" in text
 
 
+def values_on_one_rank_alone() -> str:
+    """As for a launch of FSDP that reads the weights on rank 0 only."""
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    return str(caught(sw.compile_parallel, model, None, torch.zeros(4, 4), progress=False))
+
+
+def test_values_on_one_rank_alone(pool: WorkerPool) -> None:
+    first, second = pool.run(values_on_one_rank_alone, nprocs=2, timeout=60)
+    assert first == second
+    assert all(part in first for part in ("rank 0 has values", "rank 1 has none for 0.weight", "load_weights"))
+
+
 def test_ranks_with_different_models(pool: WorkerPool) -> None:
     for text in pool.run(other_models_on_ranks, nprocs=2, timeout=60):
         assert "different" in text or "another model" in text, text

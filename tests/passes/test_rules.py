@@ -9,7 +9,6 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardweave.errors import RuleError
 from shardweave.ir import Assignment, Layout
 from shardweave.passes.annotate import depends_on_inputs, source_of
 from shardweave.passes.layouts import input_layouts, output_layouts

@@ -66,7 +66,8 @@ def scaled_by_frequency(grad: Tensor, index: Tensor, rows: int, padding: int, sc
     one = aten.ones_like.default(aten.slice.Tensor(grad, -1, 0, 1))
     counts = aten.embedding_dense_backward.default(one, index, rows, padding, False)
     shares = grad / aten.embedding.default(counts, index)
-    return aten.embedding_dense_backward.default(shares, index, rows, padding, False)
+    result: Tensor = aten.embedding_dense_backward.default(shares, index, rows, padding, False)
+    return result
 
 
 RULES[aten.embedding_dense_backward.default] = replace(
