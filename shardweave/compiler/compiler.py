@@ -33,7 +33,7 @@ from shardweave.planner import (
     StepLowering,
     Steps,
 )
-from shardweave.runtime import Batch, ParallelModule, become_parallel
+from shardweave.runtime import Batch, ParallelModule, become_parallel, named_tensors
 from shardweave.sharding import Samples, first_sized, of_all_ranks, refuse_broken
 
 
@@ -208,14 +208,16 @@ class Compiler:
         control = control_of(options)
         made: list[Compiler] = []
 
-        def start() -> str:
+        def start() -> tuple[str, tuple[str, ...]]:
             check_world(cluster)
             made.append(cls(model, cluster, example_inputs, options, progress, batch))
             if plan is not None:
                 plan.check(made[0].model_key, cluster)
-            return made[0].digest()
+            return made[0].digest(), tuple(name for name, tensor in named_tensors(model) if tensor.is_meta)
 
-        digests = in_step(control, "the capture of the model", start)
+        digests, without_values = zip(*in_step(control, "the capture of the model", start))
+        if len(set(without_values)) > 1:
+            raise ParallelError(unlike_values(without_values))
         if len(set(digests)) > 1:
             meant = in_step(control, "the comparison of the ranks' batches", lambda: batch)
             if len(set(meant)) > 1:
@@ -297,6 +299,25 @@ def control_of(options: Options | None) -> Control | None:
 
 def _in_words(options: Options) -> dict[str, str]:
     return {each.name: repr(getattr(options, each.name)) for each in fields(options)}
+
+
+def unlike_values(without: Sequence[Sequence[str]]) -> str:
+    """What to say of ranks that have values for different tensors; of each those that it has none for.
+
+    >>> unlike_values([(), ("up.weight",)]).split(". ")[0]
+    'the ranks hold different tensors on the meta device: rank 0 has values for all, rank 1 has none for up.weight'
+    """
+    told = [
+        f"rank {rank} has none for {', '.join(names[:3])}{' and more' if names[3:] else ''}"
+        if names
+        else f"rank {rank} has values for all"
+        for rank, names in enumerate(without)
+    ]
+    return (
+        f"the ranks hold different tensors on the meta device: {', '.join(told[:4])}. Build it with values on "
+        "all ranks; or on the meta device on all of them, and give it values once it is compiled, by "
+        "shardweave.initialise, load_weights, load_checkpoint or load_state_dict"
+    )
 
 
 def unlike(given: Sequence[tuple[Options, ModelKey]]) -> str:

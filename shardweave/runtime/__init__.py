@@ -6,6 +6,7 @@ local ranks. A plan and two graphs are all that it needs: it knows no planner. M
 import shardweave.ops  # noqa: F401  (registers the ops that generated graphs call)
 from shardweave.runtime.call_checks import Batch, SameInputs, group_of_calls
 from shardweave.runtime.checkpoint.checkpoint import Saving, load_checkpoint, save_checkpoint
+from shardweave.runtime.checkpoint.state_dict import named_tensors
 from shardweave.runtime.checkpoint.weights import load_weights, save_weights
 from shardweave.runtime.execute import boxed
 from shardweave.runtime.initialise import initialise, initialised
@@ -29,6 +30,7 @@ __all__ = [
     "launch",
     "load_checkpoint",
     "load_weights",
+    "named_tensors",
     "save_checkpoint",
     "save_weights",
 ]

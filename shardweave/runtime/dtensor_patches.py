@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
@@ -30,6 +31,10 @@ from shardweave.distributed import collective
 
 _UNTAGGED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_", "_foreach_copy_")
 _CHECK = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+untraced = _disable_dynamo
+"""As ``torch.compiler.disable``, which would import Dynamo here: `torch.compile` of a parallel module, or of a training
+step with one, leaves what is marked so as it is, since it is compiled already."""
+
 _Handler = Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], object]
 
 

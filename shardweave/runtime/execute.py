@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardweave.distributed import COLLECTIVES, RuntimeMesh, group_of, lost_rank, refuse_if_lost
 from shardweave.ir import META, LostRankError, ParallelError, StepSpec, ValueSpec, axes_size
+from shardweave.runtime.dtensor_patches import untraced
 from shardweave.runtime.grad_accumulation import Boxed, Gradients, Turns, cut, in_places, joined
 from shardweave.runtime.parameters import local_tensor
 from shardweave.runtime.tensor import like
@@ -467,6 +468,7 @@ class Step(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         _check_first_order(tangents)
         _check_tangents(ctx.executor, tangents)
@@ -500,6 +502,7 @@ class MicroBatches(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         _check_first_order(tangents)
         _check_tangents(ctx.executor, tangents)

@@ -28,6 +28,7 @@ from shardweave.ops import IndexChecks, Seeds, all_reduced
 from shardweave.runtime.call_checks import Batch, Calls, group_of_calls
 from shardweave.runtime.changed_parameters import Watch
 from shardweave.runtime.checkpoint.state_dict import Finder, adopt, shard_whole, submodule, without_values
+from shardweave.runtime.dtensor_patches import untraced
 from shardweave.runtime.execute import Executor, boxed, refuse_transforms
 from shardweave.runtime.grad_accumulation import Boxed, Forms, Turns
 from shardweave.runtime.inputs import LocalBatch
@@ -186,6 +187,7 @@ class ParallelModule(nn.Module):
             )
         vars(self).update({name: value for name, value in attributes.items() if name not in own})
 
+    @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step on the batch, as `compile_parallel` was told what that is: see docs/inputs.md. Collective.
 

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardweave.distributed import RuntimeMesh, collective, everyone
 from shardweave.ir import Axis, Layout, LayoutError, ParallelError
 from shardweave.ops import all_reduced
-from shardweave.runtime.dtensor_patches import elementwise, install
+from shardweave.runtime.dtensor_patches import elementwise, install, untraced
 from shardweave.runtime.parameters import (
     STRIDES_ARE_PLACES,
     assemble,
@@ -132,6 +132,7 @@ class ParallelTensor(DTensor):
             return func(*args, **kwargs)
 
     @classmethod
+    @untraced
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -101,11 +101,16 @@ def depends_on_inputs(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _refuse(node: fx.Node) -> None:
-    """`RuleError` for a program inside the model, whose loops no rule sees."""
+    """`RuleError` for a program inside the model, whose loops no rule sees, and for what makes sparse tensors."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         raise RuleError(
             f"{describe(node)} is a program of its own inside the model, which has no rule: write it with plain ops "
             "(for flex_attention: torch.nn.functional.scaled_dot_product_attention with a mask)"
+        )
+    if any(isinstance(value, torch.Tensor) and value.layout != torch.strided for value in _values(node)):
+        raise RuleError(
+            f"{describe(node)} gives a sparse tensor, and only dense ones are spread: write it without one (for "
+            "embeddings: sparse=False)"
         )
 
 

@@ -340,6 +340,19 @@ def test_the_other_mode_of_a_model(pool: WorkerPool) -> None:
         assert "captured in training mode" in text and "torch.no_grad()" in text
 
 
+def values_on_one_rank_alone() -> str:
+    """As for a launch of FSDP that reads the weights on rank 0 only."""
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    return str(caught(sw.compile_parallel, model, None, torch.zeros(4, 4), progress=False))
+
+
+def test_values_on_one_rank_alone(pool: WorkerPool) -> None:
+    first, second = pool.run(values_on_one_rank_alone, nprocs=2, timeout=60)
+    assert first == second
+    assert all(part in first for part in ("rank 0 has values", "rank 1 has none for 0.weight", "load_weights"))
+
+
 def test_ranks_with_different_models(pool: WorkerPool) -> None:
     for text in pool.run(other_models_on_ranks, nprocs=2, timeout=60):
         assert "different" in text or "another model" in text, text
@@ -359,3 +372,14 @@ def test_a_defect_is_named_as_one_and_a_users_error_is_left(monkeypatch: pytest.
     with pytest.raises(sw.InternalError, match=message) as caught:
         sw.plan(model, cluster, torch.ones(4, 4))
     assert isinstance(caught.value.__cause__, AttributeError) and "report" in str(caught.value)
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_sparse_gradients_are_refused_with_the_way_out(allow: bool) -> None:
+    """No advice that fails as well: a sparse gradient cannot be computed whole on every device either."""
+    model = nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Linear(8, 4))
+    options = sw.Options(allow_unruled=allow)
+    tokens = torch.zeros(4, 3, dtype=torch.long)
+    error = caught(sw.plan, model, sw.Cluster.local(2), tokens, options=options, progress=False)
+    assert_told(error, "sparse tensor", "sparse=False")
+    assert "allow_unruled" not in str(error)

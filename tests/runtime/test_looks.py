@@ -206,3 +206,29 @@ def test_a_skeleton_holds_nothing_of_the_model() -> None:
     assert old() is None
     x = torch.randn(2, 6, dtype=torch.float64)
     torch.testing.assert_close(copied["net"].through_head(x), copied["net"].head(x))
+
+
+def compiled_by_torch() -> None:
+    """`torch.compile` of the parallel module, and of a step that trains it, leave it as it is."""
+    model, parallel = build(), compiled()
+    calls, optimizers = (model, torch.compile(parallel, backend="aot_eager")), []
+    for each in (model, parallel):
+        optimizers.append(torch.optim.SGD(each.parameters(), lr=0.1))
+
+    def step(call: Any, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
+        loss: Tensor = call(*batch(seed)) * 2
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for train in (step, torch.compile(step, backend="eager")):
+        for seed in range(2):
+            expected = step(model, optimizers[0], seed)
+            torch.testing.assert_close(train(calls[1], optimizers[1], seed), expected)
+            same_state(parallel, model)
+    torch._dynamo.reset()
+
+
+def test_torch_compile_leaves_it_as_it_is(pool: WorkerPool) -> None:
+    pool.run(compiled_by_torch, nprocs=3, timeout=120)

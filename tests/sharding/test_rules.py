@@ -10,7 +10,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shardweave.ir import Assignment, Layout
-from shardweave.ir.errors import RuleError
 from shardweave.ir.layout_algebra import input_layouts, output_layouts
 from shardweave.sharding.annotate import depends_on_inputs, source_of
 from shardweave.sharding.rules import RULES, find_rule
@@ -91,13 +90,13 @@ def test_from_anywhere_to_anywhere(target: object, data: st.DataObject) -> None:
         assert_equal(run.whole(index), value, f"{target} from {list(map(str, sources.values()))} on {assignments}")
 
 
-def test_scale_by_frequency_is_refused() -> None:
-    """Counting tokens needs the whole batch: no rank has it, and a wrong gradient would be silent."""
-    tokens = torch.tensor([1, 0, 1, 2])
-    module, values = graph_of(aten.embedding_dense_backward.default, (torch.randn(4, 6), tokens, 5, -1, True), {})
+@pytest.mark.parametrize("kept", [None, 0, 1])
+def test_scale_by_frequency_counts_the_whole_batch(kept: int | None) -> None:
+    """Counting tokens needs the whole batch, which no rank has: a wrong gradient would be silent."""
+    tokens = torch.tensor([1, 0, 1, 2, 1, 3, 0, 3])
+    module, values = graph_of(aten.embedding_dense_backward.default, (torch.randn(8, 6), tokens, 5, 3, True), {})
     mesh = mesh_of(2)
     (axis,) = mesh.axes
-    with pytest.raises(RuleError, match="scale_grad_by_freq"):
-        run_sharded(module, values, mesh, {}, {"p1": Layout(((axis, 2),))})
-    run = run_sharded(module, values, mesh, {}, {})
+    layouts = {"p0": Layout(((axis, 4), (6,))), "p1": Layout(((axis, 4),))}
+    run = run_sharded(module, values, mesh, {}, layouts if kept is None else {f"p{kept}": layouts[f"p{kept}"]})
     assert_equal(run.whole(0), module(*values)[0])

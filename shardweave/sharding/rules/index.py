@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -396,11 +396,6 @@ def lower_embedding_backward(emit: Emitter) -> fx.Node:
     grad, index, _, padding, scale = emit.args
     local = emit.output_layouts[0].local_shape[0]
     found = local_index(emit, index, emit.output_layouts[0].dims[0], is_checked=True)  # by the lookup
-    if scale and emit.assignment:
-        raise RuleError(
-            f"{emit.node}: scale_grad_by_freq counts the tokens of the whole batch, which no rank has: use an "
-            "embedding without it, or force the op to be computed whole"
-        )
     if found is None:
         return emit.call(aten.embedding_dense_backward.default, grad, index, local, padding, scale)
     outside = emit.call(aten.unsqueeze.default, found[1], -1)
@@ -413,6 +408,33 @@ def lower_embedding_backward(emit: Emitter) -> fx.Node:
 
 rule(aten.embedding.default, "v d, ... -> ... d", lower=lower_embedding)
 rule(aten.embedding_dense_backward.default, "... d, ... -> v d", lower=lower_embedding_backward)
+
+_EMBEDDING_BACKWARD = RULES[aten.embedding_dense_backward.default]
+
+
+def bind_embedding_backward(node: fx.Node) -> BoundRule:
+    """As the pattern says; with ``scale_grad_by_freq``, which counts the tokens of the whole batch, only by width."""
+    bound = _EMBEDDING_BACKWARD.bind(node)
+    if not argument(node, "scale_grad_by_freq"):
+        return bound
+    return replace(bound, factors=tuple(replace(each, blocked=each.name != "d") for each in bound.factors))
+
+
+def scaled_by_frequency(grad: Tensor, index: Tensor, rows: int, padding: int, scale: bool) -> Tensor:
+    """The gradient of a table, each token's part divided by how often it is looked up, in ops that can be split."""
+    if not scale:
+        plain: Tensor = aten.embedding_dense_backward.default(grad, index, rows, padding, False)
+        return plain
+    one = aten.ones_like.default(aten.slice.Tensor(grad, -1, 0, 1))
+    counts = aten.embedding_dense_backward.default(one, index, rows, padding, False)
+    shares = grad / aten.embedding.default(counts, index)
+    result: Tensor = aten.embedding_dense_backward.default(shares, index, rows, padding, False)
+    return result
+
+
+RULES[aten.embedding_dense_backward.default] = replace(
+    _EMBEDDING_BACKWARD, bind=bind_embedding_backward, decompose=scaled_by_frequency
+)
 
 
 SCATTERS = [

@@ -61,7 +61,7 @@ def embedding(d: Draw) -> Call:
 def embedding_backward(d: Draw) -> Call:
     v, width = d.sizes(2)
     size = d.sizes(1, 2)
-    return (d.tensor(*size, width), d.integers(v, *size), v, d.choice([-1, v - 1]), False), {}
+    return (d.tensor(*size, width), d.integers(v, *size), v, d.choice([-1, v - 1]), d.choice([False, True])), {}
 
 
 # -- softmax and losses
