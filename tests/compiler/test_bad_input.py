@@ -367,7 +367,7 @@ def test_a_defect_is_named_as_one_and_a_users_error_is_left(monkeypatch: pytest.
 
     with pytest.raises(KeyError, match="-"):
         sw.plan(model, cluster, batch, sweep="batch")
-    monkeypatch.setattr("shardweave.compiler.compiler.fastest", lambda plannings: None)
+    monkeypatch.setattr("shardweave.planner.search.search.fastest", lambda plannings: None)
     message = "Linear cannot be compiled, by a defect of shardweave: AttributeError"
     with pytest.raises(sw.InternalError, match=message) as caught:
         sw.plan(model, cluster, torch.ones(4, 4))
