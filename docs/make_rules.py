@@ -125,10 +125,11 @@ def form_tables() -> Iterator[str]:
     """The ops that are always written in others, by file."""
     files: dict[str, dict[str, list[str]]] = {}
     for target, form in DECOMPOSITIONS.items():
-        file = form.__module__.rpartition(".")[2] if form.__module__.startswith(package.__name__) else "borrowed"
+        file = form.__module__.rpartition(".")[2] if form.__module__.startswith(package.__name__) else "registry"
         files.setdefault(file, {}).setdefault(first_line(form), []).append(f"`{op_name(target)}`")
     for file, forms in sorted(files.items()):
-        yield f"`rules/{file}.py`\n\n" + table(("ops", "form"), [(", ".join(ops), form) for form, ops in forms.items()])
+        rows = [(", ".join(ops), form) for form, ops in forms.items()]
+        yield f"`sharding/rules/{file}.py`\n\n" + table(("ops", "form"), rows)
 
 
 def example_table() -> str:
