@@ -9,11 +9,15 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 import networkx as nx
 import pytest
@@ -122,3 +126,23 @@ def test_no_folder_is_full() -> None:
     for folder in {path.parent for path in modules().values()}:
         files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
         assert len(files) <= 21, f"{folder.relative_to(ROOT)} has {len(files)} files"
+
+
+def test_the_picture_shows_todays_imports() -> None:
+    """Every dot of the picture has an identifier with the two rooms, such as ``planner-imports-ir``."""
+    svg = ElementTree.parse(ROOT / "docs" / "images" / "architecture.svg")
+    identifiers = [node.get("id", "").split("-imports-") for node in svg.iter()]
+    drawn = {tuple(pair) for pair in identifiers if len(pair) == 2}
+    edges = {(room(module), room(each.module)) for module in modules() for each in imports(module)}
+    today = {(upper or "shardweave", lower or "shardweave") for upper, lower in edges if upper != lower}
+    assert drawn == today, "run `make figures` and commit docs/images/architecture.svg"
+
+
+def test_the_table_of_rooms_is_what_the_sources_say() -> None:
+    command = [sys.executable, "-m", "docs.make_architecture", "--print"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert done.stdout and done.stdout in page, "run `make figures` and commit docs/architecture.md"
+    assert [name for name in ROOMS if f"| [`{name}`]" not in page] == []
