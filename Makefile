@@ -14,16 +14,22 @@ PYTEST_WORKERS ?= 2
 # The ranks of one test share the cores: one thread each.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test lint types pytest notebook figures rules models clean
+.PHONY: help install demo test lint types pytest notebook figures rules models clean
 
 help:
+	@echo "make install   the environment .venv, with what the tests and linters need"
 	@echo "make demo      train a small GPT on 4 local ranks with a planned, generated step; results in out/"
 	@echo "make test      ruff, mypy --strict and all tests"
+	@echo "make lint      ruff"
+	@echo "make types     mypy --strict"
+	@echo "make pytest    all tests"
 	@echo "make notebook  run notebooks/ and keep the outputs"
 	@echo "make figures   draw the figures of README.md and docs/ again"
 	@echo "make rules     write docs/rules.md from the code"
 	@echo "make models    measure every model of the zoo again, into docs/models.md"
 	@echo "make clean     remove the virtual environment and every generated file"
+
+install: $(VENV)/.installed-dev
 
 demo: $(VENV)/.installed
 	$(BIN)/shardweave demo --out out
@@ -44,6 +50,7 @@ notebook: $(VENV)/.installed-dev
 
 figures: $(VENV)/.installed
 	$(BIN)/python docs/make_figures.py
+	$(BIN)/python -m docs.make_architecture
 
 rules: $(VENV)/.installed
 	$(BIN)/python -m docs.make_rules

@@ -7,7 +7,9 @@ A fenced block of a page is run as its first line says:
 ```` ```python ranks=2 ````    on as many local ranks, in a running world; all of a page share their names on each
 ```` ```python file=a.py ````  written to that file of an empty folder, which another block of the page runs or imports
 ```` ```yaml file=a.yaml ````  the same
-```` ```sh ````                line by line, in that folder; of `make` only that there are such targets
+```` ```sh ````                line by line, in that folder; of `make` only that there are such targets, and of
+                               `source` nothing: the tests run in an environment already
+```` ```sh in=repository ````  the same, in the folder of the repository
 ```` ``` ````                  not code: something that is printed
 =============================  ====================================================================================
 
@@ -32,7 +34,7 @@ from shardweave import cli
 ROOT = Path(__file__).parent.parent
 NOT_EXECUTED = "*Not executed by the tests:"
 LANGUAGES = {"python", "yaml", "sh", ""}
-ATTRIBUTES = {"file", "ranks"}
+ATTRIBUTES = {"file", "in", "ranks"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Snippet:
         Of its fence.
     language : str
     attributes : mapping of str to str
-        What else the fence says: ``file``, ``ranks``.
+        What else the fence says: ``file``, ``in``, ``ranks``.
     text : str
     executed : bool
         Whether the page does not say that it is not.
@@ -82,8 +84,8 @@ class Snippet:
 
 
 def pages() -> list[Path]:
-    """README.md and all pages of docs/."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    """README.md, CONTRIBUTING.md and all pages of docs/."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def snippets(page: Path) -> list[Snippet]:
@@ -119,9 +121,11 @@ def run_on_a_rank(blocks: Sequence[Snippet], folder: Path) -> None:
 
 def run_shell(block: Snippet, folder: Path) -> None:
     """Run each line of a shell block in a folder: ``shardweave`` in this process, others as processes of their own."""
+    if block.attributes.get("in") == "repository":
+        folder = ROOT
     for line in block.text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
-        if not words:
+        if not words or words[0] == "source":
             continue
         if words[0] == "shardweave":
             _run_shardweave(words, f"{block}: {line}")
