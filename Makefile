@@ -11,6 +11,7 @@ TORCH_INDEX ?=
 
 # Workers of pytest; files are dealt out as tests/conftest.py orders them. Each may hold several gloo ranks, so more workers than cores gain nothing.
 PYTEST_WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 # The ranks of one test share the cores: one thread each.
 export OMP_NUM_THREADS ?= 1
 
@@ -19,7 +20,9 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make install   the environment .venv, with what the tests and linters need"
 	@echo "make demo      train a small GPT on 4 local ranks with a planned, generated step; results in out/"
-	@echo "make test      ruff, mypy --strict and all tests"
+	@echo "make test      ruff, mypy --strict and the short tests: some cases of every test, under ten minutes on two cores"
+	@echo "make test-long the other tests; make test-all: all of them, with ruff and mypy"
+	@echo "make record    run all tests and note how long each takes, by which the short ones are chosen"
 	@echo "make lint      ruff"
 	@echo "make types     mypy --strict"
 	@echo "make pytest    all tests"
@@ -43,7 +46,16 @@ types: $(VENV)/.installed-dev
 	$(BIN)/mypy --strict shardweave docs benchmarks
 
 pytest: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) --part short
+
+test-long: $(VENV)/.installed-dev
+	$(PYTEST) --part long
+
+test-all: lint types
+	$(PYTEST)
+
+record: $(VENV)/.installed-dev
+	$(PYTEST) --record
 
 notebook: $(VENV)/.installed-dev
 	$(BIN)/python docs/run_notebooks.py

@@ -3,40 +3,43 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 
 from shardweave.runtime.launch import WorkerPool
+from tests.durations import UNRECORDED, Recorder, recorded, short_suite
 
 hypothesis.settings.register_profile("shardweave", deadline=None)  # a shared machine stalls now and then
 hypothesis.settings.load_profile("shardweave")
 
-LONGEST = (
-    "test_planning.py",
-    "test_notebook.py",
-    "test_equality.py",
-    "test_baselines.py",
-    "test_models.py",
-    "test_micro_batch_search.py",
-    "test_state_sharding.py",
-    "test_overlap.py",
-    "test_api.py",
-    "test_solver.py",
-    "test_backend.py",
-    "test_recompute_costs.py",
-    "test_sweep.py",
-    "test_brute_force.py",
-    "test_micro_batches.py",
-)
-"""The files that take longest, in this order."""
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("shardweave")
+    group.addoption("--part", choices=("all", "short", "long"), default="all", help="which tests: docs/testing.md")
+    group.addoption("--record", action="store_true", help="note in tests/durations.json how long each test takes")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first: dealt out whole, one that begins last would leave all workers but one idle."""
-    place = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder(), "recorder")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The tests of the part that is asked for; the longest files first, as files are dealt out whole."""
+    seconds = recorded()
+    part = config.getoption("--part")
+    if part != "all":
+        short = short_suite([item.nodeid for item in items], seconds)
+        left_out = [item for item in items if (item.nodeid in short) != (part == "short")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+    of_file: Counter[str] = Counter()
+    for item in items:
+        of_file[str(item.path)] += seconds.get(item.nodeid, UNRECORDED)  # type: ignore[assignment]
+    items.sort(key=lambda item: -of_file[str(item.path)])
 
 
 def pytest_collection_finish() -> None:
