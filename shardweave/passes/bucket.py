@@ -25,7 +25,7 @@ from torch import fx
 from shardweave.cost_model import Cluster, Prices
 from shardweave.ir import META, Collective
 from shardweave.passes.base import Pass, Property
-from shardweave.passes.partition import Rest
+from shardweave.passes.partition import StateSharding
 from shardweave.passes.spmd_builder import in_order, remove_dead
 from shardweave.sharding import info, is_wait, layer_of
 
@@ -52,7 +52,7 @@ class Bucket(Pass):
         Sets of nodes where the graph may be cut later, so that what lies on one side is run without the other: a
         backward that has only a few of the tangents, the turns of a step that share gathered parameters. Only what lies
         on the same side of each border is put together.
-    flat : mapping of str to Rest, optional
+    flat : mapping of str to StateSharding, optional
         Where each parameter rests, by its name. Given, the buckets of those that a step has whole are flat.
     """
 
@@ -60,7 +60,7 @@ class Bucket(Pass):
     requires: ClassVar[frozenset[Property]] = frozenset({"local"})
     cluster: Cluster
     borders: Sequence[Collection[str]] = ()
-    flat: Mapping[str, Rest] | None = None
+    flat: Mapping[str, StateSharding] | None = None
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         graph = graph_module.graph
@@ -76,7 +76,7 @@ class Bucket(Pass):
         return graph_module
 
     def _is_flat(self, what: Collective) -> bool:
-        return self.flat is not None and not self.flat.get(what.owner, Rest()).parameter
+        return self.flat is not None and not self.flat.get(what.owner, StateSharding()).parameter
 
 
 Side = tuple[frozenset[int], frozenset[int]]

@@ -15,17 +15,17 @@ from torch import fx
 
 from shardweave.ir import Collective, Traffic
 from shardweave.passes.base import Pass, Property
-from shardweave.passes.partition import Rest
+from shardweave.passes.partition import StateSharding
 from shardweave.passes.scheduling_priorities import WAIT
 from shardweave.sharding import info
 
 
-def traffic_of(what: Collective, rest: Rest) -> Traffic:
+def traffic_of(what: Collective, rest: StateSharding) -> Traffic:
     """Which of the kinds of traffic a collective is, of a parameter that rests so.
 
     >>> from shardweave.ir import Axis
     >>> gpu, node = Axis("gpu0", 8, 1), Axis("node0", 4, 8)
-    >>> rest = Rest(parameter=(gpu,), states=(node,))
+    >>> rest = StateSharding(parameter=(gpu,), states=(node,))
     >>> [traffic_of(Collective(kind, axes, 8, "up.weight", "", cause), rest)
     ...  for kind, axes, cause in (("all_gather", (gpu,), "parameter"), ("all_gather", (node,), "parameter"),
     ...                            ("reduce_scatter", (gpu,), "gradient"), ("all_reduce", (node,), "gradient"))]
@@ -48,14 +48,14 @@ class DisableOverlap(Pass):
     Parameters
     ----------
     blocking : collection of Traffic
-    rests : mapping of str to Rest
+    rests : mapping of str to StateSharding
         Where each parameter rests, by its name.
     """
 
     name = "disable_overlap"
     requires: ClassVar[frozenset[Property]] = frozenset({"ordered"})
     blocking: Collection[Traffic]
-    rests: Mapping[str, Rest]
+    rests: Mapping[str, StateSharding]
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         graph = graph_module.graph
@@ -65,7 +65,7 @@ class DisableOverlap(Pass):
             if what is None:
                 continue
             owner = what.owner.partition(" ")[0]  # of a bucket its first one: all of them rest alike
-            if traffic_of(what, self.rests.get(owner, Rest())) not in self.blocking:
+            if traffic_of(what, self.rests.get(owner, StateSharding())) not in self.blocking:
                 continue
             if what.cause == "parameter":
                 wait.prepend(start)

@@ -1,18 +1,26 @@
-"""Shard: the global joint graph becomes the local one that every rank runs, with its collectives.
+"""The SPMD partitioner: the pass `Shard` turns the global joint graph into the local graph that every rank runs.
 
-Every op is written once, at its strategy's layout; ops without one *follow* their inputs. Views are transparent: a
-layout change is made at the value that they look at, once for each target layout, and the views are written again
-on the result. A partial sum passes views and sums with one user, and is reduced where it is first used otherwise.
+`Shard` emits each op once, in the local form that its strategy asks for, and the collectives that bring its inputs to
+the layouts that this form needs. An op without a strategy follows its inputs (`sharding.follow`).
 
-Values at layouts: where each value of the global graph lies in the local one, and how it gets where it is wanted.
+The work is divided among four classes:
 
-A value has one *canonical* place, where it was computed or reduced to. Wanted elsewhere, it is brought there once for
-each layout and remembered. Views have no place of their own: what they look at is brought to the layout that makes
-them lie as wanted, and they are written on it. Nor have constants: see `constants`.
+`ShardedValues`
+    knows which local node holds each global value, and at which layout. It brings a value to another layout on request
+    and remembers the result, so that no collective is emitted twice. A view has no local node of its own: its base is
+    redistributed, and the view is emitted on the result. A constant has none either: each rank makes its own part of it
+    where it is read (see `spmd_builder.part`).
+`InputArrivals`
+    says at which layouts the inputs of an op are available, where other readers of the same value already need it
+    gathered or reduce-scattered.
+`StepOutputs`
+    emits the outputs of the step: results at the layouts that the caller asks for, and gradients at the layout of the
+    optimizer's states.
+`Sharder`
+    walks over the graph and emits op after op.
 
-Readers: what others that read a value say of where an op should take it.
-
-Results: what a local graph returns, with all steps of its time axes together, and gradients where states rest.
+A partial sum is not reduced where it is computed. It passes through views and sums that have one user, and is reduced
+at its first other use.
 """
 
 from __future__ import annotations
@@ -72,12 +80,16 @@ from shardweave.sharding import (
     tensor_args,
 )
 
+aten = torch.ops.aten
 
-class Rest(NamedTuple):
-    """The axes that a parameter rests on in a step, those besides on which its gradient is added up, and those
-    besides on which its states rest between steps.
 
-    `dtypes` are those of its master and of its gradient's sum; None: as the step computes with it.
+class StateSharding(NamedTuple):
+    """The mesh axes that a parameter and its states are sharded over, in the three stages of AMSP (arXiv 2311.00257).
+
+    Each stage adds axes to the stage before it: `parameter` (s_p) shards the parameter during a step, `gradient` (s_g)
+    also shards the accumulated gradient, `states` (s_os) also shards the optimizer's states, and with them the
+    parameter between steps. `dtypes` are the dtypes of the master weight and of the gradient reduction; None where both
+    are the dtype that the step computes in.
     """
 
     parameter: tuple[Axis, ...] = ()
@@ -86,75 +98,106 @@ class Rest(NamedTuple):
     dtypes: Dtypes | None = None
 
 
-class Total(NamedTuple):
-    """A sum over time axes that inputs alone decide: where each step finds it, and its part that each computes."""
+class WholeBatchSum(NamedTuple):
+    """A sum over all micro-batches of a value that depends on inputs alone.
+
+    It is computed before the first micro-batch runs: `part` is the node that computes one micro-batch's part, and
+    `placeholder` brings the finished sum to each micro-batch.
+    """
 
     placeholder: fx.Node
     part: fx.Node
 
 
-class Values:
-    """The values of one global graph while its local graph is written.
+class ShardedValues:
+    """The local node and the layout of each value of the global graph, while the local graph is written.
 
     Parameters
     ----------
     local : LocalGraph
+        The graph to write to.
     names : mapping of str to str
-        What buffers and inputs are called, by placeholder.
-    rest_axes : mapping of str to Rest
-        What each parameter and its states rest on, beside the axes of the layout that it is first needed in.
+        The names of buffers and inputs, by placeholder.
+    state_sharding : mapping of str to StateSharding
+        The axes that each parameter and its states are sharded over, beyond those of the layout of its first use.
     """
 
-    def __init__(self, local: LocalGraph, mesh: Mesh, names: Mapping[str, str], rest_axes: Mapping[str, Rest]) -> None:
+    def __init__(
+        self, local: LocalGraph, mesh: Mesh, names: Mapping[str, str], state_sharding: Mapping[str, StateSharding]
+    ) -> None:
         self.local, self.mesh = local, mesh
-        self.names, self.rest_axes = names, rest_axes
+        self.names, self.state_sharding = names, state_sharding
         self.canonical: dict[fx.Node, tuple[fx.Node, Layout]] = {}
+        """The local node and layout that a value was computed at or last reduced to."""
         self.memo: dict[tuple[fx.Node, Layout, bool], fx.Node] = {}
+        """The local nodes of values at the other layouts that were asked for."""
         self.constants: set[fx.Node] = set()
         self.parameters: dict[fx.Node, str] = {}
-        self.rests: dict[str, Layout] = {}
-        """Where each parameter's states rest."""
-        self.sums: dict[str, Layout] = {}
-        """Where each parameter's gradient is added up."""
-        self.working: list[fx.Node] = []
-        """The copies of parameters that are gathered once a step."""
-        self.totals: list[Total] = []
-        self.given: set[fx.Node] = set()
-        """Global values that depend on inputs alone."""
+        self.state_layouts: dict[str, Layout] = {}
+        """The layout of each parameter's optimizer states, and of the parameter between steps."""
+        self.gradient_layouts: dict[str, Layout] = {}
+        """The layout in which each parameter's gradient is accumulated."""
+        self.gathered_once: list[fx.Node] = []
+        """The copies of parameters that are gathered once a step, for forward and backward."""
+        self.whole_batch_sums: list[WholeBatchSum] = []
+        self.input_only: set[fx.Node] = set()
+        """Global values that depend on inputs alone, not on parameters or buffers."""
         self.current: fx.Node | None = None
-        self.at_once = False
-        """Whether what is being written takes all steps of the woven axes at once."""
+        """The op that is being emitted, for error messages."""
+        self.all_sub_batches = False
+        """Whether the op that is being emitted takes all sub-batches at once."""
         self.backward = False
+        """Whether the node that is being emitted belongs to the backward."""
 
     def arrival(self, value: fx.Node) -> Arrival:
-        root = self._root(value)
+        """The layout at which an op finds `value`, and what else its rule has to know of it."""
+        root = self._base(value)
         layout = self.layout(value)
-        if value in self.given:  # it is found as a whole
+        if value in self.input_only:  # its sum over the micro-batches can be computed before the first one runs
             layout = replace(layout, partial=tuple(item for item in layout.partial if item[0].kind == "space"))
-        if self.at_once:
+        if self.all_sub_batches:
             layout = together(layout, self.mesh.woven)
         return Arrival(layout, value.meta["val"].numel(), root in self.parameters, self._single_user(value))
 
-    def _has_place(self, value: fx.Node) -> bool:
-        """Whether a value is no view: it lies somewhere, or is a constant that is made wherever it is wanted."""
+    def current_sub_batch(self, whole_batch: fx.Node, layout: Layout, origin: Origin) -> fx.Node:
+        """The part that belongs to the current sub-batch, at `layout`, of a value that enters the graph whole."""
+        whole = drop(layout, self.mesh.woven)
+        if whole == layout:
+            return whole_batch
+        part = self.local.redistribute(whole_batch, whole, layout, replace(origin, reason=TAKEN), lambda *_: None)
+        annotate_layouts(part, (layout,))
+        return part
+
+    def note_input_only(self, node: fx.Node, inputs: Collection[str]) -> None:
+        """Remember a value that depends on inputs alone; `inputs` are the names of their placeholders."""
+        if node.op == "placeholder":
+            known = node.name in inputs
+        else:
+            known = node.op == "call_function" and all(source in self.input_only for source in node.all_input_nodes)
+        if known:
+            self.input_only.add(node)
+
+    def has_local_node(self, value: fx.Node) -> bool:
+        """Whether a value is a computed value or a constant. Otherwise it is a view."""
         return value in self.canonical or value in self.constants
 
-    def _root(self, value: fx.Node) -> fx.Node:
-        while not self._has_place(value):
+    def _base(self, value: fx.Node) -> fx.Node:
+        """The value that a view looks at, through any number of views."""
+        while not self.has_local_node(value):
             value = tensor_args(value)[0]
         return value
 
     def _single_user(self, value: fx.Node) -> bool:
-        """Whether the value that `value` looks at has one user, views looked through."""
+        """Whether `value`, each view that it is made of, and their base have one user each."""
         while True:
             if len(value.users) != 1:
                 return False
-            if self._has_place(value):
+            if self.has_local_node(value):
                 return True
             value = tensor_args(value)[0]
 
     def layout(self, value: fx.Node) -> Layout:
-        """Where a global value lies now."""
+        """The layout that a global value has now."""
         if value in self.canonical:
             return self.canonical[value][1]
         if value in self.constants:
@@ -162,7 +205,11 @@ class Values:
         return self._view(value)[1]
 
     def _view(self, view: fx.Node) -> tuple[Layout, Layout]:
-        """Where a view wants what it looks at, and where it then lies itself: axes that it would cut are gathered."""
+        """The layout that a view needs its base at, and the layout that the view then has itself.
+
+        Axes that the view cannot carry over to its output are gathered at the base.
+        """
+        # 1. The base as it is. 2. Without the axes that belong to no factor of the view. 3. The base gathered.
         bound = bound_rule(view)
         have = self.layout(tensor_args(view)[0])
         result = through(have, bound.inputs[0], bound.outputs[0], bound.sizes())
@@ -177,11 +224,11 @@ class Values:
             raise LayoutError(f"{view} cannot be computed at {have}")
         return have, result
 
-    def value(self, node: fx.Node, want: Layout, origin: Origin | None = None) -> fx.Node:
-        """The local node that holds a global value at `want`."""
-        root = self._root(node)
-        # A gathered parameter is freed after its forward use: the backward gathers it again. A constant is not kept
-        # either: the backward makes its own. Nor is a slice.
+    def at_layout(self, node: fx.Node, want: Layout, origin: Origin | None = None) -> fx.Node:
+        """The local node that holds a global value at the layout `want`."""
+        root = self._base(node)
+        # Forward and backward each have their own copy of a gathered parameter, which is freed after its use in the
+        # forward, of a constant, and of a slice.
         whole = drop(want, self.mesh.slices)
         key = node, want, self.backward and (root in self.parameters or root in self.constants or whole != want)
         found = self.memo.get(key)
@@ -190,24 +237,29 @@ class Values:
         return found
 
     def _materialise(self, node: fx.Node, want: Layout, origin: Origin | None) -> fx.Node:
+        """Emit what brings a global value to `want`."""
+        # 1. A slice of an op (operator slicing) is cut from the whole value.
         whole = drop(want, self.mesh.slices)
-        if whole != want and self._is_cut_late(node):
+        if whole != want and self._is_sliced_when_whole(node):
             origin = Origin(info(node).op, "slice", backward=self.backward)
-            return self.local.redistribute(self.value(node, whole), whole, want, origin, lambda *_: None)
+            return self.local.redistribute(self.at_layout(node, whole), whole, want, origin, lambda *_: None)
+        # 2. A constant is made by each rank.
         if node in self.constants:
             return self._constant(node, want)
-        first = self._before_steps(node, want) if self.mesh.woven else None
+        # 3. A value that all sub-batches share is redistributed over the devices first, and then cut into sub-batches.
+        first = self._before_slicing(node, want) if self.mesh.woven else None
         if first is not None:
-            where = origin or self._origin(node, first)
-            return self.local.redistribute(self.value(node, first, origin), first, want, where, lambda *_: None)
+            where = origin or self.origin_of(node, first)
+            return self.local.redistribute(self.at_layout(node, first, origin), first, want, where, lambda *_: None)
+        # 4. A computed value is redistributed. The first use of a parameter decides how its states are sharded.
         if node in self.canonical:
-            if node in self.parameters and self.parameters[node] not in self.rests:
-                self._rest(node, want)
+            if node in self.parameters and self.parameters[node] not in self.state_layouts:
+                self._shard_states(node, want)
             written, have = self.canonical[node]
             if have == want:
                 return written
-            origin = origin or self._origin(node, have)
-            written, have = self._together(written, have, want, origin)
+            origin = origin or self.origin_of(node, have)
+            written, have = self._join_sub_batches(written, have, want, origin)
             if have == want:
                 return written
 
@@ -217,44 +269,48 @@ class Values:
             times = tuple(item for item in have.partial if item[0].kind == "time" and item not in want.partial)
             if not times:
                 return self.local.redistribute(written, have, want, origin, reduced)
-            self._check_given(node, times[0][0])
+            # A sum over micro-batches or sub-batches: first over the devices, then over the sub-batches, and over the
+            # micro-batches in a graph of its own, which runs before the first of them.
+            self._check_input_only(node, times[0][0])
             part = self.local.redistribute(written, have, replace(want, partial=times), origin, reduced)
-            part, lies = self.local.ended(part, replace(want, partial=times), origin, self.mesh.woven)
-            if lies != want:
-                part = self._total(node, part, want)
+            part, have = self.local.join_steps(part, replace(want, partial=times), origin, self.mesh.woven)
+            if have != want:
+                part = self._add_whole_batch_sum(node, part, want)
             self.canonical[node] = part, want
             return part
+        # 5. A view is emitted on its base, at the layout of the base that gives the view the layout `want`. Where there
+        #    is no such layout, the view is emitted at a layout that it can have, and is redistributed itself.
         bound, rule = bound_rule(node), find_rule(node)
         source = tensor_args(node)[0]
         back = through(want, bound.outputs[0], bound.inputs[0], bound.sizes())
         if back is None:
-            first, lies = self._view(node)
-            where = origin or self._origin(node, lies)
-            written, have = self._together(self.value(node, lies), lies, want, where)
+            _, possible = self._view(node)
+            where = origin or self.origin_of(node, possible)
+            written, have = self._join_sub_batches(self.at_layout(node, possible), possible, want, where)
             return self.local.redistribute(written, have, want, where, lambda *_: None)
-        inner = self.value(source, back, origin)
-        return self._write(node, [inner], want, Part(rule, bound, {}, (back,)))
+        inner = self.at_layout(source, back, origin)
+        return self._emit_view_or_constant(node, [inner], want, Part(rule, bound, {}, (back,)))
 
-    def _before_steps(self, node: fx.Node, want: Layout) -> Layout | None:
-        """Where a value is brought before steps of woven axes are taken of it; None where it is there."""
+    def _before_slicing(self, node: fx.Node, want: Layout) -> Layout | None:
+        """The layout that a value needs before it is cut into sub-batches; None where it has that layout already."""
         have = self.layout(node)
         first = drop(want, set(self.mesh.woven).difference(have.shard_axes, have.partial_axes))
         return None if first in (want, have) else first
 
-    def _together(self, written: fx.Node, have: Layout, want: Layout, origin: Origin) -> tuple[fx.Node, Layout]:
-        """What the steps of woven axes have, for a reader that takes all of them at once; else what one has."""
-        if not self.at_once:
+    def _join_sub_batches(self, written: fx.Node, have: Layout, want: Layout, origin: Origin) -> tuple[fx.Node, Layout]:
+        """The value of all sub-batches, for an op that takes them all at once; the current sub-batch for any other."""
+        if not self.all_sub_batches:
             return written, have
         wanted = {*want.shard_axes, *want.partial_axes}
-        return self.local.ended(written, have, origin, [axis for axis in self.mesh.woven if axis not in wanted])
+        return self.local.join_steps(written, have, origin, [axis for axis in self.mesh.woven if axis not in wanted])
 
-    def _is_cut_late(self, node: fx.Node) -> bool:
-        """Whether slices of a value are taken of what is whole; a parameter's are gathered one by one."""
-        lies = self.layout(node)
-        return drop(lies, self.mesh.slices) == lies and self._root(node) not in self.parameters
+    def _is_sliced_when_whole(self, node: fx.Node) -> bool:
+        """Whether a slice of a value is cut from the whole value. Slices of a parameter are gathered one by one."""
+        have = self.layout(node)
+        return drop(have, self.mesh.slices) == have and self._base(node) not in self.parameters
 
-    def _write(self, node: fx.Node, values: Sequence[fx.Node], want: Layout, made: Part) -> fx.Node:
-        """A view or a constant in its local form, on local values of what it is made from."""
+    def _emit_view_or_constant(self, node: fx.Node, values: Sequence[fx.Node], want: Layout, made: Part) -> fx.Node:
+        """Emit a view or a constant in its local form, on the local nodes of its inputs."""
         where = Origin(info(node).op, backward=self.backward)
         emitter = OpEmitter(
             self.local, self.canonical, node, iter(values), made.inputs, (want,), made.assignment, made.bound, where
@@ -265,35 +321,37 @@ class Values:
         return written
 
     def _constant(self, node: fx.Node, want: Layout) -> fx.Node:
-        """A part of a constant, made as such where its rule allows it."""
+        """Emit this rank's part of a constant. Where its rule cannot split it, the whole constant is made and cut."""
         origin = Origin(info(node).op, backward=self.backward)
         whole = Layout.replicated(node.meta["val"].shape)
         if want == whole:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._whole_constant)
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.replicated_constant)
             return self.local.call(origin, node.target, *args, **kwargs)  # type: ignore[arg-type]
         made = part(node, want, self.mesh)
         if made is None:
-            return self.local.redistribute(self.value(node, whole), whole, want, origin, lambda *_: None)
-        values = [self.value(source, lies) for source, lies in zip(tensor_args(node), made.inputs)]
-        return self._write(node, values, want, made)
+            return self.local.redistribute(self.at_layout(node, whole), whole, want, origin, lambda *_: None)
+        values = [self.at_layout(source, layout) for source, layout in zip(tensor_args(node), made.inputs)]
+        return self._emit_view_or_constant(node, values, want, made)
 
-    def _whole_constant(self, leaf: fx.Node) -> fx.Node:
+    def replicated_constant(self, leaf: fx.Node) -> fx.Node:
+        """The local node of an argument of a constant that is made whole."""
         if leaf in self.constants:
-            return self.value(leaf, Layout.replicated(leaf.meta["val"].shape))
+            return self.at_layout(leaf, Layout.replicated(leaf.meta["val"].shape))
         return self.canonical[leaf][0]
 
-    def _rest(self, node: fx.Node, want: Layout) -> None:
-        """Let a parameter rest as it is first needed, spread further over its axes of rest; its states further still.
+    def _shard_states(self, node: fx.Node, want: Layout) -> None:
+        """Decide how a parameter, its gradient and its states are sharded, at the parameter's first use.
 
-        Between steps it lies as its states do. It is gathered from there once, for both forward and backward; what the
-        step computes with in another dtype is cast before that.
+        Each is sharded as the first use needs the parameter, and further over its axes of `state_sharding`. Between
+        steps the parameter has the layout of its states. It is gathered from there to its layout in the step once, for
+        both forward and backward. A step that computes in another dtype than the master's casts it before the gather.
         """
         name, written = self.parameters[node], self.canonical[node][0]
-        axes = self.rest_axes.get(name, Rest())
+        axes = self.state_sharding.get(name, StateSharding())
         every = axes.parameter, axes.gradient, axes.states
         free = [[axis for axis in part if axis not in want.shard_axes] for part in every]
-        stages = [drop(lies, self.mesh.slices) for lies in rest_layouts(want, free, self.mesh)]
-        in_step, self.sums[name], layout = stages
+        stages = [drop(each, self.mesh.slices) for each in rest_layouts(want, free, self.mesh)]
+        in_step, self.gradient_layouts[name], layout = stages
         value = node.meta["val"]
         dtype = axes.dtypes.master if axes.dtypes else value.dtype
         with self.local.fake:
@@ -303,13 +361,16 @@ class Values:
         working = self.local.cast(written, value.dtype, origin)
         working = self.local.redistribute(working, layout, in_step, origin, lambda *_: None)
         if working is not written:
-            self.working.append(working)
+            self.gathered_once.append(working)
         self.canonical[node] = working, in_step
-        self.rests[name] = layout
+        self.state_layouts[name] = layout
 
-    def _check_given(self, node: fx.Node, axis: Axis) -> None:
-        """Refuse a sum over a time axis inside of its steps, unless inputs alone decide it."""
-        if node not in self.given:
+    def _check_input_only(self, node: fx.Node, axis: Axis) -> None:
+        """Raise `LayoutError` where one micro-batch or sub-batch needs a sum over all of them.
+
+        A sum that depends on inputs alone can be computed beforehand, and is allowed.
+        """
+        if node not in self.input_only:
             reader = self.current or node
             raise LayoutError(
                 f"{info(reader).op}: {reader.target} needs the sum over the whole batch of {info(node).op} "
@@ -317,14 +378,15 @@ class Values:
                 f"{axis.name}_batches=1, or move what needs the whole batch out of the model"
             )
 
-    def _total(self, node: fx.Node, part: fx.Node, want: Layout) -> fx.Node:
-        """The sum over all micro-batches of a value that inputs alone decide: it is found before the first of them."""
+    def _add_whole_batch_sum(self, node: fx.Node, part: fx.Node, want: Layout) -> fx.Node:
+        """Emit the placeholder of a sum over all micro-batches, which is computed before the first of them runs."""
         origin = Origin(info(node).op)
-        total = self.local.placeholder(f"total_{len(self.totals)}", node.meta["val"], want, origin, last=True)
-        self.totals.append(Total(total, part))
+        total = self.local.placeholder(f"total_{len(self.whole_batch_sums)}", node.meta["val"], want, origin, last=True)
+        self.whole_batch_sums.append(WholeBatchSum(total, part))
         return total
 
-    def _origin(self, node: fx.Node, have: Layout) -> Origin:
+    def origin_of(self, node: fx.Node, have: Layout) -> Origin:
+        """The owner and reason that collectives on this value are marked with."""
         if node in self.parameters:
             return Origin(self.parameters[node], "gather from rest", "parameter", self.backward)
         name = self.names.get(node.name) or info(node).op or node.name
@@ -341,7 +403,7 @@ def bound_rule(node: fx.Node) -> BoundRule:
 
 
 def annotate_layouts(node: fx.Node, layouts: Sequence[Layout]) -> None:
-    """Note where a node's outputs lie; a view that turned out to be its base keeps what the base has."""
+    """Note the layouts of a node's outputs. A view that is emitted as its base keeps the note of the base."""
     if not info(node).layouts:
         node.meta[META] = replace(info(node), layouts=tuple(layouts))
 
@@ -355,41 +417,33 @@ def check_shape(node: fx.Node, value: torch.Tensor, layout: Layout) -> None:
         )
 
 
-class Readers(Values):
-    """Values, and the ops that are known to read them.
+class InputArrivals:
+    """The layouts at which the inputs of an op are available, other readers considered.
 
     Parameters
     ----------
-    local, mesh, names, rest_axes
-        As of `Values`.
+    values : ShardedValues
     assignments : mapping of str to Assignment
-        The ops that do not follow their inputs, by node name.
+        The ops that have a strategy, by node name. The others follow their inputs.
     """
 
-    def __init__(
-        self,
-        local: LocalGraph,
-        mesh: Mesh,
-        names: Mapping[str, str],
-        rest_axes: Mapping[str, Rest],
-        assignments: Mapping[str, Assignment],
-    ) -> None:
-        super().__init__(local, mesh, names, rest_axes)
-        self.assignments = assignments
+    def __init__(self, values: ShardedValues, assignments: Mapping[str, Assignment]) -> None:
+        self.values, self.mesh, self.assignments = values, values.mesh, assignments
 
-    def arrivals_of(self, node: fx.Node, follows: bool) -> list[Arrival]:
-        """Where the inputs of an op arrive; one that follows them takes them as others do."""
+    def of(self, node: fx.Node, follows: bool) -> list[Arrival]:
+        """The layouts of the inputs of an op. For an op that `follows` its inputs, other readers of these count too."""
         arguments = tensor_args(node)
-        arrivals = [self.arrival(argument) for argument in arguments]
+        arrivals = [self.values.arrival(argument) for argument in arguments]
         if not follows:
             return arrivals
-        arrivals = [self._as_read_elsewhere(node, each, have) for each, have in zip(arguments, arrivals)]
-        return [self._as_gathered(node, each, have) for each, have in zip(arguments, arrivals)]
+        arrivals = [self._reduce_scattered_for_another(node, each, have) for each, have in zip(arguments, arrivals)]
+        return [self._gathered_for_another(node, each, have) for each, have in zip(arguments, arrivals)]
 
-    def _as_read_elsewhere(self, node: fx.Node, value: fx.Node, arrival: Arrival) -> Arrival:
-        """Where a sum arrives at `node`: scattered, if another reader takes it so, as it lies with what else it reads.
+    def _reduce_scattered_for_another(self, node: fx.Node, value: fx.Node, arrival: Arrival) -> Arrival:
+        """A partial sum arrives reduce-scattered at `node` where the other inputs of another reader make it need that.
 
-        A gradient is read with the value that its op has saved, for the gradient of a norm's weight, and without it.
+        One reduce-scatter then serves both. For example a norm's backward reads a gradient with the saved activation,
+        for the gradient of its weight, and without it.
         """
         sums = {axis for axis, op in arrival.layout.partial if op == "sum" and axis.kind == "space"}
         if not sums or arrival.single_user:
@@ -398,135 +452,180 @@ class Readers(Values):
             arguments = tensor_args(user) if user.op == "call_function" else []
             others = [other for other in arguments if other is not value]
             decides = user is not node and others and user.name not in self.assignments
-            if not decides or not all(map(self._placed, others)):
+            if not decides or not all(map(self._has_layout, others)):
                 continue
             bound, rule = bound_rule(user), find_rule(user)
-            at = [self.arrival(argument) for argument in arguments]
+            at = [self.values.arrival(argument) for argument in arguments]
             want = follow(bound, rule, at, self.mesh).inputs[arguments.index(value)]
             if sums <= set(want.shard_axes) and not want.partial:
                 return replace(arrival, layout=want)
         return arrival
 
-    def _placed(self, value: fx.Node) -> bool:
-        """Whether it is known where a value, or what it looks at, lies."""
-        while is_view(value) and not self._has_place(value):
+    def _has_layout(self, value: fx.Node) -> bool:
+        """Whether the layout of a value, or of its base, is known yet."""
+        while is_view(value) and not self.values.has_local_node(value):
             value = tensor_args(value)[0]
-        return self._has_place(value)
+        return self.values.has_local_node(value)
 
-    def _as_gathered(self, node: fx.Node, value: fx.Node, arrival: Arrival) -> Arrival:
-        """Where a value arrives at `node`: gathered, if it is for another op, and what `node` gives would be next.
+    def _gathered_for_another(self, node: fx.Node, value: fx.Node, arrival: Arrival) -> Arrival:
+        """A value arrives gathered at `node` where another op needs it gathered, and the readers of `node` do as well.
 
-        Where layers of unlike degrees meet, a residual stream and its norm are gathered once, not each for itself.
+        Where layers of different sharding degrees meet, this gathers a residual stream once, instead of once for the
+        stream and once for its norm.
         """
-        if self.backward or arrival.single_user or arrival.is_parameter:
+        if self.values.backward or arrival.single_user or arrival.is_parameter:
             return arrival
         results = [each for each in node.users if each.target is operator.getitem] or [node]
-        elsewhere, behind = self._cut_by([value], node), self._cut_by(results, node)
+        elsewhere, behind = self._axes_at_readers([value], node), self._axes_at_readers(results, node)
         gone = {axis for axis in arrival.layout.shard_axes if axis.kind == "space"}.difference(*elsewhere, *behind)
         if not elsewhere or not behind or not gone:
             return arrival
         return replace(arrival, layout=drop(arrival.layout, gone))
 
-    def _cut_by(self, values: Sequence[fx.Node], but: fx.Node) -> list[set[Axis]]:
-        """The axes that each forward op of known assignment cuts one of these values by, views looked through."""
+    def _axes_at_readers(self, values: Sequence[fx.Node], but: fx.Node) -> list[set[Axis]]:
+        """The axes over which each forward op with a strategy needs one of these values sharded, through views."""
         found = []
         for read, user in [(value, user) for value in values for user in value.users if user is not but]:
             explicit = self.assignments.get(user.name)
             if user.op == "call_function" and is_view(user):
-                found += self._cut_by([user], but)
+                found += self._axes_at_readers([user], but)
             elif explicit is not None and not info(user).backward:
                 wants = input_layouts(bound_rule(user), explicit.as_dict(), self.mesh)
                 found.append(set(wants[tensor_args(user).index(read)].shard_axes))
         return found
 
 
-aten = torch.ops.aten
-
-
-class Results(Readers):
-    """Values, and how the step returns them.
+class StepOutputs:
+    """Emits the outputs of the step: the results of the forward and the gradients.
 
     Parameters
     ----------
-    *values
-        As of `Readers`.
-    whole_sums, accumulates : bool
-        As of `Shard`.
+    values : ShardedValues
+    options : Shard
+        The pass, which says what the outputs are and at which layouts they are wanted.
     """
 
-    def __init__(self, *values: Any, whole_sums: bool, accumulates: bool) -> None:
-        super().__init__(*values)
-        self.whole_sums, self.accumulates = whole_sums, accumulates
+    def __init__(self, values: ShardedValues, options: Shard) -> None:
+        self.values, self.local, self.mesh, self.options = values, values.local, values.mesh, options
+        self.results: dict[int, Any] = {}
+        """The local node of each output, by its index."""
+        self.layouts: dict[int, Layout] = {}
+        """The layouts of the outputs of the forward."""
+        self.sub_batch_layouts: dict[int, Layout] = {}
+        """Their layouts inside one sub-batch."""
         self.accumulators: dict[str, fx.Node] = {}
-        """For each parameter with a gradient the node that adds the gradient to the sum of those before."""
+        """For each parameter with a gradient, the node that adds this run's gradient to the sum of the runs before."""
+
+    def write(self, graph: fx.Graph, backward: bool) -> None:
+        """Emit the outputs of the forward, or with `backward` those that are left."""
+        values = graph_outputs(graph)
+        is_first = not self.results
+        first_gradient = len(values) - len(self.options.gradients)
+        for index, value in enumerate(values):
+            if index in self.results:
+                continue
+            name = self.options.gradients[index - first_gradient] if index >= first_gradient else None
+            wanted = self.options.outputs[index]
+            if not isinstance(value, fx.Node):
+                self.results[index] = value
+            elif name is None and not info(value).backward:
+                self.values.backward = False
+                self.sub_batch_layouts[index] = (wanted or self.values.layout(value)).without_partial()
+                self.results[index], self.layouts[index] = self.returned(value, wanted)
+            elif backward and name is not None:
+                self.values.backward = True
+                self.results[index] = self.gradient(name, value)
+            elif backward:
+                self.values.backward = True
+                self.results[index], _ = self.returned(value, wanted)
+        if is_first:
+            self._write_tangents(graph)
+
+    def _write_tangents(self, graph: fx.Graph) -> None:
+        """Emit the placeholders of the tangents: each has the layout of its output, which is known only now."""
+        last = [node for node in self.local.graph.nodes if node.op == "placeholder"][-1]
+        for node in graph.nodes:
+            if node.op == "placeholder" and node.name in self.options.tangents:
+                # Each part of a sum has the sum's tangent.
+                layout = self.sub_batch_layouts[self.options.tangents[node.name]]
+                origin = Origin(node.name, backward=True)
+                with self.local.graph.inserting_after(last):
+                    last = self.local.placeholder(node.name, node.meta["val"], drop(layout, self.mesh.woven), origin)
+                self.values.canonical[node] = self.values.current_sub_batch(last, layout, origin), layout
 
     def returned(self, value: fx.Node, wanted: Layout | None) -> tuple[fx.Node, Layout]:
-        """An output, and where it goes: as it is wanted, or as it lies, with the steps of woven axes together.
+        """An output with all sub-batches joined, and its layout: `wanted`, or None for the layout that it has.
 
-        To sum it over micro-batches is for the caller.
+        The runtime sums it over micro-batches.
         """
-        have = self.layout(value)
+        have = self.values.layout(value)
         want = drop(wanted or have.without_partial(), self.mesh.woven)
         times = tuple((axis, op) for axis, op in have.partial if axis in self.mesh.times)
         want = replace(want, partial=(*want.partial, *times))
-        if not self._is_woven(have):
-            return self.value(value, want), want
-        origin = self._origin(value, have)
-        node, have = self.local.ended(self.value(value, have), have, origin, self.mesh.unrolled)
+        if not self._differs_by_sub_batch(have):
+            return self.values.at_layout(value, want), want
+        origin = self.values.origin_of(value, have)
+        node, have = self.local.join_steps(self.values.at_layout(value, have), have, origin, self.mesh.unrolled)
         return self.local.redistribute(node, have, want, origin, lambda *_: None), want
 
-    def _is_woven(self, layout: Layout) -> bool:
-        """Whether a value differs from step to step of an unrolled axis."""
+    def _differs_by_sub_batch(self, layout: Layout) -> bool:
+        """Whether a value differs between sub-batches or between slices of an op."""
         return not set(self.mesh.unrolled).isdisjoint((*layout.shard_axes, *layout.partial_axes))
 
     def gradient(self, name: str, value: fx.Node) -> fx.Node:
-        """The gradient of a parameter where its states rest, summed in the dtype for that, then in its master's."""
+        """The gradient of a parameter at the layout of its states.
+
+        It is reduced in the dtype of the reduction and then cast to the dtype of the master weight.
+        """
         origin = Origin(name, "gradient", "gradient", True)
         dtype = value.meta["val"].dtype
-        dtypes = self.rest_axes.get(name, Rest()).dtypes or Dtypes(dtype, dtype)
-        rests = self.rests.get(name) or Layout.replicated(value.meta["val"].shape)
-        first = self.sums.get(name, rests) if self.whole_sums else rests
-        summed = self._added if self.accumulates else self._summed
+        dtypes = self.values.state_sharding.get(name, StateSharding()).dtypes or Dtypes(dtype, dtype)
+        at_rest = self.values.state_layouts.get(name) or Layout.replicated(value.meta["val"].shape)
+        first = self.values.gradient_layouts.get(name, at_rest) if self.options.whole_sums else at_rest
+        summed = self._accumulated if self.options.accumulates else self._reduced
         found = summed(value, first, dtypes.reduced, origin)
-        found = self.local.redistribute(found, first, rests, origin, lambda *_: None)
+        found = self.local.redistribute(found, first, at_rest, origin, lambda *_: None)
         return self.local.cast(found, dtypes.master, origin)
 
-    def _added(self, value: fx.Node, want: Layout, dtype: torch.dtype, origin: Origin) -> fx.Node:
-        """A gradient at `want`, together with those of the runs before.
+    def _accumulated(self, value: fx.Node, want: Layout, dtype: torch.dtype, origin: Origin) -> fx.Node:
+        """The sum of a gradient over this run and the runs before, at `want`.
 
-        It is brought to where they are added up (over the other devices it stays a partial sum) and added to their sum;
-        only that is brought on.
+        The gradient is brought to the layout in which gradients are accumulated, and added to the sum there; over the
+        remaining devices it stays a partial sum. Only the last run's sum is reduced further, to `want`.
         """
-        name, have = origin.op, drop(self.layout(value), self.mesh.unrolled)
-        sums = self.sums.get(name, want)
+        name, have = origin.op, drop(self.values.layout(value), self.mesh.unrolled)
+        sums = self.values.gradient_layouts.get(name, want)
         partial = [item for item in have.partial if item[0].kind == "space" and item[1] == "sum"]
-        lies = replace(sums, partial=tuple(item for item in partial if item[0] not in sums.shard_axes))
+        layout = replace(sums, partial=tuple(item for item in partial if item[0] not in sums.shard_axes))
         times = tuple((axis, "sum") for axis in self.mesh.times)
-        mine = self._summed(value, replace(lies, partial=(*lies.partial, *times)), dtype, origin)
+        mine = self._reduced(value, replace(layout, partial=(*layout.partial, *times)), dtype, origin)
         with self.local.fake:
             like = torch.empty((), dtype=dtype, device=value.meta["val"].device)
-        before = self.local.placeholder(f"sum_{name}", like, lies, origin, last=True)
+        before = self.local.placeholder(f"sum_{name}", like, layout, origin, last=True)
         total = self.local.call(origin, aten.add_.Tensor, before, mine)
-        annotate_layouts(total, (lies,))
+        annotate_layouts(total, (layout,))
         self.accumulators[name] = total
-        return self.local.redistribute(total, lies, want, origin, lambda *_: None)
+        return self.local.redistribute(total, layout, want, origin, lambda *_: None)
 
-    def _summed(self, value: fx.Node, want: Layout, dtype: torch.dtype, origin: Origin) -> fx.Node:
-        """A gradient at `want`, what is partial there summed in this dtype; over woven axes first, slice by slice."""
-        have = self.layout(value)
-        if not self._is_woven(have) and (dtype == value.meta["val"].dtype or have == want):
-            return self.value(value, want, origin)
-        cast = self.local.cast(self.value(value, have, origin), dtype, origin)
-        cast, have = self.local.ended(cast, have, origin, self.mesh.woven)
+    def _reduced(self, value: fx.Node, want: Layout, dtype: torch.dtype, origin: Origin) -> fx.Node:
+        """A gradient at `want`, with its partial sums reduced in `dtype`.
+
+        The sum over sub-batches comes first. Slices of an op are reduced one by one where `want` allows it.
+        """
+        have = self.values.layout(value)
+        if not self._differs_by_sub_batch(have) and (dtype == value.meta["val"].dtype or have == want):
+            return self.values.at_layout(value, want, origin)
+        cast = self.local.cast(self.values.at_layout(value, have, origin), dtype, origin)
+        cast, have = self.local.join_steps(cast, have, origin, self.mesh.woven)
         cut = cut_as(want, have, self.mesh.slices)
         if cut is None:
-            cast, have = self.local.ended(cast, have, origin, self.mesh.slices)
+            cast, have = self.local.join_steps(cast, have, origin, self.mesh.slices)
         cast = self.local.redistribute(cast, have, cut or want, origin, lambda *_: None)
-        return self.local.ended(cast, cut or want, origin, self.mesh.slices)[0]
+        return self.local.join_steps(cast, cut or want, origin, self.mesh.slices)[0]
 
 
 def is_gradient(node: fx.Node) -> bool:
-    """Whether nothing of the backward reads a value of it, views looked through, but its output."""
+    """Whether a backward value is only returned, by itself or through views: the final gradient of a parameter."""
     users = list(node.users)
     if not users or not info(node).backward:
         return False
@@ -535,10 +634,10 @@ def is_gradient(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Shard(Pass):
-    """Write the local graph.
+    """Write the local graph of one rank.
 
-    Requires an annotated joint graph; ensures that every node has its local fake value and its layouts, and that
-    every started collective is waited for.
+    Requires an annotated joint graph. Ensures that every node has its local fake value and its layouts, and that every
+    collective is waited for right after its start.
     """
 
     name = "shard"
@@ -547,39 +646,47 @@ class Shard(Pass):
     mesh: Mesh
     """The axes, in layout order."""
     assignments: Mapping[str, Assignment]
-    """The ops that do not follow their inputs, by node name."""
+    """The assignment of each op that has a strategy, by node name. The other ops follow their inputs."""
     sources: Mapping[str, Layout]
-    """Where inputs, buffers and tangents lie, by placeholder, and parameters that may not rest elsewhere; what is not
-    named is whole."""
+    """The layouts of inputs, buffers and tangents, by placeholder, and of parameters whose layout is fixed. Values that
+    are not named are replicated."""
     outputs: Sequence[Layout | None]
-    """Where the graph's outputs are wanted; None: as they lie, and for a gradient, where its parameter rests."""
+    """The layout of each output of the graph; None for the layout that it has, and for a gradient, that of its
+    parameter's states."""
     parameters: Mapping[str, str] = field(default_factory=dict)
     """The parameters' names, by placeholder."""
     tangents: Mapping[str, int] = field(default_factory=dict)
-    """The output, counted over all, that a tangent's placeholder belongs to: it lies as that output."""
+    """The index, among all outputs, of the output that a tangent's placeholder belongs to. They have one layout."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The names of buffers and inputs, by placeholder."""
     inputs: Collection[str] = ()
     """The placeholders of a call's inputs."""
     gradients: Sequence[str] = ()
     """The parameters whose gradients are the last outputs."""
-    rests: Mapping[str, Rest] = field(default_factory=dict)
-    """The axes that a parameter and its states rest on, beside those of the layout that it is first needed in."""
+    state_sharding: Mapping[str, StateSharding] = field(default_factory=dict)
+    """The axes that each parameter and its states are sharded over, beyond those of the layout of its first use."""
     accumulates: bool = False
-    """Gradients are added up over several runs of the graph: see `Sharder.accumulators`."""
+    """Whether gradients are added up over several runs of the graph: see `StepOutputs.accumulators`."""
     known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What local ops give, where graphs of the same fake mode have been written before: see `LocalGraph`."""
+    """A cache of the fake results of local ops, shared by graphs of one fake mode: see `LocalGraph`."""
     whole_sums: bool = False
-    """Each device gets the whole sum of the gradients that it adds up, of which its states take a part."""
+    """Whether a gradient is reduced to its accumulation layout before each device takes the part of its states."""
     undivided: Collection[str] = ()
-    """Patterns of modules that take all steps of the woven axes at once."""
+    """Patterns of modules whose ops take all sub-batches at once."""
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         return Sharder(self, graph_module).run()
 
 
-class Sharder(Results):
-    """One run of the pass: the local graph so far, and which layout each global value has."""
+class Sharder:
+    """One run of `Shard`: it walks over the global graph and emits the local one.
+
+    Parameters
+    ----------
+    options : Shard
+    graph_module : GraphModule
+        The annotated joint graph. Decompositions may add nodes to it.
+    """
 
     def __init__(self, options: Shard, graph_module: fx.GraphModule) -> None:
         fake = next(
@@ -587,44 +694,40 @@ class Sharder(Results):
             for node in graph_module.graph.nodes
             if hasattr(node.meta.get("val"), "fake_mode")
         )
-        super().__init__(
-            LocalGraph(options.mesh, fake, known=options.known),
-            options.mesh,
-            options.names,
-            options.rests,
-            options.assignments,
-            whole_sums=options.whole_sums,
-            accumulates=options.accumulates,
-        )
-        self.options, self.module = options, graph_module
-        self.results: dict[int, Any] = {}
+        self.options, self.module, self.mesh = options, graph_module, options.mesh
+        self.local = LocalGraph(options.mesh, fake, known=options.known)
+        self.values = ShardedValues(self.local, options.mesh, options.names, options.state_sharding)
+        self.arrivals = InputArrivals(self.values, options.assignments)
+        self.outputs = StepOutputs(self.values, options)
         self.assigned: dict[fx.Node, Assignment] = {}
-        self.lies: dict[int, Layout] = {}
-        """Where the outputs of the forward lie."""
-        self.inside: dict[int, Layout] = {}
-        """Where they lie in each step of the woven axes."""
+        """The assignment that each op was emitted with."""
         self.followed: dict[object, tuple[Rule | None, Choice]] = options.known.setdefault(("follow", options.mesh), {})
+        """A cache of `follow`, which equal layers ask for the same again."""
 
     def run(self) -> fx.GraphModule:
-        """The local graph; `rests` then holds where each parameter rests between steps."""
-        graph, ended = self.module.graph, False
+        """Emit the local graph. Afterwards `values` and `outputs` say how states and outputs are laid out."""
+        graph, values = self.module.graph, self.values
+        is_forward_done = False
         self.dependent = depends_on_inputs(graph)
+        # 1. Emit the nodes in their order; the outputs of the forward before the first node of the backward.
         for node in list(graph.nodes):
-            self._note_given(node)
-            self.backward = info(node).backward
+            values.note_input_only(node, self.options.inputs)
+            values.backward = info(node).backward
             self.local.checkpoint = checkpoint_of(node)
             if node.op == "placeholder":
-                self._placeholder(node)
+                self._emit_placeholder(node)
             elif node.op == "output":
-                self.at_once = False
-                self._outputs(graph, backward=True)
+                values.all_sub_batches = False
+                self.outputs.write(graph, backward=True)
             else:
-                if self.backward and not ended:
-                    self._outputs(graph, backward=False)
-                    self.backward = ended = True
-                self._node(node)
-        totals = [total.part for total in self.totals]
-        out = self.local.graph.output((*(self.results[index] for index in sorted(self.results)), *totals))
+                if values.backward and not is_forward_done:
+                    self.outputs.write(graph, backward=False)
+                    values.backward = is_forward_done = True
+                self._emit(node)
+        # 2. Return the outputs, and behind them the parts of sums over the whole batch.
+        results, parts = self.outputs.results, [each.part for each in values.whole_batch_sums]
+        out = self.local.graph.output((*(results[index] for index in sorted(results)), *parts))
+        # 3. Drop what nothing uses.
         out.meta[META] = NodeInfo(op="output")
         remove_dead(self.local.graph)
         if not self.local.seed.users:
@@ -632,101 +735,49 @@ class Sharder(Results):
         self.local.graph.lint()
         return module_of(self.module, self.local.graph)
 
-    # -- sources and sinks
-
-    def _placeholder(self, node: fx.Node) -> None:
+    def _emit_placeholder(self, node: fx.Node) -> None:
+        """Emit an input of the step: a parameter, a buffer or an input of the call."""
         if node.name in self.options.tangents:
-            return  # written once its output is
+            return  # `StepOutputs` emits it with its output
         value = node.meta["val"]
         name = self.options.parameters.get(node.name)
         layout = self.options.sources.get(node.name, Layout.replicated(value.shape))
         shown = name or self.options.names.get(node.name, node.name)
-        origin = Origin(shown, backward=self.backward)
-        dtypes = self.rest_axes.get(name or "", Rest()).dtypes
+        origin = Origin(shown, backward=self.values.backward)
+        dtypes = self.options.state_sharding.get(name or "", StateSharding()).dtypes
         taken = value.to(dtypes.master) if dtypes else value
         holder = self.local.placeholder(shown, taken, drop(layout, self.mesh.woven), origin)
-        self.canonical[node] = self._step_of(holder, layout, origin), layout
+        self.values.canonical[node] = self.values.current_sub_batch(holder, layout, origin), layout
         if name is not None:
-            self.parameters[node] = name
+            self.values.parameters[node] = name
             if node.name in self.options.sources:
-                self.rests[name] = layout
+                self.values.state_layouts[name] = layout
 
-    def _step_of(self, holder: fx.Node, layout: Layout, origin: Origin) -> fx.Node:
-        """The step at `layout` of what comes into the graph with all steps of the woven axes."""
-        whole = drop(layout, self.mesh.woven)
-        if whole == layout:
-            return holder
-        step = self.local.redistribute(holder, whole, layout, replace(origin, reason=TAKEN), lambda *_: None)
-        annotate_layouts(step, (layout,))
-        return step
-
-    def _outputs(self, graph: fx.Graph, backward: bool) -> None:
-        """Write the outputs of the forward, before its first backward node, or those of the backward."""
-        values = graph_outputs(graph)
-        written = bool(self.results)
-        first_gradient = len(values) - len(self.options.gradients)
-        for index, value in enumerate(values):
-            if index in self.results:
-                continue
-            name = self.options.gradients[index - first_gradient] if index >= first_gradient else None
-            if not isinstance(value, fx.Node):
-                self.results[index] = value
-            elif name is None and not info(value).backward:
-                self.backward = False
-                self.inside[index] = (self.options.outputs[index] or self.layout(value)).without_partial()
-                self.results[index], self.lies[index] = self.returned(value, self.options.outputs[index])
-            elif backward and name is not None:
-                self.backward = True
-                self.results[index] = self.gradient(name, value)
-            elif backward:
-                self.backward = True
-                self.results[index], _ = self.returned(value, self.options.outputs[index])
-
-        if not written:
-            self._tangents(graph)
-
-    def _tangents(self, graph: fx.Graph) -> None:
-        last = [node for node in self.local.graph.nodes if node.op == "placeholder"][-1]
-        for node in graph.nodes:
-            if node.op == "placeholder" and node.name in self.options.tangents:
-                # Each part of a sum has the sum's tangent.
-                layout = self.inside[self.options.tangents[node.name]]
-                origin = Origin(node.name, backward=True)
-                with self.local.graph.inserting_after(last):
-                    last = self.local.placeholder(node.name, node.meta["val"], drop(layout, self.mesh.woven), origin)
-                self.canonical[node] = self._step_of(last, layout, origin), layout
-
-    def _note_given(self, node: fx.Node) -> None:
-        """Whether a value depends on inputs alone."""
-        if node.op == "placeholder":
-            known = node.name in self.options.inputs
-        else:
-            known = node.op == "call_function" and all(source in self.given for source in node.all_input_nodes)
-        if known:
-            self.given.add(node)
-
-    # -- ops
-
-    def _node(self, node: fx.Node) -> None:
+    def _emit(self, node: fx.Node) -> None:
+        """Emit an op in its local form, at the layouts that its strategy or its inputs ask for."""
+        # 1. Constants and views are emitted where they are read, items of an op with that op.
         if node not in self.dependent:
-            return self._constant_node(node)
+            return self._emit_constant(node)
         if node.target is operator.getitem:
-            return None  # written with its parent
+            return None
         rule = find_rule(node)
         if rule is not None and rule.kind == "view":
-            return None  # written when it is asked for
+            return None
+        # 2. The assignment: that of the strategy, or of the op's partner (an op of the forward), or the one that
+        #    follows from the layouts of the inputs.
         bound = bound_rule(node)
         arguments = tensor_args(node)
-        self.current, self.at_once = node, self._takes_all(node)
-        explicit = self.assignments.get(node.name)
+        self.values.current, self.values.all_sub_batches = node, self._takes_all_sub_batches(node)
+        explicit = self.options.assignments.get(node.name)
         partner = rule.partner(node) if rule is not None and rule.partner is not None else None
         if partner is not None:
             explicit = self.assigned[partner]
-        arrivals = self.arrivals_of(node, explicit is None)
+        arrivals = self.arrivals.of(node, explicit is None)
         linear, summed_to = linear_in(node), node.meta["val"].numel() if is_gradient(node) else 0
-        choice = self._followed(bound, rule, arrivals, linear, summed_to)
+        choice = self._follow(bound, rule, arrivals, linear, summed_to)
         if explicit is not None:
-            explicit = _with_times(explicit, choice.assignment, bound)
+            explicit = _with_time_axes(explicit, choice.assignment, bound)
+        # 3. An assignment may split a loop that the op itself cannot split, where the op can be decomposed.
         if explicit is not None and (blocked := {axis for axis, name in explicit.items if bound.factor(name).blocked}):
             if rule is None or rule.decompose is None:
                 raise LayoutError(
@@ -734,12 +785,14 @@ class Sharder(Results):
                     f"{node.target} ({node.name}) cannot be split, but {explicit} gives them axes: use other loops"
                 )
             explicit, choice = None, replace(choice, blocked=choice.blocked | blocked)
+        # 4. The layouts of inputs and outputs: of the explicit assignment, or as they follow from the inputs. An op
+        #    that has to be decomposed is emitted part by part.
         if explicit is not None and explicit != Assignment.of(choice.assignment):
             assignment = explicit.as_dict()
             wanted = accepting(rule, assignment, input_layouts(bound, assignment, self.mesh))
             sums = passing_sums(linear, arrivals, self.mesh, summed_to, assignment)
             wanted = tuple(
-                met(want, self.layout(argument)) for want, argument in zip(sums.of_inputs(wanted), arguments)
+                met(want, self.values.layout(argument)) for want, argument in zip(sums.of_inputs(wanted), arguments)
             )
             results = sums.of_outputs(output_layouts(bound, assignment, self.mesh), self.mesh)
         else:
@@ -747,28 +800,33 @@ class Sharder(Results):
                 parents = [source_of(argument)[0] for argument in arguments]
                 for part in bind_new(decompose(node, rule.decompose, self.options.known), parents):
                     self.dependent.add(part)
-                    self._note_given(part)
-                    self._node(part)
+                    self.values.note_input_only(part, self.options.inputs)
+                    self._emit(part)
                 return None
             assignment, wanted, results = choice.assignment, choice.inputs, choice.outputs
+        # 5. Bring the inputs to their layouts and emit the op. An input without elements is taken as it is.
         self.assigned[node] = Assignment.of(assignment)
-        origin = Origin(info(node).op, backward=self.backward)
+        origin = Origin(info(node).op, backward=self.values.backward)
         wanted = tuple(
-            want if argument.meta["val"].numel() else self.layout(argument) for argument, want in zip(arguments, wanted)
-        )  # a result that an op leaves without elements has no loop
-        values = iter([self.value(argument, want) for argument, want in zip(arguments, wanted)])
-        emitter = OpEmitter(self.local, self.canonical, node, values, wanted, results, assignment, bound, origin)
+            want if argument.meta["val"].numel() else self.values.layout(argument)
+            for argument, want in zip(arguments, wanted)
+        )
+        values = iter([self.values.at_layout(argument, want) for argument, want in zip(arguments, wanted)])
+        emitter = OpEmitter(self.local, self.values.canonical, node, values, wanted, results, assignment, bound, origin)
         self._record(node, emitter.emit(rule), results)
         return None
 
-    def _takes_all(self, node: fx.Node) -> bool:
-        """Whether an op takes all sub-batches at once; what is in no module, a sum of gradients, as what it reads."""
+    def _takes_all_sub_batches(self, node: fx.Node) -> bool:
+        """Whether an op takes all sub-batches at once, because its module is `undivided`.
+
+        An op of no module, such as a sum of gradients, does so if the producer of one of its inputs does.
+        """
         if info(node).op != node.name or not self.options.undivided:
             return covered(self.options.undivided, info(node).op)
         sources = [source_of(value)[0] for value in node.all_input_nodes]
         return any(covered(self.options.undivided, info(source).op) for source in sources)
 
-    def _followed(
+    def _follow(
         self,
         bound: BoundRule,
         rule: Rule | None,
@@ -776,33 +834,36 @@ class Sharder(Results):
         linear: Sequence[tuple[int, ...]],
         summed_to: int,
     ) -> Choice:
-        """How an op is spread by its inputs, worked out once for equal layers."""
+        """How an op is sharded by following its inputs. Equal layers share one result."""
         key = bound, id(rule), tuple(arrivals), tuple(linear), summed_to
         if key not in self.followed:
             self.followed[key] = rule, follow(bound, rule, arrivals, self.mesh, linear, summed_to)
         return self.followed[key][1]
 
-    def _constant_node(self, node: fx.Node) -> None:
-        """A constant is written when it is asked for; now only where it is no tensor, or one of an op's several."""
-        value = node.meta["val"]
+    def _emit_constant(self, node: fx.Node) -> None:
+        """Note a constant, which is emitted where it is read.
+
+        A constant of the model, one that is no tensor, and one item of an op's several results are emitted now.
+        """
+        value, origin = node.meta["val"], Origin(info(node).op, backward=self.values.backward)
         if node.op == "get_attr":
-            written = self.local.constant(Origin(info(node).op, backward=self.backward), node)
+            written = self.local.constant(origin, node)
         elif isinstance(value, torch.Tensor) and node.target is not operator.getitem:
-            self.constants.add(node)
+            self.values.constants.add(node)
             return
         else:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._whole_constant)
-            written = self.local.call(Origin(info(node).op, backward=self.backward), node.target, *args, **kwargs)  # type: ignore[arg-type]
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.replicated_constant)
+            written = self.local.call(origin, node.target, *args, **kwargs)  # type: ignore[arg-type]
         layout = Layout.replicated(value.shape) if isinstance(value, torch.Tensor) else Layout(())
-        self.canonical[node] = written, layout
+        self.values.canonical[node] = written, layout
 
     def _record(self, node: fx.Node, written: fx.Node, layouts: Sequence[Layout]) -> None:
-        """Remember where the outputs lie; a node with several outputs is read through its `getitem` nodes."""
+        """Note the local nodes and layouts of an op's outputs. An op with several is read through `getitem` nodes."""
         value = node.meta["val"]
         if isinstance(value, torch.Tensor):
             check_shape(node, written.meta["val"], layouts[0])
             annotate_layouts(written, layouts)
-            self.canonical[node] = self._whole(node, written, layouts[0])
+            self.values.canonical[node] = self._join_slices(node, written, layouts[0])
             return
         annotate_layouts(written, layouts)
         for user in node.users:
@@ -813,19 +874,21 @@ class Sharder(Results):
                 layout = layouts[index] if user.meta["val"].numel() else Layout.replicated(user.meta["val"].shape)
                 check_shape(user, item.meta["val"], layout)
                 annotate_layouts(item, (layout,))
-                self.canonical[user] = self._whole(user, item, layout)
+                self.values.canonical[user] = self._join_slices(user, item, layout)
 
-    def _whole(self, node: fx.Node, written: fx.Node, layout: Layout) -> tuple[fx.Node, Layout]:
-        """What an op gives, its slices together, and where; those of a gradient go to its states one by one."""
+    def _join_slices(self, node: fx.Node, written: fx.Node, layout: Layout) -> tuple[fx.Node, Layout]:
+        """The result of an op with its slices joined. Slices of a gradient stay apart: they are reduced one by one."""
         if is_gradient(node):
             return written, layout
-        return self.local.ended(written, layout, Origin(info(node).op, backward=self.backward), self.mesh.slices)
+        origin = Origin(info(node).op, backward=self.values.backward)
+        return self.local.join_steps(written, layout, origin, self.mesh.slices)
 
 
-def _with_times(explicit: Assignment, followed: Mapping[Axis, str], bound: BoundRule) -> Assignment:
-    """An assignment with the time axes that inputs bring: plans and strategies are about devices.
+def _with_time_axes(explicit: Assignment, followed: Mapping[Axis, str], bound: BoundRule) -> Assignment:
+    """A strategy's assignment of mesh axes, with the time axes that the inputs bring: strategies only know devices.
 
-    What a step is too small for, of an op where others meet, all devices compute.
+    A loop that is too small to be split over its mesh axis and the time axes together is not split over the mesh axis:
+    the devices along it compute the same.
     """
     found = {axis: name for axis, name in followed.items() if axis.kind == "time"}
     if not found:

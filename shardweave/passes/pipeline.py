@@ -22,7 +22,7 @@ from shardweave.passes.codegen import Step, Turns, graph_hash, set_apart, split
 from shardweave.passes.disable_overlap import DisableOverlap
 from shardweave.passes.keep_unsharded import KeepUnsharded
 from shardweave.passes.overlap_options import check_patterns, sliced_ops, with_times
-from shardweave.passes.partition import Rest, Shard, Sharder
+from shardweave.passes.partition import Shard, Sharder, StateSharding
 from shardweave.passes.quantize import Quantize
 from shardweave.passes.recompute import Recompute
 from shardweave.passes.schedule import Alike, Schedule, fits
@@ -130,7 +130,9 @@ class _Lowering:
         sharder, boundary, local = self._local(accumulates=False)
         forward, backward = split(local, self._num_results, self.annotated.tangents)
         self._keep(forward, backward)
-        spec = boundary.finish(sharder.lies, sharder.rests, forward, self._hash(forward, backward))
+        spec = boundary.finish(
+            sharder.outputs.layouts, sharder.values.state_layouts, forward, self._hash(forward, backward)
+        )
         again = replace(self, graphs={}, on_stage=None)
         return Compiled(Step(forward, backward, spec, lambda: again._turns()[0]), self.graphs)
 
@@ -151,13 +153,15 @@ class _Lowering:
 
     def _turns(self) -> tuple[Turns, StepSpec]:
         sharder, boundary, local = self._local(accumulates=True)
-        holders = [total.placeholder.name for total in sharder.totals]
+        holders = [total.placeholder.name for total in sharder.values.whole_batch_sums]
         totals = set_apart(local, holders, "Totals") if holders else None
         forward, backward = split(local, self._num_results, self.annotated.tangents)
         inside = {node.name for node in forward.graph.nodes}
-        working = [node.name for node in sharder.working if node.name in inside]
-        added = {_sum_so_far(node): node.name for node in sharder.accumulators.values()}
-        spec = boundary.finish(sharder.lies, sharder.rests, forward, self._hash(forward, backward))
+        working = [node.name for node in sharder.values.gathered_once if node.name in inside]
+        added = {_sum_so_far(node): node.name for node in sharder.outputs.accumulators.values()}
+        spec = boundary.finish(
+            sharder.outputs.layouts, sharder.values.state_layouts, forward, self._hash(forward, backward)
+        )
         return Turns(forward, backward, working, added, totals), spec
 
     @property
@@ -169,14 +173,14 @@ class _Lowering:
         """The local graph, and the run of `shard` that wrote it."""
         captured = self.annotated.captured
         assignments = {}
-        rests: dict[str, Rest] = {}
+        rests: dict[str, StateSharding] = {}
         slices = sliced_ops(self.options.weaving.operator_slices, self.annotated.ops, self.strategies, self.mesh)
         for op in self.annotated.ops:
             strategy = self.strategies[op.name]
             strategy = replace(strategy, slices=slices.get(op.name, strategy.slices))
             assignments.update(op.assignments(strategy, op.mesh_of(self.mesh, self.options.weaving.undivided)))
             axes = strategy.axes(self.mesh)
-            rest = Rest(*axes.stages)
+            rest = StateSharding(*axes.stages)
             rests.update(dict.fromkeys((op.parameter, *op.companions), rest))
         for node, name in join_names(captured.graph.graph).items():
             if name in self.joins:
@@ -194,7 +198,7 @@ class _Lowering:
             tuple(captured.inputs),
             captured.gradients,
             {
-                name: rests.get(name, Rest())._replace(dtypes=captured.dtypes.get(name))
+                name: rests.get(name, StateSharding())._replace(dtypes=captured.dtypes.get(name))
                 for name in captured.parameters.values()
             },
             accumulates,
@@ -229,8 +233,8 @@ class _Lowering:
 
     def _passes(self, sharder: Sharder, sharded: fx.Graph, buckets: bool) -> Iterator[Pass]:
         """The passes that come after `Shard` here, with their options."""
-        weaving, rests = self.options.weaving, sharder.options.rests
-        yield Recompute(weaving.recompute, {node.name for node in sharder.working}, weaving.gather_again)
+        weaving, rests = self.options.weaving, sharder.options.state_sharding
+        yield Recompute(weaving.recompute, {node.name for node in sharder.values.gathered_once}, weaving.gather_again)
         if self.mesh.unrolled:
             yield UnrollSubBatches(self.mesh.unrolled)
         if weaving.keep_gathered:
@@ -245,7 +249,7 @@ class _Lowering:
 
     def _borders(self, sharder: Sharder) -> list[list[str]]:
         """Where the graph may be cut later: at each tangent, and between what runs once and for each micro-batch."""
-        shared = sharder.working, sharder.accumulators.values()
+        shared = sharder.values.gathered_once, sharder.outputs.accumulators.values()
         turns = [[node.name for node in nodes] for nodes in shared] if sharder.options.accumulates else []
         return [[tangent] for tangent in self.annotated.tangents] + turns
 
@@ -265,15 +269,15 @@ class _Lowering:
         """What all micro-batches use, and the sums of their gradients."""
         if self.options.turns == 1:
             return ONCE
-        shared = frozenset(node.name for node in sharder.working)
-        return Repeated(shared, frozenset(_sum_so_far(node) for node in sharder.accumulators.values()))
+        shared = frozenset(node.name for node in sharder.values.gathered_once)
+        return Repeated(shared, frozenset(_sum_so_far(node) for node in sharder.outputs.accumulators.values()))
 
     def _state_bytes(self, sharder: Sharder) -> int:
         """Of the optimizer's states."""
         states, times = 0, times_of(self.alike)
         for name in self.annotated.captured.gradients:
-            if name in sharder.rests:
-                size = math.prod(sharder.rests[name].local_shape) * self.options.optimizer_bytes
+            if name in sharder.values.state_layouts:
+                size = math.prod(sharder.values.state_layouts[name].local_shape) * self.options.optimizer_bytes
                 states += rounded(size, self.cluster.device) * times.get(layer_of(name), 1)
         return states
 

@@ -307,7 +307,7 @@ class LocalGraph:
             node = self.call(origin, aten.div.Scalar, node, axes_size(axis for axis, _ in shared))
         return node
 
-    def ended(self, node: fx.Node, have: Layout, origin: Origin, axes: Sequence[Axis]) -> tuple[fx.Node, Layout]:
+    def join_steps(self, node: fx.Node, have: Layout, origin: Origin, axes: Sequence[Axis]) -> tuple[fx.Node, Layout]:
         """The value of `node` with all steps of these unrolled axes together, and where it then lies."""
         for axis in axes:
             if axis in have.partial_axes:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from shardweave.ir import Layout, Mesh
-from shardweave.passes.partition import Rest, Shard, Sharder
+from shardweave.passes.partition import Shard, Sharder, StateSharding
 from shardweave.passes.verify import verify
 from shardweave.sharding.graphs import info
 from tests import lockstep
@@ -52,8 +52,10 @@ def random_sharder(step: Joint, mesh: Mesh, rng: random.Random) -> Sharder:
     for name in captured.parameters.values():
         axes = rng.sample(mesh.axes, rng.randint(0, len(mesh.axes)))
         cut = rng.randint(0, len(axes))
-        rests[name] = Rest(tuple(axes[:cut]), tuple(axes[cut:]))
-    options = Shard(mesh, assignments, sources, wanted, captured.parameters, gradients=captured.gradients, rests=rests)
+        rests[name] = StateSharding(tuple(axes[:cut]), tuple(axes[cut:]))
+    options = Shard(
+        mesh, assignments, sources, wanted, captured.parameters, gradients=captured.gradients, state_sharding=rests
+    )
     return Sharder(options, module)
 
 
@@ -70,7 +72,7 @@ def check_every_node(step: Joint, sharder: Sharder, local: fx.GraphModule, mesh:
     held = set(local.graph.nodes)
     known = [
         (node.name, written, layout)
-        for node, (written, layout) in sharder.canonical.items()
+        for node, (written, layout) in sharder.values.canonical.items()
         if written in held and isinstance(step.values.get(node.name), Tensor)
     ]
     results = output_nodes(sharder.module)
@@ -97,7 +99,9 @@ def check_every_node(step: Joint, sharder: Sharder, local: fx.GraphModule, mesh:
     for index, (node, original) in enumerate(zip(results, output_nodes(step.captured.graph), strict=True)):
         if isinstance(node, fx.Node):
             assert isinstance(original, fx.Node)
-            layout = sharder.layout(node).without_partial()
+            layout = sharder.values.layout(node).without_partial()
             if (position := index - len(results) + len(gradients)) >= 0:
-                layout = sharder.rests.get(gradients[position]) or Layout.replicated(node.meta["val"].shape)
+                layout = sharder.values.state_layouts.get(gradients[position]) or Layout.replicated(
+                    node.meta["val"].shape
+                )
             check(index, layout, original.name, f"output {index}")

@@ -228,7 +228,9 @@ def run_sharded(
         for node, value in zip(placeholders(module), values, strict=True)
     ]
     results = lockstep.run(local, mesh, inputs, seed)
-    layouts = [want or sharder.layout(value).without_partial() for want, value in zip(wanted, output_nodes(module))]
+    layouts = [
+        want or sharder.values.layout(value).without_partial() for want, value in zip(wanted, output_nodes(module))
+    ]
     return Run(local, layouts, [[ranked[index] for ranked in results] for index in range(len(outputs))], mesh)
 
 

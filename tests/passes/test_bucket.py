@@ -17,7 +17,7 @@ from shardweave.cost_model.options import Options
 from shardweave.ir import Grid, Strategy
 from shardweave.passes.bucket import Bucket, sides
 from shardweave.passes.codegen import Turns
-from shardweave.passes.partition import Rest
+from shardweave.passes.partition import StateSharding
 from shardweave.passes.pipeline import Compiled, lower
 from shardweave.passes.verify import verify
 from shardweave.planner.problem.force import forced_strategies
@@ -103,7 +103,7 @@ def test_a_large_parameter_is_in_a_flat_bucket_too() -> None:
         builder = Builder(AXES)
         outputs = [gathers(builder, name, 1, rows) for name, rows in (("a", 4), ("b", 2**22), ("c", 2**22))]
         module = builder.module(outputs)
-    module = Bucket(CLUSTER, flat={"c": Rest(parameter=AXES)})(module)
+    module = Bucket(CLUSTER, flat={"c": StateSharding(parameter=AXES)})(module)
     verify(module, "bucket")
     assert sorted(what.owner for what in collectives(module)) == ["a and 1 more", "c"]
 

@@ -14,7 +14,7 @@ from shardweave.cost_model.options import Options
 from shardweave.ir import Grid, Strategy, Traffic, Weaving
 from shardweave.ir.errors import PlanError
 from shardweave.passes.disable_overlap import traffic_of
-from shardweave.passes.partition import Rest
+from shardweave.passes.partition import StateSharding
 from shardweave.passes.pipeline import Compiled, lower
 from shardweave.passes.scheduling_priorities import WAIT
 from shardweave.sharding.graphs import info
@@ -38,7 +38,9 @@ def kinds(module: fx.GraphModule, strategy: Strategy = STRATEGY) -> dict[fx.Node
     """The traffic of each start."""
     axes = strategy.axes(mesh_of(8))
     return {
-        node: traffic_of(what, Rest(*axes.stages)) for node in module.graph.nodes if (what := info(node).collective)
+        node: traffic_of(what, StateSharding(*axes.stages))
+        for node in module.graph.nodes
+        if (what := info(node).collective)
     }
 
 

@@ -159,7 +159,7 @@ def test_a_step_is_one_devices_with_what_was_drawn(seed: int) -> None:
     local = sharder.run()
     verify(local, "shard")
     held = set(local.graph.nodes)
-    known = {node.name: found for node, found in sharder.canonical.items() if found[0] in held and found[1].dims}
+    known = {node.name: found for node, found in sharder.values.canonical.items() if found[0] in held and found[1].dims}
     output = local.graph.output_node()
     output.args = (tuple(written for written, _ in known.values()),)
     given_ = [node for node in placeholders(local) if node.name != SEED and not node.name.startswith("coord_")]
