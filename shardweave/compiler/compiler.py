@@ -185,9 +185,9 @@ class Compiler:
 
     # -- compiling
 
-    def lower(self, plan: Plan, in_turns: bool = False, draft: bool = False) -> Compiled:
+    def lower(self, plan: Plan, accumulates: bool = False, draft: bool = False) -> Compiled:
         """The generated step of a plan: see `StepLowering.lower`."""
-        return self.lowering.lower(plan, in_turns, draft, lambda name, _: self.progress(name))
+        return self.lowering.lower(plan, accumulates, draft, lambda name, _: self.progress(name))
 
     @classmethod
     def compiled(

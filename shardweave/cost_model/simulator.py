@@ -59,7 +59,7 @@ def simulate(
     cluster: Machine,
     *,
     optimizer_bytes_per_parameter_byte: float = 2.0,
-    turns: Turns | None = None,
+    turns: MicroBatchGraphs | None = None,
     sums: bool = True,
 ) -> Timeline:
     """Play one training step of one rank: of a step of several micro-batches, all of them.
@@ -76,7 +76,7 @@ def simulate(
     optimizer_bytes_per_parameter_byte : float
         Bytes of optimizer state for each byte of a trainable parameter at rest: 2 for Adam's two moments, 1 for
         momentum, 0 for plain SGD.
-    turns : Turns, optional
+    turns : MicroBatchGraphs, optional
         The forms of a step of several micro-batches, which are played instead of the two graphs.
     sums : bool
         The last backward brings the sums of gradients to the states. Without, which takes `turns`, they stay where
@@ -95,13 +95,15 @@ def simulate(
     step = _Step(cluster, spec, optimizer_bytes_per_parameter_byte if backward is not None else 0.0)
     count = spec.micro_batches if turns is not None else 1
     step.rest(*(module.graph for module in (forward, backward) if module is not None))
-    if turns is not None and turns.totals is not None:
+    if turns is not None and turns.whole_batch_sums is not None:
         for _ in range(count):
-            step.prepare(turns.totals.graph)
+            step.prepare(turns.whole_batch_sums.graph)
     for turn in range(count):
         first, last = turn == 0, turn == count - 1
         run = forward if turns is None else turns.forward(first, not last)
-        saved = step.forward(run.graph, len(turns.working) if turns is not None and first and not last else 0)
+        saved = step.forward(
+            run.graph, len(turns.gathered_parameters) if turns is not None and first and not last else 0
+        )
         if backward is not None:
             step.backward((backward if turns is None else turns.backward(not first, last and sums)).graph, saved, last)
     if backward is not None:
@@ -109,17 +111,17 @@ def simulate(
     return replace(step.timeline(), micro_batches=count, sums=sums)
 
 
-class Turns(Protocol):
-    """The forms of a step of several micro-batches (see `compiler.turns.Turns`)."""
+class MicroBatchGraphs(Protocol):
+    """The forms of a step of several micro-batches (see `passes.codegen.MicroBatchGraphs`)."""
 
-    totals: fx.GraphModule | None
+    whole_batch_sums: fx.GraphModule | None
 
     @property
-    def working(self) -> Sequence[str]: ...
+    def gathered_parameters(self) -> Sequence[str]: ...
 
-    def forward(self, fresh: bool, keeps: bool) -> fx.GraphModule: ...
+    def forward(self, gathers: bool, returns_gathered: bool) -> fx.GraphModule: ...
 
-    def backward(self, adds: bool, closes: bool) -> fx.GraphModule: ...
+    def backward(self, takes_sums: bool, finishes: bool) -> fx.GraphModule: ...
 
 
 class _Step:

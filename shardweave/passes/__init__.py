@@ -1,25 +1,26 @@
-"""Graph passes: from an annotated step and its strategies to the two graphs that run. `pipeline` has their order. May
-import `ir`, `ops`, `sharding` and `cost_model`.
+"""Graph passes: they lower an annotated step and its strategies to the forward and backward graphs that run.
+
+`pipeline.PASSES` has the passes in their order. This room may import `ir`, `ops`, `sharding` and `cost_model`.
 """
 
 from shardweave.passes.annotated_step import Annotated, annotate, join_names
 from shardweave.passes.codegen import Step, graph_hash
 from shardweave.passes.overlap_options import with_times
-from shardweave.passes.pipeline import Compiled, Shards, lower, times_of
+from shardweave.passes.pipeline import Compiled, Shards, layer_multiplicity, lower
 from shardweave.passes.recompute import region_of
-from shardweave.passes.schedule import Alike
+from shardweave.passes.schedule import RepeatedLayers
 
 __all__ = [
-    "Alike",
     "Annotated",
     "Compiled",
+    "RepeatedLayers",
     "Shards",
     "Step",
     "annotate",
     "graph_hash",
     "join_names",
+    "layer_multiplicity",
     "lower",
     "region_of",
-    "times_of",
     "with_times",
 ]

@@ -38,10 +38,10 @@ class Annotated:
 
 
 def annotate(captured: Captured, options: Options) -> Annotated:
-    """Give every op its rule, and find the ops that a plan decides on.
+    """Bind every op to its sharding rule, and find the ops that a plan decides on.
 
-    Where the model returns a scalar loss, the backward starts there; its other outputs carry no gradient, unless
-    autograd gives one for each.
+    If the model returns a scalar loss, the backward starts there, and the other outputs have no gradient. For
+    torch.compile, where autograd passes a tangent for each output, all of them keep theirs.
     """
     values = graph_outputs(captured.graph.graph)
     first = len(captured.mutated_buffers)
@@ -61,9 +61,9 @@ def annotate(captured: Captured, options: Options) -> Annotated:
 
 
 def join_names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """A name for every forward op that reads several values: its module, its op, and its number there.
+    """A name for every forward op with several inputs: its module, its op, and its number in that module.
 
-    Names of nodes would not do: a plan outlives the graph that it was made on.
+    A saved plan uses these names, as names of nodes may change when the model is captured again.
     """
     counts: Counter[str] = Counter()
     found: dict[fx.Node, str] = {}

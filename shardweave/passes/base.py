@@ -1,12 +1,13 @@
-"""Passes and their manager: a pass takes a graph and returns a graph; the manager runs several, and checks each.
+"""The base class of passes and the pass manager.
 
-A pass states in `requires` and `ensures` which properties of a graph it needs and gives:
+A pass takes a graph and returns a graph. It states in `requires` and `ensures` which properties of a graph it needs and
+establishes:
 
 ============  ==========================================================================================
-``joint``     one graph of forward and backward, whose nodes have their rules
-``local``     every node has its value on one device and its layout; each collective is waited for
-``unrolled``  the sub-batches and the slices of ops are written out: no coordinate of such an axis is left
-``ordered``   the nodes stand in the order in which they run
+``joint``     one graph has forward and backward, and each node has its sharding rule
+``local``     each node has its value on one device and its layout; each collective is waited for
+``unrolled``  the ops are copied for each sub-batch and slice: no coordinate of such an axis is left
+``ordered``   the nodes are in the order in which they run
 ============  ==========================================================================================
 """
 
@@ -41,34 +42,34 @@ class Pass(ABC):
     """
 
     name: ClassVar[str]
-    """What stages, progress and errors call it."""
+    """The name of the pass in stages, progress and errors."""
     requires: ClassVar[frozenset[Property]] = frozenset()
     ensures: ClassVar[frozenset[Property]] = frozenset()
 
     @abstractmethod
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """The transformed graph. The one that is given may be changed."""
+        """Return the transformed graph. The pass may change `graph_module`."""
 
-    def check(self, graph_module: fx.GraphModule) -> None:  # noqa: B027  (most promise nothing of their own)
-        """`VerifyError` where the result breaks what this pass alone promises."""
+    def check(self, graph_module: fx.GraphModule) -> None:  # noqa: B027  (optional: most passes check nothing more)
+        """Raise `VerifyError` if the result breaks a promise that only this pass makes."""
 
 
 @dataclass
 class PassManager:
-    """Runs passes in their order, verifies the graph after each, and keeps it.
+    """Runs passes in order, verifies the graph after each, and keeps a copy of it.
 
     Parameters
     ----------
     verifies : bool
-        Graphs are checked and kept. A draft, which is simulated and not run, is neither.
+        Whether graphs are verified and kept. The graphs of a draft, which are simulated and not run, are not.
     on_pass : callable, optional
         Told the name and the graph after each pass.
     properties : frozenset of Property
-        Of the graph so far.
+        The properties of the graph so far.
     names : list of str
         The passes that have run.
     history : dict from str to GraphModule
-        The graph after each of them, by its name.
+        The graph after each pass, by the pass's name.
     """
 
     verifies: bool = True
@@ -83,16 +84,17 @@ class PassManager:
         return self.names[-1]
 
     def resume(self, done: type[Pass], graph_module: fx.GraphModule) -> None:
-        """Begin with the result of a pass that has run before."""
+        """Start with the result of a pass that ran before."""
         self._finished(done.name, done.ensures, graph_module)
 
     def run(self, graph_module: fx.GraphModule, passes: Iterable[Pass]) -> fx.GraphModule:
-        """The graph after all `passes`, each given the result of the one before.
+        """Run `passes`, each on the result of the one before, and return the last graph.
 
         Raises
         ------
         VerifyError
-            Naming the pass, where a graph lacks a property that it requires, or its result breaks a law of graphs.
+            If a graph lacks a property that a pass requires, or a result breaks a law of local graphs. The error names
+            the pass.
         """
         for each in passes:
             if missing := each.requires - self.properties:
@@ -107,6 +109,7 @@ class PassManager:
         return graph_module
 
     def _finished(self, name: str, ensures: frozenset[Property], graph_module: fx.GraphModule) -> None:
+        """Note, verify, keep and report the result of a pass."""
         self.names.append(name)
         self.properties |= ensures
         if self.verifies:

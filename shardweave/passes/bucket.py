@@ -1,14 +1,13 @@
-"""Bucket: small collectives of one group, kind and dtype become one.
+"""The pass `Bucket` merges small collectives of one process group, kind and dtype.
 
-A collective takes its latency and then its bytes. Where several that could run side by side are small against what the
-link moves within a latency, they are put together, until what they move takes most of the time. None waits for another
-by more than that saves: a gradient that waits for a later one has to be on its way before the backward ends, and what
-is gathered with a parameter must not keep that one's op waiting. Only parameters of one layer are gathered together,
-for memory.
+The time of a collective is its latency plus the transfer of its bytes. Independent collectives whose transfers are
+short against the latency are merged, until the transfer takes most of the time. A merge must save more than it delays:
+a gradient that waits for a later one has less of the backward left to hide under, and an op waits for all parameters
+that are gathered together with its own. To save memory, only parameters of one layer are gathered together.
 
-A *flat* bucket is all of what a step has whole, whatever it costs: the flat parameter that FSDP's first version and
-fairscale's have around a whole model. It is gathered before the forward, and there until its gradient is, which is put
-together behind the backward and scattered at once.
+A *flat* bucket has all parameters that are whole during a step, whatever it costs: the flat parameter of the first
+version of FSDP, and fairscale's, around a whole model. It is gathered before the forward and held until its gradient is
+complete. The gradients are concatenated after the backward and reduce-scattered at once.
 """
 
 from __future__ import annotations
@@ -26,34 +25,34 @@ from shardweave.cost_model import Cluster, Prices
 from shardweave.ir import META, Collective
 from shardweave.passes.base import Pass, Property
 from shardweave.passes.partition import StateSharding
-from shardweave.passes.spmd_builder import in_order, remove_dead
+from shardweave.passes.spmd_builder import remove_dead, sort_by_place
 from shardweave.sharding import info, is_wait, layer_of
 
 aten = torch.ops.aten
 reshape, permute = aten.reshape.default, aten.permute.default
-_FULL = 9.0
-"""A bucket is full when its bytes take this many times its latency."""
+_FULL_BUCKET_RATIO = 9.0
+"""A bucket is full when its transfer takes this many times its latency."""
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 _VIEWS = {reshape, permute, aten.clone.default}
-"""What brings a gathered value into its shape."""
+"""Ops that bring a gathered value into its shape."""
 
 
 @dataclass(frozen=True)
 class Bucket(Pass):
-    """Put small collectives of parameters and gradients together.
+    """Merge small collectives of parameters and gradients.
 
-    Requires a local graph in which every start is followed by its wait; ensures the same values.
+    Requires a local graph in which every start is followed by its wait. Ensures the same values.
 
     Parameters
     ----------
     cluster : Cluster
-        Whose links say what is small.
+        The machine that collectives are timed on.
     borders : sequence of collections of str
-        Sets of nodes where the graph may be cut later, so that what lies on one side is run without the other: a
-        backward that has only a few of the tangents, the turns of a step that share gathered parameters. Only what lies
-        on the same side of each border is put together.
+        Sets of nodes at which the graph may be cut later, so that one side runs without the other: a backward from only
+        some of the tangents, or the runs of a step that share gathered parameters. Only collectives on the same side of
+        each border are merged.
     flat : mapping of str to StateSharding, optional
-        Where each parameter rests, by its name. Given, the buckets of those that a step has whole are flat.
+        The sharding of each parameter, by its name. If given, parameters that are whole in a step have flat buckets.
     """
 
     name = "bucket"
@@ -68,8 +67,8 @@ class Bucket(Pass):
         place = {node: index for index, node in enumerate(graph.nodes)}
         copies: dict[str, tuple[fx.Node, Side]] = {}
         for bucket in _buckets(graph, prices, sides(graph, self.borders), self._is_flat):
-            _Merged(graph, bucket, place, copies if self._is_flat(bucket[0].what) else None).write()
-        in_order(graph, place)
+            _MergedCollective(graph, bucket, place, copies if self._is_flat(bucket[0].what) else None).write()
+        sort_by_place(graph, place)
         remove_dead(graph)
         graph.lint()
         graph_module.recompile()
@@ -83,7 +82,7 @@ Side = tuple[frozenset[int], frozenset[int]]
 
 
 def sides(graph: fx.Graph, borders: Sequence[Collection[str]]) -> dict[fx.Node, Side]:
-    """Of each node the borders that it lies behind, and those that it lies before."""
+    """For each node the borders that it depends on, and the borders that depend on it."""
     behind: dict[fx.Node, frozenset[int]] = {}
     before: dict[fx.Node, frozenset[int]] = {}
     at = {node: frozenset(i for i, names in enumerate(borders) if node.name in names) for node in graph.nodes}
@@ -96,7 +95,7 @@ def sides(graph: fx.Graph, borders: Sequence[Collection[str]]) -> dict[fx.Node, 
 
 @dataclass(frozen=True)
 class _Member:
-    """A start that may be put together with others: when it could start, in seconds of compute, and what it moves."""
+    """A start that may be merged: its note, and the compute before it could start or its result is used, in seconds."""
 
     start: fx.Node
     what: Collective
@@ -106,6 +105,7 @@ class _Member:
 
 
 def _candidate(node: fx.Node) -> Collective | None:
+    """The collective that a node starts, if it may be merged."""
     what = info(node).collective
     return what if what is not None and what.cause != "activation" and what.kind in _KINDS else None
 
@@ -113,15 +113,17 @@ def _candidate(node: fx.Node) -> Collective | None:
 def _buckets(
     graph: fx.Graph, prices: Prices, side: Mapping[fx.Node, Side], is_flat: Callable[[Collective], bool]
 ) -> list[list[_Member]]:
-    """The starts that become one, each with those before it; those of the forward first."""
+    """The sets of starts to merge; those of the forward first."""
     found: list[list[_Member]] = []
     depth = {cause: _depths(graph, cause) for cause in ("parameter", "gradient")}
     for backward in (False, True):
         nodes = [n for n in graph.nodes if n.op == "call_function" and info(n).backward == backward]
+        # 1. The compute before each node, in seconds.
         reached, now = {}, 0.0
         for node in nodes:
             reached[node] = now
             now += prices.of(node).seconds if prices.of(node).kernel else 0.0
+        # 2. Group the starts that may be merged.
         groups: dict[tuple[bool, Hashable], list[_Member]] = {}
         for index, node in enumerate(nodes):
             what = _candidate(node)
@@ -133,14 +135,15 @@ def _buckets(
             flat = is_flat(what)
             layer = layer_of(what.owner) if what.cause == "parameter" and not flat else ""
             groups.setdefault((flat, (same, layer, side[node], depth[what.cause][node])), []).append(member)
+        # 3. Merge within each group where it pays.
         for (flat, _), members in groups.items():
             members.sort(key=lambda m: (m.seconds, m.place))
-            found += [members] if flat else _together(members, prices, now)
+            found += [members] if flat else _merge_where_it_pays(members, prices, now)
     return [members for members in found if len(members) > 1]
 
 
 def _depths(graph: fx.Graph, cause: str) -> dict[fx.Node, int]:
-    """How many candidates of this cause lie on the way to each node: none of a bucket may need another one's."""
+    """The most candidates of this cause on a path to each node: equal depths make members independent."""
     depth: dict[fx.Node, int] = {}
     for node in graph.nodes:
         ways = [depth[source] + int(_is_candidate(source, cause)) for source in node.all_input_nodes]
@@ -153,8 +156,8 @@ def _is_candidate(node: fx.Node, cause: str) -> bool:
     return what is not None and what.cause == cause
 
 
-def _together(members: Sequence[_Member], prices: Prices, end: float) -> list[list[_Member]]:
-    """Runs of members, in the order in which they could start, that are cheaper as one."""
+def _merge_where_it_pays(members: Sequence[_Member], prices: Prices, end: float) -> list[list[_Member]]:
+    """Runs of consecutive members that are cheaper as one collective."""
 
     def demand(size: int) -> Any:
         return prices.collective(replace(members[0].what, bytes=size))
@@ -167,10 +170,10 @@ def _together(members: Sequence[_Member], prices: Prices, end: float) -> list[li
             before, both = demand(size), demand(size + member.what.bytes)
             saved = before.seconds + mine.seconds - both.seconds
             if member.what.cause == "parameter":
-                harm = both.transfer - before.transfer  # its first user waits that much longer
+                harm = both.transfer - before.transfer  # the first user of the bucket waits that much longer
             else:
                 harm = max(0.0, both.seconds - max(end - member.seconds, mine.seconds))
-            if before.transfer < _FULL * before.latency and saved > 0 and harm <= saved:
+            if before.transfer < _FULL_BUCKET_RATIO * before.latency and saved > 0 and harm <= saved:
                 runs[-1].append(member)
                 size += member.what.bytes
                 continue
@@ -185,21 +188,21 @@ def _first_use(start: fx.Node) -> fx.Node:
 
 
 def _last_operand(start: fx.Node) -> fx.Node:
-    """What computes the operand of a start: it is written long before the glue between the two."""
+    """The node that computes the operand of a start, before the ops that bring it into shape."""
     node = start
     while node.all_input_nodes and (node is start or node.target in _GLUE):
         node = max(node.all_input_nodes)
     return node
 
 
-def _read_backward(copy: fx.Node) -> list[fx.Node]:
-    """What the backward reads of a value of the forward, as it is or in another form."""
+def _backward_reads(copy: fx.Node) -> list[fx.Node]:
+    """The values that the backward reads of a value of the forward: itself, or a reshaped or cast form of it."""
     found, users = [], list(copy.users)
     if any(info(user).backward for user in users):
         found.append(copy)
     for user in users:
         if user.target in _GLUE and not info(user).backward:
-            found += _read_backward(user)
+            found += _backward_reads(user)
     return found
 
 
@@ -207,8 +210,8 @@ _CAST = aten._to_copy.default
 _GLUE = {reshape, permute, aten.clone.default, aten.t.default, _CAST}
 
 
-class _Merged:
-    """One collective in the place of several; of a flat bucket with the copies of the parameters that were gathered."""
+class _MergedCollective:
+    """One collective in the place of several. For flat buckets, `copies` has the gathered parameters by name."""
 
     def __init__(
         self,
@@ -224,38 +227,41 @@ class _Merged:
         self.spot = max(spots) if self.what.cause == "gradient" else min(spots)
 
     def write(self) -> None:
-        """Replace the collectives; the waits' names go to what takes their places."""
+        """Replace the collectives. The nodes that replace their waits take over the waits' names."""
         first, kind = self.first, self.what.kind
         waits = [next(iter(start.users)) for start in self.starts]
         assert all(is_wait(wait) for wait in waits)
         ranks = first.args[1] if kind == "all_gather" else first.args[2] if kind == "reduce_scatter" else 1
         assert isinstance(ranks, int) and callable(first.target) and callable(waits[0].target)
         with self.graph.inserting_before(self.graph.output_node()):
+            # 1. Concatenate the operands: for a reduce-scatter rank by rank.
             operands = [start.all_input_nodes[0] for start in self.starts]
             sizes = [operand.meta["val"].numel() for operand in operands]
             if kind == "reduce_scatter":
                 sizes = [size // ranks for size in sizes]
                 rows = [self._call(reshape, each, [ranks, n]) for each, n in zip(operands, sizes)]
-                rows += self._until_here([ranks, 0])
+                rows += self._held_copies([ranks, 0])
                 whole = self._call(reshape, self._call(aten.cat.default, rows, 1), [ranks * sum(sizes)])
             else:
                 flat = [self._call(reshape, each, [n]) for each, n in zip(operands, sizes)]
-                flat += self._until_here([0])
+                flat += self._held_copies([0])
                 whole = self._call(aten.cat.default, flat)
+            # 2. Start the one collective and wait for it.
             start = self._call(first.target, whole, *first.args[1:])
             owners = f"{self.what.owner} and {len(self.bucket) - 1} more"
             size = sum(member.what.bytes for member in self.bucket)
             start.meta[META] = replace(info(start), collective=replace(self.what, bytes=size, owner=owners))
             arrived = self._call(waits[0].target, start)
+            # 3. Cut the result, and let the users of each wait read its piece.
             if kind == "all_gather":
                 arrived = self._call(reshape, arrived, [ranks, sum(sizes)])
             for member, wait, piece in zip(self.bucket, waits, self._cut(arrived, sizes, waits)):
-                value = self._hand_over(wait, piece)
+                value = self._replace_wait(wait, piece)
                 if self.copies is not None and self.what.cause == "parameter":
                     self.copies[member.what.owner] = value, member.side
 
     def _cut(self, arrived: fx.Node, sizes: Sequence[int], waits: Sequence[fx.Node]) -> list[fx.Node]:
-        """The piece of each member: a view where it is used; of a flat gather a copy, which lets the whole go."""
+        """The piece of each member: a view, or for a flat all-gather a copy, so that the buffer can be freed."""
         dim = int(self.what.kind == "all_gather")
         if self.copies is not None and dim:
             parts = self._call(aten.split_with_sizes_copy.default, arrived, sizes, dim)
@@ -265,16 +271,16 @@ class _Merged:
             for wait, size, offset in zip(waits, sizes, accumulate(sizes, initial=0))
         ]
 
-    def _until_here(self, shape: list[int]) -> list[fx.Node]:
-        """Nothing, of each copy that the backward reads of the members' parameters: it is held for that.
+    def _held_copies(self, shape: list[int]) -> list[fx.Node]:
+        """Empty pieces of the gathered parameters that the backward reads. Reading them here holds the parameters.
 
-        Not where a border lies between, as the sums of several turns: what is behind it is run without the copies.
+        Parameters on another side of a border are left out: the graph behind it runs without them.
         """
         copies, dtype, found = self.copies or {}, self.first.meta["val"].dtype, list[fx.Node]()
         for member in (each for each in self.bucket if each.what.owner in copies):
             copy, (behind, before) = copies[member.what.owner]
             lost = member.side[0] & (before - behind)
-            for read in () if lost else _read_backward(copy):
+            for read in () if lost else _backward_reads(copy):
                 empty = self._call(reshape, self._call(aten.narrow.default, read, 0, 0, 0), shape)
                 found.append(empty if read.meta["val"].dtype == dtype else self._call(_CAST, empty, dtype=dtype))
         return found
@@ -292,10 +298,11 @@ class _Merged:
         with self.first.meta["val"].fake_mode:
             node.meta["val"] = node.target(*args, **kwargs)
 
-    def _hand_over(self, wait: fx.Node, piece: fx.Node) -> fx.Node:
-        """Let the users of `wait` read `piece`, which has as many elements; gives what they read.
+    def _replace_wait(self, wait: fx.Node, piece: fx.Node) -> fx.Node:
+        """Let the users of `wait` read `piece`, which has as many elements. Return the node that they read.
 
-        In the shape of `wait`, which copies what is strided; not where a permutation follows, which is copied anyway.
+        The piece is brought to the shape of `wait`, which copies a strided piece. It is left as it is where a
+        permutation follows, which copies anyway.
         """
         users = list(wait.users)
         alone = len(users) == 1 and users[0].target is reshape
@@ -304,21 +311,21 @@ class _Merged:
             piece.meta[META] = info(wait)
         wait.replace_all_uses_with(piece)
         if piece.meta["val"].stride() != wait.meta["val"].stride():
-            self._reread(piece)
+            self._update_views(piece)
         name, start = wait.name, wait.all_input_nodes[0]
         self.graph.erase_node(wait)
         self.graph.erase_node(start)
         piece.name = name
         return piece
 
-    def _reread(self, value: fx.Node) -> None:
-        """Evaluate the views of what has become strided; others that read it take a copy in row-major order."""
+    def _update_views(self, value: fx.Node) -> None:
+        """Update the views of a value that has become strided. Other readers take a contiguous copy."""
         for user in list(value.users):
             if user.target in _VIEWS:
                 strides = user.meta["val"].stride()
                 self._evaluate(user)
                 if user.meta["val"].stride() != strides:
-                    self._reread(user)
+                    self._update_views(user)
             else:
                 copy = self._call(aten.clone.default, value, like=value, memory_format=torch.contiguous_format)
                 user.replace_input_with(value, copy)

@@ -1,13 +1,10 @@
-"""Code generation: one graph of a step is split into a forward and a backward, which run once for each micro-batch.
+"""Code generation: the scheduled graph of a step is split into a forward and a backward that read as Python.
 
-Codegen: the scheduled local graph becomes a forward and a backward GraphModule that read as Python.
-
-Turns: the forms of a step that runs several times before the optimizer does.
-
-A *turn* is one run of the step, on a micro-batch or on a call's whole batch. All turns of a step share the copies of
-parameters that are gathered once a step, and add their gradients up where the plan has these; the last one brings the
-sums to the states (AMSP, arXiv 2311.00257, section IV-C). Each form is the step's forward or backward graph with its
-border moved: what the first turn computes, the others take.
+With gradient accumulation the two run several times before the optimizer does, on a micro-batch or on the batch of a
+call each time. All runs share the copies of parameters that are gathered once a step, and add their gradients up in the
+layout that the plan has for this. The last run brings the sums to the layout of the optimizer's states (AMSP, arXiv
+2311.00257, section IV-C). `MicroBatchGraphs` makes the graphs of first, middle and last runs from the forward and the
+backward: values that the first run computes become inputs of the others.
 """
 
 from __future__ import annotations
@@ -30,27 +27,29 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 @dataclass(frozen=True)
 class Step:
-    """A generated training step: its two graphs, and how they are called (see `StepSpec`).
+    """A generated training step: its forward and backward graphs, and their calling convention (see `StepSpec`).
 
-    `turns` gives its forms for several runs before the optimizer's step; a step of several micro-batches has no others.
+    `micro_batch_graphs` makes the graphs for several runs before the optimizer's step, for gradient accumulation. A
+    step of several micro-batches is always run by these.
     """
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None
     spec: StepSpec
-    turns: Callable[[], Turns] | None = None
+    micro_batch_graphs: Callable[[], MicroBatchGraphs] | None = None
 
 
 def split(module: fx.GraphModule, num_results: int, tangents: Sequence[str]) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and the backward of a local graph.
+    """Split a local graph into its forward and its backward.
 
     Parameters
     ----------
     num_results : int
-        How many of the graph's outputs the forward computes; what the backward needs of it follows them.
+        How many of the graph's outputs the forward computes. It also returns the values that the backward needs.
     tangents : sequence of str
         The placeholders that only the backward takes.
     """
+    # 1. Find the nodes of the backward, and the values of the forward that it needs.
     graph = module.graph
     outputs = graph_outputs(graph)
     coordinates = [node for node in graph.nodes if is_coordinate(node)]
@@ -63,12 +62,14 @@ def split(module: fx.GraphModule, num_results: int, tangents: Sequence[str]) -> 
     needed |= {value for value in outputs[num_results:] if isinstance(value, fx.Node)}
     saved = [node for node in early if node in needed and node not in coordinates]
 
+    # 2. Copy the forward. It returns its results and the saved values.
     forward, backward = fx.Graph(), fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     for node in early:
         mapping[node] = forward.node_copy(node, lambda leaf: mapping[leaf])
     results = fx.node.map_arg(tuple(outputs[:num_results]), lambda leaf: mapping[leaf])
     forward.output((*results, *(mapping[node] for node in saved)))
+    # 3. Copy the backward. It takes the coordinates, the saved values and the tangents.
     inner: dict[fx.Node, fx.Node] = {}
     for node in [*coordinates, *saved, *(node for node in graph.nodes if node.name in tangents)]:
         copy = backward.placeholder(node.name)
@@ -81,18 +82,20 @@ def split(module: fx.GraphModule, num_results: int, tangents: Sequence[str]) -> 
     return as_module(module, forward, "Forward"), as_module(module, backward, "Backward")
 
 
-def set_apart(module: fx.GraphModule, holders: Sequence[str], name: str) -> fx.GraphModule:
-    """Take the last outputs off a local graph: they become one that takes what the forward takes.
+def split_whole_batch_sums(module: fx.GraphModule, holders: Sequence[str], name: str) -> fx.GraphModule:
+    """Move the last outputs of a local graph to a graph of their own, which takes the inputs of the forward.
+
+    These outputs are one micro-batch's parts of sums over the whole batch (`partition.WholeBatchSum`).
 
     Parameters
     ----------
     holders : sequence of str
-        The placeholders of the forward that take the sums of these outputs.
+        The placeholders of the forward that take these sums.
 
     Raises
     ------
     LayoutError
-        Where one of these sums is needed to compute another.
+        If one of the sums is needed to compute another.
     """
     count = len(holders)
     totals = {node for node in module.graph.nodes if node.name in holders}
@@ -118,16 +121,16 @@ def set_apart(module: fx.GraphModule, holders: Sequence[str], name: str) -> fx.G
 
 
 def as_module(constants: fx.GraphModule, graph: fx.Graph, name: str) -> fx.GraphModule:
-    """A generated graph as a module: its code says whose each collective is; `constants` holds its tensors."""
+    """A generated graph as a module whose code has a comment above each collective; `constants` holds its tensors."""
     graph.on_generate_code(lambda _: commented(graph))
     graph.lint()
     return module_of(constants, graph, name)
 
 
 def commented(graph: fx.Graph) -> Callable[[list[str]], list[str]]:
-    """A transformation of generated code that says, above each collective, whose it is and why.
+    """A transformation of generated code that puts a comment with owner and reason above each collective.
 
-    It also lets what a collective reads live until its wait: it may be read until then.
+    It also moves the deletion of a collective's input behind its wait: the collective may read it until then.
     """
     comments: dict[str, str] = {}
     starts = {node.name: arg.name for node in graph.nodes if node.target is WAIT for arg in node.all_input_nodes}
@@ -161,7 +164,7 @@ def commented(graph: fx.Graph) -> Callable[[list[str]], list[str]]:
 
 
 def graph_hash(*modules: fx.GraphModule) -> str:
-    """A fingerprint of generated code, equal on all ranks that will issue the same collectives in the same order."""
+    """A hash of generated code. Ranks with equal hashes issue the same collectives in the same order."""
     text = "\n".join(module.code for module in modules)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -172,87 +175,88 @@ def as_python(module: fx.GraphModule) -> str:
 
 
 @dataclass
-class Turns:
-    """The forms of one step's graphs.
+class MicroBatchGraphs:
+    """The graphs of the runs of one step, for gradient accumulation.
 
     Parameters
     ----------
     whole_forward, whole_backward : GraphModule
-        With everything: the forward gathers the parameters, the backward takes the sums of the gradients before, behind
-        the tangents, adds its own, and brings them to the states.
-    working : sequence of str
+        The complete graphs. The forward gathers the parameters. The backward takes the running sums of gradients behind
+        the tangents, adds its own gradients, and brings the sums to the layout of the states.
+    gathered_parameters : sequence of str
         The nodes of the forward that are parameters gathered once a step.
-    added : mapping of str to str
-        For each placeholder of the backward that takes a sum, the node that adds to it.
-    totals : GraphModule, optional
-        Takes what the forward takes, but for the totals; gives this turn's part of each.
+    accumulators : mapping of str to str
+        For each placeholder of the backward that takes a running sum, the node that adds to it.
+    whole_batch_sums : GraphModule, optional
+        Computes one micro-batch's part of each sum over the whole batch. It takes the inputs of the forward without
+        these sums.
     """
 
     whole_forward: fx.GraphModule
     whole_backward: fx.GraphModule
-    working: Sequence[str]
-    added: Mapping[str, str]
-    totals: fx.GraphModule | None = None
+    gathered_parameters: Sequence[str]
+    accumulators: Mapping[str, str]
+    whole_batch_sums: fx.GraphModule | None = None
     _backwards: dict[tuple[bool, bool], fx.GraphModule] = field(default_factory=dict)
 
-    def forward(self, fresh: bool, keeps: bool) -> fx.GraphModule:
-        """The forward of a turn.
+    def forward(self, gathers: bool, returns_gathered: bool) -> fx.GraphModule:
+        """The forward of one run.
 
         Parameters
         ----------
-        fresh : bool
-            It gathers the parameters; else it takes them, behind all other inputs.
-        keeps : bool
-            It returns what it gathered, behind all other outputs.
+        gathers : bool
+            Whether it gathers the parameters. Otherwise it takes them, behind all other inputs.
+        returns_gathered : bool
+            Whether it returns the gathered parameters, behind all other outputs.
         """
-        if not self.working or (fresh and not keeps):
+        if not self.gathered_parameters or (gathers and not returns_gathered):
             return self.whole_forward
-        return self._first_forward if fresh else self._next_forward
+        return self._first_forward if gathers else self._next_forward
 
     @cached_property
     def _first_forward(self) -> fx.GraphModule:
         return _with_outputs(
             self.whole_forward,
-            lambda outputs, nodes: (*outputs, *(nodes[name] for name in self.working)),
+            lambda outputs, nodes: (*outputs, *(nodes[name] for name in self.gathered_parameters)),
             "FirstForward",
         )
 
     @cached_property
     def _next_forward(self) -> fx.GraphModule:
-        return _reading(self.whole_forward, self.working, "NextForward")
+        return _reading(self.whole_forward, self.gathered_parameters, "NextForward")
 
-    def backward(self, adds: bool, closes: bool) -> fx.GraphModule:
-        """The backward of a turn.
+    def backward(self, takes_sums: bool, finishes: bool) -> fx.GraphModule:
+        """The backward of one run.
 
         Parameters
         ----------
-        adds : bool
-            It takes the sums of the gradients so far; else it is the first to compute one.
-        closes : bool
-            It returns the gradients where the states rest; else their sums.
+        takes_sums : bool
+            Whether it takes the running sums of gradients. The first run does not.
+        finishes : bool
+            Whether it returns gradients at the layout of the states. Otherwise it returns the running sums.
         """
-        key = adds, closes
+        key = takes_sums, finishes
         if key == (True, True):
             return self.whole_backward
         if key not in self._backwards:
             module = self.whole_backward
-            if not closes:
+            if not finishes:
                 module = _with_outputs(module, self._as_summed, "MiddleBackward")
-            if not adds:
-                module = _without_sums(module, self.added, "OnlyBackward" if closes else "FirstBackward")
+            if not takes_sums:
+                module = _without_sums(module, self.accumulators, "OnlyBackward" if finishes else "FirstBackward")
             self._backwards[key] = module
         return self._backwards[key]
 
     @cached_property
     def finish(self) -> fx.GraphModule:
-        """From the sums to the gradients where the states rest: for sums whose last turn did not do it."""
-        names = list(self.added.values())
+        """The graph from running sums to gradients at the layout of the states, if the last run returned sums."""
+        names = list(self.accumulators.values())
         read = _reading(self.whole_backward, names, "Finish")
         return _only(read, {*names, *_coordinates(read)}, "Finish")
 
     def _as_summed(self, outputs: Sequence[object], nodes: Mapping[str, fx.Node]) -> tuple[object, ...]:
-        """The sum for each gradient: the first node behind which nothing else is added."""
-        sums = iter(self.added.values())
+        """The outputs of the backward with the running sum in the place of each gradient."""
+        sums = iter(self.accumulators.values())
         return tuple(nodes[next(sums)] if isinstance(value, fx.Node) else value for value in outputs)
 
 
@@ -263,7 +267,7 @@ def _coordinates(module: fx.GraphModule) -> list[str]:
 def _edited(
     module: fx.GraphModule, edit: Callable[[fx.Graph, Mapping[str, fx.Node]], None], name: str
 ) -> fx.GraphModule:
-    """A copy of `module` after `edit` of its graph and its nodes by name; what nothing uses any more is dropped."""
+    """A copy of `module`, changed by `edit(graph, nodes by name)`, without dead code."""
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
     for node in module.graph.nodes:
@@ -278,6 +282,8 @@ def _with_outputs(
     outputs: Callable[[Sequence[object], Mapping[str, fx.Node]], tuple[object, ...]],
     name: str,
 ) -> fx.GraphModule:
+    """`module` with the outputs that `outputs(old outputs, nodes by name)` returns."""
+
     def edit(graph: fx.Graph, nodes: Mapping[str, fx.Node]) -> None:
         graph.output_node().args = (outputs(graph_outputs(graph), nodes),)  # type: ignore[assignment]
 
@@ -285,7 +291,7 @@ def _with_outputs(
 
 
 def _reading(module: fx.GraphModule, names: Iterable[str], name: str) -> fx.GraphModule:
-    """`module` with these values taken as inputs, behind the others, instead of computed."""
+    """`module` that takes these values as inputs, behind the others, instead of computing them."""
 
     def edit(graph: fx.Graph, nodes: Mapping[str, fx.Node]) -> None:
         last = [node for node in graph.nodes if node.op == "placeholder"][-1]
@@ -298,9 +304,11 @@ def _reading(module: fx.GraphModule, names: Iterable[str], name: str) -> fx.Grap
     return _edited(module, edit, name)
 
 
-def _without_sums(module: fx.GraphModule, added: Mapping[str, str], name: str) -> fx.GraphModule:
+def _without_sums(module: fx.GraphModule, accumulators: Mapping[str, str], name: str) -> fx.GraphModule:
+    """`module` that takes no running sums: its gradients are the first."""
+
     def edit(graph: fx.Graph, nodes: Mapping[str, fx.Node]) -> None:
-        for holder, total in added.items():
+        for holder, total in accumulators.items():
             nodes[total].replace_all_uses_with(nodes[total].args[1])  # type: ignore[arg-type]
             graph.erase_node(nodes[total])
             graph.erase_node(nodes[holder])
@@ -309,7 +317,7 @@ def _without_sums(module: fx.GraphModule, added: Mapping[str, str], name: str) -
 
 
 def _only(module: fx.GraphModule, kept: set[str], name: str) -> fx.GraphModule:
-    """`module` with only those inputs that are among `kept`, or given in their place."""
+    """`module` with only the inputs in `kept`. An input that replaces a value counts by that value's name."""
 
     def edit(graph: fx.Graph, nodes: Mapping[str, fx.Node]) -> None:
         for node in nodes.values():

@@ -1,4 +1,4 @@
-"""Tasks: a part of a local graph as a scheduler sees it: who needs whom, what takes how long, who holds what."""
+"""The dependency graph that a scheduler orders: tasks with their dependences, times and memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardweave.sharding import collective, is_start, is_wait
 
 
 @dataclass(frozen=True)
-class Transfers:
-    """What a start moves: its group, what it asks of the links, and why."""
+class CollectiveStart:
+    """The collective that a task starts: its process group, its demand on the links, and its note in the graph."""
 
     group: str
     demand: Demand
@@ -24,28 +24,28 @@ class Transfers:
 
 @dataclass(frozen=True)
 class Tasks:
-    """The nodes of one part of a graph, numbered in its order.
+    """The nodes of one part of a graph (its forward or its backward) as tasks, numbered in the graph's order.
 
     Parameters
     ----------
     nodes : sequence of Node
-    needs, users : for each task the tasks that it needs, and those that need it
-    seconds : for each task those of its kernel, 0 where it runs none
-    transfers : for each task what it starts; None where it starts nothing
-    started : for each wait the task that starts what it waits for, else -1
-    born : for each task the storages that it allocates, by number
-    lives : for each task the storages that it uses, by number
-    scratch : for each task the bytes that it takes while it runs
+    needs, users : for each task the tasks that it needs, and the tasks that need it
+    seconds : for each task the time of its kernel, 0 without a kernel
+    transfers : for each task the collective that it starts, or None
+    started : for each wait the task that starts its collective, else -1
+    born : for each task the numbers of the storages that it allocates
+    lives : for each task the numbers of the storages that it uses
+    scratch : for each task the bytes of workspace while it runs
     sending : for each start the bytes that it takes until its wait, beside its input and its result
-    sizes : bytes of each storage, with those of layers that are not in the graph where it outlives its part
-    kept : whether each storage outlives the part
+    sizes : for each storage its bytes. A storage that outlives the part also counts for the layers that it stands for
+    kept : for each storage whether it outlives the part
     """
 
     nodes: Sequence[fx.Node]
     needs: Sequence[Sequence[int]]
     users: Sequence[Sequence[int]]
     seconds: Sequence[float]
-    transfers: Sequence[Transfers | None]
+    transfers: Sequence[CollectiveStart | None]
     started: Sequence[int]
     born: Sequence[Sequence[int]]
     lives: Sequence[Sequence[int]]
@@ -63,17 +63,20 @@ class Tasks:
         others: Callable[[fx.Node], int] = lambda _: 0,
         repeated: Repeated = ONCE,
     ) -> Tasks:
-        """The tasks of these nodes, which lie in the order of `graph`.
+        """The tasks of these nodes, which are in the order of `graph`.
 
-        What a node leaves to another part stands for as much of each of its `others`, which are not in the graph. What
-        is shared by several runs of the graph was there before and stays; sums so far are freed.
+        A storage that a node leaves to another part counts once more for each of `others(node)`, the equal layers that
+        were left out of the graph. A storage that several runs of the graph share takes no memory here and is not
+        freed. A running sum of gradients is freed.
         """
+        # 1. Dependences.
         number = {node: index for index, node in enumerate(nodes)}
         needs = [[number[source] for source in node.all_input_nodes if source in number] for node in nodes]
         users: list[list[int]] = [[] for _ in nodes]
         for index, sources in enumerate(needs):
             for source in sources:
                 users[source].append(index)
+        # 2. Storages: who allocates and uses them, how large they are, and which of them outlive the part.
         found = liveness(graph)
         shared, sums = repeated.storages(graph, found)
         storages: dict[Storage, int] = {}
@@ -106,10 +109,11 @@ class Tasks:
         for key, each in storages.items():
             if kept[each] or each not in here:
                 sizes[each] *= 1 + others(key[0])
-        transfers: list[Transfers | None] = []
+        # 3. Times and collectives.
+        transfers: list[CollectiveStart | None] = []
         for node in nodes:
             what = collective(node) if is_start(node) else None
-            moved = None if what is None else Transfers(group_name(what.axes), prices.collective(what), what)
+            moved = None if what is None else CollectiveStart(group_name(what.axes), prices.collective(what), what)
             transfers.append(moved)
         started = [number.get(node.all_input_nodes[0], -1) if is_wait(node) else -1 for node in nodes]
         seconds = [prices.of(node).seconds if prices.of(node).kernel else 0.0 for node in nodes]
@@ -123,7 +127,7 @@ class Tasks:
 
     @cached_property
     def kept_bytes(self) -> int:
-        """What the part leaves behind, and so the least that it holds at once."""
+        """The bytes that the part leaves behind: the least that any order holds at once."""
         return sum(self.sizes[storage] for born in self.born for storage in born if self.kept[storage])
 
     @cached_property
@@ -139,7 +143,7 @@ class Tasks:
         return list(self._readers)
 
     def peak_bytes(self, order: Sequence[int]) -> int:
-        """The most that the part holds at once in this order, beyond what it found there and gave back."""
+        """The peak of the part in this order, without storages that were there before; bytes."""
         readers, born, kept, sizes = self.readers(), self.born_bytes, self.kept, self.sizes
         held = peak = 0
         for task in order:
@@ -154,7 +158,7 @@ class Tasks:
         return peak
 
     def after(self, edges: Sequence[tuple[int, int]]) -> Tasks:
-        """These tasks where the second of each pair also needs the first."""
+        """These tasks with further dependences: the second task of each pair also needs the first."""
         needs, users = [list(each) for each in self.needs], [list(each) for each in self.users]
         for before, task in set(edges):
             if before not in needs[task]:

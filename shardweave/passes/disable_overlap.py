@@ -1,8 +1,9 @@
-"""Block: collectives that compute waits for, as a step without overlap has them.
+"""The pass `DisableOverlap` exposes collectives: compute waits for them, as in a step without overlap.
 
-`schedule` hides what it can. What is named here is then not hidden: a parameter is gathered right before its first use,
-and what else is started is waited for right away. It says what overlap is worth, and what a system takes that has only
-some of it: AMSP's levels L0 to L3 (arXiv 2311.00257, Table V), AxoNN's steps of section IV (arXiv 2305.13525).
+It runs after the scheduler. An all-gather of a parameter moves right before its first use, and any other collective is
+waited for right after its start. This ablation measures what overlap is worth, and models systems that overlap only a
+part of their communication: AMSP's levels L0 to L3 (arXiv 2311.00257, Table V), and the steps of AxoNN's section IV
+(arXiv 2305.13525).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from shardweave.sharding import info
 
 
 def traffic_of(what: Collective, rest: StateSharding) -> Traffic:
-    """Which of the kinds of traffic a collective is, of a parameter that rests so.
+    """The kind of traffic that a collective is, given how its parameter is sharded.
 
     >>> from shardweave.ir import Axis
     >>> gpu, node = Axis("gpu0", 8, 1), Axis("node0", 4, 8)
@@ -41,21 +42,21 @@ def traffic_of(what: Collective, rest: StateSharding) -> Traffic:
 
 @dataclass(frozen=True)
 class DisableOverlap(Pass):
-    """Wait for each collective of some kinds of traffic before anything else is computed.
+    """Expose each collective of the kinds of traffic in `blocking`.
 
-    Requires a graph in its order; ensures the same values.
+    Requires an ordered graph. Ensures the same values.
 
     Parameters
     ----------
     blocking : collection of Traffic
-    rests : mapping of str to StateSharding
-        Where each parameter rests, by its name.
+    state_sharding : mapping of str to StateSharding
+        The sharding of each parameter, by its name.
     """
 
     name = "disable_overlap"
     requires: ClassVar[frozenset[Property]] = frozenset({"ordered"})
     blocking: Collection[Traffic]
-    rests: Mapping[str, StateSharding]
+    state_sharding: Mapping[str, StateSharding]
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         graph = graph_module.graph
@@ -64,8 +65,8 @@ class DisableOverlap(Pass):
             what = info(start).collective
             if what is None:
                 continue
-            owner = what.owner.partition(" ")[0]  # of a bucket its first one: all of them rest alike
-            if traffic_of(what, self.rests.get(owner, StateSharding())) not in self.blocking:
+            owner = what.owner.partition(" ")[0]  # the first member of a bucket: all are sharded over the same axes
+            if traffic_of(what, self.state_sharding.get(owner, StateSharding())) not in self.blocking:
                 continue
             if what.cause == "parameter":
                 wait.prepend(start)

@@ -1,4 +1,4 @@
-"""Tangents: drop the ones that are always zero, and what they alone would compute."""
+"""Remove tangents that are always zero, and the backward ops that only propagate their zeros."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from shardweave.sharding import EACH, FIRST
 
 aten = torch.ops.aten
 
-# A zero argument gives a zero result; a zero that is divided by is none.
+# Ops whose result is zero if one argument is. A division is not among them: zero may be the divisor.
 LINEAR = (FIRST | EACH) - {aten.div.Tensor}
 
 
 def drop_tangents(graph_module: fx.GraphModule, names: Iterable[str]) -> None:
-    """Take the tangents called `names` as zero.
+    """Treat the tangents called `names` as zero.
 
-    A sum with a zero is its other argument; what is linear in a zero is zero; a gradient that is zero is left out, as
-    autograd leaves it; where a zero reaches anything else, it is written out.
+    A sum with a zero becomes its other argument. An op that is linear in a zero becomes zero itself. A gradient that is
+    zero becomes None, as in autograd. Where any other op reads a zero, the zero is written as a constant.
     """
     graph = graph_module.graph
     wanted = set(names)

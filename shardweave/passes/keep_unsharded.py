@@ -1,8 +1,8 @@
-"""Keep: parameters gathered in the forward that the backward reads as they are.
+"""The pass `KeepUnsharded` keeps parameters gathered from the forward to the backward (no reshard after forward).
 
-By default a gathered parameter is freed after its use in the forward, and the backward gathers it again. Kept, it is
-gathered once: less communication for as much memory as it takes gathered (the cache of AxoNN, section IV-D). Of an op
-in slices some may be kept and the others not, so that its slices rest differently in a step (OSDP, section 3.3).
+By default a gathered parameter is freed after its use in the forward, and the backward gathers it again. A parameter
+that is kept is gathered once: this saves an all-gather and costs the memory of the gathered parameter (the cache of
+AxoNN, section IV-D). Of a sliced op some slices may be kept and others not (OSDP, section 3.3).
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import fx
 
 from shardweave.ir import Axis
 from shardweave.passes.base import Pass, Property
-from shardweave.passes.recompute import same
+from shardweave.passes.recompute import computation_key
 from shardweave.passes.spmd_builder import remove_dead
 from shardweave.sharding import info, last_match
 
 
 @dataclass(frozen=True)
 class KeepUnsharded(Pass):
-    """Let the backward read what the forward gathered.
+    """Let the backward read parameters that the forward gathered.
 
-    Requires a local graph with every step of its time axes; ensures the same values.
+    Requires a local graph in which sub-batches and slices are unrolled. Ensures the same values.
 
     Parameters
     ----------
     slices : mapping of str to int
-        How many slices of a parameter are kept, the first ones; one that is in no slices counts as one. By patterns as
-        in a shell, matched against the names of parameters and their modules; of several that match the last one holds.
+        How many slices of a parameter are kept, counted from the first; a parameter without slices counts as one. Keys
+        are shell patterns, matched against the names of parameters and their modules. The last match holds.
     axes : tuple of Axis
         The axes of slices.
     """
@@ -42,15 +42,15 @@ class KeepUnsharded(Pass):
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         graph = graph_module.graph
-        early = {same(node, node.args, node.kwargs): node for node in graph.nodes if not info(node).backward}
+        early = {computation_key(node, node.args, node.kwargs): node for node in graph.nodes if not info(node).backward}
         twins: dict[fx.Node, fx.Node] = {}
-        """What the forward has already, of what the backward makes of parameters."""
+        """The node of the forward that computes the same, for each backward node that depends on parameters alone."""
         kept: set[fx.Node] = set()
         for node in [node for node in graph.nodes if info(node).backward and node.op == "call_function"]:
             if any(info(source).backward and source not in twins for source in node.all_input_nodes):
                 continue
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda leaf: twins.get(leaf, leaf))
-            twin = early.get(same(node, args, kwargs))
+            twin = early.get(computation_key(node, args, kwargs))
             if twin is None:
                 continue
             twins[node] = twin
@@ -65,7 +65,7 @@ class KeepUnsharded(Pass):
         return graph_module
 
     def _is_kept(self, node: fx.Node) -> bool:
-        """Whether a node starts the gather of a parameter, or of one of its slices, that is kept."""
+        """Whether a node starts the all-gather of a parameter, or of one of its slices, that is kept."""
         what = info(node).collective
         if what is None or what.cause != "parameter":
             return False

@@ -1,12 +1,14 @@
-"""Weave: a list scheduler over a device's compute stream and the streams of its groups.
+"""A list scheduler over the compute stream of a device and the communication streams of its process groups.
 
-Tasks are taken in the order of their keys, as far as their data allow: when the first one has to wait for a collective,
-one of those behind it that need not runs meanwhile. Time passes as it does in the simulator (`cost_model.streams`), so
-that what is found here is what will be predicted.
+The scheduler runs the ready task with the smallest key. Where the task that is next by its key has to wait for a
+collective, a later one that is ready runs meanwhile. Time passes as in the simulator (`cost_model.streams`), so the
+scheduler's times are those that the simulator predicts for the same order.
 
-Three things are held back, for memory: the gather of a parameter until the one used `lookahead` moments before it is
-about to be used, the start of a gradient's reduction until no more than `reductions` others are under way, and what
-would be computed before its turn until it fits into `room`.
+Three kinds of tasks are delayed to save memory:
+
+- The all-gather of a parameter, until the group of parameters `lookahead` groups before its own is in use.
+- The start of a gradient reduction, until at most `reductions` others are under way.
+- A task that would run before its turn by the keys, until the memory that it adds fits into `compute_limit`.
 """
 
 from __future__ import annotations
@@ -25,15 +27,15 @@ Key = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Moment:
-    """The gathers of the parameters that are first used together.
+class GatherGroup:
+    """The all-gathers of the parameters that one task is the first to use.
 
     Parameters
     ----------
     starts : tuple of int
-        Their tasks, in order.
+        The tasks that start the all-gathers, in order.
     uses : tuple of int
-        The tasks of which the first one begins the moment.
+        The tasks that use the parameters. The group is in use from the first of these tasks on.
     """
 
     starts: tuple[int, ...]
@@ -41,16 +43,16 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Woven:
-    """An order of tasks, and what it comes to.
+class ScheduledOrder:
+    """An order of tasks with its time and its memory.
 
     Parameters
     ----------
     order : sequence of int
     seconds : float
-        From the first task to the last.
+        The time from the first task's begin to the last one's end.
     peak_bytes : int
-        The most that the part holds at once beyond what it found, and gave back, at its beginning.
+        The peak of the part, without storages that were there before.
     """
 
     order: Sequence[int]
@@ -58,45 +60,51 @@ class Woven:
     peak_bytes: int
 
 
-def weave(
+def list_schedule(
     tasks: Tasks,
     keys: Sequence[Key],
-    moments: Sequence[Moment] = (),
+    groups: Sequence[GatherGroup] = (),
     *,
     lookahead: int,
     reductions: int,
-    room: float = math.inf,
-    most: float = math.inf,
+    compute_limit: float = math.inf,
+    communication_limit: float = math.inf,
     contention: Contention = ALONE,
-) -> Woven:
-    """Order `tasks`.
+) -> ScheduledOrder:
+    """Order `tasks` by list scheduling.
 
     Parameters
     ----------
     keys : sequence of tuples of int
-        What comes first, of tasks that are ready at once; each larger than those of what is never to come later.
-    moments : sequence of Moment
-        The gathers that are held back, in the order of their uses.
+        The priority of each task: of the tasks that are ready, the one with the smallest key runs first. A task's key
+        is larger than the keys of the tasks that it must not precede.
+    groups : sequence of GatherGroup
+        The all-gathers that are delayed, in the order of their uses.
     lookahead : int
-        How many moments are gathered ahead of the one in use.
+        How many groups may be gathered ahead of the group in use.
     reductions : int
-        How many gradients may be on their way to their states when another one starts.
-    room : float
-        Bytes. What would hold more is not computed before its turn, as long as time may pass instead.
-    most : float
-        Bytes. What would hold more waits for gradients on their way, and nothing is gathered ahead of the next moment.
+        How many gradient reductions may be under way when another one starts.
+    compute_limit : float
+        Bytes. A task that would hold more is not run before its turn while a collective is under way.
+    communication_limit : float
+        Bytes. A task that would hold more first waits for gradient reductions. A group that would hold more is not
+        gathered ahead.
     contention : Contention
-        What compute and collectives take beside each other.
+        How compute and collectives slow each other down.
     """
-    return _Weaver(tasks, keys, moments, lookahead, reductions, room, most, contention).run()
+    limits = lookahead, reductions, compute_limit, communication_limit
+    return _ListScheduler(tasks, keys, groups, *limits, contention).run()
 
 
-def played(tasks: Tasks, order: Sequence[int], contention: Contention = ALONE) -> Woven:
-    """`tasks` in this order, but that what a collective brings is waited for as late as it is read."""
+def simulate_order(tasks: Tasks, order: Sequence[int], contention: Contention = ALONE) -> ScheduledOrder:
+    """Run `tasks` in this order, with each wait, and views of its result, delayed until the collective has ended.
+
+    A task that reads the result before that waits for it.
+    """
     device = _Device(tasks, contention)
     found: list[int] = []
     done = [False] * len(order)
-    late: list[int] = []  # waits for collectives that are under way, and views of what they bring
+    late: list[int] = []  # delayed waits, and views of their results
 
     def has_arrived(task: int) -> bool:
         return device.has_arrived(task) if tasks.started[task] >= 0 else all(done[need] for need in tasks.needs[task])
@@ -123,18 +131,18 @@ def played(tasks: Tasks, order: Sequence[int], contention: Contention = ALONE) -
     for task in late:
         if not done[task]:
             run(task)
-    return Woven(found, device.streams.now, tasks.peak_bytes(found))
+    return ScheduledOrder(found, device.streams.now, tasks.peak_bytes(found))
 
 
 class _Device:
-    """A device's streams, on which tasks are run one after another."""
+    """The streams of one device. They run one task after another."""
 
     def __init__(self, tasks: Tasks, contention: Contention) -> None:
         self.tasks, self.streams = tasks, Streams(contention)
         self.transfers: dict[int, Transfer] = {}
 
     def run(self, task: int) -> None:
-        """Wait for a collective, start one or compute, as the task does."""
+        """Run a task: a wait for a collective, a start of one, or a kernel."""
         tasks, moved = self.tasks, self.tasks.transfers[task]
         if tasks.started[task] >= 0:
             self.streams.wait(self.transfers[tasks.started[task]])
@@ -145,96 +153,105 @@ class _Device:
             self.streams.compute(tasks.seconds[task])
 
     def has_arrived(self, wait: int) -> bool:
-        """Whether what a task waits for is there."""
+        """Whether the collective that a wait belongs to has ended."""
         return self.transfers[self.tasks.started[wait]].end is not None
 
 
+# Keys before those of all tasks: of tasks that start a collective, and of the first use of the gathers just started.
 _NOW: Key = (-2,)
-_NOW_TOO: Key = (-1,)
+_RIGHT_BEHIND: Key = (-1,)
 
 
-class _Weaver:
+class _ListScheduler:
+    """The state of one run of `list_schedule`."""
+
     def __init__(
         self,
         tasks: Tasks,
         keys: Sequence[Key],
-        moments: Sequence[Moment],
+        groups: Sequence[GatherGroup],
         lookahead: int,
         reductions: int,
-        room: float,
-        most: float,
+        compute_limit: float,
+        communication_limit: float,
         contention: Contention,
     ) -> None:
-        self.tasks, self.keys, self.moments = tasks, keys, moments
-        self.lookahead, self.reductions, self.room, self.most = lookahead, reductions, room, most
+        self.tasks, self.keys, self.groups = tasks, keys, groups
+        self.lookahead, self.reductions = lookahead, reductions
+        self.compute_limit, self.communication_limit = compute_limit, communication_limit
         self.device = _Device(tasks, contention)
         self.streams = self.device.streams
         self.order: list[int] = []
         self.done = [False] * len(tasks.nodes)
         self.missing = [len(needs) for needs in tasks.needs]
         self.ready: list[tuple[Key, int]] = []
-        self.waiting: list[int] = []  # waits whose collective is under way
-        self.reducing: deque[int] = deque()  # the waits of gradients on their way, oldest first
-        self.seen = -1, -1, -1
-        """What could be offered depends on when that was last looked at: see `_arrive`."""
+        self.waiting: list[int] = []  # the waits of collectives that are under way
+        self.reductions_under_way: deque[int] = deque()  # the waits of gradient reductions under way, oldest first
+        self.last_looked_at = -1, -1, -1
+        """What `_offer_arrived` found last: it has nothing to do while this is the same."""
         self.readers = tasks.readers()
         self.born = tasks.born_bytes
         self.held = self.peak = 0
-        self.moment_of: dict[int, int] = {}  # of held-back starts and of what only they need
-        self.begins: dict[int, int] = {}  # the moment that a use begins
-        for index, moment in enumerate(moments):
-            for start in moment.starts:
-                self._hold(start, index)
-            for use in moment.uses:
-                self.begins[use] = max(index, self.begins.get(use, 0))
-        self.turns = iter(sorted(range(len(keys)), key=keys.__getitem__))
-        self.turn = next(self.turns, -1)
-        """The first task, by the keys, that has not run."""
-        self.parked: dict[int, list[int]] = {}  # by the moment: what is ready but for its release
-        self.begun = -1
+        self.group_of: dict[int, int] = {}  # the group of each delayed start, and of tasks that only such a start needs
+        self.group_of_use: dict[int, int] = {}  # the group that a task uses
+        for index, group in enumerate(groups):
+            for start in group.starts:
+                self._delay(start, index)
+            for use in group.uses:
+                self.group_of_use[use] = max(index, self.group_of_use.get(use, 0))
+        self.in_key_order = iter(sorted(range(len(keys)), key=keys.__getitem__))
+        self.next_in_order = next(self.in_key_order, -1)
+        """The task with the smallest key that has not run."""
+        self.parked: dict[int, list[int]] = {}  # by group: tasks that are ready but whose group is not released yet
+        self.last_used_group = -1
         self.released = -1
-        self.released = self._ahead(-1)
+        self.released = self._last_group_ahead(-1)
 
-    def _hold(self, task: int, moment: int) -> None:
-        self.moment_of[task] = moment
+    def _delay(self, task: int, group: int) -> None:
+        """Delay a start, and the tasks that only it needs, until its group is released."""
+        self.group_of[task] = group
         for need in self.tasks.needs[task]:
             if len(self.tasks.users[need]) == 1 and self.tasks.started[need] < 0:
-                self._hold(need, moment)
+                self._delay(need, group)
 
-    def run(self) -> Woven:
+    def run(self) -> ScheduledOrder:
+        """Run all tasks."""
         for task, missing in enumerate(self.missing):
             if not missing:
                 self._offer(task)
         while len(self.order) < len(self.done):
-            self._arrive(idle=False)
+            self._offer_arrived(idle=False)
             while self.ready and self.done[self.ready[0][1]]:
                 heapq.heappop(self.ready)
             if not self.ready or self._too_early(*self.ready[0]):
-                self._idle()
+                self._let_time_pass()
             else:
-                self._take(heapq.heappop(self.ready)[1])
-        return Woven(self.order, self.streams.now, self.peak)
+                self._run_task(heapq.heappop(self.ready)[1])
+        return ScheduledOrder(self.order, self.streams.now, self.peak)
 
     def _too_early(self, key: Key, task: int) -> bool:
-        """Whether a task is to wait for its turn, for memory."""
+        """Whether a task would run out of key order and hold memory beyond the limit for that."""
         more = self.born[task]
-        if self.held + more <= self.room or key < (0,) or not self.streams.is_running:
+        if self.held + more <= self.compute_limit or key < (0,) or not self.streams.is_running:
             return False
-        while self.done[self.turn]:
-            self.turn = next(self.turns)
+        while self.done[self.next_in_order]:
+            self.next_in_order = next(self.in_key_order)
         tasks, sizes = self.tasks, self.tasks.sizes
         less = sum(sizes[each] for each in tasks.lives[task] if self._ends(each, self.readers[each] - 1))
-        return task != self.turn and more > less
+        return task != self.next_in_order and more > less
 
     def _ends(self, storage: int, readers: int) -> bool:
-        """Whether a storage that so many tasks are still to use is freed."""
+        """Whether a storage that has so many readers left is freed."""
         return not readers and not self.tasks.kept[storage]
 
-    def _arrive(self, idle: bool) -> None:
-        """Offer the waits whose collectives are done; the newest gradient's not while there is something to compute."""
-        newest = self.reducing[-1] if self.reducing and not idle else -1
+    def _offer_arrived(self, idle: bool) -> None:
+        """Make the waits ready whose collectives have ended.
+
+        The wait for the newest gradient reduction becomes ready only when the device is `idle`.
+        """
+        newest = self.reductions_under_way[-1] if self.reductions_under_way and not idle else -1
         now = self.streams.ended, len(self.waiting), newest
-        if now == self.seen:  # nothing has arrived, and nothing more is waited for
+        if now == self.last_looked_at:  # nothing has arrived, and nothing more is waited for
             return
         if any(self.device.has_arrived(wait) for wait in self.waiting if wait != newest):
             still = []
@@ -244,83 +261,87 @@ class _Weaver:
                 elif not self.done[wait]:
                     heapq.heappush(self.ready, (self.keys[wait], wait))
             self.waiting = still
-        self.seen = self.streams.ended, len(self.waiting), newest
+        self.last_looked_at = self.streams.ended, len(self.waiting), newest
 
-    def _idle(self) -> None:
-        """Nothing can run: let a parameter be gathered that is needed now, or time pass."""
-        if self.released <= self.begun < len(self.moments) - 1:
-            self._release(self.begun + 1)
+    def _let_time_pass(self) -> None:
+        """Nothing can run. Start the gathers that are needed next, or let time pass until a collective ends."""
+        if self.released <= self.last_used_group < len(self.groups) - 1:
+            self._release(self.last_used_group + 1)
         elif self.streams.is_running:
             self.streams.advance()
         elif self.parked:
             self._release(self.released + 1)
         else:
-            self._arrive(idle=True)
+            self._offer_arrived(idle=True)
             if not self.ready:
                 left = [node.name for node, done in zip(self.tasks.nodes, self.done) if not done]
                 raise VerifyError(f"nothing can run, but {len(left)} nodes have not: {left[:5]} need each other")
 
-    def _release(self, moment: int) -> bool:
-        """Let the gathers up to this moment start; whether some do now."""
-        early = [task for index in range(self.released + 1, moment + 1) for task in self.parked.pop(index, ())]
-        self.released = max(self.released, moment)
+    def _release(self, group: int) -> bool:
+        """Allow the gathers up to this group to start. Return whether some are ready now."""
+        early = [task for index in range(self.released + 1, group + 1) for task in self.parked.pop(index, ())]
+        self.released = max(self.released, group)
         for task in early:
             heapq.heappush(self.ready, (_NOW, task))
         return bool(early)
 
-    def _ahead(self, moment: int) -> int:
-        """Up to which moment is gathered after one has begun: as far ahead as may be held."""
+    def _last_group_ahead(self, group: int) -> int:
+        """The last group that may be gathered while `group` is in use: `lookahead` groups ahead, as memory allows."""
         held = self.held
-        for index in range(max(self.released, moment) + 1, min(moment + self.lookahead, len(self.moments) - 1) + 1):
-            held += sum(self.born[start] for start in self.moments[index].starts)
-            if held > self.most:
+        for index in range(max(self.released, group) + 1, min(group + self.lookahead, len(self.groups) - 1) + 1):
+            held += sum(self.born[start] for start in self.groups[index].starts)
+            if held > self.communication_limit:
                 return index - 1
-        return moment + self.lookahead
+        return group + self.lookahead
 
     def _offer(self, task: int) -> None:
-        """All that a task needs is there, but for the end of a collective."""
+        """All tasks that a task needs have run. It is ready, or waits for its collective or for its group's release."""
         if self.tasks.started[task] >= 0:
             self.waiting.append(task)
             return
-        moment = self.moment_of.get(task)
-        if moment is not None and moment > self.released:
-            self.parked.setdefault(moment, []).append(task)
+        group = self.group_of.get(task)
+        if group is not None and group > self.released:
+            self.parked.setdefault(group, []).append(task)
             return
-        at_once = moment is not None or self.tasks.transfers[task] is not None
+        at_once = group is not None or self.tasks.transfers[task] is not None
         heapq.heappush(self.ready, (_NOW if at_once else self.keys[task], task))
 
-    def _take(self, task: int) -> None:
-        """Run a task now."""
-        moment = self.begins.get(task)
-        if moment is not None and moment > self.begun:
-            self.begun = moment
-            if self._release(self._ahead(moment)):  # they start before the one that begins the moment
-                heapq.heappush(self.ready, (_NOW_TOO, task))
+    def _run_task(self, task: int) -> None:
+        """Run a task now, after what has to happen before it."""
+        # 1. The first use of a group lets the gathers of the following groups start. They start before this task.
+        group = self.group_of_use.get(task)
+        if group is not None and group > self.last_used_group:
+            self.last_used_group = group
+            if self._release(self._last_group_ahead(group)):  # they start before the one that begins the group
+                heapq.heappush(self.ready, (_RIGHT_BEHIND, task))
                 return
+        # 2. Finish gradient reductions whose memory is needed, or that are too many.
         if self.tasks.started[task] < 0:
-            self._wait_for_room(self.born[task] + self.tasks.sending[task] + self.tasks.scratch[task])
+            self._wait_for_memory(self.born[task] + self.tasks.sending[task] + self.tasks.scratch[task])
         transfers = self.tasks.transfers[task]
         if transfers is not None and transfers.what.cause == "gradient":
-            while len(self.reducing) > self.reductions:
-                self._wait_for_oldest()
-            self.reducing.extend(self.tasks.users[task])
+            while len(self.reductions_under_way) > self.reductions:
+                self._wait_for_oldest_reduction()
+            self.reductions_under_way.extend(self.tasks.users[task])
+        # 3. Run it.
         self.device.run(task)
-        if self.tasks.started[task] >= 0 and task in self.reducing:
-            self.reducing.remove(task)
+        if self.tasks.started[task] >= 0 and task in self.reductions_under_way:
+            self.reductions_under_way.remove(task)
         self._finish(task)
 
-    def _wait_for_room(self, more: int) -> None:
-        """Wait for gradients on their way where what is held besides would be too much."""
-        while more and self.reducing and self.held + more > self.most:
-            self._wait_for_oldest()
+    def _wait_for_memory(self, more: int) -> None:
+        """Wait for gradient reductions until `more` bytes fit into the limit for communication."""
+        while more and self.reductions_under_way and self.held + more > self.communication_limit:
+            self._wait_for_oldest_reduction()
 
-    def _wait_for_oldest(self) -> None:
-        """Wait for the oldest gradient that is on its way."""
-        wait = self.reducing.popleft()
+    def _wait_for_oldest_reduction(self) -> None:
+        """Wait for the gradient reduction that was started first."""
+        wait = self.reductions_under_way.popleft()
         self.device.run(wait)
         self._finish(wait)
 
     def _finish(self, task: int) -> None:
+        """Append a task to the order, account for its memory, and offer the tasks that needed only it."""
         self.order.append(task)
         self.done[task] = True
         tasks, readers = self.tasks, self.readers

@@ -1,4 +1,4 @@
-"""What is asked of the whole step, on one model: its time axes, and what patterns name."""
+"""Options of the whole step, resolved for one model: the time axes, and the ops and modules that patterns name."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from shardweave.sharding import Op, info, matches, modules_around, nothing_named
 
 
 def with_times(mesh: Mesh, options: Options, strategies: Iterable[Strategy] = ()) -> Mesh:
-    """`mesh` with a time axis over the micro-batches of a call, and one over the sub-batches of each of these.
+    """`mesh` with time axes: over micro-batches, over the sub-batches of each micro-batch, and over slices of ops.
 
-    Their strides put them outside all axes of devices. Those over the slices of ops, which options and strategies ask
-    for, are inside of these.
+    The strides of the first two put them outside all axes of devices; those of slices put them inside.
     """
     micro, sub, world = options.turns, options.weaving.sub_batches, mesh.world_size
     times = (Axis("micro", micro, world * sub, "time"),) if micro > 1 else ()
@@ -26,7 +25,7 @@ def with_times(mesh: Mesh, options: Options, strategies: Iterable[Strategy] = ()
 
 
 def check_patterns(captured: Captured, weaving: Weaving) -> None:
-    """`PlanError` where a pattern of the weaving names nothing of the model."""
+    """Raise `PlanError` if a pattern of the overlap options matches nothing in the model."""
     modules = {info(node).op for node in captured.graph.graph.nodes}
     parameters = set(captured.parameters.values())
     meant: Sequence[tuple[str, Iterable[str], set[str]]] = (
@@ -45,12 +44,12 @@ def check_patterns(captured: Captured, weaving: Weaving) -> None:
 def sliced_ops(
     patterns: Mapping[str, int], ops: Sequence[Op], strategies: Mapping[str, Strategy], mesh: Mesh
 ) -> dict[str, int]:
-    """Into how many slices each op is cut that a pattern names and that has a loop for it; the last pattern holds.
+    """The number of slices of each op that a pattern matches and that has a loop to slice. The last pattern holds.
 
     Raises
     ------
     PlanError
-        Where a pattern names nothing, or its number divides no loop of what it names.
+        If a pattern matches no op, or its number divides no loop of the ops that it matches.
     """
     found: dict[str, int] = {}
     for pattern, slices in patterns.items():

@@ -55,7 +55,7 @@ from shardweave.ir import (
     together,
 )
 from shardweave.passes.base import Pass, Property
-from shardweave.passes.spmd_builder import TAKEN, LocalGraph, OpEmitter, Origin, Part, part, remove_dead
+from shardweave.passes.spmd_builder import INPUT_SLICE, LocalGraph, OpEmitter, Origin, Part, local_part, remove_dead
 from shardweave.sharding import (
     Arrival,
     Choice,
@@ -164,7 +164,7 @@ class ShardedValues:
         whole = drop(layout, self.mesh.woven)
         if whole == layout:
             return whole_batch
-        part = self.local.redistribute(whole_batch, whole, layout, replace(origin, reason=TAKEN), lambda *_: None)
+        part = self.local.redistribute(whole_batch, whole, layout, replace(origin, reason=INPUT_SLICE), lambda *_: None)
         annotate_layouts(part, (layout,))
         return part
 
@@ -327,7 +327,7 @@ class ShardedValues:
         if want == whole:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.replicated_constant)
             return self.local.call(origin, node.target, *args, **kwargs)  # type: ignore[arg-type]
-        made = part(node, want, self.mesh)
+        made = local_part(node, want, self.mesh)
         if made is None:
             return self.local.redistribute(self.at_layout(node, whole), whole, want, origin, lambda *_: None)
         values = [self.at_layout(source, layout) for source, layout in zip(tensor_args(node), made.inputs)]

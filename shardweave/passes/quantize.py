@@ -1,13 +1,13 @@
-"""Quantize: parameters and gradients move in blocks of few bits (ZeRO++, arXiv 2306.10209, section 1.2).
+"""The pass `Quantize` moves parameters and gradients in blocks of few bits (ZeRO++, arXiv 2306.10209, section 1.2).
 
-An all-gather of a parameter (qwZ) becomes one of its blocks, and one of their scales; all ranks take the parameter out
-of these, its own part included, so that all have the same. A reduce-scatter of a gradient (qgZ) becomes all-to-alls,
-one stage for each level of the machine that the group crosses, the innermost first: inside of a node, so that what is
-left for between nodes is small. Each stage quantizes, moves, takes the parts out of their blocks to full precision, and
-then adds them up; a sum is never one of quantized values.
+An all-gather of a parameter (qwZ) becomes an all-gather of its quantized blocks and one of their scales. Each rank
+dequantizes the whole parameter from these, its own part included, so that all ranks have the same values. A
+reduce-scatter of a gradient (qgZ) becomes all-to-alls, one stage for each level of the machine that the group crosses,
+the innermost first: after the stage inside a node, little is left to move between nodes. Each stage quantizes, moves,
+dequantizes to full precision, and then adds up. Quantized values are never summed.
 
-All-reduces stay as they are, those of replicated gradients and of the shards of hybrid sharding, and so do activations,
-and whatever is not floating point.
+All-reduces stay as they are: those of replicated gradients, and those between the shards of hybrid sharding. So do
+activations, and values that are not floating point.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ c10d = torch.ops._c10d_functional
 own = torch.ops.shardweave
 
 BLOCK = 256
-"""Elements of a block: a float32 scale is 1.6 % of what it is for in int8, 3.1 % in int4."""
+"""Elements in a block. A float32 scale adds 1.6 % to a block of int8, and 3.1 % to one of int4."""
 
 
 @dataclass(frozen=True)
 class Quantize(Pass):
     """Move parameters and gradients in few bits.
 
-    Requires a local graph in which every start is followed by its wait; ensures that each value is what it was to
-    within half a step of its block for each stage that it moves through, that all ranks of a group that gathers have
-    the same, and that what took the place of a wait has its name.
+    Requires a local graph in which every start is followed by its wait. Ensures that each value differs from the
+    original by at most half a quantization step of its block for each stage, that all ranks of an all-gather have the
+    same values, and that the node that replaces a wait has its name.
 
     Parameters
     ----------
     bits : mapping of {"parameters", "gradients"} to int
-        Bits of an element on its way, 8 or 4; what is not named moves as it is.
+        The bits of an element during its transfer, 8 or 4. A kind that is not named moves as it is.
     block : int
-        Elements that share a scale.
+        The number of elements that share a scale.
     """
 
     name = "quantize"
@@ -75,7 +75,7 @@ class Quantize(Pass):
 
 
 def stages(axes: Sequence[Axis]) -> list[tuple[Axis, ...]]:
-    """The axes of a group, outermost first, level by level from the innermost.
+    """The axes of a process group by level of the machine, the innermost level first; in a level, outermost first.
 
     >>> axes = Axis("node0", 2, 4), Axis("gpu1", 2, 2), Axis("gpu0", 2, 1)
     >>> [" ".join(axis.name for axis in stage) for stage in stages(axes)]
@@ -86,7 +86,7 @@ def stages(axes: Sequence[Axis]) -> list[tuple[Axis, ...]]:
 
 
 def sizes_of_parts(source: fx.Node, rows: int) -> list[int]:
-    """The elements of the parts that a row of a buffer is made of: of a bucket, those of each of its members."""
+    """The sizes, in elements, of the parts that a row of a buffer consists of: for a bucket, those of its members."""
     size, node = source.meta["val"].numel() // rows, source
     while node.target is aten.reshape.default:
         node = node.all_input_nodes[0]
@@ -109,10 +109,10 @@ class _Rewrite:
     bits: int
     block: int
     known: dict[object, Any]
-    """Values of calls, by what is called with values of which shapes, dtypes and strides: equal layers ask again."""
+    """A cache of fake results by op and the shapes, dtypes and strides of arguments: equal layers share them."""
 
     def gather(self, wait: fx.Node) -> None:
-        """Gather the blocks of each rank, and make of them what the collective made of the ranks' parts."""
+        """Replace an all-gather: gather the blocks and scales of each rank, and dequantize."""
         source = self.start.all_input_nodes[0]
         sizes, dtype = sizes_of_parts(source, 1), wait.meta["val"].dtype
         with self.graph.inserting_before(wait):
@@ -121,10 +121,10 @@ class _Rewrite:
             self._replace(wait, self._call(own.dequantize_blocks.default, *moved, sizes, self.block, dtype))
 
     def reduce(self, wait: fx.Node) -> None:
-        """Bring each rank its part from all others and add it up, stage after stage.
+        """Replace a reduce-scatter: send each rank its parts from all others and add them up, stage by stage.
 
-        A rank has a row for each rank of the group, in the order of their places along the axes, the outermost first. A
-        stage sends rows along the innermost axes that are left, and leaves one for each place along the others.
+        A rank has one row for each rank of the group, ordered by their coordinates, the outermost axis first. A stage
+        sends rows along the innermost axes that are left. It leaves one row for each coordinate of the other axes.
         """
         source, rows = self.start.all_input_nodes[0], axes_size(self.what.axes)
         sizes = sizes_of_parts(source, rows)
@@ -143,14 +143,14 @@ class _Rewrite:
         return self._call(operator.getitem, both, 0), self._call(operator.getitem, both, 1)
 
     def _by_rank(self, part: fx.Node, rows: int, ranks: int) -> fx.Node:
-        """What goes to each of `ranks`, the innermost of the group: so many rows, one behind the other."""
+        """`part` reordered so that the rows for one of the `ranks` (the innermost axes) are contiguous."""
         if rows == 1:
             return self._call(aten.reshape.default, part, [ranks, 1, -1])
         part = self._call(aten.permute.default, self._call(aten.reshape.default, part, [rows, ranks, -1]), [1, 0, 2])
         return self._call(aten.clone.default, part, memory_format=torch.contiguous_format)
 
     def _moved(self, kind: Literal["all_gather", "all_to_all"], part: fx.Node, axes: Sequence[Axis]) -> fx.Node:
-        """What comes of blocks, or of their scales, in a collective."""
+        """Start a collective of blocks or scales, and wait for its result."""
         ranks, scales, gathers = axes_size(axes), part.meta["val"].is_floating_point(), kind == "all_gather"
         target = c10d.all_gather_into_tensor.default if gathers else c10d.all_to_all_single.default
         start = self._call(target, part, *([ranks] if gathers else [[1] * ranks] * 2), group_name(axes))
@@ -162,7 +162,7 @@ class _Rewrite:
         return self._call(c10d.wait_tensor.default, start)
 
     def _replace(self, wait: fx.Node, found: fx.Node) -> None:
-        """Let the users of `wait` read what was found instead, under its name."""
+        """Let the users of `wait` read `found` instead. It takes over the name of `wait`."""
         found = self._call(aten.reshape.default, found, list(wait.meta["val"].shape))
         found.meta[META] = info(wait)
         wait.replace_all_uses_with(found)

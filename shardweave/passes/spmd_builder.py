@@ -1,14 +1,13 @@
-"""The builder of a local graph: it emits local ops and the collectives between layouts.
+"""The builder of the local graph: it emits local ops, and the collectives that change layouts.
 
-Constants of a step, made where they are wanted: each rank makes its own part of a mask, a range, a block of zeros.
-
-What depends on no input has no place of its own. Asked for at a layout, an op that a rule splits is written on the
-parts of its inputs, these on the parts of theirs, down to a `full` or a `arange` of local size. Where no rule does,
-the constant is made whole and sliced.
-
-What a rule's lowering sees of one op: its local arguments, its layouts, and the local graph to write to.
-
-The local graph while it is being written: calls with their fake values, coordinates, and changes of layout.
+`LocalGraph`
+    is the graph that is being written: calls with their fake values, coordinates of the rank, and redistributions.
+`OpEmitter`
+    is what the lowering of a sharding rule sees of one op: its local arguments, its layouts, and the graph to write to.
+`local_part`
+    tells how each rank can make its own part of a constant (a mask, a range, a block of zeros) at a layout. An op with
+    a rule is emitted on the parts of its inputs, these on the parts of theirs, down to a `full` or an `arange` of local
+    size. A constant without a rule is made whole and sliced.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from shardweave.sharding import Rule, described, draws, find_rule
 
 @dataclass(frozen=True)
 class Part:
-    """How a part of a constant or a view is made: its op's rule, the axes on its factors, the parts of its inputs."""
+    """How to make a part of a constant or a view: the op's rule, the axes on its factors, the layouts of its inputs."""
 
     rule: Rule | None
     bound: BoundRule
@@ -63,8 +62,8 @@ class Part:
     inputs: tuple[Layout, ...]
 
 
-def part(node: fx.Node, want: Layout, mesh: Mesh) -> Part | None:
-    """How to make a constant at `want`; None where it has to be made whole."""
+def local_part(node: fx.Node, want: Layout, mesh: Mesh) -> Part | None:
+    """How to make a rank's part of a constant at the layout `want`; None if the constant has to be made whole."""
     rule = find_rule(node)
     if rule is None:
         return None
@@ -133,23 +132,23 @@ own = torch.ops.shardweave
 
 Cause = Literal["parameter", "gradient", "activation"]
 
-TAKEN = "step of an input"
-"""The reason for a slice of what lives as long as the step does."""
-_NOT_IN_PARTS = (
+INPUT_SLICE = "step of an input"
+"""The reason that a slice of an input is marked with. It needs no copy, as the input outlives the step."""
+_NEEDS_WHOLE_BATCH = (
     "{op} needs the whole batch at once (its value lies at {layout}), so the batch cannot be computed in "
     "{parts}: use {option}=1, or move what needs the whole batch out of the model"
 )
 
 
-def not_in_parts(op: str, layout: Layout, axis: Axis) -> LayoutError:
-    """What to say where the steps of a time axis cannot be computed one after another."""
+def needs_whole_batch(op: str, layout: Layout, axis: Axis) -> LayoutError:
+    """The error for a batch that cannot be computed in micro-batches or sub-batches, one after another."""
     parts, option = (f"{axis.name}-batches", f"{axis.name}_batches")
-    return LayoutError(_NOT_IN_PARTS.format(op=op, layout=layout, parts=parts, option=option))
+    return LayoutError(_NEEDS_WHOLE_BATCH.format(op=op, layout=layout, parts=parts, option=option))
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Whose value a piece of the local graph computes, and why: what comments and traces say."""
+    """The owner of a piece of the local graph, and the reason and cause for it, for comments and traces."""
 
     op: str
     reason: str = ""
@@ -159,16 +158,16 @@ class Origin:
 
 @dataclass
 class LocalGraph:
-    """Writes local nodes; every node gets its local fake value and its `NodeInfo`."""
+    """The local graph while it is written. Each node gets its local fake value and its `NodeInfo`."""
 
     mesh: Mesh
     fake: Any
     graph: fx.Graph = field(default_factory=fx.Graph)
     coordinates: dict[str, fx.Node] = field(default_factory=dict)
     known: dict[object, Any] = field(default_factory=dict)
-    """Values of calls, by what is called with values of which shapes, dtypes and strides."""
+    """A cache of fake results, by op and the shapes, dtypes and strides of the arguments."""
     checkpoint: str = ""
-    """Which activation checkpoint of the user's that which is written lies inside of."""
+    """The user's activation checkpoint that the current op is inside; "" outside of all."""
 
     def __post_init__(self) -> None:
         for axis in (*self.mesh.axes, *self.mesh.times, *self.mesh.unrolled):
@@ -177,16 +176,16 @@ class LocalGraph:
             node.meta[META] = NodeInfo(op=f"coordinate on {axis.name}")
             self.coordinates[axis.name] = node
         self.seed = self.graph.placeholder(SEED)
-        self.seed.meta["val"] = None  # ops whose shapes are worked out draw under no seed
+        self.seed.meta["val"] = None  # fake ops need no seed
         self.seed.meta[META] = NodeInfo(op="seed of the step")
         self.drawn = 0
 
     def placeholder(
         self, name: str, value: torch.Tensor, layout: Layout, origin: Origin, last: bool = False
     ) -> fx.Node:
-        """An input of the graph that lies at `layout`; dots in its name become underscores.
+        """Add an input of the graph at `layout`. Dots in its name become underscores.
 
-        The `last` one comes behind the inputs so far, wherever the graph is being written.
+        With `last`, it comes behind the inputs so far, wherever the graph is being written.
         """
         identifier = re.sub(r"\W", "_", name)
         if not identifier.isidentifier() or keyword.iskeyword(identifier):
@@ -194,7 +193,7 @@ class LocalGraph:
         found = [node for node in self.graph.nodes if node.op == "placeholder"] if last else []
         with self.graph.inserting_after(found[-1]) if found else contextlib.nullcontext():
             node = self.graph.placeholder(identifier)
-        node.target = node.name  # an input may be called as a parameter is
+        node.target = node.name  # which is unique: an input may have the name of a parameter
         with self.fake:
             node.meta["val"] = torch.empty(layout.local_shape, dtype=value.dtype, device=value.device)
         node.meta[META] = NodeInfo(layouts=(layout,), op=origin.op, backward=origin.backward)
@@ -208,7 +207,7 @@ class LocalGraph:
         collective: Collective | None = None,
         **kwargs: Any,
     ) -> fx.Node:
-        """A call of `target`; a reshape of a reshape is one reshape, and twice transposed is not at all."""
+        """Add a call of `target`. A reshape of a reshape becomes one; a transpose of a transpose is left out."""
         if target is aten.reshape.default:
             args = (_unreshaped(args[0]), *args[1:])
             base: fx.Node = args[0]
@@ -235,14 +234,14 @@ class LocalGraph:
     def draw(
         self, origin: Origin, axes: Sequence[Axis], target: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> fx.Node:
-        """A call of an op that draws numbers, each rank along `axes` (outermost first) its own ones."""
+        """Add a call of a random op. Each rank along `axes` (outermost first) draws its own numbers."""
         position = self.offset(origin, axes, 1)
         node = self.call(origin, seeded, target, self.seed, self.drawn, position, *args, **kwargs)
         self.drawn += 1
         return node
 
     def constant(self, origin: Origin, node: fx.Node) -> fx.Node:
-        """A tensor that the model holds as a constant."""
+        """Add a tensor that the model holds as a constant."""
         copy = self.graph.get_attr(str(node.target))
         copy.meta["val"] = node.meta["val"]
         copy.meta[META] = NodeInfo(op=origin.op, backward=origin.backward)
@@ -289,26 +288,27 @@ class LocalGraph:
     def redistribute(
         self, node: fx.Node, have: Layout, want: Layout, origin: Origin, on_reduced: Callable[[fx.Node, Layout], None]
     ) -> fx.Node:
-        """The value of `node` at another layout; `on_reduced` hears of the value once it is no longer partial.
+        """Bring the value of `node` to another layout.
 
-        What is the same in all steps of a time axis becomes a partial sum over it as a share of each.
+        `on_reduced` is told the node and layout after each reduction of a partial sum. A value that is the same in all
+        micro-batches or sub-batches becomes a partial sum over these if each takes an equal share of it.
         """
         shared = tuple(item for item in want.partial if item[0].kind == "time" and item not in have.partial)
         met = replace(want, partial=tuple(item for item in want.partial if item not in shared))
         for step in steps_between(have, met):
             if step.kind != "slice" and (times := [axis for axis in step.axes if axis.kind == "time"]):
-                raise not_in_parts(origin.op, have, times[0])
+                raise needs_whole_batch(origin.op, have, times[0])
             node = getattr(self, step.kind)(node, step, origin)
             if step.kind in ("all_reduce", "reduce_scatter"):
                 on_reduced(node, step.after)
         if shared:
             if not node.meta["val"].is_floating_point():
-                raise not_in_parts(origin.op, have, shared[0][0])
+                raise needs_whole_batch(origin.op, have, shared[0][0])
             node = self.call(origin, aten.div.Scalar, node, axes_size(axis for axis, _ in shared))
         return node
 
     def join_steps(self, node: fx.Node, have: Layout, origin: Origin, axes: Sequence[Axis]) -> tuple[fx.Node, Layout]:
-        """The value of `node` with all steps of these unrolled axes together, and where it then lies."""
+        """Join the sub-batches or slices of a value along these unrolled axes. Return the node and its layout."""
         for axis in axes:
             if axis in have.partial_axes:
                 have = replace(have, partial=tuple(item for item in have.partial if item[0] != axis))
@@ -322,7 +322,7 @@ class LocalGraph:
         return node, have
 
     def _collect(self, kind: Any, target: Any, node: fx.Node, step: Step, origin: Origin, *args: Any) -> fx.Node:
-        """Start a collective and wait for it; `schedule` moves the two apart."""
+        """Start a collective and wait for it. The pass `Schedule` moves the two apart later."""
         value = node.meta["val"]
         whole = value.numel() * value.element_size() * (axes_size(step.axes) if kind == "all_gather" else 1)
         what = Collective(kind, step.axes, whole, origin.op, origin.reason, origin.cause)
@@ -330,12 +330,12 @@ class LocalGraph:
         return self.call(origin, c10d.wait_tensor.default, start)
 
     def all_reduce(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
-        """Combine a partial value over `step.axes`."""
+        """Reduce a partial value over `step.axes`."""
         node = self.contiguous(origin, node)
         return self._reduced("all_reduce", c10d.all_reduce.default, node, step, origin)
 
     def _reduced(self, kind: Any, target: Any, node: fx.Node, step: Step, origin: Origin, *args: Any) -> fx.Node:
-        """Start a collective that combines numbers; the largest or smallest of them as `ordered_bits` that keep NaN."""
+        """Start a reducing collective. Maximum and minimum are reduced as `ordered_bits`, so that a NaN survives."""
         dtype = node.meta["val"].dtype
         if step.reduce not in ("max", "min") or not dtype.is_floating_point:
             return self._collect(kind, target, node, step, origin, step.reduce, *args)
@@ -344,7 +344,7 @@ class LocalGraph:
         return self.call(origin, own.from_ordered_bits.default, node, dtype)
 
     def reduce_scatter(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
-        """Combine a partial value, each rank keeping its part: the parts are brought to the front, in rank order."""
+        """Reduce a partial value and keep this rank's part. The parts are brought to the front first, in rank order."""
         units = [unit for dim in step.units for unit in dim]
         node = self.reshape(origin, node, [h for h, _ in units if isinstance(h, int)])
         local = [unit for unit in units if isinstance(unit[0], int)]
@@ -359,7 +359,7 @@ class LocalGraph:
         return self.reshape(origin, node, step.after.local_shape)
 
     def all_gather(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
-        """Put the parts of a value together: they arrive in rank order, in front, and are moved to their places."""
+        """Gather the parts of a value. They arrive in rank order, in front, and are then moved to their dimensions."""
         size = axes_size(step.axes)
         node = self.contiguous(origin, node)
         node = self.reshape(origin, node, node.meta["val"].shape or [1])
@@ -376,14 +376,16 @@ class LocalGraph:
             elif h in gathered:
                 order.append(step.axes.index(h))
         node = self._permute(origin, node, order)
-        # Some CPU kernels (attention, layer norm's backward) are silently wrong on what is not row-major.
+        # Some CPU kernels (attention, layer norm's backward) are silently wrong on tensors that are not contiguous.
         return self.contiguous(origin, self.reshape(origin, node, step.after.local_shape))
 
     def all_to_all(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
-        """Exchange parts: each rank keeps a part of what it had whole, and gets the others' parts of what it had cut.
+        """Move axes from one dimension to another: shard a dimension that was whole, and gather one that was sharded.
 
-        The parts to send are brought to the front, in rank order; what arrives there is moved to its place.
+        The parts to send are brought to the front, in rank order. The parts that arrive there are moved to their
+        dimension.
         """
+        # 1. Bring the parts to the front.
         units = [unit for dim in step.units for unit in dim]
         local = [unit for unit in units if isinstance(unit[0], int)]
         node = self.reshape(origin, node, [digit_size(h) for h, _ in local])
@@ -394,8 +396,10 @@ class LocalGraph:
         stay = [digit_size(local[index][0]) for index in kept]
         node = self._permute(origin, node, [*sent, *kept])
         node = self.contiguous(origin, self.reshape(origin, node, [axes_size(step.axes), *stay]))
+        # 2. Exchange them.
         splits = [1] * axes_size(step.axes)
         node = self._collect("all_to_all", c10d.all_to_all_single.default, node, step, origin, splits, splits)
+        # 3. Move the parts that arrived to their dimension.
         node = self.reshape(origin, node, [*sizes, *stay])
         order, next_kept = [], len(sizes)
         for h, w in units:
@@ -408,7 +412,7 @@ class LocalGraph:
         return self.contiguous(origin, self.reshape(origin, node, step.after.local_shape))
 
     def slice(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
-        """Keep this rank's part of a value that is whole here."""
+        """Keep this rank's part of a value that is whole on each rank."""
         units = [unit for dim in step.units for unit in dim]
         local = [(h, w) for h, w in units if isinstance(h, int)]
         node = self.reshape(origin, node, [h for h, _ in local])
@@ -420,18 +424,18 @@ class LocalGraph:
                 index += 1
         if step.axes and set(step.axes) <= set(self.mesh.slices):
             return self.reshape(origin, node, step.after.local_shape)
-        if node.meta["val"].is_contiguous() and origin.reason != TAKEN:  # a view would keep the whole value alive
+        if node.meta["val"].is_contiguous() and origin.reason != INPUT_SLICE:  # a view would keep the whole value alive
             node = self.call(origin, aten.clone.default, node)
         return self.contiguous(origin, self.reshape(origin, node, step.after.local_shape))
 
     def pad(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
-        """Spread the rows of a value to their places."""
+        """Pad a dimension: move its rows to their places in the padded dimension."""
         padding = step.after.padding
         assert padding is not None
         return self.call(origin, own.pad.default, node, padding.dim, padding.size, list(padding.levels))
 
     def unpad(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
-        """Pack the rows of a value, which lie in places: where all of them lie in front, no more than a view."""
+        """Remove the padding of a dimension. This is a view if all rows are in front of the padding."""
         padding = step.before.padding
         assert padding is not None
         if padding.in_front and node.meta["val"].shape[padding.dim] == padding.padded:
@@ -444,7 +448,7 @@ class LocalGraph:
 
 
 def _unreshaped(node: fx.Node) -> fx.Node:
-    """What a reshape that copies nothing was made from."""
+    """The value behind reshapes that copy nothing."""
     while node.target is aten.reshape.default and node.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
         node = node.args[0]  # type: ignore[assignment]
     return node
@@ -457,9 +461,8 @@ def short_name(target: Callable[..., Any]) -> str:
     return str(name).lstrip("_").replace("scaled_dot_product", "sdpa")
 
 
-def in_order(graph: fx.Graph, place: Mapping[fx.Node, int]) -> None:
-    """Bring the nodes of a graph into the order of their places, as far as their data allow; of one place, what was
-    made last comes first."""
+def sort_by_place(graph: fx.Graph, place: Mapping[fx.Node, int]) -> None:
+    """Sort the nodes of a graph topologically by `place`. Of nodes of one place, the one made last comes first."""
     made = {node: index for index, node in enumerate(graph.nodes)}
     missing = {node: len(node.all_input_nodes) for node in graph.nodes}
     ready = [(place[node], -made[node], node) for node in graph.nodes if not missing[node]]
@@ -477,7 +480,7 @@ def in_order(graph: fx.Graph, place: Mapping[fx.Node, int]) -> None:
 
 
 def remove_dead(graph: fx.Graph) -> None:
-    """Drop what nothing uses, collectives included: torch takes these for side effects."""
+    """Eliminate dead code, collectives included: torch's own pass keeps these as side effects."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""The boundary of a step: the mesh in layout order, the axes of the batch, and the layouts of what goes in and out."""
+"""The boundary of a step: the mesh in layout order, the axes of the batch, and the layouts of inputs and outputs."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ from shardweave.sharding import Op, Samples, graph_outputs
 
 
 def mesh_for(mesh: Mesh, strategies: Mapping[str, Strategy], sizes: Mapping[str, int]) -> Mesh:
-    """The mesh in layout order: the axes of tensor parallelism first, each kind from the outermost in.
+    """The mesh in layout order: axes of tensor parallelism first, then the others, each kind from the outermost in.
 
-    At-rest axes then lie inside them on every dimension, which keeps layouts plain DTensor placements. What others
-    gather over some of these axes and more comes in another order than its ranks', and is copied: axes come first where
-    the ops that are tensor parallel over them, and do not rest whole beside that, have the larger part of both by the
-    `sizes` of their parameters.
+    The axes that shard states are then inside those of tensor parallelism on each dimension, which keeps layouts plain
+    DTensor placements. The price is paid by ops that gather over a mix of both kinds of axes: their parts arrive in
+    another order than that of their ranks, and are copied. So axes only come first if the parameters of the ops that
+    are tensor parallel over them, and shard their states besides, have at least as many elements as those that would be
+    copied. `sizes` has the elements of each op's parameters.
     """
     asked, gathered = Counter[frozenset[Axis]](), Counter[frozenset[Axis]]()
     for name, size in sizes.items():
@@ -53,7 +54,7 @@ def mesh_for(mesh: Mesh, strategies: Mapping[str, Strategy], sizes: Mapping[str,
 
 
 def data_axes(ops: list[Op], strategies: Mapping[str, Strategy], mesh: Mesh) -> tuple[Axis, ...]:
-    """The axes that every op puts on the batch: the ones that a user's batch is spread over."""
+    """The axes that every op shards the batch over: the user's batch is sharded over these."""
     common = set(mesh.axes)
     for op in ops:
         if op.batch > 1:
@@ -67,17 +68,37 @@ def _ordered(axes: Iterable[Axis], first: Container[Axis]) -> list[Axis]:
 
 
 class Boundary:
-    """Where what crosses the border of the step lies: inputs, outputs, tangents, parameters."""
+    """The layouts of everything that enters or leaves the step: inputs, outputs, tangents and parameters.
+
+    Parameters
+    ----------
+    annotated : Annotated
+    mesh : Mesh
+    data : tuple of Axis
+        The axes that the batch is sharded over.
+    options : Options
+
+    Attributes
+    ----------
+    sources : dict from str to Layout
+        The layouts of inputs, by placeholder. For torch.compile, also those of parameters and tangents.
+    wanted : list of Layout or None
+        The layout of each output of the graph; None for the layout that it has.
+    tangents : dict from str to int
+        The index of the output that each tangent belongs to, by placeholder.
+    """
 
     def __init__(self, annotated: Annotated, mesh: Mesh, data: tuple[Axis, ...], options: Options) -> None:
         self.annotated, self.mesh, self.data = annotated, mesh, data
         self.undivided = bool(options.weaving.undivided)
         captured = annotated.captured
+        # 1. Inputs: their layouts, and their rows for each sample.
         nodes = {node.name: node for node in captured.graph.graph.nodes if node.op == "placeholder"}
         self.values = {name: node.meta["val"] for name, node in nodes.items()}
         self.sources = {name: self._batch(self.values[name]) for name in captured.inputs}
         samples = Samples.of(captured, annotated.classes)
         self.rows = {name: samples.rows(nodes[name]) for name in captured.inputs}
+        # 2. Outputs: whole, the rank's part of the batch, or as the step computes them.
         results = graph_outputs(captured.graph.graph)
         first = len(captured.mutated_buffers)
         self.returned = [node.meta["val"] for node in results[first : first + len(captured.outputs)]]
@@ -91,23 +112,24 @@ class Boundary:
                 outputs.append(Layout.replicated(value.shape))
             else:
                 outputs.append(None if mode == "sharded" else self._batch(value))
+        # 3. Parameters and tangents. Under torch.compile both are whole on each rank, which takes its part.
         if captured.whole:
             self.sources |= {name: Layout.replicated(self.values[name].shape) for name in captured.parameters}
         self.tangents = {name: first + captured.tangents[name] for name in annotated.tangents}
-        if captured.whole:  # a tangent comes whole, as its output went; each rank takes its part
+        if captured.whole:
             self.sources |= {name: self._batch(self.values[name]) for name in self.tangents}
             self.tangents = {}
         mutated = [Layout.replicated(node.meta["val"].shape) for node in results[:first]]
         self.wanted = [*mutated, *outputs, *(None for _ in captured.gradients)]
 
     def _batch(self, value: torch.Tensor) -> Layout:
-        """The first dimension spread over the data axes, and over micro-batches, where it is the batch."""
+        """The layout of an input: the first dimension sharded over data axes and micro-batches, if it is the batch."""
         shape = value.shape
         layout = Layout.replicated(shape)
         axes = (*self.mesh.all_times, *self.data)
         if not shape or shape[0] != self.annotated.batch:
             return layout
-        if shape[0] % axes_size(axes) and self.undivided:  # what is too small to be cut comes in whole
+        if shape[0] % axes_size(axes) and self.undivided:  # a batch too small for sub-batches is not cut into them
             axes = (*self.mesh.times, *self.data)
         if shape[0] % axes_size(axes):
             if times := self.mesh.all_times:
@@ -122,19 +144,31 @@ class Boundary:
 
     def finish(
         self,
-        lies: Mapping[int, Layout],
-        rests: Mapping[str, Layout],
+        output_layouts: Mapping[int, Layout],
+        state_layouts: Mapping[str, Layout],
         forward: fx.GraphModule,
         code: str,
     ) -> StepSpec:
-        """How the step is called, given where its outputs lie, its parameters rest, and the hash of its code."""
+        """The calling convention of the step.
+
+        Parameters
+        ----------
+        output_layouts : mapping of int to Layout
+            The layouts of the outputs of the forward, by index.
+        state_layouts : mapping of str to Layout
+            The layouts of parameters between steps, by name.
+        forward : GraphModule
+        code : str
+            The hash of the generated code.
+        """
+        # 1. Parameters and buffers.
         captured = self.annotated.captured
         dtype = {name: dtype_name(value.dtype) for name, value in self.values.items()}
         trainable = set(captured.gradients)
         parameters = tuple(
             ParameterSpec(
                 name,
-                rests.get(name, Layout.replicated(self.values[node].shape)),
+                state_layouts.get(name, Layout.replicated(self.values[node].shape)),
                 dtype_name(captured.dtypes[name].master) if name in captured.dtypes else dtype[node],
                 name in trainable,
                 captured.aliases.get(name, ()),
@@ -145,17 +179,19 @@ class Boundary:
             ParameterSpec(name, Layout.replicated(self.values[node].shape), dtype[node], False)
             for node, name in captured.buffers.items()
         )
+        # 2. Inputs: the layout of a micro-batch's piece, and that of the whole input.
         times = self.mesh.times
         pieces = [drop(self.sources[node], self.mesh.woven) for node in captured.inputs]
         inputs = tuple(
-            ValueSpec(name, drop(lies, times), dtype[node], rows=self.rows[node])
-            for (node, name), lies in zip(captured.inputs.items(), pieces)
+            ValueSpec(name, drop(layout, times), dtype[node], rows=self.rows[node])
+            for (node, name), layout in zip(captured.inputs.items(), pieces)
         )
+        # 3. Outputs.
         first = len(captured.mutated_buffers)
         outputs = []
         active = {captured.tangents[name] for name in self.annotated.tangents}
         for index, (name, value) in enumerate(zip(captured.outputs, self.returned)):
-            layout = lies[first + index]
+            layout = output_layouts[first + index]
             pieces.append(layout)
             whole = drop(layout, times).without_partial()
             left_out = index in captured.tangents.values() and index not in active

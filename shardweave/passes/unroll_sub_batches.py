@@ -1,8 +1,9 @@
-"""Split: every step of the woven time axes is written into the graph.
+"""The pass `UnrollSubBatches` copies the ops of a graph for each sub-batch, and for each slice of a sliced op.
 
-Until here the graph computes one step of each axis, given its coordinate. What depends on the coordinate is copied for
-every step; the rest is shared by all of them: parameters are gathered once, and what inputs do not decide is computed
-once. Where the region of an axis ends, the steps are summed or put side by side.
+Before this pass the graph computes one step of each such axis (one sub-batch, one slice), given its coordinate. Nodes
+that depend on the coordinate are copied for each step. All others are shared by the steps: parameters are gathered
+once, and values that do not depend on inputs are computed once. The ops `total` and `joined` mark where an axis ends:
+there the steps are summed or concatenated.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class UnrollSubBatches(Pass):
-    """Write the steps of `axes`, which lie next to each other, step by step of each node.
+    """Unroll the time axes `axes`. The copies of a node follow each other.
 
-    Requires a local graph that takes the coordinate of each axis; ensures the same values without it. A copy's
-    `NodeInfo.steps` says which step it is of.
+    Requires a local graph that takes the coordinate of each axis. Ensures the same values without it. The
+    `NodeInfo.steps` of a copy says which step of which axis it belongs to.
     """
 
     name = "unroll_sub_batches"
@@ -46,13 +47,13 @@ class UnrollSubBatches(Pass):
 
 
 class _Unrolled:
-    """A graph with the steps of one axis."""
+    """A copy of a graph in which one axis is unrolled."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self.graph = axis, fx.Graph()
         self.shared: dict[fx.Node, Any] = {}
         self.steps: dict[fx.Node, list[Any]] = {}
-        """Of each node that depends on the coordinate: its copies, or the integers that it stands for."""
+        """For each node that depends on the coordinate: its copies, or the integers that it evaluates to."""
 
     def of(self, graph: fx.Graph) -> fx.Graph:
         """Copy `graph`, node by node."""
@@ -60,7 +61,7 @@ class _Unrolled:
             if node.op == "placeholder" and node.name == coordinate(self.axis.name):
                 self.steps[node] = list(range(self.axis.size))
             elif node.target in (total, joined) and node.args[1] == self.axis.name:
-                self.shared[node] = self._together(node)
+                self.shared[node] = self._join_steps(node)
             elif any(source in self.steps for source in node.all_input_nodes):
                 self.steps[node] = [self._copy(node, step) for step in range(self.axis.size)]
             elif node.op == "output":
@@ -90,14 +91,14 @@ class _Unrolled:
         copy.meta[META] = replace(known, steps=(*known.steps, (self.axis.name, step)))
         return copy
 
-    def _together(self, node: fx.Node) -> fx.Node:
-        """The steps of a value, summed or side by side."""
+    def _join_steps(self, node: fx.Node) -> fx.Node:
+        """The steps of a value, summed or concatenated."""
         source = node.all_input_nodes[0]
         parts = self.steps.get(source, [self.shared.get(source)] * self.axis.size)
         if node.target is total:
             found: fx.Node = parts[0]
             for part in parts[1:]:
-                add = aten.add_.Tensor if _is_own(found) else aten.add.Tensor
+                add = aten.add_.Tensor if _may_accumulate_into(found) else aten.add.Tensor
                 found = self._call(node, add, found, part, last=part is parts[-1])
             return found
         _, _, _, dim, outer, inner = node.args
@@ -111,7 +112,7 @@ class _Unrolled:
         return self._call(node, aten.reshape.default, whole, list(node.meta["val"].shape))
 
     def _call(self, node: fx.Node, target: Callable[..., Any], *args: Any, last: bool = True) -> fx.Node:
-        """A node in the place of the one that stood for all steps; the last one has its name and its layouts."""
+        """A node in the place of the one that joined all steps. The `last` one takes over its name and layouts."""
         call = self.graph.create_node("call_function", target, args, {}, node.name if last else None)
         call.meta = dict(node.meta)
         if not last:
@@ -122,8 +123,8 @@ class _Unrolled:
         return call
 
 
-def _is_own(node: fx.Node) -> bool:
-    """Whether the sum may be written into a value: it is a fresh one, and nothing else reads it."""
+def _may_accumulate_into(node: fx.Node) -> bool:
+    """Whether the sum may be accumulated into a value in place: it is newly allocated, and nothing else reads it."""
     return not node.users and node.target in _FRESH
 
 

@@ -1,8 +1,7 @@
-"""Verify: what must hold of a local graph after every pass.
+"""The verifier: the laws that a local graph must keep after every pass.
 
-Each law is a function that finds what breaks it. None of them knows what the passes do: they compare the graph with
-itself, what its nodes compute with what is noted on them. All are one walk over the nodes, so that a graph may be
-checked after every pass of every plan that is tried.
+Each law is a function that yields violations. No law knows what the passes do: it compares what nodes compute with what
+is noted on them. Each is one walk over the nodes, which is cheap enough to check a graph after every pass.
 """
 
 from __future__ import annotations
@@ -26,19 +25,20 @@ c10d = torch.ops._c10d_functional
 def verify(graph_module: fx.GraphModule, after: str) -> None:
     """Check a local graph.
 
-    - Every value is computed before it is read; nothing of the forward needs anything of the backward. All ranks run
-      this one graph, so that this is the order of the collectives of each group on all of them.
-    - Every collective that is started is waited for exactly once, and only its wait sees what it started.
-    - What is noted of a collective is what it does.
-    - Every value has the shape of its layout on one device, and what differs from rank to rank along an axis does so
-      until a collective over that axis: no partial sum is taken for the whole one.
-    - Every value has the shape and the dtype that its op makes of its inputs.
-    - Nothing is written into what a collective may still read, or read as it was before something was written into it.
+    - Every value is computed before it is read, and the forward needs nothing of the backward. All ranks run this one
+      graph, so they issue the collectives of each group in the same order.
+    - Every collective is waited for exactly once, and only its wait reads the result of its start.
+    - The note of a collective describes what it does.
+    - Every value has the local shape of its layout. A value that differs between ranks along an axis does so until a
+      collective over that axis: no partial sum is used as if it were reduced.
+    - Every value has the shape and the dtype that its op computes from its inputs.
+    - No op writes into a value that a running collective may still read, and no op reads the old content of a value
+      after a write.
 
     Raises
     ------
     VerifyError
-        Naming the pass, the node and the rule that it breaks.
+        If a law is broken. The error names the pass, the node and the law.
     """
     for law in (_order, _pairs, _notes, _layouts, _values, _writes):
         for broken in law(graph_module.graph):
@@ -53,23 +53,23 @@ def verify_memory(
     beside: int = 0,
     repeated: Repeated = ONCE,
 ) -> None:
-    """Check that what a local graph holds at once, in its order, is within a limit.
+    """Check that the peak memory of a local graph, in its order, is within a limit.
 
     Parameters
     ----------
     cluster : Cluster
-        Whose allocator gives the memory.
+        The machine, whose allocator rounds sizes.
     limit : int, optional
-        Bytes that a device may use; None: as many as there are.
+        Bytes that a device may use; None for no limit.
     beside : int
-        Bytes that the graph does not see: the optimizer's states, what other micro-batches return.
+        Bytes that the graph does not see: the optimizer's states, inputs and results of other micro-batches.
     repeated : Repeated
-        What the last run of the graph finds, where it runs once for each micro-batch.
+        The storages that the last of several runs of the graph finds, where it runs once for each micro-batch.
 
     Raises
     ------
     VerifyError
-        Naming the pass, the node at which it holds most, and the bytes.
+        If the peak exceeds the limit. The error names the pass, the node at the peak, and the bytes.
     """
     most, node = most_held(graph_module.graph, Prices(cluster), repeated)
     if limit is not None and most + beside > limit:
@@ -129,24 +129,24 @@ def _notes(graph: fx.Graph) -> Iterator[str]:
             yield f"{node.name} of {what.owner} does {does} (kind, group, bytes), and {noted} is noted"
 
 
-_RIGHT: set[Hashable] = set()
-"""The nodes, by what their values depend on, whose values were found to be what their ops make."""
-_MOST = 2**16
+_CHECKED_NODES: set[Hashable] = set()
+"""A cache of nodes, by what their values depend on, whose values were found correct."""
+_MAX_CHECKED_NODES = 2**16
 
 
 def _values(graph: fx.Graph) -> Iterator[str]:
-    if len(_RIGHT) > _MOST:
-        _RIGHT.clear()
+    if len(_CHECKED_NODES) > _MAX_CHECKED_NODES:
+        _CHECKED_NODES.clear()
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         key = node_key(node)
-        if key not in _RIGHT:  # equal layers have equal nodes, and so has the graph after the next pass
+        if key not in _CHECKED_NODES:  # equal layers, and the graph after the next pass, have equal nodes
             made, has = _shown(_evaluated(node)), _shown(node.meta.get("val"))
             if made != has:
                 yield f"{node.name} has the value {has}, its op makes {made} of its inputs"
             else:
-                _RIGHT.add(key)
+                _CHECKED_NODES.add(key)
 
 
 def _evaluated(node: fx.Node) -> Any:
@@ -196,12 +196,12 @@ def _made_equal(what: Collective | None) -> frozenset[Axis]:
 
 
 _APART = {torch.ops.aten.cat.default, operator.getitem}
-"""What of several values behind these differs along which axis is not followed."""
+"""Ops that put several values together: along which axes their result differs is not tracked."""
 _LIKE = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"}
 
 
 def _read(node: fx.Node) -> list[fx.Node]:
-    """The inputs whose numbers a node reads, of which it makes one value."""
+    """The inputs whose elements a node reads to compute one value."""
     name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
     return [] if node.target in _APART or name in _LIKE else node.all_input_nodes
 

@@ -63,15 +63,15 @@ Gradients = list[torch.Tensor | None]
 
 
 class Forms(Protocol):
-    """What a compiler hands over for several turns (see `compiler.turns.Turns`)."""
+    """What a compiler hands over for several turns (see `passes.codegen.MicroBatchGraphs`)."""
 
-    working: Sequence[str]
-    added: Mapping[str, str]
-    totals: fx.GraphModule | None
+    gathered_parameters: Sequence[str]
+    accumulators: Mapping[str, str]
+    whole_batch_sums: fx.GraphModule | None
 
-    def forward(self, fresh: bool, keeps: bool) -> fx.GraphModule: ...
+    def forward(self, gathers: bool, returns_gathered: bool) -> fx.GraphModule: ...
 
-    def backward(self, adds: bool, closes: bool) -> fx.GraphModule: ...
+    def backward(self, takes_sums: bool, finishes: bool) -> fx.GraphModule: ...
 
     @property
     def finish(self) -> fx.GraphModule: ...
@@ -127,8 +127,8 @@ class Turns:
         where = [*self.coordinates, *([] if step is None else [step]), *seed]
         run = self._run(self.forms.forward(fresh, keeps))
         results = list(run([*where, *in_places(parameters, self.spec), *rest, *inputs, *given]))
-        if fresh and keeps and self.forms.working:
-            count = len(self.forms.working)
+        if fresh and keeps and self.forms.gathered_parameters:
+            count = len(self.forms.gathered_parameters)
             self._working, results = results[-count:], results[:-count]
             self._gathered_from = [(parameter, parameter._version) for parameter in parameters]
         returned = len(self.spec.mutated_buffers) + len(self.spec.outputs)
@@ -151,9 +151,9 @@ class Turns:
         seed: Sequence[int],
     ) -> list[torch.Tensor]:
         """What has to be summed over all micro-batches before the first of them is computed."""
-        if self.forms.totals is None:
+        if self.forms.whole_batch_sums is None:
             return []
-        run = self._run(self.forms.totals)
+        run = self._run(self.forms.whole_batch_sums)
         sums: list[torch.Tensor] = []
         for step, inputs in enumerate(pieces):
             where = [*self.coordinates, step, *seed]

@@ -49,7 +49,7 @@ class Step(Protocol):
     def spec(self) -> StepSpec: ...
 
     @property
-    def turns(self) -> Callable[[], Forms] | None: ...
+    def micro_batch_graphs(self) -> Callable[[], Forms] | None: ...
 
 
 _COMPILED = ("spec", "graphs", "plan", "mesh", "_coordinates", "_flatten", "_unflatten", "_layouts", "_execute",
@@ -150,7 +150,7 @@ class ParallelModule(nn.Module):
         self._layouts, attributes = adopt(self, model, (*self.spec.parameters, *self.spec.buffers), self.mesh)
         self.unset = without_values(model)
         """Names of tensors that nobody has given a value yet: see `initialise`, `load_weights`, `load_state_dict`."""
-        make = step.turns
+        make = step.micro_batch_graphs
         self._execute = Executor(
             self.spec,
             self.mesh.coordinates,
@@ -500,8 +500,8 @@ def _shard_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: obje
 def _alone(step: Step) -> fx.GraphModule:
     """The backward that takes no sums of gradients before it."""
     assert step.backward is not None
-    several = step.turns is not None and step.spec.micro_batches > 1
-    return step.turns().backward(False, True) if several else step.backward  # type: ignore[misc]
+    several = step.micro_batch_graphs is not None and step.spec.micro_batches > 1
+    return step.micro_batch_graphs().backward(False, True) if several else step.backward  # type: ignore[misc]
 
 
 def compare_graphs(step: Step, timeout: timedelta | None = None) -> int:

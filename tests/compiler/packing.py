@@ -11,7 +11,7 @@ from torch import fx, nn
 import shardweave as sw
 from shardweave.ir import StepSpec
 from shardweave.ir.pytree_signature import TENSOR, CallTree
-from shardweave.passes.codegen import Step, Turns
+from shardweave.passes.codegen import MicroBatchGraphs, Step
 from shardweave.sharding.graphs import module_of
 
 
@@ -82,14 +82,14 @@ class PackedTurns:
     totals: PackedGraph | None
 
     @classmethod
-    def of(cls, turns: Turns) -> PackedTurns:
-        totals = None if turns.totals is None else pack(turns.totals)
+    def of(cls, turns: MicroBatchGraphs) -> PackedTurns:
+        totals = None if turns.whole_batch_sums is None else pack(turns.whole_batch_sums)
         graphs = pack(turns.whole_forward), pack(turns.whole_backward)
-        return cls(*graphs, tuple(turns.working), dict(turns.added), totals)
+        return cls(*graphs, tuple(turns.gathered_parameters), dict(turns.accumulators), totals)
 
-    def turns(self) -> Turns:
+    def turns(self) -> MicroBatchGraphs:
         totals = None if self.totals is None else unpack(self.totals)
-        return Turns(unpack(self.forward), unpack(self.backward), self.working, self.added, totals)
+        return MicroBatchGraphs(unpack(self.forward), unpack(self.backward), self.working, self.added, totals)
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class Packed:
     @classmethod
     def of(cls, step: Step, call: CallTree, plan: sw.Plan, several: bool = False) -> Packed:
         """The step, and with `several` its forms for several runs before the optimizer's."""
-        assert step.backward is not None and step.turns is not None
-        turns = PackedTurns.of(step.turns()) if several else None
+        assert step.backward is not None and step.micro_batch_graphs is not None
+        turns = PackedTurns.of(step.micro_batch_graphs()) if several else None
         return cls(pack(step.forward), pack(step.backward), step.spec, call, plan.to_dict(), turns)
 
     def module(self, model: nn.Module) -> sw.ParallelModule:

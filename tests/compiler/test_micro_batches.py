@@ -79,8 +79,8 @@ def test_what_is_moved_when(
     """AMSP, section IV-C: what s_p and s_g cost for each micro-batch, and s_os once a step, in whole parameters."""
     rest, gradients, states = factors
     compiled = in_parts("chain", Strategy(Grid(data=4), rest, states=states, gradients=gradients), 2)
-    assert compiled.step.turns is not None
-    turns, sizes = compiled.step.turns(), whole_bytes(compiled)
+    assert compiled.step.micro_batch_graphs is not None
+    turns, sizes = compiled.step.micro_batch_graphs(), whole_bytes(compiled)
     whole = sum(sizes.values())
     op = joint("chain").annotated.ops[0]  # its input needs no gradient, so its backward no weight
     uses = 2 - sum(sizes[parameter] for parameter in (op.parameter, *op.companions)) / whole
@@ -92,7 +92,7 @@ def test_what_is_moved_when(
     assert moved(turns.forward(False, True), turns.backward(True, False)) == bytes_of(each)
     assert moved(turns.forward(False, False), turns.backward(True, True)) == bytes_of(each) + bytes_of(last)
     assert moved(turns.finish) == bytes_of(last)
-    assert not turns.totals or not moved(turns.totals)
+    assert not turns.whole_batch_sums or not moved(turns.whole_batch_sums)
 
 
 class Counted(nn.Module):

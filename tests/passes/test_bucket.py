@@ -16,7 +16,7 @@ from shardweave.cost_model.memory import liveness
 from shardweave.cost_model.options import Options
 from shardweave.ir import Grid, Strategy
 from shardweave.passes.bucket import Bucket, sides
-from shardweave.passes.codegen import Turns
+from shardweave.passes.codegen import MicroBatchGraphs
 from shardweave.passes.partition import StateSharding
 from shardweave.passes.pipeline import Compiled, lower
 from shardweave.passes.verify import verify
@@ -53,14 +53,16 @@ def count(module: fx.GraphModule) -> int:
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_every_form_of_a_step_moves_the_same_in_fewer_collectives(word: str, micro_batches: int) -> None:
     """What turns share is gathered by the first, what is behind the sums is reduced by the last."""
-    several = [lowered({"*": word}, micro_batches=micro_batches, buckets=on).step.turns for on in (False, True)]
+    several = [
+        lowered({"*": word}, micro_batches=micro_batches, buckets=on).step.micro_batch_graphs for on in (False, True)
+    ]
     plain, merged = (turns() for turns in several if turns is not None)
     for before, after in zip(forms(plain), forms(merged)):
         assert moved(before) == moved(after)
         assert count(after) < count(before) or not count(before)
 
 
-def forms(turns: Turns) -> list[fx.GraphModule]:
+def forms(turns: MicroBatchGraphs) -> list[fx.GraphModule]:
     flags = [(one, other) for one in (False, True) for other in (False, True)]
     return [turns.finish, *(turns.forward(*each) for each in flags), *(turns.backward(*each) for each in flags)]
 
@@ -84,7 +86,9 @@ def test_all_that_a_layer_gathers_is_one_collective() -> None:
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_what_is_whole_in_a_step_is_flat(word: str, micro_batches: int) -> None:
     """One gather before the forward, one reduction behind the backward, whatever they take; as many bytes."""
-    several = [lowered({"*": word}, micro_batches=micro_batches, buckets=on).step.turns for on in (False, "flat")]
+    several = [
+        lowered({"*": word}, micro_batches=micro_batches, buckets=on).step.micro_batch_graphs for on in (False, "flat")
+    ]
     plain, flat = (forms(turns()) for turns in several if turns is not None)
     for before, after in zip(plain, flat):
         assert moved(before) == moved(after)

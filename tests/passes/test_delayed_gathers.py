@@ -13,11 +13,11 @@ from shardweave.cost_model.collectives import Demand
 from shardweave.cost_model.options import Options
 from shardweave.ir import Axis, Collective
 from shardweave.passes import schedule
-from shardweave.passes.dependency_graph import Tasks, Transfers
-from shardweave.passes.list_scheduler import weave
-from shardweave.passes.schedule import AHEAD, Schedule
-from shardweave.passes.schedule_refinement import Edge, paced
-from shardweave.passes.scheduling_priorities import cause_of, moments_of, orderings
+from shardweave.passes.dependency_graph import CollectiveStart, Tasks
+from shardweave.passes.list_scheduler import list_schedule
+from shardweave.passes.schedule import GATHER_DEPTHS, Schedule
+from shardweave.passes.schedule_refinement import Edge, delayed_gathers
+from shardweave.passes.scheduling_priorities import candidate_keys, gather_groups_of, transfer_cause
 from tests.passes.bounds import exposed_at_least, seconds_at_least
 from tests.passes.harness import examples
 from tests.passes.test_list_scheduler import forced, random_tasks, step_of, tasks_of, unordered, without_slowdown
@@ -36,14 +36,14 @@ def chain(tasks: Sequence[Task]) -> Tasks:
     """Tasks of which each collective's wait is the one behind its start."""
     needs: list[list[int]] = []
     place: list[int] = []  # of what others need of a task
-    transfers: list[Transfers | None] = []
+    transfers: list[CollectiveStart | None] = []
     started: list[int] = []
     for task in tasks:
         moved = None
         if task.cause:
             demand = Demand(0.0, task.seconds, dict.fromkeys(task.links.split(), 1.0))
             what = Collective("all_gather", (Axis(task.cause, 2),), 8, "", "", task.cause)
-            moved = Transfers(f"{task.cause} {task.links}", demand, what)
+            moved = CollectiveStart(f"{task.cause} {task.links}", demand, what)
         needs.append([place[need] for need in task.needs])
         transfers.append(moved)
         started.append(-1)
@@ -76,8 +76,8 @@ def layers(gather: str, activation: float, reduces: str = "") -> Tasks:
 
 def held(tasks: Tasks) -> list[list[Edge]]:
     """As the first order holds them."""
-    keys = next(iter(orderings(tasks)))
-    return paced(tasks, keys, moments_of(tasks, keys), max(AHEAD))
+    keys = next(iter(candidate_keys(tasks)))
+    return delayed_gathers(tasks, keys, gather_groups_of(tasks, keys), max(GATHER_DEPTHS))
 
 
 def seconds_of(tasks: Tasks) -> float:
@@ -88,7 +88,7 @@ def test_gathers_move_between_activations() -> None:
     """Layers of 3 s of activations, then 2 s of compute with a weight that takes 2 s of the same links."""
     found = layers("a", 3)
     (edges,) = held(found)
-    causes = [cause_of(found, task) for task in range(len(found.nodes))]
+    causes = [transfer_cause(found, task) for task in range(len(found.nodes))]
     gathers, activations = ([t for t, cause in enumerate(causes) if cause == c] for c in ("parameter", "activation"))
     assert sorted(edges) == [(start + 1, gather) for start, gather in zip(activations, gathers[1:])]  # its wait
     assert seconds_of(found) <= 1.01 * seconds_at_least(found) == 1.01 * (2 + 6 * 5)
@@ -100,8 +100,8 @@ def test_a_model_exposes_less_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     step, force = step_of(6, 2048, 128), forced("attention", 4, cluster.mesh().world_size)
     forward, _ = unordered(cluster, step, force, Options(precision="fp16"))
     exposed, computed, bound = [], sum(forward.seconds), exposed_at_least(forward)
-    for orders in (paced, lambda *_: []):
-        monkeypatch.setattr(schedule, "paced", orders)
+    for orders in (delayed_gathers, lambda *_: []):
+        monkeypatch.setattr(schedule, "delayed_gathers", orders)
         exposed.append(Schedule(cluster)._best(forward, None).seconds - computed)
     assert bound <= exposed[0] <= 1.15 * bound < 1.2 * bound < exposed[1]
 
@@ -111,7 +111,9 @@ def test_reductions_run_beside_activations_that_leave_their_links_alone() -> Non
     found = layers("a b", 2, reduces="b")
     _, beside = held(found)
     assert len(beside) == 5  # behind the last one nothing is left to be kept waiting
-    assert all((cause_of(found, one), cause_of(found, two)) == ("activation", "gradient") for one, two in beside)
+    assert all(
+        (transfer_cause(found, one), transfer_cause(found, two)) == ("activation", "gradient") for one, two in beside
+    )
     assert all(found.needs[one] == found.needs[two] for one, two in beside)  # the next one of the same compute
     assert seconds_of(found) <= 1.01 * seconds_at_least(found)
 
@@ -132,8 +134,8 @@ def test_what_is_held_can_run(seed: int) -> None:
     """Each task once, behind what it needs and what it is held for."""
     tasks = random_tasks(seed)
     keys = [(task,) for task in range(len(tasks.nodes))]
-    for edges in paced(tasks, keys, moments_of(tasks, keys), 2):
-        woven = weave(tasks.after(edges), keys, lookahead=1, reductions=1)
+    for edges in delayed_gathers(tasks, keys, gather_groups_of(tasks, keys), 2):
+        woven = list_schedule(tasks.after(edges), keys, lookahead=1, reductions=1)
         at = {task: index for index, task in enumerate(woven.order)}
         assert len(at) == len(woven.order) == len(tasks.nodes)
         assert all(at[before] < at[start] for before, start in edges)

@@ -27,12 +27,12 @@ from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import ALL, Axis, Collective, Grid, Mode, Strategy
 from shardweave.passes.annotated_step import Annotated, annotate
-from shardweave.passes.dependency_graph import Tasks, Transfers
-from shardweave.passes.list_scheduler import played, weave
+from shardweave.passes.dependency_graph import CollectiveStart, Tasks
+from shardweave.passes.list_scheduler import list_schedule, simulate_order
 from shardweave.passes.pipeline import lower
 from shardweave.passes.schedule import Schedule
-from shardweave.passes.schedule_refinement import justified
-from shardweave.passes.scheduling_priorities import WAIT, ahead_of_use, moments_of
+from shardweave.passes.schedule_refinement import bidirectional_schedules
+from shardweave.passes.scheduling_priorities import WAIT, gather_ahead_edges, gather_groups_of
 from shardweave.planner.problem.force import forced_strategies
 from shardweave.sharding.graphs import info
 from tests.compiler.test_overlap import megatron
@@ -85,7 +85,7 @@ def random_tasks(seed: int) -> Tasks:
     count = rng.randint(6, 14)
     needs: list[list[int]] = []
     seconds: list[float] = []
-    transfers: list[Transfers | None] = []
+    transfers: list[CollectiveStart | None] = []
     started: list[int] = []
     while len(needs) < count:
         pick = [task for task in range(len(needs)) if transfers[task] is None]
@@ -100,7 +100,7 @@ def random_tasks(seed: int) -> Tasks:
             what = Collective("all_reduce", (Axis(group, 2),), 8, "", "", cause)
             needs += [[len(needs) - 1], [len(needs)]]
             seconds += [0.0, 0.0]
-            transfers += [Transfers(group, demand, what), None]
+            transfers += [CollectiveStart(group, demand, what), None]
             started += [-1, len(needs) - 2]
     return tasks_of(needs, seconds, transfers, started)
 
@@ -108,7 +108,7 @@ def random_tasks(seed: int) -> Tasks:
 def tasks_of(
     needs: Sequence[Sequence[int]],
     seconds: Sequence[float],
-    transfers: Sequence[Transfers | None],
+    transfers: Sequence[CollectiveStart | None],
     started: Sequence[int],
 ) -> Tasks:
     """Tasks that hold no memory, of nodes that only tell waits from the others."""
@@ -126,7 +126,7 @@ def tasks_of(
 def test_an_order_is_one(seed: int) -> None:
     """Each task once, behind what it needs; it takes no less than the best, and no more than all one after another."""
     tasks = random_tasks(seed)
-    woven = weave(tasks, [(task,) for task in range(len(tasks.nodes))], lookahead=1, reductions=1)
+    woven = list_schedule(tasks, [(task,) for task in range(len(tasks.nodes))], lookahead=1, reductions=1)
     assert sorted(woven.order) == list(range(len(tasks.nodes)))
     at = {task: index for index, task in enumerate(woven.order)}
     assert all(at[need] < at[task] for task, needs in enumerate(tasks.needs) for need in needs)
@@ -146,11 +146,11 @@ def test_less_room_holds_less(seed: int, ahead: bool) -> None:
     kept = [not users for users in tasks.users]
     tasks = replace(tasks, born=[[task] for task in range(count)], lives=lives, sizes=[1] * count, kept=kept)
     keys = [(task,) for task in range(count)]
-    free = weave(tasks, keys, lookahead=1, reductions=1)
+    free = list_schedule(tasks, keys, lookahead=1, reductions=1)
     if ahead:
-        assert weave(tasks, keys, lookahead=1, reductions=1, room=free.peak_bytes).order == free.order
+        assert list_schedule(tasks, keys, lookahead=1, reductions=1, compute_limit=free.peak_bytes).order == free.order
     else:
-        least = weave(tasks, keys, lookahead=1, reductions=1, room=0)
+        least = list_schedule(tasks, keys, lookahead=1, reductions=1, compute_limit=0)
         assert sorted(least.order) == list(range(count)) and least.peak_bytes <= free.peak_bytes
 
 
@@ -158,20 +158,22 @@ def test_less_room_holds_less(seed: int, ahead: bool) -> None:
 def test_gradients_are_waited_for_where_no_more_may_be_held(most: int) -> None:
     """Links that are slower than compute leave more and more gradients on their way: as many as there is room for."""
     count, needs, started = 12, list[list[int]](), list[int]()
-    seconds, transfers = list[float](), list[Transfers | None]()
+    seconds, transfers = list[float](), list[CollectiveStart | None]()
     what = Collective("reduce_scatter", (Axis("a", 2),), 8, "", "", "gradient")
     for index in range(count):
         needs += [[3 * index - 3] if index else [], [3 * index], [3 * index + 1]]
         seconds += [0.001, 0.0, 0.0]
-        transfers += [None, Transfers("a", Demand(0.0, 0.002, {"a": 1.0}), what), None]
+        transfers += [None, CollectiveStart("a", Demand(0.0, 0.002, {"a": 1.0}), what), None]
         started += [-1, -1, 3 * index + 1]
     born = [[task // 3] if task % 3 == 0 else [] for task in range(3 * count)]
     lives = [[task // 3] for task in range(3 * count)]
     tasks = tasks_of(needs, seconds, transfers, started)
     tasks = replace(tasks, born=born, lives=lives, sizes=[1] * count, kept=[False] * count)
-    woven = weave(tasks, [(task,) for task in range(3 * count)], lookahead=1, reductions=ALL, most=most)
+    woven = list_schedule(
+        tasks, [(task,) for task in range(3 * count)], lookahead=1, reductions=ALL, communication_limit=most
+    )
     assert sorted(woven.order) == list(range(3 * count))
-    free = weave(tasks, [(task,) for task in range(3 * count)], lookahead=1, reductions=ALL)
+    free = list_schedule(tasks, [(task,) for task in range(3 * count)], lookahead=1, reductions=ALL)
     assert woven.peak_bytes == min(most, free.peak_bytes) and free.peak_bytes > 5
     assert woven.seconds == pytest.approx(0.001 + 0.002 * count)  # the links are never idle
 
@@ -190,7 +192,7 @@ def test_no_order_beats_the_bound(seed: int, part: float) -> None:
     tasks = random_tasks(seed)
     shared = [t and replace(t, demand=replace(t.demand, use={"links": part})) for t in tasks.transfers]
     tasks = replace(tasks, transfers=shared)
-    woven = weave(tasks, [(task,) for task in range(len(tasks.nodes))], lookahead=1, reductions=1)
+    woven = list_schedule(tasks, [(task,) for task in range(len(tasks.nodes))], lookahead=1, reductions=1)
     assert seconds_at_least(tasks) <= woven.seconds + 1e-9
 
 
@@ -249,15 +251,15 @@ def test_a_wide_layer_is_within_five_percent_of_the_best_order(
 def test_orders_from_both_ends_take_what_they_say(seed: int) -> None:
     """Where no two groups share a link, and nothing is started while something else is computed."""
     tasks = random_tasks(seed)
-    found = justified(tasks)
+    found = bidirectional_schedules(tasks)
     assert [each.seconds for each in found] == sorted(each.seconds for each in found)
     for each in found:
         at = {task: index for index, task in enumerate(each.order)}
         assert sorted(each.order) == list(range(len(tasks.nodes)))
         assert all(at[need] < at[task] for task, needs in enumerate(tasks.needs) for need in needs)
-        woven = played(tasks, each.order)
+        woven = simulate_order(tasks, each.order)
         assert sorted(woven.order) == sorted(each.order) and woven.seconds >= seconds_at_least(tasks) - 1e-9
-    assert played(tasks, found[0].order).seconds <= 1.5 * found[0].seconds
+    assert simulate_order(tasks, found[0].order).seconds <= 1.5 * found[0].seconds
 
 
 @cache
@@ -290,9 +292,9 @@ def test_gathers_in_two_stages_are_held_back_by_what_computes_with_them(recomput
     # By the second stage they were, which may be written far ahead of that: then each waited for the other
     cluster, options = without_slowdown("rtx3090-pcie", 2), Options(precision="fp16", recompute=recompute)
     for tasks in unordered(cluster, step_of(4, 256, 32), {"*": "hpz"}, options):
-        moments = moments_of(tasks, [(task,) for task in range(len(tasks.nodes))])
-        assert all(tasks.seconds[use] > 0 for moment in moments for use in moment.uses)
-        for each in justified(tasks.after(ahead_of_use(tasks, 1))):
+        groups = gather_groups_of(tasks, [(task,) for task in range(len(tasks.nodes))])
+        assert all(tasks.seconds[use] > 0 for group in groups for use in group.uses)
+        for each in bidirectional_schedules(tasks.after(gather_ahead_edges(tasks, 1))):
             assert sorted(each.order) == list(range(len(tasks.nodes)))
 
 

@@ -315,7 +315,7 @@ def test_what_saves_least_of_equal_layers_stands_for_those_left_out() -> None:
         """The least memory that an order fits into with five more of these."""
 
         def fits(limit: int) -> bool:
-            return Schedule(Cluster.local(4), memory_limit=limit, alike=[(few, 5)]).scheduled(copied(step))[1]
+            return Schedule(Cluster.local(4), memory_limit=limit, repeated_layers=[(few, 5)]).scheduled(copied(step))[1]
 
         return bisect_left(range(2**20), True, key=fits)
 

@@ -39,7 +39,7 @@ class HandmadeStep:
     forward: fx.GraphModule
     backward: fx.GraphModule | None
     spec: StepSpec
-    turns: None = None
+    micro_batch_graphs: None = None
 
 
 class Builder:

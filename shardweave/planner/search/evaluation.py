@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from shardweave.cost_model import Options, Timeline, play
-from shardweave.passes import Alike, Compiled, times_of
+from shardweave.passes import Compiled, RepeatedLayers, layer_multiplicity
 from shardweave.planner.problem.unfold import inside, renamed
 from shardweave.planner.search.extrapolation import Layers, Taken, held_with_more, piles_up, taken_by, unrolled
 from shardweave.planner.search.lowering import Decision, StepLowering
@@ -116,9 +116,9 @@ class Judge:
         held = held_with_more(timeline.memory, layers, alike)
         return Judged(sum(seconds), *seconds, held.peak, held.at_peak())
 
-    def _optimizer(self, compiled: Compiled, alike: Alike) -> float:
+    def _optimizer(self, compiled: Compiled, alike: RepeatedLayers) -> float:
         """Seconds of the optimizer's step with so many more of each layer."""
-        sizes, times = [], times_of(alike)
+        sizes, times = [], layer_multiplicity(alike)
         for parameter in compiled.step.spec.parameters:
             if parameter.trainable:
                 size = math.prod(parameter.layout.local_shape) * getattr(torch, parameter.dtype).itemsize
@@ -152,7 +152,7 @@ class _Few(NamedTuple):
 
     left: dict[Run, int]
     decision: Decision
-    alike: Alike
+    alike: RepeatedLayers
 
 
 def _lengths(decision: Decision, run: Run) -> list[int]:

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardweave.cost_model import Act, MemoryCurve, Timeline, Transfer
-from shardweave.passes import Alike
+from shardweave.passes import RepeatedLayers
 from shardweave.sharding import layer_of
 
 LASTING = ("parameters", "optimizer", "copies", "buffers", "saved", "gradients")
@@ -75,7 +75,7 @@ def taken_by(timeline: Timeline, layers: Layers, few: Sequence[str]) -> Taken:
     return Taken(compute / len(few), exposed / len(few))
 
 
-def held_with_more(memory: MemoryCurve, layers: Layers, alike: Alike) -> MemoryCurve:
+def held_with_more(memory: MemoryCurve, layers: Layers, alike: RepeatedLayers) -> MemoryCurve:
     """The curve with so many more of equal layers, each holding what the one of them holds that holds least."""
     mine: dict[str, list[int]] = {}
     for row, change in enumerate(memory.changes, start=1):
@@ -106,7 +106,7 @@ Key = tuple[int, str, str]
 """The stretch of layers that a collective is of, its group, and what it does: the same for each of the layers."""
 
 
-def piles_up(acts: Sequence[Act], layers: Layers, alike: Alike) -> bool:
+def piles_up(acts: Sequence[Act], layers: Layers, alike: RepeatedLayers) -> bool:
     """Whether sums of gradients of a layer of which there are more take longer than its kernels in one of the graphs.
 
     What is waited for within a layer, as activations are and parameters, does not pile up.
@@ -122,7 +122,9 @@ def piles_up(acts: Sequence[Act], layers: Layers, alike: Alike) -> bool:
     return max(ahead.values(), default=0.0) > 0
 
 
-def unrolled(acts: Sequence[Act], layers: Layers, alike: Alike, parameters: Container[str]) -> list[Act] | None:
+def unrolled(
+    acts: Sequence[Act], layers: Layers, alike: RepeatedLayers, parameters: Container[str]
+) -> list[Act] | None:
     """The acts with so many more of equal layers.
 
     Parameters
@@ -158,7 +160,7 @@ class _Period(NamedTuple):
 class _Part:
     """The acts of one graph."""
 
-    def __init__(self, acts: Sequence[Act], layers: Layers, alike: Alike, parameters: Container[str]) -> None:
+    def __init__(self, acts: Sequence[Act], layers: Layers, alike: RepeatedLayers, parameters: Container[str]) -> None:
         self.acts, self.parameters = acts, parameters
         self.places: defaultdict[str, list[int]] = defaultdict(list)
         for place, act in enumerate(acts):

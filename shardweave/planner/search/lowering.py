@@ -12,7 +12,7 @@ from torch import fx
 
 from shardweave.cost_model import Cluster, Options, Timeline, optimizer_seconds, simulate
 from shardweave.ir import Assignment, Mode, PlanError, Strategy, Weaving, readable_bytes
-from shardweave.passes import Alike, Annotated, Compiled, Shards, lower
+from shardweave.passes import Annotated, Compiled, RepeatedLayers, Shards, lower
 from shardweave.planner.search.layer_problem import Steps
 from shardweave.planner.search.plan import Plan
 
@@ -52,7 +52,7 @@ class StepLowering:
     def lower(
         self,
         plan: Plan,
-        in_turns: bool = False,
+        accumulates: bool = False,
         draft: bool = False,
         on_pass: Callable[[str, fx.GraphModule], None] | None = None,
     ) -> Compiled:
@@ -61,8 +61,8 @@ class StepLowering:
         Parameters
         ----------
         plan : Plan
-        in_turns : bool
-            A draft of what runs several times, for its forms alone.
+        accumulates : bool
+            Lower a draft that runs several times and adds its gradients up, for `Step.micro_batch_graphs` alone.
         draft : bool
             It is simulated and not run.
         on_pass : callable, optional
@@ -96,9 +96,18 @@ class StepLowering:
             )
         options = self.options_of(plan)
         shards = self._shards(self.steps.whole, strategies, joins, options)
-        draft, cluster, on_stage = draft or in_turns, self._machine(plan), None if draft else on_pass
+        draft, cluster, on_stage = draft or accumulates, self._machine(plan), None if draft else on_pass
         return lower(
-            self.steps.whole, strategies, mesh, options, on_stage, joins, cluster, draft, shards, in_turns=in_turns
+            self.steps.whole,
+            strategies,
+            mesh,
+            options,
+            on_stage,
+            joins,
+            cluster,
+            draft,
+            shards,
+            accumulates=accumulates,
         )
 
     def options_of(self, plan: Plan) -> Options:
@@ -110,7 +119,7 @@ class StepLowering:
             optimizer=self.options.optimizer if plan.optimizer_bytes is None else plan.optimizer_bytes,
         ).woven(plan.weaving)
 
-    def draft(self, annotated: Annotated, decision: Decision, options: Options, alike: Alike = ()) -> Compiled:
+    def draft(self, annotated: Annotated, decision: Decision, options: Options, alike: RepeatedLayers = ()) -> Compiled:
         """What is decided of a step, perhaps one with fewer layers, lowered to be simulated and not to be run."""
         strategies, joins = decision.strategies, decision.joins
         shards = self._shards(annotated, strategies, joins, options)
@@ -131,7 +140,8 @@ class StepLowering:
         Without sums of gradients, as `Plan.timeline` says.
         """
         step = compiled.step
-        turns = step.turns() if step.turns is not None and (step.spec.micro_batches > 1 or not sums) else None
+        make = step.micro_batch_graphs
+        turns = make() if make is not None and (step.spec.micro_batches > 1 or not sums) else None
         return simulate(
             step.forward,
             step.backward,
