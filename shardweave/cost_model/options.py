@@ -11,20 +11,20 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from shardweave.ir import (
-    ALL,
     BITS,
+    UNLIMITED,
     Grid,
     Mode,
+    OverlapConfig,
     PlanError,
     Precision,
     Quantized,
     Strategy,
     Traffic,
-    Weaving,
     brief,
     bytes_of,
-    is_of,
-    readable,
+    matches_annotation,
+    readable_annotation,
 )
 
 if TYPE_CHECKING:
@@ -174,10 +174,12 @@ class Options:
     def __post_init__(self) -> None:
         Precision.of(self.precision)  # first: it names the short names
         for name, annotation in _types().items():
-            if not is_of(getattr(self, name), annotation):
+            if not matches_annotation(getattr(self, name), annotation):
                 with suppress(TypeError, AttributeError, ValueError):  # of what is read before it is checked
                     _ = self.weaving  # whose own errors tell more
-                raise PlanError(f"the option {name} must be {readable(annotation)}, got {getattr(self, name)!r}")
+                raise PlanError(
+                    f"the option {name} must be {readable_annotation(annotation)}, got {getattr(self, name)!r}"
+                )
         if self.memory_limit is not None:
             try:
                 object.__setattr__(self, "memory_limit", bytes_of(self.memory_limit))
@@ -220,15 +222,15 @@ class Options:
         return self.check_inputs
 
     @property
-    def weaving(self) -> Weaving:
+    def weaving(self) -> OverlapConfig:
         """What is asked of the whole step; what is left open is not made use of."""
         recompute = {"*": self.recompute} if isinstance(self.recompute, str) else self.recompute or {}
         slices = {"*": self.operator_slices} if isinstance(self.operator_slices, int) else self.operator_slices
         kept = {"*": self.keep_gathered} if isinstance(self.keep_gathered, bool) else self.keep_gathered or {}
-        kept = {pattern: ALL if number is True else int(number) for pattern, number in kept.items()}
+        kept = {pattern: UNLIMITED if number is True else int(number) for pattern, number in kept.items()}
         slices, kept = ({} if each == whole else each for each, whole in ((slices, {"*": 1}), (kept, {"*": 0})))
         sub_batches = 1 if self.sub_batches is None else self.sub_batches
-        return Weaving(
+        return OverlapConfig(
             sub_batches,
             recompute,
             slices,
@@ -254,7 +256,7 @@ class Options:
             )
         return self.quantize or {}
 
-    def woven(self, weaving: Weaving) -> Options:
+    def woven(self, weaving: OverlapConfig) -> Options:
         """These options with what a plan says of the whole step."""
         return replace(self, **{each.name: getattr(weaving, each.name) for each in fields(weaving)})
 

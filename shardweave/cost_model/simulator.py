@@ -365,7 +365,7 @@ def _owner(node: fx.Node) -> str:
 def _placeholders(graph: fx.Graph, spec: StepSpec, draws: bool = False) -> list[fx.Node]:
     """The placeholders behind the coordinates, and behind the seed of a graph that draws."""
     holders = [node for node in graph.nodes if node.op == "placeholder"]
-    coordinates = len(spec.mesh.axes) + len(spec.mesh.times)
+    coordinates = len(spec.mesh.axes) + len(spec.mesh.micro_batch_axes)
     for holder in holders[:coordinates]:
         if not holder.name.startswith("coord_"):
             raise VerifyError(

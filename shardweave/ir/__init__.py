@@ -2,7 +2,7 @@
 op rules, strategies, the captured step and the signature of a generated one. Imports nothing of shardweave but itself.
 """
 
-from shardweave.ir.annotations import is_of, readable
+from shardweave.ir.annotations import matches_annotation, readable_annotation
 from shardweave.ir.captured import Captured
 from shardweave.ir.errors import (
     CaptureError,
@@ -25,33 +25,33 @@ from shardweave.ir.layout_algebra import (
     LOCAL,
     Step,
     StepKind,
-    cut_as,
     digit_size,
     dims_layout,
-    drop,
     factors_of,
     input_layouts,
+    layout_through_view,
     outermost_first,
     output_layouts,
-    rest_layouts,
+    sliced_like,
+    state_layouts,
     steps_between,
-    through,
-    together,
+    with_axes_joined,
+    without_axes,
 )
 from shardweave.ir.mesh import Axis, Digit, Mesh, axes_size, group_name, prime_factors, slice_axis
 from shardweave.ir.op_rule import Assignment, BoundRule, Dims, Factor
-from shardweave.ir.overlap_config import ALL, BITS, MODES, Mode, Quantized, Weaving
+from shardweave.ir.overlap_config import BITS, MODES, UNLIMITED, Mode, OverlapConfig, Quantized
 from shardweave.ir.precision import Dtypes, Precision, dtype_name
 from shardweave.ir.progress import LOGGER, Progress, Reporter
 from shardweave.ir.pytree_signature import TENSOR, CallTree, as_call, canonical, leaf_names
-from shardweave.ir.reads import PLAIN, Read, Reads, Unchanged
+from shardweave.ir.reads import PLAIN, ConstantsCheck, Read, Reads
 from shardweave.ir.step_signature import META, SEED, Collective, NodeInfo, ParameterSpec, StepSpec, Traffic, ValueSpec
 from shardweave.ir.strategy import Grid, GridAxes, Strategy
-from shardweave.ir.strategy_presets import PRESETS, at_rest, preset
+from shardweave.ir.strategy_presets import PRESETS, preset, preset_degrees
 from shardweave.ir.units import brief, bytes_of, readable_bytes, readable_ranges, readable_seconds
 
 __all__ = [
-    "ALL",
+    "UNLIMITED",
     "Assignment",
     "Axis",
     "BITS",
@@ -103,38 +103,38 @@ __all__ = [
     "Strategy",
     "TENSOR",
     "Traffic",
-    "Unchanged",
+    "ConstantsCheck",
     "ValueSpec",
     "VerifyError",
-    "Weaving",
+    "OverlapConfig",
     "as_call",
-    "at_rest",
+    "preset_degrees",
     "axes_size",
     "brief",
     "bytes_of",
     "canonical",
-    "cut_as",
+    "sliced_like",
     "digit_size",
     "dims_layout",
-    "drop",
+    "without_axes",
     "dtype_name",
     "factors_of",
     "group_name",
     "input_layouts",
-    "is_of",
+    "matches_annotation",
     "leaf_names",
     "normalise",
     "outermost_first",
     "output_layouts",
     "preset",
     "prime_factors",
-    "readable",
+    "readable_annotation",
     "readable_bytes",
     "readable_ranges",
     "readable_seconds",
-    "rest_layouts",
+    "state_layouts",
     "slice_axis",
     "steps_between",
-    "through",
-    "together",
+    "layout_through_view",
+    "with_axes_joined",
 ]

@@ -1,4 +1,4 @@
-"""Whether a value is of the type that an annotation says: for what users hand over."""
+"""Checks of user-supplied values against type annotations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
 
-def is_of(value: object, annotation: Any) -> bool:
+def matches_annotation(value: object, annotation: Any) -> bool:
     """Whether `value` is of the type of `annotation`, with all that it contains.
 
     A bool is no number, a whole number is a float, and a str is no sequence of str.
@@ -19,26 +19,28 @@ def is_of(value: object, annotation: Any) -> bool:
 
     Examples
     --------
-    >>> is_of({"head": 4}, int | Mapping[str, int]), is_of({"head": True}, int | Mapping[str, int])
-    (True, False)
-    >>> is_of(("a", "b"), Sequence[str]), is_of("ab", Sequence[str])
+    >>> [matches_annotation({"head": value}, int | Mapping[str, int]) for value in (4, True)]
+    [True, False]
+    >>> matches_annotation(("a", "b"), Sequence[str]), matches_annotation("ab", Sequence[str])
     (True, False)
     """
     origin, inner = get_origin(annotation), get_args(annotation)
     if annotation is Any:
         return True
     if origin in (Union, types.UnionType):
-        return any(is_of(value, each) for each in inner)
+        return any(matches_annotation(value, each) for each in inner)
     if origin is Literal:
         return any(type(value) is type(each) and value == each for each in inner)
     if origin is Mapping:
         key, item = inner
-        return isinstance(value, Mapping) and all(is_of(k, key) and is_of(v, item) for k, v in value.items())
+        return isinstance(value, Mapping) and all(
+            matches_annotation(k, key) and matches_annotation(v, item) for k, v in value.items()
+        )
     if origin is Sequence:
         sequence = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-        return sequence and all(is_of(each, inner[0]) for each in value)  # type: ignore[attr-defined]
+        return sequence and all(matches_annotation(each, inner[0]) for each in value)  # type: ignore[attr-defined]
     if origin is tuple and inner[-1] is ...:
-        return isinstance(value, tuple) and all(is_of(each, inner[0]) for each in value)
+        return isinstance(value, tuple) and all(matches_annotation(each, inner[0]) for each in value)
     if annotation is None or annotation is types.NoneType:
         return value is None
     if annotation in (int, float):
@@ -47,12 +49,12 @@ def is_of(value: object, annotation: Any) -> bool:
     return isinstance(value, annotation)
 
 
-def readable(annotation: Any) -> str:
+def readable_annotation(annotation: Any) -> str:
     """An annotation in words.
 
-    >>> readable(int | Mapping[str, int] | None)
+    >>> readable_annotation(int | Mapping[str, int] | None)
     'an int, a mapping from str to int or None'
-    >>> readable(Literal["auto", "whole"])
+    >>> readable_annotation(Literal["auto", "whole"])
     "'auto' or 'whole'"
     """
     *others, last = _parts(annotation)
@@ -78,5 +80,5 @@ def _parts(annotation: Any) -> list[str]:
 
 def _name(annotation: Any) -> str:
     if get_origin(annotation) is not None:
-        return readable(annotation).removeprefix("a ")
+        return readable_annotation(annotation).removeprefix("a ")
     return "None" if annotation in (None, types.NoneType) else str(getattr(annotation, "__name__", annotation))

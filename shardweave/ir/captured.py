@@ -1,4 +1,4 @@
-"""The captured step: one graph of forward and backward, with the names of what goes in and comes out."""
+"""The captured training step: one graph of forward and backward, with the names of its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardweave.ir.reads import Reads
 
 @dataclass(frozen=True)
 class Captured:
-    """A training step as one aten graph, with the names of what goes in and comes out.
+    """A training step as one aten graph, with the names of its inputs and outputs.
 
     Parameters
     ----------
@@ -31,17 +31,17 @@ class Captured:
     aliases : dict from a parameter's name to its other names
         Tied parameters are one placeholder.
     call : CallTree, optional
-        None where the caller flattens its arguments itself.
+        The structure of a call. None if the caller flattens its arguments itself.
     training : bool
         The mode of the model at capture.
     whole : bool
-        Parameters belong to the user, whole on every rank; so are their gradients and the outputs.
+        Parameters, their gradients and the outputs are whole on every rank, as under torch.compile.
     dtypes : mapping of str to Dtypes
-        Of the parameters, for which the graph may take another one: mixed precision.
+        The dtypes of the master weight and of the gradient reduction, for each parameter in mixed precision.
     reads : Reads, optional
-        Python values that are constants of the graph.
+        The Python values that became constants of the graph.
     known : dict
-        What ops give for which arguments, and their forms, of all folds and plans: see `LocalGraph` and `decompose`.
+        A cache of fake results and decompositions of ops, shared by all lowerings: see `LocalGraph` and `decompose`.
     """
 
     graph: fx.GraphModule

@@ -1,6 +1,6 @@
 """The errors of shardweave: one root, so that a user can catch them all.
 
-Every message names the thing (parameter, op, axis, rank), what was expected, what came, and the way out.
+Every message names the parameter, op, axis or rank, says what was expected and what was found, and how to fix it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class RuleError(ParallelError):
 
 
 class LayoutError(ParallelError):
-    """A value cannot lie as it was asked to."""
+    """A value cannot have the layout that was asked for."""
 
 
 class ClusterError(ParallelError):
@@ -31,14 +31,14 @@ class PlanError(ParallelError):
 
 
 class InfeasibleError(PlanError):
-    """No plan fits into the memory limit; the message says how much memory would do."""
+    """No plan fits into the memory limit. The message says how much memory would be enough."""
 
     needed_bytes: int | None = None
-    """The smallest memory limit, bytes a device, that is known to do."""
+    """The smallest memory limit that is known to be enough, in bytes per device."""
 
     @classmethod
     def needing(cls, needed_bytes: int, message: str) -> InfeasibleError:
-        """The error of which it is known how much memory would do."""
+        """The error with the memory limit that is known to be enough."""
         error = cls(message)
         error.needed_bytes = needed_bytes
         return error

@@ -1,4 +1,4 @@
-"""Layouts: where a value lies."""
+"""Layouts: how a value is sharded, and over which axes it is a partial result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardweave.ir.mesh import Axis, Digit
 
 
 def normalise(digits: Iterable[Digit]) -> tuple[Digit, ...]:
-    """`digits` with neighbouring local digits merged and local ones dropped.
+    """`digits` with neighbouring local digits merged and those of size 1 dropped.
 
     >>> normalise([4, 1, 8]), normalise([1])
     ((32,), ())
@@ -27,20 +27,20 @@ def normalise(digits: Iterable[Digit]) -> tuple[Digit, ...]:
 
 @dataclass(frozen=True)
 class Padding:
-    """How a dimension that its axes do not divide is cut all the same, into places of one length on all devices.
+    """The sharding of a dimension that its axes do not divide, in *places* of one length on all devices.
 
     A block of `size` rows is cut over `levels`, outermost first, each time into equal parts rounded up, so that the
-    last ones are shorter or empty: as ``torch.chunk`` does, and DTensor. A part lies at the front of its place, which
-    has room for the longest; the rows behind it are no part of the value.
+    last ones are shorter or empty, as in ``torch.chunk`` and DTensor. A place has room for the longest part. A shorter
+    part is at the front of its place; the rows behind it are padding.
 
     Parameters
     ----------
     dim : int
-        The dimension. Its blocks are its innermost rows; digits outside of them divide it.
+        The dimension. A block is a run of its innermost rows; the digits outside of the block divide the dimension.
     size : int
-        Rows of a block.
+        The rows of a block.
     levels : tuple of int
-        What each cut divides by.
+        The number of parts of each cut.
 
     Examples
     --------
@@ -70,7 +70,7 @@ class Padding:
 
     @property
     def in_front(self) -> bool:
-        """Whether the places of a block hold its rows one after another, with all that is to spare at the end.
+        """Whether the places of a block hold its rows contiguously, with all padding at the end.
 
         >>> Padding(0, 7, (2, 2)).in_front, Padding(0, 5, (2, 2)).in_front
         (True, False)
@@ -78,7 +78,7 @@ class Padding:
         return self.counts == _counts(self.size, (math.prod(self.levels),))
 
     def before(self, row: int) -> int:
-        """How many rows of the value lie before `row` of its places.
+        """How many rows of the value come before `row` of its places.
 
         >>> [Padding(0, 10, (2, 2, 2)).before(row) for row in (0, 2, 4, 8, 16, 18)]
         [0, 2, 3, 5, 10, 12]
@@ -99,18 +99,21 @@ def _counts(size: int, levels: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a value lies: the digits of each dimension, and the axes over which it is a partial result.
+    """The layout of a value: the digits of each dimension, and the axes over which it is a partial result.
+
+    A dimension is a product of *digits*, like a number in a mixed radix: an `Axis` is a digit that is sharded over it,
+    an int is a digit that each device has whole.
 
     Parameters
     ----------
     dims : tuple of tuple of Digit
-        A dimension's digits, outermost first, normalised. A dimension of size 1 is ``()``.
+        The digits of each dimension, outermost first, normalised. A dimension of size 1 is ``()``.
     partial : tuple of (Axis, str)
-        Axes over which the value still has to be combined, and how: ``"sum"``, ``"max"``, ``"min"``, or ``"own"`` for
-        a sum in which each entry lies on one rank and is zero on the others.
+        The axes over which the value still has to be reduced, and how: ``"sum"``, ``"max"``, ``"min"``, or ``"own"``
+        for a sum in which each entry is on one rank and zero on the others.
     padding : Padding, optional
-        Of a dimension that its axes do not divide; its digits then are those of the places. Only states at rest and
-        gradients on their way there lie so.
+        The padding of a dimension that its axes do not divide; its digits are then those of the places. Only optimizer
+        states, parameters between steps, and gradients on the way there are padded.
 
     Examples
     --------
@@ -125,7 +128,7 @@ class Layout:
     padding: Padding | None = None
 
     @cached_property
-    def _hash(self) -> int:  # of numbers alone: the same in a process that reads a pickled layout
+    def _hash(self) -> int:  # depends on numbers alone, so it is equal in a process that reads a pickled layout
         return hash((self.dims, self.partial_axes))
 
     def __hash__(self) -> int:
@@ -133,7 +136,7 @@ class Layout:
 
     @classmethod
     def replicated(cls, shape: Sequence[int]) -> Layout:
-        """The layout of a value of `shape` that is whole on every device."""
+        """The layout of a value of `shape` that is replicated on every device."""
         return cls(tuple(normalise([int(size)]) for size in shape))
 
     @cached_property
@@ -147,12 +150,12 @@ class Layout:
 
     @cached_property
     def padded_shape(self) -> tuple[int, ...]:
-        """The shape of all places together: the global one, but for a dimension that is padded."""
+        """The global shape, with the padding of a padded dimension."""
         return tuple(math.prod(d if isinstance(d, int) else d.size for d in dim) for dim in self.dims)
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape on each device; of a padded dimension that of the place, which the device's part may not fill."""
+        """The shape on each device. A padded dimension has the length of its place, which the part may not fill."""
         return tuple(math.prod(d for d in dim if isinstance(d, int)) for dim in self.dims)
 
     @cached_property
@@ -172,7 +175,7 @@ class Layout:
         return replace(self, partial=())
 
     def place(self, axis: Axis) -> tuple[int, int, int]:
-        """The dimension that an axis lies on, and how many local steps lie outside and inside of it there.
+        """The dimension that an axis shards, and how many local rows are outside and inside of the axis there.
 
         >>> micro, gpu = Axis("micro", 2, 2, "time"), Axis("gpu0", 2)
         >>> Layout(((16,), (3, micro, gpu, 4))).place(micro)

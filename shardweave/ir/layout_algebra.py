@@ -1,19 +1,21 @@
-"""Layout algebra: the sizes of local tensors, and the collectives that turn one layout into another, with joint
-groups and padding.
+"""Layout algebra: from assignments to layouts, through views, and the collectives from one layout to another.
 
-The algebra of layouts: from assignments to layouts, through views, and from one layout to another.
+Redistribution
+    `steps_between` gives a short list of steps, each of one kind, in this order:
 
-A change of layout is a short list of steps, each of one kind: reduce what is partial (scattering it where it is
-wanted in parts), slice what can be sliced at once, exchange what only moves from one dimension to another, gather what
-lies in parts, slice the rest. All axes of a kind go together, so that a value is reduced once and gathered once, over
-joint groups. Places with room to spare (`padding`) are packed once they are gathered, and spread before they are cut.
+    1. Reduce partial results: by reduce-scatter where the result is wanted sharded, else by all-reduce.
+    2. Slice dimensions that are whole on each device.
+    3. Move axes from one dimension to another, by all-to-all.
+    4. All-gather dimensions that are wanted whole.
+    5. Slice the remaining dimensions.
 
-Padding: states rest over all their axes, also where these divide no dimension.
+    All axes of one kind are handled in one step over their joint group: a value is reduced once and gathered once.
 
-DTensor, and FSDP with it, cuts such a dimension into parts rounded up, of which the last are shorter or empty. A
-generated graph is the same on all ranks, so that each rank there has a *place* with room for the longest part. Places
-are what collectives move; once gathered, their rows are packed (an ``unpad``), and a gradient's rows are spread to
-their places (a ``pad``) before it is reduced to them.
+Padding
+    States are sharded over all their axes, also over those that divide no dimension. DTensor, and FSDP with it, cuts
+    such a dimension into parts rounded up, of which the last are shorter or empty. A generated graph is the same on all
+    ranks, so each rank has a *place* with room for the longest part, and collectives move places. A step ``unpad``
+    removes the padding after the gather of a parameter. A step ``pad`` inserts it before a gradient is reduced.
 """
 
 from __future__ import annotations
@@ -38,20 +40,20 @@ def digit_size(digit: Digit) -> int:
 
 
 def outermost_first(axes: Iterable[Axis]) -> list[Axis]:
-    """The order of axes on one factor: the widest strides outermost."""
+    """The axes in their order on one factor: the widest strides outermost."""
     return sorted(axes, key=lambda axis: -axis.stride)
 
 
 def dims_layout(dims: Dims, sizes: Mapping[str, int], assignment: Mapping[Axis, str], mesh: Mesh) -> tuple[Digits, ...]:
-    """Where a value's dimensions lie when its factors have these axes: on each atom, the widest strides outermost.
+    """The digits of each dimension of a value whose factors are split over these axes, the widest strides outermost.
 
-    That is the order of ranks, so that gathers need no copy; and as grids take their x and y axes innermost, the
-    batch of an op with fewer of them is a part of the batch of one with more: no gather is needed between the two.
+    This is the order of ranks, so that gathers need no copy. Grids take their x and y axes innermost. The batch of an
+    op with fewer of these axes is therefore a part of the batch of an op with more: no gather is needed between them.
 
     Raises
     ------
     LayoutError
-        Where the axes of a factor do not divide it.
+        If the axes of a factor do not divide it.
     """
     return _dims_layout(dims, sizes, _by_factor(assignment))
 
@@ -81,7 +83,7 @@ def _dims_layout(dims: Dims, sizes: Mapping[str, int], by_factor: Mapping[str, l
 
 
 def output_layouts(rule: BoundRule, assignment: Mapping[Axis, str], mesh: Mesh) -> tuple[Layout, ...]:
-    """Where the outputs lie: sharded on the factors that they have, partial over the axes of those they do not."""
+    """The layouts of an op's outputs: sharded on the factors that they have, partial over the axes of the others."""
     sizes, by_factor, ordered = rule.sizes(), _by_factor(assignment), mesh.ordered(assignment)
     layouts = []
     for index, dims in enumerate(rule.outputs):
@@ -96,7 +98,7 @@ def output_layouts(rule: BoundRule, assignment: Mapping[Axis, str], mesh: Mesh) 
 
 
 def input_layouts(rule: BoundRule, assignment: Mapping[Axis, str], mesh: Mesh) -> tuple[Layout, ...]:
-    """Where the op needs its inputs."""
+    """The layouts that an op needs its inputs at."""
     sizes, by_factor = rule.sizes(), _by_factor(assignment)
     return tuple(Layout(_dims_layout(dims, sizes, by_factor)) for dims in rule.inputs)
 
@@ -105,10 +107,10 @@ def _in_inputs(rule: BoundRule, factor: str) -> bool:
     return any(factor in names for dims in rule.inputs for names in dims)
 
 
-def cut(digits: Sequence[Digit], sizes: Sequence[int]) -> list[Digits] | None:
-    """`digits` cut into consecutive runs with these products; None where a cut would fall inside an axis.
+def split_digits(digits: Sequence[Digit], sizes: Sequence[int]) -> list[Digits] | None:
+    """Split `digits` into consecutive runs with these products; None if a split would fall inside an axis.
 
-    >>> cut((32,), [4, 8]), cut((6,), [4])
+    >>> split_digits((32,), [4, 8]), split_digits((6,), [4])
     ([(4,), (8,)], None)
     """
     queue = list(digits)
@@ -134,55 +136,55 @@ def cut(digits: Sequence[Digit], sizes: Sequence[int]) -> list[Digits] | None:
 
 
 def factors_of(dims: Sequence[Digits], names: Dims, sizes: Mapping[str, int]) -> dict[Axis, str]:
-    """The factor that each axis of a value lies on; axes of a dimension that has no such atoms are left out."""
+    """The factor that each axis of a value splits. Axes of a dimension that has no such factors are left out."""
     found: dict[Axis, str] = {}
     for digits, factors in zip(dims, names):
-        runs = cut(digits, [sizes[name] for name in factors])
+        runs = split_digits(digits, [sizes[name] for name in factors])
         for name, run in zip(factors, runs or ()):
             found.update({digit: name for digit in run if isinstance(digit, Axis)})
     return found
 
 
-def through(layout: Layout, source: Dims, target: Dims, sizes: Mapping[str, int]) -> Layout | None:
-    """The layout on the other side of a view; None where the view cuts an axis, or rows lie in places with padding."""
+def layout_through_view(layout: Layout, source: Dims, target: Dims, sizes: Mapping[str, int]) -> Layout | None:
+    """The layout on the other side of a view; None if the view would split an axis, or the layout is padded."""
     if layout.padding is not None:
         return None
     by_factor: dict[str, Digits] = {}
     for digits, names in zip(layout.dims, source):
-        runs = cut(digits, [sizes[name] for name in names])
+        runs = split_digits(digits, [sizes[name] for name in names])
         if runs is None:
             return None
         by_factor.update(zip(names, runs))
     kept = {name for names in target for name in names}
     if any(isinstance(digit, Axis) for name, run in by_factor.items() if name not in kept for digit in run):
-        return None  # the other side does not have this loop: it must lie whole
+        return None  # the other side does not have this factor: it must be whole
     dims = tuple(
         normalise(digit for name in names for digit in by_factor.get(name, (sizes[name],))) for names in target
     )
     return Layout(dims, layout.partial)
 
 
-def drop(layout: Layout, axes: Iterable[Axis]) -> Layout:
-    """`layout` with these axes gathered; without its padding where that leaves no axis to pad for."""
+def without_axes(layout: Layout, axes: Iterable[Axis]) -> Layout:
+    """`layout` with these axes gathered, and without its padding if that leaves no axis to pad for."""
     gone = set(axes)
     if gone.isdisjoint(layout.shard_axes):
         return layout
     dims = tuple(normalise(d.size if isinstance(d, Axis) and d in gone else d for d in dim) for dim in layout.dims)
-    return packed(replace(layout, dims=dims))
+    return without_padding(replace(layout, dims=dims))
 
 
-def together(layout: Layout, axes: Collection[Axis]) -> Layout:
-    """`layout` with all steps of these axes side by side, or summed."""
-    return replace(drop(layout, axes), partial=tuple(item for item in layout.partial if item[0] not in axes))
+def with_axes_joined(layout: Layout, axes: Collection[Axis]) -> Layout:
+    """`layout` with all steps of these time axes concatenated or summed."""
+    return replace(without_axes(layout, axes), partial=tuple(item for item in layout.partial if item[0] not in axes))
 
 
-def cut_as(layout: Layout, other: Layout, axes: Iterable[Axis]) -> Layout | None:
-    """`layout` cut by those of `axes` that cut `other`, in the same places; None where its own axes cross these.
+def sliced_like(layout: Layout, other: Layout, axes: Iterable[Axis]) -> Layout | None:
+    """`layout` also sharded over those of `axes` that shard `other`, at the same places; None if its axes cross these.
 
     >>> part, gpu = Axis("slice2", 2, 0, "time"), Axis("gpu0", 2)
-    >>> str(cut_as(Layout(((8,), (gpu, 4))), Layout(((part, 4), (8,))), [part]))
+    >>> str(sliced_like(Layout(((8,), (gpu, 4))), Layout(((part, 4), (8,))), [part]))
     '[slice2 4, gpu0 4]'
-    >>> cut_as(Layout(((gpu, 4), (8,))), Layout(((part, 4), (8,))), [part])
+    >>> sliced_like(Layout(((gpu, 4), (8,))), Layout(((part, 4), (8,))), [part])
     """
     dims = list(layout.dims)
     for axis in axes:
@@ -193,36 +195,37 @@ def cut_as(layout: Layout, other: Layout, axes: Iterable[Axis]) -> Layout | None
         outer, inner = (
             math.prod(map(digit_size, digits)) for digits in (other.dims[dim][:at], other.dims[dim][at + 1 :])
         )
-        runs = cut(dims[dim], [outer, axis.size, inner])
+        runs = split_digits(dims[dim], [outer, axis.size, inner])
         if runs is None or runs[1] != (axis.size,):
             return None
         dims[dim] = normalise([*runs[0], axis, *runs[2]])
     return replace(layout, dims=tuple(dims))
 
 
-def rest_layouts(compute: Layout, stages: Sequence[Sequence[Axis]], mesh: Mesh) -> list[Layout]:
-    """Where states rest: `compute`, sharded over the axes of the first stage, then over those of the next besides.
+def state_layouts(compute: Layout, stages: Sequence[Sequence[Axis]], mesh: Mesh) -> list[Layout]:
+    """The layouts of the stages of a parameter's sharding: `compute`, further sharded over the axes of each stage.
 
-    Axes that divide a dimension come first (`rest_layout`). Those that divide none pad one, for all stages together
-    (`padding.padded_rest`): the layout of a stage is that of the last, with the axes of the later ones gathered.
+    Axes that divide a dimension come first (`state_layout`). Axes that divide none pad one dimension, for all stages
+    together (`padded_state_layout`): the layout of a stage is that of the last one, with the axes of the later stages
+    gathered.
     """
     found, layout = [], compute
     for axes in stages:
-        layout = rest_layout(layout, axes, mesh)
+        layout = state_layout(layout, axes, mesh)
         found.append(layout)
     left = [axis for axes in stages for axis in axes if axis not in layout.shard_axes]
-    padded = padded_rest(compute, layout, left, mesh)
+    padded = padded_state_layout(compute, layout, left, mesh)
     if padded is None:
         return found
     later = [[axis for axes in stages[index + 1 :] for axis in axes] for index, _ in enumerate(stages)]
-    return [drop(padded, axes) for axes in later]
+    return [without_axes(padded, axes) for axes in later]
 
 
-def rest_layout(compute: Layout, axes: Sequence[Axis], mesh: Mesh) -> Layout:
-    """Where states rest: `compute`, with `axes` innermost on a dimension that they divide.
+def state_layout(compute: Layout, axes: Sequence[Axis], mesh: Mesh) -> Layout:
+    """`compute` further sharded over `axes`, each innermost on a dimension that it divides.
 
-    Each axis takes the first dimension on which it is a plain shard, in mesh order; axes that divide none are left
-    out (see `rest_layouts`).
+    Each axis takes the first dimension on which it is a plain DTensor shard, in mesh order. Axes that divide no
+    dimension are left out (see `state_layouts`).
     """
     dims = [list(dim) for dim in compute.dims]
     order: dict[Digit, int] = {axis: index for index, axis in enumerate(mesh.axes)}
@@ -234,7 +237,7 @@ def rest_layout(compute: Layout, axes: Sequence[Axis], mesh: Mesh) -> Layout:
             if not isinstance(local, int) or local % axis.size:
                 continue
             before = digits[:at]
-            strided = any(digit not in order for digit in before)  # local steps, or an op's slices
+            strided = any(digit not in order for digit in before)  # local digits, or slices of an op
             disordered = any(order.get(digit, -1) > order[axis] for digit in before)
             score = 2 * strided + disordered
             if best is None or score < best[0]:
@@ -255,10 +258,7 @@ LOCAL: tuple[StepKind, ...] = ("slice", "pad", "unpad")
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a change of layout, of one kind, over the joint group of `axes`.
-
-    `units` are, for each dimension, the digits before and after, cut so that they correspond one to one.
-    """
+    """One step of a redistribution, of one kind, over the joint group of `axes`."""
 
     kind: StepKind
     axes: tuple[Axis, ...]
@@ -268,12 +268,12 @@ class Step:
 
     @property
     def units(self) -> list[Units]:
-        """The digits before and after, cut so that they correspond one to one, for each dimension."""
+        """For each dimension, the digits before and after, split so that they correspond one to one."""
         return [_align(b, a) or [] for b, a in zip(self.before.dims, self.after.dims)]
 
 
 def _align(before: Digits, after: Digits) -> Units | None:
-    """Pairs of digits that cover the same steps of a dimension; None where an axis is opposed to a cut of its steps."""
+    """Pairs of digits that cover the same rows of a dimension; None if this would split an axis."""
     left, right = list(before), list(after)
     units: Units = []
     while left and right:
@@ -293,34 +293,34 @@ def _align(before: Digits, after: Digits) -> Units | None:
 
 
 def steps_between(have: Layout, want: Layout) -> list[Step]:
-    """The steps from one layout of a value to another, cheapest first (see the module's docstring).
+    """The steps from one layout of a value to another (see the module's docstring).
 
     Raises
     ------
     LayoutError
-        Where the layouts are of values of different shapes, or `want` is partial where `have` is not.
+        If the layouts belong to values of different shapes, or `want` is partial over an axis that `have` is not.
     """
     if have.global_shape != want.global_shape:
         raise LayoutError(f"{have} and {want} are layouts of different shapes")
     if not set(want.partial) <= set(have.partial):
         raise LayoutError(f"a value at {have} cannot become the partial result {want}")
     if have.padding is not None and have.padding != want.padding:
-        bare = want if want.padding is None else drop(want, axes_of(want.dims[want.padding.dim]))
-        places, whole = _with_places(bare, have)
+        bare = want if want.padding is None else without_axes(want, axes_of(want.dims[want.padding.dim]))
+        places, whole = _in_places(bare, have)
         return [*_steps(have, places), Step("unpad", (), places, whole), *steps_between(whole, want)]
     if have.padding != want.padding:
-        places, whole = _with_places(have, want)
+        places, whole = _in_places(have, want)
         return [*_steps(have, whole), Step("pad", (), whole, places), *_steps(places, want)]
     return _steps(have, want)
 
 
-def _with_places(layout: Layout, padded: Layout) -> tuple[Layout, Layout]:
-    """`layout` in the places of `padded`, and packed: itself, or with a dimension whole of which it cuts the blocks."""
+def _in_places(layout: Layout, padded: Layout) -> tuple[Layout, Layout]:
+    """`layout` with the padding of `padded`, and without. A dimension is gathered if `layout` cuts padded blocks."""
     assert padded.padding is not None
-    places = spread(layout, padded.padding)
+    places = with_padding(layout, padded.padding)
     if places is None:
-        layout = drop(layout, axes_of(layout.dims[padded.padding.dim]))
-        places = spread(layout, padded.padding)
+        layout = without_axes(layout, axes_of(layout.dims[padded.padding.dim]))
+        places = with_padding(layout, padded.padding)
         assert places is not None
     return places, layout
 
@@ -331,7 +331,7 @@ def axes_of(digits: Digits) -> list[Axis]:
 
 
 def _steps(have: Layout, want: Layout) -> list[Step]:
-    """The steps between two layouts in the same places."""
+    """The steps between two layouts of the same padding."""
     steps: list[Step] = []
     current = have
 
@@ -344,53 +344,57 @@ def _steps(have: Layout, want: Layout) -> list[Step]:
             steps.append(Step(kind, axes, current, after, reduce))
             current = after
 
+    # 1. Reduce.
     pending = [(axis, "sum" if op == "own" else op) for axis, op in have.partial if (axis, op) not in want.partial]
     for op in sorted({op for _, op in pending}):
         mine = {axis for axis, other in pending if other == op}
-        scattered = _replace(current, want, _taking(mine))
+        scattered = _replace_digits(current, want, _scattered_where_wanted(mine))
         gone = set(scattered.shard_axes) - set(current.shard_axes)
         left = tuple(p for p in current.partial if p[0] not in gone)
         move("reduce_scatter", replace(scattered, partial=left), op)
         rest = mine - gone
         move("all_reduce", replace(current, partial=tuple(p for p in current.partial if p[0] not in rest)), op)
 
+    # 2. Slice.
     def free(h: Digit, w: Digit) -> Digit:
         taken = current.shard_axes
         return w if isinstance(h, int) and isinstance(w, Axis) and w not in taken else h
 
-    move("slice", _replace(current, want, free))
-    moved = _moved(current, want)
-    move("all_to_all", _replace(current, want, lambda h, w: _other(h, w, moved)), moved=moved)
-    # A dimension whose digits do not correspond is gathered whole.
+    move("slice", _replace_digits(current, want, free))
+    # 3. Move axes between dimensions.
+    moved = _axes_to_exchange(current, want)
+    move("all_to_all", _replace_digits(current, want, lambda h, w: _exchanged(h, w, moved)), moved=moved)
+    # 4. Gather. A dimension whose digits do not correspond is gathered whole.
     whole = [digits if _align(digits, after) is not None else (size,)
              for digits, after, size in zip(current.dims, want.dims, current.padded_shape)]  # fmt: skip
     gathered = replace(current, dims=tuple(normalise(digits) for digits in whole))
-    move("all_gather", _replace(gathered, want, lambda h, w: h.size if isinstance(h, Axis) and h != w else h))
-    move("slice", _replace(current, want, free))
+    move("all_gather", _replace_digits(gathered, want, lambda h, w: h.size if isinstance(h, Axis) and h != w else h))
+    # 5. Slice the rest.
+    move("slice", _replace_digits(current, want, free))
     if current != want:
         raise LayoutError(f"no way from {have} to {want}")
     return steps
 
 
-def _moved(have: Layout, want: Layout) -> set[Axis]:
-    """The axes that only change their place: what has them is wanted whole, what is whole is wanted in their parts."""
+def _axes_to_exchange(have: Layout, want: Layout) -> set[Axis]:
+    """The axes that move from one dimension to another: candidates for an all-to-all."""
     units = [unit for before, after in zip(have.dims, want.dims) for unit in _align(before, after) or ()]
     left = {h for h, w in units if isinstance(h, Axis) and isinstance(w, int)}
     return left & {w for h, w in units if isinstance(w, Axis) and isinstance(h, int)}
 
 
-def _other(have: Digit, want: Digit, moved: set[Axis]) -> Digit:
-    """The digit after the axes of `moved` have changed their places."""
+def _exchanged(have: Digit, want: Digit, moved: set[Axis]) -> Digit:
+    """The digit after the axes in `moved` have changed their dimensions."""
     return want if have != want and (have in moved or want in moved) else have
 
 
-def _taking(axes: set[Axis]) -> Callable[[Digit, Digit], Digit]:
-    """Choose the wanted digit where it is one of `axes` and the value is whole there."""
+def _scattered_where_wanted(axes: set[Axis]) -> Callable[[Digit, Digit], Digit]:
+    """A choice of digits: the wanted one if it is in `axes` and the value is whole there, else the present one."""
     return lambda have, want: want if isinstance(have, int) and want in axes else have
 
 
-def _replace(current: Layout, want: Layout, choose: Callable[[Digit, Digit], Digit]) -> Layout:
-    """`current` with each digit replaced by what `choose` makes of it and of the digit wanted in its place."""
+def _replace_digits(current: Layout, want: Layout, choose: Callable[[Digit, Digit], Digit]) -> Layout:
+    """`current` with each digit replaced by ``choose(digit, wanted digit)``."""
     dims = []
     for digits, after in zip(current.dims, want.dims):
         units = _align(digits, after)
@@ -398,19 +402,19 @@ def _replace(current: Layout, want: Layout, choose: Callable[[Digit, Digit], Dig
     return replace(current, dims=tuple(dims))
 
 
-def padded_rest(compute: Layout, rest: Layout, left: Sequence[Axis], mesh: Mesh) -> Layout | None:
-    """`rest`, sharded also over the axes that were left as they divide no dimension; None where it stays as it is.
+def padded_state_layout(compute: Layout, rest: Layout, left: Sequence[Axis], mesh: Mesh) -> Layout | None:
+    """`rest` also sharded over axes that divide no dimension (`left`), by padding one; None if it stays as it is.
 
-    The dimension is the first of which a device still has several rows: what it holds then lies at the front of its
-    place in memory, a view. The axes that `rest` has there already are cut anew with the others, in the order of the
-    mesh, which is DTensor's. A parameter stays as it is where it has fewer elements than there are devices, and an axis
-    is left where `compute` has the dimension in another way than DTensor cuts first.
+    The padded dimension is the first of which a device has several rows, so that the part of a device is a view of its
+    place. The axes that shard this dimension in `rest` are applied anew, together with the others, in the order of the
+    mesh, as DTensor does. A parameter with fewer elements than there are devices stays as it is. So does an axis that
+    would have to be cut before the axes that `compute` has on the dimension.
 
     Examples
     --------
     >>> mesh = Mesh.of_levels([("gpu", 3)])
     >>> whole = Layout.replicated((7, 5))
-    >>> str(padded_rest(whole, whole, mesh.axes, mesh))
+    >>> str(padded_state_layout(whole, whole, mesh.axes, mesh))
     '[gpu0 3 of 7, 5]'
     """
     dim = next((dim for dim, size in enumerate(rest.local_shape) if size > 1), None)
@@ -432,11 +436,11 @@ def padded_rest(compute: Layout, rest: Layout, left: Sequence[Axis], mesh: Mesh)
     return replace(rest, dims=tuple(dims), padding=padding)
 
 
-def spread(layout: Layout, padding: Padding) -> Layout | None:
-    """`layout`, which is not padded, with its blocks of rows in places; None where it cuts a block.
+def with_padding(layout: Layout, padding: Padding) -> Layout | None:
+    """`layout`, which is not padded, with this padding; None if it cuts a block of rows.
 
     >>> x = Axis("gpu0", 2)
-    >>> str(spread(Layout(((x, 5), (4,))), Padding(0, 5, (2, 2))))
+    >>> str(with_padding(Layout(((x, 5), (4,))), Padding(0, 5, (2, 2))))
     '[gpu0 8 of 10, 4]'
     """
     outer, rows = _rows(layout, padding.dim)
@@ -447,10 +451,10 @@ def spread(layout: Layout, padding: Padding) -> Layout | None:
     return replace(layout, dims=tuple(dims), padding=padding)
 
 
-def packed(layout: Layout) -> Layout:
-    """`layout` without its padding where each device has whole blocks; the inverse of `spread`.
+def without_padding(layout: Layout) -> Layout:
+    """`layout` without its padding, if each device has whole blocks. The inverse of `with_padding`.
 
-    >>> str(packed(Layout(((8,), (4,)), padding=Padding(0, 5, (2, 2)))))
+    >>> str(without_padding(Layout(((8,), (4,)), padding=Padding(0, 5, (2, 2)))))
     '[5, 4]'
     """
     if (padding := layout.padding) is None:
@@ -464,7 +468,7 @@ def packed(layout: Layout) -> Layout:
 
 
 def _rows(layout: Layout, dim: int) -> tuple[list[int | Axis], int]:
-    """The digits of a dimension outside of the run of rows that lie together on a device, and the length of the run."""
+    """The digits of a dimension outside of its innermost contiguous rows on a device, and the number of these rows."""
     digits = list(layout.dims[dim])
     rows = digits.pop() if digits and isinstance(digits[-1], int) else 1
     assert isinstance(rows, int)

@@ -1,4 +1,4 @@
-"""Axes: what a machine offers; meshes: all the axes of one machine."""
+"""Mesh axes: the dimensions of a machine; and meshes: all the axes of one machine."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from shardweave.ir.errors import LayoutError
 
 @dataclass(frozen=True)
 class Axis:
-    """A dimension of the machine whose steps an op's factor can be spread over.
+    """A dimension of the machine, or of time, over which a loop (factor) of an op can be split.
 
     Parameters
     ----------
     name : str
         Unique within a `Mesh`, such as ``"gpu0"``.
     size : int
-        Number of steps; prime for the axes of a mesh.
+        The number of steps along the axis. It is prime for the axes of a mesh.
     stride : int
         Distance in global ranks between two neighbours along the axis (1 for the innermost).
     kind : {"space", "time"}
-        Steps on different devices at once, or one after another on the same device.
+        Whether the steps run on different devices at once, or one after another on the same device.
 
     Examples
     --------
@@ -38,15 +38,15 @@ class Axis:
     kind: Literal["space", "time"] = "space"
 
     def __hash__(self) -> int:
-        return hash((self.stride, self.size))  # two numbers say nearly all, and layouts are hashed often
+        return hash((self.stride, self.size))  # cheap and nearly unique: layouts are hashed often
 
     @property
     def level(self) -> str:
-        """What the axes of one level of a cluster have in common: their name without its number."""
+        """The level of the cluster that the axis belongs to: its name without the number."""
         return self.name.rstrip("0123456789")
 
     def coordinate(self, rank: int) -> int:
-        """Where `rank` stands along this axis, in ``[0, size)``."""
+        """The coordinate of `rank` along this axis, in ``[0, size)``."""
         return rank // self.stride % self.size
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ def prime_factors(number: int) -> list[int]:
 
 
 def slice_axis(count: int) -> Axis:
-    """The axis over so many slices of an op.
+    """The time axis over `count` slices of an op.
 
     >>> str(slice_axis(4))
     'slice4:4'
@@ -89,14 +89,15 @@ def slice_axis(count: int) -> Axis:
 class Mesh:
     """The axes of the machine, in *layout order*: of two axes on one dimension, the earlier one is outermost.
 
-    The order is free (it is not the order of ranks, which each axis carries as its stride). A plan puts the axes
-    that tensor parallelism uses first and those that parameters rest on after them, so that every layout is a plain
-    DTensor placement.
+    The order is free: it is not the order of ranks, which each axis carries as its stride. A plan puts the axes of
+    tensor parallelism first and the axes that shard states after them, so that every layout is a plain DTensor
+    placement.
 
-    `times` are the axes whose steps each device takes in one run of the generated graphs after another, `woven` those
-    whose steps all lie in these graphs. On a dimension they lie outside all others, so that each step is the same part
-    of it however many devices share that: their strides are at least the world's size. `slices` are axes whose steps
-    lie in these graphs, too, but each in a single op: they cut what a device computes, and lie inside all others.
+    Besides the `axes` of devices there are three kinds of time axes. The generated graphs run once for each step of
+    `micro_batch_axes`. They contain all steps of `sub_batch_axes` and of `slice_axes`; a slice axis belongs to a single
+    op. On a dimension, axes of micro-batches and sub-batches are outside all others, with strides of at least the world
+    size, so that a step is the same part of the dimension on any number of devices. Slice axes are inside all others:
+    they cut the part that a device computes.
 
     Examples
     --------
@@ -108,9 +109,9 @@ class Mesh:
     """
 
     axes: tuple[Axis, ...]
-    times: tuple[Axis, ...] = ()
-    woven: tuple[Axis, ...] = ()
-    slices: tuple[Axis, ...] = ()
+    micro_batch_axes: tuple[Axis, ...] = ()
+    sub_batch_axes: tuple[Axis, ...] = ()
+    slice_axes: tuple[Axis, ...] = ()
 
     @classmethod
     def of_levels(cls, levels: Sequence[tuple[str, int]]) -> Mesh:
@@ -123,14 +124,14 @@ class Mesh:
         return cls(tuple(axes))
 
     @property
-    def all_times(self) -> tuple[Axis, ...]:
-        """Every axis on the batch whose steps a device takes one after another."""
-        return *self.times, *self.woven
+    def time_axes(self) -> tuple[Axis, ...]:
+        """The time axes of the batch: over micro-batches and over sub-batches."""
+        return *self.micro_batch_axes, *self.sub_batch_axes
 
     @property
-    def unrolled(self) -> tuple[Axis, ...]:
-        """Every axis whose steps all lie in the generated graphs."""
-        return *self.woven, *self.slices
+    def unrolled_axes(self) -> tuple[Axis, ...]:
+        """The time axes that are unrolled in the generated graphs: over sub-batches and over slices of ops."""
+        return *self.sub_batch_axes, *self.slice_axes
 
     @cached_property
     def world_size(self) -> int:
@@ -143,7 +144,7 @@ class Mesh:
 
     @cached_property
     def _order(self) -> dict[Axis, int]:
-        return {axis: index for index, axis in enumerate((*self.axes, *self.all_times, *self.slices))}
+        return {axis: index for index, axis in enumerate((*self.axes, *self.time_axes, *self.slice_axes))}
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinate of `rank` on every axis, by the axis' name."""
@@ -169,7 +170,7 @@ class Mesh:
 
 
 def group_name(axes: Iterable[Axis]) -> str:
-    """The symbolic name of the groups over `axes`, equal on all ranks: the runtime puts a process group in its place.
+    """The symbolic name of the process groups over `axes`, equal on all ranks. The runtime replaces it by a group.
 
     >>> group_name([Axis("gpu1", 2, 2), Axis("gpu0", 2)])
     'gpu0.gpu1'

@@ -1,4 +1,4 @@
-"""Rules bound to ops: their factors, and which axis is on which of them."""
+"""Sharding rules bound to ops: the factors (loops) of an op, and the assignment of mesh axes to them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from shardweave.ir.errors import LayoutError
 from shardweave.ir.mesh import Axis
 
 Dims = tuple[tuple[str, ...], ...]
-"""For each dimension of a value the factors whose product it is, outermost first; ``()`` for size 1."""
+"""For each dimension of a value, the factors that it is the product of, outermost first; ``()`` for size 1."""
 
 
 @dataclass(frozen=True)
 class Factor:
-    """A loop of an op.
+    """A loop of an op, as a dimension of an einsum is.
 
     Parameters
     ----------
     name : str
-        As in the rule's pattern; atoms of a cut factor are ``"m.0"``, ``"m.1"``, outermost first.
+        The name in the rule's pattern. The parts of a split factor are ``"m.0"``, ``"m.1"``, outermost first.
     size : int
-        Number of steps of the loop.
+        The number of iterations of the loop.
     blocked : bool
-        The op cannot be computed in parts along this loop.
+        The op cannot be split along this loop.
     reduce : str
-        How the parts of the output combine where no output has this factor (as in `Layout.partial`).
+        How partial outputs are reduced if no output has this factor (as in `Layout.partial`).
     """
 
     name: str
@@ -37,10 +37,10 @@ class Factor:
 
 @dataclass(frozen=True)
 class BoundRule:
-    """A rule bound to one op: its factors, and of which factors each dimension of each value is made.
+    """A sharding rule bound to one op: its factors, and the factors of each dimension of its inputs and outputs.
 
-    `inputs` are the op's tensor arguments in the order of its schema (absent optional ones left out). `apart` are the
-    outputs, by index, that no factor sums to: a state that is of use only to an op of the same rank.
+    `inputs` are the op's tensor arguments in the order of its schema, without absent optional ones. `apart` has the
+    indices of outputs that are never partial: each rank keeps its own, for another op on the same rank.
     """
 
     factors: tuple[Factor, ...]
@@ -49,7 +49,7 @@ class BoundRule:
     apart: frozenset[int] = frozenset()
 
     @cached_property
-    def _hash(self) -> int:  # of numbers alone: the same in a process that reads a pickled rule
+    def _hash(self) -> int:  # depends on numbers alone, so it is equal in a process that reads a pickled rule
         return hash((tuple(factor.size for factor in self.factors), len(self.inputs), len(self.outputs)))
 
     def __hash__(self) -> int:
@@ -69,7 +69,7 @@ class BoundRule:
         return self._by_name[name]
 
     def sizes(self) -> dict[str, int]:
-        """The number of steps of each factor."""
+        """The size of each factor, by name."""
         return dict(self._sizes)
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class BoundRule:
 
 @dataclass(frozen=True)
 class Assignment:
-    """An op's axis-to-factor assignment: which factor each axis is on; axes not named are on none.
+    """The factor that each mesh axis splits, for one op. The op is replicated over axes that are not named.
 
     >>> Assignment.of({Axis("gpu0", 2): "n"}).as_dict()[Axis("gpu0", 2)]
     'n'
@@ -110,7 +110,7 @@ class Assignment:
 
     @property
     def in_space(self) -> Assignment:
-        """Only its axes of devices: those of time are other ones when the step is cut into other parts."""
+        """The assignment without time axes, which depend on the number of micro-batches and sub-batches."""
         return Assignment(tuple((axis, factor) for axis, factor in self.items if axis.kind == "space"))
 
     def __str__(self) -> str:

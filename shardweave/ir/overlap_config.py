@@ -1,4 +1,4 @@
-"""Weaving: what a plan says of the whole step, beside each op's strategy."""
+"""The choices of a plan that concern the whole step, not one op: overlap, recomputation, buckets, quantization."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from shardweave.ir.units import brief, readable_ranges
 
 Mode = Literal["none", "fine", "full"]
 MODES: tuple[Mode, ...] = ("none", "fine", "full")
-"""How a layer is recomputed in the backward: not at all, all but the results of its collectives, or all of it. The
-planner takes the first of equally good ones."""
+"""How a layer is recomputed in the backward: not at all, all but the results of its collectives, or all of it. Of
+equally good modes, the planner takes the first."""
 
 Quantized = Literal["parameters", "gradients"]
 BITS: Mapping[Quantized, tuple[int, ...]] = {"parameters": (8,), "gradients": (8, 4)}
-"""What may move in blocks of few bits, and of how many."""
+"""The kinds of traffic that may be quantized, and the bits that each allows."""
 
-ALL = 2**31
-"""As many as there are."""
+UNLIMITED = 2**31
+"""A count that is no limit."""
 _UNDER = "recomputation under other gradients"
 _AGAIN = "parameters gathered again for the backward of what was recomputed"
 
 
 @dataclass(frozen=True)
-class Weaving:
-    """How communication is hidden, and memory saved, in a step; `Options` describes each field.
+class OverlapConfig:
+    """How a step hides communication and saves memory. `Options` describes each field.
 
     Raises
     ------
     PlanError
-        Where a count is not positive, or a mode unknown.
+        If a count is not positive, or a mode is unknown.
 
     Examples
     --------
-    >>> str(Weaving(sub_batches=2, recompute={"*": "fine"}))
+    >>> str(OverlapConfig(sub_batches=2, recompute={"*": "fine"}))
     '2 sub-batches, recomputation * fine'
-    >>> Weaving.from_dict(Weaving(buckets=True).to_dict()) == Weaving(buckets=True)
+    >>> OverlapConfig.from_dict(OverlapConfig(buckets=True).to_dict()) == OverlapConfig(buckets=True)
     True
     """
 
@@ -81,13 +81,13 @@ class Weaving:
         if self.lookahead is not None and self.lookahead < 0:
             raise PlanError(f"lookahead counts gathers and cannot be negative, got {self.lookahead}")
 
-    def without(self) -> dict[str, Weaving]:
-        """Each choice that was made, in words, and what is left without it.
+    def without(self) -> dict[str, OverlapConfig]:
+        """Each choice that was made, in words, with the configuration that is left without it.
 
-        >>> list(Weaving(sub_batches=2, recompute={"*": "fine"}).without())
+        >>> list(OverlapConfig(sub_batches=2, recompute={"*": "fine"}).without())
         ['2 sub-batches', 'recomputation * fine', 'recomputation under other gradients']
         """
-        found: dict[str, Weaving] = {}
+        found: dict[str, OverlapConfig] = {}
         if self.sub_batches > 1:
             besides = f" but for {' and '.join(self.undivided)}" if self.undivided else ""
             found[f"{self.sub_batches} sub-batches{besides}"] = replace(self, sub_batches=1, undivided=())
@@ -100,7 +100,7 @@ class Weaving:
         sliced = [f"{pattern} in {count} slices" for pattern, count in self.operator_slices.items() if count > 1]
         if sliced:
             found[" and ".join(sliced)] = replace(self, operator_slices={})
-        if kept := [f"{pattern} kept gathered{'' if count == ALL else f' in {count} slices'}"
+        if kept := [f"{pattern} kept gathered{'' if count == UNLIMITED else f' in {count} slices'}"
                     for pattern, count in self.keep_gathered.items() if count]:  # fmt: skip
             found[" and ".join(kept)] = replace(self, keep_gathered={})
         if self.buckets:
@@ -118,13 +118,15 @@ class Weaving:
             found["whole sums of gradients"] = replace(self, whole_sums=False)
         return found
 
-    def within(self, other: Weaving) -> bool:
+    def within(self, other: OverlapConfig) -> bool:
         """Whether `other` has all choices that this one makes.
 
-        >>> Weaving(buckets=True).within(Weaving(2, buckets=True)), Weaving(2).within(Weaving(4))
-        (True, False)
+        >>> OverlapConfig(buckets=True).within(OverlapConfig(2, buckets=True))
+        True
+        >>> OverlapConfig(2).within(OverlapConfig(4))
+        False
         """
-        plain = Weaving()
+        plain = OverlapConfig()
         return all(value in (getattr(plain, name), getattr(other, name)) for name, value in vars(self).items())
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,7 +134,7 @@ class Weaving:
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in vars(self).items()}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Weaving:
+    def from_dict(cls, data: Mapping[str, Any]) -> OverlapConfig:
         return cls(**data)
 
     def __repr__(self) -> str:

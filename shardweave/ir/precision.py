@@ -1,4 +1,4 @@
-"""Mixed precision: in which dtypes a step computes, reduces its gradients and gives its outputs."""
+"""Mixed precision: the dtypes in which a step computes, reduces gradients and returns outputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Dtypes(NamedTuple):
-    """Of a parameter: its dtype between steps, and that in which its gradient is summed over devices."""
+    """The dtypes of a parameter: of the master weight between steps, and of the gradient reduction over devices."""
 
     master: torch.dtype
     reduced: torch.dtype
@@ -42,9 +42,10 @@ class Precision:
         The model computes with its floating-point parameters in this dtype. Each rank casts its part of the masters,
         so that they are gathered in this dtype.
     reduce_dtype : torch.dtype, optional
-        In which gradients are summed over devices; by default the dtype that they are computed in, `param_dtype`.
+        The dtype in which gradients are summed over devices. By default the dtype that they are computed in,
+        `param_dtype`.
     output_dtype : torch.dtype, optional
-        To which the model's floating-point outputs are cast.
+        The dtype to which the model's floating-point outputs are cast.
     cast_forward_inputs : bool
         Whether floating-point inputs are cast to `param_dtype`.
 
@@ -74,7 +75,7 @@ class Precision:
 
     @classmethod
     def of(cls, given: Precision | str | None) -> Precision | None:
-        """What an option says: a `Precision`, its short name (``"bf16"``, ``"fp16"``) or None.
+        """The precision that an option means: a `Precision`, a short name (``"bf16"``, ``"fp16"``) or None.
 
         Raises
         ------
@@ -90,11 +91,11 @@ class Precision:
         return SHORT[given]
 
     def working(self, dtype: torch.dtype) -> torch.dtype:
-        """In which dtype the step computes with a parameter that the model holds in `dtype`."""
+        """The dtype in which the step computes with a parameter that the model holds in `dtype`."""
         return self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype
 
     def dtypes(self, master: torch.dtype) -> Dtypes:
-        """Those of a parameter that the model holds in `master`."""
+        """The dtypes of a parameter that the model holds in `master`."""
         return Dtypes(master, self.reduce_dtype or self.working(master))
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Progress of planning and compiling: what is told while it goes on, and how it is shown where nobody listens.
+"""Progress of planning and compiling: the events, and their display if the user passes no callback.
 
-On a terminal one live line says what is being done. Elsewhere a line comes every few seconds, through the logger
-``"shardweave"`` at level INFO where logging is configured, else on standard error.
+On a terminal, one live line shows the current stage. Otherwise a line is written every few seconds: to the logger
+``"shardweave"`` at level INFO if logging is configured, else to standard error.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from shardweave.ir.units import readable_bytes, readable_seconds
 LOGGER = logging.getLogger("shardweave")
 
 EVERY = 5.0
-"""Seconds between two lines of a log; what takes less is not told there."""
+"""Seconds between two lines of a log. Work that takes less is not logged."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What planning, or compiling, is at.
+    """The state of planning or compiling.
 
     Parameters
     ----------
@@ -38,16 +38,16 @@ class Event:
         ``"capture"``, ``"annotate"``, ``"price"``, ``"solve"``, ``"simulate"``, ``"weave"``, ``"weigh"``, or the name
         of a pass that generates the step.
     incumbent : float
-        Seconds that a step takes by the best plan so far: by the program's count while it is solved, else as simulated
-        among the plans that fit into the limit. Infinite where there is none yet.
+        The step time of the best plan so far, in seconds: the solver's objective while it runs, else the simulated time
+        of the best plan that fits into the limit. Infinite if there is none yet.
     bound : float
-        While the program is solved, seconds that no choice of it takes less than, by its count; else 0.
+        While the solver runs, its lower bound of the step time, in seconds; else 0.
     seconds_left : float
-        While the program is solved, seconds until its time limit ends that; else infinite.
+        While the solver runs, the seconds until its time limit; else infinite.
     least_bytes : float
-        Bytes a device of the smallest plan that was simulated so far; infinite where there is none yet.
+        The bytes per device of the smallest plan that was simulated so far; infinite if there is none yet.
     planned : str
-        What is planned where several things are: a baseline, a memory limit, a cluster, a batch size.
+        The thing that is being planned, if there are several: a baseline, a memory limit, a cluster, a batch size.
 
     Examples
     --------
@@ -76,21 +76,21 @@ class Event:
 
 
 Progress = Callable[[Event], None]
-"""What a user hands over to be told."""
+"""The type of a user's progress callback."""
 
 
 class Reporter:
-    """Tells a user's callable of each event, or shows events while it is entered; it may be entered several times.
+    """Passes each event to a user's callback, or displays it while the reporter is entered. It may be entered again.
 
     Parameters
     ----------
     given : callable or bool, optional
-        A callable is told every event. By default they are shown; not with False.
+        A callable is called with every event. By default events are displayed; with False they are not.
 
     Raises
     ------
     ParallelError
-        `given` is none of these.
+        If `given` is neither a callable nor a bool.
     """
 
     def __init__(self, given: Progress | bool | None = None) -> None:
@@ -104,11 +104,11 @@ class Reporter:
         self._depth = 0
         self._begun = self._last = 0.0
         self.planned = ""
-        """What is planned, where several things are."""
+        """The thing that is being planned, if there are several."""
 
     @classmethod
     def of_ranks(cls, given: Progress | bool | None) -> Reporter:
-        """As `Reporter`, on the ranks of a world: those that wait for the plan of rank 0 show nothing."""
+        """A reporter for one rank of a world: ranks that wait for the plan of rank 0 display nothing."""
         waits = dist.is_initialized() and dist.get_rank() > 0 and not callable(given)
         return cls(False if waits else given)
 
@@ -120,7 +120,7 @@ class Reporter:
         seconds_left: float = math.inf,
         least_bytes: float = math.inf,
     ) -> None:
-        """Something goes on: as `Event`."""
+        """Report an `Event`."""
         event = Event(stage, incumbent, bound, seconds_left, least_bytes, self.planned)
         if self._told is not None:
             self._told(event)

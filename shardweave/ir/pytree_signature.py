@@ -1,4 +1,4 @@
-"""Calls: how a user's arguments become the inputs of a graph, and its outputs what the model returns."""
+"""The structure of a call: how its arguments become inputs of the graph, and outputs become the return value."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shardweave.ir.errors import InputError
 class CallTree:
     """The structure of a call: how its arguments become the graph's inputs, and its outputs the model's return value.
 
-    `names` are the leaves of a call in order (``"tokens"``, ``"batch.labels"``), `constants` what the leaves that
-    are not tensors were at capture.
+    `names` are the names of the leaves of a call in order (``"tokens"``, ``"batch.labels"``). `constants` has the
+    values at capture of the leaves that are not tensors.
     """
 
     signature: inspect.Signature
@@ -30,7 +30,7 @@ class CallTree:
     output_constants: tuple[Any, ...]
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors of a call in the order of the graph's inputs; `InputError` where the call is another one."""
+        """The tensors of a call in the order of the graph's inputs; `InputError` if its structure is another one."""
         leaves, spec = pytree.tree_flatten(canonical(self.signature, args, kwargs))
         if spec != self.spec:
             given = ", ".join(leaf_names(self.signature, args, kwargs)) or "nothing"
@@ -80,7 +80,7 @@ def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def canonical(
     signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call whichever way its arguments were given: positional where possible, defaults left out."""
+    """The call in canonical form: arguments are positional where possible, and defaults are left out."""
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:

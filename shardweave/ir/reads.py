@@ -1,7 +1,7 @@
-"""Reads: the Python values that a capture read, which are constants of the step, and whether they are still the same.
+"""The Python values that capture turned into constants of the step, and the check that they have not changed.
 
-A number held in an attribute, in a config, or in a global is written into the generated graphs. A user who changes it
-later would wait in vain for the step to follow.
+A number in an attribute, a config or a global becomes a constant of the generated graphs. If a user changes it later,
+the step does not follow. `ConstantsCheck` raises an error in this case.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 
 @dataclass(frozen=True)
 class Read:
-    """One value that was read.
+    """One Python value that capture read.
 
     Parameters
     ----------
@@ -39,12 +39,15 @@ class Read:
 
     @property
     def of_mode(self) -> bool:
-        """Whether it is a module's training mode."""
+        """Whether the value is a module's training mode."""
         return self.shown.endswith(".training")
 
 
 def plain(value: Any) -> Any:
-    """What is kept of a value to compare with later: itself where it is a constant, nothing that could hold a model."""
+    """The part of a value that is kept for comparison: a constant itself, else its code or type.
+
+    Nothing that is kept can keep a model alive.
+    """
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, (tuple, frozenset)) and all(isinstance(item, PLAIN) for item in value):
@@ -57,13 +60,13 @@ def plain(value: Any) -> Any:
 
 
 class Reads:
-    """What a capture read, so that it can be looked up again on the model and on what stands for it.
+    """The values that capture read. They can be read again from the model and from the parallel module.
 
     Parameters
     ----------
     reads : sequence of Read
     names : mapping of str to object
-        What the expressions name besides ``model``: the globals of the model's module and what is imported there.
+        The names in the expressions besides ``model``: globals of the model's Python module, and its imports.
     """
 
     def __init__(self, reads: Sequence[Read], names: Mapping[str, object]) -> None:
@@ -80,7 +83,7 @@ class Reads:
         return found
 
     def values(self, model: nn.Module) -> list[Any]:
-        """What each read gives now; `MISSING` where it cannot be looked up."""
+        """The present value of each read; `MISSING` if it cannot be read."""
         try:
             found: list[Any] = self._all(model)
             return found
@@ -94,17 +97,17 @@ class Reads:
             return MISSING
 
     def without(self, shown: Collection[str]) -> Reads:
-        """Those that are neither of these, as a user writes them, nor of whether they are set."""
+        """The reads without those in `shown`, and without reads of whether these are set."""
         return Reads([read for read in self.reads if read.shown.removesuffix(" being set") not in shown], self._names)
 
     def found_in(self, model: nn.Module) -> Reads:
-        """Those that can be looked up in `model`."""
+        """The reads that `model` has a value for."""
         pairs = zip(self.reads, self.values(model), strict=True)
         return Reads([read for read, value in pairs if value != MISSING], self._names)
 
 
-class Unchanged:
-    """Checks that what was read is as it was, at the user's model as long as that lives, and at the parallel module."""
+class ConstantsCheck:
+    """Checks that constants of the step are unchanged in the user's model, while it lives, and the parallel module."""
 
     def __init__(self, reads: Reads, model: nn.Module, parallel: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -113,7 +116,7 @@ class Unchanged:
         self._before_in_model, self._before = self._of_model.values(model), self._of_parallel.values(parallel)
 
     def check(self, parallel: nn.Module) -> None:
-        """`ParallelError` with the name of what is another value now."""
+        """Raise `ParallelError` if a value has changed. The error names it."""
         now = self._of_parallel.values(parallel)
         if now != self._before:
             self._compare(self._of_parallel, self._before, now, "parallel", True)
@@ -121,7 +124,7 @@ class Unchanged:
         if model is None:
             return
         now = self._of_model.values(model)
-        if now != self._before_in_model:  # a model in the other mode as a whole is used for itself
+        if now != self._before_in_model:  # a model that is in the other mode as a whole is used on its own
             self._compare(self._of_model, self._before_in_model, now, "model", model.training == self._mode)
 
     def _compare(self, reads: Reads, before: Sequence[Any], now: Sequence[Any], root: str, modes: bool) -> None:

@@ -1,4 +1,4 @@
-"""Generated steps: what is known of each node, and how the two graphs are called."""
+"""Generated steps: the notes on each node, and the calling convention of the forward and the backward graph."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from shardweave.ir.mesh import Axis, Mesh, axes_size
 from shardweave.ir.op_rule import BoundRule
 
 META = "shardweave"
-"""The one key that shardweave uses in ``node.meta``; its value is a `NodeInfo`."""
+"""The key of the `NodeInfo` in ``node.meta``. It is the only key that shardweave uses."""
 SEED = "step_seed"
-"""The placeholder of a generated graph that takes the seed of the step."""
+"""The name of the placeholder that takes the seed of the step."""
 
 
 Traffic = Literal["gather", "scatter", "reduce", "broadcast", "activation"]
-"""What moves: parameters for a use; gradients into the shards in which they are added up; these sums to the states;
-parameters from there, once a step; activations and their gradients."""
+"""The kinds of traffic.
+
+``gather`` gathers parameters for a use. ``scatter`` reduces gradients into the shards in which they are accumulated.
+``reduce`` brings these sums to the layout of the optimizer's states. ``broadcast`` gathers parameters from there, once
+a step. ``activation`` moves activations and their gradients.
+"""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """What a collective in a generated graph does, whose it is and why.
+    """The note on a collective in a generated graph: what it does, its owner, and its reason.
 
     Parameters
     ----------
@@ -35,11 +39,11 @@ class Collective:
     owner : str
         The parameter or the op whose value it moves.
     reason : str
-        For the reader of the generated code, such as ``"sum over k"``.
+        A reason for the reader of the generated code, such as ``"sum over k"``.
     cause : {"parameter", "gradient", "activation"}
-        Which of the three kinds of traffic it is.
+        What it moves: a parameter, a gradient, or an activation.
     scales : bool
-        It moves the scales of quantized blocks, which another collective moves.
+        It moves the scales of quantized blocks. Another collective moves the blocks.
     """
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
@@ -53,26 +57,27 @@ class Collective:
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What shardweave knows of one fx node; it lies under ``node.meta[META]``.
+    """The notes of shardweave on one fx node, stored under ``node.meta[META]``.
 
     Parameters
     ----------
     rule : BoundRule or None
         Set by `annotate` on every op that has one.
     layouts : tuple of Layout
-        Where the node's outputs lie; set by `shard`. One entry for a plain tensor.
+        The layouts of the node's outputs, set by `Shard`. One entry for a plain tensor.
     op : str
-        The name by which plans, tables and comments call the node: its parameter's or its module's.
+        The name of the node in plans, tables and comments: that of its parameter or its module.
     backward : bool
         The node runs in the backward graph.
     collective : Collective or None
         Set on the node that starts a collective.
     checkpoint : str
-        Which activation checkpoint of the user's the node lies inside of.
+        The user's activation checkpoint that the node is inside; "" outside of all.
     recomputed : bool
-        The node of the backward is the copy of one of the forward.
+        The node belongs to the backward and recomputes a node of the forward.
     steps : tuple of (str, int)
-        The woven time axes of which the node computes one step, and which one; set by `split`.
+        The sub-batch or slice that the node computes: the names of unrolled time axes, and the index on each. Set by
+        `UnrollSubBatches`.
     """
 
     rule: BoundRule | None = None
@@ -87,10 +92,10 @@ class NodeInfo:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter or buffer of the model and where its states rest.
+    """A parameter or buffer of the model.
 
-    `layout` is what the forward graph takes and what its gradient is returned in; `aliases` are the other names
-    of a tied parameter.
+    `layout` is its layout between steps, which is that of its optimizer states. The forward graph takes the parameter
+    in this layout, and the backward returns its gradient in it. `aliases` are the other names of a tied parameter.
     """
 
     name: str
@@ -104,10 +109,10 @@ class ParameterSpec:
 class ValueSpec:
     """A tensor that a user passes in or gets back: its name, global layout and dtype (``"float32"``).
 
-    A backward starts at outputs that are `differentiable`. One that is `left_out` has a gradient in the model, but not
-    in the step, whose backward starts at the model's own loss. `rows` is how many steps of the first dimension belong
-    to one sample of the batch: 1 for ``[batch, ...]``, the sequence's length for ``[batch * sequence, ...]``, 0 where
-    the first dimension is not the batch.
+    A backward starts at the outputs that are `differentiable`. An output that is `left_out` has a gradient in the model
+    but not in the step, whose backward starts at the model's own loss. `rows` is the number of rows of the first
+    dimension for each sample of the batch: 1 for ``[batch, ...]``, the sequence length for
+    ``[batch * sequence, ...]``, and 0 if the first dimension is not the batch.
     """
 
     name: str
@@ -120,14 +125,20 @@ class ValueSpec:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """The calling convention of a generated step, all that the runtime has to know beside the two graphs.
+    """The calling convention of a generated step: all that the runtime needs besides the two graphs.
 
-    The forward graph takes the coordinates (one int an axis of `mesh`, in its order), then, where the step draws
-    random numbers, its seed (an int, another one for each call, the same on all ranks), then the local tensors of
-    `parameters`, `buffers` and `inputs`; it returns the new values of `mutated_buffers`, then `outputs`, then
-    what is saved (where the backward draws, too, the seed is a part of it). The backward graph takes the coordinates,
-    what was saved, and one tangent for each differentiable output (for one that is not a scalar: of its local part);
-    it returns one gradient for each trainable parameter, in order, at the parameter's layout.
+    The forward graph takes, in this order:
+
+    1. The coordinates of the rank, one int for each axis of `mesh`.
+    2. The seed, if the step draws random numbers: an int that differs from call to call and is equal on all ranks.
+    3. The local tensors of `parameters`, `buffers` and `inputs`.
+
+    It returns the new values of `mutated_buffers`, then `outputs`, then the values saved for the backward. These
+    include the seed if the backward draws random numbers too.
+
+    The backward graph takes the coordinates, the saved values, and one tangent for each differentiable output (of its
+    local part, unless it is a scalar). It returns one gradient for each trainable parameter, in order, at the
+    parameter's layout.
     """
 
     mesh: Mesh
@@ -137,17 +148,17 @@ class StepSpec:
     outputs: tuple[ValueSpec, ...]
     mutated_buffers: tuple[str, ...] = ()
     data_axes: tuple[Axis, ...] = ()
-    """The axes over which the inputs' batch is spread, outermost first."""
+    """The axes that the batch of the inputs is sharded over, outermost first."""
     graph_hash: str = ""
     draws: bool = False
     """Whether the forward graph takes a seed."""
     pieces: tuple[Layout, ...] = ()
-    """In a step of several micro-batches, where each input and then each output of one of them lies: on the time axis
-    of `mesh`, too."""
+    """In a step of several micro-batches, the layout of each input and then each output, with the time axis of `mesh`
+    that cuts it into micro-batches."""
     sub_batches: int = 1
-    """How many parts of each micro-batch the graphs compute; each is spread over the devices for itself."""
+    """The number of sub-batches that the graphs cut each micro-batch into. Each is sharded over the devices."""
 
     @property
     def micro_batches(self) -> int:
-        """How many parts of the batch are computed one after another in a call."""
-        return axes_size(self.mesh.times)
+        """The number of micro-batches in a call."""
+        return axes_size(self.mesh.micro_batch_axes)

@@ -1,4 +1,4 @@
-"""Strategies: what a plan says of one op."""
+"""Strategies: how a plan parallelises one op."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from shardweave.ir.units import brief
 class Grid:
     """The sizes ``(x, y, z, data)`` that one op uses, innermost first (AxoNN, section V-A).
 
-    For a matmul ``m k, k n -> m n``: x is on n, y on k, z and data on m; a weight rests sharded over z too. A product
-    with experts has one loop more, and `experts` devices hold some of them each; these lie between y and z.
+    For a matmul ``m k, k n -> m n``, x splits n, y splits k, and z and data split m. The weight is sharded over z as
+    well. A product with experts has one more loop: `experts` devices hold some experts each. Their axes are between y
+    and z.
 
     >>> Grid(x=2, data=4).size
     8
@@ -42,7 +43,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class GridAxes:
-    """The axes of a mesh that a strategy puts on each dimension of its grid, innermost first."""
+    """The mesh axes of each dimension of a strategy's grid, innermost first."""
 
     x: tuple[Axis, ...]
     y: tuple[Axis, ...]
@@ -50,51 +51,54 @@ class GridAxes:
     z: tuple[Axis, ...]
     data: tuple[Axis, ...]
     rest: tuple[Axis, ...]
-    """What the parameter rests on between its uses; all of it is in `gradients`."""
+    """The axes that shard the parameter between its uses in a step; a part of `gradients`."""
     gradients: tuple[Axis, ...]
-    """What gradients are added up on; all of it is in `states`."""
+    """The axes that shard accumulated gradients; a part of `states`."""
     states: tuple[Axis, ...]
-    """What the optimizer's states and the master copy rest on."""
+    """The axes that shard the optimizer's states and the master weight."""
 
     @property
     def stages(self) -> tuple[tuple[Axis, ...], tuple[Axis, ...], tuple[Axis, ...]]:
-        """`rest`, what `gradients` have besides, and what `states` have besides these."""
+        """The axes of `rest`, the further axes of `gradients`, and the further axes of `states`."""
         return self.rest, self.gradients[len(self.rest) :], self.states[len(self.gradients) :]
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """How one op with a parameter is spread: its grid, and over how many devices its states rest.
+    """How one op with a parameter is parallelised: its device grid, and the shard degrees of parameter and states.
 
-    Between steps a parameter rests as its optimizer states do: the optimizer's step moves nothing. In a step it is
-    gathered once up to `rest`, and from there for each of its uses. The gradient of each micro-batch is summed over the
-    devices of `gradients` and added up there; once a step the sums are brought to the states (AMSP, arXiv 2311.00257,
-    section IV-B and IV-C).
+    Between steps a parameter is sharded as its optimizer states are, so that the optimizer's step moves nothing. A step
+    gathers it once to the degree `rest`, and from there for each of its uses. The gradient of each micro-batch is
+    reduced to the degree `gradients` and accumulated there. Once a step the sums are reduced to the layout of the
+    states (AMSP, arXiv 2311.00257, section IV-B and IV-C).
+
+    The shard degrees count devices among those that compute with the same part of the parameter, the z and data ones.
 
     Parameters
     ----------
     grid : Grid
-        Its size is the number of devices.
+        The device grid. Its size is the number of devices.
     rest : int
-        Over how many of the devices that hold the same part of the parameter (the z and data ones) it rests sharded
-        in a step, innermost first: 1 is DP, ``z * data`` is ZDP, ``z`` is AxoNN's. AMSP's s_p.
+        The shard degree of the parameter during a step, innermost devices first: 1 is DP, ``z * data`` is ZDP, ``z`` is
+        AxoNN's. AMSP's s_p.
     y_inside : bool
-        The y axes are the innermost ones, then the x axes: what a layer needs whose input was spread over the x
-        axes of the layer before (AxoNN swaps x and y in every second layer; Megatron's row follows its column).
+        The y axes are the innermost ones, then the x axes. A layer needs this if its input was sharded over the x axes
+        of the layer before (AxoNN swaps x and y in every second layer; in Megatron a row-parallel layer follows a
+        column-parallel one).
     states : int
-        Over how many of these devices the optimizer's states rest sharded, and the master copy of the parameter with
-        them; 0 stands for as many as `rest`. AMSP's s_os, a multiple of `gradients`.
+        The shard degree of the optimizer's states, and of the master weight; 0 stands for `rest`. AMSP's s_os, a
+        multiple of `gradients`.
     gradients : int
-        Over how many of these devices the gradient is added up sharded; 0 stands for as many as `states`. AMSP's s_g,
-        a multiple of `rest`. It makes no difference to a step of one micro-batch that is not under ``no_sync``.
+        The shard degree of accumulated gradients; 0 stands for `states`. AMSP's s_g, a multiple of `rest`. It makes no
+        difference to a step of one micro-batch that is not under ``no_sync``.
     slices : int
-        Into how many parts the op is cut, computed one after another, so that only a part of the parameter is gathered
-        at a time (OSDP, arXiv 2209.13258, section 3.3).
+        The number of slices that the op is computed in, one after another, so that only one slice of the parameter is
+        gathered at a time (OSDP, arXiv 2209.13258, section 3.3).
 
     Raises
     ------
     LayoutError
-        Where `states` is no multiple of `gradients`, or these none of `rest`; or there is less than one slice.
+        If `states` is no multiple of `gradients`, `gradients` no multiple of `rest`, or `slices` less than 1.
 
     Examples
     --------
@@ -131,7 +135,7 @@ class Strategy:
 
     @property
     def degree(self) -> int:
-        """Over how many devices the op's product is spread, its batch aside.
+        """The tensor and expert parallel degree of the op: the number of devices that split it, data parallelism aside.
 
         >>> Strategy(Grid(x=2, y=2, data=4)).degree
         4
@@ -139,7 +143,13 @@ class Strategy:
         return self.grid.x * self.grid.y * self.grid.experts
 
     def axes(self, mesh: Mesh) -> GridAxes:
-        """The axes of `mesh` for each dimension of the grid; `LayoutError` where the sizes do not fit its axes."""
+        """The axes of `mesh` for each dimension of the grid.
+
+        Raises
+        ------
+        LayoutError
+            If the sizes of the grid do not fit the axes.
+        """
         remaining = list(mesh.innermost_first)
         if self.grid.size != mesh.world_size:
             raise LayoutError(f"the grid {self.grid} has {self.grid.size} devices, the cluster {mesh.world_size}")

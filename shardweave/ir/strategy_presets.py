@@ -1,8 +1,7 @@
-"""What systems of data parallelism call where states rest, as strategies: DP, ZeRO, FSDP, MiCS, ZeRO++.
+"""Strategies of data parallel systems by name: DP, ZeRO, FSDP, MiCS, ZeRO++.
 
-Each is three factors of AMSP (arXiv 2311.00257, section IV-B), over how many of N devices a parameter rests sharded in
-a step (s_p), over how many its gradient is added up (s_g), and over how many its optimizer states rest (s_os); n is the
-devices of a node:
+Each is given by the three shard degrees of AMSP (arXiv 2311.00257, section IV-B): of the parameter during a step (s_p),
+of its accumulated gradient (s_g), and of its optimizer states (s_os). N is the number of devices, n that of a node:
 
 =========  ===  ===  ====  ================================================================
 name       s_p  s_g  s_os  source
@@ -15,8 +14,8 @@ name       s_p  s_g  s_os  source
 ``hpz``    n    N    N     ZeRO++'s secondary partition (arXiv 2306.10209)
 =========  ===  ===  ====  ================================================================
 
-Without accumulation a gradient is reduced into the shard of its states as it appears: ZeRO-1 and ZeRO-2 then are one
-generated step, that of the cheaper gradients.
+Without gradient accumulation a gradient is reduced to the shard of its states as soon as it is computed. ZeRO-1 and
+ZeRO-2 are then the same generated step, that of ZeRO-2.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ def preset(word: str, degree: int, mesh: Mesh) -> Strategy:
     word : str
         One of `PRESETS`.
     degree : int
-        The n of those that have one; 0 for the devices of a node.
+        The n of presets that have one; 0 for the number of devices in a node.
 
     Raises
     ------
     PlanError
-        Where the preset takes no degree, or where all devices are in one node and it needs one.
+        If the preset takes no degree, or if all devices are in one node and it needs one.
 
     Examples
     --------
@@ -65,12 +64,15 @@ def preset(word: str, degree: int, mesh: Mesh) -> Strategy:
         raise PlanError(f"{word!r} shards inside a node, and all {world} devices are in one: give a degree, {word}:2")
     if world % inner:
         raise PlanError(f"{word}:{degree} does not divide the {world} devices")
-    rest, gradients, states = at_rest(word, world, inner)
+    rest, gradients, states = preset_degrees(word, world, inner)
     return Strategy(Grid(data=world), rest, states=states, gradients=gradients)
 
 
-def at_rest(word: str, free: int, inner: int = 1) -> tuple[int, int, int]:
-    """The s_p, s_g and s_os of a preset where `free` devices have the same part of a parameter; `inner` is its n."""
+def preset_degrees(word: str, free: int, inner: int = 1) -> tuple[int, int, int]:
+    """The shard degrees s_p, s_g and s_os of a preset.
+
+    `free` is the number of devices that compute with the same part of a parameter, `inner` the preset's n.
+    """
     return {
         "dp": (1, 1, 1),
         "zero1": (1, 1, free),

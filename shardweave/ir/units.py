@@ -31,7 +31,7 @@ def readable_bytes(size: float) -> str:
 
 
 def bytes_of(size: float | str) -> int:
-    """The bytes that a user says: a number, or a text such as ``"20GB"`` or ``"20 GiB"``.
+    """The bytes that a user gives as a number, or as a text such as ``"20GB"`` or ``"20 GiB"``.
 
     kB, MB, GB, TB and PB are powers of 1000, as on a GPU's datasheet; KiB, MiB, GiB, TiB and PiB are powers of 1024, as
     `readable_bytes` and ``nvidia-smi`` count. A number without a unit is bytes.
@@ -39,7 +39,7 @@ def bytes_of(size: float | str) -> int:
     Raises
     ------
     ValueError
-        It is none of these, or less than one byte.
+        If `size` is neither of these, or less than one byte.
 
     Examples
     --------
@@ -73,7 +73,7 @@ def readable_seconds(seconds: float) -> str:
 
 
 def readable_ranges(numbers: Iterable[int]) -> str:
-    """Whole numbers, those in a row by the first and the last.
+    """Integers as text, with consecutive ones as a range.
 
     >>> readable_ranges([6, 0, 1, 2, 3])
     '0-3,6'
@@ -88,7 +88,7 @@ def readable_ranges(numbers: Iterable[int]) -> str:
 
 
 def brief(value: Any) -> str:
-    """A frozen dataclass as the call that makes it, without the fields that stand at their defaults.
+    """A frozen dataclass as the call that makes it, without the fields that have their default values.
 
     >>> from shardweave.ir import Grid
     >>> brief(Grid(x=2, data=4))

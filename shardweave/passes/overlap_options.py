@@ -8,7 +8,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from shardweave.cost_model import Options
-from shardweave.ir import Axis, Captured, LayoutError, Mesh, PlanError, Strategy, Weaving, slice_axis
+from shardweave.ir import Axis, Captured, LayoutError, Mesh, OverlapConfig, PlanError, Strategy, slice_axis
 from shardweave.sharding import Op, info, matches, modules_around, nothing_named
 
 
@@ -18,13 +18,15 @@ def with_times(mesh: Mesh, options: Options, strategies: Iterable[Strategy] = ()
     The strides of the first two put them outside all axes of devices; those of slices put them inside.
     """
     micro, sub, world = options.turns, options.weaving.sub_batches, mesh.world_size
-    times = (Axis("micro", micro, world * sub, "time"),) if micro > 1 else ()
-    woven = (Axis("sub", sub, world, "time"),) if sub > 1 else ()
+    micro_axes = (Axis("micro", micro, world * sub, "time"),) if micro > 1 else ()
+    sub_axes = (Axis("sub", sub, world, "time"),) if sub > 1 else ()
     counts = {*options.weaving.operator_slices.values(), *(strategy.slices for strategy in strategies)} - {1}
-    return replace(mesh, times=times, woven=woven, slices=tuple(map(slice_axis, sorted(counts))))
+    return replace(
+        mesh, micro_batch_axes=micro_axes, sub_batch_axes=sub_axes, slice_axes=tuple(map(slice_axis, sorted(counts)))
+    )
 
 
-def check_patterns(captured: Captured, weaving: Weaving) -> None:
+def check_patterns(captured: Captured, weaving: OverlapConfig) -> None:
     """Raise `PlanError` if a pattern of the overlap options matches nothing in the model."""
     modules = {info(node).op for node in captured.graph.graph.nodes}
     parameters = set(captured.parameters.values())

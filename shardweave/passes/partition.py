@@ -45,14 +45,14 @@ from shardweave.ir import (
     NodeInfo,
     VerifyError,
     axes_size,
-    cut_as,
-    drop,
     factors_of,
     input_layouts,
+    layout_through_view,
     output_layouts,
-    rest_layouts,
-    through,
-    together,
+    sliced_like,
+    state_layouts,
+    with_axes_joined,
+    without_axes,
 )
 from shardweave.passes.base import Pass, Property
 from shardweave.passes.spmd_builder import INPUT_SLICE, LocalGraph, OpEmitter, Origin, Part, local_part, remove_dead
@@ -156,12 +156,12 @@ class ShardedValues:
         if value in self.input_only:  # its sum over the micro-batches can be computed before the first one runs
             layout = replace(layout, partial=tuple(item for item in layout.partial if item[0].kind == "space"))
         if self.all_sub_batches:
-            layout = together(layout, self.mesh.woven)
+            layout = with_axes_joined(layout, self.mesh.sub_batch_axes)
         return Arrival(layout, value.meta["val"].numel(), root in self.parameters, self._single_user(value))
 
     def current_sub_batch(self, whole_batch: fx.Node, layout: Layout, origin: Origin) -> fx.Node:
         """The part that belongs to the current sub-batch, at `layout`, of a value that enters the graph whole."""
-        whole = drop(layout, self.mesh.woven)
+        whole = without_axes(layout, self.mesh.sub_batch_axes)
         if whole == layout:
             return whole_batch
         part = self.local.redistribute(whole_batch, whole, layout, replace(origin, reason=INPUT_SLICE), lambda *_: None)
@@ -212,14 +212,14 @@ class ShardedValues:
         # 1. The base as it is. 2. Without the axes that belong to no factor of the view. 3. The base gathered.
         bound = bound_rule(view)
         have = self.layout(tensor_args(view)[0])
-        result = through(have, bound.inputs[0], bound.outputs[0], bound.sizes())
+        result = layout_through_view(have, bound.inputs[0], bound.outputs[0], bound.sizes())
         if result is None:
             kept = factors_of(have.dims, bound.inputs[0], bound.sizes())
-            have = drop(have, set(have.shard_axes) - set(kept))
-            result = through(have, bound.inputs[0], bound.outputs[0], bound.sizes())
+            have = without_axes(have, set(have.shard_axes) - set(kept))
+            result = layout_through_view(have, bound.inputs[0], bound.outputs[0], bound.sizes())
         if result is None:
-            have = drop(have, have.shard_axes)
-            result = through(have, bound.inputs[0], bound.outputs[0], bound.sizes())
+            have = without_axes(have, have.shard_axes)
+            result = layout_through_view(have, bound.inputs[0], bound.outputs[0], bound.sizes())
         if result is None:
             raise LayoutError(f"{view} cannot be computed at {have}")
         return have, result
@@ -229,7 +229,7 @@ class ShardedValues:
         root = self._base(node)
         # Forward and backward each have their own copy of a gathered parameter, which is freed after its use in the
         # forward, of a constant, and of a slice.
-        whole = drop(want, self.mesh.slices)
+        whole = without_axes(want, self.mesh.slice_axes)
         key = node, want, self.backward and (root in self.parameters or root in self.constants or whole != want)
         found = self.memo.get(key)
         if found is None:
@@ -239,7 +239,7 @@ class ShardedValues:
     def _materialise(self, node: fx.Node, want: Layout, origin: Origin | None) -> fx.Node:
         """Emit what brings a global value to `want`."""
         # 1. A slice of an op (operator slicing) is cut from the whole value.
-        whole = drop(want, self.mesh.slices)
+        whole = without_axes(want, self.mesh.slice_axes)
         if whole != want and self._is_sliced_when_whole(node):
             origin = Origin(info(node).op, "slice", backward=self.backward)
             return self.local.redistribute(self.at_layout(node, whole), whole, want, origin, lambda *_: None)
@@ -247,7 +247,7 @@ class ShardedValues:
         if node in self.constants:
             return self._constant(node, want)
         # 3. A value that all sub-batches share is redistributed over the devices first, and then cut into sub-batches.
-        first = self._before_slicing(node, want) if self.mesh.woven else None
+        first = self._before_slicing(node, want) if self.mesh.sub_batch_axes else None
         if first is not None:
             where = origin or self.origin_of(node, first)
             return self.local.redistribute(self.at_layout(node, first, origin), first, want, where, lambda *_: None)
@@ -273,7 +273,7 @@ class ShardedValues:
             # micro-batches in a graph of its own, which runs before the first of them.
             self._check_input_only(node, times[0][0])
             part = self.local.redistribute(written, have, replace(want, partial=times), origin, reduced)
-            part, have = self.local.join_steps(part, replace(want, partial=times), origin, self.mesh.woven)
+            part, have = self.local.join_steps(part, replace(want, partial=times), origin, self.mesh.sub_batch_axes)
             if have != want:
                 part = self._add_whole_batch_sum(node, part, want)
             self.canonical[node] = part, want
@@ -282,7 +282,7 @@ class ShardedValues:
         #    is no such layout, the view is emitted at a layout that it can have, and is redistributed itself.
         bound, rule = bound_rule(node), find_rule(node)
         source = tensor_args(node)[0]
-        back = through(want, bound.outputs[0], bound.inputs[0], bound.sizes())
+        back = layout_through_view(want, bound.outputs[0], bound.inputs[0], bound.sizes())
         if back is None:
             _, possible = self._view(node)
             where = origin or self.origin_of(node, possible)
@@ -294,7 +294,7 @@ class ShardedValues:
     def _before_slicing(self, node: fx.Node, want: Layout) -> Layout | None:
         """The layout that a value needs before it is cut into sub-batches; None where it has that layout already."""
         have = self.layout(node)
-        first = drop(want, set(self.mesh.woven).difference(have.shard_axes, have.partial_axes))
+        first = without_axes(want, set(self.mesh.sub_batch_axes).difference(have.shard_axes, have.partial_axes))
         return None if first in (want, have) else first
 
     def _join_sub_batches(self, written: fx.Node, have: Layout, want: Layout, origin: Origin) -> tuple[fx.Node, Layout]:
@@ -302,12 +302,14 @@ class ShardedValues:
         if not self.all_sub_batches:
             return written, have
         wanted = {*want.shard_axes, *want.partial_axes}
-        return self.local.join_steps(written, have, origin, [axis for axis in self.mesh.woven if axis not in wanted])
+        return self.local.join_steps(
+            written, have, origin, [axis for axis in self.mesh.sub_batch_axes if axis not in wanted]
+        )
 
     def _is_sliced_when_whole(self, node: fx.Node) -> bool:
         """Whether a slice of a value is cut from the whole value. Slices of a parameter are gathered one by one."""
         have = self.layout(node)
-        return drop(have, self.mesh.slices) == have and self._base(node) not in self.parameters
+        return without_axes(have, self.mesh.slice_axes) == have and self._base(node) not in self.parameters
 
     def _emit_view_or_constant(self, node: fx.Node, values: Sequence[fx.Node], want: Layout, made: Part) -> fx.Node:
         """Emit a view or a constant in its local form, on the local nodes of its inputs."""
@@ -350,7 +352,7 @@ class ShardedValues:
         axes = self.state_sharding.get(name, StateSharding())
         every = axes.parameter, axes.gradient, axes.states
         free = [[axis for axis in part if axis not in want.shard_axes] for part in every]
-        stages = [drop(each, self.mesh.slices) for each in rest_layouts(want, free, self.mesh)]
+        stages = [without_axes(each, self.mesh.slice_axes) for each in state_layouts(want, free, self.mesh)]
         in_step, self.gradient_layouts[name], layout = stages
         value = node.meta["val"]
         dtype = axes.dtypes.master if axes.dtypes else value.dtype
@@ -480,7 +482,7 @@ class InputArrivals:
         gone = {axis for axis in arrival.layout.shard_axes if axis.kind == "space"}.difference(*elsewhere, *behind)
         if not elsewhere or not behind or not gone:
             return arrival
-        return replace(arrival, layout=drop(arrival.layout, gone))
+        return replace(arrival, layout=without_axes(arrival.layout, gone))
 
     def _axes_at_readers(self, values: Sequence[fx.Node], but: fx.Node) -> list[set[Axis]]:
         """The axes over which each forward op with a strategy needs one of these values sharded, through views."""
@@ -550,7 +552,9 @@ class StepOutputs:
                 layout = self.sub_batch_layouts[self.options.tangents[node.name]]
                 origin = Origin(node.name, backward=True)
                 with self.local.graph.inserting_after(last):
-                    last = self.local.placeholder(node.name, node.meta["val"], drop(layout, self.mesh.woven), origin)
+                    last = self.local.placeholder(
+                        node.name, node.meta["val"], without_axes(layout, self.mesh.sub_batch_axes), origin
+                    )
                 self.values.canonical[node] = self.values.current_sub_batch(last, layout, origin), layout
 
     def returned(self, value: fx.Node, wanted: Layout | None) -> tuple[fx.Node, Layout]:
@@ -559,18 +563,18 @@ class StepOutputs:
         The runtime sums it over micro-batches.
         """
         have = self.values.layout(value)
-        want = drop(wanted or have.without_partial(), self.mesh.woven)
-        times = tuple((axis, op) for axis, op in have.partial if axis in self.mesh.times)
+        want = without_axes(wanted or have.without_partial(), self.mesh.sub_batch_axes)
+        times = tuple((axis, op) for axis, op in have.partial if axis in self.mesh.micro_batch_axes)
         want = replace(want, partial=(*want.partial, *times))
         if not self._differs_by_sub_batch(have):
             return self.values.at_layout(value, want), want
         origin = self.values.origin_of(value, have)
-        node, have = self.local.join_steps(self.values.at_layout(value, have), have, origin, self.mesh.unrolled)
+        node, have = self.local.join_steps(self.values.at_layout(value, have), have, origin, self.mesh.unrolled_axes)
         return self.local.redistribute(node, have, want, origin, lambda *_: None), want
 
     def _differs_by_sub_batch(self, layout: Layout) -> bool:
         """Whether a value differs between sub-batches or between slices of an op."""
-        return not set(self.mesh.unrolled).isdisjoint((*layout.shard_axes, *layout.partial_axes))
+        return not set(self.mesh.unrolled_axes).isdisjoint((*layout.shard_axes, *layout.partial_axes))
 
     def gradient(self, name: str, value: fx.Node) -> fx.Node:
         """The gradient of a parameter at the layout of its states.
@@ -593,11 +597,11 @@ class StepOutputs:
         The gradient is brought to the layout in which gradients are accumulated, and added to the sum there; over the
         remaining devices it stays a partial sum. Only the last run's sum is reduced further, to `want`.
         """
-        name, have = origin.op, drop(self.values.layout(value), self.mesh.unrolled)
+        name, have = origin.op, without_axes(self.values.layout(value), self.mesh.unrolled_axes)
         sums = self.values.gradient_layouts.get(name, want)
         partial = [item for item in have.partial if item[0].kind == "space" and item[1] == "sum"]
         layout = replace(sums, partial=tuple(item for item in partial if item[0] not in sums.shard_axes))
-        times = tuple((axis, "sum") for axis in self.mesh.times)
+        times = tuple((axis, "sum") for axis in self.mesh.micro_batch_axes)
         mine = self._reduced(value, replace(layout, partial=(*layout.partial, *times)), dtype, origin)
         with self.local.fake:
             like = torch.empty((), dtype=dtype, device=value.meta["val"].device)
@@ -616,12 +620,12 @@ class StepOutputs:
         if not self._differs_by_sub_batch(have) and (dtype == value.meta["val"].dtype or have == want):
             return self.values.at_layout(value, want, origin)
         cast = self.local.cast(self.values.at_layout(value, have, origin), dtype, origin)
-        cast, have = self.local.join_steps(cast, have, origin, self.mesh.woven)
-        cut = cut_as(want, have, self.mesh.slices)
+        cast, have = self.local.join_steps(cast, have, origin, self.mesh.sub_batch_axes)
+        cut = sliced_like(want, have, self.mesh.slice_axes)
         if cut is None:
-            cast, have = self.local.join_steps(cast, have, origin, self.mesh.slices)
+            cast, have = self.local.join_steps(cast, have, origin, self.mesh.slice_axes)
         cast = self.local.redistribute(cast, have, cut or want, origin, lambda *_: None)
-        return self.local.join_steps(cast, cut or want, origin, self.mesh.slices)[0]
+        return self.local.join_steps(cast, cut or want, origin, self.mesh.slice_axes)[0]
 
 
 def is_gradient(node: fx.Node) -> bool:
@@ -746,7 +750,7 @@ class Sharder:
         origin = Origin(shown, backward=self.values.backward)
         dtypes = self.options.state_sharding.get(name or "", StateSharding()).dtypes
         taken = value.to(dtypes.master) if dtypes else value
-        holder = self.local.placeholder(shown, taken, drop(layout, self.mesh.woven), origin)
+        holder = self.local.placeholder(shown, taken, without_axes(layout, self.mesh.sub_batch_axes), origin)
         self.values.canonical[node] = self.values.current_sub_batch(holder, layout, origin), layout
         if name is not None:
             self.values.parameters[node] = name
@@ -881,7 +885,7 @@ class Sharder:
         if is_gradient(node):
             return written, layout
         origin = Origin(info(node).op, backward=self.values.backward)
-        return self.local.join_steps(written, layout, origin, self.mesh.slices)
+        return self.local.join_steps(written, layout, origin, self.mesh.slice_axes)
 
 
 def _with_time_axes(explicit: Assignment, followed: Mapping[Axis, str], bound: BoundRule) -> Assignment:

@@ -117,15 +117,15 @@ def lower(
     times = layer_multiplicity(repeated_layers)
     sizes = {op.name: math.prod(op.sizes.values()) * times.get(layer_of(op.name), 1) for op in annotated.ops}
     mesh = with_times(mesh_for(mesh, strategies, sizes), options, strategies.values())
-    if mesh.all_times and not annotated.batch:
+    if mesh.time_axes and not annotated.batch:
         raise PlanError(
             f"the step has no batch to cut, as none of its inputs has a dimension, but the options ask for "
-            f"{' of '.join(f'{axis.size} {axis.name}-batches' for axis in reversed(mesh.all_times))}: leave them out"
+            f"{' of '.join(f'{axis.size} {axis.name}-batches' for axis in reversed(mesh.time_axes))}: leave them out"
         )
     cluster = cluster or Cluster.local(mesh.world_size)
     check_patterns(annotated.captured, options.weaving)
     lowering = _Lowering(annotated, strategies, mesh, options, joins, on_stage, cluster, draft, shards, repeated_layers)
-    return lowering.accumulating_step() if mesh.times or accumulates else lowering.single_step()
+    return lowering.accumulating_step() if mesh.micro_batch_axes or accumulates else lowering.single_step()
 
 
 @dataclass
@@ -258,10 +258,10 @@ class _Lowering:
         """The passes after `Shard` that options ask for."""
         weaving, state_sharding = self.options.weaving, sharder.options.state_sharding
         yield Recompute(weaving.recompute, {node.name for node in sharder.values.gathered_once}, weaving.gather_again)
-        if self.mesh.unrolled:
-            yield UnrollSubBatches(self.mesh.unrolled)
+        if self.mesh.unrolled_axes:
+            yield UnrollSubBatches(self.mesh.unrolled_axes)
         if weaving.keep_gathered:
-            yield KeepUnsharded(weaving.keep_gathered, self.mesh.slices)
+            yield KeepUnsharded(weaving.keep_gathered, self.mesh.slice_axes)
         if buckets:
             flat = state_sharding if weaving.buckets == "flat" else None
             yield Bucket(self.cluster, self._cut_points(sharder), flat)

@@ -25,7 +25,7 @@ from typing import ClassVar
 from torch import fx
 
 from shardweave.cost_model import ONCE, Cluster, Contention, Prices, Repeated, liveness
-from shardweave.ir import ALL
+from shardweave.ir import UNLIMITED
 from shardweave.passes.base import Pass, Property
 from shardweave.passes.dependency_graph import Tasks
 from shardweave.passes.list_scheduler import ScheduledOrder, list_schedule, simulate_order
@@ -199,7 +199,7 @@ class Schedule(Pass):
     def _orders(self, tasks: Tasks) -> Iterator[_OrderFinder]:
         """The orders that are tried, as functions of their memory limits."""
         beside = Contention.of(self.cluster.device)
-        depths = [(ahead, ALL) for ahead in GATHER_DEPTHS] + [(min(GATHER_DEPTHS), min(GATHER_DEPTHS))]
+        depths = [(ahead, UNLIMITED) for ahead in GATHER_DEPTHS] + [(min(GATHER_DEPTHS), min(GATHER_DEPTHS))]
         if self.lookahead is not None:
             depths = [(self.lookahead, self.lookahead)]
 
@@ -215,7 +215,7 @@ class Schedule(Pass):
             yield from (order(tasks, *depth) for depth in depths)
             if self.lookahead is None:
                 yield from (
-                    order(tasks.after(edges), max(GATHER_DEPTHS), ALL)
+                    order(tasks.after(edges), max(GATHER_DEPTHS), UNLIMITED)
                     for edges in delayed_gathers(tasks, keys, groups, max(GATHER_DEPTHS))
                 )
 

@@ -39,14 +39,14 @@ from shardweave.ir import (
     Step,
     axes_size,
     digit_size,
-    drop,
     factors_of,
     group_name,
     input_layouts,
+    layout_through_view,
     outermost_first,
     output_layouts,
     steps_between,
-    through,
+    without_axes,
 )
 from shardweave.ops import coordinate, joined, seeded, total
 from shardweave.sharding import Rule, described, draws, find_rule
@@ -72,7 +72,7 @@ def local_part(node: fx.Node, want: Layout, mesh: Mesh) -> Part | None:
     except RuleError:
         return None
     if rule.kind == "view":
-        back = through(want, bound.outputs[0], bound.inputs[0], bound.sizes())
+        back = layout_through_view(want, bound.outputs[0], bound.inputs[0], bound.sizes())
         return None if back is None else Part(rule, bound, {}, (back,))
     assignment = factors_of(want.dims, bound.outputs[0], bound.sizes())
     if any(bound.factor(name).blocked for name in assignment.values()):
@@ -170,7 +170,7 @@ class LocalGraph:
     """The user's activation checkpoint that the current op is inside; "" outside of all."""
 
     def __post_init__(self) -> None:
-        for axis in (*self.mesh.axes, *self.mesh.times, *self.mesh.unrolled):
+        for axis in (*self.mesh.axes, *self.mesh.micro_batch_axes, *self.mesh.unrolled_axes):
             node = self.graph.placeholder(coordinate(axis.name))
             node.meta["val"] = 0
             node.meta[META] = NodeInfo(op=f"coordinate on {axis.name}")
@@ -315,7 +315,7 @@ class LocalGraph:
                 node = self.call(origin, total, node, axis.name, axis.size)
             elif axis in have.shard_axes:
                 node = self.call(origin, joined, node, axis.name, axis.size, *have.place(axis))
-                have = drop(have, (axis,))
+                have = without_axes(have, (axis,))
             else:
                 continue
             node.meta[META] = replace(node.meta[META], layouts=(have,))
@@ -422,7 +422,7 @@ class LocalGraph:
                 node = self.call(origin, aten.select.int, node, index, self.coordinates[w.name])
             else:
                 index += 1
-        if step.axes and set(step.axes) <= set(self.mesh.slices):
+        if step.axes and set(step.axes) <= set(self.mesh.slice_axes):
             return self.reshape(origin, node, step.after.local_shape)
         if node.meta["val"].is_contiguous() and origin.reason != INPUT_SLICE:  # a view would keep the whole value alive
             node = self.call(origin, aten.clone.default, node)

@@ -21,10 +21,10 @@ from shardweave.ir import (
     Strategy,
     ValueSpec,
     axes_size,
-    drop,
     dtype_name,
     normalise,
     outermost_first,
+    without_axes,
 )
 from shardweave.passes.annotated_step import Annotated
 from shardweave.sharding import Op, Samples, graph_outputs
@@ -126,13 +126,13 @@ class Boundary:
         """The layout of an input: the first dimension sharded over data axes and micro-batches, if it is the batch."""
         shape = value.shape
         layout = Layout.replicated(shape)
-        axes = (*self.mesh.all_times, *self.data)
+        axes = (*self.mesh.time_axes, *self.data)
         if not shape or shape[0] != self.annotated.batch:
             return layout
         if shape[0] % axes_size(axes) and self.undivided:  # a batch too small for sub-batches is not cut into them
-            axes = (*self.mesh.times, *self.data)
+            axes = (*self.mesh.micro_batch_axes, *self.data)
         if shape[0] % axes_size(axes):
-            if times := self.mesh.all_times:
+            if times := self.mesh.time_axes:
                 cuts = " of ".join(f"{axis.size} {axis.name}-batches" for axis in reversed(times))
                 names = " or ".join(f"{axis.name}_batches" for axis in times)
                 raise PlanError(
@@ -180,10 +180,10 @@ class Boundary:
             for node, name in captured.buffers.items()
         )
         # 2. Inputs: the layout of a micro-batch's piece, and that of the whole input.
-        times = self.mesh.times
-        pieces = [drop(self.sources[node], self.mesh.woven) for node in captured.inputs]
+        times = self.mesh.micro_batch_axes
+        pieces = [without_axes(self.sources[node], self.mesh.sub_batch_axes) for node in captured.inputs]
         inputs = tuple(
-            ValueSpec(name, drop(layout, times), dtype[node], rows=self.rows[node])
+            ValueSpec(name, without_axes(layout, times), dtype[node], rows=self.rows[node])
             for (node, name), layout in zip(captured.inputs.items(), pieces)
         )
         # 3. Outputs.
@@ -193,12 +193,12 @@ class Boundary:
         for index, (name, value) in enumerate(zip(captured.outputs, self.returned)):
             layout = output_layouts[first + index]
             pieces.append(layout)
-            whole = drop(layout, times).without_partial()
+            whole = without_axes(layout, times).without_partial()
             left_out = index in captured.tangents.values() and index not in active
             rows = self.returned_rows[index]
             outputs.append(ValueSpec(name, whole, dtype_name(value.dtype), index in active, left_out, rows))
         return StepSpec(
-            replace(self.mesh, woven=(), slices=()),
+            replace(self.mesh, sub_batch_axes=(), slice_axes=()),
             parameters,
             buffers,
             inputs,
@@ -208,5 +208,5 @@ class Boundary:
             code,
             any(node.op == "placeholder" and node.name == SEED for node in forward.graph.nodes),
             tuple(pieces) if times else (),
-            axes_size(self.mesh.woven),
+            axes_size(self.mesh.sub_batch_axes),
         )

@@ -321,7 +321,7 @@ class Executor:
         closed : bool
             Which of the two.
         """
-        (axis,) = self.spec.mesh.times
+        (axis,) = self.spec.mesh.micro_batch_axes
         layouts = self.spec.pieces
         cuts = [cut(value, lies, axis) for value, lies in zip(inputs, layouts, strict=False)]
         pieces = [list(piece) for piece in zip(*cuts, strict=True)]

@@ -197,7 +197,7 @@ class Turns:
         assert self.sums is not None
         sums = self.sums
         self.drop()
-        times = [0] * len(self.spec.mesh.times)
+        times = [0] * len(self.spec.mesh.micro_batch_axes)
         return list(self._run(self.forms.finish)([*self.coordinates, *times, *(x for x in sums if x is not None)]))
 
     def release(self) -> None:

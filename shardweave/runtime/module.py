@@ -23,7 +23,7 @@ from torch import fx, nn
 from torch.utils.data import DistributedSampler
 
 from shardweave.distributed import RuntimeMesh, collective, from_all
-from shardweave.ir import InputError, Layout, ParallelError, Reads, StepSpec, Unchanged, ValueSpec, axes_size
+from shardweave.ir import ConstantsCheck, InputError, Layout, ParallelError, Reads, StepSpec, ValueSpec, axes_size
 from shardweave.ops import IndexChecks, Seeds, all_reduced
 from shardweave.runtime.call_checks import Batch, Calls, group_of_calls
 from shardweave.runtime.changed_parameters import Watch
@@ -168,7 +168,7 @@ class ParallelModule(nn.Module):
         self.register_state_dict_pre_hook(_take_replaced)  # type: ignore[no-untyped-call]
         self._take_attributes(model, attributes)
         self._watch = Watch(self)
-        self._unchanged = None if reads is None else Unchanged(reads, model, self)
+        self._unchanged = None if reads is None else ConstantsCheck(reads, model, self)
 
     def _take_attributes(self, model: nn.Module, attributes: dict[str, Any]) -> None:
         """The model's own attributes, as far as this module has none of their names."""

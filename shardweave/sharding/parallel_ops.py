@@ -36,9 +36,9 @@ from shardweave.ir import (
     Mesh,
     PlanError,
     Strategy,
-    at_rest,
     axes_size,
     dims_layout,
+    preset_degrees,
     slice_axis,
 )
 from shardweave.sharding.annotate import Classes, covered, covers, graph_outputs
@@ -123,7 +123,7 @@ class Op:
 
     def mesh_of(self, mesh: Mesh, undivided: Sequence[str]) -> Mesh:
         """`mesh` as the op sees it: without sub-batches, if it is in one of the modules that take all at once."""
-        return replace(mesh, woven=()) if covered(undivided, self.name) else mesh
+        return replace(mesh, sub_batch_axes=()) if covered(undivided, self.name) else mesh
 
     def slice_atom(self, strategy: Strategy, mesh: Mesh, slices: int) -> Atom:
         """The loop that is cut into slices, one computed after another; `LayoutError` where they divide none.
@@ -146,12 +146,12 @@ class Op:
         atoms = self.atoms_of(strategy, mesh)
         if strategy.slices > 1:
             atoms |= {slice_axis(strategy.slices): self.slice_atom(strategy, mesh, strategy.slices)}
-        rows = [*axes.z, *axes.data, *mesh.all_times]
+        rows = [*axes.z, *axes.data, *mesh.time_axes]
         if self.batch > 1:
             left = self.batch
             for axis in rows:
                 if left % axis.size:
-                    parts = "".join(f" * {time.size} {time.name}-batches" for time in mesh.all_times)
+                    parts = "".join(f" * {time.size} {time.name}-batches" for time in mesh.time_axes)
                     raise LayoutError(
                         f"{self.name}: z * data = {strategy.grid.z * strategy.grid.data}{parts} does not divide "
                         f"the batch of {self.batch}"
@@ -467,11 +467,11 @@ class Alternating:
     @classmethod
     def of(cls, grid: Grid, word: str) -> Alternating:
         """`grid` is a column's; its parameters rest over z, or as a preset's word says (`presets`)."""
-        rest, gradients, states = (grid.z,) * 3 if grid.z > 1 else at_rest(word, grid.data)
+        rest, gradients, states = (grid.z,) * 3 if grid.z > 1 else preset_degrees(word, grid.data)
         column = Strategy(grid, rest, states=states, gradients=gradients)
         row = replace(column, grid=replace(grid, x=grid.y, y=grid.x), y_inside=True)
         # Over all devices, as those of tensor parallelism would otherwise all do the same.
-        rest, gradients, states = at_rest(word, grid.size)
+        rest, gradients, states = preset_degrees(word, grid.size)
         return cls(column, row, Strategy(Grid(data=grid.size), rest, states=states, gradients=gradients))
 
     def by_preference(self, op: Op) -> list[Strategy]:

@@ -157,7 +157,7 @@ def passing_sums(
     if not partial:
         return PassingSums()
     apart = {axis for arrival in arrivals for axis in arrival.layout.shard_axes}
-    axes = [axis for axis in mesh.all_times if axis in partial]
+    axes = [axis for axis in mesh.time_axes if axis in partial]
     if apart.isdisjoint(axes):
         for together in linear:
             if all(partial[axis] <= set(together) for axis in axes):

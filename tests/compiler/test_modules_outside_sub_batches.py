@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.ir import Weaving
+from shardweave.ir import OverlapConfig
 from shardweave.ir.errors import LayoutError, PlanError
 from shardweave.runtime.launch import WorkerPool
 from shardweave.sharding.annotate import layer_of
@@ -59,7 +59,7 @@ def plan(**options: Any) -> sw.Plan:
 def test_a_plan_says_what_is_left_out() -> None:
     made = plan(undivided=["tokens", "positions", "blocks.0"])
     assert "2 sub-batches but for tokens and positions and blocks.0" in str(made.explain())
-    assert Weaving.from_dict(made.weaving.to_dict()) == made.weaving
+    assert OverlapConfig.from_dict(made.weaving.to_dict()) == made.weaving
 
 
 def test_a_layer_left_out_has_the_collectives_of_the_whole_batch() -> None:

@@ -1,4 +1,4 @@
-"""Weaving changes no number: sub-batches, recomputation, buckets and the schedule, in any combination."""
+"""OverlapConfig changes no number: sub-batches, recomputation, buckets and the schedule, in any combination."""
 
 from __future__ import annotations
 

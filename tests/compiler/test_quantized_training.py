@@ -14,7 +14,7 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.options import ZERO_PLUS_PLUS, Options
-from shardweave.ir import Weaving
+from shardweave.ir import OverlapConfig
 from shardweave.ir.errors import PlanError
 from shardweave.ops.quantized_blocks import STEPS
 from shardweave.runtime.launch import WorkerPool
@@ -166,13 +166,13 @@ def moved_bytes(plan: sw.Plan) -> int:
 
 
 def test_each_kind_is_a_choice_of_its_own() -> None:
-    both = Weaving(quantize={"parameters": 8, "gradients": 4})
+    both = OverlapConfig(quantize={"parameters": 8, "gradients": 4})
     assert both.without() == {
-        "parameters in int8": Weaving(quantize={"gradients": 4}),
-        "gradients in int4": Weaving(quantize={"parameters": 8}),
+        "parameters in int8": OverlapConfig(quantize={"gradients": 4}),
+        "gradients in int4": OverlapConfig(quantize={"parameters": 8}),
     }
-    assert Weaving().within(both) and not both.within(Weaving())
-    assert Weaving.from_dict(both.to_dict()) == both
+    assert OverlapConfig().within(both) and not both.within(OverlapConfig())
+    assert OverlapConfig.from_dict(both.to_dict()) == both
 
 
 @pytest.mark.parametrize(

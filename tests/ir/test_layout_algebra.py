@@ -16,16 +16,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardweave.ir import Axis, Digit, Layout, Mesh, normalise, prime_factors
 from shardweave.ir.errors import LayoutError
 from shardweave.ir.layout_algebra import (
-    cut,
     digit_size,
     dims_layout,
-    drop,
     factors_of,
     input_layouts,
+    layout_through_view,
     output_layouts,
-    rest_layout,
+    split_digits,
+    state_layout,
     steps_between,
-    through,
+    without_axes,
 )
 from shardweave.passes.spmd_builder import LocalGraph, Origin
 from shardweave.passes.verify import verify
@@ -93,7 +93,7 @@ def test_cut(rng: random.Random, mesh: Mesh) -> None:
             sizes.append(prime)
         else:
             sizes[-1] *= prime
-    runs = cut(digits, sizes)
+    runs = split_digits(digits, sizes)
     if runs is not None:
         assert [math.prod(map(digit_size, run)) for run in runs] == sizes
         assert normalise(digit for run in runs for digit in run) == digits
@@ -125,7 +125,7 @@ def _is_bound(digits: tuple[Digit, ...], bound: int) -> bool:
     ],
 )
 def test_cut_table(digits: tuple[Digit, ...], sizes: list[int], runs: object) -> None:
-    assert cut(digits, sizes) == runs
+    assert split_digits(digits, sizes) == runs
 
 
 # -- assignments and layouts
@@ -180,11 +180,13 @@ def test_through_a_view_and_back(rng: random.Random, mesh: Mesh) -> None:
     value = torch.arange(math.prod(sizes.values())).reshape(shape(source))
     viewed = value.reshape([sizes[n] for n in names]).permute([names.index(n) for n in order]).reshape(shape(target))
     layout = random_layout(rng, shape(source), mesh, "sum")
-    result = through(layout, source, target, sizes)
+    result = layout_through_view(layout, source, target, sizes)
     if result is None:
-        assert any(cut(digits, [sizes[name] for name in dim]) is None for digits, dim in zip(layout.dims, source))
+        assert any(
+            split_digits(digits, [sizes[name] for name in dim]) is None for digits, dim in zip(layout.dims, source)
+        )
         return
-    assert through(result, target, source, sizes) == layout
+    assert layout_through_view(result, target, source, sizes) == layout
     assert result.partial == layout.partial
     for part, part_viewed in zip(lockstep.shard(value, layout, mesh), lockstep.shard(viewed, result, mesh)):
         assert sorted(part.flatten().tolist()) == sorted(part_viewed.flatten().tolist())
@@ -194,9 +196,12 @@ def test_through_keeps_a_strided_shard() -> None:
     """Heads of a fused ``(3 h d)`` are a strided piece of it."""
     sizes = {"q": 3, "h": 4, "d": 8, "b": 2}
     split = Layout(((2,), (3,), (X, 2), (8,)))
-    fused = through(split, (("b",), ("q",), ("h",), ("d",)), (("b",), ("q", "h", "d")), sizes)
+    fused = layout_through_view(split, (("b",), ("q",), ("h",), ("d",)), (("b",), ("q", "h", "d")), sizes)
     assert fused == Layout(((2,), (3, X, 16)))
-    assert through(Layout(((2,), (X, 48))), (("b",), ("q", "h", "d")), (("b",), ("q",), ("h",), ("d",)), sizes) is None
+    assert (
+        layout_through_view(Layout(((2,), (X, 48))), (("b",), ("q", "h", "d")), (("b",), ("q",), ("h",), ("d",)), sizes)
+        is None
+    )
 
 
 @given(SEEDS, meshes())
@@ -204,7 +209,7 @@ def test_through_keeps_a_strided_shard() -> None:
 def test_drop_gathers(rng: random.Random, mesh: Mesh) -> None:
     layout = random_layout(rng, random_sizes(rng), mesh, "sum")
     gone = set(rng.sample(layout.shard_axes, rng.randint(0, len(layout.shard_axes))))
-    result = drop(layout, gone)
+    result = without_axes(layout, gone)
     assert result.global_shape == layout.global_shape and result.partial == layout.partial
     assert positions(result) == {axis: at for axis, at in positions(layout).items() if axis not in gone}
 
@@ -216,7 +221,7 @@ def test_rest_is_one_gather_away(rng: random.Random, mesh: Mesh) -> None:
     compute = random_layout(rng, random_sizes(rng), mesh)
     free = [axis for axis in mesh.axes if axis not in compute.shard_axes]
     axes = rng.sample(free, rng.randint(0, len(free)))
-    rest = rest_layout(compute, axes, mesh)
+    rest = state_layout(compute, axes, mesh)
     gained = set(rest.shard_axes) - set(compute.shard_axes)
     assert gained <= set(axes) and rest.global_shape == compute.global_shape
     assert [step.kind for step in steps_between(rest, compute)] == ["all_gather"] * bool(gained)

@@ -14,7 +14,7 @@ from shardweave.compiler.capture import capture
 from shardweave.cost_model.op_work import node_work
 from shardweave.cost_model.options import Options
 from shardweave.ir import Axis, Layout, Mesh, Padding
-from shardweave.ir.layout_algebra import drop, rest_layout, rest_layouts, steps_between
+from shardweave.ir.layout_algebra import state_layout, state_layouts, steps_between, without_axes
 from shardweave.passes.annotated_step import annotate
 from shardweave.passes.pipeline import lower
 from shardweave.planner.problem.candidates import legal
@@ -40,7 +40,7 @@ def random_rest(rng: random.Random, mesh: Mesh, sizes: list[int]) -> tuple[Layou
     axes = rng.sample(free, rng.randint(0, len(free)))
     first = rng.randint(0, len(axes))
     stages = [axes[:first], axes[first:]]
-    return compute, stages, rest_layouts(compute, stages, mesh)
+    return compute, stages, state_layouts(compute, stages, mesh)
 
 
 @given(SEEDS, meshes())
@@ -48,10 +48,10 @@ def random_rest(rng: random.Random, mesh: Mesh, sizes: list[int]) -> tuple[Layou
 def test_where_states_rest(rng: random.Random, mesh: Mesh) -> None:
     compute, stages, (in_step, rest) = random_rest(rng, mesh, odd_sizes(rng))
     axes = [*stages[0], *stages[1]]
-    plain = rest_layout(rest_layout(compute, stages[0], mesh), stages[1], mesh)
+    plain = state_layout(state_layout(compute, stages[0], mesh), stages[1], mesh)
     assert rest.global_shape == in_step.global_shape == compute.global_shape
     assert set(compute.shard_axes) <= set(in_step.shard_axes) <= set(rest.shard_axes) <= {*compute.shard_axes, *axes}
-    assert set(in_step.shard_axes).isdisjoint(stages[1]) and in_step == drop(rest, stages[1])
+    assert set(in_step.shard_axes).isdisjoint(stages[1]) and in_step == without_axes(rest, stages[1])
     if set(axes) <= set(plain.shard_axes):
         assert rest == plain  # nothing changes where axes divide
     if rest.padding is not None:
@@ -111,25 +111,25 @@ def test_any_change_to_and_from_places(rng: random.Random, mesh: Mesh, reduce: s
 )
 def test_rest_table(sizes: tuple[int, ...], axes: tuple[Axis, ...], text: str) -> None:
     mesh = Mesh(tuple(reversed(TWO.axes)))
-    (rest,) = rest_layouts(Layout.replicated(sizes), [axes], mesh)
+    (rest,) = state_layouts(Layout.replicated(sizes), [axes], mesh)
     assert str(rest) == text
 
 
 def test_an_axis_that_dtensor_cuts_before_those_of_the_op_is_left() -> None:
     """Its rows would lie strided, each cut unevenly: DTensor has no such placement that all versions agree on."""
     a, b, c = TWO.axes
-    assert str(rest_layouts(Layout(((b, 5), (3,))), [(a,)], Mesh((a, b, c)))[0]) == "[b0 5, 3]"
-    assert str(rest_layouts(Layout(((b, 5), (3,))), [(a,)], Mesh((b, a, c)))[0]) == "[b0 a0 3 of 10, 3]"
-    assert str(rest_layouts(Layout(((3, b, 5), (3,))), [(a,)], Mesh((b, a, c)))[0]) == "[3 b0 5, 3]"
+    assert str(state_layouts(Layout(((b, 5), (3,))), [(a,)], Mesh((a, b, c)))[0]) == "[b0 5, 3]"
+    assert str(state_layouts(Layout(((b, 5), (3,))), [(a,)], Mesh((b, a, c)))[0]) == "[b0 a0 3 of 10, 3]"
+    assert str(state_layouts(Layout(((3, b, 5), (3,))), [(a,)], Mesh((b, a, c)))[0]) == "[3 b0 5, 3]"
 
 
 def test_secondary_partitions_lie_within_their_states() -> None:
     """What a step holds is gathered over the outer axes only, though DTensor cuts these first."""
     outer, inner = TWO.axes[1], TWO.axes[0]
     mesh = Mesh((outer, inner))
-    in_step, rest = rest_layouts(Layout.replicated((7, 5)), [(inner,), (outer,)], mesh)
+    in_step, rest = state_layouts(Layout.replicated((7, 5)), [(inner,), (outer,)], mesh)
     assert (str(in_step), str(rest)) == ("[2 a0 2 of 7, 5]", "[b0 a0 2 of 7, 5]")
-    assert rest_layouts(Layout.replicated((7, 5)), [(), (outer, inner)], mesh)[0] == Layout.replicated((7, 5))
+    assert state_layouts(Layout.replicated((7, 5)), [(), (outer, inner)], mesh)[0] == Layout.replicated((7, 5))
 
 
 @examples(150)
@@ -192,7 +192,7 @@ def test_what_is_priced() -> None:
     """The simulator's work of packing and spreading: what is read and what is written."""
     mesh = mesh_of(2, 2)
     value = torch.randn(5, 3)
-    layout = rest_layouts(Layout.replicated((5, 3)), [mesh.axes], mesh)[0]
+    layout = state_layouts(Layout.replicated((5, 3)), [mesh.axes], mesh)[0]
     module, _ = change(value, lockstep.shard(value, layout, mesh), layout, Layout.replicated((5, 3)), mesh)
     (unpad,) = (node for node in module.graph.nodes if node.target is torch.ops.shardweave.unpad.default)
     work = node_work(unpad)

@@ -11,7 +11,7 @@ from torch import fx
 import shardweave as sw
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.options import Options
-from shardweave.ir import Grid, Strategy, Traffic, Weaving
+from shardweave.ir import Grid, OverlapConfig, Strategy, Traffic
 from shardweave.ir.errors import PlanError
 from shardweave.passes.disable_overlap import traffic_of
 from shardweave.passes.partition import StateSharding
@@ -100,10 +100,10 @@ def test_whole_sums_are_reduced_by_all(whole: bool, micro_batches: int) -> None:
     scattered = ("reduce_scatter", 3) if micro_batches == 1 else ("reduce_scatter", 2)
     assert set(gradients) >= ({("reduce_scatter", 1), ("all_reduce", 2)} if whole else {scattered})
     assert (("all_reduce", 2) in gradients) == whole
-    assert Weaving(whole_sums=whole).without().keys() == ({"whole sums of gradients"} if whole else set())
+    assert OverlapConfig(whole_sums=whole).without().keys() == ({"whole sums of gradients"} if whole else set())
 
 
 def test_an_unknown_kind_is_named() -> None:
     with pytest.raises(PlanError, match="kinds of traffic, gather.*got 'gathers'"):
         Options(blocking=("gathers",))  # type: ignore[arg-type]  # as a user may mistype it
-    assert Weaving.from_dict(Weaving(blocking=("gather",)).to_dict()).blocking == ("gather",)
+    assert OverlapConfig.from_dict(OverlapConfig(blocking=("gather",)).to_dict()).blocking == ("gather",)

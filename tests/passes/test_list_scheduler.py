@@ -25,7 +25,7 @@ from shardweave.cost_model.collectives import Demand
 from shardweave.cost_model.node_cost import Prices
 from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPT, GPTConfig
-from shardweave.ir import ALL, Axis, Collective, Grid, Mode, Strategy
+from shardweave.ir import UNLIMITED, Axis, Collective, Grid, Mode, Strategy
 from shardweave.passes.annotated_step import Annotated, annotate
 from shardweave.passes.dependency_graph import CollectiveStart, Tasks
 from shardweave.passes.list_scheduler import list_schedule, simulate_order
@@ -170,10 +170,10 @@ def test_gradients_are_waited_for_where_no_more_may_be_held(most: int) -> None:
     tasks = tasks_of(needs, seconds, transfers, started)
     tasks = replace(tasks, born=born, lives=lives, sizes=[1] * count, kept=[False] * count)
     woven = list_schedule(
-        tasks, [(task,) for task in range(3 * count)], lookahead=1, reductions=ALL, communication_limit=most
+        tasks, [(task,) for task in range(3 * count)], lookahead=1, reductions=UNLIMITED, communication_limit=most
     )
     assert sorted(woven.order) == list(range(3 * count))
-    free = list_schedule(tasks, [(task,) for task in range(3 * count)], lookahead=1, reductions=ALL)
+    free = list_schedule(tasks, [(task,) for task in range(3 * count)], lookahead=1, reductions=UNLIMITED)
     assert woven.peak_bytes == min(most, free.peak_bytes) and free.peak_bytes > 5
     assert woven.seconds == pytest.approx(0.001 + 0.002 * count)  # the links are never idle
 

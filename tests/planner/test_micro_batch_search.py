@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.ir import Weaving
+from shardweave.ir import OverlapConfig
 from shardweave.planner.search.evaluation import Judged
 from shardweave.planner.search.micro_batch_search import fastest
 from shardweave.planner.search.plan_selection import Chooser
@@ -174,7 +174,7 @@ class Asked(Planning):
             return Lacked(self.needs, self.last)
         judged = Judged(self.seconds, 0.0, 0.0, 0, {})
         parts: dict[str, Any] = {"priced": None, "chosen": SimpleNamespace(judged=judged, pressed=True)}
-        return Made(self, weaving=Weaving(), **parts) if self.seconds < ceiling else None
+        return Made(self, weaving=OverlapConfig(), **parts) if self.seconds < ceiling else None
 
     def last(self) -> Made:
         raise sw.InfeasibleError.needing(self.needs, f"needs {self.needs}")

@@ -15,7 +15,7 @@ from torch import nn
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.ir import Grid, Strategy, Weaving
+from shardweave.ir import Grid, OverlapConfig, Strategy
 from shardweave.ir.errors import ParallelError, PlanError
 from shardweave.planner.search.op_choice import OpChoice
 from shardweave.planner.search.plan import VERSION, Plan
@@ -44,7 +44,7 @@ def plan(compiler: Compiler) -> Plan:
     made = compiler.plan(weigh=True)
     zero = Strategy(Grid(data=4), rest=4)
     choices = {name: replace(choice, strategy=zero) for name, choice in made.choices.items()}
-    weaving = Weaving(
+    weaving = OverlapConfig(
         sub_batches=2, recompute={"*": "fine"}, operator_slices={"up": 2}, keep_gathered={"up": 1}, buckets=True,
         lookahead=1, blocking=("gather",), quantize={"parameters": 8}, undivided=("down",),
     )  # fmt: skip

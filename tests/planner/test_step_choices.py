@@ -12,7 +12,7 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPTConfig
-from shardweave.ir import Weaving
+from shardweave.ir import OverlapConfig
 from shardweave.ir.errors import PlanError
 from shardweave.planner.search.evaluation import Judged
 from shardweave.planner.search.planning import EXPOSED, WORTH, choices_for_the_whole
@@ -31,12 +31,12 @@ def judged(seconds: float, exposed: float = 0.5, peak: int = 1) -> Judged:
 def chosen(times: dict[str, Judged], options: Options, limit: int = 1, keeps: bool = False) -> str:
     """What is chosen where each weaving takes that; what is not among them is refused."""
 
-    def judge(weaving: Weaving) -> Judged:
+    def judge(weaving: OverlapConfig) -> Judged:
         if str(weaving) not in times:
             raise PlanError("this one cannot be woven so")
         return times[str(weaving)]
 
-    return str(choices_for_the_whole(options, Weaving(), times[PLAIN], judge, limit, keeps)[0])
+    return str(choices_for_the_whole(options, OverlapConfig(), times[PLAIN], judge, limit, keeps)[0])
 
 
 PLAIN, HALVES, BUCKETS, BOTH = "", "2 sub-batches", "buckets", "2 sub-batches, buckets"
@@ -84,10 +84,10 @@ def test_a_plan_is_never_slower_for_what_is_left_open(preset: str, nodes: int) -
     planner = Planner(*_on_meta())
     on = planner.on(sw.Cluster.preset(preset, nodes=nodes))
     free, closed = on.plan(), on.plan(**CLOSED)
-    assert closed.weaving == Weaving()
+    assert closed.weaving == OverlapConfig()
     each = [on.plan(**{**CLOSED, **said}) for said in ({"sub_batches": 2}, {"buckets": True}, {"keep_gathered": True})]
     assert free.step_time <= min(plan.step_time for plan in each) * 1.02
-    assert free.weaving != Weaving() and free.step_time <= closed.step_time * (1 - WORTH)
+    assert free.weaving != OverlapConfig() and free.step_time <= closed.step_time * (1 - WORTH)
 
 
 def test_what_is_chosen_is_lowered() -> None:

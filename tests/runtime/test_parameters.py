@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardweave.distributed.process_groups import RuntimeMesh
 from shardweave.ir import Axis, Digit, Layout, Mesh, Padding, normalise
 from shardweave.ir.errors import LayoutError
-from shardweave.ir.layout_algebra import rest_layouts
+from shardweave.ir.layout_algebra import state_layouts
 from shardweave.runtime.checkpoint.chunks import pieces
 from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.parameters import (
@@ -114,7 +114,7 @@ def uneven(draw: st.DrawFn, mesh: Mesh) -> Layout:
         dim = draw(st.sampled_from(dims))
         dim.insert(sum(isinstance(digit, Axis) for digit in dim), axes.pop(0))
     free = draw(st.permutations(axes))
-    return rest_layouts(Layout(tuple(normalise(dim) for dim in dims)), [free[1:], free[:1]], mesh)[-1]
+    return state_layouts(Layout(tuple(normalise(dim) for dim in dims)), [free[1:], free[:1]], mesh)[-1]
 
 
 @examples(150)

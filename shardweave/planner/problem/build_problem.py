@@ -30,11 +30,11 @@ from shardweave.ir import (
     Mesh,
     PlanError,
     Strategy,
-    drop,
     factors_of,
     input_layouts,
+    layout_through_view,
     output_layouts,
-    through,
+    without_axes,
 )
 from shardweave.passes import Annotated, with_times
 from shardweave.planner.problem.activation_memory import Holding
@@ -70,7 +70,7 @@ class Edges:
         self.annotated, self.options = annotated, options
         mesh = cluster.mesh()
         timed = with_times(Mesh(tuple(sorted(mesh.axes, key=lambda axis: -axis.stride))), options)
-        self.legal_mesh, self.mesh = timed, replace(timed, woven=())
+        self.legal_mesh, self.mesh = timed, replace(timed, sub_batch_axes=())
         self.prices = Prices(self.mesh, cluster)
         self.windows = Windows.of(cluster, self.prices.levels, options.weaving)
         self.facts = Facts(annotated, cluster)
@@ -123,7 +123,7 @@ class Edges:
                 links = self.prices.table(haves, wanted, back, itemsize)
                 for idle, ports in self._idle(source).items():
                     # Its backward computes with a part of the gradient, too, and sums what becomes of it
-                    parts = [drop(gradient, set(idle)) for gradient in back]
+                    parts = [without_axes(gradient, set(idle)) for gradient in back]
                     links[1][:, ports] = self.prices.gradients(parts, [haves[port] for port in ports], itemsize)
                 self._changes[key] = links / shared
             links = self._changes[key]
@@ -408,7 +408,7 @@ class Costing(Edges):
             return arrivals
         used = {axis for arrival in arrivals for axis in (*arrival.layout.shard_axes, *dict(arrival.layout.partial))}
         left, free = bound.sizes()[batch], {}
-        for axis in (*self.mesh.axes, *self.mesh.all_times):
+        for axis in (*self.mesh.axes, *self.mesh.time_axes):
             if axis not in used and left % axis.size == 0:
                 left, free[axis] = left // axis.size, batch
         lies = input_layouts(bound, free, self.mesh)
@@ -428,14 +428,14 @@ class Costing(Edges):
             arrivals: Arrivals = []
             wants = []
             for have in (port[0] for port in self.lies[source]):
-                lies, result = have, through(have, bound.inputs[0], bound.outputs[0], bound.sizes())
+                lies, result = have, layout_through_view(have, bound.inputs[0], bound.outputs[0], bound.sizes())
                 if result is None:
                     kept = factors_of(have.dims, bound.inputs[0], bound.sizes())
-                    lies = drop(have, set(have.shard_axes) - set(kept))
-                    result = through(lies, bound.inputs[0], bound.outputs[0], bound.sizes())
+                    lies = without_axes(have, set(have.shard_axes) - set(kept))
+                    result = layout_through_view(lies, bound.inputs[0], bound.outputs[0], bound.sizes())
                     if result is None:
-                        lies = drop(have, have.shard_axes)
-                        result = through(lies, bound.inputs[0], bound.outputs[0], bound.sizes())
+                        lies = without_axes(have, have.shard_axes)
+                        result = layout_through_view(lies, bound.inputs[0], bound.outputs[0], bound.sizes())
                     assert result is not None
                 wants.append(lies)
                 arrivals.append((result,))

@@ -38,7 +38,7 @@ def strategies(mesh: Mesh, experts: bool = False) -> Iterator[Strategy]:
                 for third in range(len(rest) + 1 if experts else 1):
                     grid = Grid(x, y, experts=axes_size(rest[:third]))
                     yield from _rests(grid, y_inside, rest[third:])
-                    if mesh.times:
+                    if mesh.micro_batch_axes:
                         yield from _adding_up(replace(grid, data=axes_size(rest[third:])), y_inside, rest[third:])
 
 

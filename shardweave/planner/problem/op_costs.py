@@ -137,7 +137,7 @@ def price_op(
         Where nothing hides its parameters' collectives: at the beginning of a pass, and at its end.
     """
     mesh = prices.mesh
-    turns = axes_size(mesh.times)
+    turns = axes_size(mesh.micro_batch_axes)
     slices = [strategy.slices for strategy in strategies]
     spread = windows.none(len(ports))  # compute and sums: the same wherever states rest
     for port, assignments in enumerate(ports):
@@ -188,7 +188,7 @@ def _held(
     It is brought there, and the gradient from there, in `slices`.
     """
     mesh, sizes = prices.mesh, parameters.sizes
-    turns = axes_size(mesh.times)
+    turns = axes_size(mesh.micro_batch_axes)
     rests, partials = [], []
     for layout, axes, batch in zip(lies, stages, over):
         whole = Layout.replicated(layout.global_shape)

@@ -116,7 +116,7 @@ def _wanted(costing: Costing, shape: tuple[int, ...], degree: int) -> Layout:
         return layout
     axes = costing.mesh.innermost_first
     count = next(count for count in range(len(axes) + 1) if axes_size(axes[:count]) >= degree)
-    outside = (*costing.mesh.all_times, *reversed(axes[count:]))
+    outside = (*costing.mesh.time_axes, *reversed(axes[count:]))
     if shape[0] % axes_size(outside):
         return layout
     return Layout((normalise([*outside, shape[0] // axes_size(outside)]), *layout.dims[1:]))

@@ -56,7 +56,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardweave.cost_model import Cluster
-from shardweave.ir import Traffic, Weaving
+from shardweave.ir import OverlapConfig, Traffic
 from shardweave.planner.problem.problem import Problem
 from shardweave.planner.problem.resharding_costs import Links
 from shardweave.planner.solver.streams import with_loads, with_streams
@@ -137,7 +137,7 @@ class Windows:
     blocking: Collection[Traffic] = ()
 
     @classmethod
-    def of(cls, cluster: Cluster, levels: Sequence[str], weaving: Weaving) -> Windows:
+    def of(cls, cluster: Cluster, levels: Sequence[str], weaving: OverlapConfig) -> Windows:
         """Those of a step on a cluster."""
         device = cluster.device
         slowdowns = device.overlap_slowdown, device.collective_slowdown

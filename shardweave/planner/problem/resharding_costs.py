@@ -42,7 +42,7 @@ from shardweave.ir import (
     StepKind,
     digit_size,
     outermost_first,
-    rest_layouts,
+    state_layouts,
     steps_between,
 )
 from shardweave.sharding import info, signature, tensor_args, tensor_shape
@@ -250,7 +250,7 @@ class Prices:
 
     def __init__(self, mesh: Mesh, cluster: Cluster) -> None:
         self.mesh, self.cluster = mesh, cluster
-        self._axes = (*mesh.axes, *mesh.all_times, *mesh.slices)
+        self._axes = (*mesh.axes, *mesh.time_axes, *mesh.slice_axes)
         self.levels = [level.name for level in cluster.levels if level.size > 1] or [cluster.levels[0].name]
         self._collectives: dict[tuple[str, tuple[Axis, ...]], dict[int, tuple[int, float]]] = {}
         self._groups: dict[tuple[str, int], tuple[tuple[Axis, ...], dict[int, tuple[int, float]]]] = {}
@@ -350,7 +350,7 @@ class Prices:
         key = lies, stages
         if key not in self._rests:
             free = [[axis for axis in stage if axis not in lies.shard_axes] for stage in stages]
-            self._rests[key] = rest_layouts(lies, free, self.mesh)
+            self._rests[key] = state_layouts(lies, free, self.mesh)
         return self._rests[key]
 
     def compute(self, node: fx.Node, assignment: Assignment) -> float:

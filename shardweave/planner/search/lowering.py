@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from shardweave.cost_model import Cluster, Options, Timeline, optimizer_seconds, simulate
-from shardweave.ir import Assignment, Mode, PlanError, Strategy, Weaving, readable_bytes
+from shardweave.ir import Assignment, Mode, OverlapConfig, PlanError, Strategy, readable_bytes
 from shardweave.passes import Annotated, Compiled, RepeatedLayers, Shards, lower
 from shardweave.planner.search.layer_problem import Steps
 from shardweave.planner.search.plan import Plan
@@ -160,7 +160,7 @@ class StepLowering:
         self, annotated: Annotated, strategies: dict[str, Strategy], joins: dict[str, Assignment], options: Options
     ) -> Shards:
         """What `shard` made of these, kept for the next time: what is planned is lowered then, or planned again."""
-        options = replace(options.woven(Weaving()), memory_limit=None, optimizer=options.optimizer_bytes)
+        options = replace(options.woven(OverlapConfig()), memory_limit=None, optimizer=options.optimizer_bytes)
         decided = strategies, joins, options
         known = next((each for each in self._sharded if each[0] == decided), None)
         if known is None:

@@ -29,10 +29,10 @@ from shardweave.cost_model import Cluster, Timeline
 from shardweave.ir import (
     ClusterError,
     LayoutError,
+    OverlapConfig,
     ParallelError,
     PlanError,
     Strategy,
-    Weaving,
     readable_bytes,
     readable_ranges,
     readable_seconds,
@@ -110,7 +110,7 @@ class Plan:
         How ops that bring several values together (a residual sum, attention) are spread: each axis' factor.
     micro_batches : int
         Into how many parts a call's batch is cut, one computed after another.
-    weaving : Weaving
+    weaving : OverlapConfig
         What else is chosen for the whole step: sub-batches, recomputation, the schedule.
     savings : tuple of Saving
         What each of these choices is worth; not of a plan that `compile_parallel` makes on its way.
@@ -138,7 +138,7 @@ class Plan:
     forced: tuple[str, ...] = ()
     joins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     micro_batches: int = 1
-    weaving: Weaving = field(default_factory=Weaving)
+    weaving: OverlapConfig = field(default_factory=OverlapConfig)
     savings: tuple[Saving, ...] = ()
     _timeline: Callable[[bool], Timeline] | None = field(default=None, repr=False, compare=False)
     _resolve: Callable[[Plan, dict[str, Any]], Plan] | None = field(default=None, repr=False, compare=False)
@@ -319,7 +319,7 @@ class Plan:
                 strategies[f"choices.{name}.runner_up.strategy"] = made.runner_up.strategy
         figures = {name: data[name] for name in _FIGURES}
         figures["forced"] = tuple(figures["forced"])
-        figures["weaving"] = Weaving.from_dict(data["weaving"])
+        figures["weaving"] = OverlapConfig.from_dict(data["weaving"])
         figures["savings"] = tuple(Saving(*saving) for saving in figures["savings"])
         try:
             cluster = Cluster.from_dict(data["cluster"])

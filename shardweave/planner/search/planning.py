@@ -23,14 +23,14 @@ import torch
 
 from shardweave.cost_model import Cluster, Options, node_work
 from shardweave.ir import (
-    ALL,
+    UNLIMITED,
     Assignment,
     InfeasibleError,
     Mode,
+    OverlapConfig,
     ParallelError,
     PlanError,
     Reporter,
-    Weaving,
     readable_bytes,
 )
 from shardweave.passes import Annotated, with_times
@@ -61,19 +61,19 @@ SUB_BATCHES = 2
 
 def choices_for_the_whole(
     options: Options,
-    made: Weaving,
+    made: OverlapConfig,
     judged: Judged,
-    judge: Callable[[Weaving], Judged],
+    judge: Callable[[OverlapConfig], Judged],
     limit: int,
     keeps: bool = False,
-) -> tuple[Weaving, Judged]:
+) -> tuple[OverlapConfig, Judged]:
     """What is chosen for the whole step, and what it then takes.
 
     Parameters
     ----------
     options : Options
         What they leave at None is open.
-    made : Weaving
+    made : OverlapConfig
         What has been chosen so far.
     judged : Judged
         What the step takes with that.
@@ -97,9 +97,9 @@ def choices_for_the_whole(
     return made, judged
 
 
-def _open(options: Options, keeps: bool) -> Iterator[Callable[[Weaving], Weaving]]:
+def _open(options: Options, keeps: bool) -> Iterator[Callable[[OverlapConfig], OverlapConfig]]:
     if options.keep_gathered is None and keeps:
-        yield lambda made: replace(made, keep_gathered={"*": ALL})
+        yield lambda made: replace(made, keep_gathered={"*": UNLIMITED})
     if options.sub_batches is None:
         yield lambda made: replace(made, sub_batches=SUB_BATCHES)
     if options.buckets is None:
@@ -272,7 +272,7 @@ class Planning:
                 return priced
             left += 1
 
-    def _for_the_whole(self, chosen: Chosen, weaving: Weaving) -> tuple[Chosen, Weaving]:
+    def _for_the_whole(self, chosen: Chosen, weaving: OverlapConfig) -> tuple[Chosen, OverlapConfig]:
         """With what is left open for the whole step."""
         limit = self.options.limit(self.cluster)
         keeps = size(chosen.costed) <= MODEST and chosen.gathers
@@ -287,7 +287,7 @@ class Planning:
     def _judged(
         self,
         chosen: Chosen,
-        weaving: Weaving,
+        weaving: OverlapConfig,
         options: Options | None = None,
         judge: Callable[[Decision, Options], Judged] | None = None,
     ) -> Judged:
@@ -312,7 +312,7 @@ class Planning:
         key: ModelKey,
         chosen: Chosen,
         priced: Priced,
-        weaving: Weaving,
+        weaving: OverlapConfig,
         seconds: float,
     ) -> Plan:
         problem, solution, options = chosen.costed.problem, chosen.solution, self.options
@@ -392,7 +392,7 @@ class Made:
     planning: Planning
     priced: Priced
     chosen: Chosen
-    weaving: Weaving
+    weaving: OverlapConfig
 
 
 @dataclass(frozen=True)
@@ -415,7 +415,7 @@ def largest(sizes: Mapping[str, int], count: int = 3) -> list[tuple[str, int]]:
     return sorted(sizes.items(), key=lambda item: -item[1])[:count]
 
 
-def _woven(weaving: Weaving, decision: Decision) -> Weaving:
+def _woven(weaving: OverlapConfig, decision: Decision) -> OverlapConfig:
     """What is said of the whole step, with the modes that were decided: the most frequent one by the pattern ``*``."""
     if weaving.recompute or not any(mode != "none" for mode in decision.modes.values()):
         return weaving
