@@ -15,17 +15,18 @@ PYTEST = $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loads
 # The ranks of one test share the cores: one thread each.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test lint types pytest notebook figures rules models clean
+.PHONY: help install demo test lint types pytest test-long test-all record notebook figures rules models clean
 
 help:
 	@echo "make install   the environment .venv, with what the tests and linters need"
 	@echo "make demo      train a small GPT on 4 local ranks with a planned, generated step; results in out/"
 	@echo "make test      ruff, mypy --strict and the short tests: some cases of every test, under ten minutes on two cores"
-	@echo "make test-long the other tests; make test-all: all of them, with ruff and mypy"
+	@echo "make test-long the other cases"
+	@echo "make test-all  ruff, mypy --strict and all tests"
 	@echo "make record    run all tests and note how long each takes, by which the short ones are chosen"
 	@echo "make lint      ruff"
 	@echo "make types     mypy --strict"
-	@echo "make pytest    all tests"
+	@echo "make pytest    the short tests alone"
 	@echo "make notebook  run notebooks/ and keep the outputs"
 	@echo "make figures   draw the figures of README.md and docs/ again"
 	@echo "make rules     write docs/rules.md from the code"
