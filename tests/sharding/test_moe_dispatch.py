@@ -171,7 +171,7 @@ def test_what_reads_the_order_is_refused(name: str) -> None:
     """With the line, and with what to write instead."""
     how, between = UNREADABLE[name]
     captured = capture(Routed(how, between=between), routed_batch())
-    with pytest.raises(RuleError, match=r"test_dispatch.py:\d+: .* no form without the sort. Route tokens as"):
+    with pytest.raises(RuleError, match=r"test_moe_dispatch.py:\d+: .* no form without the sort. Route tokens as"):
         undo_dispatch(captured.graph.graph)
 
 

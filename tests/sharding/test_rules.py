@@ -32,7 +32,7 @@ from tests.passes.harness import (
 )
 
 aten = torch.ops.aten
-OPS = sorted(set(CASES) - set(RANDOM), key=str)  # test_random.py has the law of the others
+OPS = sorted(set(CASES) - set(RANDOM), key=str)  # test_random_ops.py has the law of the others
 SINGLE = [target for target in OPS if target in RULES or target not in {**DECOMPOSITIONS, **CONDITIONAL}]
 
 
