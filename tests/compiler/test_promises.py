@@ -114,7 +114,7 @@ def test_a_plan_is_compiled_for_its_own_limit_and_optimizer() -> None:
     plan = made.with_(options=options).plan()
     again = sw.Plan.from_dict(plan.to_dict())
     assert again == plan and again.schedule_limit <= plan.memory_limit
-    timeline = made.timeline(made.lower(again), plan=again)  # the options say neither
+    timeline = made.lowering.timeline(made.lower(again), plan=again)  # the options say neither
     assert (timeline.peak_memory, timeline.step_time) == (plan.peak_memory, plan.step_time)
     smaller = made.with_(options=replace(made.options, memory_limit=plan.peak_memory - 1))
     with pytest.raises(sw.PlanError, match=r"the plan takes \d+ bytes .*allows less"):

@@ -82,7 +82,7 @@ def test_memory_presses_where_the_program_finds_nothing_that_fits(monkeypatch: p
     """Of a plan that is alike in all layers, which fits all the same, the bound of all plans tells nothing."""
     monkeypatch.setattr(Answers, "is_far", lambda *_: True)
     monkeypatch.setattr(Chooser, "_under", lambda *_, **__: None)
-    found = mlp()._compiler.with_(options=sw.Options(recompute="none"))._planning(1).make()
+    found = mlp()._compiler.with_(options=sw.Options(recompute="none")).search.planning(1).make()
     assert isinstance(found, Made) and found.chosen.pressed
 
 

@@ -146,7 +146,7 @@ def test_no_flipped_bit_is_loaded(
     generator = random.Random(0)
     for name in ("__0_0.distcp", METADATA, CHECKSUMS):
         size = (whole / name).stat().st_size
-        for position in [0, size - 1, *generator.sample(range(size), 40)]:
+        for position in {0, size - 1, *generator.sample(range(size), 40)}:
             folder = tmp_path / f"{name}{position}"
             shutil.copytree(whole, folder)
             flipped(folder / name, position)

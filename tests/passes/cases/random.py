@@ -1,4 +1,4 @@
-"""Ops that draw numbers. They keep another law than the others (see test_random_ops.py), for which they say how likely a
+"""Ops that draw numbers. They keep another law than the others (see `test_random_ops`), for which they say how likely a
 result is not above some value."""
 
 from __future__ import annotations
