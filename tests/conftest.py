@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -35,11 +36,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         short = short_suite([item.nodeid for item in items], seconds)
         left_out = [item for item in items if (item.nodeid in short) != (part == "short")]
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
-    of_file: Counter[str] = Counter()
+        items[:] = [item for item in items if (item.nodeid in short) == (part == "short")]
+    of_file: dict[Path, float] = defaultdict(float)
     for item in items:
-        of_file[str(item.path)] += seconds.get(item.nodeid, UNRECORDED)  # type: ignore[assignment]
-    items.sort(key=lambda item: -of_file[str(item.path)])
+        of_file[item.path] += seconds.get(item.nodeid, UNRECORDED)
+    items.sort(key=lambda item: -of_file[item.path])
 
 
 def pytest_collection_finish() -> None:
