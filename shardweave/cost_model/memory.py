@@ -31,7 +31,7 @@ KINDS = (
 """What memory is used for, in the order in which plots stack it. *Copies* are parameters as a step computes
 with them, gathered or in another dtype, which the backward needs, too; *saved* is what else it needs of the forward;
 *gathered* a parameter that is whole (or less sharded) for a while; *working* every other value on its way; *scratch*
-what kernels, collectives and the optimizer take beside their results (`scratch.py`)."""
+what kernels, collectives and the optimizer take beside their results (`kernel_scratch.py`)."""
 
 Storage = tuple[fx.Node, int]
 """A piece of memory: the node that computes it, and which of the node's outputs it is."""

@@ -15,8 +15,9 @@ What this says of every step, and tests hold it to:
   of any one group one after another; and never longer than its slowed compute and all collectives one after another;
 - links are never used beyond their capacity, and what they have to move does not depend on how they are shared.
 
-Memory is what storages live (`memory.py`), with what kernels take besides (`scratch.py`), from states at rest back to
-states at rest: gradients go when the optimizer has used them (``zero_grad()`` behind ``step()``), outputs at the end.
+Memory is what storages live (`memory.py`), with what kernels take besides (`kernel_scratch.py`), from states at rest
+back to states at rest: gradients go when the optimizer has used them (``zero_grad()`` behind ``step()``), outputs at
+the end.
 The gathers for the next step are those at the beginning of its forward, the same as here: a generated step takes
 parameters as they rest, so that none are gathered ahead of it.
 """

@@ -1,8 +1,8 @@
 """The judge: what a plan's generated step takes, by simulating it, of deep models a few layers.
 
 Of each stretch of equal layers that a plan spreads alike, two are lowered, scheduled and simulated. What they take of
-the step's time, and what they hold of its memory, each of the others takes and holds as well (`per_layer.py`). Where
-sums of gradients take longer than a layer's kernels, so that they pile up, all layers are played (`unrolled.py`).
+the step's time, and what they hold of its memory, each of the others takes and holds as well (`extrapolation.py`).
+Where sums of gradients take longer than a layer's kernels, so that they pile up, all layers are played (`unrolled`).
 These are estimates, by which a plan is chosen: what the chosen one promises is simulated with all of its layers.
 """
 

@@ -3,7 +3,7 @@
 Per layer: what one layer takes of a simulated step, for those that are like it and were left out.
 
 A step is periodic away from its ends: a layer computes what the next one computes, and its collectives are waited for
-as long, where they do not pile up (`unrolled.py`). What memory holds at each moment is counted once more for each
+as long, where they do not pile up (`unrolled`). What memory holds at each moment is counted once more for each
 layer that was left out, but for what one holds while it is computed, which is of one layer at a time.
 
 Unrolled: the acts of a step of few layers as those of the step of all layers.

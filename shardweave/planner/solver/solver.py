@@ -55,8 +55,8 @@ Why not another candidate: what each op's best other one would change, all other
 Tidying: of choices that are as good, the one with the fewest kinds of layers, each kind in one stretch.
 
 A solver makes no difference between equal layers, so what it chooses for a few of them may lie anywhere. Plans are for
-people to read, and a stretch of layers that are alike is judged by a few of them (`compiler.judge`). Ops of layers that
-are called alike take the same strategy (`Candidate.data`), too, where that costs next to nothing.
+people to read, and a stretch of layers that are alike is judged by a few of them (`search.evaluation`). Ops of layers
+that are called alike take the same strategy (`Candidate.data`), too, where that costs next to nothing.
 """
 
 from __future__ import annotations

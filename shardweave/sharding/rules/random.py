@@ -7,7 +7,7 @@ not be summed to ask it for its shape. Of a constant, each rank makes its own pa
 
 Ops that draw numbers: every dimension of what is drawn is free.
 
-The emitter runs each under a seed of its own (see `runtime.random`): replicas agree, shards draw independently.
+The emitter runs each under a seed of its own (see `ops.seeded_random`): replicas agree, shards draw independently.
 """
 
 from __future__ import annotations
