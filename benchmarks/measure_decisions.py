@@ -112,7 +112,7 @@ def amsp_tables(paper: Paper) -> Iterator[str]:
         for gpus in (64, 1024):
             published = amsp.strategy(stated, model, "AMSP", gpus)
             for level in ("L3", "L2"):
-                asked = {"recompute": recompute, "blocking": amsp.BLOCKING[level], "memory_limit": None, **amsp.SUMS}
+                asked = {"recompute": recompute, "ablation": amsp.ABLATIONS[level], "memory_limit": None}
                 said = f"{model}, {gpus} | {level}"
                 ranked = ranked_factors(Setting(), model, gpus, **asked)
                 for place, (name, plan) in enumerate(ranked.plans, 1):
@@ -205,14 +205,14 @@ def oases_tables(paper: Paper) -> Iterator[str]:
 
 def degrees(setting: Setting, cluster: str, model: Mapping[str, Any], data_parallel: bool) -> Ranked:
     """One degree in all layers, the published ones, and the planner's choice among 2, 4 (and 8, of all 32 GPUs)."""
-    layers, weaving = model["layers"], oases.COLUMNS["planner"]
+    layers, overlap = model["layers"], oases.COLUMNS["planner"]
     among = [degree for degree in (2, 4, 8) if data_parallel or degree <= model["tmp"]]
     asked: dict[str, oases.Degrees] = {f"all {degree}": [(degree, layers)] for degree in among}
     asked |= {"published": MIXED, "planner": [(model["tmp"], layers)]}
 
     def planned(name: str) -> Plan:
         force = {"force": {"*": [f"tensor:{degree}" for degree in among]}} if name == "planner" else {}
-        return oases.plan(setting, cluster, model, asked[name], {**weaving, **force}, data_parallel=data_parallel)
+        return oases.plan(setting, cluster, model, asked[name], {**overlap, **force}, data_parallel=data_parallel)
 
     return Ranked.of(list(asked), planned)
 

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.options import Options
+from shardweave.ir import Ablation
 from shardweave.ir.errors import InfeasibleError
 from shardweave.planner.search.plan import Plan
 from shardweave.validation import Setting
 from shardweave.validation.models import MinGPTBlock, MinGPTSizes
-from shardweave.validation.osdp import GPUS, SEQUENCE, SEQUENCES, WOVEN
+from shardweave.validation.osdp import BLOCKING, GPUS, OVERLAP, SEQUENCE, SEQUENCES
 
 LIMITS = (8, 16)
 STRATEGIES: dict[str, Any] = {"DP": "dp", "FSDP": "zero3", "mixture": ("dp", "zero3")}
@@ -73,7 +74,8 @@ def plans(setting: Setting, widths: Sequence[int], limits: Sequence[float] = LIM
     cluster = setting.cluster("osdp-titan")
     found: dict[float, dict[str, Plan]] = {}
     for limit in limits:
-        asked = {**WOVEN, "buckets": True, "micro_batches": 1, "recompute": "none", "operator_slices": 1}
+        asked = {**OVERLAP, "buckets": True, "micro_batches": 1, "recompute": "none", "operator_slices": 1}
+        asked["ablation"] = Ablation(blocking=BLOCKING)
         asked |= {"time_limit": 3.0, "memory_limit": int(limit * 2**30)}
         found[limit] = {}
         for name, strategy in STRATEGIES.items():

@@ -121,7 +121,7 @@ def main() -> None:
     print(f"{'from captured graph to plan':34} {planning:6.2f} CPU-s")
     print(f"{plan.status}, gap {100 * plan.gap:.3g} %, of the program's own answer {100 * plan.proven_gap:.3g} %")
     print(f"a step by the program {plan.program_time:.4f} s, by the simulator {plan.step_time:.4f} s")
-    print(f"{plan.peak_memory / 2**30:.1f} of {plan.memory_limit / 2**30:.1f} GiB; {plan.weaving}")
+    print(f"{plan.peak_memory / 2**30:.1f} of {plan.memory_limit / 2**30:.1f} GiB; {plan.overlap}")
     print(f"peak memory of this process {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB")
     print(plan.explain())
 

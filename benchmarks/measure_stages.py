@@ -13,12 +13,13 @@ import argparse
 from dataclasses import replace
 
 from shardweave.demo.model import GPTConfig
+from shardweave.ir import Ablation, Traffic
 from shardweave.validation import Setting, axonn, load
 from shardweave.validation.published import table
 
 STAGES = {"GPT-5B": 1, "GPT-20B": 4, "GPT-80B": 16}
 """The fewest with which a model's states fit; layers are rounded up to a multiple, as the paper says that it did."""
-WAITED = ("activation", "gather", "scatter", "reduce")
+WAITED: tuple[Traffic, ...] = ("activation", "gather", "scatter", "reduce")
 
 
 def part_of_peak(config: GPTConfig, gpus: int, stages: int, batch: int) -> float:
@@ -28,7 +29,8 @@ def part_of_peak(config: GPTConfig, gpus: int, stages: int, batch: int) -> float
     replicas = gpus // (axonn.GPUS_PER_NODE * stages)
     count = batch // replicas
     turns = count + stages - 1
-    asked = {"force": {"*": f"tensor:{axonn.GPUS_PER_NODE}x1x1"}, "micro_batches": turns, "blocking": WAITED}
+    force = {"*": f"tensor:{axonn.GPUS_PER_NODE}x1x1"}
+    asked = {"force": force, "micro_batches": turns, "ablation": Ablation(blocking=WAITED)}
     plan = axonn.plan(Setting(), stage, gpus // stages, turns * replicas, **asked)
     flops = axonn.hardware_flops(whole, count * replicas * axonn.SEQUENCE)
     return flops / plan.step_time / gpus / axonn.PEAK_FLOPS

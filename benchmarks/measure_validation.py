@@ -30,9 +30,11 @@ class Effect:
 
     cluster: Callable[[Cluster], Cluster] = lambda cluster: cluster
     options: Mapping[str, Any] = field(default_factory=dict)
+    ablation: Mapping[str, Any] = field(default_factory=dict)
 
     def setting(self) -> Setting:
-        return Setting(cluster=lambda name: self.cluster(cluster_of(name)), options=self.options)
+        cluster = self.cluster
+        return Setting(cluster=lambda name: cluster(cluster_of(name)), options=self.options, ablation=self.ablation)
 
 
 def _alone(cluster: Cluster) -> Cluster:
@@ -61,7 +63,7 @@ EFFECTS = {
     "slowdown of what overlaps": Effect(_undisturbed),
     "recomputation": Effect(options={"recompute": "none", "memory_limit": 2**50}),
     "optimizer's moments": Effect(options={"optimizer": "sgd"}),
-    "sums that are whole": Effect(options={"whole_sums": False}),
+    "sums that are whole": Effect(ablation={"all_reduce_gradients": False}),
 }
 
 

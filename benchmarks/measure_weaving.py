@@ -1,4 +1,4 @@
-"""What each kind of weaving is worth, simulated: the table and the figure of docs/weaving.md.
+"""What each kind of overlap is worth, simulated: the table and the figure of docs/weaving.md.
 
 python -m benchmarks.measure_weaving             GPTs of Oases' Table 3 on both of its clusters
 python -m benchmarks.measure_weaving --write     and put them into docs/weaving.md
@@ -26,7 +26,7 @@ from shardweave.passes.pipeline import lower
 from shardweave.planner.problem.force import forced_strategies
 
 PAGE = Path(__file__).parents[1] / "docs" / "weaving.md"
-FIGURE = PAGE.parent / "images" / "weaving.png"
+FIGURE = PAGE.parent / "images" / "overlap.png"
 BEGIN, END = "<!-- measured: python -m benchmarks.measure_weaving --write -->\n", "<!-- end -->\n"
 CLUSTERS = ("rtx3090-nvlink", "rtx3090-pcie")
 NODES, CONTEXT, VOCABULARY = 8, 1024, 50304
@@ -34,8 +34,8 @@ PRECISION = Precision(torch.float16)
 """Gradients are reduced in the dtype that they are computed in: Megatron-LM's default in fp16."""
 
 STAGES: dict[str, dict[str, Any]] = {
-    "tensor parallel": {"recompute": "full", "cross_pass": False},
-    "+ sub-batches": {"sub_batches": 2, "recompute": "full", "cross_pass": False},
+    "tensor parallel": {"recompute": "full", "ablation": sw.Ablation(cross_pass=False)},
+    "+ sub-batches": {"sub_batches": 2, "recompute": "full", "ablation": sw.Ablation(cross_pass=False)},
     "+ cross-pass schedule": {"sub_batches": 2, "recompute": "full"},
     "+ fine recomputation": {"sub_batches": 2, "recompute": "fine"},
 }
@@ -73,10 +73,10 @@ def megatron(setting: Setting) -> dict[str, Any]:
     return {"*": rows, "*.qkv": columns, "*.up": columns, "*.out": rows, "*.down": rows, "head": columns}
 
 
-def simulated(found: Compiler, setting: Setting, **weaving: Any) -> Timeline:
+def simulated(found: Compiler, setting: Setting, **overlap: Any) -> Timeline:
     """The step under Megatron's tensor parallelism, woven so."""
     mesh = found.cluster.mesh()
-    found.options = Options(precision=PRECISION, micro_batches=setting.micro_batches, **weaving)
+    found.options = Options(precision=PRECISION, micro_batches=setting.micro_batches, **overlap)
     forced = forced_strategies(megatron(setting), found.annotated.ops, mesh, found.annotated.batch)
     strategies = {name: options[0] for name, options in forced.items()}
     return found.lowering.timeline(
@@ -88,8 +88,8 @@ def measure() -> Iterator[tuple[str, Setting, str, Timeline]]:
     for setting in SETTINGS:
         for preset in CLUSTERS:
             found = compiler(setting, sw.Cluster.preset(preset, nodes=NODES))
-            for name, weaving in STAGES.items():
-                yield preset, setting, name, simulated(found, setting, **weaving)
+            for name, overlap in STAGES.items():
+                yield preset, setting, name, simulated(found, setting, **overlap)
 
 
 def table(rows: list[tuple[str, Setting, str, Timeline]]) -> str:

@@ -142,10 +142,10 @@ def judged(compiler: Compiler, plan: sw.Plan, cluster: sw.Cluster) -> Judged:
     """What the same plan takes on a cluster with other constants, with more of its layers simulated one by one."""
     strategies = {name: choice.strategy for name, choice in plan.choices.items()}
     layers = {layer_of(name) for name in strategies} - {""}
-    modes = {layer: last_match(plan.weaving.recompute, layer, "none") for layer in layers}
+    modes = {layer: last_match(plan.overlap.recompute, layer, "none") for layer in layers}
     decision = Decision(strategies, compiler.lowering.joins_of(plan), modes)
     limit = compiler.options.limit(compiler.cluster)
-    options = replace(compiler.options, micro_batches=plan.micro_batches, memory_limit=limit).woven(plan.weaving)
+    options = replace(compiler.options, micro_batches=plan.micro_batches, memory_limit=limit).with_overlap(plan.overlap)
     return compiler.with_(cluster).judge(decision, options)
 
 
@@ -228,7 +228,7 @@ def _headline(plan: sw.Plan, whole: float) -> str:
         "exposed communication": readable_seconds(plan.exposed_communication),
         "peak memory a device": f"{readable_bytes(plan.peak_memory)} of {readable_bytes(plan.memory_limit)}",
         "micro-batches": str(plan.micro_batches),
-        "woven": str(plan.weaving) or "nothing",
+        "woven": str(plan.overlap) or "nothing",
         "status": f"{plan.status}; {readable_seconds(plan.program_time)} in the program, bound "
         f"{readable_seconds(plan.bound)}, gap {100 * plan.gap:.2g} %, of the program's own answer "
         f"{100 * plan.proven_gap:.2g} %",

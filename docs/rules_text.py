@@ -71,7 +71,8 @@ each such op with its module and source line. There are three ways out:
   tensors where it is not simply the same call (`lower=`), and in which ops it is written where an axis arrives on a
   blocked factor (`decompose=`): see `shardweave/sharding/rules/registry.py`. `tests/sharding/test_rules.py` shows how a
   rule is proven.
-- `Options(allow_unruled=True)`: the op is computed whole on every device, and so is all that its blocked factors reach.
+- `Options(replicate_unknown_ops=True)`: the op is computed whole on every device, and so is all that its blocked
+  factors reach.
 
 Off that way (an op on integers or flags) it is computed whole on every device, with a warning.
 

@@ -8,6 +8,7 @@
 from shardweave.compiler import Comparison, Sweep, baselines, compare, compile_parallel, plan
 from shardweave.cost_model import Cluster, Options, Timeline
 from shardweave.ir import (
+    Ablation,
     CaptureError,
     CheckpointNotFound,
     ClusterError,
@@ -43,6 +44,7 @@ from shardweave.sharding import rule
 __version__ = "0.1.0"
 
 __all__ = [
+    "Ablation",
     "CaptureError",
     "CheckpointNotFound",
     "Cluster",

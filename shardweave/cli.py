@@ -97,9 +97,9 @@ def plan(
 
     _check_writable(out, trace)
     machine = _machine(cluster, nodes)
-    weaving: dict[str, Any] = {"sub_batches": sub_batches, "recompute": recompute}
-    weaving |= {"operator_slices": operator_slices or {}, "keep_gathered": keep_gathered, "quantize": quantize}
-    options = sw.Options(memory_limit=_bytes(memory_limit), precision=precision, micro_batches=micro_batches, **weaving)
+    overlap: dict[str, Any] = {"sub_batches": sub_batches, "recompute": recompute}
+    overlap |= {"operator_slices": operator_slices or {}, "keep_gathered": keep_gathered, "quantize": quantize}
+    options = sw.Options(memory_limit=_bytes(memory_limit), precision=precision, micro_batches=micro_batches, **overlap)
     model, inputs = _built(factory)
     made = sw.plan(model, machine, inputs, options=options)
     _console().print(made.explain())

@@ -17,7 +17,7 @@ from torch import nn
 
 from shardweave.compiler.api import plan as make_plan
 from shardweave.cost_model import Cluster, ClusterLike, Options
-from shardweave.ir import PlanError, Progress, brief
+from shardweave.ir import Ablation, PlanError, Progress, brief
 from shardweave.planner import Plan
 
 _PLAIN = {"sub_batches": 1, "buckets": False, "keep_gathered": False}
@@ -146,14 +146,14 @@ def axonn(x: int, y: int, z: int, data: int) -> Baseline:
 
 def oases(degree: int) -> Baseline:
     """Oases with one degree in all layers: two sub-batches, fine recomputation, overlap across passes."""
-    weaving = {"sub_batches": 2, "recompute": "fine", "cross_pass": True}
-    return _tensor("Oases", f"tensor {degree}", "arXiv 2305.16121", f"tensor:{degree}", **weaving)
+    overlap = {"sub_batches": 2, "recompute": "fine"}
+    return _tensor("Oases", f"tensor {degree}", "arXiv 2305.16121", f"tensor:{degree}", **overlap)
 
 
 def merak(degree: int) -> Baseline:
     """Merak's tensor parallelism: two sub-batches, full recomputation, overlap inside of a pass only."""
-    weaving = {"sub_batches": 2, "recompute": "full", "cross_pass": False}
-    return _tensor("Merak", f"tensor {degree}", "arXiv 2206.04959", f"tensor:{degree}", **weaving)
+    overlap = {"sub_batches": 2, "recompute": "full", "ablation": Ablation(cross_pass=False)}
+    return _tensor("Merak", f"tensor {degree}", "arXiv 2206.04959", f"tensor:{degree}", **overlap)
 
 
 def osdp(slices: int = 1) -> Baseline:

@@ -155,7 +155,7 @@ class Compiler:
     def _resolved(self, start: Plan, changes: dict[str, Any]) -> Plan:
         """A plan with other options, from an earlier one."""
         # What changes the capture, or is no matter of the plan
-        fixed = {"precision", "allow_unruled", "timeout", "check_inputs"}
+        fixed = {"precision", "replicate_unknown_ops", "timeout", "check_inputs"}
         known = {each.name for each in fields(Options)} - fixed
         if unknown := [name for name in changes if name not in known]:
             raise PlanError(f"resolve can change {', '.join(sorted(known))}, not {', '.join(unknown)}: plan anew")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
 from shardweave.ir import (
     BITS,
     UNLIMITED,
+    Ablation,
     Grid,
     Mode,
     OverlapConfig,
@@ -20,7 +22,6 @@ from shardweave.ir import (
     Precision,
     Quantized,
     Strategy,
-    Traffic,
     brief,
     bytes_of,
     matches_annotation,
@@ -38,7 +39,57 @@ ZERO_PLUS_PLUS: Mapping[Quantized, int] = {"parameters": 8, "gradients": 4}
 """What ``quantize="zero++"`` stands for."""
 OPTIMIZER_STATE_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "adamw": 8}
 
+RENAMED_OPTIONS = {
+    "undivided": "exclude_from_sub_batches",
+    "lookahead": "max_prefetch",
+    "allow_unruled": "replicate_unknown_ops",
+}
+"""Old names of options, accepted with a `DeprecationWarning` until version 0.2."""
+RENAMED_ABLATIONS = {
+    "blocking": "blocking",
+    "whole_sums": "all_reduce_gradients",
+    "gather_again": "regather_in_recompute",
+    "cross_pass": "cross_pass",
+}
+"""Old options that are fields of `Ablation` now, accepted with a `DeprecationWarning` until version 0.2."""
+_Class = TypeVar("_Class", bound=type)
 
+
+def _accepts_old_names(cls: _Class) -> _Class:
+    """Let the constructor of `Options` take the old names of its fields."""
+    init: Callable[..., None] = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(init)
+    def __init__(self: object, *args: Any, **options: Any) -> None:
+        init(self, *args, **_with_new_names(options))
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
+
+
+def _with_new_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` with the names of today; each old name warns."""
+    found = {name: value for name, value in options.items() if name not in {*RENAMED_OPTIONS, *RENAMED_ABLATIONS}}
+    for old, new in RENAMED_OPTIONS.items():
+        if old in options:
+            _warn(old, f"{new}=...")
+            found[new] = options[old]
+    for old, new in RENAMED_ABLATIONS.items():
+        if old in options:
+            _warn(old, f"ablation=Ablation({new}=...)")
+            found["ablation"] = replace(found.get("ablation") or Ablation(), **{new: options[old]})
+    if found.get("buckets") == "flat":
+        _warn("buckets='flat'", "ablation=Ablation(flat_parameter=True)")
+        found |= {"buckets": None, "ablation": replace(found.get("ablation") or Ablation(), flat_parameter=True)}
+    return found
+
+
+def _warn(old: str, new: str) -> None:
+    message = f"the option {old} is now {new}; the old name is removed in version 0.2"
+    warnings.warn(message, DeprecationWarning, stacklevel=4)
+
+
+@_accepts_old_names
 @dataclass(frozen=True)
 class Options:
     """Options of `plan` and `compile_parallel`.
@@ -68,9 +119,9 @@ class Options:
         returns a scalar loss, else ``"part"``.
     time_limit : float
         Seconds that the solver may take.
-    lookahead : int, optional
-        How many parameters at most are gathered ahead of their use, and gradients left under way to their states. By
-        default as many as pay and fit.
+    max_prefetch : int, optional
+        The number of parameters at most that are gathered ahead of their use, and of gradients whose reduction is under
+        way. By default as many as pay and fit.
     micro_batches : int, optional
         Into how many parts a call's batch is cut, computed one after another with their gradients added up, so that
         only one part's activations are held. The model has to return a scalar loss. What needs the whole batch at once
@@ -79,9 +130,9 @@ class Options:
     sub_batches : int, optional
         Into how many parts each of these is cut besides, all of them in one graph, so that one part computes while
         another communicates. The same things are refused. By default the planner chooses 1 or 2.
-    undivided : sequence of name patterns
-        Modules that take all sub-batches at once: what is too small to be cut (a sample a device), or needs the whole
-        batch. Patterns as in `force`. Nothing computes there while its activations move.
+    exclude_from_sub_batches : sequence of name patterns
+        Modules that take all sub-batches at once: a layer with less than a sample a device in each sub-batch, or one
+        that needs the whole batch. Patterns as in `force`. No compute hides the activations' collectives there.
     recompute : {"none", "full", "fine"} or mapping from a name pattern to one of these, optional
         What the backward computes again instead of keeping it: all of a layer (a module in a list), or all but the
         results of its collectives, so that no communication is repeated. Patterns as in `force`. By default what lies
@@ -95,29 +146,12 @@ class Options:
         What is gathered for the forward is kept for the backward, instead of gathered again. Of an op in slices a
         number says how many of them; the others are gathered again. (What is gathered once a step, ``"zero2"``, is a
         strategy that the planner has anyway.) By default the planner chooses, all or none, for models of few layers.
-    buckets : bool or "flat", optional
-        Small collectives of parameters and gradients are put together. By default the planner chooses. With ``"flat"``
-        besides all parameters that a step has whole (not ZeRO-3's) are gathered as one, before the forward, and their
-        gradients are reduced as one, behind the backward: to see what a system takes that has one flat parameter around
-        a whole model, as FSDP's first version and fairscale's have.
+    buckets : bool, optional
+        Small collectives of parameters and gradients are put together. By default the planner chooses.
     sequence_parallel : bool, optional
         Whether each device takes a part of the sums that tensor parallelism leaves (at residual connections, and so in
         the norms after them), cut on the sequence where the batch is too small for it, or all of them take the whole.
         By default the planner chooses, at residual connections that no bias comes before.
-    cross_pass : bool
-        The backward may compute a layer again while the gradients of another are on their way. Without it a layer is
-        recomputed when the gradients of the one behind it are there, as Megatron-LM does: to see what it is worth.
-    blocking : sequence of {"gather", "scatter", "reduce", "broadcast", "activation"}
-        What compute waits for instead of hiding it: parameters gathered for a use, gradients scattered to where they
-        are added up, these sums on their way to the states, parameters on their way from the states (once a step),
-        activations. To see what overlap is worth, or what a system takes that lacks some of it.
-    whole_sums : bool
-        Each device gets the whole sum of a gradient, as far as it adds that up, and its states take their part of it.
-        By default sums are scattered to the states, which moves half as much. To see what a system takes that does not
-        do that: DeepSpeed's ZeRO-1 and 2 (``use_multi_rank_bucket_allreduce``), AMSP.
-    gather_again : bool
-        What is computed again and the backward of it gather their parameters each for itself, as activation checkpoints
-        around FSDP's modules do. To see what one gather for both is worth, or what such a system takes.
     quantize : mapping from {"parameters", "gradients"} to int, or "zero++"; optional
         What moves in blocks of so many bits, each with a scale, as in ZeRO++ (arXiv 2306.10209): parameters wherever
         they are gathered (8), gradients wherever they are scattered (8 or 4), inside of a node first and then between
@@ -131,8 +165,10 @@ class Options:
         In how many calls the ranks compare hashes of their inputs, which shows whether they mean the same batch. In
         each call they also agree that all can run it, so that an error of one rank is raised on all of them; with
         ``"never"`` they do neither. See docs/inputs.md.
-    allow_unruled : bool
+    replicate_unknown_ops : bool
         Compute ops without a sharding rule whole on every device, instead of refusing the model.
+    ablation : Ablation
+        Overlap or sharing that is taken away, to measure what it is worth or to price a system that lacks it.
 
     Raises
     ------
@@ -153,30 +189,27 @@ class Options:
     precision: Precision | str | None = None
     outputs: Literal["auto", "sharded", "part", "whole"] = "auto"
     time_limit: float = 30.0
-    lookahead: int | None = None
+    max_prefetch: int | None = None
     micro_batches: int | None = None
     sub_batches: int | None = None
-    undivided: Sequence[str] = ()
+    exclude_from_sub_batches: Sequence[str] = ()
     recompute: Mode | Mapping[str, Mode] | None = None
     operator_slices: int | Mapping[str, int] = field(default_factory=dict)
     keep_gathered: bool | Mapping[str, bool | int] | None = None
-    buckets: bool | Literal["flat"] | None = None
+    buckets: bool | None = None
     sequence_parallel: bool | None = None
-    cross_pass: bool = True
-    blocking: Sequence[Traffic] = ()
-    whole_sums: bool = False
-    gather_again: bool = False
     quantize: Literal["zero++"] | Mapping[Quantized, int] | None = None
     timeout: float | timedelta | None = None
     check_inputs: int | Literal["always", "never"] = 3
-    allow_unruled: bool = False
+    replicate_unknown_ops: bool = False
+    ablation: Ablation = Ablation()
 
     def __post_init__(self) -> None:
         Precision.of(self.precision)  # first: it names the short names
         for name, annotation in _types().items():
             if not matches_annotation(getattr(self, name), annotation):
                 with suppress(TypeError, AttributeError, ValueError):  # of what is read before it is checked
-                    _ = self.weaving  # whose own errors tell more
+                    _ = self.overlap  # whose own errors tell more
                 raise PlanError(
                     f"the option {name} must be {readable_annotation(annotation)}, got {getattr(self, name)!r}"
                 )
@@ -204,7 +237,7 @@ class Options:
             raise PlanError(f"micro_batches counts parts of a batch and must be positive, got {self.micro_batches}")
         if isinstance(self.check_inputs, int) and self.check_inputs < 0:
             raise PlanError(f"check_inputs counts calls, and cannot be negative, got {self.check_inputs}")
-        _ = self.weaving  # which checks what it is made of
+        _ = self.overlap  # which checks what it is made of
 
     def __repr__(self) -> str:
         return brief(self)
@@ -222,8 +255,8 @@ class Options:
         return self.check_inputs
 
     @property
-    def weaving(self) -> OverlapConfig:
-        """What is asked of the whole step; what is left open is not made use of."""
+    def overlap(self) -> OverlapConfig:
+        """The options of the whole step; what the planner may choose is off."""
         recompute = {"*": self.recompute} if isinstance(self.recompute, str) else self.recompute or {}
         slices = {"*": self.operator_slices} if isinstance(self.operator_slices, int) else self.operator_slices
         kept = {"*": self.keep_gathered} if isinstance(self.keep_gathered, bool) else self.keep_gathered or {}
@@ -236,13 +269,10 @@ class Options:
             slices,
             kept,
             self.buckets or False,
-            self.cross_pass,
-            self.lookahead,
-            tuple(self.blocking),
-            self.whole_sums,
-            self.gather_again,
+            self.max_prefetch,
             self._quantize,
-            tuple(self.undivided),
+            tuple(self.exclude_from_sub_batches),
+            self.ablation,
         )
 
     @property
@@ -256,9 +286,9 @@ class Options:
             )
         return self.quantize or {}
 
-    def woven(self, weaving: OverlapConfig) -> Options:
-        """These options with what a plan says of the whole step."""
-        return replace(self, **{each.name: getattr(weaving, each.name) for each in fields(weaving)})
+    def with_overlap(self, overlap: OverlapConfig) -> Options:
+        """These options with a plan's choices for the whole step."""
+        return replace(self, **{each.name: getattr(overlap, each.name) for each in fields(overlap)})
 
     def limit(self, cluster: Cluster) -> int:
         """Bytes that a device may use."""

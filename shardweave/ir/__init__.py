@@ -40,7 +40,7 @@ from shardweave.ir.layout_algebra import (
 )
 from shardweave.ir.mesh import Axis, Digit, Mesh, axes_size, group_name, prime_factors, slice_axis
 from shardweave.ir.op_rule import Assignment, BoundRule, Dims, Factor
-from shardweave.ir.overlap_config import BITS, MODES, UNLIMITED, Mode, OverlapConfig, Quantized
+from shardweave.ir.overlap_config import BITS, MODES, UNLIMITED, Ablation, Mode, OverlapConfig, Quantized
 from shardweave.ir.precision import Dtypes, Precision, dtype_name
 from shardweave.ir.progress import LOGGER, Progress, Reporter
 from shardweave.ir.pytree_signature import TENSOR, CallTree, as_call, canonical, leaf_names
@@ -51,6 +51,7 @@ from shardweave.ir.strategy_presets import PRESETS, preset, preset_degrees
 from shardweave.ir.units import brief, bytes_of, readable_bytes, readable_ranges, readable_seconds
 
 __all__ = [
+    "Ablation",
     "UNLIMITED",
     "Assignment",
     "Axis",

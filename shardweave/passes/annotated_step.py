@@ -51,7 +51,7 @@ def annotate(captured: Captured, options: Options) -> Annotated:
     if loss_inside and not captured.whole:
         unused = [name for name, index in captured.tangents.items() if index not in scalars]
         drop_tangents(captured.graph, unused)
-    Annotate(options.allow_unruled, captured.known)(captured.graph)
+    Annotate(options.replicate_unknown_ops, captured.known)(captured.graph)
     classes = find_classes(captured.graph.graph)
     _, batch = batch_classes(captured, classes)
     kept = {node.name for node in captured.graph.graph.nodes if node.op == "placeholder"}

@@ -17,23 +17,23 @@ def with_times(mesh: Mesh, options: Options, strategies: Iterable[Strategy] = ()
 
     The strides of the first two put them outside all axes of devices; those of slices put them inside.
     """
-    micro, sub, world = options.turns, options.weaving.sub_batches, mesh.world_size
+    micro, sub, world = options.turns, options.overlap.sub_batches, mesh.world_size
     micro_axes = (Axis("micro", micro, world * sub, "time"),) if micro > 1 else ()
     sub_axes = (Axis("sub", sub, world, "time"),) if sub > 1 else ()
-    counts = {*options.weaving.operator_slices.values(), *(strategy.slices for strategy in strategies)} - {1}
+    counts = {*options.overlap.operator_slices.values(), *(strategy.slices for strategy in strategies)} - {1}
     return replace(
         mesh, micro_batch_axes=micro_axes, sub_batch_axes=sub_axes, slice_axes=tuple(map(slice_axis, sorted(counts)))
     )
 
 
-def check_patterns(captured: Captured, weaving: OverlapConfig) -> None:
+def check_patterns(captured: Captured, overlap: OverlapConfig) -> None:
     """Raise `PlanError` if a pattern of the overlap options matches nothing in the model."""
     modules = {info(node).op for node in captured.graph.graph.nodes}
     parameters = set(captured.parameters.values())
     meant: Sequence[tuple[str, Iterable[str], set[str]]] = (
-        ("recompute", weaving.recompute, modules),
-        ("keep_gathered", weaving.keep_gathered, parameters),
-        ("undivided", weaving.undivided, modules),
+        ("recompute", overlap.recompute, modules),
+        ("keep_gathered", overlap.keep_gathered, parameters),
+        ("exclude_from_sub_batches", overlap.exclude_from_sub_batches, modules),
     )
     for option, patterns, owners in meant:
         names = {name for owner in owners for name in modules_around(owner)} if patterns else set()

@@ -585,7 +585,7 @@ class StepOutputs:
         dtype = value.meta["val"].dtype
         dtypes = self.values.state_sharding.get(name, StateSharding()).dtypes or Dtypes(dtype, dtype)
         at_rest = self.values.state_layouts.get(name) or Layout.replicated(value.meta["val"].shape)
-        first = self.values.gradient_layouts.get(name, at_rest) if self.options.whole_sums else at_rest
+        first = self.values.gradient_layouts.get(name, at_rest) if self.options.all_reduce_gradients else at_rest
         summed = self._accumulated if self.options.accumulates else self._reduced
         found = summed(value, first, dtypes.reduced, origin)
         found = self.local.redistribute(found, first, at_rest, origin, lambda *_: None)
@@ -673,9 +673,9 @@ class Shard(Pass):
     """Whether gradients are added up over several runs of the graph: see `StepOutputs.accumulators`."""
     known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
     """A cache of the fake results of local ops, shared by graphs of one fake mode: see `LocalGraph`."""
-    whole_sums: bool = False
+    all_reduce_gradients: bool = False
     """Whether a gradient is reduced to its accumulation layout before each device takes the part of its states."""
-    undivided: Collection[str] = ()
+    exclude_from_sub_batches: Collection[str] = ()
     """Patterns of modules whose ops take all sub-batches at once."""
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -821,14 +821,14 @@ class Sharder:
         return None
 
     def _takes_all_sub_batches(self, node: fx.Node) -> bool:
-        """Whether an op takes all sub-batches at once, because its module is `undivided`.
+        """Whether an op takes all sub-batches at once, because its module is `exclude_from_sub_batches`.
 
         An op of no module, such as a sum of gradients, does so if the producer of one of its inputs does.
         """
-        if info(node).op != node.name or not self.options.undivided:
-            return covered(self.options.undivided, info(node).op)
+        if info(node).op != node.name or not self.options.exclude_from_sub_batches:
+            return covered(self.options.exclude_from_sub_batches, info(node).op)
         sources = [source_of(value)[0] for value in node.all_input_nodes]
-        return any(covered(self.options.undivided, info(source).op) for source in sources)
+        return any(covered(self.options.exclude_from_sub_batches, info(source).op) for source in sources)
 
     def _follow(
         self,

@@ -123,7 +123,7 @@ def lower(
             f"{' of '.join(f'{axis.size} {axis.name}-batches' for axis in reversed(mesh.time_axes))}: leave them out"
         )
     cluster = cluster or Cluster.local(mesh.world_size)
-    check_patterns(annotated.captured, options.weaving)
+    check_patterns(annotated.captured, options.overlap)
     lowering = _Lowering(annotated, strategies, mesh, options, joins, on_stage, cluster, draft, shards, repeated_layers)
     return lowering.accumulating_step() if mesh.micro_batch_axes or accumulates else lowering.single_step()
 
@@ -196,11 +196,12 @@ class _Lowering:
         # 1. Strategies become assignments of mesh axes to the loops of ops, and the sharding of parameters and states.
         assignments = {}
         state_sharding: dict[str, StateSharding] = {}
-        slices = sliced_ops(self.options.weaving.operator_slices, self.annotated.ops, self.strategies, self.mesh)
+        slices = sliced_ops(self.options.overlap.operator_slices, self.annotated.ops, self.strategies, self.mesh)
         for op in self.annotated.ops:
             strategy = self.strategies[op.name]
             strategy = replace(strategy, slices=slices.get(op.name, strategy.slices))
-            assignments.update(op.assignments(strategy, op.mesh_of(self.mesh, self.options.weaving.undivided)))
+            mesh = op.mesh_of(self.mesh, self.options.overlap.exclude_from_sub_batches)
+            assignments.update(op.assignments(strategy, mesh))
             axes = strategy.axes(self.mesh)
             state_sharding.update(dict.fromkeys((op.parameter, *op.companions), StateSharding(*axes.stages)))
         for node, name in join_names(captured.graph.graph).items():
@@ -226,8 +227,8 @@ class _Lowering:
             },
             accumulates,
             captured.known,
-            whole_sums=self.options.whole_sums,
-            undivided=self.options.weaving.undivided,
+            all_reduce_gradients=self.options.ablation.all_reduce_gradients,
+            exclude_from_sub_batches=self.options.overlap.exclude_from_sub_batches,
         )
         sharder = Sharder(shard, copied(captured.graph))
         local = sharder.run()
@@ -235,15 +236,22 @@ class _Lowering:
 
     def _lowered(self, accumulates: bool) -> tuple[Sharder, Boundary, fx.GraphModule]:
         """The local graph after all passes, with the run of `Shard` that wrote it and the boundary of the step."""
-        weaving = self.options.weaving
+        overlap = self.options.overlap
         self.graphs["capture"] = self.annotated.captured.graph
         # 1. Shard, or take the sharded graph from the cache.
-        key = self.mesh, accumulates, tuple(weaving.operator_slices.items()), weaving.whole_sums, weaving.undivided
+        key = (
+            self.mesh,
+            accumulates,
+            tuple(overlap.operator_slices.items()),
+            overlap.ablation.all_reduce_gradients,
+            overlap.exclude_from_sub_batches,
+        )
         if key not in self.shards:
             self.shards[key] = self._sharded(accumulates)
         sharder, boundary, sharded = self.shards[key]
         # 2. Run the other passes. Buckets are held whole: where the step does not fit with them, run without.
-        attempts = (True, False) if weaving.buckets and weaving.buckets != "flat" else (bool(weaving.buckets),)
+        flat = overlap.ablation.flat_parameter
+        attempts = (True, False) if overlap.buckets and not flat else (overlap.buckets or flat,)
         for buckets in attempts:
             manager = PassManager(not self.draft, self.on_stage)
             manager.resume(Shard, sharded)
@@ -256,20 +264,22 @@ class _Lowering:
 
     def _passes(self, sharder: Sharder, sharded: fx.Graph, buckets: bool) -> Iterator[Pass]:
         """The passes after `Shard` that options ask for."""
-        weaving, state_sharding = self.options.weaving, sharder.options.state_sharding
-        yield Recompute(weaving.recompute, {node.name for node in sharder.values.gathered_once}, weaving.gather_again)
+        overlap, state_sharding = self.options.overlap, sharder.options.state_sharding
+        ablation = overlap.ablation
+        gathered_once = {node.name for node in sharder.values.gathered_once}
+        yield Recompute(overlap.recompute, gathered_once, ablation.regather_in_recompute)
         if self.mesh.unrolled_axes:
             yield UnrollSubBatches(self.mesh.unrolled_axes)
-        if weaving.keep_gathered:
-            yield KeepUnsharded(weaving.keep_gathered, self.mesh.slice_axes)
+        if overlap.keep_gathered:
+            yield KeepUnsharded(overlap.keep_gathered, self.mesh.slice_axes)
         if buckets:
-            flat = state_sharding if weaving.buckets == "flat" else None
+            flat = state_sharding if ablation.flat_parameter else None
             yield Bucket(self.cluster, self._cut_points(sharder), flat)
-        if weaving.quantize:
-            yield Quantize(weaving.quantize)
+        if overlap.quantize:
+            yield Quantize(overlap.quantize)
         yield self._schedule(sharder, sharded)
-        if weaving.blocking:
-            yield DisableOverlap(weaving.blocking, state_sharding)
+        if ablation.blocking:
+            yield DisableOverlap(ablation.blocking, state_sharding)
 
     def _cut_points(self, sharder: Sharder) -> list[list[str]]:
         """The names of nodes at which the graph may be cut later: no bucket may reach across.
@@ -285,10 +295,10 @@ class _Lowering:
         options = self.options
         return Schedule(
             self.cluster,
-            options.lookahead,
+            options.max_prefetch,
             options.limit(self.cluster),
             self._state_bytes(sharder) + (options.turns - 1) * self._micro_batch_bytes(local),
-            options.cross_pass,
+            options.ablation.cross_pass,
             self.repeated_layers,
             self._shared_storages(sharder),
         )

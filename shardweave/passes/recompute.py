@@ -5,7 +5,7 @@ again in the backward. In mode ``"fine"`` their results are saved as well, so th
 communication (Oases, section 3.2). The recomputed nodes and the gradients are in one backward graph: the scheduler may
 recompute one layer while the gradients of another are being reduced.
 
-A recomputed node shares the all-gathers of the backward, unless `gather_again` asks for its own.
+A recomputed node shares the all-gathers of the backward, unless `regather_in_recompute` asks for its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Recompute(Pass):
         Without a match, the user's activation checkpoints decide: ``"full"`` inside one, else ``"none"``.
     gathered_once : collection of str
         Names of nodes that are saved in any mode: the copies of parameters that are gathered once a step.
-    gather_again : bool
+    regather_in_recompute : bool
         Recomputed nodes gather parameters for themselves. ZeRO-3 then gathers a third time, as OSDP (arXiv 2209.13258,
         section 2) and AxoNN (arXiv 2305.13525, section IV-D) say of activation checkpoints.
     """
@@ -50,10 +50,10 @@ class Recompute(Pass):
     requires: ClassVar[frozenset[Property]] = frozenset({"local"})
     modes: Mapping[str, Mode] = field(default_factory=dict)
     gathered_once: Collection[str] = ()
-    gather_again: bool = False
+    regather_in_recompute: bool = False
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        _Recomputation(graph_module.graph, self.mode, self.gathered_once).write(share=not self.gather_again)
+        _Recomputation(graph_module.graph, self.mode, self.gathered_once).write(share=not self.regather_in_recompute)
         remove_dead(graph_module.graph)
         graph_module.graph.lint()
         graph_module.recompile()

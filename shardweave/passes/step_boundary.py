@@ -90,7 +90,7 @@ class Boundary:
 
     def __init__(self, annotated: Annotated, mesh: Mesh, data: tuple[Axis, ...], options: Options) -> None:
         self.annotated, self.mesh, self.data = annotated, mesh, data
-        self.undivided = bool(options.weaving.undivided)
+        self.whole_batch = bool(options.overlap.exclude_from_sub_batches)
         captured = annotated.captured
         # 1. Inputs: their layouts, and their rows for each sample.
         nodes = {node.name: node for node in captured.graph.graph.nodes if node.op == "placeholder"}
@@ -129,7 +129,7 @@ class Boundary:
         axes = (*self.mesh.time_axes, *self.data)
         if not shape or shape[0] != self.annotated.batch:
             return layout
-        if shape[0] % axes_size(axes) and self.undivided:  # a batch too small for sub-batches is not cut into them
+        if shape[0] % axes_size(axes) and self.whole_batch:  # too small for sub-batches
             axes = (*self.mesh.micro_batch_axes, *self.data)
         if shape[0] % axes_size(axes):
             if times := self.mesh.time_axes:

@@ -52,7 +52,7 @@ class Annotate:
     """
 
     name = "annotate"
-    allow_unruled: bool = False
+    replicate_unknown_ops: bool = False
     """Take ops without a rule as blocked in all their factors, instead of refusing the model."""
     known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
     """The forms of ops in graphs of the same fake mode: see `decompose`."""
@@ -71,7 +71,7 @@ class Annotate:
         _merge_constants(graph_module.graph)
         graph_module.graph.eliminate_dead_code()
         graph_module.recompile()
-        bind_rules(graph_module.graph, self.allow_unruled)
+        bind_rules(graph_module.graph, self.replicate_unknown_ops)
         return graph_module
 
 
@@ -129,7 +129,7 @@ def _merge_constants(graph: fx.Graph) -> None:
             seen[key] = node
 
 
-def bind_rules(graph: fx.Graph, allow_unruled: bool = False) -> None:
+def bind_rules(graph: fx.Graph, replicate_unknown_ops: bool = False) -> None:
     """Bind the rule of every node of `graph`, and cut the rules into atoms."""
     dependent = depends_on_inputs(graph)
     rules: dict[fx.Node, BoundRule] = {}
@@ -153,7 +153,7 @@ def bind_rules(graph: fx.Graph, allow_unruled: bool = False) -> None:
             except RuleError as error:
                 raise RuleError(f"{describe(node)}: {error}") from None
         inputs[node] = tuple(source_of(argument) for argument in tensor_args(node))
-    _report_unruled(unruled, allow_unruled)
+    _report_unruled(unruled, replicate_unknown_ops)
     refined = refine(rules, inputs)
     distinct: dict[BoundRule | None, BoundRule | None] = {}
     for node in graph.nodes:
@@ -318,7 +318,7 @@ def _report_unruled(unruled: Sequence[fx.Node], allow: bool) -> None:
             f"no sharding rule for {len(floating)} op(s) on the way of activations; everything after them would be "
             f"computed whole on every device:\n  {listed}\n"
             "Write these lines with other ops, add a rule with shardweave.rule(op, pattern), "
-            "or allow it with Options(allow_unruled=True)."
+            "or allow it with Options(replicate_unknown_ops=True)."
         )
     if unruled:
         names = ", ".join(sorted({str(node.target) for node in unruled}))

@@ -121,9 +121,9 @@ class Op:
                     )
         return found
 
-    def mesh_of(self, mesh: Mesh, undivided: Sequence[str]) -> Mesh:
+    def mesh_of(self, mesh: Mesh, exclude_from_sub_batches: Sequence[str]) -> Mesh:
         """`mesh` as the op sees it: without sub-batches, if it is in one of the modules that take all at once."""
-        return replace(mesh, sub_batch_axes=()) if covered(undivided, self.name) else mesh
+        return replace(mesh, sub_batch_axes=()) if covered(exclude_from_sub_batches, self.name) else mesh
 
     def slice_atom(self, strategy: Strategy, mesh: Mesh, slices: int) -> Atom:
         """The loop that is cut into slices, one computed after another; `LayoutError` where they divide none.

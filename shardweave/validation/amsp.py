@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardweave.ir import Grid, InputError, Precision, Strategy, Traffic
+from shardweave.ir import Ablation, Grid, InputError, Precision, Strategy, Traffic
 from shardweave.planner import Plan
 from shardweave.validation.deepspeed import hosted
 from shardweave.validation.models import Sizes
@@ -38,17 +38,17 @@ BLOCKING: dict[str, tuple[Traffic, ...]] = {
     "L0": ("broadcast", "reduce", "scatter", "gather"),
 }
 """What each level of overlap leaves open."""
-SUMS: Mapping[str, Any] = {"whole_sums": True}
-"""Gradients that are whole are all-reduced, and the states take their parts: so Table V calls it, and so its authors'
-engine (InternLM/InternEvo, ``hybrid_zero_optim.py``) and DeepSpeed's ZeRO-1 (``stage_1_and_2.py``,
+ABLATIONS = {level: Ablation(blocking=kinds, all_reduce_gradients=True) for level, kinds in BLOCKING.items()}
+"""Each level, with gradients all-reduced where optimizer states are sharded: Table V says so, and the authors' engine
+(InternLM/InternEvo, ``hybrid_zero_optim.py``) and DeepSpeed's ZeRO-1 (``stage_1_and_2.py``,
 ``use_multi_rank_bucket_allreduce``) do it."""
-WOVEN: Mapping[str, Mapping[str, Any]] = {
-    "AMSP": {"blocking": BLOCKING["L2"], **SUMS},
-    "ZeRO-1": {"blocking": BLOCKING["L0"], "buckets": True, **SUMS},
+OVERLAP: Mapping[str, Mapping[str, Any]] = {
+    "AMSP": {"ablation": ABLATIONS["L2"]},
+    "ZeRO-1": {"ablation": ABLATIONS["L0"], "buckets": True},
 }
 """Section VI-B's steps. Its text turns the overlap of AMSP's broadcast off. That other systems hide nothing is
 calibrated, against the text, which turns their overlap on; ZeRO-1 reduces in buckets (DeepSpeed's, by default)."""
-OTHERS: Mapping[str, Any] = {"blocking": BLOCKING["L0"]}
+OTHERS: Mapping[str, Any] = {"ablation": Ablation(blocking=BLOCKING["L0"])}
 DEEPSPEED = ("ZeRO-3", "ZeRO++")
 """The systems whose host prepares each gather and scatter (`deepspeed`)."""
 
@@ -69,7 +69,7 @@ def _overlap(paper: Paper, setting: Setting, factors: Factors, recompute: Mappin
     for model, level, count, published in _by_batch(paper):
         name = f"{level}, M={count}"
         setting.progress(f"AMSP Table V: {model} {name}")
-        asked = {"micro_batches": count, "recompute": _mode(recompute, model), "blocking": BLOCKING[level], **SUMS}
+        asked = {"micro_batches": count, "recompute": _mode(recompute, model), "ablation": ABLATIONS[level]}
         tgs = partial(_tgs, setting, factors, model, "AMSP", gpus, **asked)
         row = Row.of("AMSP Table V", model, name, "tokens/GPU/s", published["tgs"], tgs)
         yield row
@@ -85,7 +85,7 @@ def _end_to_end(paper: Paper, setting: Setting, factors: Factors, recompute: Map
             continue
         title = "AMSP MFU, section VI-B", model, f"{approach}, {gpus} GPUs", "MFU", published
         setting.progress(f"AMSP MFU: {model} {approach} on {gpus} GPUs")
-        asked = {"recompute": _mode(recompute, model), **WOVEN.get(approach, OTHERS)}
+        asked = {"recompute": _mode(recompute, model), **OVERLAP.get(approach, OTHERS)}
         asked["micro_batches"] = max(1, BATCH_SEQUENCES // gpus)
         asked["system"] = hosted if approach in DEEPSPEED else None
         mfu = partial(_mfu, setting, factors, model, approach, gpus, **asked)

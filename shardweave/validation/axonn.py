@@ -15,7 +15,7 @@ import torch
 
 from shardweave.cost_model import Cluster
 from shardweave.demo import GPTConfig
-from shardweave.ir import Grid, InfeasibleError, InputError, PlanError, Precision, Traffic
+from shardweave.ir import Ablation, Grid, InfeasibleError, InputError, PlanError, Precision, Traffic
 from shardweave.planner import Plan
 from shardweave.validation.deepspeed import hosted
 from shardweave.validation.grids import Bandwidths, ranking
@@ -69,7 +69,8 @@ def rows(paper: Paper, setting: Setting) -> Iterator[Row]:
 
 def zero3(setting: Setting, config: GPTConfig, gpus: int, batch: int) -> Plan:
     """States, gradients and parameters over all GPUs; DeepSpeed's host launches its collectives."""
-    asked = {"force": {"*": "zero3"}, "micro_batches": max(1, batch // gpus // MICRO_SEQUENCES), "blocking": WAITED}
+    count = max(1, batch // gpus // MICRO_SEQUENCES)
+    asked = {"force": {"*": "zero3"}, "micro_batches": count, "ablation": Ablation(blocking=WAITED)}
     return plan(setting, config, gpus, batch, system=hosted, **asked)
 
 
@@ -109,7 +110,8 @@ def _ablation(ablation: Mapping[str, Any], config: GPTConfig, setting: Setting) 
     kept = {f"blocks.{layer}.*": 1 for layer in range(config.layers)[-ablation["cached_layers"] :]}
 
     def seconds(blocking: tuple[Traffic, ...], **options: Any) -> float:
-        asked = {"force": {"*": "tensor:2x2x4"}, "micro_batches": 1, "blocking": blocking, **options}
+        ablation = Ablation(blocking=blocking)
+        asked = {"force": {"*": "tensor:2x2x4"}, "micro_batches": 1, "ablation": ablation, **options}
         return plan(setting, config, 16, 16, **asked).step_time
 
     setting.progress("AxoNN section IV: nothing overlapped")

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from shardweave.demo import GPTConfig
-from shardweave.ir import InputError
+from shardweave.ir import Ablation, InputError
 from shardweave.planner import Plan
 from shardweave.validation.published import Paper, table
 from shardweave.validation.rows import Row
@@ -22,14 +22,15 @@ from shardweave.validation.setting import Setting, captured
 
 SEQUENCE, VOCABULARY = 1024, 51200  # GPT-2's, padded as Megatron-LM does
 CLUSTERS = {"nvlink_3090": "oases-nvlink", "pcie_3090": "oases-pcie"}
+MEGATRON = Ablation(cross_pass=False, blocking=("activation",))
 COLUMNS: dict[str, Mapping[str, Any]] = {
-    "megatron_lm": {"sub_batches": 1, "recompute": "full", "cross_pass": False, "blocking": ("activation",)},
-    "merak": {"sub_batches": 2, "recompute": "full", "cross_pass": False},
+    "megatron_lm": {"sub_batches": 1, "recompute": "full", "ablation": MEGATRON},
+    "merak": {"sub_batches": 2, "recompute": "full", "ablation": Ablation(cross_pass=False)},
     "cross_pass": {"sub_batches": 2, "recompute": "full"},
     "fine_grained_recompute": {"sub_batches": 2, "recompute": "fine"},
     "planner": {"sub_batches": 2, "recompute": "fine"},
 }
-"""What the step of each column is woven of."""
+"""The overlap options of each column."""
 
 Degrees = Sequence[tuple[int, int]]
 """Tensor-parallel degrees, and of how many layers, from the first on."""
@@ -74,7 +75,7 @@ def plan(
     cluster: str,
     model: Mapping[str, Any],
     degrees: Degrees,
-    weaving: Mapping[str, Any],
+    overlap: Mapping[str, Any],
     *,
     data_parallel: bool = False,
 ) -> Plan:
@@ -86,9 +87,10 @@ def plan(
     batch = model["global_batch"] * gpus // every
     config = GPTConfig(VOCABULARY, SEQUENCE, model["layers"], model["heads"], model["hidden"], bias=True)
     smallest = {degree: batch * degree // gpus for degree, _ in degrees}  # of what a device of such a layer has
-    undivided = [name for name, degree in _degrees(degrees).items() if smallest[degree] % weaving["sub_batches"]]
-    asked = {"force": _force(degrees), "micro_batches": 1, "sequence_parallel": False, "undivided": undivided}
-    return setting.plan(captured(config, batch, SEQUENCE), machine, **{**asked, **weaving})
+    excluded = [name for name, degree in _degrees(degrees).items() if smallest[degree] % overlap["sub_batches"]]
+    asked = {"force": _force(degrees), "micro_batches": 1, "sequence_parallel": False}
+    asked["exclude_from_sub_batches"] = excluded
+    return setting.plan(captured(config, batch, SEQUENCE), machine, **{**asked, **overlap})
 
 
 def _kts(setting: Setting, cluster: str, model: Mapping[str, Any], *asked: Any) -> float:

@@ -6,7 +6,7 @@ What is *stated* by the authors' code (Youhe-Jiang/IJCAI2023-OptimalShardedDataP
   attention (levels 1 and 3), of the perceptron (2 and 3), or none (0) are wrapped by fairscale's FSDP one by one. The
   whole model is wrapped, too: what no inner wrapper has lies in one flat parameter, whose shard is gathered once a step
   and whose gradient is scattered at its end. So "DP" moves what data parallelism moves, with sharded states and sums:
-  ZeRO-2, in flat buckets.
+  ZeRO-2, as a flat parameter.
 - The training scripts run minGPT in float32 with Adam on 8 GPUs, on sums of two numbers: sequences of 6 tokens, 96 of
   them for each unit of batch size; MB are 2^20 bytes. Gradients are never cleared: each step adds to those that there
   are. In memory that is the second of two micro-batches.
@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from shardweave.ir import InfeasibleError, InputError
+from shardweave.ir import Ablation, InfeasibleError, InputError, Traffic
 from shardweave.planner import Plan
 from shardweave.validation.models import MinGPTSizes
 from shardweave.validation.published import Paper
@@ -46,11 +46,10 @@ LEVELS: Mapping[str, Sequence[str]] = {
     "all ZDP": (ATTENTION, PERCEPTRON),
 }
 """The columns: what of a layer is ZDP; all else is in the flat parameter around the whole model."""
-WOVEN: Mapping[str, Any] = {
+BLOCKING: tuple[Traffic, ...] = ("broadcast", "reduce", "scatter")
+OVERLAP: Mapping[str, Any] = {
     "sub_batches": 1,
-    "buckets": "flat",
-    "blocking": ("broadcast", "reduce", "scatter"),
-    "lookahead": 1,
+    "max_prefetch": 1,
 }
 
 
@@ -89,8 +88,9 @@ def plan(setting: Setting, layers: int, hidden: int, row: int, level: str, steps
     """The forced plan of a cell, or of so many that add to the same gradients."""
     compiler = captured(MinGPTSizes(layers, hidden), steps * GPUS * max(1, SEQUENCES * row), SEQUENCE)
     force = {"*": "zero2", **dict.fromkeys(LEVELS[level], "zero3")}
-    recompute = {"recompute": "none"} if row else {"recompute": "full", "gather_again": True}
-    return setting.plan(compiler, setting.cluster("osdp-titan"), force=force, micro_batches=steps, **recompute, **WOVEN)
+    ablation = Ablation(blocking=BLOCKING, flat_parameter=True, regather_in_recompute=not row)
+    options = {"recompute": "none" if row else "full", "ablation": ablation, **OVERLAP}
+    return setting.plan(compiler, setting.cluster("osdp-titan"), force=force, micro_batches=steps, **options)
 
 
 def cells(paper: Paper) -> Iterator[tuple[int, int, str, float | None, float | None]]:

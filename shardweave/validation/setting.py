@@ -13,7 +13,7 @@ from torch import nn
 from shardweave.compiler import Compiler
 from shardweave.cost_model import Cluster, Options
 from shardweave.demo import GPT, GPTConfig
-from shardweave.ir import Precision
+from shardweave.ir import Ablation, Precision
 from shardweave.planner import Plan
 from shardweave.validation.clusters import cluster_of
 from shardweave.validation.models import Llama, MinGPT, MinGPTSizes, Sizes
@@ -34,16 +34,22 @@ class Setting:
         The cluster of a name; by default that of its file, with its constants as committed.
     options : mapping
         Fields of `Options` that go before a row's own: to see what leaving one effect out does.
+    ablation : mapping
+        Fields of `Ablation` that go before a row's own.
     """
 
     progress: Progress = lambda _: None
     cluster: Callable[[str], Cluster] = cluster_of
     options: Mapping[str, Any] = field(default_factory=dict)
+    ablation: Mapping[str, Any] = field(default_factory=dict)
 
     def asked(self, compiler: Compiler, cluster: Cluster, **options: Any) -> Compiler:
         """A row's compiler: one with its options, on its cluster, within the device's memory."""
         shared = {"memory_limit": cluster.device.memory, "keep_gathered": False, "buckets": False}
-        return compiler.with_(cluster, replace(compiler.options, **{**shared, **options, **self.options}))
+        asked = {**shared, **options, **self.options}
+        if self.ablation:
+            asked["ablation"] = replace(asked.get("ablation") or Ablation(), **self.ablation)
+        return compiler.with_(cluster, replace(compiler.options, **asked))
 
     def plan(
         self,

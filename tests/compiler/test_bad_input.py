@@ -119,7 +119,7 @@ def test_an_op_without_a_rule() -> None:
 
     error = caught(sw.plan, Unruled(), sw.Cluster.local(2), torch.zeros(4, 4))
     assert isinstance(error, sw.RuleError)
-    assert_told(error, "svd", "test_bad_input.py", "shardweave.rule", "allow_unruled=True")
+    assert_told(error, "svd", "test_bad_input.py", "shardweave.rule", "replicate_unknown_ops=True")
 
 
 def test_a_model_with_nothing_to_spread() -> None:
@@ -314,7 +314,7 @@ def test_a_search_that_ends_without_a_plan_that_fits(monkeypatch: pytest.MonkeyP
         ({"memory_limit": 0}, "memory_limit"),
         ({"optimizer": "adamax"}, "adamw"),
         ({"outputs": "local"}, "'part'"),
-        ({"lookahead": -1}, "lookahead"),
+        ({"max_prefetch": -1}, "max_prefetch"),
         ({"time_limit": 0}, "time_limit"),
     ],
 )
@@ -378,8 +378,8 @@ def test_a_defect_is_named_as_one_and_a_users_error_is_left(monkeypatch: pytest.
 def test_sparse_gradients_are_refused_with_the_way_out(allow: bool) -> None:
     """No advice that fails as well: a sparse gradient cannot be computed whole on every device either."""
     model = nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Linear(8, 4))
-    options = sw.Options(allow_unruled=allow)
+    options = sw.Options(replicate_unknown_ops=allow)
     tokens = torch.zeros(4, 3, dtype=torch.long)
     error = caught(sw.plan, model, sw.Cluster.local(2), tokens, options=options, progress=False)
     assert_told(error, "sparse tensor", "sparse=False")
-    assert "allow_unruled" not in str(error)
+    assert "replicate_unknown_ops" not in str(error)

@@ -85,8 +85,8 @@ def test_strategies_are_what_the_name_says(baseline: sw.baselines.Baseline, colu
 
 
 def test_what_goes_with_the_strategies() -> None:
-    weaving = {str(b): b.over().weaving for b in (sw.baselines.oases(2), sw.baselines.merak(2), sw.baselines.osdp(4))}
-    assert [str(each) for each in weaving.values()] == [
+    overlap = {str(b): b.over().overlap for b in (sw.baselines.oases(2), sw.baselines.merak(2), sw.baselines.osdp(4))}
+    assert [str(each) for each in overlap.values()] == [
         "2 sub-batches, recomputation * fine",
         "2 sub-batches, recomputation * full, a barrier between recomputation and backward",
         "* in 4 slices",
@@ -103,7 +103,7 @@ def test_all_baselines_of_a_cluster_fit_it_and_differ() -> None:
     for baseline in every:
         if not baseline.setting.startswith("tensor 8"):  # of which this GPT has no 8 heads
             found = forced_strategies(baseline.over().force, ops, TWO_NODES.mesh(), 8)
-            meant.add((baseline.name, str(found), str(baseline.over().weaving), baseline.over().sequence_parallel))
+            meant.add((baseline.name, str(found), str(baseline.over().overlap), baseline.over().sequence_parallel))
     assert len(meant) > 30
     assert {"DDP", "ZeRO", "FSDP", "MiCS", "ZeRO++", "Megatron-LM", "AxoNN", "Oases", "Merak", "OSDP"} == {
         baseline.name for baseline in every

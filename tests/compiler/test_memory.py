@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.measure_memory import WAYS, measure_all, prepare, ways_of
 from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPTConfig
-from shardweave.ir.overlap_config import MODES
+from shardweave.ir import MODES, Ablation
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.training import ALL_CASES
 from tests.models import ZOO, Case, gpt
@@ -54,20 +54,20 @@ WOVEN = {
     "zdp": Options(sub_batches=2, recompute="fine", buckets=True, operator_slices=4, keep_gathered={"*": 1}),
     "column": Options(sub_batches=2, recompute="full", buckets=True, micro_batches=2),
     "zero1": Options(quantize="zero++", micro_batches=2, sub_batches=1, recompute="none", buckets=True),
-    "zero2": Options(micro_batches=2, sub_batches=1, recompute="none", buckets="flat"),
+    "zero2": Options(micro_batches=2, sub_batches=1, recompute="none", ablation=Ablation(flat_parameter=True)),
 }
 
 
 def woven() -> dict[str, Options]:
     """Some combinations, in which each choice is met beside others; with all cases every one."""
     if not ALL_CASES:
-        return {f"{word}, {options.weaving}": replace(options, force=WAYS[word]) for word, options in WOVEN.items()}
+        return {f"{word}, {options.overlap}": replace(options, force=WAYS[word]) for word, options in WOVEN.items()}
     every = itertools.product(("zdp", "zero1", "column"), (1, 2, 4), MODES, (False, True), (1, 2))
     chosen = [
         Options(force=WAYS[word], sub_batches=sub, recompute=mode, buckets=on, micro_batches=micro)
         for word, sub, mode, on, micro in every
     ]
-    return {f"{dict(options.force)} x{options.micro_batches}, {options.weaving}": options for options in chosen}
+    return {f"{dict(options.force)} x{options.micro_batches}, {options.overlap}": options for options in chosen}
 
 
 def test_the_predicted_peak_of_a_woven_step_is_the_measured_one(pool: WorkerPool) -> None:

@@ -33,7 +33,7 @@ MIXED = {"*": "tensor:4", "blocks.0": "dp"}
 def test_training_equals_one_device(pool: WorkerPool) -> None:
     @examples(12 if ALL_CASES else 2, shrink=False)
     @given(
-        undivided=st.sets(st.sampled_from(MODULES), min_size=1).map(sorted),
+        exclude_from_sub_batches=st.sets(st.sampled_from(MODULES), min_size=1).map(sorted),
         recompute=st.sampled_from(["fine", "full", "none"]),
         buckets=st.booleans(),
     )
@@ -45,10 +45,10 @@ def test_training_equals_one_device(pool: WorkerPool) -> None:
 
 
 def test_what_is_too_small_to_be_cut_equals_one_device(pool: WorkerPool) -> None:
-    options = {"sub_batches": 2, "undivided": ["tokens", "positions", "blocks.0"], "recompute": "fine"}
+    options = {"sub_batches": 2, "exclude_from_sub_batches": ["tokens", "positions", "blocks.0"], "recompute": "fine"}
     check("gpt", [Way("mixed", MIXED, options=options), Way("plain", MIXED, options={"sub_batches": 1})], pool, rows=4)
     with pytest.raises(PlanError, match="blocks.0.*4 \\* 2 sub-batches does not divide the batch of 4"):
-        plan(undivided=["tokens", "positions"])
+        plan(exclude_from_sub_batches=["tokens", "positions"])
 
 
 def plan(**options: Any) -> sw.Plan:
@@ -57,14 +57,14 @@ def plan(**options: Any) -> sw.Plan:
 
 
 def test_a_plan_says_what_is_left_out() -> None:
-    made = plan(undivided=["tokens", "positions", "blocks.0"])
+    made = plan(exclude_from_sub_batches=["tokens", "positions", "blocks.0"])
     assert "2 sub-batches but for tokens and positions and blocks.0" in str(made.explain())
-    assert OverlapConfig.from_dict(made.weaving.to_dict()) == made.weaving
+    assert OverlapConfig.from_dict(made.overlap.to_dict()) == made.overlap
 
 
 def test_a_layer_left_out_has_the_collectives_of_the_whole_batch() -> None:
     """And others those of halves."""
-    options: dict[str, Any] = {"undivided": ["blocks.1"]}
+    options: dict[str, Any] = {"exclude_from_sub_batches": ["blocks.1"]}
     once, halves, mixed = (
         lowered("deep", {"*": "tensor:4"}, **asked).step
         for asked in ({}, {"sub_batches": 2}, {"sub_batches": 2, **options})
@@ -86,7 +86,7 @@ def test_layers_of_unlike_degrees_meet_in_one_gather() -> None:
     model, batch = gpt.build(), gpt.batch(torch.Generator(), 4)
     cluster, force = sw.Cluster.preset("rtx3090-pcie", nodes=1), {"*": "tensor:4", "tokens": "dp", "blocks.0": "dp"}
     plain = sw.Options(force=force, sequence_parallel=False, micro_batches=1, recompute="none", sub_batches=1)
-    for options in (plain, replace(plain, sub_batches=2, undivided=["tokens", "positions", "blocks.0"])):
+    for options in (plain, replace(plain, sub_batches=2, exclude_from_sub_batches=["tokens", "positions", "blocks.0"])):
         made = sw.plan(model, cluster, batch, options=options)
         moves = [event for event in made.timeline().events if event.phase == "forward" and event.bytes]
         assert [event.kind for event in moves if event.cause == "activation"].count("all_gather") == 1, options
@@ -95,7 +95,7 @@ def test_layers_of_unlike_degrees_meet_in_one_gather() -> None:
 def test_where_ops_meet_a_step_may_be_too_small_for_the_axes_of_the_plan() -> None:
     """Joins are chosen for the whole batch: in a sub-batch devices that would have less than a sample do the same."""
     model, batch = gpt.build(), gpt.batch(torch.Generator(), 4)
-    options = sw.Options(sub_batches=2, force=MIXED, undivided=["tokens", "positions", "blocks.0"])
+    options = sw.Options(sub_batches=2, force=MIXED, exclude_from_sub_batches=["tokens", "positions", "blocks.0"])
     compiler = Compiler(model, sw.Cluster.local(4), batch, options, None)
     made = compiler.plan()
     assert len(made.joins["blocks.0:add:0"]) == 2
@@ -128,7 +128,7 @@ def normed() -> tuple[list[Tensor], list[Tensor]]:
     model, x = Normed().double(), torch.randn(8, 3, 8, 8, dtype=torch.float64)
     whole = Normed().double()
     whole.load_state_dict(model.state_dict())
-    options = sw.Options(sub_batches=2, undivided=["norm"], force={"*": "dp"})
+    options = sw.Options(sub_batches=2, exclude_from_sub_batches=["norm"], force={"*": "dp"})
     parallel = sw.compile_parallel(model, sw.Cluster.local(2), x, options=options)
     loss = parallel(x)
     loss.backward()

@@ -69,7 +69,7 @@ def test_recomputation_reads_what_is_kept(mode: str) -> None:
 
 def test_few_slices_are_there_at_once() -> None:
     """While one slice is computed with the next one arrives; those before are freed."""
-    step = lowered("gpt", {"*": "zdp"}, operator_slices={"blocks.0.up": 4}, lookahead=1).step
+    step = lowered("gpt", {"*": "zdp"}, operator_slices={"blocks.0.up": 4}, max_prefetch=1).step
     for module in (step.forward, step.backward):
         assert module is not None
         nodes = list(module.graph.nodes)
@@ -84,7 +84,7 @@ def test_few_slices_are_there_at_once() -> None:
 
 def test_slices_take_less_memory() -> None:
     model, x = nn.Sequential(nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 512)), torch.randn(16, 512)
-    cluster, options = sw.Cluster.local(4), {"force": {"*": "zdp"}, "lookahead": 0}
+    cluster, options = sw.Cluster.local(4), {"force": {"*": "zdp"}, "max_prefetch": 0}
     peaks = [
         sw.plan(model, cluster, x, options=sw.Options(operator_slices=slices, **options)).timeline().peak_memory
         for slices in (1, 2, 4)

@@ -34,7 +34,7 @@ def test_any_value_is_taken_or_refused_by_the_options_name(name: str, value: Any
         return
     assert options.limit(sw.Cluster.local(2)) > 0
     assert options.optimizer_bytes >= 0 and options.turns >= 1
-    assert options.weaving.to_dict() and options.mixed is None or isinstance(options.mixed, sw.Precision)
+    assert options.overlap.to_dict() and options.mixed is None or isinstance(options.mixed, sw.Precision)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,7 +107,7 @@ def test_what_a_user_meets_has_a_short_repr() -> None:
     swept = sw.plan(model, sw.Cluster.local(2), x, sweep=["1GB"])
     choice = plan.choices["0"]
     shown = (
-        plan, plan.cluster, plan.cluster.device, plan.model_key, plan.weaving, choice, choice.strategy, plan.timeline(),
+        plan, plan.cluster, plan.cluster.device, plan.model_key, plan.overlap, choice, choice.strategy, plan.timeline(),
         options, sw.Options(), swept, swept.points[0], sw.baselines.fsdp(), sw.Cluster.preset("dgx-h100", nodes=4),
     )  # fmt: skip
     for each in shown:

@@ -257,7 +257,7 @@ def trains_unruled(dtype: torch.dtype) -> list[str]:
     case, failures = Case("unruled", Unruled, rows), []
     tolerance = {"rtol": 1e-8, "atol": 1e-9} if dtype == DTYPE else {"rtol": 1e-3, "atol": 1e-4}
     for force in ({}, {"*": "zdp"}):
-        options = sw.Options(allow_unruled=True, force=force)
+        options = sw.Options(replicate_unknown_ops=True, force=force)
         model = case.model(dtype)
         parallel = sw.compile_parallel(
             case.model(dtype), sw.Cluster.local(2), case.batch(0, dtype=dtype), options=options
@@ -276,6 +276,6 @@ def trains_unruled(dtype: torch.dtype) -> list[str]:
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32], ids=str)
 def test_ops_without_a_rule_train_as_on_one_device_where_they_are_allowed(dtype: torch.dtype, pool: WorkerPool) -> None:
     case = Case("unruled", Unruled, rows)
-    with pytest.raises(sw.RuleError, match=r"_embedding_bag(?s:.)*allow_unruled=True"):
+    with pytest.raises(sw.RuleError, match=r"_embedding_bag(?s:.)*replicate_unknown_ops=True"):
         sw.plan(case.model(dtype), sw.Cluster.local(2), case.batch(0, dtype=dtype))
     assert pool.run(trains_unruled, dtype, nprocs=2) == [[], []]

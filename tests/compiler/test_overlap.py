@@ -41,6 +41,7 @@ from tests.models import TODAY, ZOO, gpt
 from tests.passes.harness import examples, mesh_of
 from tests.passes.joint import joint
 
+FLAT = sw.Ablation(flat_parameter=True)
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STEPS, ROWS = 3 if ALL_CASES else 2, 16
 
@@ -67,11 +68,15 @@ def test_training_equals_one_device(name: str, pool: WorkerPool) -> None:
         recompute=st.sampled_from(["fine", "full", "none"]),
         operator_slices=st.sampled_from([2, 1, 4]),
         keep_gathered=st.sampled_from([{"*": 1}, False, True]),
-        buckets=st.sampled_from([True, "flat", False]),
-        cross_pass=st.booleans(),
-        blocking=st.sampled_from([(), ("gather", "reduce"), ("activation", "broadcast", "scatter")]),
-        whole_sums=st.booleans(),
-        gather_again=st.booleans(),
+        buckets=st.booleans(),
+        ablation=st.builds(
+            sw.Ablation,
+            flat_parameter=st.booleans(),
+            cross_pass=st.booleans(),
+            blocking=st.sampled_from([(), ("gather", "reduce"), ("activation", "broadcast", "scatter")]),
+            all_reduce_gradients=st.booleans(),
+            regather_in_recompute=st.booleans(),
+        ),
     )
     def law(**options: Any) -> None:
         check(name, ways(name, **options), pool)
@@ -111,12 +116,13 @@ def test_buckets_of_several_runs_equal_one_device(micro_batches: int, accumulate
     only_with_all_cases((micro_batches, accumulates) not in ((1, 1), (2, 2)))
     rests = {"*": "zero3", "head": "dp", "*.up": "zero2", "*.down": "mics:2", "*.qkv": "hpz:2", "*.out": "zero1"}
     chosen = [
-        Way(f"{name}, {on}", force, micro_batches=micro_batches, accumulates=accumulates, options={"buckets": on})
+        Way(f"{name}, {on}", force, micro_batches=micro_batches, accumulates=accumulates, options=on)
         for name, force in {"zero1": {"*": "zero1"}, "hsdp": {"*": "hsdp:2"}, "mixed": rests}.items()
-        for on in (True, "flat")
+        for on in ({"buckets": True}, {"ablation": FLAT})
     ]
     woven = Way("woven", rests, micro_batches=micro_batches, accumulates=accumulates,
-                options={"buckets": True, "sub_batches": 2, "recompute": "full", "whole_sums": True})  # fmt: skip
+                options={"buckets": True, "sub_batches": 2, "recompute": "full",
+                         "ablation": sw.Ablation(all_reduce_gradients=True)})  # fmt: skip
     check("gpt", [*chosen, woven], pool)
 
 
@@ -197,17 +203,17 @@ def test_a_checkpoint_around_sharded_modules_gathers_a_third_time() -> None:
     A layer's last product is not computed again, as the next layer keeps its result.
     """
 
-    def gathered(word: str, mode: Any, *, gather_again: bool) -> tuple[int, int]:
-        step = lowered("gpt", {"*": word}, recompute=mode, gather_again=gather_again).step
+    def gathered(word: str, mode: Any, *, again: bool) -> tuple[int, int]:
+        step = lowered("gpt", {"*": word}, recompute=mode, ablation=sw.Ablation(regather_in_recompute=again)).step
         found = [moved(module, "parameter") for module in (step.forward, step.backward)]
         forward, backward = (sum(size for _, size, node in each if layer_of(info(node).op)) for each in found)
         return forward, backward
 
-    forward, shared = gathered("zero3", "full", gather_again=False)
-    again = gathered("zero3", "full", gather_again=True)
-    assert again[0] == forward and shared + forward / 2 < again[1] < shared + forward
+    forward, shared = gathered("zero3", "full", again=False)
+    twice = gathered("zero3", "full", again=True)
+    assert twice[0] == forward and shared + forward / 2 < twice[1] < shared + forward
     for word, mode in (("zero3", "none"), ("zero2", "full")):
-        assert gathered(word, mode, gather_again=True) == gathered(word, mode, gather_again=False)
+        assert gathered(word, mode, again=True) == gathered(word, mode, again=False)
 
 
 def saved_bytes(module: fx.GraphModule | None) -> int:
@@ -235,7 +241,8 @@ def test_while_one_sub_batch_communicates_the_other_computes(part: str) -> None:
 
 def test_a_barrier_keeps_recomputation_from_the_gradients_of_other_layers() -> None:
     def mixed(cross_pass: bool) -> int:
-        module = lowered("deep", megatron("gpt"), sub_batches=2, recompute="fine", cross_pass=cross_pass)
+        module = lowered("deep", megatron("gpt"), sub_batches=2, recompute="fine",
+                         ablation=sw.Ablation(cross_pass=cross_pass))
         assert module.step.backward is not None
         seen = [
             (layer_of(info(node).op), info(node).recomputed)
@@ -313,7 +320,7 @@ def test_a_plan_is_woven_as_it_says(tmp_path: Any) -> None:
     assert "2 sub-batches, recomputation 0 full, buckets" in str(plan.explain())
     plan.save(tmp_path / "plan.json")
     again = sw.Plan.load(tmp_path / "plan.json")
-    assert again.weaving == plan.weaving
+    assert again.overlap == plan.overlap
     parallel = sw.compile_parallel(model, cluster, x, plan=again)
     assert any(info(node).steps for node in parallel.graphs["forward"].graph.nodes)
     with pytest.raises(PlanError, match="the plan is woven with 2 sub-batches.*the options ask for 4 sub-batches"):
@@ -325,12 +332,15 @@ def test_a_flat_step_is_judged_whole_and_refused_where_it_does_not_fit() -> None
     model, batch = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), torch.randn(8, 512)
     cluster = sw.Cluster.preset("rtx3090-pcie", nodes=1)
     asked = {"force": {"*": "zero1"}, "sub_batches": 1, "recompute": "none"}
-    plan, usual = (sw.plan(model, cluster, batch, options=sw.Options(buckets=on, **asked)) for on in ("flat", True))
-    assert plan.step_time == pytest.approx(plan.timeline().step_time) and "flat buckets" in str(plan.weaving)
+    plan, usual = (
+        sw.plan(model, cluster, batch, options=sw.Options(**on, **asked))
+        for on in ({"ablation": FLAT}, {"buckets": True})
+    )
+    assert plan.step_time == pytest.approx(plan.timeline().step_time) and "a flat parameter" in str(plan.overlap)
     assert plan.peak_memory > usual.peak_memory
     with pytest.raises(InfeasibleError):
-        sw.plan(model, cluster, batch, options=sw.Options(buckets="flat", memory_limit=usual.peak_memory, **asked))
-    with pytest.raises(PlanError, match="buckets must be True, False or 'flat', got 'round'"):
+        sw.plan(model, cluster, batch, options=sw.Options(ablation=FLAT, memory_limit=usual.peak_memory, **asked))
+    with pytest.raises(PlanError, match="buckets must be .*got 'round'"):
         sw.Options(buckets="round")  # type: ignore[arg-type]  # what is wrong with it
 
 
@@ -339,7 +349,7 @@ def test_a_plan_says_what_each_choice_is_worth(tmp_path: Any) -> None:
     model, batch = nn.Sequential(*layers), torch.randn(4096, 64)
     cluster = sw.Cluster.preset("rtx3090-pcie", nodes=1)
     force = {"*.0": "column", "*.2": (1, 2, 1, 2)}
-    asked = {"sub_batches": 2, "recompute": "full", "keep_gathered": True, "lookahead": 1}
+    asked = {"sub_batches": 2, "recompute": "full", "keep_gathered": True, "max_prefetch": 1}
     asked |= {"operator_slices": {"1.2": 2}, "buckets": False}
 
     def timeline(**left_out: Any) -> sw.Timeline:
@@ -353,10 +363,10 @@ def test_a_plan_says_what_each_choice_is_worth(tmp_path: Any) -> None:
     for choice, left_out in {
         "2 sub-batches": {"sub_batches": 1},
         "recomputation * full": {"recompute": {}},
-        "recomputation under other gradients": {"cross_pass": False},
+        "recomputation while gradients are reduced": {"ablation": sw.Ablation(cross_pass=False)},
         "1.2 in 2 slices": {"operator_slices": {}},
         "* kept gathered": {"keep_gathered": False},
-        "at most 1 gathered ahead": {"lookahead": None},
+        "at most 1 gathered ahead": {"max_prefetch": None},
     }.items():
         other, saving = timeline(**left_out), worth.pop(choice)
         assert saving.seconds == pytest.approx(other.step_time - whole.step_time, abs=1e-12), choice
@@ -368,10 +378,10 @@ def test_a_plan_says_what_each_choice_is_worth(tmp_path: Any) -> None:
     assert not sw.plan(model, cluster, batch, options=sw.Options(force=force, sub_batches=1, buckets=False)).savings
 
 
-@pytest.mark.parametrize("option", ["recompute", "keep_gathered", "undivided"])
+@pytest.mark.parametrize("option", ["recompute", "keep_gathered", "exclude_from_sub_batches"])
 def test_patterns_that_name_nothing_are_refused(option: str) -> None:
     choice: Any = {"block.*": "full" if option == "recompute" else True}
-    if option == "undivided":
+    if option == "exclude_from_sub_batches":
         choice = list(choice)
     with pytest.raises(PlanError, match=rf"{option}\['block.\*'\] names nothing of the model; close to it: .*blocks"):
         lowered("gpt", {"*": "zdp"}, **{option: choice})

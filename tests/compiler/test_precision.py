@@ -38,7 +38,7 @@ PRECISE = sw.Precision(FP32, reduce_dtype=FP64)
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 """For bf16, as Adam would make steps of full size of a gradient that is rounding alone."""
 WAYS = [Way(word, {"*": word}) for word in ("dp", "zero2", "zdp", "hpz:2", "column")]
-WAYS.append(Way("flat", {"*": "zero1"}, options={"buckets": "flat"}))
+WAYS.append(Way("flat", {"*": "zero1"}, options={"ablation": sw.Ablation(flat_parameter=True)}))
 IN_PARTS = [Way(f"{word} in parts", {"*": word}, micro_batches=2) for word in ("zero1", "zero2", "column")]
 
 

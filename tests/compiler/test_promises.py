@@ -73,7 +73,7 @@ def test_ranks_keep_to_the_limit(name: str, pool: WorkerPool) -> None:
     for plan, *figures in zip(plans, *ranks, strict=True):
         check(plan)
         for found in figures:
-            assert found.peak <= plan.memory_limit, (plan.peak_memory, plan.weaving, plan.micro_batches)
+            assert found.peak <= plan.memory_limit, (plan.peak_memory, plan.overlap, plan.micro_batches)
             assert found.peak <= 1.02 * plan.peak_memory
 
 

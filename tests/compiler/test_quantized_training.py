@@ -143,7 +143,7 @@ def test_a_plan_keeps_and_says_what_is_quantized(tmp_path: Any) -> None:
     model, x = small()
     asked = {"force": {"*": "zero3"}, "sub_batches": 1, "buckets": False, "keep_gathered": False}
     plan = sw.plan(model, NODES, x, options=Options(**asked, quantize="zero++"))
-    assert plan.weaving.quantize == ZERO_PLUS_PLUS
+    assert plan.overlap.quantize == ZERO_PLUS_PLUS
     said = str(plan.explain())
     assert "parameters in int8, gradients in int4" in said
     assert [saving.choice for saving in plan.savings if " in int" in saving.choice] == [
@@ -153,7 +153,7 @@ def test_a_plan_keeps_and_says_what_is_quantized(tmp_path: Any) -> None:
     assert moved_bytes(plan) < 0.6 * moved_bytes(whole)
     plan.save(tmp_path / "plan.json")
     again = sw.Plan.load(tmp_path / "plan.json")
-    assert again.weaving == plan.weaving and str(again.weaving) == str(plan.weaving)
+    assert again.overlap == plan.overlap and str(again.overlap) == str(plan.overlap)
     compiler = Compiler(model, NODES, x, None, None)
     assert {dtype for kind, _, dtype in kinds(compiler.lower(again).step.forward)} == {torch.int8, torch.float32}
     compiler = compiler.with_(options=Options(quantize={"gradients": 8}))

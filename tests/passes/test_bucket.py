@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.memory import liveness
 from shardweave.cost_model.options import Options
-from shardweave.ir import Grid, Strategy
+from shardweave.ir import Ablation, Grid, Strategy
 from shardweave.passes.bucket import Bucket, sides
 from shardweave.passes.codegen import MicroBatchGraphs
 from shardweave.passes.partition import StateSharding
@@ -81,20 +81,23 @@ def test_all_that_a_layer_gathers_is_one_collective() -> None:
 
 # -- flat
 
+FLAT = Ablation(flat_parameter=True)
+
 
 @pytest.mark.parametrize("word", ["dp", "zero1", "zero2"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_what_is_whole_in_a_step_is_flat(word: str, micro_batches: int) -> None:
     """One gather before the forward, one reduction behind the backward, whatever they take; as many bytes."""
     several = [
-        lowered({"*": word}, micro_batches=micro_batches, buckets=on).step.micro_batch_graphs for on in (False, "flat")
+        lowered({"*": word}, micro_batches=micro_batches, buckets=False, ablation=each).step.micro_batch_graphs
+        for each in (Ablation(), FLAT)
     ]
     plain, flat = (forms(turns()) for turns in several if turns is not None)
     for before, after in zip(plain, flat):
         assert moved(before) == moved(after)
         assert count(after) == len({(what.kind, what.axes, what.cause) for what in collectives(after)
                                     if what.cause != "activation"})  # fmt: skip
-    step = lowered({"*": word}, buckets="flat").step
+    step = lowered({"*": word}, ablation=FLAT).step
     assert step.backward is not None
     kinds = [[(what.kind, what.cause) for what in collectives(m)] for m in (step.forward, step.backward)]
     gathers = [] if word == "dp" else [("all_gather", "parameter")]
@@ -114,14 +117,14 @@ def test_a_large_parameter_is_in_a_flat_bucket_too() -> None:
 
 @pytest.mark.parametrize("word", ["zero3", "hsdp:2", "hpz:2"])
 def test_nothing_is_flat_of_what_is_gathered_at_each_use(word: str) -> None:
-    usual, flat = (lowered({"*": word}, buckets=on) for on in (True, "flat"))
+    usual, flat = (lowered({"*": word}, **each) for each in ({"buckets": True}, {"ablation": FLAT}))
     for part in ("forward", "backward"):
         assert collectives(usual.graphs[part]) == collectives(flat.graphs[part])
 
 
 def test_a_flat_parameter_is_there_until_its_gradient_is() -> None:
     """What the backward has of parameters is held while their gradients are put together; what arrived whole is not."""
-    step = lowered({"*": "zero2"}, buckets="flat").step
+    step = lowered({"*": "zero2"}, ablation=FLAT).step
     assert step.backward is not None
     ((gathered, before), (reduced, behind)) = (
         (start, liveness(module.graph))

@@ -11,7 +11,7 @@ from torch import fx
 import shardweave as sw
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.options import Options
-from shardweave.ir import Grid, OverlapConfig, Strategy, Traffic
+from shardweave.ir import Ablation, Grid, OverlapConfig, Strategy, Traffic
 from shardweave.ir.errors import PlanError
 from shardweave.passes.disable_overlap import traffic_of
 from shardweave.passes.partition import StateSharding
@@ -30,7 +30,7 @@ def lowered(blocking: tuple[Traffic, ...] = (), strategy: Strategy = STRATEGY) -
     """A step in several micro-batches, so that gradients are added up before they go to their states."""
     step = joint("gpt", size=16)
     strategies = {op.name: strategy for op in step.annotated.ops}
-    options = Options(blocking=blocking, micro_batches=2)
+    options = Options(ablation=Ablation(blocking=blocking), micro_batches=2)
     return lower(step.annotated, strategies, mesh_of(8), options)
 
 
@@ -79,11 +79,14 @@ def test_the_more_is_waited_for_the_longer_a_step_takes() -> None:
     sizes = (512, 512, 2048, 512)
     model, batch = mlp.build(sizes), mlp.batch(torch.Generator(), 64, sizes)
     orders: list[tuple[Traffic, ...]] = [(), ("gather",), ("gather", "scatter"), ("gather", "scatter", "reduce")]
-    plans = [sw.plan(model, cluster, batch, options=Options(force={"*": "hsdp"}, blocking=each)) for each in orders]
+    plans = [
+        sw.plan(model, cluster, batch, options=Options(force={"*": "hsdp"}, ablation=Ablation(blocking=each)))
+        for each in orders
+    ]
     exposed = [plan.exposed_communication for plan in plans]
     assert exposed == sorted(exposed) and exposed[0] < exposed[-1]
-    assert plans[-1].weaving.blocking == orders[-1]
-    assert "waiting for gather, scatter, reduce" in str(plans[-1].weaving)
+    assert plans[-1].overlap.ablation.blocking == orders[-1]
+    assert "waiting for gather, scatter, reduce" in str(plans[-1].overlap)
     assert plans[-1].to_dict() == sw.Plan.from_dict(plans[-1].to_dict()).to_dict()
 
 
@@ -93,17 +96,18 @@ def test_whole_sums_are_reduced_by_all(whole: bool, micro_batches: int) -> None:
     """Where states rest further than gradients: the same parts of a sum in the end, over more links' bytes before."""
     step, strategy = joint("gpt", size=16), Strategy(Grid(data=8), 2, states=8, gradients=2)
     strategies = {op.name: strategy for op in step.annotated.ops}
-    options = Options(whole_sums=whole, micro_batches=micro_batches)
+    options = Options(ablation=Ablation(all_reduce_gradients=whole), micro_batches=micro_batches)
     compiled = lower(step.annotated, strategies, mesh_of(8), options)
     found = [what for node in compiled.graphs["schedule"].graph.nodes if (what := info(node).collective)]
     gradients = [(what.kind, len(what.axes)) for what in found if what.cause == "gradient"]
     scattered = ("reduce_scatter", 3) if micro_batches == 1 else ("reduce_scatter", 2)
     assert set(gradients) >= ({("reduce_scatter", 1), ("all_reduce", 2)} if whole else {scattered})
     assert (("all_reduce", 2) in gradients) == whole
-    assert OverlapConfig(whole_sums=whole).without().keys() == ({"whole sums of gradients"} if whole else set())
+    assert options.overlap.without().keys() == ({"all-reduced gradients"} if whole else set())
 
 
 def test_an_unknown_kind_is_named() -> None:
     with pytest.raises(PlanError, match="kinds of traffic, gather.*got 'gathers'"):
-        Options(blocking=("gathers",))  # type: ignore[arg-type]  # as a user may mistype it
-    assert OverlapConfig.from_dict(OverlapConfig(blocking=("gather",)).to_dict()).blocking == ("gather",)
+        Ablation(blocking=("gathers",))  # type: ignore[arg-type]  # as a user may mistype it
+    config = OverlapConfig(ablation=Ablation(blocking=("gather",)))
+    assert OverlapConfig.from_dict(config.to_dict()).ablation.blocking == ("gather",)

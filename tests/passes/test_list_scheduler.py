@@ -207,7 +207,7 @@ def unordered(cluster: Cluster, step: Annotated, force: dict[str, Any], options:
     mesh = cluster.mesh()
     found = forced_strategies(force, step.ops, mesh, step.batch)
     graphs = lower(step, {op.name: found[op.name][0] for op in step.ops}, mesh, options, cluster=cluster).graphs
-    last = "unroll_sub_batches" if options.weaving.sub_batches > 1 else "recompute"
+    last = "unroll_sub_batches" if options.overlap.sub_batches > 1 else "recompute"
     return list(parts_of(graphs[last].graph, cluster))
 
 

@@ -46,7 +46,7 @@ def stages(options: sw.Options) -> dict[str, fx.GraphModule]:
     [
         sw.Options(),
         sw.Options(sub_batches=2, keep_gathered=True, buckets=True, recompute="full"),
-        sw.Options(quantize="zero++", blocking=["gather"]),
+        sw.Options(quantize="zero++", ablation=sw.Ablation(blocking=["gather"])),
     ],
     ids=str,
 )
@@ -56,7 +56,7 @@ def test_passes_run_in_the_order_of_the_list(options: sw.Options) -> None:
     assert ran == sorted(ran, key=names.index)
     assert {"shard", "recompute", "schedule"} <= set(ran)
     assert ("bucket" in ran) == bool(options.buckets) and ("quantize" in ran) == bool(options.quantize)
-    assert ("disable_overlap" in ran) == bool(options.blocking)
+    assert ("disable_overlap" in ran) == bool(options.ablation.blocking)
 
 
 def test_a_pass_is_not_given_a_graph_that_lacks_what_it_requires() -> None:

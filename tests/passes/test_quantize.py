@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardweave.cost_model.op_work import node_work
 from shardweave.cost_model.options import Options
-from shardweave.ir import Mesh, Quantized, axes_size
+from shardweave.ir import Ablation, Mesh, Quantized, axes_size
 from shardweave.passes.pipeline import Compiled, lower
 from shardweave.passes.quantize import Quantize, stages
 from shardweave.passes.verify import verify
@@ -188,7 +188,7 @@ def parts(compiled: Compiled) -> list[fx.GraphModule]:
 
 @pytest.mark.parametrize("word", ["zero1", "zero2", "zero3", "hpz:2", "hsdp:2"])
 @pytest.mark.parametrize("more", [{}, {"buckets": True}, {"micro_batches": 2}, {"recompute": "full", "sub_batches": 2},
-                                  {"blocking": ("gather", "scatter")}],
+                                  {"ablation": Ablation(blocking=("gather", "scatter"))}],
                          ids=["plain", "buckets", "micro-batches", "recomputed", "blocked"])  # fmt: skip
 def test_no_parameter_is_gathered_and_no_gradient_scattered_whole(word: str, more: dict[str, Any]) -> None:
     """As many gathers as without, of int8, each with one of scales; a reduction is as many pairs as it has stages."""
@@ -221,10 +221,12 @@ def test_turns_share_what_was_gathered_once_a_step(word: str) -> None:
         assert bool(has["all_to_all", "gradient", torch.uint8]) == bool(had["reduce_scatter", "gradient", FULL])
 
 
-@pytest.mark.parametrize("buckets", [True, "flat"])
-def test_no_block_of_a_bucket_holds_two_of_its_members(buckets: Any) -> None:
+@pytest.mark.parametrize("flat", [False, True])
+def test_no_block_of_a_bucket_holds_two_of_its_members(flat: bool) -> None:
     """What is put together is quantized as it is alone: small gradients lie beside large ones."""
-    plain, merged = (parts(lowered({"*": "zero2"}, buckets=on, quantize="zero++")) for on in (False, buckets))
+    ablation = Ablation(flat_parameter=flat)
+    plain = parts(lowered({"*": "zero2"}, buckets=False, quantize="zero++"))
+    merged = parts(lowered({"*": "zero2"}, buckets=True, ablation=ablation, quantize="zero++"))
     for before, after in zip(plain, merged):
         assert Counter(size for each in sizes_in(before) for size in each) == Counter(
             size for each in sizes_in(after) for size in each

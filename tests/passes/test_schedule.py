@@ -34,7 +34,7 @@ def zero(name: str, lookahead: int = 1) -> Compiled:
     """A step with all parameters sharded at rest."""
     step = joint(name)
     strategies = {op.name: Strategy(Grid(data=4), rest=4) for op in step.annotated.ops}
-    return lower(step.annotated, strategies, mesh_of(4), Options(lookahead=lookahead))
+    return lower(step.annotated, strategies, mesh_of(4), Options(max_prefetch=lookahead))
 
 
 def places(module: fx.GraphModule) -> dict[fx.Node, int]:
@@ -77,7 +77,7 @@ def test_starts_and_waits_pair(name: str, seed: int) -> None:
     rng = random.Random(seed)
     step, mesh = joint(name), mesh_of(4)
     strategies = {op.name: rng.choice(legal(op, mesh)) for op in step.annotated.ops}
-    compiled = lower(step.annotated, strategies, mesh, Options(lookahead=rng.choice([0, 1, 2])))
+    compiled = lower(step.annotated, strategies, mesh, Options(max_prefetch=rng.choice([0, 1, 2])))
     for stage in ("shard", "schedule", "forward", "backward"):
         module = compiled.graphs[stage]
         at = places(module)

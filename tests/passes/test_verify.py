@@ -30,7 +30,7 @@ CLUSTER = Cluster.local(4)
 
 @pytest.fixture(scope="module")
 def step() -> fx.GraphModule:
-    """A GPT in tensor and sharded data parallelism, with all that weaving does."""
+    """A GPT in tensor and sharded data parallelism, with all that overlap does."""
     mesh, annotated = mesh_of(2, 2), joint("gpt").annotated
     force: dict[str, Any] = {"*": "zdp", "*.up": "column:2", "*.down": "row:2"}
     found = forced_strategies(force, annotated.ops, mesh, annotated.batch)

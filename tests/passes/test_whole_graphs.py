@@ -95,7 +95,7 @@ def test_random_strategies(name: str, seed: int) -> None:
     mesh = mesh_of(*rng.choice(MESHES[name.removesuffix("-tied")]))
     step = joint(name, 12 if mesh.world_size % 3 == 0 else 8)
     strategies = {op.name: rng.choice(legal(op, mesh)) for op in step.annotated.ops}
-    check_step(step, strategies, mesh, Options(lookahead=rng.choice([0, 1, 3])))
+    check_step(step, strategies, mesh, Options(max_prefetch=rng.choice([0, 1, 3])))
 
 
 @pytest.mark.parametrize("outputs", ["sharded", "part", "whole"])

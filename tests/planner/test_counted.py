@@ -85,7 +85,7 @@ def test_layers_that_are_computed_again_are_counted_where_products_are_tensor_pa
     figures.clear()
     limit = int(0.9 * whole.peak_memory)
     plan = compiler.with_(options=replace(options, memory_limit=limit)).plan()
-    assert plan.weaving.recompute and len(figures) > 1
+    assert plan.overlap.recompute and len(figures) > 1
     for counted, simulated in figures:
         assert 0.97 <= counted / simulated <= 1.1, figures
 

@@ -148,9 +148,9 @@ def test_micro_batches_in_sub_batches_take_what_is_said() -> None:
     assert isinstance(made, Made)
     plan = made.planning.plan(made, compiler.model_key, begun=0.0)
     for sub_batches in (1, 2):
-        weaving = replace(plan.weaving, sub_batches=sub_batches)
-        said = made.planning._judged(made.chosen, weaving)
-        taken = compiler.lowering.timeline(compiler.lower(replace(plan, weaving=weaving)))
+        overlap = replace(plan.overlap, sub_batches=sub_batches)
+        said = made.planning._judged(made.chosen, overlap)
+        taken = compiler.lowering.timeline(compiler.lower(replace(plan, overlap=overlap)))
         assert said.compute_time == pytest.approx(taken.compute_time, rel=0.01)
         assert said.step_time == pytest.approx(taken.step_time, rel=0.01)
 
@@ -174,7 +174,7 @@ class Asked(Planning):
             return Lacked(self.needs, self.last)
         judged = Judged(self.seconds, 0.0, 0.0, 0, {})
         parts: dict[str, Any] = {"priced": None, "chosen": SimpleNamespace(judged=judged, pressed=True)}
-        return Made(self, weaving=OverlapConfig(), **parts) if self.seconds < ceiling else None
+        return Made(self, overlap=OverlapConfig(), **parts) if self.seconds < ceiling else None
 
     def last(self) -> Made:
         raise sw.InfeasibleError.needing(self.needs, f"needs {self.needs}")

@@ -110,7 +110,7 @@ def test_outputs_of_equal_layers_belong_to_the_last_of_them_and_a_plan_is_a_star
     found = planner(Residual(6))
     plan = found.plan()
     assert len(plan.choices) == 6 and plan.step_time <= 1.02 * found.plan(force={"*": "dp"}).step_time
-    assert plan.resolve(lookahead=1).step_time >= plan.step_time * (1 - 1e-9)
+    assert plan.resolve(max_prefetch=1).step_time >= plan.step_time * (1 - 1e-9)
 
 
 def test_a_batch_of_one_is_returned_whole() -> None:

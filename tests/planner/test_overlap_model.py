@@ -89,7 +89,10 @@ def test_what_compute_waits_for_does_not_hide(micro_batches: int) -> None:
     chosen = sw.Strategy(sw.Grid(data=16), 2, gradients=4, states=8)
     asked = replace(OPTIONS, force={"*": chosen}, micro_batches=micro_batches, sub_batches=1, recompute="none")
     kinds: tuple[Traffic, ...] = ("gather", "scatter", "reduce", "broadcast")
-    plans = [compiler.with_(options=replace(asked, blocking=kinds[:count])).plan() for count in range(5)]
+    plans = [
+        compiler.with_(options=replace(asked, ablation=sw.Ablation(blocking=kinds[:count]))).plan()
+        for count in range(5)
+    ]
     counted, simulated = ([getattr(plan, what) for plan in plans] for what in ("program_time", "step_time"))
     assert all(more > less for less, more in pairwise(counted))
     assert counted[-1] == pytest.approx(simulated[-1], rel=0.15)

@@ -15,7 +15,7 @@ from torch import nn
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.ir import Grid, OverlapConfig, Strategy
+from shardweave.ir import Ablation, Grid, OverlapConfig, Strategy
 from shardweave.ir.errors import ParallelError, PlanError
 from shardweave.planner.search.op_choice import OpChoice
 from shardweave.planner.search.plan import VERSION, Plan
@@ -44,13 +44,14 @@ def plan(compiler: Compiler) -> Plan:
     made = compiler.plan(weigh=True)
     zero = Strategy(Grid(data=4), rest=4)
     choices = {name: replace(choice, strategy=zero) for name, choice in made.choices.items()}
-    weaving = OverlapConfig(
+    overlap = OverlapConfig(
         sub_batches=2, recompute={"*": "fine"}, operator_slices={"up": 2}, keep_gathered={"up": 1}, buckets=True,
-        lookahead=1, blocking=("gather",), quantize={"parameters": 8}, undivided=("down",),
+        max_prefetch=1, ablation=Ablation(blocking=("gather",)), quantize={"parameters": 8},
+        exclude_from_sub_batches=("down",),
     )  # fmt: skip
     joins = {":add:0": {"cpu0": "i0", "cpu1": "i0"}}
     cluster = replace(made.cluster, sources={})
-    return replace(made, cluster=cluster, choices=choices, weaving=weaving, joins=joins, forced=("up",))
+    return replace(made, cluster=cluster, choices=choices, overlap=overlap, joins=joins, forced=("up",))
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,7 @@ def test_any_changes_load_or_are_refused(data: Any, draw: st.DataObject) -> None
         assert str(error)
 
 
-DECIDES = ("weaving", "joins", "micro_batches", "choices")
+DECIDES = ("overlap", "joins", "micro_batches", "choices")
 
 
 @settings(max_examples=300, deadline=None)
@@ -129,8 +130,8 @@ def test_what_loads_is_lowered_or_refused(compiler: Compiler, data: Any, draw: s
         (("step_time",), float("nan"), "step_time: expected a number of at least 0 .*, got nan"),
         (("status",), "proven", "status: expected one of 'optimal', 'feasible', got 'proven'"),
         (("model", "parameters", "up.weight", 0), 1.5, r"model\.parameters\.up\.weight\[0\]: expected a whole number"),
-        (("weaving", "sub_batch"), 2, r"weaving\.sub_batch: expected one of the keys .*, got an unknown key"),
-        (("weaving", "recompute", "*"), "most", r"weaving\.recompute\.\*: expected one of 'none', 'fine', 'full', got"),
+        (("overlap", "sub_batch"), 2, r"overlap\.sub_batch: expected one of the keys .*, got an unknown key"),
+        (("overlap", "recompute", "*"), "most", r"overlap\.recompute\.\*: expected one of 'none', 'fine', 'full', got"),
         (("choices", "up", "strategy", "grid"), [2, 1, 1, 1], r"choices\.up\.strategy: expected one that fits"),
         (("choices", "up", "strategy", "rest"), 3, r"choices\.up: .*multiple"),
         (("joins", ":add:0"), {"gpu7": "i0"}, r"joins\.:add:0: expected axes of local-cpu, cpu0, cpu1, got 'gpu7'"),

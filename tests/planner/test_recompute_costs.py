@@ -30,7 +30,7 @@ def planner() -> Planner:
 
 def test_what_fits_is_not_computed_again() -> None:
     plan = planner().plan()
-    assert not plan.weaving.recompute and plan.peak_memory <= plan.memory_limit
+    assert not plan.overlap.recompute and plan.peak_memory <= plan.memory_limit
 
 
 def test_where_memory_is_short_layers_are_computed_again() -> None:
@@ -42,7 +42,7 @@ def test_where_memory_is_short_layers_are_computed_again() -> None:
     with pytest.raises(sw.InfeasibleError):
         planner().plan(memory_limit=limit, recompute="none")
     plan = planner().plan(memory_limit=limit)
-    assert set(plan.weaving.recompute.values()) & {"fine", "full"}
+    assert set(plan.overlap.recompute.values()) & {"fine", "full"}
     timeline = plan.timeline()
     assert timeline.peak_memory <= plan.peak_memory <= limit
     assert timeline.compute_time > planner().plan().timeline().compute_time
@@ -100,7 +100,7 @@ def test_keeping_everything_is_the_problem_without_modes() -> None:
 
 def test_what_the_user_says_of_recomputation_holds() -> None:
     plan = planner().plan(recompute={"blocks.1": "fine"})
-    assert plan.weaving.recompute == {"blocks.1": "fine"}
+    assert plan.overlap.recompute == {"blocks.1": "fine"}
 
 
 def test_the_program_counts_what_is_asked_to_be_computed_again() -> None:
@@ -112,7 +112,7 @@ def test_the_program_counts_what_is_asked_to_be_computed_again() -> None:
     assert asked["full"].peak_memory < asked["none"].peak_memory
     mixed = {"blocks.*": "full", "blocks.0": "none"}
     plan = planner().plan(force={"*": "dp"}, recompute=mixed)
-    assert plan.weaving.recompute == mixed
+    assert plan.overlap.recompute == mixed
     assert asked["none"].program_time < plan.program_time < asked["full"].program_time
 
 
@@ -130,7 +130,7 @@ class Checkpointed(nn.Module):
 def test_a_model_with_checkpoints_keeps_them() -> None:
     """Where the user says by checkpoints what is computed again, the planner adds nothing."""
     planner = Planner(Checkpointed(), sw.Cluster.local(2), torch.zeros(64, 64), micro_batches=1)
-    assert not planner.plan(memory_limit=planner.smallest()).weaving.recompute
+    assert not planner.plan(memory_limit=planner.smallest()).overlap.recompute
 
 
 def test_what_collectives_gather_is_kept_where_none_is_repeated() -> None:

@@ -29,12 +29,12 @@ def judged(seconds: float, exposed: float = 0.5, peak: int = 1) -> Judged:
 
 
 def chosen(times: dict[str, Judged], options: Options, limit: int = 1, keeps: bool = False) -> str:
-    """What is chosen where each weaving takes that; what is not among them is refused."""
+    """What is chosen where each overlap takes that; what is not among them is refused."""
 
-    def judge(weaving: OverlapConfig) -> Judged:
-        if str(weaving) not in times:
+    def judge(overlap: OverlapConfig) -> Judged:
+        if str(overlap) not in times:
             raise PlanError("this one cannot be woven so")
-        return times[str(weaving)]
+        return times[str(overlap)]
 
     return str(choices_for_the_whole(options, OverlapConfig(), times[PLAIN], judge, limit, keeps)[0])
 
@@ -84,10 +84,10 @@ def test_a_plan_is_never_slower_for_what_is_left_open(preset: str, nodes: int) -
     planner = Planner(*_on_meta())
     on = planner.on(sw.Cluster.preset(preset, nodes=nodes))
     free, closed = on.plan(), on.plan(**CLOSED)
-    assert closed.weaving == OverlapConfig()
+    assert closed.overlap == OverlapConfig()
     each = [on.plan(**{**CLOSED, **said}) for said in ({"sub_batches": 2}, {"buckets": True}, {"keep_gathered": True})]
     assert free.step_time <= min(plan.step_time for plan in each) * 1.02
-    assert free.weaving != OverlapConfig() and free.step_time <= closed.step_time * (1 - WORTH)
+    assert free.overlap != OverlapConfig() and free.step_time <= closed.step_time * (1 - WORTH)
 
 
 def test_what_is_chosen_is_lowered() -> None:
@@ -95,14 +95,14 @@ def test_what_is_chosen_is_lowered() -> None:
     on = planner.on(sw.Cluster.preset("dgx-a100", nodes=2))
     plan = on.plan(**{**CLOSED, "buckets": None})
     without = on.plan(**CLOSED)
-    assert plan.weaving.buckets and plan.step_time < without.step_time
+    assert plan.overlap.buckets and plan.step_time < without.step_time
     assert on.lowered(plan).backward.code != on.lowered(without).backward.code
 
 
 def test_what_is_kept_gathered_is_gathered_in_the_forward_alone() -> None:
     on = Planner(*_on_meta(), force={"*": "zero3"}).on(sw.Cluster.preset("rtx3090-pcie", nodes=2))
     plan, without = on.plan(**{**CLOSED, "keep_gathered": None}), on.plan(**CLOSED)
-    assert plan.weaving.keep_gathered and plan.step_time < without.step_time
+    assert plan.overlap.keep_gathered and plan.step_time < without.step_time
     assert plan.timeline().step_time == pytest.approx(plan.step_time, rel=0.02)
     assert _gathers(on.lowered(plan)) < _gathers(on.lowered(without))
 
@@ -118,7 +118,7 @@ def test_what_is_chosen_goes_with_what_is_asked_for() -> None:
     cluster = sw.Cluster.preset("dgx-a100", nodes=2)
     compiler = Compiler(model, cluster, inputs, Options(recompute="fine", force={"*": "zero3"}), None)
     plan = compiler.plan()
-    assert plan.weaving.buckets and plan.weaving.recompute == {"*": "fine"}
+    assert plan.overlap.buckets and plan.overlap.recompute == {"*": "fine"}
     compiler.lower(plan)
     other = Compiler(model, cluster, inputs, Options(recompute="full"), None)
     with pytest.raises(PlanError, match=r"the options ask for recomputation \* full"):
@@ -128,7 +128,7 @@ def test_what_is_chosen_goes_with_what_is_asked_for() -> None:
 def test_a_model_that_cannot_be_woven_is_planned_as_it_is() -> None:
     model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.Flatten(), nn.Linear(64 * 36, 1024))
     plan = sw.plan(model, sw.Cluster.preset("rtx3090-pcie"), torch.randn(64, 3, 8, 8))
-    assert plan.weaving.sub_batches == 1
+    assert plan.overlap.sub_batches == 1
 
 
 def _on_meta() -> tuple[nn.Module, sw.Cluster, tuple[torch.Tensor, torch.Tensor]]:

@@ -140,7 +140,8 @@ def test_unruled_op_is_refused() -> None:
         annotate(capture(Unruled(), torch.randn(4, 4)), Options())
     message = str(error.value)
     line = f"{__file__}:{Power.forward.__code__.co_firstlineno + 1}: return torch.matrix_exp(x)"
-    for part in ("aten.linalg_matrix_exp.default", "inner.power", line, "allow_unruled=True", "shardweave.rule("):
+    told = "aten.linalg_matrix_exp.default", "inner.power", line, "replicate_unknown_ops=True", "shardweave.rule("
+    for part in told:
         assert part in message, f"{part!r} is not in: {message}"
 
 
@@ -150,7 +151,7 @@ def test_unruled_op_may_be_allowed() -> None:
     model = Unruled().double()
     captured = capture(model, x)
     with pytest.warns(UserWarning, match=r"computed whole on every device.*aten.linalg_matrix_exp.default"):
-        annotate(captured, Options(allow_unruled=True))
+        annotate(captured, Options(replicate_unknown_ops=True))
     mesh = mesh_of(2)
     values = [*(value.detach() for value in model.parameters()), x, torch.ones((), dtype=torch.float64)]
     expected = captured.graph(*values)

@@ -174,7 +174,7 @@ def test_a_few_layers_tell_what_all_of_them_take(way: str, sub_batches: int) -> 
     plan = compiler.plan()
     timeline = compiler.lowering.timeline(compiler.lower(plan))
     assert sum(len(run.layers) for run in compiler.steps.runs(options)) > 4
-    judged = compiler.judge(decided(compiler, plan), options.woven(plan.weaving))
+    judged = compiler.judge(decided(compiler, plan), options.with_overlap(plan.overlap))
     assert judged.step_time == pytest.approx(timeline.step_time, rel=0.02)
     assert judged.peak_memory == pytest.approx(timeline.peak_memory, rel=0.03)
     assert judged.compute_time == pytest.approx(timeline.compute_time, rel=0.02)
@@ -192,8 +192,8 @@ def test_a_limit_that_a_step_keeps_to_anyway_does_not_slow_it_down(width: int) -
     compiler = Compiler(model, sw.Cluster.preset("rtx3090-pcie", nodes=2), inputs, options, None)
     plan = compiler.plan()
     decision = decided(compiler, plan)
-    free = compiler.judge(decision, options.woven(plan.weaving))
-    limited = compiler.judge(decision, sw.Options(memory_limit=free.peak_memory, **plain).woven(plan.weaving))
+    free = compiler.judge(decision, options.with_overlap(plan.overlap))
+    limited = compiler.judge(decision, sw.Options(memory_limit=free.peak_memory, **plain).with_overlap(plan.overlap))
     assert limited.peak_memory <= free.peak_memory
     assert limited.step_time <= 1.005 * free.step_time
 
@@ -213,7 +213,7 @@ def test_stretches_of_other_lengths_are_told_by_the_same_few_layers(monkeypatch:
         compiler.options = sw.Options(force={"*": "zero3", pattern: TENSOR}, memory_limit=10**13)
         plan = compiler.plan()
         whole.append(compiler.lowering.timeline(compiler.lower(plan)))
-        free = sw.Options(memory_limit=10**13).woven(plan.weaving)
+        free = sw.Options(memory_limit=10**13).with_overlap(plan.overlap)
         with monkeypatch.context() as patch:
             patch.setattr(pipeline, "Sharder", noted)
             judged.append(compiler.judge(decided(compiler, plan), free))
@@ -233,11 +233,11 @@ def test_layers_that_are_recomputed_hold_what_they_hold() -> None:
     decision = decided(compiler, plan)._replace(modes=modes)
     for gib in (100, 1):
         options = sw.Options(force={"*": "zero3"}, memory_limit=gib * 2**30)
-        weaving = replace(plan.weaving, recompute=modes)
-        whole = replace(plan, weaving=weaving, peak_memory=0, schedule_limit=gib * 2**30)
+        overlap = replace(plan.overlap, recompute=modes)
+        whole = replace(plan, overlap=overlap, peak_memory=0, schedule_limit=gib * 2**30)
         compiler.options = options
         timeline = compiler.lowering.timeline(compiler.lower(whole))
-        judged = compiler.judge(decision, options.woven(plan.weaving))
+        judged = compiler.judge(decision, options.with_overlap(plan.overlap))
         assert judged.peak_memory == pytest.approx(timeline.peak_memory, rel=0.02)
         assert judged.step_time == pytest.approx(timeline.step_time, rel=0.02)
         assert sum(judged.at_peak.values()) == judged.peak_memory

@@ -64,8 +64,8 @@ def test_the_plans_are_those_of_their_systems(short: None) -> None:
     """ZeRO-3 waits for what it moves, in micro-batches; AxoNN's plan is the fastest of the first grids that fit."""
     plan = axonn.zero3(Setting(), SMALL, gpus=8, batch=128)
     assert {str(choice.strategy) for choice in plan.choices.values()} == {"(1, 1, 1, 8) ZDP"}
-    assert plan.micro_batches == 2 and plan.weaving.blocking == axonn.WAITED
-    assert set(plan.weaving.recompute.values()) == {"full"}
+    assert plan.micro_batches == 2 and plan.overlap.ablation.blocking == axonn.WAITED
+    assert set(plan.overlap.recompute.values()) == {"full"}
     best = axonn.fastest(Setting(), SMALL, gpus=8, batch=64, degree=4)
     grid = best.choices["blocks.0.up"].strategy.grid
     assert grid.x * grid.y * grid.z >= 4 and best.cluster.world_size == 8

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import measure_decisions
 from benchmarks.measure_decisions import Ranked, degrees, factors, flat, free_factors, in_first, ranked_factors
 from shardweave.demo.model import GPTConfig
-from shardweave.ir import Grid
+from shardweave.ir import Ablation, Grid
 from shardweave.ir.errors import InfeasibleError
 from shardweave.validation import Described, Setting, amsp, oases
 from shardweave.validation.grids import ranking, table_seconds
@@ -45,7 +45,7 @@ def test_factors_are_those_that_rise() -> None:
 
 def test_the_planner_is_as_fast_as_the_best_factors(small: None) -> None:
     """Of what is not overlapped its program knows, too."""
-    asked: Mapping[str, Any] = {"recompute": "none", "blocking": amsp.BLOCKING["L2"]}
+    asked: Mapping[str, Any] = {"recompute": "none", "ablation": Ablation(blocking=amsp.BLOCKING["L2"])}
     ranked = ranked_factors(Setting(), "LLaMA-7B", 4, **asked)
     times = [plan.step_time for _, plan in ranked.plans]
     assert times == sorted(times) and len(times) == len(factors(4, 1)) and not ranked.missing

@@ -60,7 +60,7 @@ def test_one_group_stands_for_all() -> None:
     mixed = plan([(2, 1), (4, 2)], oases.COLUMNS["planner"])
     assert (alone.cluster.world_size, every.cluster.world_size) == (4, 32)
     assert every.tokens == 8 * alone.tokens and every.step_time > alone.step_time
-    assert alone.weaving.sub_batches == 2 and set(alone.weaving.recompute.values()) == {"fine"}
+    assert alone.overlap.sub_batches == 2 and set(alone.overlap.recompute.values()) == {"fine"}
     wide = plan([(4, 2), (8, 1)], oases.COLUMNS["planner"])  # a group is as large as its largest degree
     assert (wide.cluster.world_size, wide.tokens) == (8, 2 * alone.tokens)
     degrees = [mixed.choices[f"blocks.{layer}.up"].strategy.grid for layer in range(3)]
@@ -74,7 +74,8 @@ def test_layers_too_small_for_sub_batches_are_left_out_of_them() -> None:
                        if row.table == "Oases Table 3")  # fmt: skip
     assert all(row.predicted is not None and not row.reason for row in (*built, planner))
     plan = oases.plan(Setting(), "oases-pcie", small, [(2, 1), (4, 2)], oases.COLUMNS["planner"])
-    assert plan.weaving.undivided == ("tokens", "positions", "blocks.0") and plan.weaving.sub_batches == 2
+    assert plan.overlap.exclude_from_sub_batches == ("tokens", "positions", "blocks.0")
+    assert plan.overlap.sub_batches == 2
     assert planner.predicted == pytest.approx(16 * oases.SEQUENCE / plan.timeline(sums=False).step_time / 1e3)
     assert plan.timeline(sums=False).step_time < plan.timeline().step_time
 

@@ -53,18 +53,18 @@ def test_a_cell_is_the_plan_of_its_level(level: str) -> None:
     assert plan.cluster.world_size == 8 and plan.tokens == 8 * 2 * 6 and plan.micro_batches == 1
     strategies = {name: str(choice.strategy).split()[-1] for name, choice in plan.choices.items()}
     sharded = {name for name, word in strategies.items() if word == "ZDP"}
-    assert set(strategies.values()) - {"ZDP"} == {"ZeRO-2"} and plan.weaving.buckets == "flat"
+    assert set(strategies.values()) - {"ZDP"} == {"ZeRO-2"} and plan.overlap.ablation.flat_parameter
     linear = {"attn": {"query", "key", "value", "proj"}, "mlp": {"0", "2"}}
     parts = {"DP": (), "attention ZDP": ("attn",), "MLP ZDP": ("mlp",), "all ZDP": ("attn", "mlp")}[level]
     assert sharded == {f"blocks.{n}.{part}.{name}" for n in (0, 1) for part in parts for name in linear[part]}
-    assert plan.weaving.blocking == ("broadcast", "reduce", "scatter") and plan.weaving.lookahead == 1
-    assert set(plan.weaving.recompute.values()) == {"none"} and not plan.weaving.gather_again
+    assert plan.overlap.ablation.blocking == ("broadcast", "reduce", "scatter") and plan.overlap.max_prefetch == 1
+    assert set(plan.overlap.recompute.values()) == {"none"} and not plan.overlap.ablation.regather_in_recompute
 
 
 def test_row_0_has_one_sequence_and_recomputes() -> None:
     plan = osdp.plan(Setting(), 1, HIDDEN, 0, "all ZDP")
     assert plan.tokens == 8 * 6
-    assert set(plan.weaving.recompute.values()) == {"full"} and plan.weaving.gather_again
+    assert set(plan.overlap.recompute.values()) == {"full"} and plan.overlap.ablation.regather_in_recompute
 
 
 @pytest.mark.parametrize("row", [0, 2])

@@ -72,12 +72,12 @@ class Edges:
         timed = with_times(Mesh(tuple(sorted(mesh.axes, key=lambda axis: -axis.stride))), options)
         self.legal_mesh, self.mesh = timed, replace(timed, sub_batch_axes=())
         self.prices = Prices(self.mesh, cluster)
-        self.windows = Windows.of(cluster, self.prices.levels, options.weaving)
+        self.windows = Windows.of(cluster, self.prices.levels, options.overlap)
         self.facts = Facts(annotated, cluster)
         self.variables: list[Variable] = []
         self.follows: dict[fx.Node, int] = {}
         self.lies: dict[fx.Node, Arrivals] = {}
-        self.undivided: set[int] = set()
+        self.whole_batch: set[int] = set()
         """The variables that take all sub-batches at once."""
         self.signatures: dict[fx.Node, int] = {}
         """The same number for values that lie alike, port by port."""
@@ -89,18 +89,18 @@ class Edges:
     def edges(self, rows: Rows) -> tuple[Edge, ...]:
         """The edges that cost anything."""
         return tuple(
-            rows.edge(*ends, links, not self.undivided.isdisjoint(ends))
+            rows.edge(*ends, links, not self.whole_batch.isdisjoint(ends))
             for ends, links in sorted(self._edges.items())
             if links.any()
         )
 
     def change(
-        self, argument: fx.Node, wants: Sequence[Layout], gradients: Sequence[Layout], undivided: bool
+        self, argument: fx.Node, wants: Sequence[Layout], gradients: Sequence[Layout], whole_batch: bool
     ) -> tuple[int, Costs]:
         """A number for where a value is wanted by port, and what it takes to bring it there, and its gradient back."""
         haves = [port[0] for port in self.lies[argument]]
         links = self.prices.pairs(haves, wants, gradients, argument.meta["val"].element_size())
-        return self.number(tuple(wants)), self.windows.activations(links, undivided)
+        return self.number(tuple(wants)), self.windows.activations(links, whole_batch)
 
     def edges_into(
         self,
@@ -129,7 +129,7 @@ class Edges:
             links = self._changes[key]
             if source == number:
                 diagonal = np.diagonal(links, axis1=2, axis2=3)
-                self.variables[number].costs += self.windows.activations(diagonal, number in self.undivided)
+                self.variables[number].costs += self.windows.activations(diagonal, number in self.whole_batch)
             elif (source, number) in self._edges:
                 before = self._edges[source, number]
                 pair = id(before), id(links)  # equal layers share their edges' tables
@@ -154,7 +154,7 @@ class Edges:
 
     def is_undivided(self, node: fx.Node) -> bool:
         """Whether a node is in one of the modules that take all sub-batches at once."""
-        return covered(self.options.weaving.undivided, info(node).op)
+        return covered(self.options.overlap.exclude_from_sub_batches, info(node).op)
 
 
 PARTS = 3
@@ -206,7 +206,7 @@ class Costing(Edges):
         if op.name not in self._numbers:
             self._numbers[op.name] = len(self.variables)
             if self.is_undivided(node):
-                self.undivided.add(len(self.variables))
+                self.whole_batch.add(len(self.variables))
             self.variables.append(self._op_variable(op))
         number = self._numbers[op.name]
         variable = self.variables[number]
@@ -233,11 +233,12 @@ class Costing(Edges):
             self._shared(op), tuple(value.shape for value in values),
             tuple((str(role.node.target), role.atoms, role.batch, bound_of(role.node)) for role in op.roles),
             tuple(self.forced.get(op.name, ())), self.facts.ends(op), self.facts.beside(op),
-            covered(self.options.weaving.undivided, op.name),
+            covered(self.options.overlap.exclude_from_sub_batches, op.name),
         ))  # fmt: skip
         known = self._priced.get(signature)
         if known is None:
-            options = self.forced.get(op.name) or legal(op, op.mesh_of(self.legal_mesh, self.options.weaving.undivided))
+            mesh = op.mesh_of(self.legal_mesh, self.options.overlap.exclude_from_sub_batches)
+            options = self.forced.get(op.name) or legal(op, mesh)
             if not options:
                 devices, sizes = self.mesh.world_size, list(op.sizes.values())
                 raise PlanError(
@@ -364,7 +365,7 @@ class Costing(Edges):
         options, costs, wants, gradients, outputs, signature = self._joins[key]
         number = len(self.variables)
         if self.is_undivided(node):
-            self.undivided.add(number)
+            self.whole_batch.add(number)
         ports = [{node.name: option} for option in options]
         size = len(options)
         self.variables.append(

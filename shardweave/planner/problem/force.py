@@ -22,7 +22,7 @@ def forced_strategies(
     ops: Sequence[Op],
     mesh: Mesh,
     batch: int,
-    undivided: Sequence[str] = (),
+    exclude_from_sub_batches: Sequence[str] = (),
 ) -> dict[str, list[Strategy]]:
     """For each op that a pattern names, the strategies that the user leaves it; the planner chooses among them.
 
@@ -40,7 +40,7 @@ def forced_strategies(
         choices = [_options(pattern, each, mesh) for each in _alternatives(wanted)]
         tensor = [each for each in choices if isinstance(each, Alternating)]
         for op in meant:
-            fits, reasons = _fitting(op, choices, op.mesh_of(mesh, undivided))
+            fits, reasons = _fitting(op, choices, op.mesh_of(mesh, exclude_from_sub_batches))
             if not fits:
                 raise _unfit(op, pattern, wanted, reasons, batch, mesh)
             found[op.name] = fits
@@ -159,7 +159,8 @@ def allowed_strategies(annotated: Annotated, mesh: Mesh, options: Options) -> di
     PlanError
         As `forced_strategies`; or where an op of such a step is left no strategy.
     """
-    forced = forced_strategies(options.force, annotated.ops, mesh, annotated.batch, options.weaving.undivided)
+    excluded = options.overlap.exclude_from_sub_batches
+    forced = forced_strategies(options.force, annotated.ops, mesh, annotated.batch, excluded)
     if not annotated.captured.whole:
         return forced
     found = {}

@@ -24,7 +24,7 @@ of each pass: its seconds *in turn*. The program is solved for a step in which a
 answer tells which share of what could hide does; then the program is solved for that share (`hiding`), too.
 
 What an op gathers that no other comes before, or reduces at the end of the backward, is waited for: nothing is computed
-beside it (`pricing.Ends`). So is what `Options.blocking` names. The optimizer's step is a window of its own: the host
+beside it (`pricing.Ends`). So is what `Ablation.blocking` names. The optimizer's step is a window of its own: the host
 and the device's memory work at once.
 
 With ``x[o, c]`` and ``t[w]`` as in `solver`, and sums over all ops and edges:
@@ -137,11 +137,11 @@ class Windows:
     blocking: Collection[Traffic] = ()
 
     @classmethod
-    def of(cls, cluster: Cluster, levels: Sequence[str], weaving: OverlapConfig) -> Windows:
+    def of(cls, cluster: Cluster, levels: Sequence[str], overlap: OverlapConfig) -> Windows:
         """Those of a step on a cluster."""
         device = cluster.device
         slowdowns = device.overlap_slowdown, device.collective_slowdown
-        return cls(levels, *slowdowns, weaving.sub_batches > 1, weaving.blocking)
+        return cls(levels, *slowdowns, overlap.sub_batches > 1, overlap.ablation.blocking)
 
     @cached_property
     def names(self) -> tuple[tuple[str, ...], ...]:
@@ -173,9 +173,9 @@ class Windows:
         found[:, 0], found[:, 1 + len(self.levels) :] = links[:, 0], links[:, 1:]
         return found
 
-    def activations(self, links: Links, undivided: bool = False) -> Costs:
+    def activations(self, links: Links, whole_batch: bool = False) -> Costs:
         """Of collectives of activations: they hide where another sub-batch computes meanwhile."""
-        return self.moved("activation", links, alone=undivided or not self.woven)
+        return self.moved("activation", links, alone=whole_batch or not self.woven)
 
     def moved(self, traffic: Traffic, links: Links, alone: bool = False) -> Costs:
         """Of collectives of one kind of traffic: they hide, unless they are `alone` or compute waits for them."""

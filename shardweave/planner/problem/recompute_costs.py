@@ -55,12 +55,12 @@ class _Share:
     def kept(self, mode: Mode) -> Floats:
         return {"none": self.inside, "fine": self.given + self.reduced, "full": self.given}[mode]
 
-    def costs(self, mode: Mode, windows: Windows, undivided: bool) -> Costs:
+    def costs(self, mode: Mode, windows: Windows, whole_batch: bool) -> Costs:
         """In the backward."""
         none = np.zeros_like(self.again)
         again = {"none": none, "fine": self.again - self.summed, "full": self.again}[mode]
         moved = self.moved if mode == "full" else np.zeros_like(self.moved)
-        return windows.computed(none, again) + windows.activations(np.stack([np.zeros_like(moved), moved]), undivided)
+        return windows.computed(none, again) + windows.activations(np.stack([np.zeros_like(moved), moved]), whole_batch)
 
 
 @dataclass
@@ -124,7 +124,7 @@ def with_modes(costing: Costing, costed: Costed, asked: Mapping[str, Mode] | Non
         for layer in ends.get(index, ()):
             modes = MODES if asked is None else (last_match(asked, layer.name, "none"),)
             own = [place[number] for number in layer.shares]
-            tables = [same.edge(share, modes, costing, at in costing.undivided) for at, share in layer.shares.items()]
+            tables = [same.edge(share, modes, costing, at in costing.whole_batch) for at, share in layer.shares.items()]
             edges += [replace(table, producer=number, consumer=len(rows)) for number, table in zip(own, tables)]
             rows.append(same.row(layer, modes))
             variables.append(Variable(mode_name(layer.name), -1, modes=modes))
@@ -160,11 +160,11 @@ class _Same:
             )
         return Row(mode_name(layer.name), self.rows[key], re.sub(r"\d+", "*", layer.name))
 
-    def edge(self, share: _Share, modes: Sequence[Mode], costing: Costing, undivided: bool) -> Edge:
+    def edge(self, share: _Share, modes: Sequence[Mode], costing: Costing, whole_batch: bool) -> Edge:
         """What an op's values in a layer cost under each mode."""
         turns, windows = costing.options.turns, costing.windows
         kept = np.stack([share.kept(mode) for mode in modes], axis=1).astype(np.int64)
-        loads = windows.loads(turns * np.stack([share.costs(mode, windows, undivided) for mode in modes], axis=-1))
+        loads = windows.loads(turns * np.stack([share.costs(mode, windows, whole_batch) for mode in modes], axis=-1))
         key = kept.tobytes(), loads.tobytes()
         if key not in self.tables:
             self.tables[key] = Edge(0, 1, np.zeros(kept.shape), loads, kept)

@@ -76,11 +76,11 @@ class Rows:
             self._candidates[key] = tuple(self._written(variable))
         return Row(variable.name, self._candidates[key], re.sub(r"\d+", "*", variable.name))
 
-    def edge(self, producer: int, consumer: int, links: Links, undivided: bool = False) -> Edge:
+    def edge(self, producer: int, consumer: int, links: Links, whole_batch: bool = False) -> Edge:
         """What changes of layout take; where all sub-batches are taken at once, none computes meanwhile."""
-        key = id(links), undivided
+        key = id(links), whole_batch
         if key not in self._tables:
-            self._tables[key] = self.windows.loads(self.turns * self.windows.activations(links, undivided))
+            self._tables[key] = self.windows.loads(self.turns * self.windows.activations(links, whole_batch))
         loads = self._tables[key]
         return Edge(producer, consumer, np.zeros(loads.shape[1:]), loads)
 

@@ -91,14 +91,14 @@ class Judge:
 
     def whole(self, decision: Decision, options: Options) -> Judged:
         """What the step takes, all of its layers lowered and simulated."""
-        options = replace(options, recompute={**options.weaving.recompute, **decision.modes})
+        options = replace(options, recompute={**options.overlap.recompute, **decision.modes})
         return Judged.of(self.lowering.timeline(self.lowering.draft(self.steps.whole, decision, options)))
 
     def _simulated(self, decision: Decision, options: Options) -> Judged:
         few = self._few(decision, options)
         fold, annotated = self.steps.folded(few.left)
         decision, alike = few.decision, few.alike
-        options = replace(options, recompute={**options.weaving.recompute, **decision.modes})
+        options = replace(options, recompute={**options.overlap.recompute, **decision.modes})
         compiled = self.lowering.draft(annotated, decision, options, alike)
         judged = Judged.of(timeline := self.lowering.timeline(compiled))
         if not fold.stands_for:
@@ -134,7 +134,7 @@ class Judge:
         left: dict[Run, int] = {}
         alike: list[tuple[Sequence[str], int]] = []
         places: dict[str, str] = {}
-        runs = self.steps.runs(options) if options.buckets != "flat" else []  # a flat bucket is of all layers
+        runs = self.steps.runs(options) if not options.ablation.flat_parameter else []  # it has all layers
         for run in runs:
             begin = count = 0
             for length in _lengths(decision, run):

@@ -38,8 +38,8 @@ class Steps:
 
     def runs(self, options: Options) -> list[Run]:
         """The runs of layers that are equal and of which the options say the same."""
-        weaving = options.weaving
-        chosen = weaving.recompute, weaving.operator_slices, weaving.keep_gathered, weaving.undivided
+        overlap = options.overlap
+        chosen = overlap.recompute, overlap.operator_slices, overlap.keep_gathered, overlap.exclude_from_sub_batches
         patterns = (*options.force, *(pattern for patterns in chosen for pattern in patterns))
 
         def said(name: str) -> Hashable:
@@ -106,7 +106,7 @@ class Priced:
         """The problem of the whole step, with what the options say of recomputation."""
         options = self.costing.options
         if options.recompute is not None:
-            costed = with_modes(self.costing, costed, options.weaving.recompute)
+            costed = with_modes(self.costing, costed, options.overlap.recompute)
         found = self._unfolded(costed)
         if found is None:
             raise PlanError("layers that are equal are not priced alike: a bug in shardweave")

@@ -83,10 +83,10 @@ class StepLowering:
                 f"the plan is for {plan.micro_batches} micro-batches a call, Options(micro_batches="
                 f"{self.options.micro_batches}) asks for others: leave the option out, or make a plan with it"
             )
-        if not self.options.weaving.within(plan.weaving):
+        if not self.options.overlap.within(plan.overlap):
             raise PlanError(
-                f"the plan is woven with {str(plan.weaving) or 'no options'}, the options ask for "
-                f"{str(self.options.weaving) or 'none'}: leave these options out, or make a plan with them"
+                f"the plan is woven with {str(plan.overlap) or 'no options'}, the options ask for "
+                f"{str(self.options.overlap) or 'none'}: leave these options out, or make a plan with them"
             )
         if self.options.memory_limit is not None and self.options.limit(self.cluster) < plan.peak_memory:
             raise PlanError(
@@ -117,7 +117,7 @@ class StepLowering:
             micro_batches=plan.micro_batches,
             memory_limit=plan.schedule_limit or self.options.limit(self.cluster),
             optimizer=self.options.optimizer if plan.optimizer_bytes is None else plan.optimizer_bytes,
-        ).woven(plan.weaving)
+        ).with_overlap(plan.overlap)
 
     def draft(self, annotated: Annotated, decision: Decision, options: Options, alike: RepeatedLayers = ()) -> Compiled:
         """What is decided of a step, perhaps one with fewer layers, lowered to be simulated and not to be run."""
@@ -160,7 +160,7 @@ class StepLowering:
         self, annotated: Annotated, strategies: dict[str, Strategy], joins: dict[str, Assignment], options: Options
     ) -> Shards:
         """What `shard` made of these, kept for the next time: what is planned is lowered then, or planned again."""
-        options = replace(options.woven(OverlapConfig()), memory_limit=None, optimizer=options.optimizer_bytes)
+        options = replace(options.with_overlap(OverlapConfig()), memory_limit=None, optimizer=options.optimizer_bytes)
         decided = strategies, joins, options
         known = next((each for each in self._sharded if each[0] == decided), None)
         if known is None:

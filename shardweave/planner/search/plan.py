@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from shardweave.report import Report
 
 FORMAT = "shardweave plan"
-VERSION = 5
+VERSION = 6
 """Of the JSON file; raised whenever a change would make an older reader go wrong."""
 
 
@@ -110,7 +110,7 @@ class Plan:
         How ops that bring several values together (a residual sum, attention) are spread: each axis' factor.
     micro_batches : int
         Into how many parts a call's batch is cut, one computed after another.
-    weaving : OverlapConfig
+    overlap : OverlapConfig
         What else is chosen for the whole step: sub-batches, recomputation, the schedule.
     savings : tuple of Saving
         What each of these choices is worth; not of a plan that `compile_parallel` makes on its way.
@@ -138,7 +138,7 @@ class Plan:
     forced: tuple[str, ...] = ()
     joins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     micro_batches: int = 1
-    weaving: OverlapConfig = field(default_factory=OverlapConfig)
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
     savings: tuple[Saving, ...] = ()
     _timeline: Callable[[bool], Timeline] | None = field(default=None, repr=False, compare=False)
     _resolve: Callable[[Plan, dict[str, Any]], Plan] | None = field(default=None, repr=False, compare=False)
@@ -292,7 +292,7 @@ class Plan:
             "model": self.model_key.to_dict(),
             "cluster": self.cluster.to_dict(),
             **figures,
-            "weaving": self.weaving.to_dict(),
+            "overlap": self.overlap.to_dict(),
             "choices": {name: choice.to_dict() for name, choice in self.choices.items()},
         }
 
@@ -319,7 +319,7 @@ class Plan:
                 strategies[f"choices.{name}.runner_up.strategy"] = made.runner_up.strategy
         figures = {name: data[name] for name in _FIGURES}
         figures["forced"] = tuple(figures["forced"])
-        figures["weaving"] = OverlapConfig.from_dict(data["weaving"])
+        figures["overlap"] = OverlapConfig.from_dict(data["overlap"])
         figures["savings"] = tuple(Saving(*saving) for saving in figures["savings"])
         try:
             cluster = Cluster.from_dict(data["cluster"])
@@ -346,7 +346,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_APART = ("model_key", "cluster", "choices", "weaving", "_timeline", "_resolve")
+_APART = ("model_key", "cluster", "choices", "overlap", "_timeline", "_resolve")
 _FIGURES = tuple(each.name for each in fields(Plan) if each.name not in _APART)
 
 
@@ -531,7 +531,7 @@ def _summary(plan: Plan) -> tuple[str, ...]:
     ]
     if plan.micro_batches > 1:
         lines.append(f"{plan.micro_batches} micro-batches a call")
-    if text := str(plan.weaving):
+    if text := str(plan.overlap):
         lines.append(text)
     if plan.savings:
         lines.append(f"what each is predicted to change: {'; '.join(map(_effect, plan.savings))}")

@@ -160,21 +160,27 @@ _CHOICE = record(
         )
     },
 )
-_WEAVING = record(
+_OVERLAP = record(
     {},
     {
         "sub_batches": _COUNT,
         "recompute": mapping(one_of(*MODES)),
         "operator_slices": mapping(_COUNT),
         "keep_gathered": mapping(whole(high=MAX_COUNT)),
-        "buckets": one_of(True, False, "flat"),
-        "cross_pass": _BOOLEAN,
-        "lookahead": optional(whole(high=MAX_COUNT)),
-        "blocking": sequence(one_of(*get_args(Traffic))),
-        "whole_sums": _BOOLEAN,
-        "gather_again": _BOOLEAN,
+        "buckets": _BOOLEAN,
+        "max_prefetch": optional(whole(high=MAX_COUNT)),
         "quantize": mapping(one_of(*sorted(set().union(*BITS.values()))), names=one_of(*BITS)),
-        "undivided": sequence(text),
+        "exclude_from_sub_batches": sequence(text),
+        "ablation": record(
+            {},
+            {
+                "blocking": sequence(one_of(*get_args(Traffic))),
+                "all_reduce_gradients": _BOOLEAN,
+                "regather_in_recompute": _BOOLEAN,
+                "cross_pass": _BOOLEAN,
+                "flat_parameter": _BOOLEAN,
+            },
+        ),
     },
 )
 _PRECISION = record(
@@ -211,7 +217,7 @@ _PLAN = record(
         "joins": mapping(mapping(text)),
         "micro_batches": _COUNT,
         "savings": sequence(row(text, number(-MAX_NUMBER), whole(-MAX_WHOLE))),
-        "weaving": _WEAVING,
+        "overlap": _OVERLAP,
         "choices": mapping(_CHOICE),
     },
     {"made_by": text},

@@ -102,7 +102,7 @@ def _open(options: Options, keeps: bool) -> Iterator[Callable[[OverlapConfig], O
         yield lambda made: replace(made, keep_gathered={"*": UNLIMITED})
     if options.sub_batches is None:
         yield lambda made: replace(made, sub_batches=SUB_BATCHES)
-    if options.buckets is None:
+    if options.buckets is None and not options.ablation.flat_parameter:
         yield lambda made: replace(made, buckets=True)
 
 
@@ -204,11 +204,11 @@ class Planning:
 
     def _made(self, priced: Priced, chosen: Chosen) -> Made:
         """With what is left open for the whole step."""
-        weaving = _woven(self.options.weaving, chosen.decision)
+        overlap = _woven(self.options.overlap, chosen.decision)
         if not chosen.schedule_limit:  # the smallest plan is taken as it was simulated
             self.progress("weave")
-            chosen, weaving = self._for_the_whole(chosen, weaving)
-        return Made(self, priced, chosen, weaving)
+            chosen, overlap = self._for_the_whole(chosen, overlap)
+        return Made(self, priced, chosen, overlap)
 
     def _last(self, lacking: Lacking, limit: int) -> Chosen:
         """A plan for where nothing is known to fit, if there is one after all.
@@ -235,10 +235,10 @@ class Planning:
 
     def _least(self, chosen: Chosen) -> tuple[Judged, int]:
         """What a plan takes with all of its layers simulated, and the smallest limit known that this meets."""
-        weaving = _woven(self.options.weaving, chosen.decision)
+        overlap = _woven(self.options.overlap, chosen.decision)
 
         def under(limit: int) -> Judged:
-            return self._judged(chosen, weaving, replace(self.options, memory_limit=limit), self.judge.whole)
+            return self._judged(chosen, overlap, replace(self.options, memory_limit=limit), self.judge.whole)
 
         limit = chosen.judged.peak_memory
         judged = under(limit)
@@ -251,7 +251,7 @@ class Planning:
 
     def plan(self, made: Made, key: ModelKey, begun: float) -> Plan:
         """What has been made, since a point in time, as a plan for the model of `key`; its figures are estimates."""
-        return self._described(key, made.chosen, made.priced, made.weaving, time.monotonic() - begun)
+        return self._described(key, made.chosen, made.priced, made.overlap, time.monotonic() - begun)
 
     @cached_property
     def _priced(self) -> Priced:
@@ -272,36 +272,36 @@ class Planning:
                 return priced
             left += 1
 
-    def _for_the_whole(self, chosen: Chosen, weaving: OverlapConfig) -> tuple[Chosen, OverlapConfig]:
+    def _for_the_whole(self, chosen: Chosen, overlap: OverlapConfig) -> tuple[Chosen, OverlapConfig]:
         """With what is left open for the whole step."""
         limit = self.options.limit(self.cluster)
         keeps = size(chosen.costed) <= MODEST and chosen.gathers
         woven, judged = choices_for_the_whole(
-            self.options, weaving, chosen.judged, lambda other: self._judged(chosen, other), limit, keeps
+            self.options, overlap, chosen.judged, lambda other: self._judged(chosen, other), limit, keeps
         )
-        if woven == weaving:
-            return chosen, weaving
+        if woven == overlap:
+            return chosen, overlap
         # Not less than without: under a limit that just this meets, the same is found
         return replace(chosen, judged=judged, peak_memory=max(chosen.peak_memory, judged.peak_memory)), woven
 
     def _judged(
         self,
         chosen: Chosen,
-        weaving: OverlapConfig,
+        overlap: OverlapConfig,
         options: Options | None = None,
         judge: Callable[[Decision, Options], Judged] | None = None,
     ) -> Judged:
         """What the plan takes, woven so; without recomputation, where that has none."""
-        modes = chosen.decision.modes if weaving.recompute else {}
+        modes = chosen.decision.modes if overlap.recompute else {}
         self.progress("weave", self._fastest)
-        options = (options or self.options).woven(replace(weaving, recompute={} if modes else weaving.recompute))
+        options = (options or self.options).with_overlap(replace(overlap, recompute={} if modes else overlap.recompute))
         return (judge or self.judge)(chosen.decision._replace(modes=modes), options)
 
     def savings(self, made: Made) -> tuple[Saving, ...]:
         """What each choice for the whole step is worth: simulated without it."""
-        found, chosen, weaving = [], made.chosen, made.weaving
+        found, chosen, overlap = [], made.chosen, made.overlap
         self.progress("weigh")
-        for choice, other in weaving.without().items():
+        for choice, other in overlap.without().items():
             without = self._judged(chosen, other)
             seconds = without.step_time - chosen.judged.step_time
             found.append(Saving(choice, seconds, without.peak_memory - chosen.judged.peak_memory))
@@ -312,7 +312,7 @@ class Planning:
         key: ModelKey,
         chosen: Chosen,
         priced: Priced,
-        weaving: OverlapConfig,
+        overlap: OverlapConfig,
         seconds: float,
     ) -> Plan:
         problem, solution, options = chosen.costed.problem, chosen.solution, self.options
@@ -361,7 +361,7 @@ class Planning:
             forced=tuple(options.force),
             joins={name: _named(assignment) for name, assignment in chosen.decision.joins.items()},
             micro_batches=options.turns,
-            weaving=weaving,
+            overlap=overlap,
         )
 
 
@@ -392,7 +392,7 @@ class Made:
     planning: Planning
     priced: Priced
     chosen: Chosen
-    weaving: OverlapConfig
+    overlap: OverlapConfig
 
 
 @dataclass(frozen=True)
@@ -415,14 +415,14 @@ def largest(sizes: Mapping[str, int], count: int = 3) -> list[tuple[str, int]]:
     return sorted(sizes.items(), key=lambda item: -item[1])[:count]
 
 
-def _woven(weaving: OverlapConfig, decision: Decision) -> OverlapConfig:
+def _woven(overlap: OverlapConfig, decision: Decision) -> OverlapConfig:
     """What is said of the whole step, with the modes that were decided: the most frequent one by the pattern ``*``."""
-    if weaving.recompute or not any(mode != "none" for mode in decision.modes.values()):
-        return weaving
+    if overlap.recompute or not any(mode != "none" for mode in decision.modes.values()):
+        return overlap
     most = Counter(decision.modes.values()).most_common(1)[0][0]
     said: dict[str, Mode] = {"*": most} if most != "none" else {}
     others = {layer: mode for layer, mode in decision.modes.items() if mode != most}
-    return replace(weaving, recompute={**said, **others})
+    return replace(overlap, recompute={**said, **others})
 
 
 def _hint(costed: Costed, start: Plan) -> tuple[int, ...] | None:
@@ -435,7 +435,7 @@ def _hint(costed: Costed, start: Plan) -> tuple[int, ...] | None:
             continue
         given = start.choices.get(variable.name)
         if variable.modes:
-            mode = last_match(start.weaving.recompute, layer_named(variable.name), "none")
+            mode = last_match(start.overlap.recompute, layer_named(variable.name), "none")
             found.append(variable.modes.index(mode))
             continue
         if variable.op is not None and given is not None and given.strategy in variable.strategies:
