@@ -23,7 +23,7 @@ from shardweave.distributed import RuntimeMesh
 from shardweave.ir import SEED, Axis, Captured, CaptureError, Mesh, digit_size
 from shardweave.ops import Seeds, mixed, seeded
 from shardweave.passes import Step
-from shardweave.runtime import SameInputs, group_of_calls
+from shardweave.runtime import AgreedCall, group_of_calls
 from shardweave.sharding import copied, draws, graph_outputs, info
 
 aten = torch.ops.aten
@@ -109,7 +109,8 @@ def bind(
     """This rank's graphs of a step, in AOTAutograd's calling convention: whole inputs, a gradient for each.
 
     A step that draws random numbers has its first seed made of `seed`, on which the ranks agree, and of its own graph.
-    Of `inputs`, from placeholders to the user's names, the ranks compare the values in the first calls, `checks` many.
+    In each call the ranks agree that all of them run this graph. In the first calls, `checks` many, they compare the
+    values of `inputs`, a mapping from placeholders to the user's names. Where `checks` is negative they do neither.
     """
     assert step.backward is not None
     given = _placeholders(joint.graph)
@@ -123,7 +124,7 @@ def bind(
     if step.spec.draws:
         _draw_seed(forward, Seeds(mixed(seed, int(step.spec.graph_hash[:16], 16))))
     _take_parts(forward.graph, primals, mesh)
-    _compare(forward, primals, inputs or {}, mesh, checks)
+    _agree(forward, step.spec.graph_hash, primals, inputs or {}, mesh, checks)
     values = graph_outputs(forward.graph)
     _return(forward, [value for value in values if isinstance(value, fx.Node)])
 
@@ -241,19 +242,24 @@ def seed_draws(module: fx.GraphModule, seeds: Seeds) -> None:
     module.recompile()
 
 
-def _compare(
-    module: fx.GraphModule, whole: Sequence[fx.Node], inputs: Mapping[str, str], mesh: RuntimeMesh, checks: int | None
+def _agree(
+    module: fx.GraphModule,
+    graph_hash: str,
+    whole: Sequence[fx.Node],
+    inputs: Mapping[str, str],
+    mesh: RuntimeMesh,
+    checks: int | None,
 ) -> None:
-    """Let the ranks compare the user's inputs, of a graph that takes `whole` ones."""
+    """Let the ranks agree on each call of a graph that takes `whole` inputs, and compare the user's inputs."""
     group = group_of_calls(mesh)
     pairs = zip(_placeholders(module.graph), whole, strict=True)
     found = [(node, inputs[given.name]) for node, given in pairs if given.name in inputs]
-    if group is None or not found or (checks is not None and checks < 1):
+    if group is None or (checks is not None and checks < 0):
         return
-    module.add_submodule("same_inputs", SameInputs([name for _, name in found], group, checks))
+    module.add_submodule("agreed_call", AgreedCall([name for _, name in found], graph_hash, group, checks))
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
     with module.graph.inserting_before(first):
-        module.graph.call_module("same_inputs", tuple(node for node, _ in found)).meta["val"] = None
+        module.graph.call_module("agreed_call", tuple(node for node, _ in found)).meta["val"] = None
 
 
 def _take_parts(graph: fx.Graph, whole: Sequence[fx.Node], mesh: RuntimeMesh) -> None:

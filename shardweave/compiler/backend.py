@@ -27,7 +27,7 @@ from shardweave.ir import Captured, ParallelError, Reporter
 from shardweave.ops import Seeds, mixed
 from shardweave.passes import graph_hash
 from shardweave.planner import Plan
-from shardweave.runtime import agreed_seed, boxed, compare_graphs
+from shardweave.runtime import agree_on_graph, agreed_seed, boxed, compare_graphs
 from shardweave.sharding import draws
 
 
@@ -168,7 +168,10 @@ class _Partition:
         def start() -> None:
             found.append(_WholeCompiler(captured_from(joint, self.sources, num_forward), self.request))
 
-        in_step(control_of(self.request.options), "the capture of the model", start)
+        groups, checks = control_of(self.request.options), self.request.options.checks
+        if groups is not None and (checks is None or checks >= 0):
+            agree_on_graph(groups.talk, None)
+        in_step(groups, "the capture of the model", start)
         return found[0]
 
     def _spread(

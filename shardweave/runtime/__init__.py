@@ -4,7 +4,7 @@ local ranks. A plan and two graphs are all that it needs: it knows no planner. M
 """
 
 import shardweave.ops  # noqa: F401  (registers the ops that generated graphs call)
-from shardweave.runtime.call_checks import Batch, SameInputs, group_of_calls
+from shardweave.runtime.call_checks import AgreedCall, Batch, agree_on_graph, group_of_calls
 from shardweave.runtime.checkpoint.checkpoint import Saving, load_checkpoint, save_checkpoint
 from shardweave.runtime.checkpoint.state_dict import named_tensors
 from shardweave.runtime.checkpoint.weights import load_weights, save_weights
@@ -16,7 +16,8 @@ from shardweave.runtime.module import ParallelModule, Step, agreed_seed, become_
 __all__ = [
     "Batch",
     "ParallelModule",
-    "SameInputs",
+    "AgreedCall",
+    "agree_on_graph",
     "Saving",
     "Step",
     "WorkerPool",

@@ -246,26 +246,29 @@ class Calls:
         )
 
 
-class SameInputs(nn.Module):
-    """Compares whole inputs over the ranks, in a graph that takes them so.
+class AgreedCall(nn.Module):
+    """The agreement of the ranks on a call, in a graph that takes whole inputs: they run the same graph on the same.
 
     Parameters
     ----------
     names : sequence of str
         What the user calls the inputs.
+    graph_hash : str
+        Of the generated step.
     group : ProcessGroup
         Of `group_of_calls`.
     checks : int, optional
-        In how many calls; None for all of them.
+        In how many calls inputs are compared; None for all of them.
     """
 
-    def __init__(self, names: Sequence[str], group: dist.ProcessGroup, checks: int | None) -> None:
+    def __init__(self, names: Sequence[str], graph_hash: str, group: dist.ProcessGroup, checks: int | None) -> None:
         super().__init__()
-        self.names, self.group, self.checks = tuple(names), group, checks
+        self.names, self.graph_hash, self.group, self.checks = tuple(names), graph_hash, group, checks
         self._done = 0
 
     def forward(self, *values: torch.Tensor) -> None:
-        """Collective. InputError on all ranks if they pass different values."""
+        """Collective. InputError on all ranks if one runs or compiles another graph, or passes different values."""
+        agree_on_graph(self.group, self.graph_hash)
         if self.checks is not None and self._done >= self.checks:
             return
         self._done += 1
@@ -280,6 +283,44 @@ class SameInputs(nn.Module):
                     "rank reads samples of its own, as under DistributedDataParallel, use "
                     'shardweave.compile_parallel(..., batch="local"), or read the same on all ranks: see docs/inputs.md'
                 )
+
+
+def agree_on_graph(group: dist.ProcessGroup, graph_hash: str | None) -> None:
+    """Make sure that all ranks run the same graph, or that all of them compile one. Collective.
+
+    Without it a rank that ``torch.compile`` lets compile again, for a batch of another size, would wait for the others
+    in the collectives of planning, and these for it in the collectives of the step.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+        Of `group_of_calls`.
+    graph_hash : str, optional
+        Of the step that this rank runs; None where it compiles one.
+
+    Raises
+    ------
+    InputError
+        On all ranks, if they do not do the same.
+    """
+    code = 0 if graph_hash is None else 1 + int(graph_hash[:15], 16)
+    most = torch.tensor([code, -code])
+    with collective("agreeing on a call of the model", group):
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    if int(most[0]) == -int(most[1]):
+        return
+    found: list[str | None] = [None] * dist.get_world_size(group)
+    with collective("agreeing on a call of the model", group):
+        dist.all_gather_object(found, graph_hash, group=group)
+    told = [
+        f"on {_ranks(ranks)} {'another graph is compiled' if each is None else f'the compiled graph {each[:8]} runs'}"
+        for each, ranks in _by(found).items()
+    ]
+    raise InputError(
+        f"the ranks do not call the model alike: {', '.join(told)}. A model under torch.compile takes the whole global "
+        "batch on every rank: give each rank a batch of the same shapes and dtypes, in the same order, or use "
+        'shardweave.compile_parallel(..., batch="local") for samples of its own: see docs/inputs.md'
+    )
 
 
 def _hash(value: torch.Tensor) -> str:

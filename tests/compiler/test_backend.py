@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -203,3 +204,29 @@ def refused() -> str:
 
 def test_parameters_stay_with_the_user(pool: WorkerPool) -> None:
     assert "cannot rest sharded under torch.compile" in pool.run(refused, nprocs=2)[1]
+
+
+def another_batch_on_one_rank(training: bool) -> list[str]:
+    """What each rank is told where rank 1 passes a batch of another size, in its first call or later; then go on."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(8, 8)
+    step = torch.compile(model, backend="shardweave", options={"cluster": sw.Cluster.local(2)})
+    if training:
+        for _ in range(4):
+            step(batch).sum().backward()
+    told = []
+    for size in (4, 2):
+        with pytest.raises(sw.ParallelError) as caught:
+            step(batch[: size if dist.get_rank() else 8]).sum().backward()
+        told.append(str(caught.value).split("docs/inputs.md")[0])  # Dynamo adds words of its own
+    step(batch).sum().backward()
+    return told
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_of_another_size_on_one_rank_is_an_error_on_all(training: bool, pool: WorkerPool) -> None:
+    first, second = pool.run(another_batch_on_one_rank, training, nprocs=2, timeout=60)
+    assert first == second
+    for message in first if training else []:
+        assert "on rank 0 the compiled graph" in message and "on rank 1 another graph is compiled" in message
