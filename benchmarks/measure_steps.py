@@ -36,13 +36,7 @@ from shardweave.ir import Mesh, Strategy
 from shardweave.ir.units import readable_seconds
 from shardweave.planner.problem.candidates import legal
 from shardweave.sharding.parallel_ops import Op
-
-Forced = Callable[[Sequence[Op], Mesh], dict[str, Strategy]]
-
-
-def most(wanted: Callable[[Strategy], tuple[float, ...]]) -> Forced:
-    """For each op the legal strategy that has most of what is wanted, the first wish first."""
-    return lambda ops, mesh: {op.name: max(legal(op, mesh), key=wanted) for op in ops}
+from tests.compiler.training import Forced, most
 
 
 def any_of(seed: int) -> Forced:

@@ -90,6 +90,17 @@ def test_every_file_stands_in_a_room() -> None:
     assert {room(module) for module in modules()} == {"", *ROOMS}
 
 
+def test_tests_import_nothing_from_scripts() -> None:
+    """Scripts of docs/ and benchmarks/ may use what tests have; their own tests are in benchmarks/tests."""
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [f"{path}:{node.lineno}: {name}" for name in names if name.split(".")[0] in ("docs", "benchmarks")]
+    assert not found, "\n".join(found)
+
+
 @pytest.mark.parametrize("upper", ROOMS)
 def test_imports_go_down(upper: str) -> None:
     below = set(ROOMS[: ROOMS.index(upper) + 1])

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import shardweave as sw
-from benchmarks.measure_models import SLOWER, Measured, local
 from shardweave.runtime.launch import WorkerPool
 from tests.models import TODAY
 from tests.snippets import is_used, pages, run_on_a_rank, run_shell, snippets
@@ -81,18 +79,3 @@ def test_the_page_of_models_has_all_of_them() -> None:
     text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     for name in TODAY:
         assert text.count(f"\n| {name} | ") == 2, f"{name}: run `make models` and commit it"
-
-
-@pytest.mark.parametrize(
-    ("name", "cluster"),
-    [
-        ("cnn", local(8)), ("gpt2", local(4)),  # of the others, latencies make the planner leave a part replicated
-        ("cnn", local(8, SLOWER)), ("gpt2", local(8, SLOWER)), ("mixtral", local(8, SLOWER)),
-    ],
-)  # fmt: skip
-def test_nothing_is_replicated_by_the_planners_choice(name: str, cluster: sw.Cluster) -> None:
-    """On devices with little arithmetic, whatever the planner leaves replicated is what rules do not allow."""
-    case = TODAY[name]
-    compiler = Measured.of(case.model(), case.batch(0), cluster)
-    found = compiler.shared(compiler.plan())
-    assert 0.99 <= found.share <= 1.0, found.alike

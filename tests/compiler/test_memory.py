@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.measure_memory import WAYS, measure_all, prepare, ways_of
 from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPTConfig
 from shardweave.ir import MODES, Ablation
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.training import ALL_CASES
+from tests.measured_memory import WAYS, measure_all, prepare, ways_of
 from tests.models import ZOO, Case, gpt
 
 ZOO_WAYS = {"gpt": ["zdp", "zero2", "column", "zero1 x2", "zero2 x4"], "mlp": ["planned"]}

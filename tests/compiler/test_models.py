@@ -9,17 +9,18 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks.measure_steps import Forced, most
 from shardweave.ir import Mesh, Strategy
 from shardweave.planner.problem.candidates import legal
 from shardweave.runtime.launch import WorkerPool
 from shardweave.sharding.parallel_ops import Op
 from tests.compiler.training import (
     ALL_CASES,
+    Forced,
     Way,
     compile_ways,
     differences,
     model_of,
+    most,
     only_with_all_cases,
     train,
     train_packed,

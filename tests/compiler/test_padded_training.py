@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import shardweave as sw
-from benchmarks.measure_memory import Figures, measure
 from shardweave.demo.model import GPTConfig
 from shardweave.ir import Grid, Mesh, Strategy
 from shardweave.runtime.launch import WorkerPool
@@ -32,6 +31,7 @@ from tests.compiler.training import (
     only_with_all_cases,
     train,
 )  # fmt: skip
+from tests.measured_memory import Figures, measure
 from tests.models import Case, gpt, mlp
 
 DOUBLE = torch.float64

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardweave as sw
-from benchmarks.measure_memory import settled_peak
 from shardweave.compiler.compiler import Compiler
 from shardweave.ir import Grid, Strategy
 from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.memory import held_bytes
+from tests.measured_memory import settled_peak
 
 RANKS, LAYERS, WIDTH = 4, 24, 256
 FACTORS = [(1, 1), (1, 4), (2, 4), (4, 4)]

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import shardweave as sw
-from benchmarks.measure_memory import measure_all
 from shardweave.compiler.compiler import Compiler
 from shardweave.planner.search.evaluation import Judge, Judged
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.test_memory import CONFIG, rows
 from tests.compiler.test_micro_batches import Loss
 from tests.compiler.training import ALL_CASES
+from tests.measured_memory import measure_all
 from tests.models import TODAY, ZOO, Case, gpt
 
 DEEP = Case("deep gpt", partial(gpt.build, replace(CONFIG, layers=6)), rows)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model.options import Options
-from shardweave.ir import Mesh
+from shardweave.ir import Mesh, Strategy
+from shardweave.planner.problem.candidates import legal
 from shardweave.planner.search.evaluation import Judge, Judged
 from shardweave.planner.search.lowering import Decision
 from shardweave.runtime.tensor import gather
@@ -81,6 +82,14 @@ def model_of(case: Case, dtype: torch.dtype) -> nn.Module:
                     setattr(module, name, DoubleNorm(child))
         model.loss_function = _double_loss
     return model
+
+
+Forced = Callable[[Sequence[Op], Mesh], dict[str, Strategy]]
+
+
+def most(wanted: Callable[[Strategy], tuple[float, ...]]) -> Forced:
+    """For each op the legal strategy that has most of what is wanted, the first wish first."""
+    return lambda ops, mesh: {op.name: max(legal(op, mesh), key=wanted) for op in ops}
 
 
 @dataclass(frozen=True)

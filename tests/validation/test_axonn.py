@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import fit_validation
-from benchmarks.measure_decisions import flat
 from shardweave.demo.model import GPTConfig
 from shardweave.ir import Grid
 from shardweave.ir.errors import InfeasibleError, InputError
@@ -86,27 +84,6 @@ def test_grids_are_ranked_whole(nodes: int, degree: int, batch: int) -> None:
     faster = replace(cluster, levels=tuple(replace(v, bandwidth=2 * v.bandwidth) for v in cluster.levels))
     for grid, slow in zip(ranked, seconds, strict=True):
         assert communication_seconds(faster, SMALL, batch, grid) <= slow
-
-
-def test_placement_changes_which_grid_is_first() -> None:
-    """GPT-20B on 32 GPUs, section V-C: eight devices share a layer's sums where links inside a node count for more."""
-    cluster, model = Described.of("axonn").cluster.fitted(4, 8), GPTConfig(50304, 2048, 32, 56, 7168, bias=True)
-    aware = ranking(cluster, model, batch=32, degree=16)
-    agnostic = ranking(flat(cluster), model, batch=32, degree=16)
-    assert aware[0].x == 8 and agnostic[0].x == 4
-    assert agnostic.index(aware[0]) > 5
-
-
-def test_constants_of_several_clusters_are_fitted_as_one() -> None:
-    """Those with one range and source; each cluster takes its own besides."""
-    described = {name: Described.of(name) for name in fit_validation.FITTED["oases"].clusters}
-    constants, owners = fit_validation.constants_of(described, ["levels.gpu.efficiency", "device.matmul_efficiency"])
-    assert sorted(map(len, owners.values())) == [1, 1, 2]
-    values = {constant.key: 0.5 for constant in constants}
-    values["oases-pcie:levels.gpu.efficiency"] = 0.3
-    pcie, nvlink = (fit_validation.with_values(described[n], n, values, owners) for n in ("oases-pcie", "oases-nvlink"))
-    assert (pcie.levels[0].efficiency, nvlink.levels[0].efficiency) == (0.3, 0.5)
-    assert pcie.device.matmul_efficiency == nvlink.device.matmul_efficiency == 0.5
 
 
 def test_the_authors_table_ranks_where_there_is_one(short: None) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import measure_osdp
 from shardweave.ir.errors import InputError
 from shardweave.validation import Described, Setting, osdp, validate
 from shardweave.validation.setting import of_a_layer
@@ -102,16 +101,3 @@ def test_a_profile_that_is_none_names_its_key(changed: dict[str, Any], message: 
 
 def test_a_profile_without_tables_has_no_cells() -> None:
     assert not list(osdp.cells({})) and not list(osdp.cells({"hidden": [64]}))
-
-
-def test_a_mixture_is_as_fast_as_fsdp_where_dp_does_not_fit() -> None:
-    """Between the memory that ZDP and DP take, some ops are DP; what the planner gains it gains within the limit."""
-    (roomy,) = measure_osdp.plans(Setting(), (2048, 1024), limits=(8,)).values()
-    assert list(roomy) == ["DP", "FSDP", "mixture"]
-    limit = (roomy["DP"].peak_memory + roomy["FSDP"].peak_memory) / 2 / 2**30
-    (tight,) = measure_osdp.plans(Setting(), (2048, 1024), limits=(limit,)).values()
-    assert list(tight) == ["FSDP", "mixture"]
-    mixture = tight["mixture"]
-    assert 0 < measure_osdp.share(mixture) < 1 and mixture.peak_memory <= limit * 2**30
-    assert roomy["mixture"].step_time <= mixture.step_time < tight["FSDP"].step_time == roomy["FSDP"].step_time
-    assert {choice.strategy.rest for choice in mixture.choices.values()} == {1, 8}

@@ -101,3 +101,12 @@ def test_mixed_degrees_are_ranked_beside_uniform_ones(monkeypatch: pytest.Monkey
     assert {name for name, _ in ranked.plans} == {"all 2", "all 4", "published", "planner"}
     assert ranked.slower("planner") <= NEAR - 1
     assert dict(ranked.plans)["published"].choices["blocks.0.up"].strategy.degree == 2
+
+
+def test_placement_changes_which_grid_is_first() -> None:
+    """GPT-20B on 32 GPUs, section V-C: eight devices share a layer's sums where links inside a node count for more."""
+    cluster, model = Described.of("axonn").cluster.fitted(4, 8), GPTConfig(50304, 2048, 32, 56, 7168, bias=True)
+    aware = ranking(cluster, model, batch=32, degree=16)
+    agnostic = ranking(flat(cluster), model, batch=32, degree=16)
+    assert aware[0].x == 8 and agnostic[0].x == 4
+    assert agnostic.index(aware[0]) > 5
