@@ -15,7 +15,7 @@ from pathlib import Path
 import shardweave as sw
 from shardweave.compiler.baselines import Baseline, all_for
 from shardweave.compiler.compiler import Compiler
-from shardweave.ir.units import readable_bytes, readable_seconds
+from shardweave.ir.formatting import readable_bytes, readable_seconds
 from shardweave.planner.search.micro_batch_search import powers
 from tests.models.large import LARGE
 

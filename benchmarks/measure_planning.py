@@ -20,9 +20,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.ir.progress import Event, Reporter
 from shardweave.planner.search import plan_selection as choose
 from shardweave.planner.search import solver_cache as answers
+from shardweave.report.progress import Event, Reporter
 from tests.models.large import LARGE
 
 

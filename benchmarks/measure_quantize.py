@@ -20,7 +20,7 @@ from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.demo.training import Recipe, train, train_single
 from shardweave.ir import Quantized
-from shardweave.ir.units import readable_bytes, readable_seconds
+from shardweave.ir.formatting import readable_bytes, readable_seconds
 
 BITS: dict[str, Mapping[Quantized, int]] = {
     "none": {},

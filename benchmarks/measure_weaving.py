@@ -20,8 +20,8 @@ from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model import Timeline
 from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPT, GPTConfig
+from shardweave.ir.formatting import readable_bytes, readable_seconds
 from shardweave.ir.precision import Precision
-from shardweave.ir.units import readable_bytes, readable_seconds
 from shardweave.passes.pipeline import lower
 from shardweave.planner.problem.force import forced_strategies
 

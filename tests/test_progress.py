@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import shardweave as sw
-from shardweave.ir import progress
-from shardweave.ir.progress import Event, Reporter
+from shardweave.report import progress
+from shardweave.report.progress import Event, Reporter
 
 
 def plan(told: Any = None, **options: Any) -> sw.Plan:

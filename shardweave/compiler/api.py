@@ -15,8 +15,9 @@ from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.sweep import Sweep, What, batches
 from shardweave.compiler.wrapped import refuse_wrapped
 from shardweave.cost_model import Cluster, ClusterLike, Options
-from shardweave.ir import ParallelError, PlanError, Progress, Reporter
+from shardweave.ir import ParallelError, PlanError
 from shardweave.planner import Plan
+from shardweave.report import Progress, Reporter
 from shardweave.runtime import Batch, ParallelModule
 
 
@@ -70,7 +71,7 @@ def plan(
         function from it to a batch.
     options : Options, optional
     progress : callable or bool, optional
-        Told each `shardweave.ir.Event`: the stage, the best step so far, the program's bound, the seconds left.
+        Told each `shardweave.report.Event`: the stage, the best step so far, the program's bound, the seconds left.
         By default a live line shows them on a terminal; elsewhere a line comes every few seconds, through the logger
         ``"shardweave"`` (INFO) where logging is configured, else on stderr. With False nothing is shown.
     sweep : "memory", "batch", or sequence of memory limits or of clusters, optional

@@ -23,10 +23,11 @@ from shardweave.compiler.aot import Source, bind, captured_from, seed_draws, sou
 from shardweave.compiler.compiler import Compiler, check_world, control_of
 from shardweave.cost_model import Cluster, Options
 from shardweave.distributed import in_step
-from shardweave.ir import Captured, ParallelError, Reporter
+from shardweave.ir import Captured, ParallelError
 from shardweave.ops import Seeds, mixed
 from shardweave.passes import graph_hash
 from shardweave.planner import Plan
+from shardweave.report import Reporter
 from shardweave.runtime import agree_on_graph, agreed_seed, boxed, compare_graphs
 from shardweave.sharding import draws
 

@@ -17,8 +17,9 @@ from torch import nn
 
 from shardweave.compiler.api import plan as make_plan
 from shardweave.cost_model import Cluster, ClusterLike, Options
-from shardweave.ir import Ablation, PlanError, Progress, brief
+from shardweave.ir import Ablation, PlanError, brief
 from shardweave.planner import Plan
+from shardweave.report import Progress
 
 _PLAIN = {"sub_batches": 1, "buckets": False, "keep_gathered": False}
 """What the planner would choose for a system."""

@@ -16,9 +16,9 @@ from shardweave.compiler.baselines import Baseline, all_for
 from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.wrapped import refuse_wrapped
 from shardweave.cost_model import ClusterLike, Options
-from shardweave.ir import InfeasibleError, ParallelError, Progress, Reporter, readable_bytes, readable_seconds
+from shardweave.ir import InfeasibleError, ParallelError, readable_bytes, readable_seconds
 from shardweave.planner import Plan, powers
-from shardweave.report import Report
+from shardweave.report import Progress, Report, Reporter
 
 if TYPE_CHECKING:
     from shardweave.report import Report

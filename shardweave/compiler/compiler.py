@@ -19,7 +19,7 @@ from shardweave.compiler.index_checks import index_checks
 from shardweave.compiler.sweep import Sweep, What, sweep
 from shardweave.cost_model import Cluster, ClusterLike, Options
 from shardweave.distributed import Control, control, in_step
-from shardweave.ir import LOGGER, Captured, ParallelError, PlanError, Reporter, readable_bytes
+from shardweave.ir import Captured, ParallelError, PlanError, readable_bytes
 from shardweave.passes import Annotated, Compiled
 from shardweave.planner import (
     KEPT_DECISIONS,
@@ -33,6 +33,7 @@ from shardweave.planner import (
     StepLowering,
     Steps,
 )
+from shardweave.report import LOGGER, Reporter
 from shardweave.runtime import Batch, ParallelModule, become_parallel, named_tensors
 from shardweave.sharding import Samples, first_sized, of_all_ranks, refuse_broken
 

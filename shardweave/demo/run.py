@@ -13,7 +13,8 @@ import shardweave as sw
 from shardweave.demo.figure import plot_losses
 from shardweave.demo.model import GPT
 from shardweave.demo.training import Recipe, Run, train_on_rank, train_single
-from shardweave.ir import ParallelError, Progress, readable_bytes
+from shardweave.ir import ParallelError, readable_bytes
+from shardweave.report import Progress
 
 TOLERANCE = 1e-5
 """The largest relative difference of a loss (float32) between one device and many."""

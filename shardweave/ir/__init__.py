@@ -2,8 +2,18 @@
 op rules, strategies, the captured step and the signature of a generated one. Imports nothing of shardweave but itself.
 """
 
-from shardweave.ir.annotations import matches_annotation, readable_annotation
-from shardweave.ir.captured import Captured
+from shardweave.ir.captured import (
+    PLAIN,
+    TENSOR,
+    CallTree,
+    Captured,
+    ConstantsCheck,
+    Read,
+    Reads,
+    as_call,
+    canonical,
+    leaf_names,
+)
 from shardweave.ir.errors import (
     CaptureError,
     CheckpointNotFound,
@@ -19,6 +29,15 @@ from shardweave.ir.errors import (
     PlanError,
     RuleError,
     VerifyError,
+)
+from shardweave.ir.formatting import (
+    brief,
+    bytes_of,
+    matches_annotation,
+    readable_annotation,
+    readable_bytes,
+    readable_ranges,
+    readable_seconds,
 )
 from shardweave.ir.layout import Layout, Padding, normalise
 from shardweave.ir.layout_algebra import (
@@ -42,13 +61,8 @@ from shardweave.ir.mesh import Axis, Digit, Mesh, axes_size, group_name, prime_f
 from shardweave.ir.op_rule import Assignment, BoundRule, Dims, Factor
 from shardweave.ir.overlap_config import BITS, MODES, UNLIMITED, Ablation, Mode, OverlapConfig, Quantized
 from shardweave.ir.precision import Dtypes, Precision, dtype_name
-from shardweave.ir.progress import LOGGER, Progress, Reporter
-from shardweave.ir.pytree_signature import TENSOR, CallTree, as_call, canonical, leaf_names
-from shardweave.ir.reads import PLAIN, ConstantsCheck, Read, Reads
 from shardweave.ir.step_signature import META, SEED, Collective, NodeInfo, ParameterSpec, StepSpec, Traffic, ValueSpec
-from shardweave.ir.strategy import Grid, GridAxes, Strategy
-from shardweave.ir.strategy_presets import PRESETS, preset, preset_degrees
-from shardweave.ir.units import brief, bytes_of, readable_bytes, readable_ranges, readable_seconds
+from shardweave.ir.strategy import PRESETS, Grid, GridAxes, Strategy, preset, preset_degrees
 
 __all__ = [
     "Ablation",
@@ -74,7 +88,6 @@ __all__ = [
     "InputError",
     "InternalError",
     "LOCAL",
-    "LOGGER",
     "LaunchError",
     "Layout",
     "LayoutError",
@@ -91,11 +104,9 @@ __all__ = [
     "ParameterSpec",
     "PlanError",
     "Precision",
-    "Progress",
     "Quantized",
     "Read",
     "Reads",
-    "Reporter",
     "RuleError",
     "SEED",
     "Step",

@@ -1,16 +1,34 @@
-"""The captured training step: one graph of forward and backward, with the names of its inputs and outputs."""
+"""The captured training step: its graph, the structure of a call, and the Python values that became constants.
+
+`Captured` is one graph of forward and backward, with the names of its inputs and outputs. `CallTree` maps the arguments
+of a call to inputs of the graph, and outputs of the graph to the return value. `Reads` are the numbers in attributes,
+configs and globals that capture turned into constants: the step does not follow a later change of them, so
+`ConstantsCheck` raises an error in this case.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import re
+import types
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
 
+from shardweave.ir.errors import InputError, ParallelError
 from shardweave.ir.precision import Dtypes
-from shardweave.ir.pytree_signature import CallTree
-from shardweave.ir.reads import Reads
+
+TENSOR = "<a tensor output>"
+"""Stands for a tensor among the constants of a return value."""
+MISSING = "<missing>"
+"""The value of a read that cannot be read any more."""
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, types.EllipsisType)
+"""The types of values that are compared by value."""
 
 
 @dataclass(frozen=True)
@@ -59,3 +77,222 @@ class Captured:
     dtypes: Mapping[str, Dtypes] = field(default_factory=dict)
     reads: Reads | None = field(default=None, repr=False, compare=False)
     known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class CallTree:
+    """The structure of a call: how its arguments become the graph's inputs, and its outputs the model's return value.
+
+    `names` are the names of the leaves of a call in order (``"tokens"``, ``"batch.labels"``). `constants` has the
+    values at capture of the leaves that are not tensors.
+    """
+
+    signature: inspect.Signature
+    spec: pytree.TreeSpec
+    names: tuple[str, ...]
+    tensor_positions: tuple[int, ...]
+    constants: tuple[Any, ...]
+    output_spec: pytree.TreeSpec
+    output_constants: tuple[Any, ...]
+
+    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors of a call in the order of the graph's inputs; `InputError` if its structure is another one."""
+        leaves, spec = pytree.tree_flatten(canonical(self.signature, args, kwargs))
+        if spec != self.spec:
+            given = ", ".join(leaf_names(self.signature, args, kwargs)) or "nothing"
+            raise InputError(
+                f"the step was compiled for the arguments {', '.join(self.names)}; this call has {given}: "
+                "call it as it was captured, or compile again with these inputs"
+            )
+        for position, (leaf, constant) in enumerate(zip(leaves, self.constants)):
+            name = self.names[position]
+            if position in self.tensor_positions:
+                if not isinstance(leaf, Tensor):
+                    raise InputError(f"the argument {name} must be a tensor, got {type(leaf).__name__}")
+            elif isinstance(leaf, Tensor) or leaf != constant:
+                got = "a tensor" if isinstance(leaf, Tensor) else repr(leaf)
+                raise InputError(
+                    f"the argument {name} was {constant!r} at capture and is part of the compiled step; it is now "
+                    f"{got}: compile again with it"
+                )
+        return [leaves[position] for position in self.tensor_positions]
+
+    def unflatten(self, outputs: Sequence[Any]) -> Any:
+        """The model's return value, from the graph's tensor outputs."""
+        tensors = iter(outputs)
+        values = [next(tensors) if constant is TENSOR else constant for constant in self.output_constants]
+        return pytree.tree_unflatten(values, self.output_spec)
+
+
+def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs as positional and keyword arguments.
+
+    >>> as_call({"tokens": 1}), as_call((1, 2)), as_call(((1,), {"y": 2}))
+    (((), {'tokens': 1}), ((1, 2), {}), ((1,), {'y': 2}))
+    """
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        values = tuple(example_inputs)
+        if len(values) == 2 and isinstance(values[0], (tuple, list)) and isinstance(values[1], Mapping):
+            return tuple(values[0]), dict(values[1])
+        return values, {}
+    return (example_inputs,), {}
+
+
+def canonical(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call in canonical form: arguments are positional where possible, and defaults are left out."""
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(f"the call does not fit the model's forward{signature}: {error}") from None
+    for name, value in list(bound.arguments.items()):
+        parameter = signature.parameters[name]
+        if parameter.kind is not parameter.VAR_POSITIONAL and value is parameter.default:
+            del bound.arguments[name]
+    return bound.args, bound.kwargs
+
+
+def leaf_names(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """A name for each leaf of the canonical call, such as ``"tokens"`` or ``"batch.labels"``."""
+    args, kwargs = canonical(signature, args, kwargs)
+    bound = signature.bind(*args, **kwargs)
+    positional = [name for name in bound.arguments if name not in bound.kwargs]
+    names = []
+    for path, _ in pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]:
+        keys = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]
+        if keys[0] == "0":
+            index = int(keys[1])
+            keys[1] = (
+                positional[index] if index < len(positional) else f"{positional[-1]}.{index - len(positional) + 1}"
+            )
+        names.append(".".join(keys[1:]))
+    return tuple(names)
+
+
+@dataclass(frozen=True)
+class Read:
+    """One Python value that capture read.
+
+    Parameters
+    ----------
+    code : tuple of str
+        Its expression in Python, as statements: each but the last is ``name = expression``, and shared with others.
+    shown : str
+        The expression as a user writes it, such as ``"model.config.beta"``.
+    """
+
+    code: tuple[str, ...]
+    shown: str
+
+    @property
+    def of_mode(self) -> bool:
+        """Whether the value is a module's training mode."""
+        return self.shown.endswith(".training")
+
+
+def plain(value: Any) -> Any:
+    """The part of a value that is kept for comparison: a constant itself, else its code or type.
+
+    Nothing that is kept can keep a model alive.
+    """
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, (tuple, frozenset)) and all(isinstance(item, PLAIN) for item in value):
+        return value
+    if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
+        return value
+    if isinstance(value, (types.FunctionType, types.MethodType)):
+        return value.__code__
+    return type(value)
+
+
+class Reads:
+    """The values that capture read. They can be read again from the model and from the parallel module.
+
+    Parameters
+    ----------
+    reads : sequence of Read
+    names : mapping of str to object
+        The names in the expressions besides ``model``: globals of the model's Python module, and its imports.
+    """
+
+    def __init__(self, reads: Sequence[Read], names: Mapping[str, object]) -> None:
+        self.reads, self._names = tuple(reads), dict(names)
+        statements = dict.fromkeys(line for read in self.reads for line in read.code[:-1])
+        values = ", ".join(f"keep({read.code[-1]})" for read in self.reads)
+        lines = [*statements, f"return [{values}]"]
+        self._all = self._function(lines)
+
+    def _function(self, lines: Sequence[str]) -> Callable[[nn.Module], Any]:
+        space: dict[str, Any] = {**self._names, "keep": plain}
+        exec("def look(model):\n" + "\n".join(f"    {line}" for line in lines), space)  # of our own expressions alone
+        found: Callable[[nn.Module], Any] = space["look"]
+        return found
+
+    def values(self, model: nn.Module) -> list[Any]:
+        """The present value of each read; `MISSING` if it cannot be read."""
+        try:
+            found: list[Any] = self._all(model)
+            return found
+        except Exception:  # an attribute that is gone, or whatever a property raises: each for itself
+            return [self._one(read, model) for read in self.reads]
+
+    def _one(self, read: Read, model: nn.Module) -> Any:
+        try:
+            return self._function([*read.code[:-1], f"return keep({read.code[-1]})"])(model)
+        except Exception:  # as above
+            return MISSING
+
+    def without(self, shown: Collection[str]) -> Reads:
+        """The reads without those in `shown`, and without reads of whether these are set."""
+        return Reads([read for read in self.reads if read.shown.removesuffix(" being set") not in shown], self._names)
+
+    def found_in(self, model: nn.Module) -> Reads:
+        """The reads that `model` has a value for."""
+        pairs = zip(self.reads, self.values(model), strict=True)
+        return Reads([read for read, value in pairs if value != MISSING], self._names)
+
+
+class ConstantsCheck:
+    """Checks that constants of the step are unchanged in the user's model, while it lives, and the parallel module."""
+
+    def __init__(self, reads: Reads, model: nn.Module, parallel: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._mode = model.training
+        self._of_model, self._of_parallel = reads.found_in(model), reads.found_in(parallel)
+        self._before_in_model, self._before = self._of_model.values(model), self._of_parallel.values(parallel)
+
+    def check(self, parallel: nn.Module) -> None:
+        """Raise `ParallelError` if a value has changed. The error names it."""
+        now = self._of_parallel.values(parallel)
+        if now != self._before:
+            self._compare(self._of_parallel, self._before, now, "parallel", True)
+        model = self._model()
+        if model is None:
+            return
+        now = self._of_model.values(model)
+        if now != self._before_in_model:  # a model that is in the other mode as a whole is used on its own
+            self._compare(self._of_model, self._before_in_model, now, "model", model.training == self._mode)
+
+    def _compare(self, reads: Reads, before: Sequence[Any], now: Sequence[Any], root: str, modes: bool) -> None:
+        for read, was, is_now in zip(reads.reads, before, now, strict=True):
+            if was != is_now and (modes or not read.of_mode):
+                shown = re.sub(r"\bmodel\b", root, read.shown, count=1)
+                raise ParallelError(
+                    f"{shown} was {_word(was)} when the step was compiled and is a constant of it; it is now "
+                    f"{_word(is_now)}, and the step would go on with the former. Set it back; or compile the model "
+                    "again with the new value (compile_parallel(..., plan=parallel.plan) takes the same "
+                    "plan, load_state_dict the weights). What changes from step to step belongs into a tensor that is "
+                    "passed to the call, or into a buffer"
+                )
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, type):
+        return f"a {value.__name__}"
+    if isinstance(value, types.CodeType):
+        return f"the function {value.co_name} ({value.co_filename}:{value.co_firstlineno})"
+    return value if value == MISSING else repr(value)

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args, get_type_hints
 
-from shardweave.ir.annotations import matches_annotation, readable_annotation
 from shardweave.ir.errors import PlanError
+from shardweave.ir.formatting import brief, matches_annotation, readable_annotation, readable_ranges
 from shardweave.ir.step_signature import Traffic
-from shardweave.ir.units import brief, readable_ranges
 
 Mode = Literal["none", "fine", "full"]
 MODES: tuple[Mode, ...] = ("none", "fine", "full")

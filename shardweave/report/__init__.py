@@ -1,10 +1,14 @@
-"""Tables and listings, made of plain data. May import `ir`, `sharding` and `cost_model`.
-"""
+"""What users see: tables and listings, made of plain data, and the progress of planning. May import `ir` and `ops`."""
 
 from shardweave.report.listing import source
+from shardweave.report.progress import LOGGER, Event, Progress, Reporter
 from shardweave.report.report import Report
 
 __all__ = [
+    "LOGGER",
+    "Event",
+    "Progress",
     "Report",
+    "Reporter",
     "source",
 ]

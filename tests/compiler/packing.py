@@ -10,7 +10,7 @@ from torch import fx, nn
 
 import shardweave as sw
 from shardweave.ir import StepSpec
-from shardweave.ir.pytree_signature import TENSOR, CallTree
+from shardweave.ir.captured import TENSOR, CallTree
 from shardweave.passes.codegen import MicroBatchGraphs, Step
 from shardweave.sharding.graphs import module_of
 

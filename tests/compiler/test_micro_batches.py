@@ -18,7 +18,7 @@ from shardweave.cost_model.node_cost import Prices
 from shardweave.cost_model.options import Options
 from shardweave.ir import Grid, Strategy
 from shardweave.ir.errors import LayoutError, PlanError
-from shardweave.ir.strategy_presets import preset
+from shardweave.ir.strategy import preset
 from shardweave.passes import pipeline
 from shardweave.passes.pipeline import Compiled, lower
 from shardweave.passes.schedule import Schedule

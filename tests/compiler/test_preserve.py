@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import shardweave as sw
 from shardweave.compiler.preserve import preserved
 from shardweave.ir.errors import ParallelError
-from shardweave.ir.progress import Event
+from shardweave.report.progress import Event
 
 
 class Layer(nn.Module):

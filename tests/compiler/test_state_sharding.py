@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import shardweave as sw
 from shardweave.ir import Grid, Mesh, Strategy
 from shardweave.ir.errors import LayoutError, PlanError
-from shardweave.ir.strategy_presets import PRESETS, preset
+from shardweave.ir.strategy import PRESETS, preset
 from shardweave.passes.step_boundary import mesh_for
 from shardweave.planner.problem.force import forced_strategies
 from shardweave.runtime.launch import WorkerPool

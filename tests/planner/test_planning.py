@@ -17,11 +17,11 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model import Device, Level, simulate
 from shardweave.demo.model import GPT, GPTConfig
-from shardweave.ir.progress import Event
 from shardweave.passes import pipeline
 from shardweave.planner.problem import build_problem as costing
 from shardweave.planner.problem.build_problem import Costing
 from shardweave.planner.search import lowering
+from shardweave.report.progress import Event
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.training import ALL_CASES
 from tests.models import ZOO

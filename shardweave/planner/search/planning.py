@@ -30,7 +30,6 @@ from shardweave.ir import (
     OverlapConfig,
     ParallelError,
     PlanError,
-    Reporter,
     readable_bytes,
 )
 from shardweave.passes import Annotated, with_times
@@ -47,6 +46,7 @@ from shardweave.planner.search.plan_selection import MUCH_LESS, Chooser
 from shardweave.planner.search.solver_cache import MODEST, Answers, Chosen, Lacking, size
 from shardweave.planner.solver.branch_and_bound import Progress
 from shardweave.planner.solver.solver import alternatives
+from shardweave.report import Reporter
 from shardweave.sharding import Fold, Run, info, last_match, layer_of
 
 EXPOSED = 0.02

@@ -7,13 +7,14 @@ from collections import deque
 from dataclasses import replace
 
 from shardweave.cost_model import Timeline
-from shardweave.ir import PlanError, Reporter
+from shardweave.ir import PlanError
 from shardweave.planner.search.evaluation import Judge, Judged, Known
 from shardweave.planner.search.lowering import Decision, StepLowering
 from shardweave.planner.search.micro_batch_search import fastest, powers
 from shardweave.planner.search.op_choice import ModelKey
 from shardweave.planner.search.plan import Plan
 from shardweave.planner.search.planning import Planning
+from shardweave.report import Reporter
 
 LESS = (1, 2, 4)
 """How many times what a whole step takes too much its order is given less, before other plans are looked for."""

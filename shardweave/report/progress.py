@@ -19,8 +19,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
 
-from shardweave.ir.errors import ParallelError
-from shardweave.ir.units import readable_bytes, readable_seconds
+from shardweave.ir import ParallelError, readable_bytes, readable_seconds
 
 LOGGER = logging.getLogger("shardweave")
 
