@@ -16,11 +16,9 @@ from math import log
 
 from shardweave.cost_model import Cluster
 from shardweave.validation import Described, Row, Setting, load
-from shardweave.validation.clusters import Constant
-from shardweave.validation.fitting import fit
+from shardweave.validation.clusters import Constant, fit
 from shardweave.validation.papers import ROWS
-from shardweave.validation.published import Paper
-from shardweave.validation.rows import mean_error
+from shardweave.validation.rows import Paper, mean_error
 
 
 @dataclass(frozen=True)

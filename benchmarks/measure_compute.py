@@ -14,8 +14,7 @@ import torch
 
 import shardweave as sw
 from shardweave.cost_model import Cluster, node_seconds, node_work
-from shardweave.cost_model.device_profile import profile_device
-from shardweave.cost_model.op_profile import profiled_ops
+from shardweave.cost_model.device_profile import profile_device, profiled_ops
 from shardweave.demo.model import GPT, GPTConfig
 
 

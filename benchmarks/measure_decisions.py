@@ -19,8 +19,8 @@ from shardweave.ir import Grid, Strategy
 from shardweave.ir.errors import InfeasibleError, PlanError
 from shardweave.planner.search.plan import Plan
 from shardweave.validation import Setting, amsp, axonn, load, oases
-from shardweave.validation.grids import Bandwidths, ranking
-from shardweave.validation.published import Paper, table
+from shardweave.validation.axonn import Bandwidths, ranking
+from shardweave.validation.rows import Paper, table
 from shardweave.validation.setting import captured
 
 SHOWN = 5

@@ -21,7 +21,7 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model import flops_by_op, replicated, sharded_share
 from shardweave.ir import Mesh, Strategy
-from shardweave.passes.annotated_step import Annotated
+from shardweave.passes.step_boundary import Annotated
 from shardweave.planner.problem.candidates import legal
 from tests.models import TODAY
 from tests.models.large import LARGE, LAYERS
@@ -204,7 +204,7 @@ Made by `make models` (`benchmarks/measure_models.py`) on 2 CPU cores with torch
 CPU seconds of that machine, and not tested.
 
 *Ops* are the nodes of the captured joint graph, forward and backward, after `annotate`, *kinds* the different ones.
-*Sharded* are the FLOPs (products, convolutions, attention; `shardweave/cost_model/op_time.py`) of the step on one
+*Sharded* are the FLOPs (products, convolutions, attention; `shardweave/cost_model/node_cost.py`) of the step on one
 device, over those that all devices do together: 100 % where no two devices do the same.
 
 ## In the sizes that people train

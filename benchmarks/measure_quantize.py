@@ -18,7 +18,7 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPT, GPTConfig
-from shardweave.demo.training import Recipe, train, train_single
+from shardweave.demo.run import Recipe, train, train_single
 from shardweave.ir import Quantized
 from shardweave.ir.formatting import readable_bytes, readable_seconds
 

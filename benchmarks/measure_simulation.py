@@ -19,7 +19,7 @@ import torch
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.demo.model import GPT, GPTConfig
-from shardweave.planner.search.lowering import Decision
+from shardweave.planner.search.evaluation import Decision
 
 
 def timed(what: str, call: Callable[[], Any]) -> Any:

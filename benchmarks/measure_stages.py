@@ -15,7 +15,7 @@ from dataclasses import replace
 from shardweave.demo.model import GPTConfig
 from shardweave.ir import Ablation, Traffic
 from shardweave.validation import Setting, axonn, load
-from shardweave.validation.published import table
+from shardweave.validation.rows import table
 
 STAGES = {"GPT-5B": 1, "GPT-20B": 4, "GPT-80B": 16}
 """The fewest with which a model's states fit; layers are rounded up to a multiple, as the paper says that it did."""

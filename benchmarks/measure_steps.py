@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.cost_model.op_profile import profiled_ops
+from shardweave.cost_model.device_profile import profiled_ops
 from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import Mesh, Strategy

@@ -22,8 +22,7 @@ from shardweave.compiler.baselines import Baseline, fsdp, hsdp, megatron
 from shardweave.compiler.compiler import Compiler
 from shardweave.ir.errors import ParallelError
 from shardweave.ir.formatting import readable_bytes, readable_seconds
-from shardweave.planner.search.evaluation import Judged
-from shardweave.planner.search.lowering import Decision
+from shardweave.planner.search.evaluation import Decision, Judged
 from shardweave.sharding.annotate import last_match, layer_of
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -134,8 +134,7 @@ def how_it_works(path: Path) -> None:
 
 def timeline(path: Path) -> None:
     """The simulated step of the demo's plan."""
-    from shardweave.demo.run import make_plans
-    from shardweave.demo.training import Recipe
+    from shardweave.demo.run import Recipe, make_plans
 
     _, plan = make_plans(Recipe(), ranks=4)
     plan.timeline().plot(path, memory_limit=plan.memory_limit)

@@ -26,12 +26,12 @@ from shardweave.ops.seeded_random import __doc__ as DRAWING
 from shardweave.sharding.moe_dispatch import __doc__ as DISPATCH
 from shardweave.sharding.rules import RULES, Rule, find_rule
 from shardweave.sharding.rules.decompositions import CONDITIONAL, DECOMPOSITIONS
-from shardweave.sharding.rules.grammar import __doc__ as GRAMMAR
-from shardweave.sharding.rules.grammar import parse
 from shardweave.sharding.rules.pointwise import POINTWISE
+from shardweave.sharding.rules.registry import __doc__ as GRAMMAR
+from shardweave.sharding.rules.registry import parse
 
 PAGE = Path(__file__).with_name("rules.md")
-HELPERS = ("decompositions", "grammar", "registry", "zeros")  # they register no op of their own
+HELPERS = ("decompositions", "registry")  # they register no op of their own
 
 
 def op_name(target: Any) -> str:
@@ -56,7 +56,7 @@ def by_file() -> dict[str, list[Any]]:
     RULES.clear()
     RULES.update(known)
     listed = {target for targets in found.values() for target in targets}
-    found["pointwise"] += [target for target in RULES if target not in listed]  # named in zeros.py alone
+    found["pointwise"] += [target for target in RULES if target not in listed]
     return {name: targets for name, targets in found.items() if targets}
 
 

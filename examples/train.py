@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 import shardweave as sw
 from shardweave.demo.model import GPT, GPTConfig
-from shardweave.demo.text import Text
+from shardweave.demo.run import Text
 
 
 class Sequences(Dataset[tuple[Tensor, Tensor]]):

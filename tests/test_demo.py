@@ -12,9 +12,7 @@ import torch
 from rich.console import Console
 
 from shardweave.demo.model import GPTConfig
-from shardweave.demo.run import TOLERANCE, run_demo
-from shardweave.demo.text import Text
-from shardweave.demo.training import Recipe, train_single
+from shardweave.demo.run import TOLERANCE, Recipe, Text, run_demo, train_single
 
 SMALL = Recipe(model=GPTConfig(context=16, layers=2, heads=4, width=64), steps=4, batch=4)
 

@@ -14,7 +14,7 @@ from shardweave.demo.model import GPTConfig
 from shardweave.ir import Ablation, Grid
 from shardweave.ir.errors import InfeasibleError
 from shardweave.validation import Described, Setting, amsp, oases
-from shardweave.validation.grids import ranking, table_seconds
+from shardweave.validation.axonn import ranking, table_seconds
 from shardweave.validation.models import Sizes
 
 BANDWIDTHS: list[dict[str, Any]] = [

@@ -10,10 +10,9 @@ from typing import Any, overload
 import torch.distributed as dist
 from torch import nn
 
-from shardweave.compiler.capture_errors import defects_named
+from shardweave.compiler.capture_errors import defects_named, refuse_wrapped
 from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.sweep import Sweep, What, batches
-from shardweave.compiler.wrapped import refuse_wrapped
 from shardweave.cost_model import Cluster, ClusterLike, Options
 from shardweave.ir import ParallelError, PlanError
 from shardweave.planner import Plan

@@ -1,35 +1,309 @@
-"""The other door: ``torch.compile(model, backend="shardweave", options={"cluster": cluster})``.
+"""``torch.compile(model, backend="shardweave", options={"cluster": cluster})``.
 
-Every rank calls the compiled model with the same global tensors. Parameters stay the user's, whole on every rank; the
-compute between is spread (data and tensor parallel) by the same passes as `compile_parallel`'s; outputs and gradients
-come back whole. Autograd and the optimizer see an ordinary model.
+Every rank calls the compiled model with the same global tensors. Parameters stay the user's, whole on every rank. The
+compute between is sharded (data and tensor parallel) by the same passes as those of `compile_parallel`. Outputs and
+gradients come back whole. Autograd and the optimizer see an ordinary model.
 
-Only this module and `aot` touch torch's private backend interfaces.
+This is the only module that touches torch's private backend interfaces, and that knows how AOTAutograd describes the
+inputs and outputs of a graph.
 """
 
 from __future__ import annotations
 
 import copy
+import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from datetime import timedelta
+from functools import lru_cache
 from inspect import currentframe
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
 
-from shardweave.compiler.aot import Source, bind, captured_from, seed_draws, sources_of
+from shardweave.compiler.capture_errors import refuse_open_sizes
 from shardweave.compiler.compiler import Compiler, check_world, control_of
 from shardweave.cost_model import Cluster, Options
-from shardweave.distributed import in_step
-from shardweave.ir import Captured, ParallelError
-from shardweave.ops import Seeds, mixed
-from shardweave.passes import graph_hash
+from shardweave.distributed import RuntimeMesh, in_step
+from shardweave.ir import SEED, Axis, Captured, CaptureError, Mesh, ParallelError, digit_size
+from shardweave.ops import Seeds, mixed, seeded
+from shardweave.passes import Step, graph_hash
 from shardweave.planner import Plan
 from shardweave.report import Reporter
-from shardweave.runtime import agree_on_graph, agreed_seed, boxed, compare_graphs
-from shardweave.sharding import draws
+from shardweave.runtime import AgreedCall, agree_on_graph, agreed_seed, boxed, compare_graphs, group_of_calls
+from shardweave.sharding import copied, draws, graph_outputs, info
+
+aten = torch.ops.aten
+TAG, BACKWARD = "partitioner_tag", "is_backward"
+
+
+@dataclass(frozen=True)
+class Source:
+    """An input of Dynamo's graph: the user's name for it, and what it is."""
+
+    name: str
+    kind: str
+
+
+def sources_of(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Source]:
+    """Where each input of a graph comes from, by the user's names."""
+    found: list[Source] = []
+    for node, value in zip((node for node in gm.graph.nodes if node.op == "placeholder"), example_inputs):
+        text = str(node.meta["grapharg"].source.name) if "grapharg" in node.meta else ""
+        path = re.findall(r"_(?:modules|parameters|buffers)\['([^']+)'\]", text)
+        kind = "parameter" if isinstance(value, nn.Parameter) else "buffer" if "_buffers[" in text else "input"
+        name = ".".join(path or re.findall(r"\['?([^'\]]+)'?\]", text)) or node.name
+        found.append(Source(name if all(name != other.name for other in found) else node.name, kind))
+    return found
+
+
+def captured_from(joint: fx.GraphModule, sources: Sequence[Source], num_forward: int) -> Captured:
+    """AOTAutograd's joint graph as a captured step: its inputs named, its gradients after the outputs."""
+    graph = copied(joint)
+    described = joint.graph.output_node().meta["desc"]
+    named: dict[str, dict[str, str]] = {"parameter": {}, "buffer": {}, "input": {}}
+    primals: list[str] = []
+    tangents: dict[str, int] = {}
+    for node in _placeholders(graph.graph):
+        what = node.meta["desc"]
+        if type(what).__name__ == "TangentAOTInput":
+            tangents[node.name] = described.index(what.output)
+            node.meta[TAG] = BACKWARD
+        elif type(what).__name__ == "PlainAOTInput":
+            source = sources[what.idx]
+            primals.append(source.name)
+            if isinstance(node.meta["val"], Tensor):
+                named[source.kind][node.name] = source.name
+        else:
+            raise CaptureError(f"the graph has an input of the kind {type(what).__name__} ({what}): not supported")
+    values = graph_outputs(graph.graph)
+    if not all(isinstance(value, fx.Node) for value in values[:num_forward]):
+        raise CaptureError("the graph returns something that is not a tensor, which is not supported")
+    gradients = {name: value for name, value in zip(primals, values[num_forward:]) if value is not None}
+    graph.graph.output_node().args = ([*values[:num_forward], *gradients.values()],)
+    _specialise(graph.graph)
+    for node in graph.graph.nodes:  # what Dynamo rewrites, such as a product with a Python float, loses its tag
+        if any(argument.meta.get(TAG) == BACKWARD for argument in node.all_input_nodes) and node.op != "output":
+            node.meta[TAG] = BACKWARD
+    graph.graph.lint()
+    graph.recompile()
+    outputs = tuple(f"output{index}" for index in range(num_forward))
+    return Captured(
+        graph,
+        named["parameter"],
+        named["buffer"],
+        named["input"],
+        tangents,
+        outputs,
+        tuple(gradients),
+        mutated_buffers=(),  # AOTAutograd returns their new values among the outputs, and writes them back
+        aliases={},
+        call=None,
+        training=True,
+        whole=True,
+    )
+
+
+def bind(
+    step: Step,
+    joint: fx.GraphModule,
+    num_forward: int,
+    seed: int,
+    timeout: timedelta | None,
+    inputs: Mapping[str, str] | None = None,
+    checks: int | None = 0,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """This rank's graphs of a step, in AOTAutograd's calling convention: whole inputs, a gradient for each.
+
+    A step that draws random numbers has its first seed made of `seed`, on which the ranks agree, and of its own graph.
+    In each call the ranks agree that all of them run this graph. In the first calls, `checks` many, they compare the
+    values of `inputs`, a mapping from placeholders to the user's names. Where `checks` is negative they do neither.
+    """
+    assert step.backward is not None
+    given = _placeholders(joint.graph)
+    num_tangents = sum(type(node.meta["desc"]).__name__ == "TangentAOTInput" for node in given)
+    primals, tangents = given[: len(given) - num_tangents], given[len(given) - num_tangents :]
+    device = next(node.meta["val"].device.type for node in given if isinstance(node.meta["val"], Tensor))
+    mesh = _runtime_mesh(step.spec.mesh, device, timeout, dist.group.WORLD if dist.is_initialized() else None)
+    forward, backward = mesh.bind(step.forward), mesh.bind(step.backward)
+
+    _fold(forward.graph, mesh.coordinates)
+    if step.spec.draws:
+        _draw_seed(forward, Seeds(mixed(seed, int(step.spec.graph_hash[:16], 16))))
+    _take_parts(forward.graph, primals, mesh)
+    _agree(forward, step.spec.graph_hash, primals, inputs or {}, mesh, checks)
+    values = graph_outputs(forward.graph)
+    _return(forward, [value for value in values if isinstance(value, fx.Node)])
+
+    _fold(backward.graph, [*mesh.coordinates, *values[num_forward:]])  # what is saved follows the coordinates
+    _take_parts(backward.graph, tangents, mesh)
+    gradients = iter(graph_outputs(backward.graph))
+    wanted = graph_outputs(joint.graph)[num_forward:]
+    _return(backward, [None if value is None else next(gradients) for value in wanted])
+    return forward, backward
+
+
+@lru_cache(maxsize=4)
+def _runtime_mesh(mesh: Mesh, device: str, timeout: timedelta | None, _: object) -> RuntimeMesh:
+    """The running world as a mesh; the same one for all steps, as each makes process groups."""
+    return RuntimeMesh(mesh, device, timeout)
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def _write(node: fx.Node, value: int) -> None:
+    """Write a number in the place of a node."""
+    for user in list(node.users):
+        user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), lambda leaf: value if leaf is node else leaf)
+    node.graph.erase_node(node)
+
+
+def _specialise(graph: fx.Graph) -> None:
+    """Write the sizes that Dynamo left open as what they are now, which its guards then hold them to.
+
+    A step is planned for its sizes: others compile another one.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    fake = FakeTensorMode()
+
+    def fixed(tensor: Tensor) -> Tensor:
+        with fake:
+            size, stride = [int(n) for n in tensor.shape], [int(n) for n in tensor.stride()]
+            return torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
+
+    refuse_open_sizes(graph)
+    if not any(isinstance(node.meta.get("val"), torch.SymInt) for node in graph.nodes):
+        return
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            _write(node, int(value))
+        else:
+            node.meta["val"] = pytree.tree_map_only(Tensor, fixed, value)
+
+
+def _return(module: fx.GraphModule, values: Sequence[fx.Node | None]) -> None:
+    module.graph.output_node().args = (tuple(values),)
+    module.graph.lint()
+    module.recompile()
+
+
+def _fold(graph: fx.Graph, first: Sequence[Any]) -> None:
+    """Write the first placeholders that have a number, and the integer arithmetic on them, as numbers."""
+    known = {node: value for node, value in zip(_placeholders(graph), first) if isinstance(value, int)}
+    for node in list(graph.nodes):
+        if node in known:
+            _write(node, known[node])
+        elif node.target in (operator.add, operator.mul) and not node.all_input_nodes:
+            _write(node, node.target(*node.args))
+
+
+class _NextSeed(nn.Module):
+    """The seed of a call, asked for by the graph itself, as AOTAutograd gives it the user's tensors alone."""
+
+    def __init__(self, seeds: Seeds) -> None:
+        super().__init__()
+        self.seeds = seeds
+
+    def forward(self) -> int:
+        return self.seeds()
+
+
+def _draw_seed(module: fx.GraphModule, seeds: Seeds) -> None:
+    """Let the forward graph ask for its seed where it would take it; CaptureError where the backward needs it, too."""
+    (seed,) = (node for node in _placeholders(module.graph) if node.name == SEED)
+    if module.graph.output_node() in seed.users:
+        raise CaptureError(
+            "the model draws random numbers in its backward, which torch.compile cannot do with this backend: "
+            "draw them in the forward, or use compile_parallel"
+        )
+    seed.replace_all_uses_with(_asked(module, seeds))
+    module.graph.erase_node(seed)
+
+
+def _asked(module: fx.GraphModule, seeds: Seeds) -> fx.Node:
+    """A node that asks for the seed of a call, before all others."""
+    module.add_submodule("seeds", _NextSeed(seeds))
+    first = next(node for node in module.graph.nodes if node.op != "placeholder")
+    with module.graph.inserting_before(first):
+        asked = module.graph.call_module("seeds")
+    asked.meta["val"] = None
+    return asked
+
+
+def seed_draws(module: fx.GraphModule, seeds: Seeds) -> None:
+    """Let all ranks draw the same numbers in a graph that each computes whole."""
+    drawing = [node for node in module.graph.nodes if draws(node)]
+    if not drawing:
+        return
+    seed = _asked(module, seeds)
+    for index, node in enumerate(drawing):
+        with module.graph.inserting_before(node):
+            again = module.graph.call_function(seeded, (node.target, seed, index, 0, *node.args), node.kwargs)
+        again.meta = dict(node.meta)
+        node.replace_all_uses_with(again)
+        module.graph.erase_node(node)
+    module.recompile()
+
+
+def _agree(
+    module: fx.GraphModule,
+    graph_hash: str,
+    whole: Sequence[fx.Node],
+    inputs: Mapping[str, str],
+    mesh: RuntimeMesh,
+    checks: int | None,
+) -> None:
+    """Let the ranks agree on each call of a graph that takes `whole` inputs, and compare the user's inputs."""
+    group = group_of_calls(mesh)
+    pairs = zip(_placeholders(module.graph), whole, strict=True)
+    found = [(node, inputs[given.name]) for node, given in pairs if given.name in inputs]
+    if group is None or (checks is not None and checks < 0):
+        return
+    module.add_submodule("agreed_call", AgreedCall([name for _, name in found], graph_hash, group, checks))
+    first = next(node for node in module.graph.nodes if node.op != "placeholder")
+    with module.graph.inserting_before(first):
+        module.graph.call_module("agreed_call", tuple(node for node, _ in found)).meta["val"] = None
+
+
+def _take_parts(graph: fx.Graph, whole: Sequence[fx.Node], mesh: RuntimeMesh) -> None:
+    """Let the last placeholders of a graph be given as `whole` ones: this rank's part of each is taken first.
+
+    Numbers that are written in the graph by now are taken, too, and not used.
+    """
+    coordinates = mesh.mesh.coordinates(mesh.rank)
+    tensors = [given for given in whole if isinstance(given.meta["val"], Tensor)]
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    placeholders = _placeholders(graph)
+    mine = [*placeholders[len(placeholders) - len(tensors) :], first]
+    for given in whole:
+        if not isinstance(given.meta["val"], Tensor):
+            with graph.inserting_before(mine[0]):
+                graph.placeholder(given.name).meta = dict(given.meta)
+            continue
+        node = mine.pop(0)
+        node.meta["val"] = given.meta["val"]
+        (layout,) = info(node).layouts
+        part, users = node, list(node.users)
+        with graph.inserting_before(first):
+            if layout.shard_axes:  # the batch, in its first dimension
+                sizes = [digit_size(digit) for digit in layout.dims[0]]
+                part = graph.call_function(aten.reshape.default, (part, [*sizes, *layout.local_shape[1:]]))
+                for index, digit in reversed(list(enumerate(layout.dims[0]))):
+                    if isinstance(digit, Axis):
+                        part = graph.call_function(aten.select.int, (part, index, coordinates[digit.name]))
+                part = graph.call_function(aten.reshape.default, (part, list(layout.local_shape)))
+            if not given.meta["val"].is_contiguous():  # the step was compiled for row-major memory
+                part = graph.call_function(aten.clone.default, (part,), {"memory_format": torch.contiguous_format})
+        for user in users:
+            user.replace_input_with(node, part)
 
 
 def shardweave(

@@ -13,8 +13,8 @@ from torch import nn
 
 from shardweave.compiler.api import LazyParallelModule
 from shardweave.compiler.baselines import Baseline, all_for
+from shardweave.compiler.capture_errors import refuse_wrapped
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.wrapped import refuse_wrapped
 from shardweave.cost_model import ClusterLike, Options
 from shardweave.ir import InfeasibleError, ParallelError, readable_bytes, readable_seconds
 from shardweave.planner import Plan, powers

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardweave.compiler.capture import capture
 from shardweave.compiler.dynamo_workarounds import collected_later
-from shardweave.compiler.index_checks import index_checks
+from shardweave.compiler.guards import index_checks
 from shardweave.compiler.sweep import Sweep, What, sweep
 from shardweave.cost_model import Cluster, ClusterLike, Options
 from shardweave.distributed import Control, control, in_step

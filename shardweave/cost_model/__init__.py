@@ -7,7 +7,7 @@ from shardweave.cost_model.cluster_description import shown
 from shardweave.cost_model.collectives import Demand, collective_seconds, crossed_level, group_extents
 from shardweave.cost_model.kernel_scratch import rounded
 from shardweave.cost_model.machine import Device, Level, Machine
-from shardweave.cost_model.measured_tables import CollectiveTable, Curve, Measured
+from shardweave.cost_model.measured_tables import CollectiveTable, Curve, Measured, OpTable, OpTime
 from shardweave.cost_model.memory import (
     ONCE,
     MemoryCurve,
@@ -18,13 +18,15 @@ from shardweave.cost_model.memory import (
     output_storages,
     storage_bytes,
 )
-from shardweave.cost_model.node_cost import Prices, node_key, optimizer_loads, optimizer_seconds
-from shardweave.cost_model.op_tables import OpTable, OpTime
-from shardweave.cost_model.op_time import (
+from shardweave.cost_model.node_cost import (
+    Prices,
     bytes_seconds,
     flops_by_op,
     matmul_seconds,
+    node_key,
     node_seconds,
+    optimizer_loads,
+    optimizer_seconds,
     replicated,
     sharded_share,
     work_seconds,

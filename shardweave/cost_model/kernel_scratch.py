@@ -198,7 +198,7 @@ def _whole(channels: int) -> int:
 
 
 def _expert_mm(node: fx.Node) -> int:
-    """ops/experts.py: the rows in their experts' order, and one expert's product, if all have as many."""
+    """ops/products.py: the rows in their experts' order, and one expert's product, if all have as many."""
     experts = int(_value(node, 1).shape[0])
     return tensor_bytes(_value(node, 0)) + tensor_bytes(node.meta["val"]) // max(1, experts)
 
@@ -208,7 +208,7 @@ def _expert_outer(node: fx.Node) -> int:
 
 
 def _quantize(node: fx.Node) -> int:
-    """ops/quantized_blocks.py: whole blocks in full precision, and a byte for each element; the result comes later."""
+    """ops/encodings.py: whole blocks in full precision, and a byte for each element; the result comes later."""
     payload, scales = node.meta["val"]
     padded = int(scales.numel() * _value(node, 3))
     return padded * (int(scales.element_size()) + 1) - tensor_bytes(payload)
@@ -237,7 +237,7 @@ def _like_input(node: fx.Node) -> int:
 
 
 def _ordered_bits(node: fx.Node) -> int:
-    """ops/ordered_bits.py: which numbers are none, or before that the numbers in float32 where they are not."""
+    """ops/encodings.py: which numbers are none, or before that the numbers in float32 where they are not."""
     x, result = _value(node, 0), node.meta["val"]
     return int(x.numel()) if x.element_size() == result.element_size() else tensor_bytes(result)
 

@@ -128,13 +128,13 @@ class Device:
         Part of `memory_bandwidth` that a pointwise kernel reaches; 0.7 to 0.9 on GPUs.
     matmul_half : mapping of str to float
         By dtype, the size ``h`` of a dimension at which a product reaches half of `matmul_efficiency`: a product of
-        ``m k, k n`` reaches the part ``m / (m + h) * n / (n + h) * k / (k + h)`` of it (`op_time.matmul_seconds`).
+        ``m k, k n`` reaches the part ``m / (m + h) * n / (n + h) * k / (k + h)`` of it (`node_cost.matmul_seconds`).
         That of float32 stands in for dtypes not listed; without it, 0: every shape reaches the same.
     memory_half : float
         The bytes at which a kernel reaches half of `memory_efficiency`, its launch apart.
     memory_times : sequence of (bytes, seconds)
         What pointwise kernels took that moved as many bytes, their launch apart, for rising bytes: measured ones, in
-        place of `memory_bandwidth` between them (`op_time.bytes_seconds`).
+        place of `memory_bandwidth` between them (`node_cost.bytes_seconds`).
     overlap_slowdown : float
         What a kernel's time is multiplied by while a collective runs: it takes cores and memory bandwidth too.
     collective_slowdown : float

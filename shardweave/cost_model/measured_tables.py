@@ -1,21 +1,175 @@
-"""What was measured on the machine itself, and how it is read between and beyond the points that were measured.
+"""Measured tables of a machine: times of collectives and ops, how they are interpolated, and the cache that keeps them.
 
-AMSP (arXiv 2311.00257, section IV-A) prices collectives from a table of measurements, not from a formula; so does
-`collectives.collective_seconds` where a `Cluster` carries one. `Cluster.detect(profile=True)` makes it.
+AMSP (arXiv 2311.00257, section IV-A) prices collectives from a table of measurements, not from a formula. So does
+`collectives.collective_seconds` where a `Cluster` carries a table. `Cluster.detect(profile=True)` makes one. Ops are
+found by their signature. The cache has one JSON file for each hardware and set of versions, in the user's cache
+directory.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import os
+import platform
+import tempfile
+import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from shardweave.cost_model.cluster_description import build, check_number, shown
-from shardweave.cost_model.op_tables import OpTable
+from shardweave.cost_model.op_work import Product, Work
 from shardweave.ir import ClusterError
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """What one op took at one shape, launch included.
+
+    Parameters
+    ----------
+    seconds : float
+        Median of its runs.
+    work : Work
+        What it does, with its signature.
+
+    Raises
+    ------
+    ClusterError
+        Where the seconds are no number above 0.
+    """
+
+    seconds: float
+    work: Work
+
+    def __post_init__(self) -> None:
+        check_number(f"measured.ops.{self.work.signature}.seconds", self.seconds)
+
+
+@dataclass(frozen=True)
+class OpTable:
+    """Measured ops.
+
+    Parameters
+    ----------
+    times : mapping of str to OpTime
+        By signature (`signature.signature`).
+    skipped : mapping of str to str
+        Why ops that were asked for have no time, by signature; no part of a comparison, and not kept in files.
+
+    Examples
+    --------
+    >>> work = Work(2 * 64**3, 3 * 4 * 64**2, "float32", Product(64, 64, 64), "aten.mm.default(float32[64,64], ...)")
+    >>> table = OpTable.of([OpTime(2e-5, work)])
+    >>> table.seconds(work.signature)
+    2e-05
+    >>> table.seconds("aten.mm.default(float32[8,8], float32[8,8])") is None
+    True
+    >>> OpTable.from_dict(table.to_dict()) == table
+    True
+    """
+
+    times: Mapping[str, OpTime] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, times: list[OpTime]) -> OpTable:
+        """The table of these times; of one signature the last one counts."""
+        return cls({time.work.signature: time for time in times})
+
+    def seconds(self, signature: str) -> float | None:
+        """Seconds of the op of that signature; None where it was not measured."""
+        found = self.times.get(signature)
+        return None if found is None else found.seconds
+
+    def nearest(self, work: Work) -> OpTime | None:
+        """The measured time of the same op, in the same dtype, at the shape most like that of `work`; None without one.
+
+        Shapes differ by the sum of the ratios, as logarithms, of their FLOPs, their bytes and the dimensions of their
+        product.
+
+        >>> small, large = (Work(flops=8 * n, num_bytes=n, signature=f"op({n})") for n in (1000, 100_000))
+        >>> table = OpTable.of([OpTime(1e-6, small), OpTime(1e-4, large)])
+        >>> table.nearest(Work(flops=40_000, num_bytes=5000, signature="op(5000)")).work.signature
+        'op(1000)'
+        """
+        found = self._by_op.get((work.op, work.dtype), ())
+        return min(found, key=lambda time: (_distance(time.work, work), time.work.signature), default=None)
+
+    def merged(self, other: OpTable) -> OpTable:
+        """Both tables' times; where both have one, that of `other`."""
+        times = {**self.times, **other.times}
+        skipped = {**self.skipped, **other.skipped}
+        return OpTable(times, {signature: why for signature, why in skipped.items() if signature not in times})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The times as plain types; `from_dict` is its inverse."""
+        return {
+            signature: {
+                "seconds": time.seconds,
+                "flops": time.work.flops,
+                "bytes": time.work.num_bytes,
+                "dtype": time.work.dtype,
+                "product": None if time.work.product is None else list(time.work.product),
+                **({"computed": time.work.computed} if time.work.computed != 1.0 else {}),
+            }
+            for signature, time in self.times.items()
+        }
+
+    @classmethod
+    def from_dict(cls, data: object) -> OpTable:
+        """A table out of plain types, as a file gives them.
+
+        Raises
+        ------
+        ClusterError
+            Names the key, what was expected and what came.
+        """
+        if not isinstance(data, Mapping):
+            raise ClusterError(f"measured.ops: expected a mapping of signature to its time, got {shown(data)}")
+        return cls({str(signature): _time(str(signature), entry) for signature, entry in data.items()})
+
+    @cached_property
+    def _by_op(self) -> dict[tuple[str, str], tuple[OpTime, ...]]:
+        found: dict[tuple[str, str], tuple[OpTime, ...]] = {}
+        for time in self.times.values():
+            key = time.work.op, time.work.dtype
+            found[key] = *found.get(key, ()), time
+        return found
+
+
+def _distance(one: Work, other: Work) -> float:
+    pairs = [(one.flops, other.flops), (one.num_bytes, other.num_bytes)]
+    if one.product is not None and other.product is not None:
+        pairs += list(zip(one.product, other.product))
+    return sum(abs(math.log((left + 1) / (right + 1))) for left, right in pairs)
+
+
+def _time(signature: str, entry: object) -> OpTime:
+    key = f"measured.ops.{signature}"
+    names = {"seconds", "flops", "bytes", "dtype", "product"}
+    if not isinstance(entry, Mapping) or set(entry) - {"computed"} != names:
+        raise ClusterError(f"{key}: expected a mapping with {', '.join(sorted(names))}, got {shown(entry)}")
+    product = entry["product"]
+    if product is not None and not (isinstance(product, list | tuple) and len(product) == 3):
+        raise ClusterError(f"{key}.product: expected three sizes or nothing, got {shown(product)}")
+    for name in ("flops", "bytes"):
+        check_number(f"{key}.{name}", entry[name], whole=True, zero=True)
+    for size in product or ():
+        check_number(f"{key}.product", size, whole=True, zero=True)
+    computed = entry.get("computed", 1.0)
+    check_number(f"{key}.computed", computed, high=1)
+    work = Work(entry["flops"], entry["bytes"], str(entry["dtype"]), Product(*product) if product else None)
+    return OpTime(entry["seconds"], replace(work, signature=signature, computed=float(computed)))
+
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 """The collectives that have a price."""
@@ -238,3 +392,113 @@ def _number(value: Any) -> Any:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         return value
+
+
+def hardware() -> dict[str, Any]:
+    """What one rank runs on and with: where any of it differs, its times are others."""
+    found: dict[str, Any] = {"torch": torch.__version__}
+    if dist.is_available() and dist.is_initialized():
+        found["backend"] = dist.get_backend()
+    if torch.cuda.is_available() and found.get("backend") != "gloo":
+        found["device"] = torch.cuda.get_device_name(torch.cuda.current_device())
+        found |= {"cuda": torch.version.cuda or torch.version.hip, "nccl": _nccl()}
+    else:
+        found |= {"device": _cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    return found
+
+
+def _nccl() -> list[int]:
+    return list(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+
+
+def _cpu() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass  # no Linux
+    return platform.processor() or platform.machine()
+
+
+def cache_directory() -> Path:
+    """``$SHARDWEAVE_CACHE``; without it ``$XDG_CACHE_HOME/shardweave``, or ``~/.cache/shardweave``.
+
+    Examples
+    --------
+    >>> cache_directory().is_absolute()
+    True
+    """
+    own = os.environ.get("SHARDWEAVE_CACHE")
+    if own:
+        return Path(own).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the XDG base directory specification: relative paths are to be ignored
+        base = os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base).absolute() / "shardweave"
+
+
+def key_of(what: Mapping[str, Any]) -> str:
+    """Sixteen hex digits that differ where anything in `what`, of plain types, does.
+
+    >>> key_of({"torch": "2.13", "ranks": 4}) == key_of({"ranks": 4, "torch": "2.13"}) != key_of({"torch": "2.13"})
+    True
+    """
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read(key: str) -> Measured | None:
+    """The measurements kept under `key`; None where there are none, or the file is damaged."""
+    try:
+        found = Measured.from_dict(load(f"cluster-{key}"))
+    except ClusterError:
+        return None
+    return found if found.key == key else None
+
+
+def write(measured: Measured) -> Path | None:
+    """Keep `measured` under its key, as `store` does."""
+    return store(f"cluster-{measured.key}", measured.to_dict())
+
+
+def load(name: str) -> object:
+    """What is kept under `name`; None where there is nothing, or the file is damaged."""
+    try:
+        found: object = json.loads(_path(name).read_text(encoding="utf-8"))
+        return found
+    except (OSError, ValueError, RecursionError):  # RecursionError: lists within lists without end
+        return None
+
+
+def store(name: str, data: Mapping[str, Any]) -> Path | None:
+    """Keep `data`, of plain types, under `name`; who reads at the same time sees all of it or nothing.
+
+    Returns
+    -------
+    Path or None
+        The file; None, with a warning, where it cannot be written: the next run then measures again.
+    """
+    path = _path(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(data, file, indent=1)
+            os.replace(draft, path)
+        except BaseException:
+            os.unlink(draft)
+            raise
+    except OSError as error:
+        warnings.warn(
+            f"the cluster's measurements could not be kept in {path.parent}: {error.strerror or error}; "
+            "set SHARDWEAVE_CACHE to a directory that can be written",
+            stacklevel=2,
+        )
+        return None
+    return path
+
+
+def _path(name: str) -> Path:
+    return cache_directory() / f"{name}.json"

@@ -1,20 +1,221 @@
-"""The main job, from planning to the comparison with one device."""
+"""The main job: the same training loop on one device and on all ranks, on real text, with the losses compared."""
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from matplotlib.figure import Figure
+from rich import progress as bars
 from rich.console import Console
+from torch import Tensor, nn
 
 import shardweave as sw
-from shardweave.demo.figure import plot_losses
-from shardweave.demo.model import GPT
-from shardweave.demo.training import Recipe, Run, train_on_rank, train_single
-from shardweave.ir import ParallelError, readable_bytes
-from shardweave.report import Progress
+from shardweave.demo.model import GPT, GPTConfig
+from shardweave.ir import InputError, ParallelError, readable_bytes
+from shardweave.report import Progress, source
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text as byte tokens, and the batches that are drawn from it.
+
+    Parameters
+    ----------
+    tokens : Tensor
+        The text's bytes, one dimension of ``torch.long``.
+    batch : int
+        Sequences in a batch.
+    context : int
+        Tokens in a sequence.
+
+    Examples
+    --------
+    >>> text = Text(torch.arange(100), batch=2, context=8)
+    >>> tokens, targets = text.draw(step=0)
+    >>> bool((targets == tokens + 1).all())
+    True
+    """
+
+    tokens: Tensor
+    batch: int
+    context: int
+
+    @classmethod
+    def of_standard_library(cls, batch: int, context: int, max_bytes: int = 4_000_000) -> Text:
+        """The top-level modules of the running Python's standard library, in the order of their names.
+
+        Raises
+        ------
+        InputError
+            If this Python comes without the sources of its library.
+        """
+        folder = Path(sysconfig.get_path("stdlib"))
+        text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[:max_bytes]
+        if len(text) <= context + 1:
+            raise InputError(
+                f"the standard library at {folder} has {len(text)} bytes of Python source, the demo needs more than "
+                f"{context + 1}: run it with a Python that is installed with its sources"
+            )
+        return cls(torch.frombuffer(bytearray(text), dtype=torch.uint8).long(), batch, context)
+
+    def draw(self, step: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets, each (batch, context), of step number `step`: the same on every rank."""
+        generator = torch.Generator().manual_seed(step)
+        starts = torch.randint(len(self.tokens) - self.context, (self.batch,), generator=generator).tolist()
+        rows = torch.stack([self.tokens[start : start + self.context + 1] for start in starts])
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def plot_losses(parallel: Sequence[float], single: Sequence[float], label: str, path: Path | None = None) -> Figure:
+    """The loss curves of a parallel and a single-device training above, their relative difference below.
+
+    Parameters
+    ----------
+    parallel, single : sequence of float
+        The loss of every step.
+    label : str
+        What the parallel curve is called.
+    path : Path, optional
+        Where to save the figure.
+
+    Examples
+    --------
+    >>> len(plot_losses([2.0, 1.0], [2.0, 1.0], "4 ranks").axes)
+    2
+    """
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    steps = range(1, len(single) + 1)
+    above.plot(steps, single, color="#b0b7c3", linewidth=5, label="one device")
+    above.plot(steps, parallel, color="#1f5fa8", linewidth=1.5, marker="o", markersize=3, label=label)
+    above.set_ylabel("loss (nats per byte)")
+    above.legend(frameon=False)
+    # The smallest difference that can be drawn on a logarithmic axis stands for none.
+    below.semilogy(steps, [max(abs(a - b) / abs(b), 1e-9) for a, b in zip(parallel, single)], color="#c2571a")
+    below.set_ylabel("relative\ndifference")
+    below.set_xlabel("step")
+    below.set_ylim(1e-9, 1e-4)
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained on what and for how long: the same on one device and on many.
+
+    Parameters
+    ----------
+    model : GPTConfig
+        The model's sizes.
+    steps : int
+        Optimizer steps.
+    batch : int
+        Sequences in the global batch.
+    learning_rate : float
+        Of AdamW, after the warm-up.
+    warm_up : int
+        Steps over which the learning rate rises. Without it AdamW's first steps are the gradients' signs, which
+        turns the last bit of a gradient near zero into a whole step.
+    seed : int
+        Of the model's first parameters.
+    """
+
+    model: GPTConfig = field(default_factory=GPTConfig)
+    steps: int = 30
+    batch: int = 16
+    learning_rate: float = 1e-3
+    warm_up: int = 10
+    seed: int = 0
+
+    def build(self) -> GPT:
+        """The model with its first parameters, the same on every rank."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return GPT(self.model)
+
+    def text(self) -> Text:
+        return Text.of_standard_library(self.batch, self.model.context)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of a training: the loss of every step, and the median of a step's measured seconds."""
+
+    losses: tuple[float, ...]
+    step_seconds: float
+
+
+def train(recipe: Recipe, model: nn.Module, step: Callable[..., Any], title: str, show: bool = True) -> Run:
+    """Train `model` with AdamW; `step` maps tokens and targets to the loss.
+
+    This is the whole loop: nothing in it depends on whether `step` runs on one device or on many.
+    """
+    text = recipe.text()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / recipe.warm_up))
+    losses, seconds = [], []
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
+        bars.TextColumn("loss {task.fields[loss]}"),
+    )
+    progress = bars.Progress(*columns) if show else None
+    with progress or nullcontext():
+        task = progress.add_task(title, total=recipe.steps, loss="-") if progress else None
+        for index in range(recipe.steps):
+            tokens, targets = text.draw(index)
+            started = time.perf_counter()
+            loss: Tensor = step(tokens, targets)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            optimizer.step()
+            schedule.step()
+            seconds.append(time.perf_counter() - started)
+            losses.append(loss.item())
+            if progress and task is not None:
+                progress.update(task, advance=1, loss=f"{losses[-1]:.3f}")
+                if not progress.console.is_terminal and (index + 1) % 10 == 0:
+                    progress.console.print(f"{title}: step {index + 1}, loss {losses[-1]:.4f}")
+    return Run(tuple(losses), sorted(seconds)[len(seconds) // 2])
+
+
+def train_single(recipe: Recipe) -> Run:
+    """Train on this process alone, the model as it is."""
+    model = recipe.build()
+    return train(recipe, model, model, "one device")
+
+
+def train_on_rank(recipe: Recipe, plan_path: str, graphs_path: str) -> Run:
+    """Train on one rank of the running world; rank 0 writes the graphs and shows progress."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    plan = sw.Plan.load(plan_path)
+    parallel = sw.compile_parallel(recipe.build(), plan.cluster, recipe.text().draw(0), plan=plan)
+    assert isinstance(parallel, sw.ParallelModule)  # for the type checker: inputs were given, so it is compiled
+    if rank == 0:
+        write_graphs(parallel.graphs, Path(graphs_path))
+    return train(recipe, parallel, parallel, f"{ranks} ranks", show=rank == 0)
+
+
+def write_graphs(graphs: dict[str, torch.fx.GraphModule], folder: Path) -> None:
+    """Write the graph after each stage as Python text, numbered in the order of the stages."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for index, (stage, graph) in enumerate(graphs.items()):
+        (folder / f"{index:02}_{stage}.py").write_text(source(graph))
+
 
 TOLERANCE = 1e-5
 """The largest relative difference of a loss (float32) between one device and many."""

@@ -39,9 +39,10 @@ from shardweave.ir.formatting import (
     readable_ranges,
     readable_seconds,
 )
-from shardweave.ir.layout import Layout, Padding, normalise
-from shardweave.ir.layout_algebra import (
+from shardweave.ir.layout import (
     LOCAL,
+    Layout,
+    Padding,
     Step,
     StepKind,
     digit_size,
@@ -49,6 +50,7 @@ from shardweave.ir.layout_algebra import (
     factors_of,
     input_layouts,
     layout_through_view,
+    normalise,
     outermost_first,
     output_layouts,
     sliced_like,

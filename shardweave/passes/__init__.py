@@ -3,12 +3,11 @@
 `pipeline.PASSES` has the passes in their order. This room may import `ir`, `ops`, `sharding` and `cost_model`.
 """
 
-from shardweave.passes.annotated_step import Annotated, annotate, join_names
 from shardweave.passes.codegen import Step, graph_hash
-from shardweave.passes.overlap_options import with_times
-from shardweave.passes.pipeline import Compiled, Shards, layer_multiplicity, lower
+from shardweave.passes.pipeline import Compiled, Shards, layer_multiplicity, lower, with_times
 from shardweave.passes.recompute import region_of
 from shardweave.passes.schedule import RepeatedLayers
+from shardweave.passes.step_boundary import Annotated, annotate, join_names
 
 __all__ = [
     "Annotated",

@@ -17,7 +17,7 @@ from torch import fx
 from shardweave.ir import Collective, Traffic
 from shardweave.passes.base import Pass, Property
 from shardweave.passes.partition import StateSharding
-from shardweave.passes.scheduling_priorities import WAIT
+from shardweave.passes.schedule import WAIT
 from shardweave.sharding import info
 
 

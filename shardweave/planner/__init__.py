@@ -2,16 +2,12 @@
 answers and keeps the best `Plan`. May import every room above this line of the architecture: `ir` to `report`.
 """
 
-from shardweave.planner.problem.candidates import legal
-from shardweave.planner.problem.force import forced_strategies
-from shardweave.planner.search.evaluation import Judge, Judged, Known
+from shardweave.planner.problem.candidates import forced_strategies, legal
+from shardweave.planner.search.evaluation import KEPT_DECISIONS, Decision, Judge, Judged, Known, Sharded, StepLowering
 from shardweave.planner.search.layer_problem import Steps
-from shardweave.planner.search.lowering import KEPT_DECISIONS, Decision, Sharded, StepLowering
-from shardweave.planner.search.micro_batch_search import fastest, powers
-from shardweave.planner.search.op_choice import ModelKey
-from shardweave.planner.search.plan import Plan
+from shardweave.planner.search.plan import ModelKey, Plan
 from shardweave.planner.search.planning import Planning
-from shardweave.planner.search.search import KEPT_FIGURES, PlanSearch
+from shardweave.planner.search.search import KEPT_FIGURES, PlanSearch, fastest, powers
 
 __all__ = [
     "Decision",

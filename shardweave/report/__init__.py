@@ -1,8 +1,7 @@
 """What users see: tables and listings, made of plain data, and the progress of planning. May import `ir` and `ops`."""
 
-from shardweave.report.listing import source
 from shardweave.report.progress import LOGGER, Event, Progress, Reporter
-from shardweave.report.report import Report
+from shardweave.report.report import Report, source
 
 __all__ = [
     "LOGGER",

@@ -1,16 +1,23 @@
-"""Reports: a table with lines above it, which prints itself in a terminal, in a notebook, and as plain text."""
+"""Reports: tables that print themselves in a terminal, in a notebook and as plain text, and listings of graphs."""
 
 from __future__ import annotations
 
 import html
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
+import torch
 from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
+from torch import fx
+
+from shardweave.ir import META, Collective, NodeInfo, axes_size, readable_bytes
+from shardweave.ops import seeded
 
 _WIDTH = 140
 
@@ -73,3 +80,112 @@ class Report:
         body = "".join(f"<tr>{cells('td', row)}</tr>" for row in self.rows)
         foot = f"<tfoot><tr>{cells('th', self.total)}</tr></tfoot>" if self.total else ""
         return f"{head}<table><thead><tr>{cells('th', self.columns)}</tr></thead><tbody>{body}</tbody>{foot}</table>"
+
+
+_LISTING_WIDTH = 96
+"""Lines longer than this do not push the shapes of all others to the right."""
+
+
+def listing(graph_module: fx.GraphModule, op: str = "*", backward: bool | None = None) -> str:
+    """The nodes of a graph that belong to an op, one a line.
+
+    Parameters
+    ----------
+    graph_module : GraphModule
+        A stage of a compiled step, such as ``graphs["shard"]``.
+    op : str
+        Name of a module or a parameter, or a pattern as in a shell: ``"blocks.0.*"``.
+    backward : bool, optional
+        Only the nodes of the backward, or only those of the forward.
+
+    Examples
+    --------
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> y = graph.call_function(torch.ops.aten.relu.default, (x,))
+    >>> y.meta["val"], y.meta[META] = torch.zeros(4, 2), NodeInfo(op="blocks.0.act")
+    >>> print(listing(fx.GraphModule({}, graph), "blocks.0.*"))
+    relu_default = relu(x)  # [4, 2]
+    """
+    lines: list[tuple[str, str]] = []
+    for node in graph_module.graph.nodes:
+        info = node.meta.get(META)
+        if not isinstance(info, NodeInfo) or node.op == "output" or backward not in (None, info.backward):
+            continue
+        if not any(fnmatchcase(info.op, pattern) for pattern in (op, f"{op}.weight", f"{op}.bias")):
+            continue
+        if info.collective is not None:
+            lines.append((f"# {_reason(info.collective)}", ""))
+        lines.append((_code(node), _shapes(node)))
+    width = max((len(code) for code, shape in lines if shape and len(code) <= _LISTING_WIDTH), default=0)
+    return "\n".join(f"{code:<{width}}  # {shape}" if shape else code for code, shape in lines)
+
+
+def source(graph_module: fx.GraphModule) -> str:
+    """A whole graph as Python that can be read, with every shape, and an input a line.
+
+    Examples
+    --------
+    >>> graph = fx.Graph()
+    >>> _ = graph.output((graph.placeholder("head_weight"), graph.placeholder("tokens")))
+    >>> print(source(fx.GraphModule({}, graph, "Forward")).strip())
+    class Forward(torch.nn.Module):
+        def forward(
+            self,
+            head_weight,
+            tokens,
+        ):
+            return (head_weight, tokens)
+    """
+    lines = []
+    for line in graph_module.print_readable(print_output=False).splitlines():
+        if line.strip() == "# No stacktrace found for following nodes":
+            continue
+        indent, defined, signature = line.partition("def forward(")
+        if defined and signature.endswith("):"):
+            # Annotations hold commas too ("f32[8, 128]"): arguments end where a name begins.
+            arguments = re.split(r", (?=[A-Za-z_])", signature.removesuffix("):"))
+            line = "\n".join([f"{indent}def forward(", *(f"{indent}    {name}," for name in arguments), f"{indent}):"])
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _code(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        # A parameter is called after itself; the backward's other inputs after the node that the forward saved.
+        at_rest = node.name == re.sub(r"\W", "_", node.meta[META].op)
+        return f"{node.name} = {'at rest' if at_rest else 'saved'}"
+    arguments = [_value(argument) for argument in node.args]
+    arguments += [f"{name}={_value(value)}" for name, value in node.kwargs.items()]
+    if getattr(node.target, "__name__", "") == "getitem":
+        return f"{node.name} = {arguments[0]}[{arguments[1]}]"
+    if node.target is seeded:  # its op, as if it were called itself, and what its seed is made of
+        op, _, index, position = node.args[:4]
+        given = [*arguments[4:], f"draw={index}", *([] if position == 0 else [f"part={_value(position)}"])]
+        return f"{node.name} = {_name(op)}({', '.join(given)})"
+    return f"{node.name} = {_name(node.target)}({', '.join(arguments)})"
+
+
+def _name(target: object) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket.__name__)
+    return str(getattr(target, "__name__", target))
+
+
+def _value(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_value(item) for item in value)}]"
+    return repr(value)
+
+
+def _shapes(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else [value]
+    shapes = [str(list(value.shape)) for value in values if isinstance(value, torch.Tensor)]
+    return ", ".join(shapes)
+
+
+def _reason(what: Collective) -> str:
+    over = " ".join(axis.name for axis in what.axes)
+    size = f"{readable_bytes(what.bytes)} over {over} ({axes_size(what.axes)} devices)"
+    return f"{what.owner}: {what.kind} of {size}{what.reason and ', '}{what.reason}"

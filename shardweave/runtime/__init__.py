@@ -6,12 +6,12 @@ local ranks. A plan and two graphs are all that it needs: it knows no planner. M
 import shardweave.ops  # noqa: F401  (registers the ops that generated graphs call)
 from shardweave.runtime.call_checks import AgreedCall, Batch, agree_on_graph, group_of_calls
 from shardweave.runtime.checkpoint.checkpoint import Saving, load_checkpoint, save_checkpoint
-from shardweave.runtime.checkpoint.state_dict import named_tensors
 from shardweave.runtime.checkpoint.weights import load_weights, save_weights
 from shardweave.runtime.execute import boxed
 from shardweave.runtime.initialise import initialise, initialised
 from shardweave.runtime.launch import WorkerPool, launch
 from shardweave.runtime.module import ParallelModule, Step, agreed_seed, become_parallel, compare_graphs
+from shardweave.runtime.module_tree import named_tensors
 
 __all__ = [
     "Batch",

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_iter
 
 from shardweave.distributed import Control, control, control_of, in_step
 from shardweave.ir import Layout, ParallelError
-from shardweave.runtime.checkpoint.state_dict import named_tensors
 from shardweave.runtime.module import ParallelModule, _from_all
+from shardweave.runtime.module_tree import named_tensors
 from shardweave.runtime.parameters import local_part, local_tensor
 from shardweave.runtime.tensor import gather
 

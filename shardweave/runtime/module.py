@@ -1,6 +1,7 @@
-"""The parallel model: an nn.Module with the model's own parameter names, whose call runs a generated step.
+"""The parallel model: an `nn.Module` with the model's own parameter names, whose call runs a generated step.
 
-Which losses a gradient comes from: a parameter that no loss of a step needs gets none, as on one device.
+A parameter that no loss of a call depends on gets no gradient, as on one device. Changes that a user makes to the
+module tree after compiling, and that the generated step would not follow, are refused.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
 from typing import Any, Protocol, cast
@@ -26,14 +28,78 @@ from shardweave.distributed import RuntimeMesh, collective, from_all
 from shardweave.ir import ConstantsCheck, InputError, Layout, ParallelError, Reads, StepSpec, ValueSpec, axes_size
 from shardweave.ops import IndexChecks, Seeds, all_reduced
 from shardweave.runtime.call_checks import Batch, Calls, group_of_calls
-from shardweave.runtime.changed_parameters import Watch
-from shardweave.runtime.checkpoint.state_dict import Finder, adopt, shard_whole, submodule, without_values
 from shardweave.runtime.dtensor_patches import untraced
 from shardweave.runtime.execute import Executor, boxed, refuse_transforms
 from shardweave.runtime.grad_accumulation import Boxed, Forms, Turns
 from shardweave.runtime.inputs import LocalBatch
+from shardweave.runtime.module_tree import Finder, adopt, shard_whole, submodule, without_values
 from shardweave.runtime.parameters import local_tensor
 from shardweave.runtime.tensor import ParallelTensor, distribute, gather
+
+_AGAIN = "Make the change on the model and compile it again"
+
+
+@dataclass(frozen=True)
+class _Seen:
+    path: str
+    parent: nn.Module
+    name: str
+    module: nn.Module
+    training: bool
+    hooks: tuple[int, ...]
+
+
+class Watch:
+    """The submodules of `root` as they were when the step was compiled.
+
+    >>> root = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> watch = Watch(root)
+    >>> root[1] = nn.GELU()
+    >>> watch.check()
+    Traceback (most recent call last):
+    shardweave.ir.errors.ParallelError: '1' was a ReLU when the step was compiled, and is a GELU now: the step goes on \
+computing the former. Make the change on the model and compile it again
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._seen = [
+            _Seen(f"{path}.{name}".lstrip("."), parent, name, module, module.training, _hooks(module))
+            for path, parent in root.named_modules()
+            for name, module in parent._modules.items()
+            if module is not None
+        ]
+
+    def check(self) -> None:
+        """ParallelError where a submodule is another one, in another mode, or has other hooks."""
+        for seen in self._seen:
+            module = seen.parent._modules.get(seen.name)
+            if module is not seen.module:
+                was, now = (type(each).__name__ for each in (seen.module, module))
+                other = "another one" if was == now else f"a {now}"
+                is_now = "is gone" if module is None else f"is {other} now"
+                raise ParallelError(
+                    f"{seen.path!r} was a {was} when the step was compiled, and {is_now}: the step goes on computing "
+                    f"the former. {_AGAIN}"
+                )
+            if module.training is not seen.training:
+                modes = ("evaluation", "training")
+                raise ParallelError(
+                    f"{seen.path!r} was in {modes[seen.training]} mode when the step was compiled, and is in "
+                    f"{modes[module.training]} mode now, which the step does not hear of. {_AGAIN}"
+                )
+            if (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or seen.hooks) and _hooks(
+                module
+            ) != seen.hooks:
+                raise ParallelError(
+                    f"hooks of {seen.path!r} were added or removed after the step was compiled: the step does not call "
+                    "submodules, so that they would never run. Register them on the model before it is compiled, or "
+                    "on the parallel module itself"
+                )
+
+
+def _hooks(module: nn.Module) -> tuple[int, ...]:
+    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return tuple(key for hooks in kinds for key in hooks)
 
 
 class Step(Protocol):

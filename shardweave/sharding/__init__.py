@@ -31,8 +31,12 @@ from shardweave.sharding.graphs import (
     is_wait,
     module_of,
     node_nodes,
+    op_arguments,
     op_name,
+    op_of,
+    signature,
     tensor_bytes,
+    tensor_shape,
     tensors,
 )
 from shardweave.sharding.layer_structure import Fold, Run, find_runs, fold, layers_of_ops
@@ -53,7 +57,6 @@ from shardweave.sharding.rules.matmul import EACH, FIRST, linear_in
 from shardweave.sharding.rules.random import draws
 from shardweave.sharding.rules.registry import EVERY, Rule, argument, rule, shape, tensor_args
 from shardweave.sharding.samples import Samples, first_sized, of_all_ranks, refuse_broken
-from shardweave.sharding.tensor_signature import op_arguments, op_of, signature, tensor_shape
 
 __all__ = [
     "Alternating",

@@ -3,7 +3,7 @@
 Frameworks sort (token, expert) pairs by expert, multiply the groups, and undo the sort. A sort over all tokens cannot
 be computed in parts, but nothing depends on it: between the sort and its undoing every op works row by row. So the
 region is written again without it. Each value in sorted order has a twin in token order; a row-wise op on sorted
-values is the same op on their twins; a grouped product becomes `shardweave.ops.experts.expert_mm`, which is told
+values is the same op on their twins; a grouped product becomes `shardweave.ops.products.expert_mm`, which is told
 each row's expert; where the order is undone, the twin is taken. What the sort was for happens inside `expert_mm`.
 """
 

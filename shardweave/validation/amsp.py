@@ -15,11 +15,9 @@ import torch
 
 from shardweave.ir import Ablation, Grid, InputError, Precision, Strategy, Traffic
 from shardweave.planner import Plan
-from shardweave.validation.deepspeed import hosted
 from shardweave.validation.models import Sizes
-from shardweave.validation.published import Paper, table
-from shardweave.validation.rows import Row
-from shardweave.validation.setting import Setting, captured
+from shardweave.validation.rows import Paper, Row, table
+from shardweave.validation.setting import Setting, captured, hosted
 
 MODELS = {
     "LLaMA-7B": Sizes(32, 4096, 32),
@@ -50,7 +48,7 @@ OVERLAP: Mapping[str, Mapping[str, Any]] = {
 calibrated, against the text, which turns their overlap on; ZeRO-1 reduces in buckets (DeepSpeed's, by default)."""
 OTHERS: Mapping[str, Any] = {"ablation": Ablation(blocking=BLOCKING["L0"])}
 DEEPSPEED = ("ZeRO-3", "ZeRO++")
-"""The systems whose host prepares each gather and scatter (`deepspeed`)."""
+"""The systems whose host prepares each gather and scatter (`setting.hosted`)."""
 
 Factors = Mapping[tuple[str, str], Mapping[str, Any]]
 """The rows of Table IV, by model and approach."""

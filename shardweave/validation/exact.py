@@ -15,8 +15,7 @@ from shardweave.ir import Collective, InputError, PlanError, Precision, Quantize
 from shardweave.planner import Plan
 from shardweave.sharding import info
 from shardweave.validation.models import Sizes
-from shardweave.validation.published import Paper, table
-from shardweave.validation.rows import Row
+from shardweave.validation.rows import Paper, Row, table
 from shardweave.validation.setting import Setting, captured, of_a_layer
 
 BYTES_PER_PARAMETER = 16

@@ -16,8 +16,7 @@ from typing import Any
 from shardweave.demo import GPTConfig
 from shardweave.ir import Ablation, InputError
 from shardweave.planner import Plan
-from shardweave.validation.published import Paper, table
-from shardweave.validation.rows import Row
+from shardweave.validation.rows import Paper, Row, table
 from shardweave.validation.setting import Setting, captured
 
 SEQUENCE, VOCABULARY = 1024, 51200  # GPT-2's, padded as Megatron-LM does

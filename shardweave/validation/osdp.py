@@ -31,8 +31,7 @@ from typing import Any
 from shardweave.ir import Ablation, InfeasibleError, InputError, Traffic
 from shardweave.planner import Plan
 from shardweave.validation.models import MinGPTSizes
-from shardweave.validation.published import Paper
-from shardweave.validation.rows import Row
+from shardweave.validation.rows import Paper, Row
 from shardweave.validation.setting import Setting, captured, of_a_layer
 
 GPUS = 8

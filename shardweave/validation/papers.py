@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from shardweave.validation import amsp, axonn, exact, oases, osdp
-from shardweave.validation.published import Paper
-from shardweave.validation.rows import Result, Row
+from shardweave.validation.rows import Paper, Result, Row
 from shardweave.validation.setting import Progress, Setting
 
 

@@ -13,8 +13,8 @@ import torch
 import shardweave as sw
 from shardweave.ir import Collective
 from shardweave.planner.problem.build_problem import Costing
-from shardweave.planner.problem.force import forced_strategies
-from shardweave.planner.search.alternative_plans import in_turn, partly_at_rest, ways_to_rest
+from shardweave.planner.problem.candidates import forced_strategies
+from shardweave.planner.search.plan_selection import in_turn, partly_at_rest, ways_to_rest
 from shardweave.planner.solver.reductions import Kept
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.training import ADAMW, Way, compile_ways, differences, model_of, train, train_packed

@@ -16,7 +16,7 @@ from shardweave.demo.model import GPTConfig
 from shardweave.ir import Grid, Strategy
 from shardweave.ir.errors import LayoutError, PlanError
 from shardweave.planner.problem.build_problem import Costing
-from shardweave.planner.problem.operator_slicing import with_slices
+from shardweave.planner.problem.step_choices import with_slices
 from shardweave.runtime.launch import WorkerPool
 from shardweave.sharding.graphs import info
 from tests.compiler.test_overlap import check, lowered, moved

@@ -19,9 +19,9 @@ import shardweave as sw
 from shardweave.compiler.capture import capture
 from shardweave.demo.model import GPTConfig
 from shardweave.ir.errors import InfeasibleError, LayoutError, ParallelError, PlanError
-from shardweave.passes.annotated_step import Annotated, annotate
 from shardweave.passes.pipeline import Compiled, lower
-from shardweave.planner.problem.force import forced_strategies
+from shardweave.passes.step_boundary import Annotated, annotate
+from shardweave.planner.problem.candidates import forced_strategies
 from shardweave.runtime.launch import WorkerPool
 from shardweave.sharding.annotate import layer_of
 from shardweave.sharding.graphs import info

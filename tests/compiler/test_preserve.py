@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import shardweave as sw
-from shardweave.compiler.preserve import preserved
+from shardweave.compiler.capture import preserved
 from shardweave.ir.errors import ParallelError
 from shardweave.report.progress import Event
 
@@ -136,7 +136,7 @@ STEPS = [
     "shardweave.planner.search.layer_problem.Steps.__init__",
     "shardweave.planner.search.planning.Costing",
     "shardweave.planner.search.planning.Planning._described",
-    "shardweave.planner.search.lowering.lower",
+    "shardweave.planner.search.evaluation.lower",
     "shardweave.passes.pipeline.split",
     "shardweave.compiler.compiler.ParallelModule.__init__",
     "shardweave.runtime.module.compare_graphs",

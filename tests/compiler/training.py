@@ -21,8 +21,7 @@ from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model.options import Options
 from shardweave.ir import Mesh, Strategy
 from shardweave.planner.problem.candidates import legal
-from shardweave.planner.search.evaluation import Judge, Judged
-from shardweave.planner.search.lowering import Decision
+from shardweave.planner.search.evaluation import Decision, Judge, Judged
 from shardweave.runtime.tensor import gather
 from shardweave.sharding.parallel_ops import Op
 from tests.compiler.packing import Packed

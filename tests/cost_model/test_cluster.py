@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardweave.cost_model import Cluster, Device, Level
-from shardweave.cost_model.detection import preset_of_gpu
+from shardweave.cost_model.cluster import preset_of_gpu
 from shardweave.ir.errors import ClusterError, ParallelError
 
 PRESETS = {"dgx-a100", "dgx-h100", "perlmutter", "frontier", "rtx3090-nvlink", "rtx3090-pcie", "local-cpu"}

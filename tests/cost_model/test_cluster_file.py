@@ -13,11 +13,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardweave.cost_model import profile_cache
+from shardweave.cost_model import measured_tables
 from shardweave.cost_model.cluster import Cluster
-from shardweave.cost_model.measured_tables import CollectiveTable, Curve, Measured
-from shardweave.cost_model.op_profile import _kept
-from shardweave.cost_model.op_tables import OpTable, OpTime
+from shardweave.cost_model.device_profile import _kept_times
+from shardweave.cost_model.measured_tables import CollectiveTable, Curve, Measured, OpTable, OpTime
 from shardweave.cost_model.op_work import Product, Work
 from shardweave.ir.errors import ClusterError
 from tests.mutations import WRONG, mutated, paths
@@ -127,16 +126,16 @@ def test_merged_keys_are_not_twice(tmp_path: Path) -> None:
 
 def test_damaged_measurements_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWEAVE_CACHE", str(tmp_path))
-    path = profile_cache.write(MEASURED)
-    assert path is not None and profile_cache.read("here") == MEASURED
+    path = measured_tables.write(MEASURED)
+    assert path is not None and measured_tables.read("here") == MEASURED
     data = json.loads(path.read_text())
     for at in paths(data):
         for value in WRONG:
             path.write_text(json.dumps(mutated(data, at, value)))
-            found = profile_cache.read("here")
+            found = measured_tables.read("here")
             assert found is None or found.key == "here"
     for text in ("", "[" * 10_000, "9" * 6000, "\x00", "null"):
         path.write_text(text)
-        assert profile_cache.read("here") is None
+        assert measured_tables.read("here") is None
         path.with_name("ops-here.json").write_text(text)
-        assert _kept("ops-here") == {}
+        assert _kept_times("ops-here") == {}

@@ -26,7 +26,7 @@ from shardweave.cost_model import (
     node_work,
     work_seconds,
 )
-from shardweave.cost_model.op_time import bytes_seconds, formula_seconds
+from shardweave.cost_model.node_cost import bytes_seconds, formula_seconds
 from shardweave.ir.errors import ClusterError
 from tests.cost_model.handmade import Builder, aten
 from tests.passes.harness import examples

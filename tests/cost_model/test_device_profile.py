@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import shardweave as sw
 from shardweave.cost_model import Cluster, Device, Product, device_profile, matmul_seconds
 from shardweave.cost_model.device_profile import fitted, profile_device, profile_slowdown
-from shardweave.cost_model.op_time import bytes_seconds
+from shardweave.cost_model.node_cost import bytes_seconds
 from shardweave.ir.errors import ClusterError
 from tests.passes.harness import examples
 

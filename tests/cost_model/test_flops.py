@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import fx
 
-import shardweave.ops.convolution_grads
-import shardweave.ops.experts  # noqa: F401  (both register ops)
 from shardweave.cost_model import flops_by_op, replicated, sharded_share
 from shardweave.ir import META, NodeInfo
 from shardweave.sharding.graphs import info

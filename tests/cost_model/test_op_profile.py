@@ -17,15 +17,14 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardweave as sw
-import shardweave.ops.experts  # noqa: F401  (registers the ops)
-from shardweave.cost_model import Cluster, Measured, OpTable, OpTime, Work, node_seconds, node_work, op_profile
-from shardweave.cost_model.op_profile import profile_ops, profiled_ops
+import shardweave.ops.products  # noqa: F401  (registers the ops)
+from shardweave.cost_model import Cluster, Measured, OpTable, OpTime, Work, device_profile, node_seconds, node_work
+from shardweave.cost_model.device_profile import profile_ops, profiled_ops
 from shardweave.ir import Assignment
 from shardweave.ir.errors import ClusterError
 from shardweave.ops.seeded_random import seeded
 from shardweave.planner.problem.resharding_costs import Prices
-from shardweave.sharding.graphs import info
-from shardweave.sharding.tensor_signature import signature
+from shardweave.sharding.graphs import info, signature
 from tests.cost_model.handmade import Builder, aten, mlp
 from tests.passes.harness import examples, graph_of, mesh_of
 
@@ -102,7 +101,7 @@ def test_every_distinct_op_of_a_step_is_measured_once(monkeypatch: pytest.Monkey
     expected = signatures(forward.graph, backward.graph)
     assert 2 < len(expected) < sum(node_work(n) is not None for g in (forward, backward) for n in g.graph.nodes)
     runs = []
-    monkeypatch.setattr(op_profile, "call_seconds", lambda call, *_: runs.append(call()) or 1e-3)
+    monkeypatch.setattr(device_profile, "call_seconds", lambda call, *_: runs.append(call()) or 1e-3)
     table = profile_ops([forward, backward.graph], "cpu")
     assert set(table.times) == expected and not table.skipped
     assert len(runs) == len(expected)
@@ -155,7 +154,7 @@ def test_what_cannot_be_run_alone_is_skipped_and_named(monkeypatch: pytest.Monke
     assert "lists: expected a tensor or a number, got list" in reasons["aten.cat.default"]
     assert signatures(builder.graph) == {*table.times, *table.skipped}
 
-    monkeypatch.setattr(op_profile, "_free_bytes", lambda device: 512)
+    monkeypatch.setattr(device_profile, "_free_bytes", lambda device: 512)
     (why,) = set(profile_ops([_squares(8)], "cpu").skipped.values())
     assert "its tensors take 512 bytes, expected at most 256" in why
     monkeypatch.undo()
@@ -173,7 +172,7 @@ def _squares(*sizes: int) -> fx.Graph:
 
 def test_the_heaviest_ops_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
-    monkeypatch.setattr(op_profile, "_run", lambda node, device: order.append(node.meta["val"].shape[0]) or 1.0)
+    monkeypatch.setattr(device_profile, "_run", lambda node, device: order.append(node.meta["val"].shape[0]) or 1.0)
     profile_ops([_squares(8, 64, 16, 32)], "cpu")
     assert order == [64, 32, 16, 8]
 
@@ -187,7 +186,7 @@ def test_measured_times_are_kept_and_used_again(cache: Path, monkeypatch: pytest
         assert node.meta["val"].shape[0] == 16, "what is in the cache is not run again"
         return 7.0
 
-    monkeypatch.setattr(op_profile, "_run", run)
+    monkeypatch.setattr(device_profile, "_run", run)
     assert profile_ops([_squares(8)], "cpu") == first
     both = profile_ops([_squares(8, 16)], "cpu")
     assert {time.seconds for time in both.times.values()} == {7.0, *(time.seconds for time in first.times.values())}
@@ -195,9 +194,9 @@ def test_measured_times_are_kept_and_used_again(cache: Path, monkeypatch: pytest
     assert profile_ops([_squares(8)], "cpu") == first  # what other graphs need changes nothing
 
     file.write_text('{"half a')
-    monkeypatch.setattr(op_profile, "_run", lambda node, device: 9.0)
+    monkeypatch.setattr(device_profile, "_run", lambda node, device: 9.0)
     assert [time.seconds for time in profile_ops([_squares(8)], "cpu").times.values()] == [9.0]
-    monkeypatch.setattr(op_profile, "_run", lambda node, device: 11.0)
+    monkeypatch.setattr(device_profile, "_run", lambda node, device: 11.0)
     assert [time.seconds for time in profile_ops([_squares(8)], "cpu", cache=False).times.values()] == [11.0]
 
 
@@ -209,7 +208,7 @@ def test_inputs_lie_as_in_the_graph_and_are_valid(monkeypatch: pytest.MonkeyPatc
         call()
         return 1.0
 
-    monkeypatch.setattr(op_profile, "call_seconds", spy)
+    monkeypatch.setattr(device_profile, "call_seconds", spy)
     strided = torch.ones(4, 16)[:, ::2].t()
     before = torch.random.get_rng_state()
     profile_ops([graph(lambda x, y: (x * y, x > 0, torch.full((4,), 2.0)), strided, torch.ones(1).expand(8, 4))], "cpu")
@@ -239,13 +238,13 @@ def test_rows_and_experts_are_chosen_evenly(
     target: Callable[[torch.Tensor], Any], shapes: tuple[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[torch.Tensor] = []
-    spread = op_profile._spread
+    spread = device_profile._spread
 
     def spy(op: Any, args: Any) -> None:
         spread(op, args)
         chosen.extend(value for value in args if isinstance(value, torch.Tensor) and value.dtype == torch.int64)
 
-    monkeypatch.setattr(op_profile, "_spread", spy)
+    monkeypatch.setattr(device_profile, "_spread", spy)
     traced = make_fx(target)(torch.zeros(32, dtype=torch.int64, device="meta"))
     for node in traced.graph.nodes:  # the tables are constants of the trace
         if node.op == "get_attr":
@@ -299,7 +298,7 @@ def _ranks() -> tuple[OpTable, int]:
     table = profile_ops([_squares(8, 32)], "cpu", seconds_budget=10.0)
     kept = profile_ops([_squares(8, 32)], "cpu", seconds_budget=-1.0)
     assert kept == table
-    return table, len(list(Path(sw.cost_model.profile_cache.cache_directory()).glob("ops-*.json")))
+    return table, len(list(Path(sw.cost_model.measured_tables.cache_directory()).glob("ops-*.json")))
 
 
 def test_all_ranks_get_the_same_times() -> None:

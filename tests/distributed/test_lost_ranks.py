@@ -22,7 +22,7 @@ from shardweave.compiler.compiler import Compiler
 from shardweave.distributed import agreement
 from shardweave.distributed import failures as lost_ranks
 from shardweave.ir.errors import LostRankError, ParallelError
-from shardweave.runtime.checkpoint import state_dict as state
+from shardweave.runtime import module_tree as state
 from shardweave.runtime.launch import WorkerPool
 from tests.runtime.worlds import World, die, stop
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardweave.ir import Axis, Digit, Layout, Mesh, normalise, prime_factors
 from shardweave.ir.errors import LayoutError
-from shardweave.ir.layout_algebra import (
+from shardweave.ir.layout import (
     digit_size,
     dims_layout,
     factors_of,
@@ -29,7 +29,7 @@ from shardweave.ir.layout_algebra import (
 )
 from shardweave.passes.spmd_builder import LocalGraph, Origin
 from shardweave.passes.verify import verify
-from shardweave.sharding.rules.grammar import bind, parse
+from shardweave.sharding.rules.registry import bind, parse
 from tests import lockstep
 from tests.passes.harness import collectives, examples, mesh_of, meshes, random_assignment, together
 

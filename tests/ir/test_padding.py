@@ -14,9 +14,9 @@ from shardweave.compiler.capture import capture
 from shardweave.cost_model.op_work import node_work
 from shardweave.cost_model.options import Options
 from shardweave.ir import Axis, Layout, Mesh, Padding
-from shardweave.ir.layout_algebra import state_layout, state_layouts, steps_between, without_axes
-from shardweave.passes.annotated_step import annotate
+from shardweave.ir.layout import state_layout, state_layouts, steps_between, without_axes
 from shardweave.passes.pipeline import lower
+from shardweave.passes.step_boundary import annotate
 from shardweave.planner.problem.candidates import legal
 from shardweave.sharding.graphs import tensor_bytes
 from tests import local_tensor, lockstep

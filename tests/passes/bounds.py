@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardweave.passes.dependency_graph import Tasks
+from shardweave.passes.list_scheduler import Tasks
 
 
 class Load(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardweave.ir import Assignment, Axis, BoundRule, Collective, Layout, Mesh
-from shardweave.ir.layout_algebra import dims_layout
+from shardweave.ir.layout import dims_layout
 from shardweave.passes.partition import Shard, Sharder
 from shardweave.passes.verify import verify
 from shardweave.sharding.annotate import Annotate, depends_on_inputs, source_of

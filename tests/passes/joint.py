@@ -16,7 +16,7 @@ from shardweave.compiler.capture import capture
 from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPTConfig
 from shardweave.ir.captured import Captured
-from shardweave.passes.annotated_step import Annotated, annotate
+from shardweave.passes.step_boundary import Annotated, annotate
 from shardweave.sharding.graphs import copied
 from tests.models import TODAY, ZOO, Case, gpt, llama, mlp
 

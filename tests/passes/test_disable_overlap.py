@@ -16,7 +16,7 @@ from shardweave.ir.errors import PlanError
 from shardweave.passes.disable_overlap import traffic_of
 from shardweave.passes.partition import StateSharding
 from shardweave.passes.pipeline import Compiled, lower
-from shardweave.passes.scheduling_priorities import WAIT
+from shardweave.passes.schedule import WAIT
 from shardweave.sharding.graphs import info
 from tests.models import mlp
 from tests.passes.harness import mesh_of

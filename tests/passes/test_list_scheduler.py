@@ -26,14 +26,11 @@ from shardweave.cost_model.node_cost import Prices
 from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import UNLIMITED, Axis, Collective, Grid, Mode, Strategy
-from shardweave.passes.annotated_step import Annotated, annotate
-from shardweave.passes.dependency_graph import CollectiveStart, Tasks
-from shardweave.passes.list_scheduler import list_schedule, simulate_order
+from shardweave.passes.list_scheduler import CollectiveStart, Tasks, list_schedule, simulate_order
 from shardweave.passes.pipeline import lower
-from shardweave.passes.schedule import Schedule
-from shardweave.passes.schedule_refinement import bidirectional_schedules
-from shardweave.passes.scheduling_priorities import WAIT, gather_ahead_edges, gather_groups_of
-from shardweave.planner.problem.force import forced_strategies
+from shardweave.passes.schedule import WAIT, Schedule, bidirectional_schedules, gather_ahead_edges, gather_groups_of
+from shardweave.passes.step_boundary import Annotated, annotate
+from shardweave.planner.problem.candidates import forced_strategies
 from shardweave.sharding.graphs import info
 from tests.compiler.test_overlap import megatron
 from tests.passes.bounds import exposed_at_least, seconds_at_least

@@ -13,7 +13,7 @@ from shardweave.passes.base import Pass, PassManager
 from shardweave.passes.pipeline import PASSES, lower
 from shardweave.passes.recompute import Recompute
 from shardweave.passes.schedule import Schedule
-from shardweave.planner.problem.force import forced_strategies
+from shardweave.planner.problem.candidates import forced_strategies
 from tests.passes.joint import joint
 
 CLUSTER = sw.Cluster.local(4)

@@ -19,8 +19,7 @@ from shardweave.cost_model.options import Options
 from shardweave.ir import META, Collective, Grid, NodeInfo, Strategy
 from shardweave.ir.errors import VerifyError
 from shardweave.passes.pipeline import Compiled, lower
-from shardweave.passes.schedule import Schedule
-from shardweave.passes.scheduling_priorities import GLUE, WAIT
+from shardweave.passes.schedule import GLUE, WAIT, Schedule
 from shardweave.passes.verify import verify
 from shardweave.planner.problem.candidates import legal
 from shardweave.sharding.graphs import copied, info

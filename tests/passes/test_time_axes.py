@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from shardweave.ir import SEED, Assignment, Axis, BoundRule, Dims, Layout, Mesh
-from shardweave.ir.layout_algebra import input_layouts, outermost_first, output_layouts
+from shardweave.ir.layout import input_layouts, outermost_first, output_layouts
 from shardweave.passes.partition import Shard, Sharder
 from shardweave.sharding.annotate import depends_on_inputs, source_of
 from shardweave.sharding.graphs import copied

@@ -15,8 +15,7 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.ir.errors import ParallelError
 from shardweave.planner.problem.candidates import legal
-from shardweave.planner.search.evaluation import Judged
-from shardweave.planner.search.lowering import Decision
+from shardweave.planner.search.evaluation import Decision, Judged
 
 WITHIN = 1.02
 PLAIN = {"sub_batches": 1, "buckets": False, "recompute": "none"}

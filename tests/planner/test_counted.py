@@ -9,11 +9,11 @@ import torch
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.cost_model.op_time import node_seconds
+from shardweave.cost_model.node_cost import node_seconds
 from shardweave.ir import MODES, Grid, Strategy
 from shardweave.planner.problem.build_problem import Costing
-from shardweave.planner.problem.force import allowed_strategies
-from shardweave.planner.problem.recompute_costs import with_modes
+from shardweave.planner.problem.candidates import allowed_strategies
+from shardweave.planner.problem.step_choices import with_modes
 from shardweave.planner.search import plan_selection as choose
 from shardweave.planner.search.plan_selection import Chooser
 from shardweave.planner.search.solver_cache import UNLIMITED, Chosen

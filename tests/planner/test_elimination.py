@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 from shardweave.ir.errors import InfeasibleError, PlanError
 from shardweave.planner.problem.problem import Candidate, Edge, Op, Problem
 from shardweave.planner.solver import elimination as module
-from shardweave.planner.solver.branch_and_bound import Branching, Incumbent
-from shardweave.planner.solver.elimination import Elimination
-from shardweave.planner.solver.label_setting import Walker
+from shardweave.planner.solver.branch_and_bound import Branching, Incumbent, Walker
+from shardweave.planner.solver.elimination import Elimination, Tables
 from shardweave.planner.solver.lagrangian import Part, dual, least_memory
 from shardweave.planner.solver.primal_heuristics import descend
 from shardweave.planner.solver.solver import solve
-from shardweave.planner.solver.tables import Tables
 from tests.planner.problems import brute_force, problems
 from tests.planner.test_solver import layers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardweave.cost_model import Timeline
 from shardweave.cost_model.memory import Change, MemoryCurve
 from shardweave.cost_model.timeline import COMPUTE, Event
-from shardweave.planner.search.extrapolation import Layers, Taken, held_with_more, taken_by
+from shardweave.planner.search.evaluation import Layers, Taken, held_with_more, taken_by
 
 LAYERS = Layers({"add_7": "blocks.1"})
 

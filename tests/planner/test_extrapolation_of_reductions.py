@@ -17,7 +17,7 @@ from shardweave.cost_model.collectives import Demand
 from shardweave.cost_model.streams import Transfer
 from shardweave.cost_model.timeline import Act, play
 from shardweave.demo.model import GPT, GPTConfig
-from shardweave.planner.search.extrapolation import Layers, piles_up, unrolled
+from shardweave.planner.search.evaluation import Layers, piles_up, unrolled
 
 DEVICE = sw.Cluster.preset("dgx-a100").device
 

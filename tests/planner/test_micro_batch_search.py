@@ -17,9 +17,9 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.ir import OverlapConfig
 from shardweave.planner.search.evaluation import Judged
-from shardweave.planner.search.micro_batch_search import fastest
 from shardweave.planner.search.plan_selection import Chooser
 from shardweave.planner.search.planning import Lacked, Made, Planning
+from shardweave.planner.search.search import fastest
 from shardweave.planner.search.solver_cache import Answers
 from shardweave.runtime import ParallelModule
 from tests.compiler.test_micro_batches import Loss

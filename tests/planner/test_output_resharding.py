@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import shardweave as sw
-from shardweave.planner.problem.build_problem import Costing
-from shardweave.planner.problem.output_resharding import BORDER, with_outputs
-from shardweave.planner.problem.variables import Costed
+from shardweave.planner.problem.build_problem import Costed, Costing
+from shardweave.planner.problem.step_choices import BORDER, with_outputs
 from tests.compiler.test_micro_batches import Loss
 from tests.planner.planners import Planner
 

@@ -17,10 +17,9 @@ from shardweave.cost_model.collectives import Demand
 from shardweave.cost_model.streams import Contention, Streams, Transfer
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import Traffic
-from shardweave.planner.problem.build_problem import Costing
+from shardweave.planner.problem.build_problem import Costed, Costing
 from shardweave.planner.problem.overlap_model import Windows, hiding, in_turn, overlapping
 from shardweave.planner.problem.problem import Problem
-from shardweave.planner.problem.variables import Costed
 from shardweave.planner.search.solver_cache import decision
 from tests.models import TODAY
 from tests.planner.planners import Planner

@@ -15,8 +15,7 @@ import shardweave as sw
 from shardweave.cost_model.cluster import Cluster
 from shardweave.ir import Grid, Strategy
 from shardweave.ir.errors import PlanError
-from shardweave.planner.search.op_choice import ModelKey, OpChoice, RunnerUp
-from shardweave.planner.search.plan import Plan
+from shardweave.planner.search.plan import ModelKey, OpChoice, Plan, RunnerUp
 from tests.models import mlp
 
 DP, ZDP = Strategy(Grid(data=4)), Strategy(Grid(data=4), rest=4)

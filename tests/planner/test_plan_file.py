@@ -17,8 +17,7 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.ir import Ablation, Grid, OverlapConfig, Strategy
 from shardweave.ir.errors import ParallelError, PlanError
-from shardweave.planner.search.op_choice import OpChoice
-from shardweave.planner.search.plan import VERSION, Plan
+from shardweave.planner.search.plan import VERSION, OpChoice, Plan
 from tests.mutations import DOUBLED, RENAMED, WRONG, mutated, paths
 
 

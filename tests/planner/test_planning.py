@@ -20,7 +20,7 @@ from shardweave.demo.model import GPT, GPTConfig
 from shardweave.passes import pipeline
 from shardweave.planner.problem import build_problem as costing
 from shardweave.planner.problem.build_problem import Costing
-from shardweave.planner.search import lowering
+from shardweave.planner.search import evaluation
 from shardweave.report.progress import Event
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.training import ALL_CASES
@@ -287,7 +287,7 @@ def test_what_was_simulated_is_not_simulated_again(monkeypatch: pytest.MonkeyPat
         runs.append(args[3])
         return simulate(*args, **options)
 
-    monkeypatch.setattr(lowering, "simulate", counted)
+    monkeypatch.setattr(evaluation, "simulate", counted)
     planner, other = Planner(ZOO["mlp"].model(), sw.Cluster.local(4), ZOO["mlp"].batch(0)), sw.Cluster.local(2)
     first, count = planner.plan(), len(runs)
     assert figures(planner.plan()) == figures(first) and len(runs) == count > 0

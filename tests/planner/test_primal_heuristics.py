@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardweave.planner.problem.problem import Candidate, Op, Problem
-from shardweave.planner.solver.elimination import Floats
+from shardweave.planner.solver.elimination import KEPT, Floats, Tables
 from shardweave.planner.solver.lagrangian import Column
 from shardweave.planner.solver.primal_heuristics import all_runs, mix, runs, tune
 from shardweave.planner.solver.reductions import undominated
-from shardweave.planner.solver.tables import KEPT, Tables
 from tests.planner.problems import problems
 
 Choice = tuple[int, ...]

@@ -13,7 +13,7 @@ import shardweave as sw
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.planner.problem.build_problem import Costing
 from shardweave.planner.problem.problem import FORBIDDEN
-from shardweave.planner.problem.recompute_costs import MODES, with_modes
+from shardweave.planner.problem.step_choices import MODES, with_modes
 from tests.planner.planners import Planner
 
 CONFIG = GPTConfig(vocabulary=128, context=256, layers=4, heads=4, width=256)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardweave.ir import Layout, Mesh
-from shardweave.ir.layout_algebra import steps_between
+from shardweave.ir.layout import steps_between
 from shardweave.planner.problem.resharding_costs import group_axes, moves_between
 from shardweave.sharding.propagate import met
 from tests.ir.test_layout_algebra import random_layout, random_sizes

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from shardweave.ir.errors import InfeasibleError, PlanError
 from shardweave.planner.problem.problem import TICKS_PER_SECOND, Candidate, Edge, Op, Problem
-from shardweave.planner.solver.branch_and_bound import Progress
+from shardweave.planner.solver.branch_and_bound import Progress, sweep
+from shardweave.planner.solver.elimination import Tables
 from shardweave.planner.solver.ilp import Program, prove, relax
-from shardweave.planner.solver.label_setting import sweep
 from shardweave.planner.solver.solver import Solution, solve
-from shardweave.planner.solver.tables import Tables
 from tests.planner.problems import brute_force, problems
 
 

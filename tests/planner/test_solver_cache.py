@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import shardweave as sw
+from shardweave.planner.problem.build_problem import Costed
 from shardweave.planner.problem.problem import Candidate, Op, Problem
-from shardweave.planner.problem.variables import Costed
 from shardweave.planner.search import solver_cache as answers
 from shardweave.planner.search.planning import first_of
 from shardweave.planner.search.solver_cache import Answers, limited

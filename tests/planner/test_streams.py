@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from shardweave.ir.errors import PlanError
 from shardweave.planner.problem.problem import Problem
+from shardweave.planner.solver.reductions import first_of_each, with_streams
 from shardweave.planner.solver.solver import solve
-from shardweave.planner.solver.streams import first_of_each, with_streams
 from tests.planner.problems import brute_force, problems
 
 WINDOWS = (("compute", "inner", "outer"), ("host", "memory"))

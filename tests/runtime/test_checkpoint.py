@@ -24,8 +24,8 @@ import shardweave as sw
 from shardweave.demo.model import GPTConfig
 from shardweave.ir import Layout, Mesh
 from shardweave.ir.errors import CheckpointNotFound, LaunchError, ParallelError
-from shardweave.runtime.checkpoint import folder as checkpoint_folder
-from shardweave.runtime.checkpoint.chunks import pieces
+from shardweave.runtime.checkpoint import checkpoint as checkpoint_folder
+from shardweave.runtime.checkpoint.state import pieces
 from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.parameters import local_shard
 from tests.compiler.packing import Packed

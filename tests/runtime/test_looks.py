@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from shardweave.runtime.launch import WorkerPool
-from shardweave.runtime.skeleton import Skeleton
+from shardweave.runtime.module_tree import Skeleton
 
 
 class Block(nn.Module):

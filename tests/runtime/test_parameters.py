@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardweave.distributed.process_groups import RuntimeMesh
 from shardweave.ir import Axis, Digit, Layout, Mesh, Padding, normalise
 from shardweave.ir.errors import LayoutError
-from shardweave.ir.layout_algebra import state_layouts
-from shardweave.runtime.checkpoint.chunks import pieces
+from shardweave.ir.layout import state_layouts
+from shardweave.runtime.checkpoint.state import pieces
 from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.parameters import (
     assemble,

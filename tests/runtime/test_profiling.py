@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardweave.cost_model import Cluster, Measured, collective_seconds, detection, profile_cache, profiling
+from shardweave.cost_model import Cluster, Measured, collective_seconds, measured_tables, profiling
 from shardweave.cost_model import cluster as cluster_module
+from shardweave.cost_model.cluster import profiled
 from shardweave.cost_model.collectives import collective_form, group_extents
-from shardweave.cost_model.detection import profiled
 from shardweave.cost_model.measured_tables import KINDS
 from shardweave.cost_model.profiling import placements
 from shardweave.distributed.process_groups import RuntimeMesh
@@ -137,7 +137,7 @@ def test_a_rank_that_fails_ends_the_profile_of_all(pool: WorkerPool, tmp_path: P
 
 def come_alone(cache: str) -> str:
     prepare_rank(cache)
-    detection.PATIENCE = timedelta(seconds=1)
+    cluster_module.PATIENCE = timedelta(seconds=1)
     if dist.get_rank() == 1:
         return ""
     with pytest.raises(ClusterError) as caught:
@@ -191,28 +191,28 @@ def test_placements_are_each_count_of_members_once() -> None:
 def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SHARDWEAVE_CACHE", str(tmp_path / "own"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert profile_cache.cache_directory() == tmp_path / "own"
+    assert measured_tables.cache_directory() == tmp_path / "own"
     monkeypatch.delenv("SHARDWEAVE_CACHE")
-    assert profile_cache.cache_directory() == tmp_path / "xdg" / "shardweave"
+    assert measured_tables.cache_directory() == tmp_path / "xdg" / "shardweave"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert profile_cache.cache_directory() == tmp_path / ".cache" / "shardweave"
+    assert measured_tables.cache_directory() == tmp_path / ".cache" / "shardweave"
 
 
 def test_a_damaged_file_is_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SHARDWEAVE_CACHE", str(tmp_path))
     kept = Measured(key="abc", covered="all")
-    path = profile_cache.write(kept)
-    assert path is not None and profile_cache.read("abc") == kept
-    assert profile_cache.read("abd") is None
+    path = measured_tables.write(kept)
+    assert path is not None and measured_tables.read("abc") == kept
+    assert measured_tables.read("abd") is None
     whole = path.read_text()
     for text in (whole[:-5], "[]", "{}", "\x00", whole.replace("abc", "abd"), whole.replace("{", '{"colour": 1,', 1)):
         path.write_text(text)
-        assert profile_cache.read("abc") is None
+        assert measured_tables.read("abc") is None
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SHARDWEAVE_CACHE", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="could not be kept in .*SHARDWEAVE_CACHE"):
-        assert profile_cache.write(Measured(key="abc")) is None
+        assert measured_tables.write(Measured(key="abc")) is None

@@ -13,7 +13,7 @@ from shardweave.cost_model.options import Options
 from shardweave.ir import BoundRule
 from shardweave.ir.captured import Captured
 from shardweave.ir.errors import RuleError
-from shardweave.passes.annotated_step import annotate
+from shardweave.passes.step_boundary import annotate
 from shardweave.sharding.annotate import Annotate, depends_on_inputs
 from shardweave.sharding.graphs import info
 from shardweave.sharding.rules import find_rule

@@ -18,7 +18,7 @@ from shardweave.ops.seeded_random import seeded
 from shardweave.passes.partition import Shard, Sharder
 from shardweave.passes.verify import verify
 from shardweave.sharding.annotate import Annotate
-from shardweave.sharding.rules.attention import BACKWARD, FORWARD
+from shardweave.sharding.rules.matmul import BACKWARD, FORWARD
 from tests.passes.harness import (
     bound,
     examples,

@@ -7,8 +7,7 @@ import torch
 
 from shardweave.ir import BoundRule, Factor
 from shardweave.ir.errors import LayoutError, RuleError
-from shardweave.sharding.rules.grammar import bind, parse
-from shardweave.sharding.rules.registry import RULES, rule
+from shardweave.sharding.rules.registry import RULES, bind, parse, rule
 from tests.passes.harness import bound, graph_of
 
 aten = torch.ops.aten

@@ -19,11 +19,11 @@ from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import Grid, Mode, Strategy
 from shardweave.ir.captured import Captured
 from shardweave.passes import pipeline
-from shardweave.passes.annotated_step import annotate
 from shardweave.passes.partition import Shard, Sharder
+from shardweave.passes.step_boundary import annotate
 from shardweave.planner.problem.build_problem import Costing
-from shardweave.planner.problem.unfold import unfold
-from shardweave.planner.search.lowering import Decision
+from shardweave.planner.search.evaluation import Decision
+from shardweave.planner.search.layer_problem import unfold
 from shardweave.sharding.graphs import copied
 from shardweave.sharding.layer_structure import find_runs, fold
 

@@ -17,9 +17,9 @@ from shardweave.compiler.capture import capture
 from shardweave.cost_model.options import Options
 from shardweave.ir import SEED, Assignment, Mesh
 from shardweave.ir.captured import Captured
-from shardweave.ir.layout_algebra import input_layouts, output_layouts
-from shardweave.passes.annotated_step import annotate
+from shardweave.ir.layout import input_layouts, output_layouts
 from shardweave.passes.partition import Shard, Sharder
+from shardweave.passes.step_boundary import annotate
 from shardweave.passes.verify import verify
 from shardweave.sharding.graphs import copied, info
 from shardweave.sharding.rules import RULES

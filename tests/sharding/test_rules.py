@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shardweave.ir import Assignment, Layout
-from shardweave.ir.layout_algebra import input_layouts, output_layouts
+from shardweave.ir.layout import input_layouts, output_layouts
 from shardweave.sharding.annotate import depends_on_inputs, source_of
 from shardweave.sharding.rules import RULES, find_rule
 from shardweave.sharding.rules.decompositions import CONDITIONAL, DECOMPOSITIONS

@@ -13,7 +13,7 @@ from shardweave.demo.model import GPTConfig
 from shardweave.ir import Grid
 from shardweave.ir.errors import InfeasibleError, InputError
 from shardweave.validation import Described, Setting, axonn
-from shardweave.validation.grids import communication_seconds, ranking
+from shardweave.validation.axonn import communication_seconds, ranking
 
 SMALL = GPTConfig(512, 64, layers=3, heads=8, width=256, bias=True)
 PAPER: dict[str, Any] = {

@@ -14,7 +14,7 @@ from shardweave.cost_model import Cluster
 from shardweave.ir import Grid
 from shardweave.ir.errors import InputError
 from shardweave.validation import Constant, Described, Setting, oases
-from shardweave.validation.fitting import fit
+from shardweave.validation.clusters import fit
 
 MODEL = {"hidden": 256, "layers": 3, "heads": 8, "tmp": 4, "dp": 8, "global_batch": 32}
 PAPER: dict[str, Any] = {

@@ -1,22 +1,25 @@
-"""Costing: a captured step and a cluster become the planner's `Problem`.
+"""From a captured step and a cluster to the planner's `Problem`.
 
-The problem's variables are the ops with a parameter, with their strategies, and the *joins*: ops that bring values
-of several of them together (a residual sum, attention, a gate), with the layouts that can arrive there. All other
-ops follow, so what they cost belongs to the variable that they follow. Layers that are equal are found by their
-signatures before anything is priced: each is priced once.
+The problem's variables are the ops with a parameter, with their strategies, and the *joins*: ops that bring values of
+several of them together (a residual sum, attention, a gate), with the layouts that can arrive there. All other ops
+follow a variable, and their costs belong to it. Equal layers are found by their signatures before anything is priced,
+so that each is priced once, and equal variables and edges share their tables.
 
-Edges: what it costs to bring values from where they lie to where they are wanted, and their gradients back.
+Edges have the cost of bringing values from the layouts in which they are computed to those in which they are used, and
+their gradients back. Within what follows one variable, such a change belongs to that variable. Between two variables it
+is their edge, a table with the cost of each pair of layouts.
 
-Within what follows one variable a change belongs to that; between two it is their edge, with a table of what each pair
-of their ports takes. Equal layers share the tables.
+`Holding` adds up what a step holds besides the states of its parameters, for each layout of a variable: what the
+forward saves for the backward, inputs and outputs, and the values that live while an op runs.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import fx
@@ -28,6 +31,7 @@ from shardweave.ir import (
     BoundRule,
     Layout,
     Mesh,
+    Mode,
     PlanError,
     Strategy,
     factors_of,
@@ -37,14 +41,13 @@ from shardweave.ir import (
     without_axes,
 )
 from shardweave.passes import Annotated, with_times
-from shardweave.planner.problem.activation_memory import Holding
 from shardweave.planner.problem.candidates import legal, spread
-from shardweave.planner.problem.graph_analysis import Facts, Scatters, bound_of, root_of
-from shardweave.planner.problem.op_costs import Parameters, Sizes, price_op
-from shardweave.planner.problem.overlap_model import Costs, Windows
-from shardweave.planner.problem.problem import Edge, Problem
+from shardweave.planner.problem.graph_analysis import Facts, Scatters, bound_of, is_alias, num_bytes, root_of
+from shardweave.planner.problem.op_costs import OpPrices, Parameters, Sizes, price_op
+from shardweave.planner.problem.overlap_model import OPTIMIZER, Costs, Floats, Windows
+from shardweave.planner.problem.problem import Candidate, Edge, Problem
+from shardweave.planner.problem.problem import Op as Row
 from shardweave.planner.problem.resharding_costs import Links, Prices, local_numel, tensor_outputs, whole
-from shardweave.planner.problem.variables import Costed, Rows, Variable
 from shardweave.sharding import (
     Arrival,
     Choice,
@@ -59,6 +62,210 @@ from shardweave.sharding import (
     source_of,
     tensor_args,
 )
+
+Lies = Sequence[Sequence[Layout]]
+"""For each port of a variable, where a value's parts, or an op's inputs, lie."""
+
+
+class Holding:
+    """Adds what values take to the variables that they follow.
+
+    Parameters
+    ----------
+    annotated : Annotated
+    facts : Facts
+    turns : int
+        Micro-batches of a step.
+    world_size : int
+    follows : mapping of fx.Node to int
+        Which of the variables each value follows.
+    lies : mapping of fx.Node to Lies
+        How it lies in each of that one's ports.
+    """
+
+    def __init__(
+        self,
+        annotated: Annotated,
+        facts: Facts,
+        turns: int,
+        world_size: int,
+        follows: Mapping[fx.Node, int],
+        lies: Mapping[fx.Node, Lies],
+    ) -> None:
+        self.annotated, self.facts, self.turns, self.world_size = annotated, facts, turns, world_size
+        self.follows, self.lies = follows, lies
+        self._unread = set(facts.inputs)
+        self._wants: dict[fx.Node, Lies] = {}
+        self._numels: dict[int, Floats] = {}
+
+    def add_op(self, node: fx.Node, variable: Variable, wants: Lies) -> None:
+        """Add what a product keeps of what it reads, which lies so for it."""
+        self._wants[node] = wants
+        variable.saved += self.read_bytes(node)
+        variable.lasting += self._inputs_read(node, variable)
+
+    def add(self, node: fx.Node, variable: Variable) -> None:
+        """Add what the backward needs of a value, and what lives while it is computed."""
+        if is_alias(node) or not hasattr(node.meta["val"], "numel"):
+            return
+        itemsize = node.meta["val"].element_size()
+        lies = self.lies[node]
+        if id(lies) not in self._numels:
+            self._numels[id(lies)] = np.array([local_numel(port[0]) for port in lies], dtype=float)
+        sizes = self._numels[id(lies)] * itemsize
+        whole = node.meta["val"].numel() * itemsize
+        held = sizes * self.facts.held(whole) / max(1, whole)
+        variable.working = np.maximum(variable.working, held)
+        if node in self.facts.roles:
+            variable.product = np.maximum(variable.product, held)
+        if node in self.facts.returned:
+            variable.lasting += sizes * self.turns  # of all micro-batches
+            variable.saved += sizes * (self.turns if node in self.facts.differentiated else 0)
+        elif self.facts.is_kept(node):
+            variable.saved += sizes
+
+    def read_bytes(
+        self, node: fx.Node, of: Callable[[fx.Node], bool] = lambda argument: True, gathered: bool = False
+    ) -> Floats:
+        """What a product keeps of its inputs, as it reads them, for its weight's gradient: by its port.
+
+        Of those that several devices read the same part of alone, if `gathered`, or if they are kept anyway.
+        """
+        wants = self._wants[node]
+        total = np.zeros(len(wants))
+        for position, argument in enumerate(tensor_args(node)):
+            if argument in self.follows and of(argument):
+                copies = np.array([local_numel(want[position]) for want in wants], dtype=float)
+                if gathered or self.facts.is_kept(root_of(argument)):
+                    copies *= copies * self.turns * self.world_size > argument.meta["val"].numel()
+                total += copies * argument.meta["val"].element_size() / max(1, self.facts.readers[root_of(argument)])
+        return total
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What every choice holds."""
+        return self._unread_bytes() + self._saved_of_inputs()
+
+    def _inputs_read(self, node: fx.Node, variable: Variable) -> Floats:
+        """Inputs of the step that this op is the first to read: each device has its part of the batch, all the time."""
+        inputs = self._unread.intersection(tensor_args(node))
+        found = np.zeros(len(variable.ports))
+        if inputs:
+            self._unread -= inputs
+            size = num_bytes(inputs)
+            for port, strategy in zip(variable.port_of, variable.strategies):
+                found[port] = max(found[port], size / (strategy.grid.z * strategy.grid.data))
+        return found
+
+    def _unread_bytes(self) -> int:
+        """Inputs that no op reads, such as labels: each device has its part."""
+        batch, parts = (self.annotated.batch,), self.world_size
+        return sum(
+            num_bytes([node]) // (parts if node.meta["val"].shape[:1] == batch else 1)
+            for node in self._unread
+            if hasattr(node.meta["val"], "shape") and node.name not in self.annotated.tangents
+        )  # fmt: skip
+
+    def _saved_of_inputs(self) -> int:
+        """What the backward needs of what depends on inputs alone, such as a mask: what has no batch is whole."""
+        nodes = (node for node in self.facts.graph.nodes if node.op == "call_function" and not info(node).backward)
+        kept = [node for node in nodes if node not in self.follows and not is_alias(node) and self.facts.is_kept(node)]
+        parts = self.world_size * self.turns
+        return sum(num_bytes([node]) // (parts if self.facts.batch_factor(node) else 1) for node in kept)
+
+
+@dataclass
+class Variable:
+    """A row of the problem: an op with its strategies, or a join with its layouts; ports are where its output lies.
+
+    `prices` are those of its strategies; `costs`, `saved` and `working` what follows it costs, keeps and holds for a
+    while, by port; `product` is `working` where its own products run, `lasting` what is held until the step ends.
+    """
+
+    name: str
+    signature: int
+    op: Op | None = None
+    node: fx.Node | None = None
+    strategies: list[Strategy] = field(default_factory=list)
+    prices: OpPrices | None = None
+    ports: list[dict[str, Assignment]] = field(default_factory=list)
+    port_of: list[int] = field(default_factory=list)
+    costs: Costs = field(default_factory=lambda: np.zeros(0))
+    saved: Floats = field(default_factory=lambda: np.zeros(0))
+    working: Floats = field(default_factory=lambda: np.zeros(0))
+    product: Floats = field(default_factory=lambda: np.zeros(0))
+    lasting: Floats = field(default_factory=lambda: np.zeros(0))
+    modes: tuple[Mode, ...] = ()
+    """Of a layer's recomputation, in which case it has none of the others."""
+    degrees: tuple[int, ...] = ()
+    """Of the border (`planner.returned`), in which case it has none of the others."""
+
+
+@dataclass
+class Costed:
+    """The problem, and what its variables stand for."""
+
+    problem: Problem
+    variables: list[Variable]
+
+
+class Rows:
+    """Writes rows and edges down.
+
+    Parameters
+    ----------
+    windows : Windows
+    turns : int
+        How often a step does what costs are of: its micro-batches.
+    """
+
+    def __init__(self, windows: Windows, turns: int) -> None:
+        self.windows, self.turns = windows, turns
+        self._candidates: dict[object, tuple[Candidate, ...]] = {}
+        self._tables: dict[tuple[int, bool], Floats] = {}
+
+    def row(self, variable: Variable) -> Row:
+        """A variable's row."""
+        figures = variable.costs, variable.saved, variable.working, variable.product, variable.lasting
+        key = variable.signature, *(column.tobytes() for column in figures)
+        if key not in self._candidates:
+            self._candidates[key] = tuple(self._written(variable))
+        return Row(variable.name, self._candidates[key], re.sub(r"\d+", "*", variable.name))
+
+    def edge(self, producer: int, consumer: int, links: Links, whole_batch: bool = False) -> Edge:
+        """What changes of layout take; where all sub-batches are taken at once, none computes meanwhile."""
+        key = id(links), whole_batch
+        if key not in self._tables:
+            self._tables[key] = self.windows.loads(self.turns * self.windows.activations(links, whole_batch))
+        loads = self._tables[key]
+        return Edge(producer, consumer, np.zeros(loads.shape[1:]), loads)
+
+    def _written(self, variable: Variable) -> list[Candidate]:
+        prices, ports = variable.prices, np.array(variable.port_of)
+        costs = self.turns * variable.costs[:, :, ports]
+        saved, transient = variable.saved[ports].astype(int), variable.working[ports].astype(int)
+        states, left = variable.lasting[ports].astype(int), np.zeros_like(saved)
+        if prices is not None:
+            costs = costs + prices.costs
+            states, left = states + prices.state_bytes, prices.gradient_bytes
+            # At its own products gradients besides: what follows, such as a loss, may have larger values then
+            own = variable.product[ports].astype(int)
+            transient = np.maximum(transient + prices.gathered_bytes, own + prices.transient_bytes)
+            transient = np.maximum(transient, prices.scratch_bytes)
+        loads = self.windows.loads(costs)
+        if prices is not None:
+            loads[-len(OPTIMIZER) :] = prices.optimizer
+        strategies: Sequence[Strategy | None] = variable.strategies or [None] * len(ports)
+        columns = zip(
+            strategies, states.tolist(), saved.tolist(), left.tolist(), transient.tolist(), variable.port_of,
+            loads.T.tolist(),
+        )  # fmt: skip
+        return [
+            Candidate(str(strategy or next(iter(variable.ports[port].values()))), 0.0, state, keeps, holds, port, port,
+                      strategy, tuple(load), leaves)
+            for strategy, state, keeps, leaves, holds, port, load in columns
+        ]  # fmt: skip
+
 
 Arrivals = list[tuple[Layout, ...]]  # for each port of the variable that a value follows, where its outputs lie
 

@@ -59,7 +59,7 @@ from shardweave.cost_model import Cluster
 from shardweave.ir import OverlapConfig, Traffic
 from shardweave.planner.problem.problem import Problem
 from shardweave.planner.problem.resharding_costs import Links
-from shardweave.planner.solver.streams import with_loads, with_streams
+from shardweave.planner.solver.reductions import with_loads, with_streams
 
 Floats = NDArray[np.float64]
 

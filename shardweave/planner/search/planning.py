@@ -33,15 +33,12 @@ from shardweave.ir import (
     readable_bytes,
 )
 from shardweave.passes import Annotated, with_times
-from shardweave.planner.problem.build_problem import Costing
-from shardweave.planner.problem.force import allowed_strategies
-from shardweave.planner.problem.recompute_costs import layer_named
-from shardweave.planner.problem.variables import Costed
-from shardweave.planner.search.evaluation import Judge, Judged
+from shardweave.planner.problem.build_problem import Costed, Costing
+from shardweave.planner.problem.candidates import allowed_strategies
+from shardweave.planner.problem.step_choices import layer_named
+from shardweave.planner.search.evaluation import Decision, Judge, Judged
 from shardweave.planner.search.layer_problem import Priced, Steps, buffer_bytes
-from shardweave.planner.search.lowering import Decision
-from shardweave.planner.search.op_choice import ModelKey, OpChoice, RunnerUp
-from shardweave.planner.search.plan import Plan, Saving
+from shardweave.planner.search.plan import ModelKey, OpChoice, Plan, RunnerUp, Saving
 from shardweave.planner.search.plan_selection import MUCH_LESS, Chooser
 from shardweave.planner.search.solver_cache import MODEST, Answers, Chosen, Lacking, size
 from shardweave.planner.solver.branch_and_bound import Progress

@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardweave.ir import InfeasibleError
+from shardweave.planner.problem.build_problem import Costed
 from shardweave.planner.problem.overlap_model import hiding, overlapping
 from shardweave.planner.problem.problem import Problem
-from shardweave.planner.problem.recompute_costs import layer_named
-from shardweave.planner.problem.variables import Costed
-from shardweave.planner.search.evaluation import Judged
-from shardweave.planner.search.lowering import Decision
+from shardweave.planner.problem.step_choices import layer_named
+from shardweave.planner.search.evaluation import Decision, Judged
 from shardweave.planner.solver.branch_and_bound import Progress
 from shardweave.planner.solver.solver import Solution, solve, tidied
 

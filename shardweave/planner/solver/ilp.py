@@ -18,7 +18,7 @@ from ortools.math_opt.python import mathopt
 from ortools.sat.python import cp_model
 
 from shardweave.planner.problem.problem import FORBIDDEN, Edge, Problem
-from shardweave.planner.solver.tables import KEPT, TICKS, Tables
+from shardweave.planner.solver.elimination import KEPT, TICKS, Tables
 
 
 @dataclass(frozen=True)

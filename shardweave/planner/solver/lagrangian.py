@@ -24,8 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from ortools.math_opt.python import mathopt
 
-from shardweave.planner.solver.elimination import Elimination, Floats, Minimum
-from shardweave.planner.solver.tables import KEPT, TICKS, Ints, Tables
+from shardweave.planner.solver.elimination import KEPT, TICKS, Elimination, Floats, Ints, Minimum, Tables
 
 Choice = tuple[int, ...]
 Offer = Callable[[Choice], None]

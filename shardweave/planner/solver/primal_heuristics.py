@@ -27,9 +27,8 @@ from itertools import product, repeat
 
 import numpy as np
 
-from shardweave.planner.solver.elimination import Floats
+from shardweave.planner.solver.elimination import KEPT, Bools, Floats, Ints, OpFigures, Tables
 from shardweave.planner.solver.lagrangian import Choice, Column, Offer
-from shardweave.planner.solver.tables import KEPT, Bools, Ints, OpFigures, Tables
 
 _CHANGES = 96
 """Changes of either kind of which all pairs are tried, those that weigh the least."""

@@ -73,13 +73,12 @@ import numpy as np
 
 from shardweave.ir import InfeasibleError, PlanError, readable_bytes
 from shardweave.planner.problem.problem import TICKS_PER_SECOND, Problem, largest_terms
-from shardweave.planner.problem.unfold import inside, renamed
+from shardweave.planner.search.layer_problem import inside, renamed
 from shardweave.planner.solver.branch_and_bound import Progress, Search
-from shardweave.planner.solver.elimination import Elimination
+from shardweave.planner.solver.elimination import KEPT, Elimination, Tables
 from shardweave.planner.solver.ilp import Program, Proof, prove
 from shardweave.planner.solver.lagrangian import least_memory
-from shardweave.planner.solver.streams import first_of_each, with_streams
-from shardweave.planner.solver.tables import KEPT, Tables
+from shardweave.planner.solver.reductions import first_of_each, with_streams
 
 ROUNDING = 1e-9
 """Which part of an objective its bound may lie below it by the order in which sums were taken."""

@@ -1,21 +1,206 @@
-"""What a checkpoint holds: the state of a parallel model and its optimizer, by path, and where it goes when loaded."""
+"""The state of a parallel model and its optimizer in a checkpoint: values by path, cut into chunks.
+
+A rank's part of a tensor is one box of the whole tensor only where its layout is a plain shard. In general it is a
+product of the pieces of each dimension (`parameters.ranges`). ``torch.distributed.checkpoint`` writes and reads each
+piece as one chunk.
+"""
 
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import accumulate, product
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from shardweave.ir import Layout, ParallelError
-from shardweave.runtime.checkpoint.chunks import Part, Path, Values, is_writer, name_of
-from shardweave.runtime.checkpoint.files import load_object
+from shardweave.ir import Layout, Mesh, ParallelError
+from shardweave.runtime.checkpoint.files import CheckpointFiles, load_object
 from shardweave.runtime.module import ParallelModule
-from shardweave.runtime.parameters import local_tensor
+from shardweave.runtime.parameters import local_tensor, ranges
 from shardweave.runtime.tensor import distribute
+
+StatePath = tuple[str, ...]
+"""Where a value stands in the nested state dict; joined by dots, its name in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor that a rank holds: where it starts in the whole tensor and in the rank's part, and its size."""
+
+    offsets: tuple[int, ...]
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """The view of it in the rank's part."""
+        return local[tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))]
+
+
+def pieces(layout: Layout, coordinates: Mapping[str, int]) -> list[Piece]:
+    """The boxes that make up the part at `coordinates` (by axis name) of a tensor that lies as `layout`.
+
+    A device that has no rows of a padded dimension has none.
+
+    Examples
+    --------
+    >>> from shardweave.ir import Axis
+    >>> x = Axis("gpu0", 2)
+    >>> for piece in pieces(Layout(((2, x, 3), (5,))), {"gpu0": 1}):
+    ...     print(piece)
+    Piece(offsets=(3, 0), starts=(0, 0), sizes=(3, 5))
+    Piece(offsets=(9, 0), starts=(3, 0), sizes=(3, 5))
+    """
+    dims: list[list[tuple[slice, int]]] = []  # of each dimension the pieces, and where each starts in the part
+    for runs in ranges(layout, coordinates):
+        starts = accumulate((run.stop - run.start for run in runs), initial=0)
+        found = zip(runs, starts)
+        dims.append([(run, at) for run, at in found if run.stop > run.start or layout.padding is None])
+    return [
+        Piece(
+            tuple(run.start for run, _ in box),
+            tuple(start for _, start in box),
+            tuple(run.stop - run.start for run, _ in box),
+        )
+        for box in product(*dims)
+    ]
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part, `local`, of a tensor that lies as `layout`."""
+
+    local: torch.Tensor
+    layout: Layout
+    coordinates: Mapping[str, int]
+
+    def chunks(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
+        """The description of each piece, and the view of it."""
+        return [
+            (ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)), piece.of(self.local))
+            for piece in pieces(self.layout, self.coordinates)
+        ]
+
+
+Values = Mapping[StatePath, Part | bytes]
+"""What a rank writes: its parts of tensors, and pickled objects."""
+
+
+def is_writer(path: StatePath, layout: Layout, mesh: Mesh, rank: int) -> bool:
+    """Whether, of all ranks that hold the same part of the tensor at `path`, this one writes it.
+
+    The ranks take turns from tensor to tensor, without talking about it.
+
+    Examples
+    --------
+    >>> mesh = Mesh.of_levels([("gpu", 4)])
+    >>> layout = Layout(((mesh.axes[0], 4),))
+    >>> [[is_writer((name,), layout, mesh, rank) for rank in range(4)] for name in "ad"]
+    [[True, True, False, False], [False, False, True, True]]
+    """
+    index = 0
+    copies = [axis for axis in mesh.axes if axis not in layout.shard_axes]
+    for axis in copies:
+        index = index * axis.size + axis.coordinate(rank)
+    turn = int.from_bytes(sha256(name_of(path).encode()).digest()[:8])
+    return index == turn % math.prod(axis.size for axis in copies)
+
+
+def name_of(path: StatePath) -> str:
+    """The name in the checkpoint of what stands at `path`, as torch's own planners flatten a state dict."""
+    return ".".join(path)
+
+
+class Writer(DefaultSavePlanner):
+    """Has each rank write `values`, which no other rank does; torch's planner checks that every tensor is covered."""
+
+    def __init__(self, values: Values) -> None:
+        super().__init__()
+        self._values = values
+        self._tensors: dict[MetadataIndex, torch.Tensor] = {}
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """Nothing: what is written is known already."""
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        self._bytes = {name_of(path): value for path, value in self._values.items() if isinstance(value, bytes)}
+        for path, value in self._values.items():
+            name = name_of(path)
+            if isinstance(value, bytes):
+                items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+                continue
+            size = torch.Size(value.layout.global_shape)
+            properties = TensorProperties(dtype=value.local.dtype)
+            for chunk, view in value.chunks():
+                index = MetadataIndex(name, chunk.offsets)
+                self._tensors[index] = view
+                data = TensorWriteData(chunk, properties, size)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        return SavePlan(items, planner_data={name_of(path): path for path in self._values})
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(self._bytes[write_item.index.fqn])
+        return self._tensors[write_item.index]
+
+
+def read(files: CheckpointFiles, targets: Mapping[StatePath, Part | None]) -> dict[StatePath, Any]:
+    """Fill the parts of `targets` from a checkpoint, reading each chunk once; what is no tensor is returned.
+
+    Raises
+    ------
+    ParallelError
+        If a file cannot be read, is damaged, or does not hold all of a part.
+    """
+    objects: dict[StatePath, Any] = {}
+    wanted: dict[MetadataIndex, list[tuple[ReadItem, torch.Tensor]]] = {}  # by the chunk that is read
+    for path, part in targets.items():
+        name = name_of(path)
+        stored = files.metadata.state_dict_metadata[name]
+        if part is None:
+            objects[path] = files.object(name)
+            continue
+        if not isinstance(stored, TensorStorageMetadata):
+            raise ParallelError(f"the checkpoint {files.folder} has no tensor as {name!r}")
+        views = {chunk.offsets: (chunk, view) for chunk, view in part.chunks()}
+        items = create_read_items_for_chunk_list(name, stored, [chunk for chunk, _ in views.values()])
+        found = sum(math.prod(item.lengths) for item in items)
+        if found != sum(math.prod(chunk.sizes) for chunk, _ in views.values()):
+            raise ParallelError(f"the checkpoint {files.folder} does not hold all of {name!r}")
+        for item in items:
+            _, view = views[item.dest_index.offset or torch.Size()]
+            wanted.setdefault(item.storage_index, []).append((item, view))
+    for index in sorted(wanted, key=files.place):
+        chunk = files.tensor(index)
+        for item, view in wanted[index]:
+            _box(view, item.dest_offsets, item.lengths).copy_(_box(chunk, item.storage_offsets, item.lengths))
+    return objects
+
+
+def _box(tensor: torch.Tensor, offsets: torch.Size, lengths: torch.Size) -> torch.Tensor:
+    return tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+
 
 MODEL, STATE = "model", ("optimizer", "state")
 KIND, GROUPS, SEEDS, EXTRA = ("optimizer", "kind"), ("optimizer", "param_groups"), ("seeds",), ("extra",)
@@ -31,8 +216,8 @@ def collect(
     check_values(parallel)
     mesh, rank = parallel.mesh.mesh, parallel.mesh.rank
     coordinates = mesh.coordinates(rank)
-    tensors: dict[Path, tuple[torch.Tensor, Layout]] = {}
-    objects: dict[Path, Any] = {SEEDS: parallel._seeds.state, EXTRA: dict(extra)}
+    tensors: dict[StatePath, tuple[torch.Tensor, Layout]] = {}
+    objects: dict[StatePath, Any] = {SEEDS: parallel._seeds.state, EXTRA: dict(extra)}
     for name, tensor in parallel.state_dict(keep_vars=True).items():
         tensors[MODEL, name] = tensor, parallel.layout_of(name, tensor.shape)
     if optimizer is not None:
@@ -43,13 +228,13 @@ def collect(
         parameters = dict(parallel.named_parameters())
         for index, values in state["state"].items():
             for key, value in values.items():
-                path: Path = (*STATE, names[index], str(key))
+                path: StatePath = (*STATE, names[index], str(key))
                 if isinstance(value, torch.Tensor):
                     tensors[path] = value, _state_layout(parallel, path, value, parameters[names[index]])
                 else:
                     objects[path] = value
     copies: dict[int, torch.Tensor] = {}  # shared tensors are copied once
-    written: dict[Path, Part | bytes] = {}
+    written: dict[StatePath, Part | bytes] = {}
     for path, (tensor, layout) in tensors.items():
         if is_writer(path, layout, mesh, rank):
             local = local_tensor(tensor.detach())
@@ -83,12 +268,12 @@ def parameter_names(parallel: ParallelModule, optimizer: torch.optim.Optimizer) 
     return [names[parameter] for parameter in found]
 
 
-def paths_of(metadata: Metadata) -> dict[str, Path]:
+def paths_of(metadata: Metadata) -> dict[str, StatePath]:
     """The path of every name in a checkpoint; a name is its own path where the writer noted none."""
     return {name: (metadata.planner_data or {}).get(name, (name,)) for name in metadata.state_dict_metadata}
 
 
-def model_targets(parallel: ParallelModule, metadata: Metadata) -> dict[Path, Part | None]:
+def model_targets(parallel: ParallelModule, metadata: Metadata) -> dict[StatePath, Part | None]:
     """Fresh tensors on the CPU for this rank's parts of the model, which a checkpoint fills; then `fill` the model.
 
     Raises
@@ -128,7 +313,7 @@ def model_targets(parallel: ParallelModule, metadata: Metadata) -> dict[Path, Pa
     }
 
 
-def check_shared(parallel: ParallelModule, targets: Mapping[Path, Part | None]) -> None:
+def check_shared(parallel: ParallelModule, targets: Mapping[StatePath, Part | None]) -> None:
     """ParallelError if a tensor that the model has under several names has several values in the checkpoint."""
     seen: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in parallel.state_dict(keep_vars=True).items():
@@ -145,7 +330,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def fill(parallel: ParallelModule, targets: Mapping[Path, Part | None]) -> None:
+def fill(parallel: ParallelModule, targets: Mapping[StatePath, Part | None]) -> None:
     """Copy what was read for the model into it."""
     for name, tensor in parallel.state_dict(keep_vars=True).items():
         part = targets[MODEL, name]
@@ -153,7 +338,9 @@ def fill(parallel: ParallelModule, targets: Mapping[Path, Part | None]) -> None:
         local_tensor(tensor.detach()).copy_(part.local)
 
 
-def check_optimizer(parallel: ParallelModule, optimizer: torch.optim.Optimizer, objects: Mapping[Path, Any]) -> None:
+def check_optimizer(
+    parallel: ParallelModule, optimizer: torch.optim.Optimizer, objects: Mapping[StatePath, Any]
+) -> None:
     """ParallelError if the checkpoint's optimizer is of another kind, or has other parameters in its groups."""
     if KIND not in objects or GROUPS not in objects:
         raise ParallelError("the checkpoint has no optimizer: load it without one, or save it with one")
@@ -176,7 +363,7 @@ def check_optimizer(parallel: ParallelModule, optimizer: torch.optim.Optimizer, 
 
 def optimizer_targets(
     parallel: ParallelModule, optimizer: torch.optim.Optimizer, metadata: Metadata
-) -> tuple[dict[Path, Part | None], dict[str, dict[str, torch.Tensor]]]:
+) -> tuple[dict[StatePath, Part | None], dict[str, dict[str, torch.Tensor]]]:
     """Fresh tensors for an optimizer's state, which a checkpoint fills: as parts by path, and by parameter and key.
 
     What has the shape of its parameter lies as the parameter does, as optimizers make it; the rest is replicated.
@@ -194,10 +381,10 @@ def optimizer_targets(
         for (name, key), stored in kept.items()
         if isinstance(stored, TensorStorageMetadata) and not stored.size and parameters[name].ndim
     }
-    targets: dict[Path, Part | None] = {}
+    targets: dict[StatePath, Part | None] = {}
     state: dict[str, dict[str, torch.Tensor]] = {}
     for (name, key), stored in kept.items():
-        path: Path = (*STATE, name, key)
+        path: StatePath = (*STATE, name, key)
         if not isinstance(stored, TensorStorageMetadata):
             targets[path] = None
             continue
@@ -216,7 +403,7 @@ def optimizer_targets(
 def restore(
     optimizer: torch.optim.Optimizer,
     names: Iterable[str],
-    objects: Mapping[Path, Any],
+    objects: Mapping[StatePath, Any],
     state: dict[str, dict[str, torch.Tensor]],
 ) -> None:
     """Give the optimizer the state that was read, and its groups' hyperparameters."""
@@ -229,7 +416,7 @@ def restore(
     optimizer.load_state_dict({"state": {numbers[name]: v for name, v in values.items()}, "param_groups": groups})
 
 
-def _state_layout(parallel: ParallelModule, path: Path, value: torch.Tensor, parameter: torch.Tensor) -> Layout:
+def _state_layout(parallel: ParallelModule, path: StatePath, value: torch.Tensor, parameter: torch.Tensor) -> Layout:
     """Where a tensor of an optimizer lies."""
     if not isinstance(value, DTensor) or all(placement.is_replicate() for placement in value.placements):
         return Layout.replicated(value.shape)
@@ -241,7 +428,7 @@ def _state_layout(parallel: ParallelModule, path: Path, value: torch.Tensor, par
     )
 
 
-def _pickled(path: Path, value: Any) -> bytes:
+def _pickled(path: StatePath, value: Any) -> bytes:
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)

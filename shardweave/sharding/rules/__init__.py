@@ -5,23 +5,11 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from shardweave.sharding.rules import (  # noqa: F401
-    attention,
-    experts,
-    index,
-    loss,
-    matmul,
-    norm,
-    random,
-    reduction,
-    slicing,
-    spatial,
-    view,
-    zeros,
-)
-from shardweave.sharding.rules.grammar import bind, parse
+from shardweave.sharding.rules import index, matmul, norm, pointwise, random, reduction, spatial, view  # noqa: F401
 from shardweave.sharding.rules.pointwise import ADDITIONS, POINTWISE
-from shardweave.sharding.rules.registry import RULES, Emitter, Rule, rule, tensor_args
+from shardweave.sharding.rules.registry import RULES, Emitter, Rule, bind, parse, rule, tensor_args
+
+pointwise.keep_zeros()
 
 __all__ = ["RULES", "Emitter", "Rule", "bind", "find_rule", "is_view", "parse", "rule"]
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, fx
 
 from shardweave.sharding.rules.index import INDEX_CONDITIONAL, INDEX_FORMS, SCATTER_CONDITIONAL
-from shardweave.sharding.rules.loss import (
+from shardweave.sharding.rules.norm import BATCH_NORMS, NORM_CONDITIONAL
+from shardweave.sharding.rules.random import FACTORIES
+from shardweave.sharding.rules.reduction import (
+    MOMENTS,
     binary_cross_entropy_with_logits,
     log_sigmoid,
     nll_loss_backward,
     nll_loss_forward,
 )
-from shardweave.sharding.rules.norm import BATCH_NORMS, NORM_CONDITIONAL
-from shardweave.sharding.rules.random import FACTORIES
-from shardweave.sharding.rules.reduction import MOMENTS
 from shardweave.sharding.rules.registry import BORROWED
 from shardweave.sharding.rules.spatial import convolution, convolution_backward
 from shardweave.sharding.rules.view import TILING_CONDITIONAL

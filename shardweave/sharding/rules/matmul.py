@@ -1,19 +1,47 @@
-"""Rules of matrix products and of linear layers.
+"""Rules of matrix products, of ops that are linear in their input, of products with experts' weights, and of attention.
 
-Matrix products: three loops, one of them contracted.
+Matrix products
+    Three loops; one of them is contracted.
 
-Linear ops: what they make of a partial sum is a partial sum.
+Linear ops
+    A linear op of a partial sum gives a partial sum. A sum over micro-batches is complete only after the last one, so
+    it passes through linear ops up to the gradient or the loss that is added up.
 
-A sum over micro-batches cannot be completed before the last one of them: it passes through everything that is linear
-in it, up to the gradient or the loss that is added up.
+Mixtures of experts
+    The expert is a factor that is contracted, like the vocabulary of an embedding. A rank that holds some experts
+    computes the rows that go to them and gives zeros for the others, an ``"own"`` partial result. The next product with
+    experts of the same rank reads those rows: nothing is communicated between the two. Over an axis that shards the
+    tokens, this is expert parallelism.
+
+Fused attention
+    Batch and heads are free. Query heads are ``(h r)``: `h` key-value heads, each with the `r` queries that share it
+    (grouped and multi-query attention). Where `r` is sharded, the gradients of key and value are partial sums. Keys are
+    blocked, as the softmax runs over them. Queries are blocked under a causal mask, which counts rows from the local
+    start. Otherwise they are free, and the gradients of key and value are partial sums over them.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import fx
 
-from shardweave.sharding.rules.registry import rule, tensor_args
+import shardweave.ops  # noqa: F401  (registers the ops)
+from shardweave.ir import BoundRule, RuleError, axes_size
+from shardweave.sharding.rules.registry import (
+    RULES,
+    Emitter,
+    Rule,
+    argument,
+    bind,
+    ordered_args,
+    parse,
+    rule,
+    shape,
+    tensor_args,
+)
 
 aten = torch.ops.aten
 
@@ -74,3 +102,129 @@ def linear_in(node: fx.Node) -> tuple[tuple[int, ...], ...]:
 
 def _is_floating(dtype: object) -> bool:
     return dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+
+
+def _lower(emit: Emitter, experts: int, *rest: Any) -> fx.Node:
+    """Count experts from the first one of this rank: those of other ranks then lie outside."""
+    axes = [axis for axis, name in emit.assignment.items() if name.split(".")[0] == "e"]
+    first, second, expert = emit.args[:3]
+    if axes:
+        expert = emit.call(aten.sub.Tensor, expert, emit.offset(axes, experts))
+    return emit.call(emit.node.target, first, second, expert, *rest, axes_size(axes))
+
+
+def lower_mm(emit: Emitter) -> fx.Node:
+    """The rows of this rank's experts."""
+    return _lower(emit, emit.input_layouts[1].local_shape[0])
+
+
+def lower_outer(emit: Emitter) -> fx.Node:
+    """The gradients of this rank's experts."""
+    experts = emit.output_layouts[0].local_shape[0]
+    return _lower(emit, experts, experts)
+
+
+rule(
+    torch.ops.shardweave.expert_mm.default,
+    "s k, e k n, s -> s n",
+    reduce={"e": "own"},
+    owned={"e": (0,)},
+    lower=lower_mm,
+)
+rule(torch.ops.shardweave.expert_outer.default, "s k, s n, s -> e k n", owned={"e": (0, 1)}, lower=lower_outer)
+
+
+ATTENTION_FORWARD = [
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+]
+ATTENTION_BACKWARD = [
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+    aten._scaled_dot_product_fused_attention_overrideable_backward.default,
+]
+ATTENTION_PATTERNS = {
+    "query": "b (h r) {s} [d]",
+    "key": "b h [t] [d]",
+    "value": "b h [t] [e]",
+    "out": "b (h r) {s} [e]",
+    "logsumexp": "b (h r) {s}",
+    "mask": "b? (h? r?) {s}? [t]?",
+}
+ATTENTION_ROLES = {"grad_out": "out", "grad_out_": "out", "attn_mask": "mask", "attn_bias": "mask"}
+ATTENTION_RESULTS = ("out", "logsumexp")
+ATTENTION_GRADIENTS = ("query", "key", "value", "mask")
+ATTENTION_LENGTHS = {"max_q": "query", "max_k": "key"}
+
+
+def bind_attention(node: fx.Node) -> BoundRule:
+    """The pattern of each value by its role in the schema; seeds and the like are states of one rank."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    # The efficient kernel pads the rows of its logsumexp to 32, so that a part's are no slice of the whole one's.
+    padded = "efficient" in str(node.target)
+    rows = "[s]" if padded or argument(node, "is_causal") else "s"
+
+    def pattern(role: str, rank: int, number: int) -> str:
+        if role == "logsumexp" and padded:
+            return "b (h r) [l]"
+        text = ATTENTION_PATTERNS.get(role, "").format(s=rows)
+        if role == "mask":
+            return " ".join(text.replace("h? r?", "h?_r?").split()[-rank:]).replace("_", " ")
+        return text + " 1" * (role == "logsumexp" and rank == 4) or " ".join(f"[z{number}_{d}]" for d in range(rank))
+
+    given = [(role, shape(value)) for role, value in _by_role(node) if value in tensor_args(node)]
+    results = ATTENTION_RESULTS if node.target in ATTENTION_FORWARD else ATTENTION_GRADIENTS
+    values = node.meta["val"]
+    roles = [*results, *("state" for _ in values[len(results) :])]
+    made = [(role, tuple(value.shape)) for role, value in zip(roles, values) if isinstance(value, torch.Tensor)]
+    texts = [pattern(role, len(size), number) for number, (role, size) in enumerate([*given, *made])]
+    parsed = parse(f"{', '.join(texts[: len(given)])} -> {', '.join(texts[len(given) :])}")
+    rule = bind(parsed, [size for _, size in given], [size for _, size in made], {})
+    return replace(rule, apart=frozenset(index for index, (role, _) in enumerate(made) if role == "state"))
+
+
+def _by_role(node: fx.Node) -> list[tuple[str, Any]]:
+    """The arguments with what they are to attention: the names of schemas differ a little."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [declared.name for declared in node.target._schema.arguments]
+    return [(ATTENTION_ROLES.get(name, name), value) for name, value in zip(names, ordered_args(node))]
+
+
+def lower_attention(emit: Emitter) -> fx.Node:
+    """The op on local tensors; the backward is told how long the local sequences are."""
+    target, args = emit.node.target, list(emit.args)
+    assert isinstance(target, torch._ops.OpOverload)
+    names = [declared.name for declared in target._schema.arguments]
+    lengths = {name: shape(emit.args[names.index(role)])[2] for name, role in ATTENTION_LENGTHS.items()}
+    args = [lengths.get(name, value) for name, value in zip(names, args)]
+    return emit.call(target, *args, **emit.kwargs)
+
+
+def forward_of(node: fx.Node) -> fx.Node | None:
+    """The forward that a backward with dropout belongs to: the mask is drawn again from the seed that it kept.
+
+    Two assignments would draw two masks.
+    """
+    if argument(node, "dropout_p") == 0:
+        return None
+    found = dict(_by_role(node))["logsumexp"]
+    while found.target not in ATTENTION_FORWARD:
+        if not found.all_input_nodes:
+            raise RuleError(f"{node.target}: what it reads comes from no attention that shardweave knows")
+        found = found.all_input_nodes[0]
+    assert isinstance(found, fx.Node)
+    return found
+
+
+_BLOCKED = "; blocked: keys `t` and head sizes `d`, `e`; queries `s` too where causal or in the efficient kernel"
+for _target in ATTENTION_FORWARD:
+    _source = f"query `b (h r) s d`, key `b h t d`, value `b h t e` -> out `b (h r) s e`{_BLOCKED}"
+    RULES[_target] = Rule(bind_attention, lower_attention, source=_source)
+for _target in ATTENTION_BACKWARD:
+    _source = f"the gradients of query, key, value and mask, in the same loops{_BLOCKED}"
+    RULES[_target] = Rule(bind_attention, lower_attention, source=_source, partner=forward_of)

@@ -1,12 +1,20 @@
-"""Pointwise ops: every factor of the output is free, and broadcast dimensions have no factor."""
+"""Pointwise ops: every factor of the output is free, and broadcast dimensions have no factor.
+
+Some keep zeros: an ``"own"`` partial result, zero on all ranks but one, passes them as it is. A rank that does not
+hold an expert has zeros for its rows. The expert's activation, its gate and their gradients keep these zeros, so that
+the next product reads only the rows that its rank owns.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from shardweave.ir import BoundRule, Dims, Factor, RuleError
-from shardweave.sharding.rules.registry import RULES, Rule, output_shapes, shape, tensor_args
+from shardweave.sharding.rules.registry import EVERY, RULES, Rule, output_shapes, shape, tensor_args
 
 aten = torch.ops.aten
 
@@ -58,3 +66,28 @@ for _target in UNTAGGED:
     RULES[_target] = POINTWISE
 for _target in SUMS:
     RULES[_target] = POINTWISE_SUM
+
+
+# By op: the arguments one zero of which makes the result zero, and those that then do not matter.
+KEEPS: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    **dict.fromkeys(
+        (
+            aten.relu.default, aten.silu.default, aten.gelu.default, aten.tanh.default, aten.neg.default,
+            aten.abs.default, aten.mul.Scalar, aten.div.Scalar, aten._to_copy.default, aten.slice.Tensor,
+            aten.split.Tensor, aten.split_with_sizes.default, aten.select.int,
+            aten.slice_backward.default, aten.select_backward.default, aten.sum.dim_IntList, aten.div.Tensor,
+        ),
+        ((0,), ()),
+    ),
+    **dict.fromkeys((aten.silu_backward.default, aten.gelu_backward.default), ((0,), (1,))),
+    aten.threshold_backward.default: ((0,), (1,)),
+    aten.tanh_backward.default: ((0,), (1,)),
+    aten.mul.Tensor: ((0, 1), ()),
+    **dict.fromkeys((aten.cat.default, aten.stack.default, aten.add.Tensor, aten.sub.Tensor), (EVERY, ())),
+}  # fmt: skip
+
+
+def keep_zeros() -> None:
+    """Note in the rules of `KEEPS` which arguments' zeros they keep. Called once all of these rules are registered."""
+    for target, (zeros, ignores) in KEEPS.items():
+        RULES[target] = replace(RULES.get(target, POINTWISE), zeros=zeros, ignores=ignores)

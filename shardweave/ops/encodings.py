@@ -1,18 +1,26 @@
-"""Blocks of few bits, as ops that generated graphs call: what quantized collectives move (ZeRO++, arXiv 2306.10209).
+"""Encodings of values for communication: blocks of few bits, and integers that are ordered as floating-point numbers.
 
-A row of numbers consists of parts: one, or those of all parameters of a bucket. Each part is cut into blocks, of which
-the last one may be shorter. Of a block its largest absolute value is kept, as the *scale* of one step, and of each
-element how many steps it is from zero, rounded to the nearest: -127 to 127 in int8, or -7 to 7 in int4, two of them in
-a uint8. What is not finite makes its whole block not finite, so that a scaler of gradients sees it.
+Quantized blocks (ZeRO++, arXiv 2306.10209)
+    A row consists of parts: one, or those of all parameters of a bucket. Each part is cut into blocks; the last one may
+    be shorter. For each block the op keeps the largest absolute value as the *scale* of one step, and for each element
+    the number of steps from zero, rounded to the nearest: -127 to 127 in int8, or -7 to 7 in int4, two of them in a
+    uint8. A value that is not finite makes its whole block not finite, so that a gradient scaler sees it.
+
+Ordered bits
+    gloo and NCCL lose a NaN in a maximum or minimum of floating-point numbers: gloo compares with ``<``, NCCL calls
+    ``fmaxf``. Both compare integers exactly. So numbers are sent as integers of the same order: the bits of a positive
+    number, and the flipped bits of a negative one. NaN becomes the integer that wins. No library compares 16-bit
+    integers, so 16-bit numbers take twice the bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 STEPS = {8: 127, 4: 7}
@@ -134,10 +142,75 @@ def _fake_sum(payload: Tensor, scales: Tensor, sizes: Sequence[int], block: int,
     return payload.new_empty((*payload.shape[1:-1], sum(sizes)), dtype=dtype)
 
 
-for _name, _function, _fake in (
-    ("quantize_blocks", quantize_blocks, _fake_quantize),
-    ("dequantize_blocks", dequantize_blocks, _fake_dequantize),
-    ("sum_dequantized", sum_dequantized, _fake_sum),
-):
+_LIBRARY.define("ordered_bits(Tensor x, bool largest) -> Tensor")
+_LIBRARY.define("from_ordered_bits(Tensor bits, ScalarType dtype) -> Tensor")
+
+
+def ordered_bits(x: Tensor, largest: bool) -> Tensor:
+    """Integers in the order of the numbers of `x`; NaN is above all others, or below where `largest` is False.
+
+    Examples
+    --------
+    >>> x = torch.tensor([-torch.inf, -2.0, -0.0, 0.0, 1e-40, 3.0, torch.inf, torch.nan])
+    >>> ordered_bits(x, True).argsort().tolist(), ordered_bits(x, False).argsort().tolist()
+    ([0, 1, 2, 3, 4, 5, 6, 7], [7, 0, 1, 2, 3, 4, 5, 6])
+    >>> from_ordered_bits(ordered_bits(x, False), x.dtype)
+    tensor([       -inf, -2.0000e+00, -0.0000e+00,  0.0000e+00,  9.9999e-41,
+             3.0000e+00,         inf,         nan])
+    """
+    kind = _integer(x.dtype)
+    ends = torch.iinfo(kind)
+    flipped = _flipped(x.to(_full(kind)).view(kind))
+    return flipped.masked_fill_(x.isnan(), ends.max if largest else ends.min)
+
+
+def from_ordered_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers whose `ordered_bits` these are."""
+    return _flipped(bits).view(_full(bits.dtype)).to(dtype)
+
+
+def all_reduced(values: Tensor, op: Any, group: dist.ProcessGroup) -> Tensor:
+    """What floating-point `values` are over a group, combined by `dist.ReduceOp.SUM`, MAX or MIN. Collective.
+
+    `values` may be written into.
+    """
+    if op == dist.ReduceOp.SUM:
+        dist.all_reduce(values, op, group=group)
+        return values
+    bits = ordered_bits(values, op == dist.ReduceOp.MAX)
+    dist.all_reduce(bits, op, group=group)
+    return from_ordered_bits(bits, values.dtype)
+
+
+def _flipped(bits: Tensor) -> Tensor:
+    """All bits but the sign of those that are negative, the other way round; twice, they are as before."""
+    ends = torch.iinfo(bits.dtype)
+    return bits.bitwise_right_shift(ends.bits - 1).bitwise_and_(ends.max).bitwise_xor_(bits)
+
+
+def _integer(dtype: torch.dtype) -> torch.dtype:
+    return torch.int64 if dtype == torch.float64 else torch.int32
+
+
+def _full(kind: torch.dtype) -> torch.dtype:
+    return torch.float64 if kind == torch.int64 else torch.float32
+
+
+def _fake_ordered(x: Tensor, largest: bool) -> Tensor:
+    return torch.empty_like(x, dtype=_integer(x.dtype))
+
+
+def _fake_from_ordered(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(bits, dtype=dtype)
+
+
+_OPS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "quantize_blocks": (quantize_blocks, _fake_quantize),
+    "dequantize_blocks": (dequantize_blocks, _fake_dequantize),
+    "sum_dequantized": (sum_dequantized, _fake_sum),
+    "ordered_bits": (ordered_bits, _fake_ordered),
+    "from_ordered_bits": (from_ordered_bits, _fake_from_ordered),
+}
+for _name, (_function, _fake) in _OPS.items():
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardweave::{_name}", _fake, lib=_LIBRARY)

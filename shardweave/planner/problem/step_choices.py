@@ -1,33 +1,183 @@
-"""Recomputation as a choice: one more op of the problem for each layer, whose candidates are the modes.
+"""Choices besides the strategies of ops: operator slices, the layouts of outputs, and recomputation.
 
-What a mode costs follows from how the layer's ops are spread, so it lies on the edges between these and it: with
-``"none"`` they keep what their backward needs; with ``"full"`` only what the layer reads of others and these of it, and
-as much of its forward runs again as the backward needs; with ``"fine"`` the results of collectives are kept besides,
-which then are not repeated, nor what they are the sums of (Oases, arXiv 2305.16121, section 3.2).
+Operator slices
+    An op in slices gathers one part of its parameter after another, so that less is held at a time. Its products are
+    smaller, and the collectives of each part wait for links anew (OSDP, arXiv 2209.13258, section 3.3). This pays
+    where the gathered parameter is most of what a step holds at once, as for a vocabulary. Which ops are tried does
+    not depend on the memory limit, so that a plan under more memory is never slower.
+
+Outputs
+    The batch is sharded over the axes that every op puts on its batch, and an output that is no loss comes back as
+    its batch went in. Tensor parallelism takes the innermost axes, so these are all axes outside of the largest
+    degree of any op. That degree is one more variable. Each op has an edge to it that forbids a larger degree. The
+    ops that outputs follow have edges with the cost of bringing them to the batch's layout.
+
+Recomputation
+    One more variable for each layer, whose candidates are the modes. The cost of a mode depends on the strategies of
+    the layer's ops, so it is on the edges between these and the variable. With ``"none"`` the ops keep what their
+    backward needs. With ``"full"`` the layer keeps only its inputs and what others read of it, and its forward runs
+    again. With ``"fine"`` the results of collectives are kept too, so that neither they nor what led to them is
+    repeated.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import fx
 
 from shardweave.cost_model import node_work, work_seconds
-from shardweave.ir import MODES, Mode
+from shardweave.ir import MODES, Layout, LayoutError, Mode, Strategy, axes_size, normalise
 from shardweave.passes import region_of
-from shardweave.planner.problem.build_problem import Costing
+from shardweave.planner.problem.build_problem import Costed, Costing, Rows, Variable
 from shardweave.planner.problem.graph_analysis import is_alias, num_bytes, root_of
 from shardweave.planner.problem.overlap_model import Costs, Floats, Windows
 from shardweave.planner.problem.problem import Candidate, Edge
 from shardweave.planner.problem.problem import Op as Row
-from shardweave.planner.problem.resharding_costs import local_numel, tensor_outputs
-from shardweave.planner.problem.variables import Costed, Variable
-from shardweave.sharding import info, last_match, tensor_args, users_through_views
+from shardweave.planner.problem.resharding_costs import Links, local_numel, tensor_outputs
+from shardweave.sharding import Op, graph_outputs, info, last_match, tensor_args, users_through_views
+
+SLICES = 4
+"""As many as OSDP takes."""
+
+MUCH = 1 / 8
+"""The part of the largest transient of any op that a strategy's own makes out for it to be offered in slices, too."""
+
+
+def with_slices(costing: Costing, costed: Costed) -> Costed:
+    """The problem with the strategies in slices, too, that gather much at a time; itself where none does."""
+    priced = [variable.prices for variable in costed.variables if variable.prices is not None]
+    much = MUCH * max((float(prices.transient_bytes.max()) for prices in priced), default=0.0)
+    more = {index: sliced for index, variable in enumerate(costed.variables)
+            if (sliced := _sliced(costing, variable, much))}  # fmt: skip
+    if not more:
+        return costed
+    rows = Rows(costing.windows, costing.options.turns)
+    ops, variables = list(costed.problem.ops), list(costed.variables)
+    for index, sliced in more.items():
+        variables[index] = costing.spread(variables[index], [*variables[index].strategies, *sliced])
+        ops[index] = rows.row(variables[index])
+    return replace(costed, problem=replace(costed.problem, ops=tuple(ops)), variables=variables)
+
+
+def _sliced(costing: Costing, variable: Variable, much: float) -> list[Strategy]:
+    """What an op may have in slices."""
+    op, prices = variable.op, variable.prices
+    if op is None or prices is None or op.name in costing.forced or costing.options.operator_slices:
+        return []
+    large = [s for s, held in zip(variable.strategies, prices.transient_bytes.tolist()) if held > much]
+    return [replace(strategy, slices=SLICES) for strategy in large if _fits(costing, op, strategy)]
+
+
+def _fits(costing: Costing, op: Op, strategy: Strategy) -> bool:
+    try:
+        op.slice_atom(strategy, costing.mesh, SLICES)
+    except LayoutError:
+        return False
+    return True
+
+
+BORDER = ":returned"
+"""The name of the variable."""
+
+
+def with_outputs(costing: Costing, costed: Costed, named: Callable[[str], str]) -> Costed:
+    """The problem of a whole step with what its outputs take; as it is where they are returned as they lie.
+
+    Parameters
+    ----------
+    costing : Costing
+        Of the folded step.
+    costed : Costed
+        Of the whole step.
+    named : callable
+        From the name of a variable of the folded step to that of the last one that it stands for.
+    """
+    outputs = _outputs(costing)
+    if not outputs:
+        return costed
+    whole = costing.annotated.captured.whole or costing.options.outputs == "whole"
+    of_ops = [
+        [strategy.degree for strategy in variable.strategies] if variable.op and variable.op.batch > 1 else []
+        for variable in costed.variables
+    ]
+    degrees = [1] if whole else sorted({degree for own in of_ops for degree in own} or {costing.mesh.world_size})
+    border = len(costed.variables)
+    place = {variable.name: index for index, variable in enumerate(costed.variables)}
+    edges: dict[int, Edge] = {}
+    for index, (variable, own) in enumerate(zip(costed.variables, of_ops, strict=True)):
+        if own and not whole:
+            least = np.full((len(variable.ports), 1), math.inf)
+            np.minimum.at(least[:, 0], variable.port_of, own)
+            edges[index] = Edge(index, border, np.where(least <= degrees, 0.0, math.inf))
+    for node in outputs:
+        number = costing.follows[node]
+        index = place[named(costing.variables[number].name)]
+        links = costing.windows.activations(_links(costing, node, degrees))
+        loads, kept = costing.windows.loads(costing.options.turns * links), _kept(costing, node, degrees)
+        known = edges.get(index, Edge(index, border, np.zeros(kept.shape)))
+        edges[index] = replace(
+            known,
+            loads=loads if known.loads is None else known.loads + loads,
+            kept=kept if known.kept is None else known.kept + kept,
+        )
+    levels = tuple(Candidate(f"batch outside of {degree}", 0.0, in_port=at) for at, degree in enumerate(degrees))
+    problem = replace(
+        costed.problem,
+        ops=(*costed.problem.ops, Row(BORDER, levels)),
+        edges=tuple(sorted((*costed.problem.edges, *edges.values()), key=lambda edge: (edge.producer, edge.consumer))),
+    )
+    return replace(costed, problem=problem, variables=[*costed.variables, Variable(BORDER, -1, degrees=tuple(degrees))])
+
+
+def _outputs(costing: Costing) -> list[fx.Node]:
+    """The outputs that go where the batch came from, or are returned whole (`boundary.Boundary`)."""
+    captured, mode = costing.annotated.captured, costing.options.outputs
+    returned = not costing.annotated.loss_inside if mode == "auto" else mode != "sharded"
+    if not (captured.whole or returned):
+        return []
+    first = len(captured.mutated_buffers)
+    values = graph_outputs(captured.graph.graph)[first : first + len(captured.outputs)]
+    return [value for value in values if isinstance(value, fx.Node) and value in costing.follows
+            and isinstance(value.meta["val"], torch.Tensor) and value.meta["val"].dim()]  # fmt: skip
+
+
+def _links(costing: Costing, node: fx.Node, degrees: list[int]) -> Links:
+    """What brings an output from each port to where each degree has it, and its gradient back."""
+    haves = [port[0] for port in costing.lies[node]]
+    value = node.meta["val"]
+    wants = [_wanted(costing, tuple(value.shape), degree) for degree in degrees]
+    return costing.prices.table(haves, wants, wants, value.element_size())
+
+
+def _kept(costing: Costing, node: fx.Node, degrees: list[int]) -> NDArray[np.int64]:
+    """Bytes of an output, and of its gradient, as it is returned at each degree beyond those as it lies, by port."""
+    value, facts = node.meta["val"], costing.facts
+    wanted = [local_numel(_wanted(costing, tuple(value.shape), degree)) for degree in degrees]
+    lies = [local_numel(port[0]) for port in costing.lies[node]]
+    times = costing.options.turns * (1 + (root_of(node) in facts.differentiated))
+    beyond = np.maximum(0, np.array(wanted, dtype=np.int64) - np.array(lies, dtype=np.int64)[:, None])
+    return np.asarray(times * value.element_size() * beyond)
+
+
+def _wanted(costing: Costing, shape: tuple[int, ...], degree: int) -> Layout:
+    """The batch over all axes outside of the innermost ones that make up a degree."""
+    layout = Layout.replicated(shape)
+    if shape[0] != costing.annotated.batch or costing.options.outputs == "whole" or costing.annotated.captured.whole:
+        return layout
+    axes = costing.mesh.innermost_first
+    count = next(count for count in range(len(axes) + 1) if axes_size(axes[:count]) >= degree)
+    outside = (*costing.mesh.time_axes, *reversed(axes[count:]))
+    if shape[0] % axes_size(outside):
+        return layout
+    return Layout((normalise([*outside, shape[0] // axes_size(outside)]), *layout.dims[1:]))
 
 
 @dataclass

@@ -1,0 +1,187 @@
+"""Ops on a rank's part of a value: padded rows, the steps of a time axis, and indices into a sharded dimension.
+
+- Padded rows: an uneven dimension has room for the longest part on each rank (`ir.Padding`).
+- Time axes: until `UnrollSubBatches` writes every step, a graph computes one step of each time axis. `total` and
+  `joined` stand where the region of an axis ends, for ops on the results of all steps. They are never run.
+- Checked indices: a rank gives zeros for rows that another rank holds, and would do so for an index that no rank holds.
+  Torch's own kernels raise an error for such an index. So does this op, on each rank that sees the index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardweave.ir import IndexRangeError, Padding, VerifyError
+
+_LIBRARY: Any = torch.library.Library("shardweave", "FRAGMENT")  # type: ignore[no-untyped-call]
+_ARGUMENTS = "(Tensor x, int dim, int size, int[] levels) -> Tensor"
+_LIBRARY.define(f"pad{_ARGUMENTS}")
+_LIBRARY.define(f"unpad{_ARGUMENTS}")
+
+
+def pad(x: Tensor, dim: int, size: int, levels: Sequence[int]) -> Tensor:
+    """The rows of dimension `dim` in their places: each block of `size` cut over `levels`; zeros elsewhere.
+
+    >>> pad(torch.arange(1, 6), 0, 5, [2, 2])
+    tensor([1, 2, 3, 0, 4, 0, 5, 0])
+    """
+    padding = Padding(dim, size, tuple(levels))
+    blocks = x.shape[dim] // size
+    result = x.new_zeros(_resized(x, dim, blocks * padding.padded))
+    torch._foreach_copy_(_parts(result, padding, blocks), torch.split(x, [*padding.counts * blocks], dim))
+    return result
+
+
+def unpad(x: Tensor, dim: int, size: int, levels: Sequence[int]) -> Tensor:
+    """The rows of dimension `dim` out of their places, packed: the inverse of `pad`.
+
+    >>> unpad(torch.tensor([1, 2, 3, 0, 4, 0, 5, 0]), 0, 5, [2, 2])
+    tensor([1, 2, 3, 4, 5])
+    """
+    padding = Padding(dim, size, tuple(levels))
+    return torch.cat(_parts(x, padding, x.shape[dim] // padding.padded), dim)
+
+
+def _parts(x: Tensor, padding: Padding, blocks: int) -> list[Tensor]:
+    """Views of the parts that lie in the places of `x`."""
+    counts = padding.counts * blocks
+    return [x.narrow(padding.dim, index * padding.place, count) for index, count in enumerate(counts)]
+
+
+def _resized(x: Tensor, dim: int, size: int) -> list[int]:
+    return [*x.shape[:dim], size, *x.shape[dim + 1 :]]
+
+
+def _fake_pad(x: Tensor, dim: int, size: int, levels: Sequence[int]) -> Tensor:
+    return x.new_empty(_resized(x, dim, x.shape[dim] // size * Padding(dim, size, tuple(levels)).padded))
+
+
+def _fake_unpad(x: Tensor, dim: int, size: int, levels: Sequence[int]) -> Tensor:
+    return x.new_empty(_resized(x, dim, x.shape[dim] // Padding(dim, size, tuple(levels)).padded * size))
+
+
+for _name, _function, _fake in (("pad", pad, _fake_pad), ("unpad", unpad, _fake_unpad)):
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardweave::{_name}", _fake, lib=_LIBRARY)
+
+
+_COORDINATE = "coord_"
+
+
+def coordinate(axis: str) -> str:
+    """The placeholder of an axis' coordinate."""
+    return f"{_COORDINATE}{axis}"
+
+
+def is_coordinate(node: fx.Node) -> bool:
+    """Whether a node of a local graph is the placeholder of some axis' coordinate."""
+    return node.op == "placeholder" and node.name.startswith(_COORDINATE)
+
+
+def total(value: Tensor, axis: str, size: int) -> Tensor:
+    """The sum of `value` over the steps of a time axis."""
+    return _only_in_graphs(value)
+
+
+def joined(value: Tensor, axis: str, size: int, dim: int, outer: int, inner: int) -> Tensor:
+    """The steps of `value` along a time axis side by side: on `dim`, inside of `outer` local steps, outside of `inner`.
+
+    >>> with torch._subclasses.FakeTensorMode():
+    ...     joined(torch.ones(4, 3), "sub", 2, 0, 1, 4).shape
+    torch.Size([8, 3])
+    """
+    _only_in_graphs(value)
+    shape = list(value.shape)
+    shape[dim] *= size
+    return value.new_empty(shape)
+
+
+def _only_in_graphs(value: Tensor) -> Tensor:
+    if not isinstance(value, torch._subclasses.FakeTensor):
+        raise VerifyError("the steps of a time axis are brought together by `split`: run the graph after it")
+    return value.clone()
+
+
+_LIBRARY.define("checked_index(Tensor index, SymInt start, int low, int high, str what) -> Tensor")
+
+
+def checked_index(index: Tensor, start: int, low: int, high: int, what: str) -> Tensor:
+    """`index` counted from `start`, after a check that it is at least `low` and less than `high`.
+
+    On a GPU the check runs on the device, as torch's own does: it ends the process without waiting for the step.
+
+    Raises
+    ------
+    IndexRangeError
+        For the first index outside of the range.
+
+    >>> checked_index(torch.tensor([4, 7]), 4, 0, 8, "embedding")
+    tensor([0, 3])
+    """
+    if index.device.type == "cpu":
+        check_range(index, low, high, what)
+    else:
+        inside = torch.logical_and(index >= low, index < high).all()
+        torch._assert_async(inside, out_of_range("an index", low, high, what))
+    return index - start
+
+
+def check_range(index: Tensor, low: int, high: int, what: str) -> None:
+    """`IndexRangeError` where one of these indices is less than `low` or not less than `high`."""
+    if not index.numel():
+        return
+    least, most = (int(value) for value in torch.aminmax(index))
+    if least < low or most >= high:
+        raise IndexRangeError(out_of_range(f"the index {least if least < low else most}", low, high, what))
+
+
+@dataclass(frozen=True)
+class Check:
+    """Of which op an index is, the least that it may be, and what it must be less than."""
+
+    what: str
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
+class IndexChecks:
+    """The indices of a step that its integer inputs alone decide, and what each is checked for.
+
+    Parameters
+    ----------
+    indices : GraphModule
+        From all tensors of a call, the whole batch, to the indices.
+    checks : sequence of Check
+        One for each index.
+    """
+
+    indices: fx.GraphModule
+    checks: Sequence[Check]
+
+    def __call__(self, inputs: Sequence[Tensor]) -> None:
+        """`IndexRangeError` where an index of this batch is out of range."""
+        with torch.no_grad():
+            for index, check in zip(self.indices(*inputs), self.checks, strict=True):
+                check_range(index, check.low, check.high, check.what)
+
+
+def out_of_range(which: str, low: int, high: int, what: str) -> str:
+    """What to say of an index outside of the range."""
+    return (
+        f"{which} is out of range in {what}: it has to be at least {low} and less than {high}. Check the inputs "
+        "(a token or class that the model has no row for), or make the table larger"
+    )
+
+
+def _fake_checked(index: Tensor, start: int, low: int, high: int, what: str) -> Tensor:
+    return torch.empty_like(index)
+
+
+_LIBRARY.impl("checked_index", checked_index, "CompositeExplicitAutograd")
+torch.library.register_fake("shardweave::checked_index", _fake_checked, lib=_LIBRARY)

@@ -1,0 +1,189 @@
+"""Products that are one op for a rule: the two gradients of a convolution, and products with one of many weights a row.
+
+``aten.convolution_backward`` computes both gradients, and takes the input and the weight for both. Here each gradient
+is an op of its own that takes what it depends on, and the shape of its result, so that each can be sharded by itself.
+
+A mixture of experts sorts its tokens by expert, multiplies group by group, and sorts back. The ops here do all three,
+so that everything outside of them keeps the order of the tokens, and each has a rule of one line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+aten = torch.ops.aten
+_OPTIONS = (
+    "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups"
+)
+_LIBRARY: Any = torch.library.Library("shardweave", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(f"conv_input_grad(Tensor grad, Tensor weight, SymInt[] input_size, {_OPTIONS}) -> Tensor")
+_LIBRARY.define(f"conv_weight_grad(Tensor grad, Tensor input, SymInt[] weight_size, {_OPTIONS}) -> Tensor")
+
+
+def _input_grad(
+    grad: Tensor,
+    weight: Tensor,
+    input_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """The gradient of a convolution's input, which itself is not needed: as in ``torch.nn.grad.conv2d_input``."""
+    shape_only = grad.new_empty(1).expand(input_size)
+    options = (stride, padding, dilation, transposed, output_padding, groups)
+    result: Tensor
+    result, _, _ = aten.convolution_backward.default(grad, shape_only, weight, None, *options, [True, False, False])
+    return result
+
+
+def _weight_grad(
+    grad: Tensor,
+    input: Tensor,
+    weight_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """The gradient of a convolution's weight, which itself is not needed."""
+    shape_only = grad.new_empty(1).expand(weight_size)
+    options = (stride, padding, dilation, transposed, output_padding, groups)
+    result: Tensor
+    _, result, _ = aten.convolution_backward.default(grad, input, shape_only, None, *options, [False, True, False])
+    return result
+
+
+for _name, _function in (("conv_input_grad", _input_grad), ("conv_weight_grad", _weight_grad)):
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardweave::{_name}", _function, lib=_LIBRARY)
+
+
+def _flops(grad: Sequence[int], kernel: Sequence[int], applied: Sequence[int]) -> int:
+    """Two for each use of each weight: one a sample and a place that the kernel is applied at."""
+    return 2 * grad[0] * math.prod(kernel) * math.prod(applied[2:])
+
+
+@register_flop_formula(torch.ops.shardweave.conv_input_grad)
+def _input_grad_flops(
+    grad: Sequence[int],
+    weight: Sequence[int],
+    input_size: Sequence[int],
+    stride: object,
+    padding: object,
+    dilation: object,
+    transposed: bool,
+    *_: object,
+    **__: object,
+) -> int:
+    return _flops(grad, weight, input_size if transposed else grad)
+
+
+@register_flop_formula(torch.ops.shardweave.conv_weight_grad)
+def _weight_grad_flops(
+    grad: Sequence[int],
+    input: Sequence[int],
+    weight_size: Sequence[int],
+    stride: object,
+    padding: object,
+    dilation: object,
+    transposed: bool,
+    *_: object,
+    **__: object,
+) -> int:
+    return _flops(grad, weight_size, input if transposed else grad)
+
+
+@torch.library.custom_op("shardweave::expert_mm", mutates_args=())
+def expert_mm(x: Tensor, weight: Tensor, expert: Tensor, spread: int = 1) -> Tensor:
+    """Each row of `x` times the weight of its expert: ``y[s] = x[s] @ weight[expert[s]]``.
+
+    Parameters
+    ----------
+    x : Tensor
+        Of shape (rows, k).
+    weight : Tensor
+        Of shape (experts, k, n).
+    expert : Tensor
+        Of shape (rows,): the expert of each row; a row whose expert is not in ``[0, experts)`` gives zeros and is not
+        computed.
+    spread : int
+        Over how many devices the experts are spread: a rank computes about one row in so many. It changes no number;
+        the cost model counts by it.
+
+    Examples
+    --------
+    >>> weight = torch.stack([torch.eye(2), 2 * torch.eye(2)])
+    >>> expert_mm(torch.ones(3, 2), weight, torch.tensor([1, 5, 0])).tolist()
+    [[2.0, 2.0], [0.0, 0.0], [1.0, 1.0]]
+    """
+    order, ends = _groups(expert, weight.shape[0])
+    sorted_x = x[order]
+    result = x.new_zeros(x.shape[0], weight.shape[2])
+    for index, (start, end) in enumerate(ends):
+        if end > start:
+            result[order[start:end]] = sorted_x[start:end] @ weight[index]
+    return result
+
+
+@expert_mm.register_fake
+def _(x: Tensor, weight: Tensor, expert: Tensor, spread: int = 1) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("shardweave::expert_outer", mutates_args=())
+def expert_outer(x: Tensor, grad: Tensor, expert: Tensor, experts: int, spread: int = 1) -> Tensor:
+    """The gradient of the weights of `expert_mm`: for each expert, the sum of ``outer(x[s], grad[s])`` over its rows.
+
+    Parameters
+    ----------
+    x, grad : Tensor
+        Of shapes (rows, k) and (rows, n).
+    expert : Tensor
+        Of shape (rows,); rows of other experts than ``[0, experts)`` are left out.
+
+    Returns
+    -------
+    Tensor
+        Of shape (experts, k, n).
+    """
+    order, ends = _groups(expert, experts)
+    sorted_x, sorted_grad = x[order], grad[order]
+    result = x.new_zeros(experts, x.shape[1], grad.shape[1])
+    for index, (start, end) in enumerate(ends):
+        if end > start:
+            torch.mm(sorted_x[start:end].t(), sorted_grad[start:end], out=result[index])
+    return result
+
+
+@expert_outer.register_fake
+def _(x: Tensor, grad: Tensor, expert: Tensor, experts: int, spread: int = 1) -> Tensor:
+    return x.new_empty(experts, x.shape[1], grad.shape[1])
+
+
+def _groups(expert: Tensor, experts: int) -> tuple[Tensor, list[tuple[int, int]]]:
+    """The rows in the order of their experts (equal ones in the rows' order), and where each expert's rows lie."""
+    group = torch.where((expert < 0) | (expert >= experts), experts, expert)
+    order = torch.argsort(group, stable=True)
+    ends = torch.bincount(group, minlength=experts + 1).cumsum(0)[:experts].tolist()
+    return order, list(zip([0, *ends], ends))
+
+
+@register_flop_formula(torch.ops.shardweave.expert_mm)
+def _expert_mm_flops(x: Any, weight: Any, expert: Any, spread: int = 1, **_: Any) -> int:
+    return int(2 * x[0] * x[1] * weight[2] // spread)
+
+
+@register_flop_formula(torch.ops.shardweave.expert_outer)
+def _expert_outer_flops(x: Any, grad: Any, expert: Any, experts: int, spread: int = 1, **_: Any) -> int:
+    return int(2 * x[0] * x[1] * grad[1] // spread)
