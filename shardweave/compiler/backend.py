@@ -30,7 +30,7 @@ from shardweave.compiler.compiler import Compiler, check_world, control_of
 from shardweave.cost_model import Cluster, Options
 from shardweave.distributed import RuntimeMesh, in_step
 from shardweave.ir import SEED, Axis, Captured, CaptureError, Mesh, ParallelError, digit_size
-from shardweave.ops import Seeds, mixed, seeded
+from shardweave.ops import Seeds, hash_seeds, seeded
 from shardweave.passes import Step, graph_hash
 from shardweave.planner import Plan
 from shardweave.report import Reporter
@@ -133,7 +133,7 @@ def bind(
 
     _fold(forward.graph, mesh.coordinates)
     if step.spec.draws:
-        _draw_seed(forward, Seeds(mixed(seed, int(step.spec.graph_hash[:16], 16))))
+        _draw_seed(forward, Seeds(hash_seeds(seed, int(step.spec.graph_hash[:16], 16))))
     _take_parts(forward.graph, primals, mesh)
     _agree(forward, step.spec.graph_hash, primals, inputs or {}, mesh, checks)
     values = graph_outputs(forward.graph)
@@ -431,9 +431,9 @@ class _Partition:
         )
         if any(draws(node) for module in whole for node in module.graph.nodes):
             with _disable_current_modes(), no_python_dispatcher():
-                first = mixed(agreed_seed(self.request.options.patience), int(graph_hash(*whole)[:16], 16))
+                first = hash_seeds(agreed_seed(self.request.options.patience), int(graph_hash(*whole)[:16], 16))
             for index, module in enumerate(whole):
-                seed_draws(module, Seeds(mixed(first, index)))
+                seed_draws(module, Seeds(hash_seeds(first, index)))
         return whole
 
     def _captured(self, joint: fx.GraphModule, num_forward: int) -> _WholeCompiler:

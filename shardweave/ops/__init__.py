@@ -6,7 +6,7 @@ axis. Importing this package registers them. May import `ir`.
 from shardweave.ops import products  # noqa: F401  (registers the ops)
 from shardweave.ops.encodings import all_reduced
 from shardweave.ops.local_parts import Check, IndexChecks, coordinate, is_coordinate, joined, total, unpad
-from shardweave.ops.seeded_random import Seeds, mixed, seeded
+from shardweave.ops.seeded_random import Seeds, hash_seeds, seeded
 
 __all__ = [
     "Check",
@@ -16,7 +16,7 @@ __all__ = [
     "coordinate",
     "is_coordinate",
     "joined",
-    "mixed",
+    "hash_seeds",
     "seeded",
     "total",
     "unpad",

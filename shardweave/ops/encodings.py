@@ -24,22 +24,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 STEPS = {8: 127, 4: 7}
-"""How many steps the largest value of a block is from zero, by the bits of an element."""
+"""The number of steps from zero to the largest value of a block, by the bits of an element."""
 
 _LIBRARY: Any = torch.library.Library("shardweave", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("quantize_blocks(Tensor x, int[] sizes, int bits, int block) -> (Tensor, Tensor)")
-_TAKEN = "(Tensor payload, Tensor scales, int[] sizes, int block, ScalarType dtype) -> Tensor"
-_LIBRARY.define(f"dequantize_blocks{_TAKEN}")
-_LIBRARY.define(f"sum_dequantized{_TAKEN}")
 
 
 def full_precision(dtype: torch.dtype) -> torch.dtype:
-    """What the values of a dtype are scaled and added up in, and what their scales are kept in: at least float32."""
+    """The dtype of scales, and of values while they are scaled and summed: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def quantize_blocks(x: Tensor, sizes: Sequence[int], bits: int, block: int) -> tuple[Tensor, Tensor]:
-    """The rows of `x` in blocks of `bits` an element, and a scale for each block; a row has parts of these sizes.
+    """Quantize the rows of `x`, each of parts of these `sizes`, to `bits` an element, with a scale for each block.
 
     Examples
     --------
@@ -51,87 +47,87 @@ def quantize_blocks(x: Tensor, sizes: Sequence[int], bits: int, block: int) -> t
     """
     full, most = full_precision(x.dtype), STEPS[bits]
     parts = torch.split(x.reshape(-1, sum(sizes)), [*sizes], 1)
-    values = x.new_zeros((parts[0].shape[0], _padded(sizes, block)), dtype=full)
-    torch._foreach_copy_([*_places(values, sizes, block)], parts)
+    values = x.new_zeros((parts[0].shape[0], _padded_size(sizes, block)), dtype=full)
+    torch._foreach_copy_([*_part_views(values, sizes, block)], parts)
     blocks = values.view(values.shape[0], -1, block)
     scales = torch.linalg.vector_norm(blocks, math.inf, dim=-1).div_(most)
     scales.clamp_min_(torch.finfo(full).tiny)  # of a block of zeros; it keeps what is not a number
     blocks.div_(scales.unsqueeze(-1)).round_().clamp_(-most, most)
     codes = values.to(torch.int8) if bits == 8 else values.add_(8).to(torch.uint8)
     del values, blocks
-    codes = torch.cat([*_places(codes, sizes, block)], 1)
-    return codes if bits == 8 else _in_pairs(codes), scales
+    codes = torch.cat([*_part_views(codes, sizes, block)], 1)
+    return codes if bits == 8 else _packed(codes), scales
 
 
 def dequantize_blocks(payload: Tensor, scales: Tensor, sizes: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
-    """Rows of parts of these sizes out of their blocks: within half a step of what they were.
+    """The inverse of `quantize_blocks`, within half a step of the original values.
 
     >>> x = torch.tensor([[1.0, -127.0, 50.4], [0.0, 0.0, 3.0]])
     >>> dequantize_blocks(*quantize_blocks(x, [3], 8, 2), [3], 2, torch.float32)
     tensor([[   1.0000, -127.0000,   50.4000],
             [   0.0000,    0.0000,    3.0000]])
     """
-    values = _values(payload, scales, sizes, block)
-    values = values.to(dtype)  # here, as a caller may hold what it hands over until the call returns
-    return _together(values, sizes, block)
+    values = _dequantized(payload, scales, sizes, block)
+    values = values.to(dtype)  # not in the call below: its caller would keep the values alive until it returns
+    return _concat_parts(values, sizes, block)
 
 
 def sum_dequantized(payload: Tensor, scales: Tensor, sizes: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
-    """The sum over the first dimension of what these blocks hold, each taken out of its blocks before it is added.
+    """Dequantize the blocks of each entry of the first dimension, and return their sum.
 
     >>> x = torch.tensor([[7.0, 1.0], [-7.0, 14.0]])
     >>> sum_dequantized(*quantize_blocks(x, [2], 4, 1), [2], 1, torch.float32)
     tensor([ 0., 15.])
     """
-    total = _values(payload[0], scales[0], sizes, block)
+    total = _dequantized(payload[0], scales[0], sizes, block)
     for each, scale in zip(payload[1:], scales[1:]):
-        total += _values(each, scale, sizes, block)
+        total += _dequantized(each, scale, sizes, block)
     total = total.to(dtype)
-    return _together(total, sizes, block)
+    return _concat_parts(total, sizes, block)
 
 
-def _padded(sizes: Sequence[int], block: int) -> int:
-    """Elements of whole blocks for parts of these sizes."""
+def _padded_size(sizes: Sequence[int], block: int) -> int:
+    """The number of elements in whole blocks for parts of these sizes."""
     return sum(-(-size // block) * block for size in sizes)
 
 
-def _places(values: Tensor, sizes: Sequence[int], block: int) -> Iterator[Tensor]:
-    """Views of the parts, each of which begins at a block."""
+def _part_views(values: Tensor, sizes: Sequence[int], block: int) -> Iterator[Tensor]:
+    """Views of the parts in `values`, where each part begins at a block."""
     offset = 0
     for size in sizes:
         yield values.narrow(-1, offset, size)
         offset += -(-size // block) * block
 
 
-def _in_pairs(codes: Tensor) -> Tensor:
-    """Two codes a byte, the first of them in its lower half."""
+def _packed(codes: Tensor) -> Tensor:
+    """Pack two codes into a byte, the first one in the lower half."""
     if codes.shape[1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
-def _values(payload: Tensor, scales: Tensor, sizes: Sequence[int], block: int) -> Tensor:
-    """Of whole blocks, in full precision; what lies between the parts is not meant."""
+def _dequantized(payload: Tensor, scales: Tensor, sizes: Sequence[int], block: int) -> Tensor:
+    """Dequantize into whole blocks, in full precision. The padding between the parts has undefined values."""
     if payload.dtype == torch.uint8:
         payload = torch.stack((payload & 15, payload >> 4), -1).flatten(-2)[..., : sum(sizes)]
     values = scales.new_zeros((*scales.shape[:-1], scales.shape[-1] * block))
-    torch._foreach_copy_([*_places(values, sizes, block)], torch.split(payload, [*sizes], -1))
+    torch._foreach_copy_([*_part_views(values, sizes, block)], torch.split(payload, [*sizes], -1))
     if payload.dtype == torch.uint8:
         values -= 8
     values.view(*scales.shape, block).mul_(scales.unsqueeze(-1))
     return values
 
 
-def _together(values: Tensor, sizes: Sequence[int], block: int) -> Tensor:
-    """The parts of whole blocks, one behind the other."""
-    return values if values.shape[-1] == sum(sizes) else torch.cat([*_places(values, sizes, block)], -1)
+def _concat_parts(values: Tensor, sizes: Sequence[int], block: int) -> Tensor:
+    """Concatenate the parts of whole blocks, without the padding between them."""
+    return values if values.shape[-1] == sum(sizes) else torch.cat([*_part_views(values, sizes, block)], -1)
 
 
 def _fake_quantize(x: Tensor, sizes: Sequence[int], bits: int, block: int) -> tuple[Tensor, Tensor]:
     size = sum(sizes)
     rows, length = x.numel() // size, size if bits == 8 else -(-size // 2)
     payload = x.new_empty((rows, length), dtype=torch.int8 if bits == 8 else torch.uint8)
-    return payload, x.new_empty((rows, _padded(sizes, block) // block), dtype=full_precision(x.dtype))
+    return payload, x.new_empty((rows, _padded_size(sizes, block) // block), dtype=full_precision(x.dtype))
 
 
 def _fake_dequantize(payload: Tensor, scales: Tensor, sizes: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
@@ -140,10 +136,6 @@ def _fake_dequantize(payload: Tensor, scales: Tensor, sizes: Sequence[int], bloc
 
 def _fake_sum(payload: Tensor, scales: Tensor, sizes: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
     return payload.new_empty((*payload.shape[1:-1], sum(sizes)), dtype=dtype)
-
-
-_LIBRARY.define("ordered_bits(Tensor x, bool largest) -> Tensor")
-_LIBRARY.define("from_ordered_bits(Tensor bits, ScalarType dtype) -> Tensor")
 
 
 def ordered_bits(x: Tensor, largest: bool) -> Tensor:
@@ -158,21 +150,21 @@ def ordered_bits(x: Tensor, largest: bool) -> Tensor:
     tensor([       -inf, -2.0000e+00, -0.0000e+00,  0.0000e+00,  9.9999e-41,
              3.0000e+00,         inf,         nan])
     """
-    kind = _integer(x.dtype)
-    ends = torch.iinfo(kind)
-    flipped = _flipped(x.to(_full(kind)).view(kind))
-    return flipped.masked_fill_(x.isnan(), ends.max if largest else ends.min)
+    dtype = _integer(x.dtype)
+    limits = torch.iinfo(dtype)
+    flipped = _flipped(x.to(_full(dtype)).view(dtype))
+    return flipped.masked_fill_(x.isnan(), limits.max if largest else limits.min)
 
 
 def from_ordered_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers whose `ordered_bits` these are."""
+    """The inverse of `ordered_bits`."""
     return _flipped(bits).view(_full(bits.dtype)).to(dtype)
 
 
 def all_reduced(values: Tensor, op: Any, group: dist.ProcessGroup) -> Tensor:
-    """What floating-point `values` are over a group, combined by `dist.ReduceOp.SUM`, MAX or MIN. Collective.
+    """All-reduce floating-point `values` over a group by `dist.ReduceOp.SUM`, MAX or MIN. Collective.
 
-    `values` may be written into.
+    Maxima and minima keep NaN. `values` may be overwritten.
     """
     if op == dist.ReduceOp.SUM:
         dist.all_reduce(values, op, group=group)
@@ -183,17 +175,17 @@ def all_reduced(values: Tensor, op: Any, group: dist.ProcessGroup) -> Tensor:
 
 
 def _flipped(bits: Tensor) -> Tensor:
-    """All bits but the sign of those that are negative, the other way round; twice, they are as before."""
-    ends = torch.iinfo(bits.dtype)
-    return bits.bitwise_right_shift(ends.bits - 1).bitwise_and_(ends.max).bitwise_xor_(bits)
+    """Negative numbers with all bits but the sign flipped. Applied twice, it changes nothing."""
+    info = torch.iinfo(bits.dtype)
+    return bits.bitwise_right_shift(info.bits - 1).bitwise_and_(info.max).bitwise_xor_(bits)
 
 
 def _integer(dtype: torch.dtype) -> torch.dtype:
     return torch.int64 if dtype == torch.float64 else torch.int32
 
 
-def _full(kind: torch.dtype) -> torch.dtype:
-    return torch.float64 if kind == torch.int64 else torch.float32
+def _full(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.int64 else torch.float32
 
 
 def _fake_ordered(x: Tensor, largest: bool) -> Tensor:
@@ -204,13 +196,15 @@ def _fake_from_ordered(bits: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(bits, dtype=dtype)
 
 
+_BLOCKS = "Tensor payload, Tensor scales, int[] sizes, int block, ScalarType dtype"
 _OPS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "quantize_blocks": (quantize_blocks, _fake_quantize),
-    "dequantize_blocks": (dequantize_blocks, _fake_dequantize),
-    "sum_dequantized": (sum_dequantized, _fake_sum),
-    "ordered_bits": (ordered_bits, _fake_ordered),
-    "from_ordered_bits": (from_ordered_bits, _fake_from_ordered),
+    "quantize_blocks(Tensor x, int[] sizes, int bits, int block) -> (Tensor, Tensor)": (quantize_blocks, _fake_quantize),
+    f"dequantize_blocks({_BLOCKS}) -> Tensor": (dequantize_blocks, _fake_dequantize),
+    f"sum_dequantized({_BLOCKS}) -> Tensor": (sum_dequantized, _fake_sum),
+    "ordered_bits(Tensor x, bool largest) -> Tensor": (ordered_bits, _fake_ordered),
+    "from_ordered_bits(Tensor bits, ScalarType dtype) -> Tensor": (from_ordered_bits, _fake_from_ordered),
 }
-for _name, (_function, _fake) in _OPS.items():
-    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardweave::{_name}", _fake, lib=_LIBRARY)
+for _schema, (_kernel, _fake) in _OPS.items():
+    _LIBRARY.define(_schema)
+    _LIBRARY.impl(_schema.partition("(")[0], _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardweave::{_schema.partition('(')[0]}", _fake, lib=_LIBRARY)

@@ -19,13 +19,12 @@ from torch import Tensor, fx
 from shardweave.ir import IndexRangeError, Padding, VerifyError
 
 _LIBRARY: Any = torch.library.Library("shardweave", "FRAGMENT")  # type: ignore[no-untyped-call]
-_ARGUMENTS = "(Tensor x, int dim, int size, int[] levels) -> Tensor"
-_LIBRARY.define(f"pad{_ARGUMENTS}")
-_LIBRARY.define(f"unpad{_ARGUMENTS}")
+_COORDINATE_PREFIX = "coord_"
+"""The prefix of the placeholders that take a coordinate."""
 
 
 def pad(x: Tensor, dim: int, size: int, levels: Sequence[int]) -> Tensor:
-    """The rows of dimension `dim` in their places: each block of `size` cut over `levels`; zeros elsewhere.
+    """Cut each block of `size` rows of `dim` over `levels`, and pad every part with zeros to one length.
 
     >>> pad(torch.arange(1, 6), 0, 5, [2, 2])
     tensor([1, 2, 3, 0, 4, 0, 5, 0])
@@ -38,7 +37,7 @@ def pad(x: Tensor, dim: int, size: int, levels: Sequence[int]) -> Tensor:
 
 
 def unpad(x: Tensor, dim: int, size: int, levels: Sequence[int]) -> Tensor:
-    """The rows of dimension `dim` out of their places, packed: the inverse of `pad`.
+    """Remove the padding of the rows of dimension `dim`: the inverse of `pad`.
 
     >>> unpad(torch.tensor([1, 2, 3, 0, 4, 0, 5, 0]), 0, 5, [2, 2])
     tensor([1, 2, 3, 4, 5])
@@ -48,7 +47,7 @@ def unpad(x: Tensor, dim: int, size: int, levels: Sequence[int]) -> Tensor:
 
 
 def _parts(x: Tensor, padding: Padding, blocks: int) -> list[Tensor]:
-    """Views of the parts that lie in the places of `x`."""
+    """Views of the parts of the padded `x`."""
     counts = padding.counts * blocks
     return [x.narrow(padding.dim, index * padding.place, count) for index, count in enumerate(counts)]
 
@@ -65,22 +64,14 @@ def _fake_unpad(x: Tensor, dim: int, size: int, levels: Sequence[int]) -> Tensor
     return x.new_empty(_resized(x, dim, x.shape[dim] // Padding(dim, size, tuple(levels)).padded * size))
 
 
-for _name, _function, _fake in (("pad", pad, _fake_pad), ("unpad", unpad, _fake_unpad)):
-    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardweave::{_name}", _fake, lib=_LIBRARY)
-
-
-_COORDINATE = "coord_"
-
-
 def coordinate(axis: str) -> str:
-    """The placeholder of an axis' coordinate."""
-    return f"{_COORDINATE}{axis}"
+    """The name of the placeholder that takes the coordinate of an axis."""
+    return f"{_COORDINATE_PREFIX}{axis}"
 
 
 def is_coordinate(node: fx.Node) -> bool:
-    """Whether a node of a local graph is the placeholder of some axis' coordinate."""
-    return node.op == "placeholder" and node.name.startswith(_COORDINATE)
+    """Whether a node of a local graph is the placeholder of an axis' coordinate."""
+    return node.op == "placeholder" and node.name.startswith(_COORDINATE_PREFIX)
 
 
 def total(value: Tensor, axis: str, size: int) -> Tensor:
@@ -89,7 +80,7 @@ def total(value: Tensor, axis: str, size: int) -> Tensor:
 
 
 def joined(value: Tensor, axis: str, size: int, dim: int, outer: int, inner: int) -> Tensor:
-    """The steps of `value` along a time axis side by side: on `dim`, inside of `outer` local steps, outside of `inner`.
+    """The steps of `value` along a time axis, concatenated on `dim` between `outer` and `inner` local rows.
 
     >>> with torch._subclasses.FakeTensorMode():
     ...     joined(torch.ones(4, 3), "sub", 2, 0, 1, 4).shape
@@ -103,11 +94,10 @@ def joined(value: Tensor, axis: str, size: int, dim: int, outer: int, inner: int
 
 def _only_in_graphs(value: Tensor) -> Tensor:
     if not isinstance(value, torch._subclasses.FakeTensor):
-        raise VerifyError("the steps of a time axis are brought together by `split`: run the graph after it")
+        raise VerifyError("`UnrollSubBatches` writes out the steps of a time axis: run the graph after this pass")
     return value.clone()
 
 
-_LIBRARY.define("checked_index(Tensor index, SymInt start, int low, int high, str what) -> Tensor")
 
 
 def checked_index(index: Tensor, start: int, low: int, high: int, what: str) -> Tensor:
@@ -132,7 +122,7 @@ def checked_index(index: Tensor, start: int, low: int, high: int, what: str) -> 
 
 
 def check_range(index: Tensor, low: int, high: int, what: str) -> None:
-    """`IndexRangeError` where one of these indices is less than `low` or not less than `high`."""
+    """Raise `IndexRangeError` if an index is less than `low` or not less than `high`."""
     if not index.numel():
         return
     least, most = (int(value) for value in torch.aminmax(index))
@@ -142,7 +132,7 @@ def check_range(index: Tensor, low: int, high: int, what: str) -> None:
 
 @dataclass(frozen=True)
 class Check:
-    """Of which op an index is, the least that it may be, and what it must be less than."""
+    """The op of an index, the smallest allowed value, and the exclusive upper limit."""
 
     what: str
     low: int
@@ -151,12 +141,12 @@ class Check:
 
 @dataclass(frozen=True)
 class IndexChecks:
-    """The indices of a step that its integer inputs alone decide, and what each is checked for.
+    """The checks of the indices of a step that depend on its integer inputs alone.
 
     Parameters
     ----------
     indices : GraphModule
-        From all tensors of a call, the whole batch, to the indices.
+        Maps all tensors of a call, with the whole batch, to the indices.
     checks : sequence of Check
         One for each index.
     """
@@ -165,14 +155,14 @@ class IndexChecks:
     checks: Sequence[Check]
 
     def __call__(self, inputs: Sequence[Tensor]) -> None:
-        """`IndexRangeError` where an index of this batch is out of range."""
+        """Raise `IndexRangeError` if an index of this batch is out of range."""
         with torch.no_grad():
             for index, check in zip(self.indices(*inputs), self.checks, strict=True):
                 check_range(index, check.low, check.high, check.what)
 
 
 def out_of_range(which: str, low: int, high: int, what: str) -> str:
-    """What to say of an index outside of the range."""
+    """The error message for an index outside of the range."""
     return (
         f"{which} is out of range in {what}: it has to be at least {low} and less than {high}. Check the inputs "
         "(a token or class that the model has no row for), or make the table larger"
@@ -183,5 +173,11 @@ def _fake_checked(index: Tensor, start: int, low: int, high: int, what: str) -> 
     return torch.empty_like(index)
 
 
-_LIBRARY.impl("checked_index", checked_index, "CompositeExplicitAutograd")
-torch.library.register_fake("shardweave::checked_index", _fake_checked, lib=_LIBRARY)
+for _schema, _kernel, _fake in (
+    ("pad(Tensor x, int dim, int size, int[] levels) -> Tensor", pad, _fake_pad),
+    ("unpad(Tensor x, int dim, int size, int[] levels) -> Tensor", unpad, _fake_unpad),
+    ("checked_index(Tensor index, SymInt start, int low, int high, str what) -> Tensor", checked_index, _fake_checked),
+):
+    _LIBRARY.define(_schema)
+    _LIBRARY.impl(_schema.partition("(")[0], _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardweave::{_schema.partition('(')[0]}", _fake, lib=_LIBRARY)

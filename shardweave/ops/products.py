@@ -37,7 +37,7 @@ def _input_grad(
     output_padding: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """The gradient of a convolution's input, which itself is not needed: as in ``torch.nn.grad.conv2d_input``."""
+    """The gradient of a convolution's input, whose values are not needed: as in ``torch.nn.grad.conv2d_input``."""
     shape_only = grad.new_empty(1).expand(input_size)
     options = (stride, padding, dilation, transposed, output_padding, groups)
     result: Tensor
@@ -56,7 +56,7 @@ def _weight_grad(
     output_padding: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """The gradient of a convolution's weight, which itself is not needed."""
+    """The gradient of a convolution's weight, whose values are not needed."""
     shape_only = grad.new_empty(1).expand(weight_size)
     options = (stride, padding, dilation, transposed, output_padding, groups)
     result: Tensor
@@ -70,7 +70,7 @@ for _name, _function in (("conv_input_grad", _input_grad), ("conv_weight_grad", 
 
 
 def _flops(grad: Sequence[int], kernel: Sequence[int], applied: Sequence[int]) -> int:
-    """Two for each use of each weight: one a sample and a place that the kernel is applied at."""
+    """Two FLOPs for each weight of the kernel, each sample, and each position that the kernel is applied at."""
     return 2 * grad[0] * math.prod(kernel) * math.prod(applied[2:])
 
 
@@ -118,8 +118,8 @@ def expert_mm(x: Tensor, weight: Tensor, expert: Tensor, spread: int = 1) -> Ten
         Of shape (rows,): the expert of each row; a row whose expert is not in ``[0, experts)`` gives zeros and is not
         computed.
     spread : int
-        Over how many devices the experts are spread: a rank computes about one row in so many. It changes no number;
-        the cost model counts by it.
+        The number of devices that the experts are sharded over: a rank computes about one in `spread` rows. Only the
+        cost model uses it; it changes no result.
 
     Examples
     --------
@@ -172,7 +172,7 @@ def _(x: Tensor, grad: Tensor, expert: Tensor, experts: int, spread: int = 1) ->
 
 
 def _groups(expert: Tensor, experts: int) -> tuple[Tensor, list[tuple[int, int]]]:
-    """The rows in the order of their experts (equal ones in the rows' order), and where each expert's rows lie."""
+    """The stable order of the rows by expert, and the start and end of each expert's rows in it."""
     group = torch.where((expert < 0) | (expert >= experts), experts, expert)
     order = torch.argsort(group, stable=True)
     ends = torch.bincount(group, minlength=experts + 1).cumsum(0)[:experts].tolist()

@@ -1,8 +1,8 @@
 """Random numbers on many ranks: replicas agree, shards draw independently, a fixed seed repeats.
 
-An op that draws runs under a seed of its own, mixed from the seed of the step, the number of the op in the step, and
-the part of the drawn value that this rank holds. So ranks that hold the same part draw the same numbers and the others
-draw other ones, without communication, and an op that is computed again draws again what it drew.
+A random op runs under a seed of its own, hashed from the seed of the step, the number of the op in the step, and the
+shard of the value that this rank holds. So ranks with the same shard draw the same numbers, ranks with other shards
+draw other numbers, without communication, and a recomputed op draws the same numbers again.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ from typing import Any
 
 import torch
 
-_WORD = (1 << 64) - 1
+_MASK_64_BITS = (1 << 64) - 1
 
 
-def mixed(*numbers: int) -> int:
-    """One number of 63 bits that depends on all of these and on their order, as if thrown by dice.
+def hash_seeds(*numbers: int) -> int:
+    """A hash of 63 bits of all `numbers` in their order.
 
-    Each is taken in by a round of splitmix64 (Steele, Lea and Flood 2014), so that neighbours become strangers.
+    Each number is added by a round of splitmix64 (Steele, Lea and Flood 2014), so that close seeds are unrelated.
 
-    >>> mixed(1, 2) != mixed(2, 1), mixed(1, 2) == mixed(1, 2), mixed(-1) < 2**63
+    >>> hash_seeds(1, 2) != hash_seeds(2, 1), hash_seeds(1, 2) == hash_seeds(1, 2), hash_seeds(-1) < 2**63
     (True, True, True)
     """
     state = 0
     for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & _WORD
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _WORD
+        state = (state + number + 0x9E3779B97F4A7C15) & _MASK_64_BITS
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64_BITS
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64_BITS
         state ^= state >> 31
     return state >> 1
 
 
 def seeded(op: Callable[..., Any], seed: int | None, index: int, position: int, *args: Any, **kwargs: Any) -> Any:
-    """What `op` draws under the seed of this step, op and part; the caller's generator is left as it was.
+    """Run a random `op` under the seed of this step, op and shard. The state of the caller's generator is kept.
 
     Parameters
     ----------
     op : callable
-        The op that draws, and `args`, `kwargs` its own arguments.
+        The random op; `args` and `kwargs` are its arguments.
     seed : int, optional
-        The step's. None where only shapes are worked out: the op then runs as it is.
+        The seed of the step. None when only shapes are computed: the op then runs unseeded.
     index : int
-        The number of the op among those of the step that draw.
+        The number of the op among the random ops of the step.
     position : int
-        Which part of the drawn value this rank holds, counted over the axes that it is sharded over.
+        The index of this rank's shard of the value, counted over the axes that shard it.
 
     Examples
     --------
@@ -57,7 +57,7 @@ def seeded(op: Callable[..., Any], seed: int | None, index: int, position: int, 
     devices = [value.device for value in args if isinstance(value, torch.Tensor)]
     generator = _generator(devices[0] if devices else torch.device(kwargs.get("device") or "cpu"))
     state = generator.get_state()
-    generator.manual_seed(mixed(seed, index, position))
+    generator.manual_seed(hash_seeds(seed, index, position))
     try:
         return op(*args, **kwargs)
     finally:
@@ -93,4 +93,4 @@ class Seeds:
 
     def __call__(self) -> int:
         self._calls += 1
-        return mixed(self._first, self._calls)
+        return hash_seeds(self._first, self._calls)
