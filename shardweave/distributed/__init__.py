@@ -13,8 +13,7 @@ from shardweave.distributed.agreement import (
     together,
 )
 from shardweave.distributed.failures import collective, forget_failure, lost_rank, refuse_if_lost
-from shardweave.distributed.gloo import one_at_a_time
-from shardweave.distributed.process_groups import COLLECTIVES, RuntimeMesh, group_of
+from shardweave.distributed.process_groups import COLLECTIVES, RuntimeMesh, group_of, one_at_a_time
 
 __all__ = [
     "COLLECTIVES",

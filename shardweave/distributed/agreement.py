@@ -23,9 +23,9 @@ from shardweave.distributed.failures import (
     lost_rank,
     refuse_if_lost,
     remember_places,
+    timeout_of,
 )
-from shardweave.distributed.gloo import one_at_a_time, timeout_of
-from shardweave.distributed.process_groups import RuntimeMesh
+from shardweave.distributed.process_groups import RuntimeMesh, one_at_a_time
 from shardweave.ir import LostRankError, ParallelError
 
 Result = TypeVar("Result")

@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardweave.distributed.gloo import timeout_of
 from shardweave.ir import LostRankError
 
 Result = TypeVar("Result")
@@ -30,6 +29,16 @@ _SIGNS = re.compile(
 
 _GRACE_SECONDS = 0.5
 """How long after a broken connection to look for the process that has ended: its connections are closed first."""
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of `group` may take: what ``init_process_group`` or ``new_group`` was given."""
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return distributed_c10d.default_pg_timeout
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,17 @@
-"""The machine at run time: a torch DeviceMesh over the axes, and a process group for every symbolic name."""
+"""Process groups: a torch DeviceMesh over the axes of a mesh, and a group for every symbolic name.
+
+Groups over gloo run one collective at a time, as communicators of GPUs do. By default torch gives each gloo group two
+threads. When two all-gathers of one group end at the same time, both write the name of the last one without a lock, and
+the process dies with "malloc(): unaligned tcache chunk detected" (torch 2.13, ``ProcessGroupGloo::runLoop``). Generated
+steps start many collectives before they wait for the first, so the groups that they use have one thread.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -14,8 +21,7 @@ from torch import fx
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardweave.distributed.failures import FailureNotice, collective, in_time
-from shardweave.distributed.gloo import is_safe, one_at_a_time, timeout_of
+from shardweave.distributed.failures import FailureNotice, collective, in_time, timeout_of
 from shardweave.ir import Axis, Mesh, ParallelError, group_name
 
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
@@ -223,3 +229,49 @@ def _group_argument(node: fx.Node) -> tuple[int, str] | None:
         if argument.name == "group_name":
             return index, str(node.args[index])
     return None
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Within it, torch makes gloo groups of one thread."""
+    if not dist.is_gloo_available():
+        yield
+        return
+    original: Any = distributed_c10d.ProcessGroupGloo
+
+    class OneThread(original):  # type: ignore[misc]
+        """torch makes its gloo groups from a store, a rank, a size and a timeout, and leaves the options to them."""
+
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = original._Options()
+            options._devices = _devices(original)
+            options._threads = 1
+            options._timeout = timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = OneThread  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        distributed_c10d.ProcessGroupGloo = original  # type: ignore[misc]
+
+
+def _devices(gloo: Any) -> list[Any]:
+    """The network devices that torch gives a gloo group when it is left the options.
+
+    They are those of ``GLOO_SOCKET_IFNAME``, one name or several with commas between; without it the one of the
+    address that the host's name resolves to.
+    """
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if len(names) > 1:  # torch takes no notice of a name of one letter
+        return [gloo.create_device(interface=name) for name in names.split(",")]
+    return [gloo.create_default_device()]
+
+
+def is_safe(group: dist.ProcessGroup) -> bool:
+    """Whether several collectives of a group may be under way: not where it is one of gloo's with several threads."""
+    if not dist.is_gloo_available() or "cpu" not in {device.type for device in group._device_types}:
+        return True
+    backend: Any = group._get_backend(torch.device("cpu"))
+    is_gloo = isinstance(backend, distributed_c10d.ProcessGroupGloo)
+    return not is_gloo or backend.options._threads == 1

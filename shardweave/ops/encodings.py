@@ -198,7 +198,10 @@ def _fake_from_ordered(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 _BLOCKS = "Tensor payload, Tensor scales, int[] sizes, int block, ScalarType dtype"
 _OPS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "quantize_blocks(Tensor x, int[] sizes, int bits, int block) -> (Tensor, Tensor)": (quantize_blocks, _fake_quantize),
+    "quantize_blocks(Tensor x, int[] sizes, int bits, int block) -> (Tensor, Tensor)": (
+        quantize_blocks,
+        _fake_quantize,
+    ),
     f"dequantize_blocks({_BLOCKS}) -> Tensor": (dequantize_blocks, _fake_dequantize),
     f"sum_dequantized({_BLOCKS}) -> Tensor": (sum_dequantized, _fake_sum),
     "ordered_bits(Tensor x, bool largest) -> Tensor": (ordered_bits, _fake_ordered),

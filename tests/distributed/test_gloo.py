@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from shardweave.distributed.gloo import is_safe, one_at_a_time
-from shardweave.distributed.process_groups import RuntimeMesh
+from shardweave.distributed.process_groups import RuntimeMesh, is_safe, one_at_a_time
 from shardweave.ir import Mesh
 from shardweave.runtime.launch import WorkerPool
 
