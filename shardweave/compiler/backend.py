@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 from shardweave.compiler.capture_errors import refuse_open_sizes
 from shardweave.compiler.compiler import Compiler, check_world, control_of
 from shardweave.cost_model import Cluster, Options
-from shardweave.distributed import RuntimeMesh, in_step
+from shardweave.distributed import RuntimeMesh, run_on_all_ranks
 from shardweave.ir import SEED, Axis, Captured, CaptureError, Mesh, ParallelError, digit_size
 from shardweave.ops import Seeds, hash_seeds, seeded
 from shardweave.passes import Step, graph_hash
@@ -445,8 +445,8 @@ class _Partition:
 
         groups, checks = control_of(self.request.options), self.request.options.checks
         if groups is not None and (checks is None or checks >= 0):
-            agree_on_graph(groups.talk, None)
-        in_step(groups, "the capture of the model", start)
+            agree_on_graph(groups.exchange, None)
+        run_on_all_ranks(groups, "the capture of the model", start)
         return found[0]
 
     def _spread(
@@ -464,7 +464,7 @@ class _Partition:
             given, checks = compiler.captured.inputs, compiler.options.checks
             bound.append(bind(compiled.step, joint, num_forward, seed, timeout, given, checks))
 
-        in_step(control_of(self.request.options), "making the process groups", build)
+        run_on_all_ranks(control_of(self.request.options), "making the process groups", build)
         return bound[0]
 
 

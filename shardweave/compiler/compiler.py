@@ -18,7 +18,7 @@ from shardweave.compiler.dynamo_workarounds import collected_later
 from shardweave.compiler.guards import index_checks
 from shardweave.compiler.sweep import Sweep, What, sweep
 from shardweave.cost_model import Cluster, ClusterLike, Options
-from shardweave.distributed import Control, control, in_step
+from shardweave.distributed import Control, control, run_on_all_ranks
 from shardweave.ir import Captured, ParallelError, PlanError, readable_bytes
 from shardweave.passes import Annotated, Compiled
 from shardweave.planner import (
@@ -216,15 +216,15 @@ class Compiler:
                 plan.check(made[0].model_key, cluster)
             return made[0].digest(), tuple(name for name, tensor in named_tensors(model) if tensor.is_meta)
 
-        digests, without_values = zip(*in_step(control, "the capture of the model", start))
+        digests, without_values = zip(*run_on_all_ranks(control, "the capture of the model", start))
         if len(set(without_values)) > 1:
             raise ParallelError(unlike_values(without_values))
         if len(set(digests)) > 1:
-            meant = in_step(control, "the comparison of the ranks' batches", lambda: batch)
+            meant = run_on_all_ranks(control, "the comparison of the ranks' batches", lambda: batch)
             if len(set(meant)) > 1:
                 raise ParallelError(f"the ranks compile with different meanings of batch= ({meant}): give all the same")
             mine = made[0].options, made[0].model_key
-            given = in_step(control, "the comparison of the ranks' models", lambda: mine)
+            given = run_on_all_ranks(control, "the comparison of the ranks' models", lambda: mine)
             raise ParallelError(unlike([each for each in given if each is not None]))
         return made[0].compile(model, plan, into)
 
@@ -264,7 +264,7 @@ class Compiler:
             )
             modules.append(module)
 
-        in_step(control, "placing the parameters", build)
+        run_on_all_ranks(control, "placing the parameters", build)
         return modules[0]
 
     def agreed_plan(self) -> Plan:
@@ -280,7 +280,7 @@ class Compiler:
 
         if dist.get_rank() > 0:
             LOGGER.info("rank %d waits for the plan of rank 0", dist.get_rank())
-        answer = in_step(control_of(self.options), "planning", make, only=0)[0]
+        answer = run_on_all_ranks(control_of(self.options), "planning", make, only=0)[0]
         if isinstance(answer, ParallelError):
             raise answer
         assert answer is not None
@@ -289,7 +289,7 @@ class Compiler:
     def lowered_together(self, plan: Plan) -> Compiled:
         """The generated step of a plan; an error of one rank is raised on all. Collective."""
         found: list[Compiled] = []
-        in_step(control_of(self.options), "generating the step", lambda: found.append(self.lower(plan)))
+        run_on_all_ranks(control_of(self.options), "generating the step", lambda: found.append(self.lower(plan)))
         return found[0]
 
 

@@ -20,7 +20,7 @@ from shardweave.cost_model.device_profile import from_all, from_first, is_first,
 from shardweave.cost_model.machine import Device, Level, M, Machine
 from shardweave.cost_model.measured_tables import Measured, hardware
 from shardweave.cost_model.profiling import PATIENCE, fitted_links, profile_collectives
-from shardweave.distributed import collective, control, forget_failure, in_step
+from shardweave.distributed import collective, control, forget_failure, run_on_all_ranks
 from shardweave.ir import ClusterError, LostRankError
 
 _PRESETS = (  # the first whose words are all in torch's name of the GPU
@@ -103,7 +103,7 @@ def profiled(cluster: M, seconds: float = 30.0) -> M:
         return replace(cluster, measured=alone, device=profile_device(cluster.device))
     found: list[M] = []
     try:
-        in_step(control(PATIENCE), "profiling the cluster", lambda: found.append(_measured(cluster, seconds)))
+        run_on_all_ranks(control(PATIENCE), "profiling the cluster", lambda: found.append(_measured(cluster, seconds)))
     except (RuntimeError, LostRankError) as error:
         forget_failure()  # the groups are the profile's own: the world goes on without it
         raise ClusterError(
@@ -117,7 +117,7 @@ def _measured(cluster: M, seconds: float) -> M:
     """`cluster` with what the ranks measure together."""
     world = dist.new_group(timeout=PATIENCE)
     try:
-        with collective("a step of profiling the cluster", world, apart=True):
+        with collective("a step of profiling the cluster", world, dedicated=True):
             key = _key(cluster, from_all(hardware(), world))
             measured = from_first(measured_tables.read(key) if is_first(world) else None, world)
             if measured is None:

@@ -4,16 +4,16 @@ lost, and agreement between ranks on a value or an error. May import `ir`.
 
 from shardweave.distributed.agreement import (
     Control,
+    checkpoint_group,
     control,
     control_of,
-    everyone,
-    from_all,
-    in_step,
-    own_group,
-    together,
+    gather_from_ranks,
+    run_checkpoint_step,
+    run_on_all_ranks,
+    world_group,
 )
-from shardweave.distributed.failures import collective, forget_failure, lost_rank, refuse_if_lost
-from shardweave.distributed.process_groups import COLLECTIVES, RuntimeMesh, group_of, one_at_a_time
+from shardweave.distributed.failures import collective, forget_failure, lost_rank, raise_if_rank_lost
+from shardweave.distributed.process_groups import COLLECTIVES, RuntimeMesh, group_of, single_threaded_gloo
 
 __all__ = [
     "COLLECTIVES",
@@ -22,14 +22,14 @@ __all__ = [
     "collective",
     "control",
     "control_of",
-    "everyone",
+    "world_group",
     "forget_failure",
-    "from_all",
+    "gather_from_ranks",
     "group_of",
-    "in_step",
+    "run_on_all_ranks",
     "lost_rank",
-    "one_at_a_time",
-    "own_group",
-    "refuse_if_lost",
-    "together",
+    "single_threaded_gloo",
+    "checkpoint_group",
+    "raise_if_rank_lost",
+    "run_checkpoint_step",
 ]

@@ -1,4 +1,8 @@
-"""Ranks that agree on what went wrong: each does its part, and an error of one is raised on all, so that none waits."""
+"""Agreement of ranks: each rank does its part of some work, and an error on one rank is raised on all.
+
+So no rank waits for a rank that has failed. While a rank works, it sends heartbeats: work may take longer than the
+timeout, and a rank that ends or hangs is still found after the timeout.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +20,21 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardweave.distributed.failures import (
-    Place,
+    RankProcess,
     collective,
     forget_failure,
-    in_time,
     lost_rank,
-    refuse_if_lost,
-    remember_places,
+    raise_if_rank_lost,
+    remember_processes,
+    run_with_timeout,
     timeout_of,
 )
-from shardweave.distributed.process_groups import RuntimeMesh, one_at_a_time
+from shardweave.distributed.process_groups import RuntimeMesh, single_threaded_gloo
 from shardweave.ir import LostRankError, ParallelError
 
 Result = TypeVar("Result")
-_groups: WeakKeyDictionary[RuntimeMesh, dist.ProcessGroup] = WeakKeyDictionary()
-"""Groups of their own: a save in the background must not mix its messages with those of training."""
+_checkpoint_groups: WeakKeyDictionary[RuntimeMesh, dist.ProcessGroup] = WeakKeyDictionary()
+"""The groups for checkpoints, by mesh: a save in the background must not mix its messages with those of training."""
 
 
 class Control:
@@ -38,42 +42,42 @@ class Control:
 
     Parameters
     ----------
-    talk : ProcessGroup
-        For what the ranks exchange while they work on something together.
-    beats : ProcessGroup
-        In which they tell each other that they are still at work, and how it ended.
+    exchange : ProcessGroup
+        For the messages of the work.
+    heartbeats : ProcessGroup
+        For the signs that ranks are still at work, and for the outcome.
     """
 
-    def __init__(self, talk: dist.ProcessGroup, beats: dist.ProcessGroup) -> None:
-        self.beats = beats
-        self._talk: list[dist.ProcessGroup] = [talk]
+    def __init__(self, exchange: dist.ProcessGroup, heartbeats: dist.ProcessGroup) -> None:
+        self.heartbeats = heartbeats
+        self._exchange: list[dist.ProcessGroup] = [exchange]
 
     @property
-    def talk(self) -> dist.ProcessGroup:
+    def exchange(self) -> dist.ProcessGroup:
         """The group for exchanges."""
-        return self._talk[0]
+        return self._exchange[0]
 
-    def hang_up(self) -> None:
-        """Close the connections of `talk`: ranks that wait there for this one then fail at once.
+    def close_exchange(self) -> None:
+        """Close the connections of `exchange`, so that ranks that wait there for this rank fail at once.
 
-        They are closed when nobody holds the group any more.
+        A connection closes with the last reference to the group.
         """
-        while self._talk:
-            dist.destroy_process_group(self._talk.pop())
+        while self._exchange:
+            dist.destroy_process_group(self._exchange.pop())
 
 
 _controls: WeakKeyDictionary[dist.ProcessGroup, dict[timedelta, Control]] = WeakKeyDictionary()
 
 
 def control(timeout: timedelta | None = None) -> Control | None:
-    """The groups in which the ranks of the running world agree, made at the first call; None where one rank is alone.
+    """The control groups of the running world, made at the first call; None in a world of one rank.
 
     Collective at the first call for a timeout.
 
     Parameters
     ----------
     timeout : timedelta, optional
-        How long a rank waits for a sign of the others; by default as long as the world's own group does.
+        The time that a rank waits for the others; the timeout of the world's own group by default.
 
     Raises
     ------
@@ -86,63 +90,63 @@ def control(timeout: timedelta | None = None) -> Control | None:
     made = _controls.setdefault(world, {})
     timeout = timeout or timeout_of(world)
     if timeout not in made:
-        talk, beats = (gloo_group(timeout, "to agree with the other ranks") for _ in range(2))
-        made[timeout] = Control(talk, beats)
-        remember_places(_exchanged(Place.here(), talk, "the exchange of the ranks' processes"))
+        exchange, heartbeats = (gloo_group(timeout, "to agree with the other ranks") for _ in range(2))
+        made[timeout] = Control(exchange, heartbeats)
+        remember_processes(_all_gather_objects(RankProcess.current(), exchange, "the exchange of the ranks' processes"))
     return made[timeout]
 
 
-def gloo_group(timeout: timedelta, purpose: str, apart: bool = False) -> dist.ProcessGroup:
+def gloo_group(timeout: timedelta, purpose: str, dedicated: bool = False) -> dist.ProcessGroup:
     """A new gloo group of all ranks; `apart` as for `lost.collective`. Collective."""
 
     def make() -> dist.ProcessGroup:
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
         return group
 
-    with collective(f"making a process group {purpose}", apart=apart, timeout=timeout), one_at_a_time():
-        return in_time(make, timeout)
+    with collective(f"making a process group {purpose}", dedicated=dedicated, timeout=timeout), single_threaded_gloo():
+        return run_with_timeout(make, timeout)
 
 
 def control_of(mesh: RuntimeMesh) -> Control | None:
-    """The groups in which the ranks of a mesh agree, with its timeout; None on one device. Collective at first."""
+    """The control groups of a mesh, with its timeout; None on one device. Collective at the first call."""
     return None if mesh.device_mesh is None else control(mesh.timeout)
 
 
-def everyone(mesh: RuntimeMesh) -> dist.ProcessGroup:
-    """A group of all ranks of a mesh of several, on its devices, for one collective at a time."""
+def world_group(mesh: RuntimeMesh) -> dist.ProcessGroup:
+    """A group of all ranks of `mesh`, which has several, on its devices. It runs one collective at a time."""
     groups = control_of(mesh) if mesh.device_type == "cpu" else None
-    return mesh.everyone() if groups is None else groups.talk
+    return mesh.world_group() if groups is None else groups.exchange
 
 
-def own_group(mesh: RuntimeMesh) -> dist.ProcessGroup | None:
-    """The ranks' group for checkpoints, made at the first one; None on one device. Collective."""
+def checkpoint_group(mesh: RuntimeMesh) -> dist.ProcessGroup | None:
+    """The group for checkpoints, made at the first call; None on one device. Collective."""
     if mesh.device_mesh is None:
         return None
-    if mesh not in _groups:
-        _groups[mesh] = gloo_group(mesh.timeout, "for checkpoints", apart=True)
-    return _groups[mesh]
+    if mesh not in _checkpoint_groups:
+        _checkpoint_groups[mesh] = gloo_group(mesh.timeout, "for checkpoints", dedicated=True)
+    return _checkpoint_groups[mesh]
 
 
-def from_all(value: Any, doing: str, timeout: timedelta | None = None) -> list[Any]:
-    """What each rank gives, in their order; `value` alone where no other rank runs. Collective."""
+def gather_from_ranks(value: Any, doing: str, timeout: timedelta | None = None) -> list[Any]:
+    """The value of each rank, in their order. Collective."""
     groups = control(timeout)
-    return [value] if groups is None else _exchanged(value, groups.talk, doing)
+    return [value] if groups is None else _all_gather_objects(value, groups.exchange, doing)
 
 
-def _exchanged(
-    value: Any, group: dist.ProcessGroup, doing: str, *, anyway: bool = False, apart: bool = False
+def _all_gather_objects(
+    value: Any, group: dist.ProcessGroup, doing: str, *, even_after_failure: bool = False, dedicated: bool = False
 ) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
-    with collective(doing, group, anyway=anyway, apart=apart):
+    with collective(doing, group, even_after_failure=even_after_failure, dedicated=dedicated):
         dist.all_gather_object(values, value, group=group)
     return values
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank raised, as it travels to the others.
+    """The error of a rank, in a form that can be sent to the others.
 
-    `kind` is the class of a ParallelError; of any other error ParallelError itself, its class named in `message`.
+    `kind` is the class of a ParallelError. Any other error becomes a ParallelError whose message names its class.
     """
 
     message: str
@@ -153,30 +157,30 @@ class Failure:
     def of(cls, error: Exception | CheckpointException) -> Failure:
         """The failure of this rank."""
         if isinstance(error, CheckpointException):  # from all ranks, with their tracebacks
-            whys = sorted({_told(why) for why, _ in error.failures.values()})
+            whys = sorted({_message(why) for why, _ in error.failures.values()})
             return cls("; ".join(whys[:3]) + (f"; and {len(whys) - 3} more like these" if len(whys) > 3 else ""))
         if not isinstance(error, ParallelError):
-            return cls(_told(error))
+            return cls(_message(error))
         try:
             pickle.dumps((type(error), vars(error)))
         except Exception:  # a class made in a function, or whatever an attribute's __reduce__ raises
             return cls(str(error))
         return cls(str(error), type(error), dict(vars(error)))
 
-    def error(self, told: str) -> ParallelError:
-        """The error again, saying `told`."""
-        found = self.kind(told)
+    def error(self, message: str) -> ParallelError:
+        """The error with another message."""
+        found = self.kind(message)
         vars(found).update(self.state)
         return found
 
 
-def _told(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return str(error) if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
 class _Attempt(Generic[Result]):
-    """How an action ended on this rank."""
+    """The outcome of an action on this rank."""
 
     result: Result | None = None
     failure: Failure | None = None
@@ -186,17 +190,17 @@ class _Attempt(Generic[Result]):
     def at(cls, action: Callable[[], Result]) -> _Attempt[Result]:
         try:
             return cls(action())
-        except (Exception, CheckpointException) as error:  # whatever it is, the other ranks have to hear of it
+        except (Exception, CheckpointException) as error:  # the other ranks have to learn of any error
             return cls(None, Failure.of(error), error)
 
 
-def together(
+def run_checkpoint_step(
     group: dist.ProcessGroup | None, action: Callable[[], Result], uses_group: bool = False
 ) -> list[Result]:
-    """What `action`, a step of a checkpoint, returns on each rank; ParallelError on all of them if it raises on any.
+    """Run a step of a checkpoint on each rank, and return all results; ParallelError on all ranks if it raises on any.
 
-    If the ranks that fail do so by one kind of ParallelError, that kind is raised. Ranks that are done wait while the
-    others tell that they are still at work, as in `in_step`; not where the action itself `uses_group`.
+    If all failed ranks raised the same kind of ParallelError, that kind is raised. Ranks send heartbeats as in
+    `run_on_all_ranks`, unless the action itself `uses_group`.
     """
     mine: _Attempt[Result] = _Attempt()
     if group is None:
@@ -204,14 +208,15 @@ def together(
         _raise_any([mine.failure], mine.caught)
         return [mine.result]  # type: ignore[list-item]  # None is a result, too
     doing = "a step of saving or loading a checkpoint"
-    refuse_if_lost(group)
+    raise_if_rank_lost(group)
     try:
-        with nullcontext() if uses_group else _telling(group, doing, apart=True):
+        with nullcontext() if uses_group else _heartbeat(group, doing, dedicated=True):
             mine = _Attempt.at(action)
         failed = mine.caught if uses_group and isinstance(mine.caught, RuntimeError) else None
-        if failed is not None and (gone := lost_rank(failed, doing, group, apart=True)) is not None:
+        if failed is not None and (gone := lost_rank(failed, doing, group, dedicated=True)) is not None:
             raise gone from failed
-        answers = _exchanged((mine.result, mine.failure), group, f"telling the others how {doing} ended", apart=True)
+        told = f"telling the others how {doing} ended"
+        answers = _all_gather_objects((mine.result, mine.failure), group, told, dedicated=True)
     except LostRankError as lost:
         if mine.failure is None or lost.__cause__ is mine.caught:
             raise
@@ -220,45 +225,44 @@ def together(
     return [answer for answer, _ in answers]
 
 
-def in_step(
+def run_on_all_ranks(
     groups: Control | None, doing: str, action: Callable[[], Result], only: int | None = None
 ) -> list[Result | None]:
-    """As `together`, for work that may take longer than the timeout: ranks that are done wait while the others work.
+    """Run `action` on each rank, and return all results; an error on any rank is raised on all.
 
-    While a rank works, it tells the others so from time to time. So a rank may take as long as it needs, and one that
-    ends or hangs is still missed after the timeout.
+    Ranks that are done wait for the others. The action may take longer than the timeout, as ranks send heartbeats.
 
     Parameters
     ----------
     groups : Control, optional
-        Of `control`; None where one rank is alone.
+        From `control`; None in a world of one rank.
     doing : str
-        What the work is called in an error: ``"the capture of the model"``.
+        The name of the work in errors, such as ``"the capture of the model"``.
     action : callable
-        What it returns travels by pickle. It may use any group but the beats'.
+        Its result is pickled. It may use any group except `heartbeats`.
     only : int, optional
-        The one rank that does the work, while the others wait; their result is None.
+        The one rank that does the work. The others wait, and their result is None.
 
     Raises
     ------
     LostRankError
         If a rank has ended or does not answer.
     ParallelError
-        On all ranks, if the action raises on any. What all ranks raise alike is raised as it is.
+        On all ranks, if the action raises on any. If all ranks raise the same error, it is raised unchanged.
     """
     if groups is None:
         return [action()]
-    refuse_if_lost()
+    raise_if_rank_lost()
     mine: _Attempt[Result] = _Attempt()
     try:
-        with _telling(groups.beats, doing):
+        with _heartbeat(groups.heartbeats, doing):
             if only in (None, dist.get_rank()):
                 mine = _Attempt.at(action)
             if mine.caught is not None and not isinstance(mine.caught, LostRankError):
-                groups.hang_up()
+                groups.close_exchange()
         told = f"telling the others how {doing} ended"
         answers: list[tuple[Any, Failure | None]]
-        answers = _exchanged((mine.result, mine.failure), groups.beats, told, anyway=True)
+        answers = _all_gather_objects((mine.result, mine.failure), groups.heartbeats, told, even_after_failure=True)
     except LostRankError as lost:
         if mine.failure is None:
             raise
@@ -266,19 +270,19 @@ def in_step(
     failures = [failure for _, failure in answers]
     if any(failures):
         _controls.clear()
-        groups.hang_up()
+        groups.close_exchange()
         if mine.caught is not None and len({failure and failure.message for failure in failures}) == 1:
             raise mine.caught
-        lost_too = [failure is not None and failure.kind is LostRankError for failure in failures]
-        if any(lost_too) and not all(lost_too):  # what these ranks lost was one that failed for another reason
-            failures = [None if lost else failure for failure, lost in zip(failures, lost_too, strict=True)]
+        lost_others = [failure is not None and failure.kind is LostRankError for failure in failures]
+        if any(lost_others) and not all(lost_others):  # these ranks lost a rank that failed for another reason
+            failures = [None if lost else failure for failure, lost in zip(failures, lost_others, strict=True)]
             forget_failure()
         _raise_any(failures, mine.caught, f"{doing} failed")
     return [answer for answer, _ in answers]
 
 
 def _raise_any(failures: Sequence[Failure | None], caught: BaseException | None, doing: str = "") -> None:
-    """Raise what the ranks failed by, each message once, with the ranks unless all failed so."""
+    """Raise the errors of the ranks as one error: each message once, with its ranks unless all ranks have it."""
     ranks: dict[str, list[int]] = {}
     for rank, failure in enumerate(failures):
         if failure is not None:
@@ -297,30 +301,31 @@ def _raise_any(failures: Sequence[Failure | None], caught: BaseException | None,
 
 
 @contextmanager
-def _telling(group: dist.ProcessGroup, doing: str, apart: bool = False) -> Iterator[None]:
-    """While inside, tell the other ranks from time to time that this one is at work; on leaving, wait for all of them.
+def _heartbeat(group: dist.ProcessGroup, doing: str, dedicated: bool = False) -> Iterator[None]:
+    """Tell the other ranks regularly that this rank is at work; on leaving, wait until all ranks are done.
 
     Raises
     ------
     LostRankError
-        On leaving, if a rank gave no sign within the timeout of `group`.
+        On leaving, if a rank gave no sign of life within the timeout of `group`.
     """
     refused: list[LostRankError] = []
     done, given_up = threading.Event(), threading.Event()
     interval = min(timeout_of(group).total_seconds() / 4, 10.0)
 
-    def tell() -> None:
+    def send() -> None:
         finished = torch.zeros((), dtype=torch.int32, device="cpu")
         while not int(finished) and not given_up.is_set():
             finished.fill_(int(done.wait(interval)))
             try:
-                with collective(f"waiting for the others during {doing}", group, anyway=True, apart=apart):
+                waiting = f"waiting for the others during {doing}"
+                with collective(waiting, group, even_after_failure=True, dedicated=dedicated):
                     dist.all_reduce(finished, dist.ReduceOp.MIN, group=group)
             except LostRankError as error:
                 refused.append(error)
                 return
 
-    thread = threading.Thread(target=tell, name="shardweave-at-work", daemon=True)
+    thread = threading.Thread(target=send, name="shardweave-at-work", daemon=True)
     thread.start()
     try:
         yield

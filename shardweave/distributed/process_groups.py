@@ -21,7 +21,7 @@ from torch import fx
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardweave.distributed.failures import FailureNotice, collective, in_time, timeout_of
+from shardweave.distributed.failures import FailureNotice, collective, run_with_timeout, timeout_of
 from shardweave.ir import Axis, Mesh, ParallelError, group_name
 
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
@@ -29,37 +29,37 @@ COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
 
 
 class RuntimeMesh:
-    """The running ``torch.distributed`` world, seen as the axes of `mesh`.
+    """The running ``torch.distributed`` world as the axes of `mesh`.
 
-    Everything here that creates process groups is collective: all ranks must do it, in the same order. A mesh of one
-    device needs no ``torch.distributed`` at all.
+    Methods that create process groups are collective: all ranks must call them, in the same order. A mesh of one device
+    needs no ``torch.distributed``.
 
     Parameters
     ----------
     mesh : Mesh
         The axes that the step was compiled for.
     device_type : str, optional
-        ``"cpu"`` or ``"cuda"``; by default the one that the world's backend serves.
+        ``"cpu"`` or ``"cuda"``; by default that of the world's backend.
     timeout : timedelta, optional
-        How long a collective may wait for the other ranks; by default as long as in the world's own group.
+        The time that a collective may wait for the other ranks; by default that of the world's own group.
 
     Attributes
     ----------
     rank : int
         This process' rank, in ``[0, mesh.world_size)``.
     coordinates : tuple of int
-        This rank's coordinate on each axis, in the mesh's order: what generated graphs take first.
+        This rank's coordinate on each axis, in the mesh's order: the first inputs of generated graphs.
     device_mesh : DeviceMesh or None
-        One dimension an axis, in the mesh's order and under the axes' names; None without axes.
+        One dimension for each axis, in the mesh's order and with the axes' names; None without axes.
     timeout : timedelta
-        That of the groups that are made here.
+        The timeout of the groups of this mesh.
     closed : str or None
-        The rank and the cause, once a step has failed and its groups are closed.
+        The rank and the cause of a failed step, after which the groups are closed.
 
     Raises
     ------
     ParallelError
-        If no ``torch.distributed`` world is running, or one of another size than the mesh has.
+        If no ``torch.distributed`` world is running, or its size differs from the mesh's.
     LostRankError
         If a rank does not take part in making the groups.
 
@@ -114,34 +114,34 @@ class RuntimeMesh:
             world = tuple(range(self.mesh.world_size))
             groups = sorted({self.mesh.group_ranks(axes, rank) for rank in world})
             # On CPUs a step that fails closes its groups (see `close`), which the world's own group must not be.
-            reusable = self._world is not None and self.device_type != "cpu" and is_safe(self._world)
-            if groups == [world] and reusable:
-                self._groups[name] = self._world  # type: ignore[assignment]
+            reused = self._world if groups == [world] and self.device_type != "cpu" else None
+            if reused is not None and allows_concurrent_collectives(reused):
+                self._groups[name] = reused
             else:
-                self._groups[name] = self._made([list(group) for group in groups], name)
+                self._groups[name] = self._make_group([list(group) for group in groups], name)
         return self._groups[name]
 
-    def _made(self, groups: list[list[int]], name: str) -> dist.ProcessGroup:
+    def _make_group(self, groups: list[list[int]], name: str) -> dist.ProcessGroup:
         def make() -> dist.ProcessGroup:
             mine: dist.ProcessGroup
             mine, _ = dist.new_subgroups_by_enumeration(groups, timeout=self.timeout)  # type: ignore[no-untyped-call]
             return mine
 
-        with collective(f"making the groups over {axes_in_words(name)}", timeout=self.timeout), one_at_a_time():
-            # a thread of its own would not have this one's CUDA device
-            most = self.timeout + timedelta(seconds=len(groups))
-            return make() if self.device_type == "cuda" else in_time(make, most)
+        with collective(f"making the groups over {axes_in_words(name)}", timeout=self.timeout), single_threaded_gloo():
+            if self.device_type == "cuda":  # another thread would not have this thread's CUDA device
+                return make()
+            return run_with_timeout(make, self.timeout + timedelta(seconds=len(groups)))
 
     def all_failed_at(self, place: str) -> bool:
-        """Whether a step fails on all ranks at this place of its graph: then none of them waits for another."""
+        """Whether a step fails on all ranks at this place of its graph. If so, no rank waits for another."""
         self._failures += 1
         return self._notice.all_failed_at(f"{self._failures}/{place}", self.mesh.world_size, self.timeout)
 
     def close(self, error: Exception) -> None:
-        """Tell the other ranks that a step failed here by `error`, and close this mesh's groups.
+        """Tell the other ranks that a step failed on this rank by `error`, and close the groups of this mesh.
 
-        A collective of the step that another rank waits for then fails there at once, and `failure` tells that rank
-        the cause. Only gloo closes a connection so; on GPUs the other ranks wait until the timeout.
+        Other ranks that wait for a collective of the step then fail at once, and `failure` tells them the cause. Only
+        gloo closes connections so: on GPUs the other ranks wait until the timeout.
         """
         if self.device_mesh is None or self.closed is not None:
             return
@@ -153,21 +153,21 @@ class RuntimeMesh:
             dist.destroy_process_group(self._groups.popitem()[1])
 
     def failure(self) -> str | None:
-        """The rank and the cause, where a step of this mesh has failed on some rank; None where none has said so."""
+        """The rank and the cause if a step of this mesh has failed on some rank, else None."""
         if self.closed is None and self.device_mesh is not None:
             return self._notice.read(self.timeout)
         return self.closed
 
     def group_over(self, axes: Iterable[Axis]) -> dist.ProcessGroup:
-        """The group of this rank over `axes`; there must be at least one."""
+        """The group of this rank over `axes`, at least one."""
         return self.process_group(group_name(axes))
 
-    def everyone(self) -> dist.ProcessGroup:
-        """A group of all ranks, for one collective at a time; there must be several ranks."""
+    def world_group(self) -> dist.ProcessGroup:
+        """A group of all ranks, of which there must be several. It runs one collective at a time."""
         return self._world or self.group_over(self.mesh.axes)
 
     def bind(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """A generated graph that this rank can run: see `bound`."""
+        """A copy of a generated graph that this rank can run: see `bound`."""
         module = fx.GraphModule(gm, self.bound(gm.graph))
         module.meta.update(gm.meta)
         return module
@@ -187,7 +187,7 @@ class RuntimeMesh:
 
 
 def axes_in_words(name: str) -> str:
-    """The axes of a symbolic group name, for a message.
+    """The axes of a symbolic group name, for messages.
 
     >>> axes_in_words("gpu0.node0"), axes_in_words("gpu0")
     ('the axes gpu0, node0', 'the axis gpu0')
@@ -232,15 +232,15 @@ def _group_argument(node: fx.Node) -> tuple[int, str] | None:
 
 
 @contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Within it, torch makes gloo groups of one thread."""
+def single_threaded_gloo() -> Iterator[None]:
+    """In this context torch makes gloo groups of one thread."""
     if not dist.is_gloo_available():
         yield
         return
     original: Any = distributed_c10d.ProcessGroupGloo
 
     class OneThread(original):  # type: ignore[misc]
-        """torch makes its gloo groups from a store, a rank, a size and a timeout, and leaves the options to them."""
+        """torch passes a store, a rank, a size and a timeout, and no options."""
 
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
             options = original._Options()
@@ -257,19 +257,19 @@ def one_at_a_time() -> Iterator[None]:
 
 
 def _devices(gloo: Any) -> list[Any]:
-    """The network devices that torch gives a gloo group when it is left the options.
+    """The network devices that torch gives a gloo group without options.
 
-    They are those of ``GLOO_SOCKET_IFNAME``, one name or several with commas between; without it the one of the
-    address that the host's name resolves to.
+    They are the comma-separated interfaces of ``GLOO_SOCKET_IFNAME``, else the interface of the address that the host
+    name resolves to.
     """
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if len(names) > 1:  # torch takes no notice of a name of one letter
+    if len(names) > 1:  # torch ignores a name of one letter
         return [gloo.create_device(interface=name) for name in names.split(",")]
     return [gloo.create_default_device()]
 
 
-def is_safe(group: dist.ProcessGroup) -> bool:
-    """Whether several collectives of a group may be under way: not where it is one of gloo's with several threads."""
+def allows_concurrent_collectives(group: dist.ProcessGroup) -> bool:
+    """Whether several collectives of a group may run at once: not in a gloo group of several threads."""
     if not dist.is_gloo_available() or "cpu" not in {device.type for device in group._device_types}:
         return True
     backend: Any = group._get_backend(torch.device("cpu"))

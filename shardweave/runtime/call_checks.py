@@ -28,7 +28,7 @@ Batch = Literal["global", "local"]
 def group_of_calls(mesh: RuntimeMesh) -> dist.ProcessGroup | None:
     """The group in which all ranks agree on calls; None where no other rank runs. Collective at the first time."""
     groups = control_of(mesh)
-    return None if groups is None else groups.talk
+    return None if groups is None else groups.exchange
 
 
 @dataclass(frozen=True)

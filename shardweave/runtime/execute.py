@@ -17,7 +17,7 @@ from torch import fx
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
-from shardweave.distributed import COLLECTIVES, RuntimeMesh, group_of, lost_rank, refuse_if_lost
+from shardweave.distributed import COLLECTIVES, RuntimeMesh, group_of, lost_rank, raise_if_rank_lost
 from shardweave.ir import META, LostRankError, ParallelError, StepSpec, ValueSpec, axes_size
 from shardweave.runtime.dtensor_patches import untraced
 from shardweave.runtime.grad_accumulation import Boxed, Gradients, Turns, cut, in_places, joined
@@ -56,7 +56,7 @@ def boxed(constants: fx.GraphModule, graph: fx.Graph, mesh: RuntimeMesh | None =
     run: Boxed = module.forward
 
     def guarded(arguments: list[Any]) -> Sequence[Any]:
-        refuse_if_lost()
+        raise_if_rank_lost()
         if mesh is not None and mesh.closed is not None:
             raise ParallelError(
                 f"this step cannot run any more, as an earlier call of it failed on {mesh.closed}. Compile the model "

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from shardweave.distributed import Control, control, control_of, in_step
+from shardweave.distributed import Control, control, control_of, run_on_all_ranks
 from shardweave.ir import Layout, ParallelError
 from shardweave.runtime.module import ParallelModule, _from_all
 from shardweave.runtime.module_tree import named_tensors
@@ -154,7 +154,7 @@ def initialise(parallel: nn.Module, model: nn.Module, seed: int = 0, init: Init 
     >>> torch.equal(parallel.get_parameter("0.weight"), sw.initialised(model, seed=1)[0].weight)
     True
     """
-    in_step(control_for(parallel), "initialise", lambda: fill(compiled_module(parallel), model, seed, init))
+    run_on_all_ranks(control_for(parallel), "initialise", lambda: fill(compiled_module(parallel), model, seed, init))
 
 
 def initialised(model: nn.Module, seed: int = 0, init: Init | None = None) -> nn.Module:

@@ -295,7 +295,7 @@ def _run_rank(
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but missing from its __all__
 
-    from shardweave.distributed import collective, one_at_a_time
+    from shardweave.distributed import collective, single_threaded_gloo
     from shardweave.runtime.checkpoint.checkpoint import finish_saving
 
     torch.set_num_threads(1)  # also because OpenMP's threads do not survive a fork
@@ -315,7 +315,7 @@ def _run_rank(
     patience = timedelta(seconds=timeout)
     descriptor = listener.detach() if rank == 0 else None
     store = TCPStore("127.0.0.1", port, nprocs, rank == 0, patience, master_listen_fd=descriptor)
-    with one_at_a_time():
+    with single_threaded_gloo():
         dist.init_process_group("gloo", store=store, rank=rank, world_size=nprocs, timeout=patience)
     result = fn(*args)
     finish_saving()  # a rank leaves without joining its threads

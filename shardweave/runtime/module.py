@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.utils.data import DistributedSampler
 
-from shardweave.distributed import RuntimeMesh, collective, from_all
+from shardweave.distributed import RuntimeMesh, collective, gather_from_ranks
 from shardweave.ir import ConstantsCheck, InputError, Layout, ParallelError, Reads, StepSpec, ValueSpec, axes_size
 from shardweave.ops import IndexChecks, Seeds, all_reduced
 from shardweave.runtime.call_checks import Batch, Calls, group_of_calls
@@ -492,7 +492,7 @@ class ParallelModule(nn.Module):
 
     def _all_reduced(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
         if self.mesh.device_mesh is not None:
-            group = self.mesh.everyone()
+            group = self.mesh.world_group()
             with collective("the all_reduce of the gradients' norm", group):
                 return all_reduced(tensor, op, group)
         return tensor
@@ -597,7 +597,7 @@ def agreed_seed(timeout: timedelta | None = None) -> int:
 
 def _from_all(value: Any, timeout: timedelta | None = None) -> list[Any]:
     """What each rank gives, in their order; `value` alone where no other rank runs."""
-    return from_all(value, "a comparison of what the ranks were given", timeout)
+    return gather_from_ranks(value, "a comparison of what the ranks were given", timeout)
 
 
 def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[object]:

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardweave.distributed import RuntimeMesh, collective, everyone
+from shardweave.distributed import RuntimeMesh, collective, world_group
 from shardweave.ir import Axis, Layout, LayoutError, ParallelError
 from shardweave.ops import all_reduced
 from shardweave.runtime.dtensor_patches import elementwise, install, untraced
@@ -202,7 +202,7 @@ class _Whole(torch.autograd.Function):
         place: Place = ctx.place
         mesh = place.mesh
         total = gradient.clone(memory_format=torch.contiguous_format)
-        group = mesh.everyone()
+        group = mesh.world_group()
         with _waiting("a gradient", mesh), collective("the all_reduce of a gradient", group):
             dist.all_reduce(total, group=group)
         return ParallelTensor.of(place.part(total / mesh.mesh.world_size).contiguous(), place)
@@ -613,9 +613,9 @@ def whole_of_first(value: torch.Tensor, mesh: RuntimeMesh, name: str = "") -> to
     whole = value.detach().to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
     if mesh.device_mesh is not None and whole.numel():
         what = name or f"values of shape {tuple(value.shape)}"
-        with _waiting(what, mesh), collective(f"the broadcast of rank 0's {what}", everyone(mesh)):
+        with _waiting(what, mesh), collective(f"the broadcast of rank 0's {what}", world_group(mesh)):
             flat = whole.view(-1).view(torch.uint8)  # as bytes: backends lack some dtypes
-            dist.broadcast(flat, src=0, group=everyone(mesh))
+            dist.broadcast(flat, src=0, group=world_group(mesh))
     return whole
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from shardweave.distributed.process_groups import RuntimeMesh, is_safe, one_at_a_time
+from shardweave.distributed.process_groups import RuntimeMesh, allows_concurrent_collectives, single_threaded_gloo
 from shardweave.ir import Mesh
 from shardweave.runtime.launch import WorkerPool
 
@@ -31,7 +31,7 @@ def gather_often_in_a_users_world(rounds: int, at_once: int) -> tuple[bool, list
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     assert dist.group.WORLD is not None
-    return is_safe(dist.group.WORLD), gather_often(rounds, at_once)
+    return allows_concurrent_collectives(dist.group.WORLD), gather_often(rounds, at_once)
 
 
 def test_many_gathers_of_one_group_at_once(pool: WorkerPool) -> None:
@@ -44,6 +44,6 @@ def test_the_users_own_world_is_not_used_for_them(pool: WorkerPool) -> None:
 
 def test_torch_is_left_as_it_was() -> None:
     before = dist.distributed_c10d.ProcessGroupGloo
-    with one_at_a_time():
+    with single_threaded_gloo():
         assert dist.distributed_c10d.ProcessGroupGloo is not before
     assert dist.distributed_c10d.ProcessGroupGloo is before

@@ -276,7 +276,7 @@ def talks_to_nobody() -> None:
 
 def test_one_rank_agrees_with_itself(pool: WorkerPool) -> None:
     pool.run(talks_to_nobody, nprocs=1)
-    assert agreement.in_step(None, "alone", lambda: 3) == [3]
+    assert agreement.run_on_all_ranks(None, "alone", lambda: 3) == [3]
 
 
 def elsewhere(plan: sw.Plan) -> str:
@@ -286,8 +286,8 @@ def elsewhere(plan: sw.Plan) -> str:
         stop()
     world = dist.group.WORLD
     assert world is not None
-    here = lost_ranks._places[world][0]
-    lost_ranks._places[world] = (here, lost_ranks.Place("host-b", "another machine", 7, "0"))
+    here = lost_ranks._processes[world][0]
+    lost_ranks._processes[world] = (here, lost_ranks.RankProcess("host-b", "another machine", 7, "0"))
     return lost(lambda: parallel(X))[0]
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shardweave.distributed import own_group, together
+from shardweave.distributed import checkpoint_group, run_checkpoint_step
 from shardweave.ir import CheckpointNotFound, LostRankError, ParallelError
 from shardweave.ops import Seeds
 from shardweave.runtime.checkpoint import state as states
@@ -162,7 +162,7 @@ def save_checkpoint(
     --------
     >>> save_checkpoint("runs/1000", parallel, optimizer, extra={"step": 1000})  # doctest: +SKIP
     """
-    group = own_group(parallel.mesh)
+    group = checkpoint_group(parallel.mesh)
     values: Values = {}
 
     def prepare() -> str:
@@ -171,7 +171,7 @@ def save_checkpoint(
         values = states.collect(parallel, optimizer, extra or {}, asynchronous)
         return str(Path(folder).resolve())
 
-    where = together(group, prepare)
+    where = run_checkpoint_step(group, prepare)
     if len(set(where)) > 1:
         raise ParallelError(f"the ranks give different folders to save to, {sorted(set(where))}: give all the same")
     target = Path(where[0])
@@ -217,7 +217,7 @@ def load_checkpoint(
     --------
     >>> step = load_checkpoint("runs/1000", parallel, optimizer)["step"]  # doctest: +SKIP
     """
-    group = own_group(parallel.mesh)
+    group = checkpoint_group(parallel.mesh)
     first = parallel.mesh.rank == 0
     targets: dict[StatePath, Part | None] = {}
     found: dict[StatePath, Any] = {}
@@ -227,7 +227,8 @@ def load_checkpoint(
         finish_saving()
         return str(find(Path(folder).resolve())) if first else ""
 
-    source = Path(together(group, locate)[0])  # one for all: another program's save may come between two looks
+    # One for all: another program's save may come between two looks.
+    source = Path(run_checkpoint_step(group, locate)[0])
     files: CheckpointFiles | None = None
 
     def compare() -> None:
@@ -237,7 +238,7 @@ def load_checkpoint(
             files.check_folder()
         targets.update(states.model_targets(parallel, files.metadata))
 
-    together(group, compare)
+    run_checkpoint_step(group, compare)
     assert files is not None  # compare() raises, or makes it
     stored = files
     if first and stored.segments is None:
@@ -259,14 +260,14 @@ def load_checkpoint(
         found.update(read(stored, targets))
         states.check_shared(parallel, targets)
 
-    together(group, read_all)
+    run_checkpoint_step(group, read_all)
 
     def restore() -> None:
         if optimizer is not None:
             states.restore(optimizer, states.parameter_names(parallel, optimizer), found, state)
         states.fill(parallel, targets)
 
-    together(group, restore)
+    run_checkpoint_step(group, restore)
     parallel.unset.difference_update(parallel.state_dict())
     if states.SEEDS in found:
         parallel._seeds = Seeds(*found[states.SEEDS])
@@ -305,7 +306,7 @@ def _write(values: Values, target: Path, group: dist.ProcessGroup | None, rank: 
 
     try:
         for action in (clean, look, write, place):
-            together(group, action, uses_group=action is write)
+            run_checkpoint_step(group, action, uses_group=action is write)
     except ParallelError:
         if rank == 0:  # what is half written takes room, perhaps on a disk that is full
             shutil.rmtree(hidden, ignore_errors=True)

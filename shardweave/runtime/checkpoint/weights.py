@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from shardweave.distributed import in_step
+from shardweave.distributed import run_on_all_ranks
 from shardweave.ir import ParallelError
 from shardweave.runtime.checkpoint.files import path_inside
 from shardweave.runtime.checkpoint.state import check_values
@@ -182,7 +182,7 @@ def load_weights(parallel: nn.Module, path: str | os.PathLike[str], model: nn.Mo
     ...     sw.save_weights(parallel, folder + "/saved")
     ...     sw.load_weights(parallel, folder + "/saved")
     """
-    in_step(control_for(parallel), "load_weights", lambda: _load(compiled_module(parallel), Path(path), model))
+    run_on_all_ranks(control_for(parallel), "load_weights", lambda: _load(compiled_module(parallel), Path(path), model))
 
 
 def _load(parallel: ParallelModule, path: Path, model: nn.Module | None) -> None:
@@ -243,7 +243,7 @@ def save_weights(
     def save() -> None:
         _save(compiled_module(parallel), Path(folder), max_shard_bytes, config)
 
-    in_step(control_for(parallel), "save_weights", save)
+    run_on_all_ranks(control_for(parallel), "save_weights", save)
 
 
 def _save(parallel: ParallelModule, folder: Path, max_shard_bytes: float, config: Any) -> None:
