@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, replace
 from math import log
 
 from shardweave.cost_model import Cluster
-from shardweave.validation import Described, Row, Setting, load
+from shardweave.validation import ROWS, Described, Row, Setting, load
 from shardweave.validation.clusters import Constant, fit
-from shardweave.validation.papers import ROWS
 from shardweave.validation.rows import Paper, mean_error
 
 

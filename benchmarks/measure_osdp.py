@@ -22,8 +22,8 @@ from shardweave.ir import Ablation
 from shardweave.ir.errors import InfeasibleError
 from shardweave.planner.search.plan import Plan
 from shardweave.validation import Setting
-from shardweave.validation.models import MinGPTBlock, MinGPTSizes
 from shardweave.validation.osdp import BLOCKING, GPUS, OVERLAP, SEQUENCE, SEQUENCES
+from shardweave.validation.setting import MinGPTBlock, MinGPTSizes
 
 LIMITS = (8, 16)
 STRATEGIES: dict[str, Any] = {"DP": "dp", "FSDP": "zero3", "mixture": ("dp", "zero3")}

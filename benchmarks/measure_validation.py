@@ -18,9 +18,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from shardweave.cost_model import Cluster
-from shardweave.validation import Result, Row, Setting, load
+from shardweave.validation import ROWS, Result, Row, Setting, load
 from shardweave.validation.clusters import cluster_of
-from shardweave.validation.papers import ROWS
 from shardweave.validation.rows import mean_error, rank_correlations
 
 

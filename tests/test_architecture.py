@@ -119,6 +119,20 @@ def test_a_room_is_used_by_its_names(name: str) -> None:
     assert not past, f"import these from shardweave.{name} itself, and list them in its __all__"
 
 
+@pytest.mark.parametrize("upper", ["demo", "validation"])
+def test_programs_use_public_names(upper: str) -> None:
+    """What users run shows how the package is used: by its own names where it exports one, as ``sw.plan``."""
+    public = set(importlib.import_module("shardweave").__all__)
+    found = []
+    for module in (module for module in modules() if room(module) == upper):
+        found += [str(each) for each in imports(module) if each.module not in ("", upper) and each.name in public]
+        for node in ast.walk(ast.parse(modules()[module].read_text(encoding="utf-8"))):
+            of_package = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "sw"
+            if of_package and node.attr not in public:
+                found.append(f"{module}:{node.lineno} uses sw.{node.attr}")
+    assert not found, "take these from `import shardweave as sw`, and only names of its __all__"
+
+
 @pytest.mark.parametrize("name", [name for name in ROOMS if name not in ON_TOP])
 def test_a_room_says_what_it_is_for(name: str) -> None:
     package = importlib.import_module(f"shardweave.{name}")

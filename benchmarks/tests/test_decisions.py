@@ -15,7 +15,7 @@ from shardweave.ir import Ablation, Grid
 from shardweave.ir.errors import InfeasibleError
 from shardweave.validation import Described, Setting, amsp, oases
 from shardweave.validation.axonn import ranking, table_seconds
-from shardweave.validation.models import Sizes
+from shardweave.validation.setting import Sizes
 
 BANDWIDTHS: list[dict[str, Any]] = [
     {"ip": 1, "my": ">=2", "bw": 1.0},

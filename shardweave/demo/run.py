@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from shardweave.demo.model import GPT, GPTConfig
-from shardweave.ir import InputError, ParallelError, readable_bytes
+from shardweave.ir import readable_bytes
 from shardweave.report import Progress, source
 
 
@@ -60,7 +60,7 @@ class Text:
         folder = Path(sysconfig.get_path("stdlib"))
         text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[:max_bytes]
         if len(text) <= context + 1:
-            raise InputError(
+            raise sw.InputError(
                 f"the standard library at {folder} has {len(text)} bytes of Python source, the demo needs more than "
                 f"{context + 1}: run it with a Python that is installed with its sources"
             )
@@ -303,7 +303,7 @@ def run_demo(recipe: Recipe, ranks: int, out: Path, console: Console) -> Result:
     console.print(f"largest relative difference of the losses: {result.difference:.1e} (at most {TOLERANCE:.0e})")
     console.print(f"In {out}/: plan.json, graphs/*.py, trace.json (opens in ui.perfetto.dev), timeline.png, losses.png")
     if not result.difference <= TOLERANCE:
-        raise ParallelError(
+        raise sw.ParallelError(
             f"the losses on {ranks} ranks differ from one device's by {result.difference:.1e} relative, "
             f"expected at most {TOLERANCE:.0e}: this is a bug in shardweave, please report it with {out}/graphs"
         )

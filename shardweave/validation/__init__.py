@@ -1,12 +1,57 @@
-"""Validation: published tables, built as forced plans of the compiler, simulated, and held against what was measured.
+"""Validation: published tables, built as forced plans of the compiler, simulated, and compared with the measurements.
 
-Data flow one way: `rows` reads the files of a folder, each paper's module (`amsp`, ...) makes `Row`s of it, by
-plans on the cluster that `clusters` describes, and `report` shows them. `docs/validation.md` says what they say.
+`rows` reads the files of a folder. The module of each paper (`amsp`, ...) makes `Row`s of them, by plans on the cluster
+that `clusters` describes. `docs/validation.md` discusses the results.
 """
 
-from shardweave.validation.clusters import Constant, Described
-from shardweave.validation.papers import validate
-from shardweave.validation.rows import Result, Row, load, save_figures, validated
-from shardweave.validation.setting import Setting
+from __future__ import annotations
 
-__all__ = ["Constant", "Described", "Result", "Row", "Setting", "load", "save_figures", "validate", "validated"]
+from collections.abc import Callable, Iterator, Mapping
+
+from shardweave.validation import amsp, axonn, exact, oases, osdp
+from shardweave.validation.clusters import Constant, Described
+from shardweave.validation.rows import Paper, Result, Row, load, save_figures, validated
+from shardweave.validation.setting import Progress, Setting
+
+__all__ = [
+    "ROWS",
+    "Constant",
+    "Described",
+    "Result",
+    "Row",
+    "Setting",
+    "load",
+    "save_figures",
+    "validate",
+    "validated",
+]
+
+
+def _amsp(paper: Paper, setting: Setting) -> Iterator[Row]:
+    yield from amsp.rows(paper, setting)
+    yield from exact.amsp(paper, setting)
+
+
+ROWS: Mapping[str, Callable[[Paper, Setting], Iterator[Row]]] = {
+    "amsp": _amsp,
+    "axonn": axonn.rows,
+    "oases": oases.rows,
+    "osdp": exact.osdp,
+    "osdp_profile": osdp.rows,
+    "zeropp": exact.zeropp,
+}
+"""The rows of each paper, by the name of its file."""
+
+
+def validate(papers: Mapping[str, Paper], progress: Progress = lambda _: None) -> Result:
+    """Build and simulate every row of these papers that the compiler has a plan for.
+
+    Parameters
+    ----------
+    papers : mapping of str to Paper
+        From `load`.
+    progress : callable
+        Called with the name of each row before it is planned.
+    """
+    setting = Setting(progress)
+    return Result(tuple(row for name, paper in papers.items() if name in ROWS for row in ROWS[name](paper, setting)))

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from shardweave.ir import Ablation, Grid, InputError, Precision, Strategy, Traffic
-from shardweave.planner import Plan
-from shardweave.validation.models import Sizes
+import shardweave as sw
+from shardweave.ir import Traffic
 from shardweave.validation.rows import Paper, Row, table
-from shardweave.validation.setting import Setting, captured, hosted
+from shardweave.validation.setting import Setting, Sizes, captured, hosted
 
 MODELS = {
     "LLaMA-7B": Sizes(32, 4096, 32),
@@ -27,7 +26,7 @@ MODELS = {
 PEAK_FLOPS = 312e12
 SEQUENCE, BATCH_SEQUENCES = 4096, 1024
 GPUS_PER_NODE = 8
-PRECISION = Precision(torch.bfloat16)
+PRECISION = sw.Precision(torch.bfloat16)
 """Gradients are reduced in bfloat16, too."""
 BLOCKING: dict[str, tuple[Traffic, ...]] = {
     "L3": (),
@@ -36,7 +35,7 @@ BLOCKING: dict[str, tuple[Traffic, ...]] = {
     "L0": ("broadcast", "reduce", "scatter", "gather"),
 }
 """What each level of overlap leaves open."""
-ABLATIONS = {level: Ablation(blocking=kinds, all_reduce_gradients=True) for level, kinds in BLOCKING.items()}
+ABLATIONS = {level: sw.Ablation(blocking=kinds, all_reduce_gradients=True) for level, kinds in BLOCKING.items()}
 """Each level, with gradients all-reduced where optimizer states are sharded: Table V says so, and the authors' engine
 (InternLM/InternEvo, ``hybrid_zero_optim.py``) and DeepSpeed's ZeRO-1 (``stage_1_and_2.py``,
 ``use_multi_rank_bucket_allreduce``) do it."""
@@ -46,7 +45,7 @@ OVERLAP: Mapping[str, Mapping[str, Any]] = {
 }
 """Section VI-B's steps. Its text turns the overlap of AMSP's broadcast off. That other systems hide nothing is
 calibrated, against the text, which turns their overlap on; ZeRO-1 reduces in buckets (DeepSpeed's, by default)."""
-OTHERS: Mapping[str, Any] = {"ablation": Ablation(blocking=BLOCKING["L0"])}
+OTHERS: Mapping[str, Any] = {"ablation": sw.Ablation(blocking=BLOCKING["L0"])}
 DEEPSPEED = ("ZeRO-3", "ZeRO++")
 """The systems whose host prepares each gather and scatter (`setting.hosted`)."""
 
@@ -90,19 +89,19 @@ def _end_to_end(paper: Paper, setting: Setting, factors: Factors, recompute: Map
         yield Row.of(*title, mfu)
 
 
-def plan(setting: Setting, model: str, gpus: int, chosen: Strategy, micro_batches: int, **options: Any) -> Plan:
+def plan(setting: Setting, model: str, gpus: int, chosen: sw.Strategy, micro_batches: int, **options: Any) -> sw.Plan:
     """The forced plan of one row, every op of it with one strategy."""
     if model not in MODELS:
-        raise InputError(f"amsp.yaml: the sizes of {model!r} are not known; known are {', '.join(MODELS)}")
+        raise sw.InputError(f"amsp.yaml: the sizes of {model!r} are not known; known are {', '.join(MODELS)}")
     compiler = captured(MODELS[model], gpus * micro_batches, SEQUENCE, PRECISION)
     cluster = setting.cluster("amsp").fitted(min(GPUS_PER_NODE, gpus), max(1, gpus // GPUS_PER_NODE))
     return setting.plan(compiler, cluster, force={"*": chosen}, micro_batches=micro_batches, sub_batches=1, **options)
 
 
-def strategy(factors: Factors, model: str, approach: str, gpus: int) -> Strategy:
+def strategy(factors: Factors, model: str, approach: str, gpus: int) -> sw.Strategy:
     """The factors of Table IV: R stands for a node's 8 GPUs, N for the nodes; ZeRO++ has parameters twice."""
     if (model, approach) not in factors:
-        raise InputError(f"amsp.yaml, strategies_table4: expected a row for {approach} of {model}")
+        raise sw.InputError(f"amsp.yaml, strategies_table4: expected a row for {approach} of {model}")
     row, nodes = factors[model, approach], max(1, gpus // GPUS_PER_NODE)
     sizes: dict[object, int] = {"R": min(GPUS_PER_NODE, gpus), "N": nodes}
 
@@ -111,7 +110,7 @@ def strategy(factors: Factors, model: str, approach: str, gpus: int) -> Strategy
         return inside * min(across, nodes)
 
     rest = degree("secondary_p" if "secondary_p" in row else "p")
-    return Strategy(Grid(data=gpus), rest, states=degree("os"), gradients=max(rest, degree("g")))
+    return sw.Strategy(sw.Grid(data=gpus), rest, states=degree("os"), gradients=max(rest, degree("g")))
 
 
 def _mode(recompute: Mapping[str, bool], model: str) -> str:
@@ -141,7 +140,7 @@ def _by_batch(paper: Paper) -> list[tuple[str, str, int, Mapping[str, Any]]]:
     cells = []
     for row in table(paper, "amsp", "overlap_table5"):
         if row["level"] not in BLOCKING:
-            raise InputError(f"amsp.yaml, overlap_table5: level {row['level']!r} is none of {', '.join(BLOCKING)}")
+            raise sw.InputError(f"amsp.yaml, overlap_table5: level {row['level']!r} is none of {', '.join(BLOCKING)}")
         counts = paper["overlap_table5"]["M"]
         mfus = row.get("mfu") or [None] * len(counts)
         given = zip(counts, row["tgs"], mfus, strict=True)

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from shardweave.cost_model import Cluster, collective_seconds
+import shardweave as sw
+from shardweave.cost_model import collective_seconds
 from shardweave.demo import GPTConfig
-from shardweave.ir import Ablation, Grid, InfeasibleError, InputError, PlanError, Precision, Strategy, Traffic
-from shardweave.planner import Plan
+from shardweave.ir import Traffic
 from shardweave.validation.rows import Paper, Row, table
 from shardweave.validation.setting import Setting, captured, hosted
 
@@ -27,8 +27,8 @@ Bandwidths = Sequence[Mapping[str, Any]]
 
 
 def ranking(
-    cluster: Cluster, config: GPTConfig, batch: int, degree: int = 1, bandwidths: Bandwidths = ()
-) -> list[Grid]:
+    cluster: sw.Cluster, config: GPTConfig, batch: int, degree: int = 1, bandwidths: Bandwidths = ()
+) -> list[sw.Grid]:
     """All grids of a cluster's devices, those first that communicate least.
 
     By `communication_seconds`, or by `table_seconds` where there are `bandwidths`.
@@ -41,12 +41,12 @@ def ranking(
     devices = cluster.world_size
     powers = [2**exponent for exponent in range(devices.bit_length())]
     grids = [
-        Grid(x, y, z, devices // (x * y * z))
+        sw.Grid(x, y, z, devices // (x * y * z))
         for x, y, z in product(powers, repeat=3)
         if degree <= x * y * z <= devices and batch % (devices // (x * y)) == 0
     ]
 
-    def seconds(grid: Grid) -> float:
+    def seconds(grid: sw.Grid) -> float:
         if bandwidths:
             return table_seconds(bandwidths, config, batch, grid)
         return communication_seconds(cluster, config, batch, grid)
@@ -54,14 +54,14 @@ def ranking(
     return sorted(grids, key=lambda grid: (seconds(grid), str(grid)))
 
 
-def communication_seconds(cluster: Cluster, config: GPTConfig, batch: int, grid: Grid) -> float:
+def communication_seconds(cluster: sw.Cluster, config: GPTConfig, batch: int, grid: sw.Grid) -> float:
     """What a layer's collectives take one after another, by the volumes of AxoNN's equations 1 to 5.
 
     A weight of ``k, n`` is gathered over z for the forward, its repetition and the backward, and its gradient scattered
     there and reduced over data; outputs are reduced over y, in the repetition too, and gradients of inputs over x. In
     every second layer x and y are swapped. Which links a group gets, and shares, the cluster says: placement.
     """
-    axes = Strategy(grid).axes(cluster.mesh())
+    axes = sw.Strategy(grid).axes(cluster.mesh())
     tokens = batch * config.context // (grid.z * grid.data)
     seconds = 0.0
     for index, (inner, outer) in enumerate(products(config.width)):
@@ -84,14 +84,14 @@ def products(width: int) -> tuple[tuple[int, int], ...]:
     return (width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)
 
 
-def table_seconds(bandwidths: Bandwidths, config: GPTConfig, batch: int, grid: Grid) -> float:
+def table_seconds(bandwidths: Bandwidths, config: GPTConfig, batch: int, grid: sw.Grid) -> float:
     """As `communication_seconds`, as the authors' program counts it (axonn-ai/Megatron-AxoNN, ``comm_model.py``).
 
     Rings without latency, at the bandwidth of a table; weights are gathered twice, and their gradients reduced over
     data in float32.
 
     >>> rows = [{"ip": 1, "my": ">=2", "bw": 1.0}, {"ip": ">=2", "my": "any", "bw": 0.5}]
-    >>> gather = table_seconds(rows, GPTConfig(256, 2048, 1, 8, 1024), 2, Grid(z=2))
+    >>> gather = table_seconds(rows, GPTConfig(256, 2048, 1, 8, 1024), 2, sw.Grid(z=2))
     >>> round(gather * 2**30) == 3 * 12 * 1024**2  # two gathers and a scatter of half of each weight's two bytes
     True
     """
@@ -118,7 +118,7 @@ def _bandwidth(bandwidths: Bandwidths, apart: int, devices: int) -> float:
     for row in bandwidths:
         if _is(row["ip"], apart) and _is(row["my"], devices):
             return float(row["bw"])
-    raise InputError(
+    raise sw.InputError(
         f"axonn.yaml, code_comm_model: no bandwidth for groups of {devices} devices that are {apart} apart"
     )
 
@@ -133,7 +133,7 @@ def _is(said: int | str, number: int) -> bool:
 SEQUENCE, VOCABULARY = 2048, 50304  # GPT-2's, padded to a multiple of 128
 PEAK_FLOPS = 312e12
 GPUS_PER_NODE = 4
-PRECISION = Precision(torch.bfloat16)
+PRECISION = sw.Precision(torch.bfloat16)
 TRIED = 4
 """Grids that are simulated, of those that the communication model puts first."""
 MICRO_SEQUENCES = 8
@@ -157,7 +157,7 @@ def rows(paper: Paper, setting: Setting) -> Iterator[Row]:
     batch = (paper.get("training_setup") or {}).get("batch_sequences_assumed", 2048)
     for row in table(paper, "axonn", "weak_scaling_table3"):
         if row["model"] not in sizes:
-            raise InputError(f"axonn.yaml: expected a row of models_table1 for {row['model']!r}")
+            raise sw.InputError(f"axonn.yaml: expected a row of models_table1 for {row['model']!r}")
         config, gpus = config_of(sizes[row["model"]]), row["gpus"]
         systems = {
             "zero3": partial(zero3, setting, config, gpus, batch),
@@ -174,16 +174,16 @@ def rows(paper: Paper, setting: Setting) -> Iterator[Row]:
         yield from _ablation(ablation, config_of(sizes["GPT-20B"]), setting)
 
 
-def zero3(setting: Setting, config: GPTConfig, gpus: int, batch: int) -> Plan:
+def zero3(setting: Setting, config: GPTConfig, gpus: int, batch: int) -> sw.Plan:
     """States, gradients and parameters over all GPUs; DeepSpeed's host launches its collectives."""
     count = max(1, batch // gpus // MICRO_SEQUENCES)
-    asked = {"force": {"*": "zero3"}, "micro_batches": count, "ablation": Ablation(blocking=WAITED)}
+    asked = {"force": {"*": "zero3"}, "micro_batches": count, "ablation": sw.Ablation(blocking=WAITED)}
     return plan(setting, config, gpus, batch, system=hosted, **asked)
 
 
 def fastest(
     setting: Setting, config: GPTConfig, gpus: int, batch: int, degree: int, bandwidths: Bandwidths = ()
-) -> Plan:
+) -> sw.Plan:
     """The fastest of the grids that the communication model puts first, of those that can be built and fit.
 
     Parameters
@@ -197,16 +197,16 @@ def fastest(
     for grid in ranking(cluster, config, batch, degree, bandwidths):
         try:
             found.append(plan(setting, config, gpus, batch, force={"*": _tensor(grid)}))
-        except (InfeasibleError, PlanError):
+        except (sw.InfeasibleError, sw.PlanError):
             continue
         if len(found) == TRIED:
             break
     if not found:
-        raise InfeasibleError(f"no grid over at least {degree} of {gpus} devices fits")
+        raise sw.InfeasibleError(f"no grid over at least {degree} of {gpus} devices fits")
     return min(found, key=lambda each: each.step_time)
 
 
-def plan(setting: Setting, config: GPTConfig, gpus: int, batch: int, **options: Any) -> Plan:
+def plan(setting: Setting, config: GPTConfig, gpus: int, batch: int, **options: Any) -> sw.Plan:
     """A forced plan of a batch of so many sequences, with all of each layer recomputed."""
     compiler = captured(config, batch, SEQUENCE, PRECISION)
     return setting.plan(compiler, _machine(setting, gpus), recompute="full", sub_batches=1, **options)
@@ -217,7 +217,7 @@ def _ablation(ablation: Mapping[str, Any], config: GPTConfig, setting: Setting) 
     kept = {f"blocks.{layer}.*": 1 for layer in range(config.layers)[-ablation["cached_layers"] :]}
 
     def seconds(blocking: tuple[Traffic, ...], **options: Any) -> float:
-        ablation = Ablation(blocking=blocking)
+        ablation = sw.Ablation(blocking=blocking)
         asked = {"force": {"*": "tensor:2x2x4"}, "micro_batches": 1, "ablation": ablation, **options}
         return plan(setting, config, 16, 16, **asked).step_time
 
@@ -240,20 +240,20 @@ def hardware_flops(config: GPTConfig, tokens: int) -> float:
 
 def _utilisation(planned: Any, config: GPTConfig) -> float:
     """Hardware FLOPs over the peak."""
-    found: Plan = planned()
+    found: sw.Plan = planned()
     flops = hardware_flops(config, found.tokens)
     return flops / found.step_time / found.cluster.world_size / PEAK_FLOPS
 
 
-def _pipelined() -> Plan:
-    raise PlanError("pipeline parallelism is not built")
+def _pipelined() -> sw.Plan:
+    raise sw.PlanError("pipeline parallelism is not built")
 
 
-def _machine(setting: Setting, gpus: int) -> Cluster:
+def _machine(setting: Setting, gpus: int) -> sw.Cluster:
     return setting.cluster("axonn").fitted(min(GPUS_PER_NODE, gpus), max(1, gpus // GPUS_PER_NODE))
 
 
-def _tensor(grid: Grid) -> str:
+def _tensor(grid: sw.Grid) -> str:
     return f"tensor:{grid.x}x{grid.y}x{grid.z}"
 
 

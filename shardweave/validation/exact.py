@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
+import shardweave as sw
 from shardweave.compiler import Compiler
-from shardweave.cost_model import ZERO_PLUS_PLUS, Cluster, crossed_level, group_extents
-from shardweave.ir import Collective, InputError, PlanError, Precision, Quantized
-from shardweave.planner import Plan
+from shardweave.cost_model import ZERO_PLUS_PLUS, crossed_level, group_extents
+from shardweave.ir import Collective, Quantized
 from shardweave.sharding import info
-from shardweave.validation.models import Sizes
 from shardweave.validation.rows import Paper, Row, table
-from shardweave.validation.setting import Setting, captured, of_a_layer
+from shardweave.validation.setting import Setting, Sizes, captured, of_a_layer
 
 BYTES_PER_PARAMETER = 16
 """OSDP, section 2: parameter, gradient and Adam's two moments in float32."""
@@ -48,7 +47,7 @@ def amsp(paper: Paper, setting: Setting) -> Iterator[Row]:
         count = PARAMETERS[row["model"]]
 
         def gigabytes(count: float = count) -> float:
-            return state_bytes(setting, 1, "dp", Precision(torch.bfloat16)) * count / 1e9
+            return state_bytes(setting, 1, "dp", sw.Precision(torch.bfloat16)) * count / 1e9
 
         yield Row.of("AMSP memory", row["model"], row["what"], "GB", row["gb"], gigabytes)
 
@@ -57,7 +56,7 @@ def zeropp(paper: Paper, setting: Setting) -> Iterator[Row]:
     """What one iteration sends between nodes, in sizes of the model."""
     crossing, systems = crossing_of(setting), paper.get("volumes") or {}
     if not isinstance(systems, Mapping):
-        raise InputError(f"zeropp.yaml, volumes: expected a mapping of systems, got {systems!r}")
+        raise sw.InputError(f"zeropp.yaml, volumes: expected a mapping of systems, got {systems!r}")
     for system, volumes in systems.items():
         for name, published in volumes.items() if isinstance(volumes, Mapping) else ():
             if isinstance(published, int | float) and published:  # an error relative to 0 is none
@@ -66,7 +65,7 @@ def zeropp(paper: Paper, setting: Setting) -> Iterator[Row]:
                 yield Row.of("ZeRO++ volumes", str(system), str(name), "M", published, found)
 
 
-def state_bytes(setting: Setting, gpus: int, word: str, precision: Precision | None = None) -> float:
+def state_bytes(setting: Setting, gpus: int, word: str, precision: sw.Precision | None = None) -> float:
     """Bytes of parameters, gradients and optimizer states on one device for each parameter: of what a layer adds."""
 
     def stated(sizes: Sizes) -> tuple[int, int]:
@@ -85,10 +84,10 @@ def volume(crossing: Crossing, system: str, name: str) -> float:
         Where no system or no volume of it is called so.
     """
     if system not in SYSTEMS:
-        raise PlanError(f"no system is called {system!r}: built are {', '.join(SYSTEMS)}")
+        raise sw.PlanError(f"no system is called {system!r}: built are {', '.join(SYSTEMS)}")
     word = name.split("_")[0]
     if word not in (*VOLUMES, "total"):
-        raise PlanError(f"no volume is called {name!r}: names begin with {', '.join(VOLUMES)}, or are 'total'")
+        raise sw.PlanError(f"no volume is called {name!r}: names begin with {', '.join(VOLUMES)}, or are 'total'")
     force, usual = SYSTEMS[system]
     bits = {str(kind): number for kind, number in usual.items()}
     if word in VOLUMES and (named := re.search(r"int(\d+)", name)):  # they may be others than those of the total
@@ -113,7 +112,7 @@ def crossing_of(setting: Setting) -> Crossing:
 
     @cache
     def crossing(sizes: Sizes, word: str, bits: tuple[tuple[str, int], ...]) -> tuple[dict[str, int], int]:
-        compiler = _compiler(setting, sizes, 16, Precision(torch.bfloat16), word, quantize=dict(bits))
+        compiler = _compiler(setting, sizes, 16, sw.Precision(torch.bfloat16), word, quantize=dict(bits))
         plan = compiler.plan()
         step, moved = compiler.lower(plan).step, {}
         for name, (graph, cause) in VOLUMES.items():
@@ -126,7 +125,7 @@ def crossing_of(setting: Setting) -> Crossing:
     return crossing
 
 
-def _between_nodes(what: Collective, cluster: Cluster) -> int:
+def _between_nodes(what: Collective, cluster: sw.Cluster) -> int:
     """The bytes of all groups of a node whose collective crosses nodes: a group of one device a node is one of eight.
 
     The paper does not count the scales of blocks.
@@ -137,14 +136,14 @@ def _between_nodes(what: Collective, cluster: Cluster) -> int:
     return what.bytes * cluster.levels[0].size // inside
 
 
-def _count(plan: Plan) -> int:
+def _count(plan: sw.Plan) -> int:
     return sum(torch.Size(shape).numel() for shape in plan.model_key.parameters.values())
 
 
 def _compiler(
-    setting: Setting, sizes: Sizes, gpus: int, precision: Precision | None, word: str, **options: Any
+    setting: Setting, sizes: Sizes, gpus: int, precision: sw.Precision | None, word: str, **options: Any
 ) -> Compiler:
-    cluster = Cluster.preset("dgx-a100").fitted(min(8, gpus), max(1, gpus // 8))
+    cluster = sw.Cluster.preset("dgx-a100").fitted(min(8, gpus), max(1, gpus // 8))
     compiler = captured(sizes, gpus, 64, precision)
     asked = {"force": {"*": word}, "micro_batches": 1, "sub_batches": 1, "recompute": "none", **options}
-    return setting.asked(compiler, cluster, **asked)
+    return setting.row_compiler(compiler, cluster, **asked)

@@ -13,18 +13,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import shardweave as sw
 from shardweave.demo import GPTConfig
-from shardweave.ir import Ablation, InputError
-from shardweave.planner import Plan
 from shardweave.validation.rows import Paper, Row, table
 from shardweave.validation.setting import Setting, captured
 
 SEQUENCE, VOCABULARY = 1024, 51200  # GPT-2's, padded as Megatron-LM does
 CLUSTERS = {"nvlink_3090": "oases-nvlink", "pcie_3090": "oases-pcie"}
-MEGATRON = Ablation(cross_pass=False, blocking=("activation",))
+MEGATRON = sw.Ablation(cross_pass=False, blocking=("activation",))
 COLUMNS: dict[str, Mapping[str, Any]] = {
     "megatron_lm": {"sub_batches": 1, "recompute": "full", "ablation": MEGATRON},
-    "merak": {"sub_batches": 2, "recompute": "full", "ablation": Ablation(cross_pass=False)},
+    "merak": {"sub_batches": 2, "recompute": "full", "ablation": sw.Ablation(cross_pass=False)},
     "cross_pass": {"sub_batches": 2, "recompute": "full"},
     "fine_grained_recompute": {"sub_batches": 2, "recompute": "fine"},
     "planner": {"sub_batches": 2, "recompute": "fine"},
@@ -45,7 +44,7 @@ def rows(paper: Paper, setting: Setting) -> Iterator[Row]:
     for row in table(paper, "oases", "ablation_table3"):
         name, hidden = row["cluster"], row["hidden"]
         if name not in CLUSTERS or hidden not in sizes:
-            raise InputError(f"oases.yaml: expected one of {', '.join(CLUSTERS)} and a row of table 4, got {row}")
+            raise sw.InputError(f"oases.yaml: expected one of {', '.join(CLUSTERS)} and a row of table 4, got {row}")
         model, cells = sizes[hidden], dict[str, Row]()
         for column, published in zip(columns, row["kts"], strict=True):
             if published is None or (column == "planner" and (name, hidden) not in planned):
@@ -77,7 +76,7 @@ def plan(
     overlap: Mapping[str, Any],
     *,
     data_parallel: bool = False,
-) -> Plan:
+) -> sw.Plan:
     """The forced plan of a row of Table 4."""
     whole, every = setting.cluster(cluster), model["tmp"] * model["dp"]
     gpus = every if data_parallel else max(model["tmp"], *(degree for degree, _ in degrees))

@@ -28,11 +28,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from shardweave.ir import Ablation, InfeasibleError, InputError, Traffic
-from shardweave.planner import Plan
-from shardweave.validation.models import MinGPTSizes
+import shardweave as sw
+from shardweave.ir import Traffic
 from shardweave.validation.rows import Paper, Row
-from shardweave.validation.setting import Setting, captured, of_a_layer
+from shardweave.validation.setting import MinGPTSizes, Setting, captured, of_a_layer
 
 GPUS = 8
 SEQUENCE, SEQUENCES = 6, 96
@@ -78,16 +77,16 @@ def megabytes_of_a_layer(setting: Setting, hidden: int, row: int, level: str) ->
 
     try:
         (found,) = of_a_layer(figures)
-    except InfeasibleError:
+    except sw.InfeasibleError:
         (found,) = of_a_layer(figures, fewest=1)
     return found
 
 
-def plan(setting: Setting, layers: int, hidden: int, row: int, level: str, steps: int = 1) -> Plan:
+def plan(setting: Setting, layers: int, hidden: int, row: int, level: str, steps: int = 1) -> sw.Plan:
     """The forced plan of a cell, or of so many that add to the same gradients."""
     compiler = captured(MinGPTSizes(layers, hidden), steps * GPUS * max(1, SEQUENCES * row), SEQUENCE)
     force = {"*": "zero2", **dict.fromkeys(LEVELS[level], "zero3")}
-    ablation = Ablation(blocking=BLOCKING, flat_parameter=True, regather_in_recompute=not row)
+    ablation = sw.Ablation(blocking=BLOCKING, flat_parameter=True, regather_in_recompute=not row)
     options = {"recompute": "none" if row else "full", "ablation": ablation, **OVERLAP}
     return setting.plan(compiler, setting.cluster("osdp-titan"), force=force, micro_batches=steps, **options)
 
@@ -100,7 +99,7 @@ def cells(paper: Paper) -> Iterator[tuple[int, int, str, float | None, float | N
     """
     sizes = paper.get("hidden") or []
     if not isinstance(sizes, list) or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise InputError(f"osdp_profile.json, hidden: expected a list of sizes, got {sizes!r}")
+        raise sw.InputError(f"osdp_profile.json, hidden: expected a list of sizes, got {sizes!r}")
     seconds, megabytes = (_table(paper, key, len(sizes)) for key in ("time_s", "mem_mb"))
     for index, hidden in enumerate(sizes):
         for row in range(max(len(seconds[index]), len(megabytes[index]))):
@@ -114,16 +113,17 @@ def _table(paper: Paper, key: str, sizes: int) -> list[list[list[float | None] |
     """The table of a key, by hidden size, row and level; empty where there is none."""
     table = [rows or [] for rows in _list(key, paper.get(key) or [None] * sizes)]
     if len(table) != sizes:
-        raise InputError(f"osdp_profile.json, {key}: expected rows for each of {sizes} hidden sizes, got {len(table)}")
+        expected = f"expected rows for each of {sizes} hidden sizes"
+        raise sw.InputError(f"osdp_profile.json, {key}: {expected}, got {len(table)}")
     for cell in [cell for rows in table for row in _list(key, rows) for cell in _list(key, row or [])]:
         if cell is not None and not (isinstance(cell, int | float) and cell > 0):
-            raise InputError(f"osdp_profile.json, {key}: expected positive numbers or null, got {cell!r}")
+            raise sw.InputError(f"osdp_profile.json, {key}: expected positive numbers or null, got {cell!r}")
     return table
 
 
 def _list(key: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise InputError(f"osdp_profile.json, {key}: expected lists by hidden size, row and level, got {value!r}")
+        raise sw.InputError(f"osdp_profile.json, {key}: expected lists by hidden size, row and level, got {value!r}")
     return value
 
 

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from shardweave.ir import InfeasibleError, InputError, PlanError
+import shardweave as sw
 from shardweave.report import Report
 
 Paper = Mapping[str, Any]
@@ -34,10 +34,10 @@ def load(folder: str | os.PathLike[str]) -> dict[str, Paper]:
     papers: dict[str, Paper] = {}
     for path in sorted(path for path in Path(folder).glob("*") if path.suffix in _READERS):
         if path.stem in papers:
-            raise InputError(f"{path}: expected one file a paper, found one of this name in another format too")
+            raise sw.InputError(f"{path}: expected one file a paper, found one of this name in another format too")
         papers[path.stem] = _read(path)
     if not papers:
-        raise InputError(
+        raise sw.InputError(
             f"{folder}: expected a folder with one YAML file a paper, such as amsp.yaml (or JSON); found none"
         )
     return papers
@@ -47,9 +47,9 @@ def _read(path: Path) -> Paper:
     try:
         data = _READERS[path.suffix](path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, json.JSONDecodeError) as error:
-        raise InputError(f"{path}: expected {path.suffix[1:].upper()}, got: {error}") from error
+        raise sw.InputError(f"{path}: expected {path.suffix[1:].upper()}, got: {error}") from error
     if not isinstance(data, Mapping):
-        raise InputError(f"{path}: expected a mapping of tables by name, got {type(data).__name__}")
+        raise sw.InputError(f"{path}: expected a mapping of tables by name, got {type(data).__name__}")
     return data
 
 
@@ -63,7 +63,7 @@ def table(paper: Paper, name: str, key: str) -> list[Mapping[str, Any]]:
     """
     rows = (paper.get(key) or {}).get("rows", [])
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
-        raise InputError(f"{name}.yaml, {key}.rows: expected a list of mappings, got {rows!r}")
+        raise sw.InputError(f"{name}.yaml, {key}.rows: expected a list of mappings, got {rows!r}")
     return rows
 
 
@@ -100,9 +100,9 @@ class Row:
         """A row as the call `predict()` has it; where that finds no plan, without a figure."""
         try:
             return cls(table, group, name, unit, published, predict())
-        except InfeasibleError:
+        except sw.InfeasibleError:
             reason = "does not fit"
-        except (PlanError, InputError) as error:  # what cannot be built, or is not said of the row
+        except (sw.PlanError, sw.InputError) as error:  # what cannot be built, or is not said of the row
             reason = str(error)
         return cls(table, group, name, unit, published, None, reason)
 

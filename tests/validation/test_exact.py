@@ -8,7 +8,7 @@ import pytest
 
 from shardweave.ir.errors import InputError
 from shardweave.validation import Row, Setting, exact, validate
-from shardweave.validation.models import Sizes
+from shardweave.validation.setting import Sizes
 
 
 def rows(name: str, paper: dict[str, Any]) -> list[Row]:

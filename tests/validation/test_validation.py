@@ -17,9 +17,8 @@ from shardweave.cost_model import Cluster
 from shardweave.ir import Grid, Strategy
 from shardweave.ir.errors import ClusterError, InputError
 from shardweave.validation import Described, Row, Setting, amsp, load, validate
-from shardweave.validation.models import Llama, Sizes
 from shardweave.validation.rows import drawn, mean_error, rank_correlations
-from shardweave.validation.setting import HOST_SECONDS_PER_RANK, hosted
+from shardweave.validation.setting import HOST_SECONDS_PER_RANK, Llama, Sizes, hosted
 
 SMALL = {"LLaMA-7B": Sizes(2, 512, 4)}
 PAPER: dict[str, Any] = {

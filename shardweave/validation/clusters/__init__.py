@@ -5,7 +5,7 @@ constant has a source, and a range that was fixed before anything was fitted.
 
 `fit` finds the constants, within their ranges, that predict the rows of a table best, by Gauss and Newton's method on
 the logarithms of constants and predictions, so that a relative error counts alike at every size. A step is limited by
-the range, and pulled towards the constants' first values, where constants stay that no row decides.
+the range. A small penalty keeps constants that no row determines at their first values.
 """
 
 from __future__ import annotations
@@ -19,29 +19,31 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from shardweave.cost_model import Cluster
-from shardweave.ir import ClusterError
+import shardweave as sw
 
-_STEP = 0.03
-"""By which part a constant is changed to see what it does."""
-_PULL = 0.05
-"""What leaving its first value by a factor of e counts, beside a relative error of one row."""
-_SHORTEST = 1 / 8
+MAX_CONSTANTS = 8
+"""The number of constants that a cluster may have."""
+_DIFFERENCE = 0.03
+"""The relative change of a constant for its finite difference."""
+_PENALTY = 0.05
+"""The error, as a relative error of one row, of a constant that differs from its first value by a factor of e."""
+_SHORTEST_STEP = 1 / 8
+"""The shortest step that is tried, as a part of the full one."""
 
 Errors = Callable[[Mapping[str, float]], Sequence[float]]
-"""From the values of constants to the logarithms of predicted over published."""
+"""Maps the values of constants to the logarithms of predicted over published, one for each row."""
 
 
 def fit(constants: Sequence[Constant], errors: Errors, rounds: int = 4) -> dict[str, float]:
-    """The values of `constants` at which `errors` are least, as squares.
+    """The values of `constants` with the smallest sum of squared `errors`.
 
     Parameters
     ----------
     constants : sequence of Constant
-        From where to begin, and within which ranges.
+        The first values, and the allowed ranges.
     errors : callable
     rounds : int
-        Steps at most; each costs an evaluation a constant.
+        The largest number of steps. Each evaluates `errors` once for every constant.
 
     Examples
     --------
@@ -56,52 +58,48 @@ def fit(constants: Sequence[Constant], errors: Errors, rounds: int = 4) -> dict[
     low, high = (np.log([getattr(each, side) for each in constants]) for side in ("low", "high"))
     first = np.log([each.value for each in constants])
 
-    def missed(at: NDArray[np.float64]) -> NDArray[np.float64]:
+    def residuals(at: NDArray[np.float64]) -> NDArray[np.float64]:
         values = {key: float(np.exp(value)) for key, value in zip(keys, at, strict=True)}
-        return np.array([*errors(values), *(_PULL * (at - first))])
+        return np.array([*errors(values), *(_PENALTY * (at - first))])
 
-    at, here = first, missed(first)
+    at, current = first, residuals(first)
     for _ in range(rounds):
         slopes = []
         for index in range(len(keys)):
             moved = at.copy()
-            moved[index] += _STEP if at[index] + _STEP <= high[index] else -_STEP
-            slopes.append((missed(moved) - here) / (moved[index] - at[index]))
-        step = np.linalg.lstsq(np.array(slopes).T, -here, rcond=None)[0]
+            moved[index] += _DIFFERENCE if at[index] + _DIFFERENCE <= high[index] else -_DIFFERENCE
+            slopes.append((residuals(moved) - current) / (moved[index] - at[index]))
+        step = np.linalg.lstsq(np.array(slopes).T, -current, rcond=None)[0]
         part = 1.0
-        while part >= _SHORTEST:
-            there = np.clip(at + part * step, low, high)
-            found = missed(there)
-            if found @ found < here @ here:
+        while part >= _SHORTEST_STEP:
+            moved = np.clip(at + part * step, low, high)
+            found = residuals(moved)
+            if found @ found < current @ current:
                 break
             part /= 2
         else:
             break
-        at, here = there, found
+        at, current = moved, found
     chosen = np.exp(np.clip(at, low, high))
     return {
         each.key: min(max(float(value), each.low), each.high) for each, value in zip(constants, chosen, strict=True)
     }
 
 
-MOST = 8
-"""Constants that a cluster may have."""
-
-
 @dataclass(frozen=True)
 class Constant:
-    """One figure of a cluster that a datasheet does not give.
+    """A figure of a cluster that no datasheet gives.
 
     Parameters
     ----------
     key : str
-        Where it is in the cluster: ``"levels.node.efficiency"``, ``"device.matmul_efficiency"``.
+        Its place in the cluster: ``"levels.node.efficiency"``, ``"device.matmul_efficiency"``.
     value, low, high : float
-        What it is, and the range that it may be in.
+        Its value and range.
     source : str
-        Where the range is from.
+        The source of the range.
     fitted : bool
-        Whether the value was found by fitting the paper's rows; else it is the source's.
+        Whether the value was fitted to the paper's rows. Otherwise it is from the source.
     """
 
     key: str
@@ -123,23 +121,23 @@ class Described:
     True
     """
 
-    cluster: Cluster
+    cluster: sw.Cluster
     constants: tuple[Constant, ...]
 
     @classmethod
     def of(cls, name: str) -> Described:
-        """That of a file of this folder.
+        """The description in a file of this folder.
 
         Raises
         ------
         ClusterError
-            Where it has too many constants, or one that is out of its range or no figure of the cluster.
+            If it has too many constants, or one that is out of its range or is no figure of the cluster.
         """
         text = (resources.files(__name__) / f"{name}.yaml").read_text(encoding="utf-8")
         return cls.from_dict(yaml.safe_load(text))
 
-    def with_values(self, values: Mapping[str, float]) -> Cluster:
-        """The cluster with other values of some constants, by their keys.
+    def with_values(self, values: Mapping[str, float]) -> sw.Cluster:
+        """The cluster with other values of some constants, given by key.
 
         >>> slower = Described.of("amsp").with_values({"levels.node.efficiency": 0.7})
         >>> slower.levels[-1].efficiency
@@ -150,33 +148,34 @@ class Described:
         for key, value in values.items():
             part, _, name = key.rpartition(".")
             parts[part][name] = value
-        return Cluster.from_dict(data)
+        return sw.Cluster.from_dict(data)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Described:
-        """That of plain types, as a file has them."""
-        cluster = Cluster.from_dict(data["cluster"])
+        """The description of plain types, as in a file."""
+        cluster = sw.Cluster.from_dict(data["cluster"])
         constants = []
-        for key, said in data["constants"].items():
-            low, high = map(float, said["range"])
-            constants.append(Constant(key, _at(cluster, key), low, high, said["source"], bool(said["fitted"])))
-        if len(constants) > MOST:
-            raise ClusterError(f"{cluster.name}: at most {MOST} constants, got {len(constants)}")
+        for key, given in data["constants"].items():
+            low, high = map(float, given["range"])
+            constants.append(Constant(key, _at(cluster, key), low, high, given["source"], bool(given["fitted"])))
+        if len(constants) > MAX_CONSTANTS:
+            raise sw.ClusterError(f"{cluster.name}: at most {MAX_CONSTANTS} constants, got {len(constants)}")
         for each in constants:
             if not each.low <= each.value <= each.high:
-                raise ClusterError(f"{cluster.name}, {each.key}: expected {each.low} to {each.high}, got {each.value}")
+                allowed = f"{each.low} to {each.high}"
+                raise sw.ClusterError(f"{cluster.name}, {each.key}: expected {allowed}, got {each.value}")
         return cls(cluster, tuple(constants))
 
 
-def cluster_of(name: str) -> Cluster:
-    """The cluster of a file, with its constants as committed."""
+def cluster_of(name: str) -> sw.Cluster:
+    """The cluster of a file, with the constants of the file."""
     return Described.of(name).cluster
 
 
-def _at(cluster: Cluster, key: str) -> float:
+def _at(cluster: sw.Cluster, key: str) -> float:
     part, _, name = key.rpartition(".")
     owners: dict[str, object] = {f"levels.{level.name}": level for level in cluster.levels}
     value = getattr(owners.get(part, cluster.device if part == "device" else None), name, None)
     if not isinstance(value, int | float):
-        raise ClusterError(f"{cluster.name}: constants.{key} is no figure of the cluster")
+        raise sw.ClusterError(f"{cluster.name}: constants.{key} is no figure of the cluster")
     return float(value)
