@@ -18,7 +18,7 @@ from shardweave.ops.seeded_random import seeded
 from shardweave.passes.partition import Shard, Sharder
 from shardweave.passes.verify import verify
 from shardweave.sharding.annotate import Annotate
-from shardweave.sharding.rules.matmul import BACKWARD, FORWARD
+from shardweave.sharding.rules.matmul import ATTENTION_BACKWARD, ATTENTION_FORWARD
 from tests.passes.harness import (
     bound,
     examples,
@@ -34,10 +34,10 @@ from tests.passes.harness import (
 
 aten = torch.ops.aten
 CUDA = {
-    "flash": (FORWARD[1], BACKWARD[1]),
-    "efficient": (FORWARD[2], BACKWARD[2]),
-    "cudnn": (FORWARD[3], BACKWARD[3]),
-    "fused": (FORWARD[4], BACKWARD[4]),
+    "flash": (ATTENTION_FORWARD[1], ATTENTION_BACKWARD[1]),
+    "efficient": (ATTENTION_FORWARD[2], ATTENTION_BACKWARD[2]),
+    "cudnn": (ATTENTION_FORWARD[3], ATTENTION_BACKWARD[3]),
+    "fused": (ATTENTION_FORWARD[4], ATTENTION_BACKWARD[4]),
 }
 
 
@@ -135,7 +135,7 @@ def test_query_rows_are_free_without_a_causal_mask() -> None:
     for causal in (False, True):
         q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
         module, _ = graph_of(aten._scaled_dot_product_flash_attention.default, (q, k, k, 0.0, causal), {})
-        (node,) = (node for node in module.graph.nodes if node.target is FORWARD[1])
+        (node,) = (node for node in module.graph.nodes if node.target is ATTENTION_FORWARD[1])
         rule = bound(node)
         assert {factor.name for factor in rule.factors if not factor.blocked} == {"b", "h", "r", *"s" * (not causal)}
         assert str(rule).startswith(f"b (h r) {'[s]' if causal else 's'} [d], b h [t] [d], b h [t] [e] -> ")
