@@ -25,13 +25,12 @@ from docs.rules_text import EXAMPLES, EXPERTS, FORMS, INTRODUCTION, RANDOM, REFU
 from shardweave.ops.seeded_random import __doc__ as DRAWING
 from shardweave.sharding.moe_dispatch import __doc__ as DISPATCH
 from shardweave.sharding.rules import RULES, Rule, find_rule
-from shardweave.sharding.rules.decompositions import CONDITIONAL, DECOMPOSITIONS
 from shardweave.sharding.rules.pointwise import POINTWISE
+from shardweave.sharding.rules.registry import CONDITIONAL, DECOMPOSITIONS, parse
 from shardweave.sharding.rules.registry import __doc__ as GRAMMAR
-from shardweave.sharding.rules.registry import parse
 
 PAGE = Path(__file__).with_name("rules.md")
-HELPERS = ("decompositions", "registry")  # they register no op of their own
+REGISTRY = "registry"  # this file registers no op of its own
 
 
 def op_name(target: Any) -> str:
@@ -49,7 +48,7 @@ def by_file() -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for file in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"{package.__name__}.{file.name}")
-        if file.name not in HELPERS:
+        if file.name != REGISTRY:
             RULES.clear()
             importlib.reload(module)
             found[file.name] = list(RULES)

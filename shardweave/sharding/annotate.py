@@ -35,9 +35,8 @@ from shardweave.ir import META, BoundRule, Dims, Factor, NodeInfo, RuleError
 from shardweave.sharding.graphs import describe, described, info, op_name
 from shardweave.sharding.moe_dispatch import undo_dispatch
 from shardweave.sharding.rules import find_rule
-from shardweave.sharding.rules.decompositions import form_of
 from shardweave.sharding.rules.random import draws
-from shardweave.sharding.rules.registry import output_shapes, tensor_args
+from shardweave.sharding.rules.registry import form_of, output_shapes, tensor_args
 
 aten = torch.ops.aten
 

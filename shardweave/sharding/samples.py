@@ -131,7 +131,7 @@ def refuse_broken(samples: Samples, ranks: int) -> None:
         if mine % together:
             raise PlanError(
                 f"the model takes {together} rows of the first dimension of {name} together, but each of {ranks} ranks "
-                f'passes {mine}, so that rows of several ranks would be taken together. Pass a multiple of {together} '
+                f"passes {mine}, so that rows of several ranks would be taken together. Pass a multiple of {together} "
                 'rows on each rank, or compile with batch="global"'
             )
 

@@ -17,7 +17,7 @@ from shardweave.passes.step_boundary import annotate
 from shardweave.sharding.annotate import Annotate, depends_on_inputs
 from shardweave.sharding.graphs import info
 from shardweave.sharding.rules import find_rule
-from shardweave.sharding.rules.decompositions import DECOMPOSITIONS
+from shardweave.sharding.rules.registry import DECOMPOSITIONS
 from tests.passes.harness import assert_equal, bound, mesh_of, placeholders, run_sharded
 from tests.passes.joint import CASES, joint
 

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from shardweave.sharding.annotate import decompose
 from shardweave.sharding.rules import RULES
-from shardweave.sharding.rules.decompositions import CONDITIONAL, DECOMPOSITIONS
+from shardweave.sharding.rules.registry import CONDITIONAL, DECOMPOSITIONS
 from tests.passes.cases import CASES, Draw
 from tests.passes.cases.draw import Made
 from tests.passes.harness import assert_equal, examples, graph_of

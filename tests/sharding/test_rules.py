@@ -13,8 +13,7 @@ from shardweave.ir import Assignment, Layout
 from shardweave.ir.layout import input_layouts, output_layouts
 from shardweave.sharding.annotate import depends_on_inputs, source_of
 from shardweave.sharding.rules import RULES, find_rule
-from shardweave.sharding.rules.decompositions import CONDITIONAL, DECOMPOSITIONS
-from shardweave.sharding.rules.registry import tensor_args
+from shardweave.sharding.rules.registry import CONDITIONAL, DECOMPOSITIONS, tensor_args
 from tests.passes.cases import CASES, RANDOM, Draw
 from tests.passes.harness import (
     assert_equal,

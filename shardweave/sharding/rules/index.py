@@ -30,8 +30,20 @@ import torch
 from torch import Tensor, fx
 
 import shardweave.ops  # noqa: F401  (registers the ops)
-from shardweave.ir import META, Axis, BoundRule, Digit, Dims, Factor, RuleError, axes_size
-from shardweave.sharding.rules.registry import RULES, Emitter, Rule, argument, rule, shape, tensor_args
+from shardweave.ir import META, Axis, BoundRule, Digit, RuleError, axes_size
+from shardweave.sharding.rules.registry import (
+    RULES,
+    Emitter,
+    Factors,
+    Names,
+    Rule,
+    argument,
+    register_conditional,
+    register_decomposition,
+    rule,
+    shape,
+    tensor_args,
+)
 
 aten = torch.ops.aten
 
@@ -93,33 +105,34 @@ def bind_index(node: fx.Node) -> BoundRule:
     """The rule of `index` and of `index_put` (see the module's docstring)."""
     how, put = Indexing.of(node), node.target is aten.index_put.default
     counted = how.counted()
-    factors: dict[str, Factor] = {}
-
-    def name(text: str, size: int, blocked: bool = False) -> tuple[str, ...]:
-        if size > 1:
-            factors.setdefault(text, Factor(text, size, blocked))
-        return (text,) if size > 1 else ()
-
+    factors = Factors()
     # Which of two writes to one place wins is not said, so only sums of them can be made in parts.
     overwrites = put and not argument(node, "accumulate")
-    is_flag = argument(node, "self").meta["val"].dtype == torch.bool  # flags cannot be summed over ranks
-    spread = [name(f"n{dim}", size, overwrites and dim not in counted.values()) for dim, size in enumerate(how.spread)]
+    # Flags cannot be summed over ranks.
+    looked_up_flags = not put and argument(node, "self").meta["val"].dtype == torch.bool
+    spread = [
+        factors.new(size, blocked=overwrites and dim not in counted.values(), name=f"n{dim}")
+        for dim, size in enumerate(how.spread)
+    ]
     whole = [
-        spread[counted[dim]] if dim in counted else name(f"i{dim}" if index is None else f"v{dim}", size,
-                                                         index is not None and is_flag and not put)
+        spread[counted[dim]]
+        if dim in counted
+        else factors.new(
+            size, blocked=looked_up_flags and index is not None, name=f"{'i' if index is None else 'v'}{dim}"
+        )
         for dim, (index, size) in enumerate(zip(how.indices, how.size))
-    ]  # fmt: skip
+    ]
     free = [names for names, index in zip(whole, how.indices) if index is None]
     result = [*free[: how.at], *spread, *free[how.at :]]
 
-    def aligned(value: fx.Node, names: list[tuple[str, ...]]) -> Dims:
+    def aligned(value: fx.Node, names: Sequence[Names]) -> list[Names]:
         size = shape(value)
-        return tuple(mine if length > 1 else () for mine, length in zip(names[len(names) - len(size) :], size))
+        return [mine if length > 1 else () for mine, length in zip(names[len(names) - len(size) :], size)]
 
-    inputs: list[Dims] = [tuple(whole), *(aligned(index, spread) for index in how.indices if index is not None)]
+    inputs = [whole, *(aligned(index, spread) for index in how.indices if index is not None)]
     if put:
         inputs.append(aligned(argument(node, "values"), result))
-    return BoundRule(tuple(factors.values()), tuple(inputs), (tuple(whole if put else result),))
+    return factors.rule(inputs, [whole if put else result])
 
 
 def _places(emit: Emitter, how: Indexing) -> tuple[list[fx.Node | None], fx.Node | None, int]:
@@ -195,6 +208,7 @@ def _along(dim: int, index: Tensor, rank: int) -> list[Tensor | None]:
     return [*[None] * (dim % max(rank, 1)), index.reshape(-1)]
 
 
+@register_decomposition(aten.index_select.default)
 def index_select(x: Tensor, dim: int, index: Tensor) -> Any:
     """Rows by number."""
     if x.dim() == 0:
@@ -202,33 +216,39 @@ def index_select(x: Tensor, dim: int, index: Tensor) -> Any:
     return aten.index.Tensor(x, _along(dim, index, x.dim()))
 
 
+@register_decomposition(aten.index_add.default)
 def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
     """Rows added by number."""
     source = source if alpha == 1 else source * alpha
     return aten.index_put.default(x, _along(dim, index, x.dim()), source, True)
 
 
+@register_decomposition(aten.index_copy.default)
 def index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
     """Rows written by number."""
     return aten.index_put.default(x, _along(dim, index, x.dim()), source)
 
 
+@register_decomposition(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
 def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     """Rows filled by number."""
     filled = value.to(x.dtype) if isinstance(value, Tensor) else aten.full.default([], value, dtype=x.dtype)
     return aten.index_put.default(x, _along(dim, index, x.dim()), filled)
 
 
+@register_decomposition(aten.take.default)
 def take(x: Tensor, index: Tensor) -> Any:
     """Elements by their number in the whole value."""
     return aten.index.Tensor(x.reshape(-1), [index])
 
 
+@register_decomposition(aten._unsafe_index.Tensor)
 def unsafe_index(x: Tensor, indices: list[Tensor | None]) -> Any:
     """`index`: that its indices need no check is forgotten."""
     return aten.index.Tensor(x, indices)
 
 
+@register_decomposition(aten._unsafe_index_put.default)
 def unsafe_index_put(x: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
     """`index_put`: that its indices need no check is forgotten."""
     return aten.index_put.default(x, indices, values, accumulate)
@@ -240,6 +260,7 @@ def added(op: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
     return x + op(zeros, *args)
 
 
+@register_conditional(aten.index_put.default)
 def accumulated(node: fx.Node) -> Callable[..., Tensor] | None:
     """The form of an `index_put` that accumulates on what is not zero."""
     if not argument(node, "accumulate") or is_zero(argument(node, "self")):
@@ -264,19 +285,6 @@ def is_zero(node: fx.Node) -> bool:
         node = node.args[0]  # type: ignore[assignment]
     made_zero = node.target is aten.full.default and isinstance(node.args[1], (int, float)) and node.args[1] == 0
     return made_zero or node.target is aten.zeros.default
-
-
-INDEX_FORMS: dict[Any, Callable[..., Any]] = {
-    aten.index_select.default: index_select,
-    aten.index_add.default: index_add,
-    aten.index_copy.default: index_copy,
-    aten.index_fill.int_Scalar: index_fill,
-    aten.index_fill.int_Tensor: index_fill,
-    aten.take.default: take,
-    aten._unsafe_index.Tensor: unsafe_index,
-    aten._unsafe_index_put.default: unsafe_index_put,
-}
-INDEX_CONDITIONAL: dict[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {aten.index_put.default: accumulated}
 
 
 own = torch.ops.shardweave
@@ -459,27 +467,24 @@ def bind_pick(node: fx.Node) -> BoundRule:
     gather = node.target is aten.gather.default
     contracted = gather or node.target is aten.scatter_add.default
     is_flag = gather and tensor_args(node)[0].meta["val"].dtype == torch.bool
-    factors: dict[str, Factor] = {}
+    factors = Factors()
 
-    def name(text: str, size: int, blocked: bool) -> tuple[str, ...]:
-        if size > 1:
-            factors.setdefault(text, Factor(text, size, blocked))
-        return (text,) if size > 1 else ()
-
-    def dims(value: int) -> Dims:
+    def dims(value: int) -> list[Names]:
         names = []
         for at, size in enumerate(sizes[value]):
             others = {other[at] for other in sizes[bool(at == dim) :]}
             if at != dim:
-                names.append(name(f"i{at}" if len(others) == 1 else f"i{at}x{size}", size, len(others) > 1))
+                name, blocked = f"i{at}", len(others) > 1
             elif value == 0:
-                names.append(name("v", size, is_flag))
+                names.append(factors.new(size, is_flag, name="v"))
+                continue
             else:
-                names.append(name("n" if len(others) == 1 else f"n{size}", size, len(others) > 1 or not contracted))
-        return tuple(names)
+                name, blocked = "n", len(others) > 1 or not contracted
+            names.append(factors.new(size, blocked, name=name if len(others) == 1 else f"{name}x{size}"))
+        return names
 
-    inputs = tuple(dims(value) if sizes[value] else () for value in range(len(sizes)))
-    return BoundRule(tuple(factors.values()), inputs, (inputs[1 if gather else 0],))
+    inputs = [dims(value) if sizes[value] else [] for value in range(len(sizes))]
+    return factors.rule(inputs, [inputs[1 if gather else 0]])
 
 
 def _found(emit: Emitter) -> tuple[int, fx.Node, tuple[fx.Node, fx.Node] | None]:
@@ -532,12 +537,14 @@ for _target in SCATTERS:
     )
 
 
-def _added(node: fx.Node) -> Callable[..., Any] | None:
+@register_conditional(aten.scatter_add.default)
+def scatter_added(node: fx.Node) -> Callable[..., Any] | None:
     """The form of a `scatter_add` to what is not zero."""
     return None if is_zero(argument(node, "self")) else partial(added, aten.scatter_add.default)
 
 
-def _reduced(node: fx.Node) -> Callable[..., Any] | None:
+@register_conditional(aten.scatter_reduce.two)
+def scatter_summed(node: fx.Node) -> Callable[..., Any] | None:
     """A `scatter_reduce` that sums is a `scatter_add`."""
     if argument(node, "reduce") != "sum" or not argument(node, "include_self"):
         return None
@@ -546,9 +553,3 @@ def _reduced(node: fx.Node) -> Callable[..., Any] | None:
         return aten.scatter_add.default(x, dim, index, source)
 
     return form
-
-
-SCATTER_CONDITIONAL: dict[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {
-    aten.scatter_add.default: _added,
-    aten.scatter_reduce.two: _reduced,
-}

@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 import shardweave.ops  # noqa: F401  (registers the ops)
 from shardweave.ir import BoundRule, RuleError, axes_size
@@ -36,8 +36,10 @@ from shardweave.sharding.rules.registry import (
     Rule,
     argument,
     bind,
+    call_with,
     ordered_args,
     parse,
+    register_decomposition,
     rule,
     shape,
     tensor_args,
@@ -49,6 +51,35 @@ rule(aten.mm.default, "m k, k n -> m n")
 rule(aten.bmm.default, "b m k, b k n -> b m n")
 rule(aten.dot.default, "k, k -> ")
 rule(aten.mv.default, "m k, k -> m")
+
+
+def _plus_bias(product: Tensor, bias: Tensor, beta: float, alpha: float) -> Tensor:
+    product = product if alpha == 1 else product * alpha
+    return product if beta == 0 else product + (bias if beta == 1 else bias * beta)
+
+
+@register_decomposition(aten.addmm.default)
+def addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """The product, then the bias: each part of a split ``k`` would add the bias again."""
+    return _plus_bias(aten.mm.default(left, right), bias, beta, alpha)
+
+
+@register_decomposition(aten.baddbmm.default)
+def baddbmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """As `addmm`, for each of a batch."""
+    return _plus_bias(aten.bmm.default(left, right), bias, beta, alpha)
+
+
+@register_decomposition(aten.addbmm.default)
+def addbmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """As `baddbmm`, summed over the batch."""
+    return _plus_bias(aten.sum.dim_IntList(aten.bmm.default(left, right), [0]), bias, beta, alpha)
+
+
+@register_decomposition(aten.addr.default)
+def addr(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """An outer product, and the bias."""
+    return _plus_bias(left.unsqueeze(1) * right, bias, beta, alpha)
 
 
 FIRST = {
@@ -197,12 +228,10 @@ def _by_role(node: fx.Node) -> list[tuple[str, Any]]:
 
 def lower_attention(emit: Emitter) -> fx.Node:
     """The op on local tensors; the backward is told how long the local sequences are."""
-    target, args = emit.node.target, list(emit.args)
-    assert isinstance(target, torch._ops.OpOverload)
-    names = [declared.name for declared in target._schema.arguments]
+    assert isinstance(emit.node.target, torch._ops.OpOverload)
+    names = [declared.name for declared in emit.node.target._schema.arguments]
     lengths = {name: shape(emit.args[names.index(role)])[2] for name, role in ATTENTION_LENGTHS.items()}
-    args = [lengths.get(name, value) for name, value in zip(names, args)]
-    return emit.call(target, *args, **emit.kwargs)
+    return call_with(emit, **lengths)
 
 
 def forward_of(node: fx.Node) -> fx.Node | None:

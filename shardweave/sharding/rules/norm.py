@@ -18,8 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardweave.ir import BoundRule, Dims, Factor, RuleError
-from shardweave.sharding.rules.registry import RULES, Emitter, Rule, argument, output_shapes, rule, shape, tensor_args
+from shardweave.ir import BoundRule, RuleError
+from shardweave.sharding.rules.registry import (
+    Emitter,
+    argument,
+    bind_broadcast,
+    call_with,
+    family,
+    register_conditional,
+    register_decomposition,
+    rule,
+    shape,
+    tensor_args,
+)
 from shardweave.sharding.rules.spatial import row_major
 
 aten = torch.ops.aten
@@ -27,32 +38,18 @@ aten = torch.ops.aten
 
 def bind_layer_norm(node: fx.Node) -> BoundRule:
     """``... [d], [d], [d] -> ... [d], ... 1, ... 1`` for any number of normalised dimensions, and its backward."""
-    normalised = len(argument(node, "normalized_shape"))
-    whole = shape(tensor_args(node)[0])
-    free = len(whole) - normalised
-    factors = tuple(Factor(f"i{index}", size, blocked=index >= free) for index, size in enumerate(whole) if size > 1)
-    names = [(f"i{index}",) if size > 1 else () for index, size in enumerate(whole)]
-
-    def dims(size: tuple[int, ...]) -> Dims:
-        if len(size) == normalised and free:
-            return tuple(names[free:])
-        return tuple(() if length == 1 else name for name, length in zip(names, size))
-
-    return BoundRule(
-        factors,
-        tuple(dims(shape(arg)) for arg in tensor_args(node)),
-        tuple(dims(size) for size in output_shapes(node)),
-    )
+    rank = len(shape(tensor_args(node)[0]))
+    return bind_broadcast(node, blocked=range(rank - len(argument(node, "normalized_shape")), rank))
 
 
-RULES[aten.native_layer_norm.default] = Rule(bind_layer_norm, source="... [d], [d], [d] -> ... [d], ... 1, ... 1")
-RULES[aten.native_layer_norm_backward.default] = Rule(
-    bind_layer_norm, source="... [d], ... [d], ... 1, ... 1, [d], [d] -> ... [d], [d], [d]"
+family([aten.native_layer_norm.default], bind_layer_norm, "... [d], [d], [d] -> ... [d], ... 1, ... 1")
+family(
+    [aten.native_layer_norm_backward.default],
+    bind_layer_norm,
+    "... [d], ... [d], ... 1, ... 1, [d], [d] -> ... [d], [d], [d]",
 )
-RULES[aten._fused_rms_norm.default] = Rule(bind_layer_norm, source="... [d], [d] -> ... [d], ... 1")
-RULES[aten._fused_rms_norm_backward.default] = Rule(
-    bind_layer_norm, source="... [d], ... [d], ... 1, [d] -> ... [d], [d]"
-)
+family([aten._fused_rms_norm.default], bind_layer_norm, "... [d], [d] -> ... [d], ... 1")
+family([aten._fused_rms_norm_backward.default], bind_layer_norm, "... [d], ... [d], ... 1, [d] -> ... [d], [d]")
 
 
 def lower_group_norm(emit: Emitter) -> fx.Node:
@@ -62,11 +59,10 @@ def lower_group_norm(emit: Emitter) -> fx.Node:
     """
     backward = emit.node.target is aten.native_group_norm_backward.default
     groups = (emit.input_layouts[2] if backward else emit.output_layouts[1]).local_shape[1]
-    sizes = {"N": emit.input_layouts[0].local_shape[0], "C": emit.input_layouts[0].local_shape[1], "group": groups}
-    names = [declared.name for declared in emit.node.target._schema.arguments]  # type: ignore[union-attr]
-    given = [sizes.get(name, value) for name, value in zip(names, emit.args)]
-    values = 2 if backward else 1
-    return emit.call(emit.node.target, *(row_major(emit, value) for value in given[:values]), *given[values:])
+    batch, channels = emit.input_layouts[0].local_shape[:2]
+    values = ["grad_out", "input"] if backward else ["input"]
+    row_majors = {name: row_major(emit, value) for name, value in zip(values, emit.args)}
+    return call_with(emit, N=batch, C=channels, group=groups, **row_majors)
 
 
 _GROUPED = "n (g [c]) [...]"
@@ -82,6 +78,7 @@ rule(
 )
 
 
+@register_conditional(aten.native_group_norm_backward.default)
 def group_norm_gradient(node: fx.Node) -> Callable[..., Any] | None:
     """The form of a group norm's backward whose values are captured in another order than row-major.
 
@@ -96,11 +93,6 @@ def group_norm_gradient(node: fx.Node) -> Callable[..., Any] | None:
         return aten.native_group_norm_backward.default(grad, x, *rest)
 
     return form
-
-
-NORM_CONDITIONAL: dict[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {
-    aten.native_group_norm_backward.default: group_norm_gradient
-}
 
 
 def _wide(value: Tensor) -> Tensor:
@@ -125,7 +117,7 @@ def _along(vector: Tensor, like: Tensor) -> Tensor:
 
 def _sum(value: Tensor) -> Tensor:
     """One sum a channel."""
-    return aten.sum.dim_IntList(value, [0, *range(2, value.dim())])  # type: ignore[no-any-return]
+    return aten.sum.dim_IntList(value, [0, *range(2, value.dim())])
 
 
 def _count(value: Tensor) -> int:
@@ -193,6 +185,7 @@ def train_untracked(
     return _scaled(x, mean, invstd, weight, bias), _saved(x, weight, mean), _saved(x, weight, invstd)
 
 
+@register_decomposition(aten._native_batch_norm_legit_no_training.default)
 def evaluate(
     x: Tensor,
     weight: Tensor | None,
@@ -207,6 +200,7 @@ def evaluate(
     return _scaled(x, _wide(running_mean), invstd, weight, bias), _nothing(x), _nothing(x)
 
 
+@register_decomposition(aten._native_batch_norm_legit_functional.default)
 def functional(
     x: Tensor,
     weight: Tensor | None,
@@ -228,6 +222,7 @@ def functional(
     return (*results, aten.clone.default(running_mean), aten.clone.default(running_var))
 
 
+@register_decomposition(aten._batch_norm_with_update_functional.default)
 def with_update(
     x: Tensor,
     weight: Tensor | None,
@@ -258,14 +253,7 @@ def backward_train(
     mask: list[bool],
 ) -> tuple[Tensor | None, ...]:
     """The gradients of batch norm in training, in sums that can be split along the batch."""
-    mean, invstd, wide = _wide(mean), _wide(invstd), _wide(grad)
-    normalised = (_wide(x) - _along(mean, x)) * _along(invstd, x)
-    of_bias, of_weight = _sum(wide), _sum(wide * normalised)
-    scale = invstd if weight is None else invstd * weight
-    count = _count(x)
-    centred = wide - _along(aten.div.Scalar(of_bias, count), x)
-    of_input = (centred - normalised * _along(aten.div.Scalar(of_weight, count), x)) * _along(scale, x)
-    return _masked(grad, weight, of_input, of_weight, of_bias, mask)
+    return _gradients(grad, x, weight, _wide(mean), _wide(invstd), mask, training=True)
 
 
 def backward_evaluated(
@@ -278,21 +266,31 @@ def backward_evaluated(
     mask: list[bool],
 ) -> tuple[Tensor | None, ...]:
     """The gradients of `evaluate`: the statistics are constants."""
-    wide, invstd = _wide(grad), aten.rsqrt.default(_wide(running_var) + eps)
-    normalised = (_wide(x) - _along(_wide(running_mean), x)) * _along(invstd, x)
-    of_input = wide * _along(invstd if weight is None else invstd * weight, x)
-    return _masked(grad, weight, of_input, _sum(wide * normalised), _sum(wide), mask)
+    invstd = aten.rsqrt.default(_wide(running_var) + eps)
+    return _gradients(grad, x, weight, _wide(running_mean), invstd, mask, training=False)
 
 
-def _masked(
-    grad: Tensor, weight: Tensor | None, of_input: Tensor, of_weight: Tensor, of_bias: Tensor, mask: list[bool]
+def _gradients(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, mask: list[bool], training: bool
 ) -> tuple[Tensor | None, ...]:
-    """The gradients that are asked for, in the dtypes of what they are gradients of."""
+    """The gradients that `mask` asks for, in the dtypes of what they are gradients of.
+
+    In training the statistics depend on the input, too; in evaluation they are constants.
+    """
+    wide = _wide(grad)
+    normalised = (_wide(x) - _along(mean, x)) * _along(invstd, x)
+    of_bias, of_weight = _sum(wide), _sum(wide * normalised)
+    scale = invstd if weight is None else invstd * weight
+    of_input = wide
+    if training:
+        centred = wide - _along(aten.div.Scalar(of_bias, _count(x)), x)
+        of_input = centred - normalised * _along(aten.div.Scalar(of_weight, _count(x)), x)
     dtype = grad.dtype if weight is None else weight.dtype
-    results = of_input.to(grad.dtype), of_weight.to(dtype), of_bias.to(dtype)
+    results = (of_input * _along(scale, x)).to(grad.dtype), of_weight.to(dtype), of_bias.to(dtype)
     return tuple(value if wanted else None for value, wanted in zip(results, mask))
 
 
+@register_decomposition(aten.native_batch_norm_backward.default)
 def backward(
     grad: Tensor,
     x: Tensor,
@@ -318,6 +316,7 @@ def backward(
     return backward_evaluated(grad, x, weight, running_mean, running_var, eps, mask)
 
 
+@register_decomposition(aten.batch_norm_backward.default)
 def backward_with_reserve(*args: Any) -> tuple[Tensor | None, ...]:
     """The backward of `with_update`."""
     return backward(*args[:-1])
@@ -340,12 +339,3 @@ rule(
     decompose=backward_train,
     lower=lower_backward,
 )
-
-BATCH_NORMS: dict[Any, Callable[..., Any]] = {
-    aten._native_batch_norm_legit_functional.default: functional,
-    aten._native_batch_norm_legit_no_training.default: evaluate,
-    aten._batch_norm_with_update_functional.default: with_update,
-    aten.native_batch_norm_backward.default: backward,
-    aten.batch_norm_backward.default: backward_with_reserve,
-}
-"""What `annotate` writes in other ops: evaluation, and other names of the same ops."""

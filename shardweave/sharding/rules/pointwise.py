@@ -11,10 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
 
-from shardweave.ir import BoundRule, Dims, Factor, RuleError
-from shardweave.sharding.rules.registry import EVERY, RULES, Rule, output_shapes, shape, tensor_args
+from shardweave.sharding.rules.registry import EVERY, RULES, Rule, bind_broadcast
 
 aten = torch.ops.aten
 
@@ -44,23 +42,8 @@ ADDITIONS = [aten.add.Tensor, aten.sub.Tensor]
 SUMS = [*ADDITIONS, aten.neg.default, aten.mul.Scalar, aten.div.Scalar]
 
 
-def bind_pointwise(node: fx.Node) -> BoundRule:
-    """One factor a dimension of the output; an input's dimension of size 1 has none. Several outputs lie alike."""
-    out, *others = output_shapes(node)
-    if any(other != out for other in others):
-        raise RuleError(f"{node.target} gives tensors of different shapes, {[out, *others]}: it has no pointwise rule")
-    names = [f"i{index}" for index in range(len(out))]
-
-    def dims(size: tuple[int, ...]) -> Dims:
-        aligned = names[len(out) - len(size) :]
-        return tuple((name,) if length > 1 else () for name, length in zip(aligned, size))
-
-    factors = tuple(Factor(name, size) for name, size in zip(names, out) if size > 1)
-    return BoundRule(factors, tuple(dims(shape(arg)) for arg in tensor_args(node)), (dims(out),) * (1 + len(others)))
-
-
-POINTWISE = Rule(bind_pointwise, source="one factor a dimension, none where it is broadcast; blocked: nothing")
-POINTWISE_SUM = Rule(bind_pointwise, kind="sum", source=POINTWISE.source)
+POINTWISE = Rule(bind_broadcast, source="one factor a dimension, none where it is broadcast; blocked: nothing")
+POINTWISE_SUM = Rule(bind_broadcast, kind="sum", source=POINTWISE.source)
 
 for _target in UNTAGGED:
     RULES[_target] = POINTWISE

@@ -15,139 +15,58 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardweave.ir import BoundRule, Dims, Factor
-from shardweave.sharding.rules.registry import RULES, Emitter, Rule, argument, family, output_shapes, shape, tensor_args
+from shardweave.ir import BoundRule
+from shardweave.sharding.rules.registry import (
+    Factors,
+    along,
+    argument,
+    family,
+    output_shapes,
+    register_decomposition,
+    shape,
+    tensor_args,
+    with_local_shape,
+)
 
 aten = torch.ops.aten
 
-REDUCTIONS: dict[Any, str] = {
-    aten.sum.default: "sum",
-    aten.sum.dim_IntList: "sum",
-    aten.amax.default: "max",
-    aten.amin.default: "min",
-    aten.max.default: "max",
-    aten.min.default: "min",
-}
-
-
-def bind_reduction(node: fx.Node) -> BoundRule:
-    """One factor a dimension of the input; those that are reduced combine as the op does."""
-    size, (result,) = shape(tensor_args(node)[0]), output_shapes(node)
-    has_dims = any(arg.name == "dim" for arg in node.target._schema.arguments)  # type: ignore[union-attr]
-    dims = argument(node, "dim") if has_dims else None
-    reduced = {dim % max(len(size), 1) for dim in (dims if dims else range(len(size)))}
-    op = REDUCTIONS[node.target]
-    factors = tuple(
-        Factor(f"i{index}", length, reduce=op if index in reduced else "sum")
-        for index, length in enumerate(size)
-        if length > 1
-    )
-    given: Dims = tuple((f"i{index}",) if length > 1 else () for index, length in enumerate(size))
-    kept = [names for index, names in enumerate(given) if index not in reduced]
-    if len(result) == len(size):
-        kept = [() if index in reduced else names for index, names in enumerate(given)]
-    return BoundRule(factors, (given,), (tuple(kept),))
-
-
-for _target in REDUCTIONS:
-    RULES[_target] = Rule(bind_reduction, source="reduced dimensions are contracted; blocked: nothing")
-
-
-def bind_along(blocked: set[int], given: list[tuple[int, ...]], results: list[tuple[int, ...]]) -> BoundRule:
-    """All values have the dimensions of the first one in order; the `blocked` ones may differ in size, or be left out.
-
-    A result whose rank is smaller lacks all of the blocked dimensions.
-    """
-    whole = given[0]
-    factors: dict[str, Factor] = {}
-
-    def name(index: int, size: int) -> tuple[str, ...]:
-        if size == 1:
-            return ()
-        text = f"i{index}" if size == whole[index] else f"i{index}x{size}"
-        factors.setdefault(text, Factor(text, size, index in blocked))
-        return (text,)
-
-    def dims(size: tuple[int, ...]) -> Dims:
-        kept = range(len(whole)) if len(size) == len(whole) else [i for i in range(len(whole)) if i not in blocked]
-        return tuple(name(index, length) for index, length in zip(kept, size, strict=True))
-
-    inputs, outputs = tuple(map(dims, given)), tuple(map(dims, results))
-    return BoundRule(tuple(factors.values()), inputs, outputs)
-
-
-def along(*names: str) -> Callable[[fx.Node], BoundRule]:
-    """The binder of ops whose arguments `names` say which dimensions are blocked: all of them where none is given."""
-
-    def binder(node: fx.Node) -> BoundRule:
-        given = [shape(arg) for arg in tensor_args(node)]
-        rank = len(given[0])
-        blocked: set[int] = set()
-        for name in names:
-            dims = argument(node, name)
-            listed = dims if isinstance(dims, (list, tuple)) else [dims]
-            whole = dims is None or len(listed) == 0
-            blocked |= set(range(rank)) if whole else {dim % max(rank, 1) for dim in listed}
-        if not names:
-            blocked = set(range(rank))
-        return bind_along(blocked, given, output_shapes(node))
-
-    return binder
-
-
-def bind_last_two(node: fx.Node) -> BoundRule:
-    """Triangles: the last two dimensions are blocked."""
-    size = shape(tensor_args(node)[0])
-    return bind_along({len(size) - 2, len(size) - 1}, [size], output_shapes(node))
-
-
-def _own(size: tuple[int, ...], letter: str, factors: list[Factor], blocked: bool = True) -> Dims:
-    names: list[tuple[str, ...]] = []
-    for index, length in enumerate(size):
-        if length > 1:
-            factors.append(Factor(f"{letter}{index}", length, blocked))
-        names.append((f"{letter}{index}",) if length > 1 else ())
-    return tuple(names)
+_REDUCED = "reduced dimensions are contracted; blocked: nothing"
+for _target, _op in {aten.sum.dim_IntList: "sum", aten.amax.default: "max", aten.amin.default: "min"}.items():
+    family([_target], along("dim", reduce=_op), _REDUCED)
+for _target, _op in {aten.sum.default: "sum", aten.max.default: "max", aten.min.default: "min"}.items():
+    family([_target], along(reduce=_op), _REDUCED)
 
 
 def bind_histogram(node: fx.Node) -> BoundRule:
     """Counts of parts add up, if the bounds are given and not those of the data; the bins are blocked."""
-    data = argument(node, "min") == argument(node, "max")
-    factors: list[Factor] = []
-    given = _own(shape(tensor_args(node)[0]), "i", factors, blocked=data)
-    bins = _own(output_shapes(node)[0], "k", factors)
-    return BoundRule(tuple(factors), (given,), (bins,))
+    factors = Factors()
+    by_data = argument(node, "min") == argument(node, "max")
+    given = [factors.new(size, blocked=by_data) for size in shape(tensor_args(node)[0])]
+    return factors.rule([given], [[factors.new(size, blocked=True) for size in output_shapes(node)[0]]])
 
 
 def bind_search(node: fx.Node) -> BoundRule:
     """Places in a sorted sequence: the sequence is blocked, what is placed is free, and so are rows of both."""
     bounds = argument(node, "boundaries" if node.target is aten.bucketize.Tensor else "sorted_sequence")
     value = argument(node, "self")
-    factors: list[Factor] = []
-    found = _own(shape(value), "i", factors, blocked=False)
-    rows = shape(bounds)[:-1]
-    last = _own(shape(bounds)[-1:], "k", factors)
-    sorted_ = (*found[: len(rows)], *last)
-    by_value = {id(bounds): sorted_, id(value): found}
-    inputs = tuple(by_value.get(id(arg), sorted_) for arg in tensor_args(node))
-    return BoundRule(tuple(factors), inputs, (found,))
+    factors = Factors()
+    found = [factors.new(size) for size in shape(value)]
+    *rows, last = shape(bounds)
+    by_value = {value: found}
+    ordered = [*found[: len(rows)], factors.new(last, blocked=True)]
+    return factors.rule([by_value.get(arg, ordered) for arg in tensor_args(node)], [found])
 
 
 def bind_diagonal(node: fx.Node) -> BoundRule:
     """`diagonal`, `diagonal_scatter` and `diag_embed`: both dimensions and the diagonal are blocked."""
-    values = [shape(arg) for arg in tensor_args(node)]
-    embed, written = node.target is aten.diag_embed.default, node.target is aten.diagonal_scatter.default
-    whole = output_shapes(node)[0] if embed else values[0]
-    line = values[0] if embed else values[1] if written else output_shapes(node)[0]
+    values = [*(shape(arg) for arg in tensor_args(node)), *output_shapes(node)]
+    whole, line = max(values, key=len), min(values, key=len)
     crossed = {argument(node, name) % len(whole) for name in ("dim1", "dim2")}
-    factors: list[Factor] = []
-    names = list(_own(whole, "i", factors, blocked=False))
-    factors = [Factor(f.name, f.size, int(f.name[1:]) in crossed) for f in factors]
-    last = _own(line[-1:], "k", factors)
-    thin: Dims = (*(name for index, name in enumerate(names) if index not in crossed), *last)
-    wide: Dims = tuple(names)
-    inputs = (thin,) if embed else (wide, thin) if written else (wide,)
-    return BoundRule(tuple(factors), inputs, (wide if embed or written else thin,))
+    factors = Factors()
+    wide = [factors.new(size, blocked=dim in crossed) for dim, size in enumerate(whole)]
+    thin = [*(names for dim, names in enumerate(wide) if dim not in crossed), factors.new(line[-1], blocked=True)]
+    dims = [wide if len(value) == len(whole) else thin for value in values]
+    return factors.rule(dims[:-1], dims[-1:])
 
 
 def bind_unfold(node: fx.Node) -> BoundRule:
@@ -156,18 +75,11 @@ def bind_unfold(node: fx.Node) -> BoundRule:
     given, (result,) = shape(tensor_args(node)[0]), output_shapes(node)
     whole, windows = (result, given) if backward else (given, result)
     dim = argument(node, "dim" if backward else "dimension") % max(len(whole), 1)
-    factors: list[Factor] = []
-    names = list(_own(whole, "i", factors, blocked=False))
-    factors = [Factor(f.name, f.size, f.name == f"i{dim}") for f in factors]
-    count, inside = _own((windows[dim], windows[-1]), "k", factors)
-    cut: Dims = (*names[:dim], count, *names[dim + 1 :], inside)
-    return BoundRule(tuple(factors), *(((cut,), (tuple(names),)) if backward else ((tuple(names),), (cut,))))
-
-
-def lower_unfold_backward(emit: Emitter) -> fx.Node:
-    """The same windows, in the local shape."""
-    grad, _, *rest = emit.args
-    return emit.call(aten.unfold_backward.default, grad, list(emit.output_layouts[0].local_shape), *rest)
+    factors = Factors()
+    names = [factors.new(size, blocked=index == dim) for index, size in enumerate(whole)]
+    count, inside = factors.new(windows[dim], blocked=True), factors.new(windows[-1], blocked=True)
+    cut = [*names[:dim], count, *names[dim + 1 :], inside]
+    return factors.rule([cut], [names]) if backward else factors.rule([names], [cut])
 
 
 SCANS = [
@@ -197,7 +109,7 @@ family(
     "one number of all values; blocked: all dimensions",
 )
 family(
-    [aten.tril.default, aten.triu.default], bind_last_two, "a triangle of matrices; blocked: the last two dimensions"
+    [aten.tril.default, aten.triu.default], along(-2, -1), "a triangle of matrices; blocked: the last two dimensions"
 )
 family([aten.histc.default], bind_histogram, "counts add up; blocked: the bins, and all where the data sets the bounds")
 family(
@@ -210,7 +122,7 @@ family(
 )
 _WINDOWS = "windows along a dimension; blocked: that dimension, the windows and what is in them"
 family([aten.unfold.default], bind_unfold, _WINDOWS)
-family([aten.unfold_backward.default], bind_unfold, _WINDOWS, lower=lower_unfold_backward)
+family([aten.unfold_backward.default], bind_unfold, _WINDOWS, lower=with_local_shape("input_sizes"))
 
 
 Dim = int | Sequence[int] | None
@@ -221,6 +133,21 @@ def _dims(x: Tensor, dim: Dim) -> list[int]:
     return [d % max(x.dim(), 1) for d in listed] or list(range(x.dim()))
 
 
+@register_decomposition(aten.mean.dim)
+def mean_dim(x: Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """The sum over the global number of elements: a part's own mean would weigh its own number."""
+    dims = _dims(x, dim)
+    total = aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype)
+    return aten.div.Scalar(total, math.prod(x.shape[d] for d in dims))
+
+
+@register_decomposition(aten.mean.default)
+def mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
+    """As `mean_dim`, over all dimensions."""
+    return aten.div.Scalar(aten.sum.default(x, dtype=dtype), x.numel())
+
+
+@register_decomposition(aten.any.default, aten.any.dim, aten.any.dims)
 def any_(x: Tensor, dim: Dim = None, keepdim: bool = False) -> Any:
     """Whether there are some that hold: flags cannot be combined over ranks, their number can."""
     if dim is not None and not isinstance(dim, int) and not len(dim):
@@ -228,6 +155,7 @@ def any_(x: Tensor, dim: Dim = None, keepdim: bool = False) -> Any:
     return aten.gt.Scalar(aten.sum.dim_IntList(x != 0, _dims(x, dim), keepdim), 0)
 
 
+@register_decomposition(aten.all.default, aten.all.dim, aten.all.dims)
 def all_(x: Tensor, dim: Dim = None, keepdim: bool = False) -> Any:
     """Whether there are none that do not hold."""
     if dim is not None and not isinstance(dim, int) and not len(dim):
@@ -235,6 +163,7 @@ def all_(x: Tensor, dim: Dim = None, keepdim: bool = False) -> Any:
     return aten.eq.Scalar(aten.sum.dim_IntList(x == 0, _dims(x, dim), keepdim), 0)
 
 
+@register_decomposition(aten.var_mean.correction)
 def var_mean(
     x: Tensor, dim: Dim = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -249,22 +178,26 @@ def var_mean(
     return variance, mean if keepdim else aten.squeeze.dims(mean, dims)
 
 
+@register_decomposition(aten.var.correction)
 def var(x: Tensor, dim: Dim = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
     """As `var_mean`."""
     return var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
+@register_decomposition(aten.std_mean.correction)
 def std_mean(x: Tensor, dim: Dim = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
     """The root of the variance, and the mean."""
     variance, mean = var_mean(x, dim, correction=correction, keepdim=keepdim)
     return aten.sqrt.default(variance), mean
 
 
+@register_decomposition(aten.std.correction)
 def std(x: Tensor, dim: Dim = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
     """As `std_mean`."""
     return std_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
+@register_decomposition(aten.linalg_vector_norm.default)
 def vector_norm(
     x: Tensor, ord: float = 2, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
@@ -284,11 +217,15 @@ def vector_norm(
     return aten.sum.dim_IntList(size**ord, dims, keepdim) ** (1 / ord)
 
 
+@register_decomposition(
+    aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype, aten.norm.ScalarOpt_dtype
+)
 def norm(x: Tensor, p: float | None = 2, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """The same, as it was spelled before."""
     return vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
 
 
+@register_decomposition(aten.logsumexp.default)
 def logsumexp(x: Tensor, dim: Dim, keepdim: bool = False) -> Any:
     """Shifted by the largest, unless that is infinite."""
     dims = _dims(x, dim)
@@ -299,40 +236,11 @@ def logsumexp(x: Tensor, dim: Dim, keepdim: bool = False) -> Any:
     return total if keepdim else aten.squeeze.dims(total, dims)
 
 
+@register_decomposition(aten.aminmax.default)
 def aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Any, Any]:
     """The smallest and the largest."""
     dims = _dims(x, dim)
     return aten.amin.default(x, dims, keepdim), aten.amax.default(x, dims, keepdim)
-
-
-MOMENTS: dict[Any, Callable[..., Any]] = {
-    aten.any.default: any_,
-    aten.any.dim: any_,
-    aten.any.dims: any_,
-    aten.all.default: all_,
-    aten.all.dim: all_,
-    aten.all.dims: all_,
-    aten.var_mean.correction: var_mean,
-    aten.var.correction: var,
-    aten.std_mean.correction: std_mean,
-    aten.std.correction: std,
-    aten.linalg_vector_norm.default: vector_norm,
-    aten.norm.Scalar: norm,
-    aten.norm.ScalarOpt_dim: norm,
-    aten.norm.ScalarOpt_dim_dtype: norm,
-    aten.norm.ScalarOpt_dtype: norm,
-    aten.logsumexp.default: logsumexp,
-    aten.aminmax.default: aminmax,
-}
-
-
-def bind_softmax(node: fx.Node) -> BoundRule:
-    """All values of one shape; the dimension of the softmax is blocked."""
-    size = shape(tensor_args(node)[0])
-    dim = argument(node, "dim") % len(size)
-    factors = tuple(Factor(f"i{index}", length, index == dim) for index, length in enumerate(size) if length > 1)
-    dims: Dims = tuple((f"i{index}",) if length > 1 else () for index, length in enumerate(size))
-    return BoundRule(factors, (dims,) * len(tensor_args(node)), (dims,))
 
 
 def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
@@ -378,7 +286,34 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     aten._softmax_backward_data.default: softmax_backward,
 }
 for _target, _form in _FORMS.items():
-    RULES[_target] = Rule(bind_softmax, decompose=_form, source="values of one shape; blocked: the softmax's dimension")
+    family([_target], along("dim"), "values of one shape; blocked: the softmax's dimension", decompose=_form)
+
+
+def _reduced(losses: Tensor, reduction: int) -> Any:
+    """The losses themselves (0), their mean (1) or their sum (2)."""
+    if reduction == 0:
+        return losses
+    total = aten.sum.default(losses)
+    return aten.div.Scalar(total, losses.numel()) if reduction == 1 else total
+
+
+@register_decomposition(aten.mse_loss.default)
+def mse_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Any:
+    """Squared differences and their sum (reduction: 0 none, 1 mean, 2 sum)."""
+    return _reduced((x - target) * (x - target), reduction)
+
+
+@register_decomposition(aten.mse_loss_backward.default)
+def mse_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int) -> Any:
+    """The gradient of `mse_loss`."""
+    return (x - target) * aten.mul.Scalar(grad, 2.0 / x.numel() if reduction == 1 else 2.0)
+
+
+@register_decomposition(aten.huber_loss.default)
+def huber_loss(x: Tensor, target: Tensor, reduction: int = 1, delta: float = 1.0) -> Any:
+    """Squared where it is small, straight where it is large (reduction: 0 none, 1 mean, 2 sum)."""
+    away = aten.abs.default(x - target)
+    return _reduced(torch.where(away <= delta, 0.5 * away * away, delta * (away - 0.5 * delta)), reduction)
 
 
 def _class_dim(x: Tensor) -> int:
@@ -398,6 +333,7 @@ def _rows(log_probabilities: Tensor, target: Tensor, weight: Tensor | None, igno
     return row, aten.masked_fill.Scalar(aten.squeeze.dim(weights, dim), ignored, 0)
 
 
+@register_decomposition(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def nll_loss_forward(
     log_probabilities: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
@@ -415,6 +351,7 @@ def nll_loss_forward(
     return (total / count if reduction == 1 else total), count
 
 
+@register_decomposition(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 def nll_loss_backward(
     grad: Tensor,
     log_probabilities: Tensor,
@@ -439,6 +376,7 @@ def nll_loss_backward(
     return aten.scatter.src(aten.masked_fill.Scalar(log_probabilities, every, 0), dim, row, values)
 
 
+@register_decomposition(aten.log_sigmoid_forward.default)
 def log_sigmoid(x: Tensor) -> tuple[Any, Any]:
     """The logarithm of the sigmoid, and on CPUs what its gradient uses."""
     away = aten.exp.default(aten.neg.default(aten.abs.default(x)))
@@ -446,6 +384,7 @@ def log_sigmoid(x: Tensor) -> tuple[Any, Any]:
     return result, away if x.device.type != "cuda" else aten.full.default([0], 0, dtype=x.dtype, device=x.device)
 
 
+@register_decomposition(aten.binary_cross_entropy_with_logits.default)
 def binary_cross_entropy_with_logits(
     x: Tensor, target: Tensor, weight: Tensor | None = None, pos_weight: Tensor | None = None, reduction: int = 1
 ) -> Any:
@@ -455,7 +394,4 @@ def binary_cross_entropy_with_logits(
         certain = ((pos_weight - 1) * target + 1) * certain
     losses = (1 - target) * x - certain
     losses = losses if weight is None else losses * weight
-    if reduction == 0:
-        return losses
-    total = aten.sum.default(losses)
-    return aten.div.Scalar(total, losses.numel()) if reduction == 1 else total
+    return _reduced(losses, reduction)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
@@ -32,6 +32,7 @@ from torch._decomp import get_decompositions
 from shardweave.ir import Axis, BoundRule, Dims, Factor, Layout, RuleError
 
 Shape = tuple[int, ...]
+Names = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -163,9 +164,6 @@ def bind(
     )
 
 
-Binder = Callable[[fx.Node], BoundRule]
-
-
 class Emitter(Protocol):
     """What a lowering may use to write the local form of an op."""
 
@@ -184,6 +182,10 @@ class Emitter(Protocol):
     def offset(self, axes: Sequence[Axis], step: int) -> Any:
         """`step` times this rank's position along `axes` (outermost first): an int input of the graph, or 0."""
         ...
+
+
+Binder = Callable[[fx.Node], BoundRule]
+Lowering = Callable[[Emitter], fx.Node]
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ class Rule:
     """
 
     bind: Binder
-    lower: Callable[[Emitter], fx.Node] | None = None
+    lower: Lowering | None = None
     kind: str = "op"
     decompose: Callable[..., Any] | None = None
     source: str = ""
@@ -280,7 +282,7 @@ def rule(
     pattern: str,
     *,
     reduce: Mapping[str, str] | None = None,
-    lower: Callable[[Emitter], fx.Node] | None = None,
+    lower: Lowering | None = None,
     decompose: Callable[..., Any] | None = None,
     kind: str = "op",
     owned: Mapping[str, tuple[int, ...]] | None = None,
@@ -324,20 +326,153 @@ def bind_pattern(
 
 
 def family(
-    targets: Sequence[Any],
+    targets: Iterable[Any],
     binder: Binder,
     source: str,
     *,
-    lower: Callable[[Emitter], fx.Node] | None = None,
+    lower: Lowering | None = None,
+    decompose: Callable[..., Any] | None = None,
     kind: str = "op",
 ) -> None:
-    """Register one generated rule for several ops."""
+    """Register one rule for several ops: `binder` makes it from the shapes and arguments of a call."""
     for target in targets:
-        RULES[target] = Rule(binder, lower, kind, None, source)
+        RULES[target] = Rule(binder, lower, kind, decompose, source)
+
+
+# -- binders and lowerings that families share
+
+
+class Factors:
+    """Collects the factors of a rule that is made from shapes."""
+
+    def __init__(self) -> None:
+        self.all: dict[str, Factor] = {}
+
+    def new(self, size: int, blocked: bool = False, name: str = "", reduce: str = "sum") -> Names:
+        """A factor as a dimension of its own, new unless the `name` is known; size 1 has none."""
+        if size == 1:
+            return ()
+        name = name or f"i{len(self.all)}"
+        self.all.setdefault(name, Factor(name, size, blocked, reduce))
+        return (name,)
+
+    def rule(self, inputs: Iterable[Iterable[Names]], outputs: Iterable[Iterable[Names]]) -> BoundRule:
+        """The rule with these factors, for inputs and outputs that have these dimensions."""
+        given, results = tuple(map(tuple, inputs)), tuple(map(tuple, outputs))
+        return BoundRule(tuple(self.all.values()), given, results)
+
+
+def bind_broadcast(node: fx.Node, blocked: Collection[int] = ()) -> BoundRule:
+    """Values aligned as in broadcasting: one factor a dimension, none where a value has size 1.
+
+    The dimensions in `blocked`, counted from the front, cannot be split.
+    """
+    given, results = [shape(arg) for arg in tensor_args(node)], output_shapes(node)
+    whole = max([*results, *given], key=len)
+    factors = Factors()
+    names = [factors.new(size, index in blocked) for index, size in enumerate(whole)]
+
+    def dims(size: Shape) -> list[Names]:
+        first = len(whole) - len(size)
+        if any(length not in (1, full) for length, full in zip(size, whole[first:])):
+            raise RuleError(
+                f"{node.target} has tensors of shapes {[*given, *results]}, which do not broadcast to one: "
+                "it has no pointwise rule"
+            )
+        return [name if length > 1 else () for length, name in zip(size, names[first:])]
+
+    return factors.rule(map(dims, given), map(dims, results))
+
+
+def along(*dims: str | int, reduce: str = "") -> Binder:
+    """The binder of ops that go along some dimensions and treat all others side by side.
+
+    Each value has the dimensions of the one with the most, in order. Along the chosen ones, values may differ in size;
+    a value with fewer dimensions lacks them.
+
+    Parameters
+    ----------
+    dims : str or int
+        The chosen dimensions: by number, or by the name of the argument that lists them. All if none are given, or if
+        the argument is None or empty.
+    reduce : str
+        How the parts of a chosen dimension combine. Without it they are blocked.
+    """
+
+    def binder(node: fx.Node) -> BoundRule:
+        given, results = [shape(arg) for arg in tensor_args(node)], output_shapes(node)
+        whole = max([*given, *results], key=len)
+        every = range(len(whole))
+        chosen: set[int] = set() if dims else set(every)
+        for dim in dims:
+            value = argument(node, dim) if isinstance(dim, str) else dim
+            listed = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+            chosen |= {index % max(len(whole), 1) for index in listed or every}
+        factors = Factors()
+
+        def names(size: Shape) -> Iterator[Names]:
+            indices = every if len(size) == len(whole) else [index for index in every if index not in chosen]
+            for index, length in zip(indices, size, strict=True):
+                name = f"i{index}" if length == whole[index] else f"i{index}x{length}"
+                how = reduce if index in chosen else "sum"
+                yield factors.new(length, blocked=not how, name=name, reduce=how or "sum")
+
+        return factors.rule(map(names, given), map(names, results))
+
+    return binder
+
+
+def call_with(emit: Emitter, **changed: Any) -> fx.Node:
+    """The op itself on local tensors, with other values for these of its arguments; names that it lacks are ignored."""
+    assert isinstance(emit.node.target, torch._ops.OpOverload)
+    names = [declared.name for declared in emit.node.target._schema.arguments]
+    args = [changed.get(name, value) for name, value in zip(names, emit.args)]
+    return emit.call(emit.node.target, *args, **emit.kwargs)
+
+
+def with_local_shape(name: str) -> Lowering:
+    """The lowering of an op whose argument `name` is the shape of its result: the shape of this rank's part."""
+    return lambda emit: call_with(emit, **{name: list(emit.output_layouts[0].local_shape)})
+
+
+# -- ops that are written in others
+
+Form = Callable[..., Any]
+DECOMPOSITIONS: dict[Any, Form] = {}
+"""Ops that `annotate` always writes in others, because their parts do not add up as they are."""
+CONDITIONAL: dict[Any, Callable[[fx.Node], Form | None]] = {}
+"""Ops that are written in others depending on their arguments: from the node to the form, None to leave it."""
+
+
+def register_decomposition(*targets: Any) -> Callable[[Form], Form]:
+    """Register a function as what these ops are always written in."""
+
+    def register(form: Form) -> Form:
+        DECOMPOSITIONS.update(dict.fromkeys(targets, form))
+        return form
+
+    return register
+
+
+def register_conditional(target: Any) -> Callable[[Callable[[fx.Node], Form | None]], Callable[[fx.Node], Form | None]]:
+    """Register a function that gives the form of a node of `target`, None to leave it."""
+
+    def register(choose: Callable[[fx.Node], Form | None]) -> Callable[[fx.Node], Form | None]:
+        CONDITIONAL[target] = choose
+        return choose
+
+    return register
+
+
+def form_of(node: fx.Node) -> Form | None:
+    """The function that `annotate` writes a node as, None if it stays as it is."""
+    if node.target in CONDITIONAL:
+        return CONDITIONAL[node.target](node)
+    return DECOMPOSITIONS.get(node.target)
 
 
 aten = torch.ops.aten
-BORROWED: dict[Any, Callable[..., Any]] = dict(
+DECOMPOSITIONS.update(
     get_decompositions(
         [
             aten.smooth_l1_loss.default,

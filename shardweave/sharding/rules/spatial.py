@@ -20,8 +20,19 @@ import torch
 from torch import Tensor, fx
 
 import shardweave.ops  # noqa: F401  (registers the ops)
-from shardweave.ir import BoundRule
-from shardweave.sharding.rules.registry import Emitter, argument, bind_pattern, family, rule, shape, tensor_args
+from shardweave.ir import BoundRule, axes_size
+from shardweave.sharding.rules.registry import (
+    Emitter,
+    argument,
+    bind_pattern,
+    call_with,
+    family,
+    register_decomposition,
+    rule,
+    shape,
+    tensor_args,
+    with_local_shape,
+)
 
 aten = torch.ops.aten
 
@@ -74,30 +85,31 @@ PATTERNS: dict[Any, tuple[str, str]] = {
 def bind_convolution(node: fx.Node) -> BoundRule:
     """The pattern of the op, with as many places as the convolution has dimensions."""
     pattern = PATTERNS[node.target][argument(node, "transposed")]
-    places = len(shape(tensor_args(node)[0])) - 2
     for name in ("x", "w", "y"):
-        pattern = pattern.replace(f"[{name}]", " ".join(f"[{name}{index}]" for index in range(places)))
+        pattern = pattern.replace(f"[{name}]", places(name, len(shape(tensor_args(node)[0])) - 2))
     return bind_pattern(node, pattern, known={"g": argument(node, "groups")})
 
 
 def lower_convolution(emit: Emitter) -> fx.Node:
     """The groups that this rank has; a gradient is as large as this rank's part of it."""
-    given = list(emit.args)
-    names = [declared.name for declared in emit.node.target._schema.arguments]  # type: ignore[union-attr]
-    for axis, factor in emit.assignment.items():
-        if factor.split(".")[0] == "g":
-            given[names.index("groups")] //= axis.size
-    if emit.node.target is not aten.convolution.default:
-        given[2] = list(emit.output_layouts[0].local_shape)
-    return emit.call(emit.node.target, *given)
+    size = list(emit.output_layouts[0].local_shape)  # an argument of the gradients only
+    return call_with(emit, groups=_local_groups(emit), input_size=size, weight_size=size)
 
 
+def _local_groups(emit: Emitter) -> int:
+    axes = [axis for axis, factor in emit.assignment.items() if factor.split(".")[0] == "g"]
+    groups: int = argument(emit.node, "groups")
+    return groups // axes_size(axes)
+
+
+@register_decomposition(aten.convolution.default)
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
     """The convolution, then its bias: each part of split in-channels would add the bias again."""
     result: Tensor = aten.convolution.default(x, weight, None, *options)
     return result if bias is None else result + bias.view(1, -1, *[1] * (result.dim() - 2))
 
 
+@register_decomposition(aten.convolution_backward.default)
 def convolution_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: list[int] | None, *options: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -111,12 +123,8 @@ def convolution_backward(
 
 
 for _target, (_pattern, _transposed) in PATTERNS.items():
-    family(
-        [_target],
-        bind_convolution,
-        f"`{_pattern}`, or transposed `{_transposed}`; blocked: all places",
-        lower=lower_convolution,
-    )
+    _source = f"`{_pattern}`, or transposed `{_transposed}`; blocked: all places"
+    family([_target], bind_convolution, _source, lower=lower_convolution)
 
 
 _MAX = {
@@ -166,20 +174,12 @@ _UPSAMPLES = {
 }
 
 
-def lower_input_size(emit: Emitter) -> fx.Node:
-    """A gradient of an input of this rank's batch and channels."""
-    names = [declared.name for declared in emit.node.target._schema.arguments]  # type: ignore[union-attr]
-    given = list(emit.args)
-    given[names.index("input_size")] = list(emit.output_layouts[0].local_shape)
-    return emit.call(emit.node.target, *given, **emit.kwargs)
-
-
 for _count, _names in _UPSAMPLES.items():
     _before, _after = f"n c {places('x', _count)}", f"n c {places('y', _count)}"
     for _name in _names:
         rule(getattr(aten, _name).default, f"{_before} -> {_after}")
         rule(getattr(aten, _name).vec, f"{_before} -> {_after}")
-        rule(getattr(aten, f"{_name}_backward").default, f"{_after} -> {_before}", lower=lower_input_size)
+        rule(getattr(aten, f"{_name}_backward").default, f"{_after} -> {_before}", lower=with_local_shape("input_size"))
 
 for _count in (1, 2, 3):
     _inner, _padded = f"... {places('x', _count)}", f"... {places('y', _count)}"
@@ -215,11 +215,7 @@ def bind_channel_shuffle(node: fx.Node) -> BoundRule:
 
 def lower_channel_shuffle(emit: Emitter) -> fx.Node:
     """The groups that this rank has, of a row-major value: fake and real results lie differently for others."""
-    groups = argument(emit.node, "groups")
-    for axis, factor in emit.assignment.items():
-        if factor.split(".")[0] == "g":
-            groups //= axis.size
-    return emit.call(aten.channel_shuffle.default, row_major(emit, emit.args[0]), groups)
+    return emit.call(aten.channel_shuffle.default, row_major(emit, emit.args[0]), _local_groups(emit))
 
 
 family([aten.pixel_shuffle.default], bind_pixel_shuffle, "... (c [a] [b]) h w -> ... c (h [a]) (w [b])")

@@ -18,27 +18,26 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardweave.ir import BoundRule, Dims, Factor
-from shardweave.sharding.rules.registry import Emitter, argument, family, output_shapes, shape, tensor_args
+from shardweave.ir import BoundRule, Dims
+from shardweave.sharding.rules.registry import (
+    Emitter,
+    Factors,
+    Names,
+    along,
+    argument,
+    bind_broadcast,
+    family,
+    output_shapes,
+    register_conditional,
+    shape,
+    tensor_args,
+    with_local_shape,
+)
 
 aten = torch.ops.aten
 
 
-class Builder:
-    """Collects the factors of a generated rule."""
-
-    def __init__(self) -> None:
-        self.factors: list[Factor] = []
-
-    def new(self, size: int, blocked: bool = False) -> tuple[str, ...]:
-        """A new factor as a dimension of its own; size 1 has none."""
-        if size == 1:
-            return ()
-        self.factors.append(Factor(f"i{len(self.factors)}", size, blocked))
-        return (self.factors[-1].name,)
-
-
-def reshape_dims(builder: Builder, source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims]:
+def reshape_dims(factors: Factors, source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims]:
     """The dimensions of a row-major reshape as products of common factors.
 
     Where the two do not share a factor (``6 4 -> 8 3``), the dimensions concerned are blocked.
@@ -55,7 +54,7 @@ def reshape_dims(builder: Builder, source: Sequence[int], target: Sequence[int])
                 a, i_end = a * source[i_end], i_end + 1
             else:
                 b, j_end = b * target[j_end], j_end + 1
-        run_left, run_right = _match(builder, source[i:i_end], target[j:j_end])
+        run_left, run_right = _match(factors, source[i:i_end], target[j:j_end])
         left += run_left
         right += run_right
         i, j = i_end, j_end
@@ -63,7 +62,7 @@ def reshape_dims(builder: Builder, source: Sequence[int], target: Sequence[int])
 
 
 def _match(
-    builder: Builder, source: Sequence[int], target: Sequence[int]
+    factors: Factors, source: Sequence[int], target: Sequence[int]
 ) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
     """Common factors of two runs of dimensions whose products are equal."""
     bounds = []
@@ -75,8 +74,8 @@ def _match(
         bounds.append(inner)
     cuts = sorted(bounds[0] | bounds[1])
     if any(big % small for small, big in zip(cuts, cuts[1:])):
-        return [builder.new(size, True) for size in source], [builder.new(size, True) for size in target]
-    steps = [(small, builder.new(big // small)) for small, big in zip(cuts, cuts[1:])]
+        return [factors.new(size, True) for size in source], [factors.new(size, True) for size in target]
+    steps = [(small, factors.new(big // small)) for small, big in zip(cuts, cuts[1:])]
 
     def dims(sizes: Sequence[int]) -> list[tuple[str, ...]]:
         result, low = [], 1
@@ -90,9 +89,9 @@ def _match(
 
 def bind_reshape(node: fx.Node) -> BoundRule:
     """The rule of any reshape, from its shapes alone."""
-    builder = Builder()
-    left, right = reshape_dims(builder, shape(tensor_args(node)[0]), output_shapes(node)[0])
-    return BoundRule(tuple(builder.factors), (left,), (right,))
+    factors = Factors()
+    left, right = reshape_dims(factors, shape(tensor_args(node)[0]), output_shapes(node)[0])
+    return factors.rule([left], [right])
 
 
 def bind_permute(node: fx.Node) -> BoundRule:
@@ -107,34 +106,14 @@ def bind_permute(node: fx.Node) -> BoundRule:
                 (0, 1) if node.target is aten.t.default else (argument(node, "dim0"), argument(node, "dim1"))
             )
             order[first], order[second] = order[second], order[first]
-    builder = Builder()
-    dims = [builder.new(length) for length in size]
-    return BoundRule(tuple(builder.factors), (tuple(dims),), (tuple(dims[dim] for dim in order),))
+    factors = Factors()
+    dims = [factors.new(length) for length in size]
+    return factors.rule([tuple(dims)], [tuple(dims[dim] for dim in order)])
 
 
-def bind_identity(node: fx.Node) -> BoundRule:
-    """`detach`, `alias`, `clone`."""
-    builder = Builder()
-    dims = tuple(builder.new(length) for length in shape(tensor_args(node)[0]))
-    return BoundRule(tuple(builder.factors), (dims,), (dims,))
-
-
-def bind_expand(node: fx.Node) -> BoundRule:
-    """`expand`: a broadcast dimension is a factor that only the output has."""
-    source, (target,) = shape(tensor_args(node)[0]), output_shapes(node)
-    builder = Builder()
-    right = tuple(builder.new(length) for length in target)
-    aligned = right[len(target) - len(source) :]
-    left = tuple(names if length > 1 else () for names, length in zip(aligned, source))
-    return BoundRule(tuple(builder.factors), (left,), (right,))
-
-
-def lower_to_local_shape(emit: Emitter) -> fx.Node:
-    """A reshape or an expand to the local shape of its output."""
-    expand = emit.node.target is aten.expand.default
-    target = aten.expand.default if expand else aten.reshape.default
-    size = list(emit.output_layouts[0].local_shape)
-    return emit.call(target, emit.args[0], size)
+def lower_reshape(emit: Emitter) -> fx.Node:
+    """A reshape to the local shape of its output."""
+    return emit.call(aten.reshape.default, emit.args[0], list(emit.output_layouts[0].local_shape))
 
 
 def lower_identity(emit: Emitter) -> fx.Node:
@@ -158,7 +137,7 @@ family(
     RESHAPES,
     bind_reshape,
     "common factors of both shapes; blocked: dimensions that share none",
-    lower=lower_to_local_shape,
+    lower=lower_reshape,
     kind="view",
 )
 family(
@@ -169,17 +148,17 @@ family(
 )
 family(
     [aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default],
-    bind_identity,
+    bind_broadcast,
     "the value itself; blocked: nothing",
     lower=lower_identity,
     kind="view",
 )
-family([aten.clone.default], bind_identity, "the value itself; blocked: nothing", kind="view")
+family([aten.clone.default], bind_broadcast, "the value itself; blocked: nothing", kind="view")
 family(
     [aten.expand.default],
-    bind_expand,
+    bind_broadcast,
     "repeated dimensions are factors of the output alone; blocked: nothing",
-    lower=lower_to_local_shape,
+    lower=with_local_shape("size"),
     kind="view",
 )
 
@@ -187,14 +166,14 @@ family(
 def bind_repeat(node: fx.Node) -> BoundRule:
     """`repeat`: each dimension is how often it is repeated, times itself; both are free."""
     source, (target,) = shape(tensor_args(node)[0]), output_shapes(node)
-    builder = Builder()
-    left: list[tuple[str, ...]] = []
-    right: list[tuple[str, ...]] = []
+    factors = Factors()
+    left: list[Names] = []
+    right: list[Names] = []
     for size, long in zip([1] * (len(target) - len(source)) + list(source), target):
-        times, own = builder.new(long // max(size, 1)), builder.new(size)
+        times, own = factors.new(long // max(size, 1)), factors.new(size)
         left.append(own)
         right.append(times + own)
-    return BoundRule(tuple(builder.factors), (tuple(left[len(target) - len(source) :]),), (tuple(right),))
+    return factors.rule([left[len(target) - len(source) :]], [right])
 
 
 def lower_repeat(emit: Emitter) -> fx.Node:
@@ -207,22 +186,21 @@ def lower_repeat(emit: Emitter) -> fx.Node:
 def bind_complex(node: fx.Node) -> BoundRule:
     """`view_as_real` and `view_as_complex`: the last dimension, of the two parts, is blocked."""
     given, (result,) = shape(tensor_args(node)[0]), output_shapes(node)
-    builder = Builder()
-    shared = [builder.new(size) for size in min(given, result, key=len)]
-    parts = (*shared, builder.new(2, blocked=True))
-    sides: tuple[Dims, Dims] = (parts, tuple(shared)) if len(given) > len(result) else (tuple(shared), parts)
-    return BoundRule(tuple(builder.factors), (sides[0],), (sides[1],))
+    factors = Factors()
+    shared = [factors.new(size) for size in min(given, result, key=len)]
+    parts = [*shared, factors.new(2, blocked=True)]
+    return factors.rule([parts], [shared]) if len(given) > len(result) else factors.rule([shared], [parts])
 
 
 def bind_bits(node: fx.Node) -> BoundRule:
     """`view.dtype`: the last dimension is blocked where its size changes."""
     given, (result,) = shape(tensor_args(node)[0]), output_shapes(node)
-    builder = Builder()
-    shared = [builder.new(size) for size in given[:-1]]
-    last = [builder.new(given[-1])] * 2 if given[-1:] == result[-1:] and given else []
-    last = last or [builder.new(size[-1], blocked=True) if size else () for size in (given, result)]
-    dims = [tuple([*shared, names][: len(size)]) for names, size in zip(last, (given, result))]
-    return BoundRule(tuple(builder.factors), (dims[0],), (dims[1],))
+    factors = Factors()
+    shared = [factors.new(size) for size in given[:-1]]
+    last = [factors.new(given[-1])] * 2 if given[-1:] == result[-1:] and given else []
+    last = last or [factors.new(size[-1], blocked=True) if size else () for size in (given, result)]
+    before, after = ([*shared, names][: len(size)] for names, size in zip(last, (given, result)))
+    return factors.rule([before], [after])
 
 
 def bind_glu(node: fx.Node) -> BoundRule:
@@ -230,13 +208,12 @@ def bind_glu(node: fx.Node) -> BoundRule:
     values = [shape(arg) for arg in tensor_args(node)]
     whole = values[-1]
     dim = argument(node, "dim") % len(whole)
-    builder = Builder()
-    shared = [builder.new(size if index != dim else size // 2) for index, size in enumerate(whole)]
-    halves = builder.new(2, blocked=True)
-    wide: Dims = tuple(halves + names if index == dim else names for index, names in enumerate(shared))
+    factors = Factors()
+    shared = [factors.new(size if index != dim else size // 2) for index, size in enumerate(whole)]
+    halves = factors.new(2, blocked=True)
+    wide = [halves + names if index == dim else names for index, names in enumerate(shared)]
     backward = node.target is aten.glu_backward.default
-    inputs = (tuple(shared), wide) if backward else (wide,)
-    return BoundRule(tuple(builder.factors), inputs, (wide if backward else tuple(shared),))
+    return factors.rule([shared, wide], [wide]) if backward else factors.rule([wide], [shared])
 
 
 family([aten.repeat.default], bind_repeat, "`d -> (r d)`; blocked: nothing", lower=lower_repeat)
@@ -256,9 +233,10 @@ family(
 # -- strides
 
 
-def _strided_form(value: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Any:
-    """What `as_strided` of a row-major value does, as a reshape and a permutation: (shape, order); None for others."""
-    if not value.is_contiguous() or math.prod(size) != value.numel() or offset:
+def _order(node: fx.Node) -> list[int] | None:
+    """The longer-than-one dimensions of an `as_strided`, outermost in memory first; None if it is no permutation."""
+    value, size, stride = argument(node, "self").meta["val"], argument(node, "size"), argument(node, "stride")
+    if not value.is_contiguous() or math.prod(size) != value.numel() or argument(node, "storage_offset"):
         return None
     order = sorted(range(len(size)), key=lambda dim: (-stride[dim], size[dim] == 1))
     order = [dim for dim in order if size[dim] != 1]
@@ -267,59 +245,44 @@ def _strided_form(value: Tensor, size: Sequence[int], stride: Sequence[int], off
         if stride[dim] != expected:
             return None
         expected *= size[dim]
-    return [size[dim] for dim in order], order
+    return order
 
 
+@register_conditional(aten.as_strided.default)
 def strided(node: fx.Node) -> Callable[..., Any] | None:
     """The form of an `as_strided` that shows all of a row-major value in another shape or order."""
-    found = _strided_form(
-        argument(node, "self").meta["val"],
-        argument(node, "size"),
-        argument(node, "stride"),
-        argument(node, "storage_offset"),
-    )
-    if found is None:
+    order = _order(node)
+    if order is None:
         return None
 
     def form(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
-        long, order = found
         ranks = [order.index(dim) for dim in sorted(order)]
-        return x.reshape(long).permute(ranks).reshape(size)
+        return x.reshape([size[dim] for dim in order]).permute(ranks).reshape(size)
 
     return form
 
 
+@register_conditional(aten.as_strided_scatter.default)
 def strided_scatter(node: fx.Node) -> Callable[..., Any] | None:
     """The form of an `as_strided_scatter` that writes all of a row-major value."""
-    value = argument(node, "self").meta["val"]
-    found = _strided_form(value, argument(node, "size"), argument(node, "stride"), argument(node, "storage_offset"))
-    if found is None:
+    order = _order(node)
+    if order is None:
         return None
 
     def form(x: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
-        _, order = found
         squeezed = source.reshape([size[dim] for dim in sorted(order)])
         return squeezed.permute([sorted(order).index(dim) for dim in order]).reshape(x.shape)
 
     return form
 
 
-TILING_CONDITIONAL: dict[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {
-    aten.as_strided.default: strided,
-    aten.as_strided_scatter.default: strided_scatter,
-}
-
-
-Names = tuple[str, ...]
-
-
-def chunks(builder: Builder, sizes: Sequence[int], cuts: Sequence[int] = ()) -> list[Names]:
+def chunks(factors: Factors, sizes: Sequence[int], cuts: Sequence[int] = ()) -> list[Names]:
     """Dimensions of these `sizes` as chunks of one inner factor, cut at these places too; a size of 1 has no factor."""
     if len(set(sizes)) == 1 and not any(cut % max(sizes[0], 1) for cut in cuts):
-        return [builder.new(sizes[0])] * len(sizes)
+        return [factors.new(sizes[0])] * len(sizes)
     step = math.gcd(*sizes, *cuts) or 1
-    inner = builder.new(step)
-    return [builder.new(size // step, blocked=True) + inner for size in sizes]
+    inner = factors.new(step)
+    return [factors.new(size // step, blocked=True) + inner for size in sizes]
 
 
 def _bounds(node: fx.Node, whole: int) -> tuple[int, int, int]:
@@ -330,40 +293,30 @@ def _bounds(node: fx.Node, whole: int) -> tuple[int, int, int]:
     return start, end, step
 
 
-def _sliced(builder: Builder, node: fx.Node, whole: int, part: int) -> list[Names]:
+def _sliced(factors: Factors, node: fx.Node, whole: int, part: int) -> list[Names]:
     start, _, step = _bounds(node, whole)
     if step != 1:
-        return [builder.new(whole, blocked=True), builder.new(part, blocked=True)]
-    return chunks(builder, [whole, part], [start])
+        return [factors.new(whole, blocked=True), factors.new(part, blocked=True)]
+    return chunks(factors, [whole, part], [start])
 
 
 def bind_slice(node: fx.Node) -> BoundRule:
-    """`slice` and `slice_backward`: the sliced dimension is cut into chunks."""
-    given, (result,) = shape(tensor_args(node)[0]), output_shapes(node)
-    backward = node.target is aten.slice_backward.default
-    dim = argument(node, "dim") % len(given)
-    wholes, parts = (result, given) if backward else (given, result)
-    builder = Builder()
-    whole_dims, part_dims = [], []
-    for index, (whole, part) in enumerate(zip(wholes, parts)):
-        names = _sliced(builder, node, whole, part) if index == dim else [builder.new(whole)] * 2
-        whole_dims.append(names[0])
-        part_dims.append(names[1])
-    sides = (tuple(part_dims), tuple(whole_dims)) if backward else (tuple(whole_dims), tuple(part_dims))
-    return BoundRule(tuple(builder.factors), (sides[0],), (sides[1],))
-
-
-def bind_slice_scatter(node: fx.Node) -> BoundRule:
-    """`slice_scatter`: as a slice; the result is cut as the whole."""
-    wholes, parts = (shape(arg) for arg in tensor_args(node))
+    """`slice`, `slice_backward` and `slice_scatter`: the sliced dimension is cut into chunks."""
+    sizes = [*(shape(arg) for arg in tensor_args(node)), *output_shapes(node)]
+    first, second = sizes[:2]  # the whole and a part of it; of the backward, the part and the whole
+    wholes, parts = (second, first) if node.target is aten.slice_backward.default else (first, second)
     dim = argument(node, "dim") % len(wholes)
-    builder = Builder()
+    factors = Factors()
     pairs = [
-        _sliced(builder, node, whole, part) if index == dim else [builder.new(whole)] * 2
+        _sliced(factors, node, whole, part) if index == dim else [factors.new(whole)] * 2
         for index, (whole, part) in enumerate(zip(wholes, parts))
     ]
-    whole_dims, part_dims = tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
-    return BoundRule(tuple(builder.factors), (whole_dims, part_dims), (whole_dims,))
+    whole_dims, part_dims = zip(*pairs)
+    if node.target is aten.slice_backward.default:
+        return factors.rule([part_dims], [whole_dims])
+    if node.target is aten.slice_scatter.default:
+        return factors.rule([whole_dims, part_dims], [whole_dims])
+    return factors.rule([whole_dims], [part_dims])
 
 
 def lower_slice(emit: Emitter) -> fx.Node:
@@ -375,58 +328,18 @@ def lower_slice(emit: Emitter) -> fx.Node:
     start, end, step = _bounds(emit.node, whole)
     start, end = (bound * local // max(whole, 1) for bound in (start, end))
     if target is aten.slice_backward.default:
-        sizes = list(emit.output_layouts[0].local_shape)
-        return emit.call(target, emit.args[0], sizes, dim, start, end, step)
+        return emit.call(target, emit.args[0], list(whole_layout.local_shape), dim, start, end, step)
     values = emit.args[:2] if target is aten.slice_scatter.default else emit.args[:1]
     return emit.call(target, *values, dim, start, end, step)
 
 
-def bind_select(node: fx.Node) -> BoundRule:
-    """`select` and `select_backward`: the selected dimension is blocked, the others are free."""
-    given, (result,) = shape(tensor_args(node)[0]), output_shapes(node)
-    backward = node.target is aten.select_backward.default
-    wholes = result if backward else given
-    dim = argument(node, "dim") % len(wholes)
-    builder = Builder()
-    whole_dims = [builder.new(size, blocked=index == dim) for index, size in enumerate(wholes)]
-    part_dims = whole_dims[:dim] + whole_dims[dim + 1 :]
-    sides = (tuple(part_dims), tuple(whole_dims)) if backward else (tuple(whole_dims), tuple(part_dims))
-    return BoundRule(tuple(builder.factors), (sides[0],), (sides[1],))
-
-
-def lower_select_backward(emit: Emitter) -> fx.Node:
-    """The same selection, into zeros of the local shape."""
-    sizes = list(emit.output_layouts[0].local_shape)
-    return emit.call(aten.select_backward.default, emit.args[0], sizes, *emit.args[2:])
-
-
-def bind_select_scatter(node: fx.Node) -> BoundRule:
-    """`select_scatter`: as `select`; the result is the whole."""
-    wholes = shape(tensor_args(node)[0])
-    dim = argument(node, "dim") % len(wholes)
-    builder = Builder()
-    whole_dims = tuple(builder.new(size, blocked=index == dim) for index, size in enumerate(wholes))
-    return BoundRule(tuple(builder.factors), (whole_dims, whole_dims[:dim] + whole_dims[dim + 1 :]), (whole_dims,))
-
-
-def bind_stack(node: fx.Node) -> BoundRule:
-    """`stack` and `unbind`: the dimension that counts the parts is blocked, the others are free."""
-    unbind = node.target is aten.unbind.int
-    whole = shape(tensor_args(node)[0]) if unbind else output_shapes(node)[0]
-    dim = argument(node, "dim") % len(whole)
-    builder = Builder()
-    whole_dims = tuple(builder.new(size, blocked=index == dim) for index, size in enumerate(whole))
-    parts = (whole_dims[:dim] + whole_dims[dim + 1 :],) * whole[dim]
-    return BoundRule(tuple(builder.factors), *(((whole_dims,), parts) if unbind else (parts, (whole_dims,))))
-
-
-def _pieces(whole: Sequence[int], parts: Sequence[Sequence[int]], dim: int) -> tuple[Builder, Dims, list[Dims]]:
+def _pieces(whole: Sequence[int], parts: Sequence[Sequence[int]], dim: int) -> tuple[Factors, Dims, list[Dims]]:
     """The dimensions of a value and of the pieces that it consists of along `dim`."""
-    builder = Builder()
-    shared = [() if index == dim else builder.new(size) for index, size in enumerate(whole)]
-    names = chunks(builder, [whole[dim], *(part[dim] for part in parts)])
+    factors = Factors()
+    shared = [() if index == dim else factors.new(size) for index, size in enumerate(whole)]
+    names = chunks(factors, [whole[dim], *(part[dim] for part in parts)])
     dims = [tuple(mine if index == dim else other for index, other in enumerate(shared)) for mine in names]
-    return builder, dims[0], dims[1:]
+    return factors, dims[0], dims[1:]
 
 
 def bind_cat(node: fx.Node) -> BoundRule:
@@ -436,17 +349,17 @@ def bind_cat(node: fx.Node) -> BoundRule:
     parts = [shape(arg) for arg in tensor_args(node)]
     empty = [index for index, part in enumerate(parts) if len(part) != len(result)]
     kept = [part for part in parts if len(part) == len(result)]
-    builder, whole, pieces = _pieces(result, kept, argument(node, "dim") % len(result))
+    factors, whole, pieces = _pieces(result, kept, argument(node, "dim") % len(result))
     for index in empty:
-        pieces.insert(index, (builder.new(0, blocked=True),))
-    return BoundRule(tuple(builder.factors), tuple(pieces), (whole,))
+        pieces.insert(index, (factors.new(0, blocked=True),))
+    return factors.rule(pieces, [whole])
 
 
 def bind_split(node: fx.Node) -> BoundRule:
     """`split`: the pieces are chunks of the value."""
     given = shape(tensor_args(node)[0])
-    builder, whole, pieces = _pieces(given, output_shapes(node), argument(node, "dim") % len(given))
-    return BoundRule(tuple(builder.factors), (whole,), tuple(pieces))
+    factors, whole, pieces = _pieces(given, output_shapes(node), argument(node, "dim") % len(given))
+    return factors.rule([whole], pieces)
 
 
 def lower_split(emit: Emitter) -> fx.Node:
@@ -466,9 +379,9 @@ def _padding(node: fx.Node) -> list[int]:
 def bind_pad(node: fx.Node) -> BoundRule:
     """`constant_pad_nd`: a padded dimension is a chunk of the result."""
     given, (result,) = shape(tensor_args(node)[0]), output_shapes(node)
-    builder = Builder()
-    pairs = [chunks(builder, [source, target], [front]) for source, target, front in zip(given, result, _padding(node))]
-    return BoundRule(tuple(builder.factors), (tuple(pair[0] for pair in pairs),), (tuple(pair[1] for pair in pairs),))
+    factors = Factors()
+    pairs = [chunks(factors, [source, target], [front]) for source, target, front in zip(given, result, _padding(node))]
+    return factors.rule([tuple(pair[0] for pair in pairs)], [tuple(pair[1] for pair in pairs)])
 
 
 def lower_pad(emit: Emitter) -> fx.Node:
@@ -484,16 +397,11 @@ def lower_pad(emit: Emitter) -> fx.Node:
 
 _CHUNKS = "chunks, each of one inner factor; blocked: the number of chunks, all of a slice with steps"
 family([aten.slice.Tensor, aten.slice_backward.default], bind_slice, _CHUNKS, lower=lower_slice)
-family([aten.slice_scatter.default], bind_slice_scatter, _CHUNKS, lower=lower_slice)
-family([aten.select.int], bind_select, "one of a dimension; blocked: that dimension")
-family(
-    [aten.select_backward.default],
-    bind_select,
-    "one of a dimension; blocked: that dimension",
-    lower=lower_select_backward,
-)
-family([aten.select_scatter.default], bind_select_scatter, "one of a dimension; blocked: that dimension")
-family([aten.unbind.int, aten.stack.default], bind_stack, "one by one of a dimension; blocked: that dimension")
+family([aten.slice_scatter.default], bind_slice, _CHUNKS, lower=lower_slice)
+_ONE = "one of a dimension; blocked: that dimension"
+family([aten.select.int, aten.select_scatter.default], along("dim"), _ONE)
+family([aten.select_backward.default], along("dim"), _ONE, lower=with_local_shape("input_sizes"))
+family([aten.unbind.int, aten.stack.default], along("dim"), "one by one of a dimension; blocked: that dimension")
 family([aten.cat.default], bind_cat, _CHUNKS)
 _SPLITS = [
     aten.split.Tensor,
