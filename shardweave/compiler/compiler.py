@@ -35,7 +35,7 @@ from shardweave.planner import (
 )
 from shardweave.report import LOGGER, Reporter
 from shardweave.runtime import Batch, ParallelModule, become_parallel, named_tensors
-from shardweave.sharding import Samples, first_sized, of_all_ranks, refuse_broken
+from shardweave.sharding import Samples, check_local_batch, global_example, inputs_with_first_size
 
 
 class Compiler:
@@ -86,23 +86,23 @@ class Compiler:
         as the first. Where that is not clear, or wrong, it is found in the step of one rank's batch.
         """
         ranks = self.cluster.world_size
-        having, clear = first_sized(model, example_inputs)
+        having, clear = inputs_with_first_size(model, example_inputs)
         found: Samples | None = None
         if clear:
             try:
-                found = self._samples(model, of_all_ranks(model, example_inputs, ranks, having))
+                found = self._samples(model, global_example(model, example_inputs, ranks, having))
             except ParallelError:  # with too few or too many rows in some input
                 found = None
         if found is None or set(found.inputs) != having:
             having = frozenset(self._samples(model, example_inputs).inputs) or having  # of one row, nothing is known
-            found = self._samples(model, of_all_ranks(model, example_inputs, ranks, having))
+            found = self._samples(model, global_example(model, example_inputs, ranks, having))
         if set(found.inputs) != having:
             raise PlanError(
                 f"it cannot be told which inputs have a batch dimension: {', '.join(sorted(having)) or 'none'} in one "
                 f"rank's batch, {', '.join(sorted(found.inputs)) or 'none'} in that of {ranks} ranks. Compile with "
                 'batch="global", or pass a batch of other sizes than the dimensions of the model'
             )
-        refuse_broken(found, ranks)
+        check_local_batch(found, ranks)
 
     def _capture(self, model: nn.Module, example_inputs: Any) -> Captured:
         return capture(model, example_inputs, self.options.mixed)

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from shardweave.sharding import EACH, FIRST
+from shardweave.sharding import LINEAR_IN_EACH, LINEAR_IN_FIRST
 
 aten = torch.ops.aten
 
 # Ops whose result is zero if one argument is. A division is not among them: zero may be the divisor.
-LINEAR = (FIRST | EACH) - {aten.div.Tensor}
+LINEAR = (LINEAR_IN_FIRST | LINEAR_IN_EACH) - {aten.div.Tensor}
 
 
 def drop_tangents(graph_module: fx.GraphModule, names: Iterable[str]) -> None:

@@ -57,13 +57,14 @@ from shardweave.ir import (
 from shardweave.passes.base import Pass, Property
 from shardweave.passes.spmd_builder import INPUT_SLICE, LocalGraph, OpEmitter, Origin, Part, local_part, remove_dead
 from shardweave.sharding import (
-    Arrival,
-    Choice,
+    OpInput,
+    OpSharding,
     Rule,
-    accepting,
+    accept_own_partials,
+    any_covers,
+    attainable_layout,
     bind_new,
     checkpoint_of,
-    covered,
     decompose,
     depends_on_inputs,
     describe,
@@ -73,7 +74,6 @@ from shardweave.sharding import (
     info,
     is_view,
     linear_in,
-    met,
     module_of,
     passing_sums,
     source_of,
@@ -149,7 +149,7 @@ class ShardedValues:
         self.backward = False
         """Whether the node that is being emitted belongs to the backward."""
 
-    def arrival(self, value: fx.Node) -> Arrival:
+    def arrival(self, value: fx.Node) -> OpInput:
         """The layout at which an op finds `value`, and what else its rule has to know of it."""
         root = self._base(value)
         layout = self.layout(value)
@@ -157,7 +157,7 @@ class ShardedValues:
             layout = replace(layout, partial=tuple(item for item in layout.partial if item[0].kind == "space"))
         if self.all_sub_batches:
             layout = with_axes_joined(layout, self.mesh.sub_batch_axes)
-        return Arrival(layout, value.meta["val"].numel(), root in self.parameters, self._single_user(value))
+        return OpInput(layout, value.meta["val"].numel(), root in self.parameters, self._single_user(value))
 
     def current_sub_batch(self, whole_batch: fx.Node, layout: Layout, origin: Origin) -> fx.Node:
         """The part that belongs to the current sub-batch, at `layout`, of a value that enters the graph whole."""
@@ -432,7 +432,7 @@ class InputArrivals:
     def __init__(self, values: ShardedValues, assignments: Mapping[str, Assignment]) -> None:
         self.values, self.mesh, self.assignments = values, values.mesh, assignments
 
-    def of(self, node: fx.Node, follows: bool) -> list[Arrival]:
+    def of(self, node: fx.Node, follows: bool) -> list[OpInput]:
         """The layouts of the inputs of an op. For an op that `follows` its inputs, other readers of these count too."""
         arguments = tensor_args(node)
         arrivals = [self.values.arrival(argument) for argument in arguments]
@@ -441,7 +441,7 @@ class InputArrivals:
         arrivals = [self._reduce_scattered_for_another(node, each, have) for each, have in zip(arguments, arrivals)]
         return [self._gathered_for_another(node, each, have) for each, have in zip(arguments, arrivals)]
 
-    def _reduce_scattered_for_another(self, node: fx.Node, value: fx.Node, arrival: Arrival) -> Arrival:
+    def _reduce_scattered_for_another(self, node: fx.Node, value: fx.Node, arrival: OpInput) -> OpInput:
         """A partial sum arrives reduce-scattered at `node` where the other inputs of another reader make it need that.
 
         One reduce-scatter then serves both. For example a norm's backward reads a gradient with the saved activation,
@@ -469,7 +469,7 @@ class InputArrivals:
             value = tensor_args(value)[0]
         return self.values.has_local_node(value)
 
-    def _gathered_for_another(self, node: fx.Node, value: fx.Node, arrival: Arrival) -> Arrival:
+    def _gathered_for_another(self, node: fx.Node, value: fx.Node, arrival: OpInput) -> OpInput:
         """A value arrives gathered at `node` where another op needs it gathered, and the readers of `node` do as well.
 
         Where layers of different sharding degrees meet, this gathers a residual stream once, instead of once for the
@@ -705,7 +705,9 @@ class Sharder:
         self.outputs = StepOutputs(self.values, options)
         self.assigned: dict[fx.Node, Assignment] = {}
         """The assignment that each op was emitted with."""
-        self.followed: dict[object, tuple[Rule | None, Choice]] = options.known.setdefault(("follow", options.mesh), {})
+        self.followed: dict[object, tuple[Rule | None, OpSharding]] = options.known.setdefault(
+            ("follow", options.mesh), {}
+        )
         """A cache of `follow`, which equal layers ask for the same again."""
 
     def run(self) -> fx.GraphModule:
@@ -793,10 +795,11 @@ class Sharder:
         #    that has to be decomposed is emitted part by part.
         if explicit is not None and explicit != Assignment.of(choice.assignment):
             assignment = explicit.as_dict()
-            wanted = accepting(rule, assignment, input_layouts(bound, assignment, self.mesh))
+            wanted = accept_own_partials(rule, assignment, input_layouts(bound, assignment, self.mesh))
             sums = passing_sums(linear, arrivals, self.mesh, summed_to, assignment)
             wanted = tuple(
-                met(want, self.values.layout(argument)) for want, argument in zip(sums.of_inputs(wanted), arguments)
+                attainable_layout(want, self.values.layout(argument))
+                for want, argument in zip(sums.of_inputs(wanted), arguments)
             )
             results = sums.of_outputs(output_layouts(bound, assignment, self.mesh), self.mesh)
         else:
@@ -826,18 +829,18 @@ class Sharder:
         An op of no module, such as a sum of gradients, does so if the producer of one of its inputs does.
         """
         if info(node).op != node.name or not self.options.exclude_from_sub_batches:
-            return covered(self.options.exclude_from_sub_batches, info(node).op)
+            return any_covers(self.options.exclude_from_sub_batches, info(node).op)
         sources = [source_of(value)[0] for value in node.all_input_nodes]
-        return any(covered(self.options.exclude_from_sub_batches, info(source).op) for source in sources)
+        return any(any_covers(self.options.exclude_from_sub_batches, info(source).op) for source in sources)
 
     def _follow(
         self,
         bound: BoundRule,
         rule: Rule | None,
-        arrivals: Sequence[Arrival],
+        arrivals: Sequence[OpInput],
         linear: Sequence[tuple[int, ...]],
         summed_to: int,
-    ) -> Choice:
+    ) -> OpSharding:
         """How an op is sharded by following its inputs. Equal layers share one result."""
         key = bound, id(rule), tuple(arrivals), tuple(linear), summed_to
         if key not in self.followed:

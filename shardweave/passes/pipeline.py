@@ -42,7 +42,16 @@ from shardweave.passes.recompute import Recompute
 from shardweave.passes.schedule import RepeatedLayers, Schedule, fits
 from shardweave.passes.step_boundary import Annotated, Boundary, data_axes, join_names, mesh_for
 from shardweave.passes.unroll_sub_batches import UnrollSubBatches
-from shardweave.sharding import Op, copied, graph_outputs, info, layer_of, matches, modules_around, nothing_named
+from shardweave.sharding import (
+    Op,
+    copied,
+    graph_outputs,
+    info,
+    layer_of,
+    matches,
+    modules_around,
+    unmatched_pattern_error,
+)
 
 
 def with_times(mesh: Mesh, options: Options, strategies: Iterable[Strategy] = ()) -> Mesh:
@@ -90,7 +99,7 @@ def sliced_ops(
     for pattern, slices in patterns.items():
         meant = [op for op in ops if matches(pattern, op)]
         if not meant:
-            raise nothing_named("operator_slices", pattern, ops)
+            raise unmatched_pattern_error("operator_slices", pattern, ops)
         reasons = []
         for op in meant:
             found[op.name] = slices

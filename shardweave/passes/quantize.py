@@ -25,7 +25,7 @@ import shardweave.ops  # noqa: F401  (registers the ops)
 from shardweave.ir import META, Axis, Collective, Quantized, axes_size, group_name
 from shardweave.passes.base import Pass, Property
 from shardweave.passes.spmd_builder import remove_dead, short_name
-from shardweave.sharding import described, info, is_wait, tensor_bytes
+from shardweave.sharding import argument_key, info, is_wait, tensor_bytes
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -174,7 +174,7 @@ class _Rewrite:
     def _call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, kwargs, short_name(target))
         node.meta[META] = replace(info(self.start), layouts=(), collective=None)
-        key = target, described(args), described(kwargs)
+        key = target, argument_key(args), argument_key(kwargs)
         if key not in self.known:
             values = fx.node.map_arg((node.args, node.kwargs), lambda leaf: leaf.meta["val"])
             with self.start.meta["val"].fake_mode:

@@ -49,7 +49,7 @@ from shardweave.ir import (
     without_axes,
 )
 from shardweave.ops import coordinate, joined, seeded, total
-from shardweave.sharding import Rule, described, draws, find_rule
+from shardweave.sharding import Rule, argument_key, draws, find_rule
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class LocalGraph:
         node = self.graph.create_node(
             "call_function", target, args, kwargs, name=short_name(args[0] if target is seeded else target)
         )
-        key = target, described(args), described(kwargs)
+        key = target, argument_key(args), argument_key(kwargs)
         if key not in self.known:  # equal layers ask for the same again
             values = fx.node.map_arg((args, kwargs), lambda leaf: leaf.meta["val"])
             with self.fake:

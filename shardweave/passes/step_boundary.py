@@ -36,13 +36,13 @@ from shardweave.sharding import (
     Classes,
     Op,
     Samples,
+    assign_column_row_forms,
     batch_classes,
     find_classes,
     find_ops,
     graph_outputs,
     info,
     op_name,
-    with_forms,
 )
 
 
@@ -78,7 +78,7 @@ def annotate(captured: Captured, options: Options) -> Annotated:
     _, batch = batch_classes(captured, classes)
     kept = {node.name for node in captured.graph.graph.nodes if node.op == "placeholder"}
     tangents = tuple(name for name in captured.tangents if name in kept)
-    ops = with_forms(find_ops(captured, classes), classes, captured.graph.graph, batch)
+    ops = assign_column_row_forms(find_ops(captured, classes), classes, captured.graph.graph, batch)
     return Annotated(captured, classes, ops, batch, tangents, loss_inside)
 
 

@@ -5,9 +5,9 @@ the ops that get a strategy, and the equal layers of a model. May import `ir` an
 from shardweave.sharding.annotate import (
     Annotate,
     Classes,
+    any_covers,
     bind_new,
     checkpoint_of,
-    covered,
     covers,
     decompose,
     depends_on_inputs,
@@ -20,11 +20,11 @@ from shardweave.sharding.annotate import (
 )
 from shardweave.sharding.graphs import (
     alias_of,
+    argument_key,
     collective,
     copied,
     copied_from,
     describe,
-    described,
     gathers_parameter,
     info,
     is_start,
@@ -41,39 +41,46 @@ from shardweave.sharding.graphs import (
 )
 from shardweave.sharding.layer_structure import Fold, Run, find_runs, fold, layers_of_ops
 from shardweave.sharding.parallel_ops import (
-    Alternating,
+    ColumnRowStrategies,
     Op,
     Role,
+    assign_column_row_forms,
     batch_classes,
     find_ops,
     matches,
-    nothing_named,
+    unmatched_pattern_error,
     users_through_views,
-    with_forms,
 )
-from shardweave.sharding.propagate import Arrival, Choice, accepting, follow, met, passing_sums
+from shardweave.sharding.propagate import (
+    OpInput,
+    OpSharding,
+    accept_own_partials,
+    attainable_layout,
+    follow,
+    passing_sums,
+)
 from shardweave.sharding.rules import find_rule, is_view
-from shardweave.sharding.rules.matmul import EACH, FIRST, linear_in
+from shardweave.sharding.rules.matmul import LINEAR_IN_EACH, LINEAR_IN_FIRST, linear_in
 from shardweave.sharding.rules.random import draws
 from shardweave.sharding.rules.registry import EVERY, Rule, argument, rule, shape, tensor_args
-from shardweave.sharding.samples import Samples, first_sized, of_all_ranks, refuse_broken
+from shardweave.sharding.samples import Samples, check_local_batch, global_example, inputs_with_first_size
 
 __all__ = [
-    "Alternating",
+    "ColumnRowStrategies",
     "Annotate",
-    "Arrival",
-    "Choice",
+    "OpInput",
+    "OpSharding",
     "Classes",
-    "EACH",
+    "LINEAR_IN_EACH",
     "EVERY",
-    "FIRST",
+    "LINEAR_IN_FIRST",
     "Fold",
     "Op",
     "Role",
     "Rule",
     "Run",
     "Samples",
-    "accepting",
+    "accept_own_partials",
     "alias_of",
     "argument",
     "batch_classes",
@@ -82,18 +89,18 @@ __all__ = [
     "collective",
     "copied",
     "copied_from",
-    "covered",
+    "any_covers",
     "covers",
     "decompose",
     "depends_on_inputs",
     "describe",
-    "described",
+    "argument_key",
     "draws",
     "find_classes",
     "find_ops",
     "find_rule",
     "find_runs",
-    "first_sized",
+    "inputs_with_first_size",
     "fold",
     "follow",
     "gathers_parameter",
@@ -107,17 +114,17 @@ __all__ = [
     "layers_of_ops",
     "linear_in",
     "matches",
-    "met",
+    "attainable_layout",
     "module_of",
     "modules_around",
     "node_nodes",
-    "nothing_named",
-    "of_all_ranks",
+    "unmatched_pattern_error",
+    "global_example",
     "op_arguments",
     "op_name",
     "op_of",
     "passing_sums",
-    "refuse_broken",
+    "check_local_batch",
     "rule",
     "shape",
     "signature",
@@ -127,5 +134,5 @@ __all__ = [
     "tensor_shape",
     "tensors",
     "users_through_views",
-    "with_forms",
+    "assign_column_row_forms",
 ]

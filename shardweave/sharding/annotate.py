@@ -32,7 +32,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardweave.ir import META, BoundRule, Dims, Factor, NodeInfo, RuleError
-from shardweave.sharding.graphs import describe, described, info, op_name
+from shardweave.sharding.graphs import argument_key, describe, info, op_name
 from shardweave.sharding.moe_dispatch import undo_dispatch
 from shardweave.sharding.rules import find_rule
 from shardweave.sharding.rules.random import draws
@@ -318,7 +318,7 @@ def decompose(node: fx.Node, form: Callable[..., Any], known: dict[object, Any])
     leaves = list(node.all_input_nodes)
     places = {leaf: f"%{index}" for index, leaf in enumerate(leaves)}  # no number: these are arguments, too
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
-    key = "form", form, described(leaves), str((args, kwargs))
+    key = "form", form, argument_key(leaves), str((args, kwargs))
     if key not in known:
         known[key] = _traced(node, form, leaves)
     traced = known[key]
@@ -382,10 +382,10 @@ def covers(pattern: str, name: str) -> bool:
     return any(fnmatchcase(each, pattern) for each in modules_around(name))
 
 
-def covered(patterns: Iterable[str], name: str) -> bool:
+def any_covers(patterns: Iterable[str], name: str) -> bool:
     """Whether one of these patterns names a module or one that it lies in.
 
-    >>> covered(("head", "blocks.0"), "blocks.0.up")
+    >>> any_covers(("head", "blocks.0"), "blocks.0.up")
     True
     """
     return any(covers(pattern, name) for pattern in patterns)

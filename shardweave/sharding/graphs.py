@@ -191,10 +191,10 @@ def describe(node: fx.Node) -> str:
     return f"{node.target} in {op_name(node)}{where}"
 
 
-def described(value: Any) -> Hashable:
+def argument_key(value: Any) -> Hashable:
     """The shapes, strides and dtypes of an argument or several, and constants as they are.
 
-    >>> described([torch.ones(2), 3]) == described([torch.zeros(2), 3]), described(1) == described(1.0)
+    >>> argument_key([torch.ones(2), 3]) == argument_key([torch.zeros(2), 3]), argument_key(1) == argument_key(1.0)
     (True, False)
     """
     if isinstance(value, fx.Node):
@@ -202,9 +202,9 @@ def described(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, value.stride(), value.device
     if isinstance(value, list | tuple):
-        return tuple([described(item) for item in value])
+        return tuple([argument_key(item) for item in value])
     if isinstance(value, dict):
-        return tuple((name, described(item)) for name, item in value.items())
+        return tuple((name, argument_key(item)) for name, item in value.items())
     if isinstance(value, bool | int | float):
         return type(value), value  # 1, 1.0 and True are equal, and not the same to an op
     return value if isinstance(value, Hashable) else repr(value)

@@ -41,7 +41,7 @@ from shardweave.ir import (
     preset_degrees,
     slice_axis,
 )
-from shardweave.sharding.annotate import Classes, covered, covers, graph_outputs
+from shardweave.sharding.annotate import Classes, any_covers, covers, graph_outputs
 from shardweave.sharding.graphs import info, tensors
 from shardweave.sharding.rules import find_rule, is_view
 from shardweave.sharding.rules.registry import tensor_args
@@ -123,7 +123,7 @@ class Op:
 
     def mesh_of(self, mesh: Mesh, exclude_from_sub_batches: Sequence[str]) -> Mesh:
         """`mesh` as the op sees it: without sub-batches, if it is in one of the modules that take all at once."""
-        return replace(mesh, sub_batch_axes=()) if covered(exclude_from_sub_batches, self.name) else mesh
+        return replace(mesh, sub_batch_axes=()) if any_covers(exclude_from_sub_batches, self.name) else mesh
 
     def slice_atom(self, strategy: Strategy, mesh: Mesh, slices: int) -> Atom:
         """The loop that is cut into slices, one computed after another; `LayoutError` where they divide none.
@@ -388,7 +388,7 @@ def matches(pattern: str, op: Op) -> bool:
     return fnmatchcase(op.parameter, pattern) or covers(pattern, op.name)
 
 
-def nothing_named(option: str, pattern: str, ops: Sequence[Op]) -> PlanError:
+def unmatched_pattern_error(option: str, pattern: str, ops: Sequence[Op]) -> PlanError:
     """What to say of a pattern of an option that names no op: whose companion it names, or what is close to it."""
     companions = {companion: op.name for op in ops for companion in op.companions}
     for companion, owner in companions.items():
@@ -402,7 +402,7 @@ def nothing_named(option: str, pattern: str, ops: Sequence[Op]) -> PlanError:
     return PlanError(f"{option}[{pattern!r}] matches no op of the model; its ops are called {', '.join(near)}, ...")
 
 
-def with_forms(ops: Sequence[Op], classes: Classes, graph: fx.Graph, batch: int) -> list[Op]:
+def assign_column_row_forms(ops: Sequence[Op], classes: Classes, graph: fx.Graph, batch: int) -> list[Op]:
     """`ops`, in the order of the forward, each with its `Op.form`.
 
     An op without the batch (a table of positions) has none: every system computes it whole.
@@ -452,10 +452,10 @@ def _forward(op: Op) -> list[Role]:
 
 
 @dataclass(frozen=True)
-class Alternating:
+class ColumnRowStrategies:
     """One strategy for columns, its counterpart for rows, and one for what has no such form or does not fit it.
 
-    >>> found = Alternating.of(Grid(2, data=4), "zero1")
+    >>> found = ColumnRowStrategies.of(Grid(2, data=4), "zero1")
     >>> str(found.column), str(found.row), str(found.neither)
     ('(2, 1, 1, 4) ZeRO-1', '(1, 2, 1, 4) ZeRO-1', '(1, 1, 1, 8) ZeRO-1')
     """
@@ -465,7 +465,7 @@ class Alternating:
     neither: Strategy
 
     @classmethod
-    def of(cls, grid: Grid, word: str) -> Alternating:
+    def of(cls, grid: Grid, word: str) -> ColumnRowStrategies:
         """`grid` is a column's; its parameters rest over z, or as a preset's word says (`presets`)."""
         rest, gradients, states = (grid.z,) * 3 if grid.z > 1 else preset_degrees(word, grid.data)
         column = Strategy(grid, rest, states=states, gradients=gradients)

@@ -11,7 +11,7 @@ from shardweave.sharding.rules.registry import EVERY, Rule
 
 
 @dataclass(frozen=True)
-class Arrival:
+class OpInput:
     """An input of an op: where it lies, how large it is, whether it is a parameter, whether the op is its only user."""
 
     layout: Layout
@@ -21,7 +21,7 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Choice:
+class OpSharding:
     """How a following op is spread: its assignment, where it wants its inputs, where its outputs then lie.
 
     `blocked` are the axes that arrived on a factor that the op cannot split, and so have to be gathered.
@@ -36,11 +36,11 @@ class Choice:
 def follow(
     bound: BoundRule,
     rule: Rule | None,
-    arrivals: Sequence[Arrival],
+    arrivals: Sequence[OpInput],
     mesh: Mesh,
     linear: Sequence[tuple[int, ...]] = (),
     summed_to: int = 0,
-) -> Choice:
+) -> OpSharding:
     """Keep every axis that some input brings on a factor that may be split.
 
     The largest input that is no partial sum decides first, then the others; a partial sum is thereby scattered
@@ -77,12 +77,14 @@ def follow(
         )
         wanted = times.of_inputs(wanted)
         results = tuple(Layout(layout.dims, _ordered(passing | dict(layout.partial), mesh)) for layout in results)
-    wanted = accepting(rule, assignment, wanted)
-    wanted = tuple(met(want, arrival.layout) for want, arrival in zip(wanted, arrivals))
-    return Choice(assignment, wanted, results, frozenset(blocked - set(assignment)))
+    wanted = accept_own_partials(rule, assignment, wanted)
+    wanted = tuple(attainable_layout(want, arrival.layout) for want, arrival in zip(wanted, arrivals))
+    return OpSharding(assignment, wanted, results, frozenset(blocked - set(assignment)))
 
 
-def accepting(rule: Rule | None, assignment: Mapping[Axis, str], wanted: Sequence[Layout]) -> tuple[Layout, ...]:
+def accept_own_partials(
+    rule: Rule | None, assignment: Mapping[Axis, str], wanted: Sequence[Layout]
+) -> tuple[Layout, ...]:
     """`wanted`, with inputs of which a rank reads just what it owns also taken as ``"own"`` partial results."""
     result = list(wanted)
     for factor, inputs in rule.owned.items() if rule is not None else ():
@@ -92,7 +94,7 @@ def accepting(rule: Rule | None, assignment: Mapping[Axis, str], wanted: Sequenc
     return tuple(result)
 
 
-def met(want: Layout, have: Layout) -> Layout:
+def attainable_layout(want: Layout, have: Layout) -> Layout:
     """`want`, as far as a value at `have` can meet it: not partial over devices over which the value is not.
 
     The same value in all steps of a time axis can meet a sum over them: as a share of it in each.
@@ -136,7 +138,7 @@ class PassingSums:
 
 def passing_sums(
     linear: Sequence[tuple[int, ...]],
-    arrivals: Sequence[Arrival],
+    arrivals: Sequence[OpInput],
     mesh: Mesh,
     summed_to: int = 0,
     used: Collection[Axis] = (),
@@ -169,7 +171,7 @@ def passing_sums(
     return PassingSums()
 
 
-def _passing(bound: BoundRule, rule: Rule | None, arrivals: Sequence[Arrival]) -> dict[Axis, str]:
+def _passing(bound: BoundRule, rule: Rule | None, arrivals: Sequence[OpInput]) -> dict[Axis, str]:
     """The axes over which a partial result passes through, and what the output then is over them.
 
     A sum passes where the op is linear and all its inputs are partial over the same axes. What ranks own passes an op

@@ -84,7 +84,7 @@ class Samples:
         return int(size) // self.count
 
 
-def first_sized(model: nn.Module, example_inputs: Any) -> tuple[frozenset[str], bool]:
+def inputs_with_first_size(model: nn.Module, example_inputs: Any) -> tuple[frozenset[str], bool]:
     """The inputs that have as many rows as the first one, and whether it is clear that this is the batch.
 
     It is clear where no input has another dimension of this size, such as a sequence's length.
@@ -96,7 +96,7 @@ def first_sized(model: nn.Module, example_inputs: Any) -> tuple[frozenset[str], 
     return frozenset(name for name, shape in shapes.items() if shape[0] == size), clear
 
 
-def of_all_ranks(
+def global_example(
     model: nn.Module, example_inputs: Any, ranks: int, batch: Collection[str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """An example of the global batch, of which `example_inputs` is one rank's part; its values do not matter.
@@ -104,7 +104,7 @@ def of_all_ranks(
     Examples
     --------
     >>> import torch
-    >>> (x,), _ = of_all_ranks(nn.Linear(4, 4), torch.ones(3, 4), 2, {"input"})
+    >>> (x,), _ = global_example(nn.Linear(4, 4), torch.ones(3, 4), 2, {"input"})
     >>> x.shape
     torch.Size([6, 4])
     """
@@ -119,7 +119,7 @@ def of_all_ranks(
     return args, kwargs
 
 
-def refuse_broken(samples: Samples, ranks: int) -> None:
+def check_local_batch(samples: Samples, ranks: int) -> None:
     """`PlanError` where ranks cannot each pass a part of the batch: there is none, or the model takes rows together."""
     if not samples.count:
         raise PlanError(

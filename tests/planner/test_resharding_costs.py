@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardweave.ir import Layout, Mesh
 from shardweave.ir.layout import steps_between
 from shardweave.planner.problem.resharding_costs import group_axes, moves_between
-from shardweave.sharding.propagate import met
+from shardweave.sharding.propagate import attainable_layout
 from tests.ir.test_layout_algebra import random_layout, random_sizes
 from tests.passes.harness import examples, mesh_of
 
@@ -21,7 +21,7 @@ MESHES = st.sampled_from([mesh_of(2, 2, 2), mesh_of(2, 3, 2), mesh_of(3, 3), mes
 def expected(have: Layout, want: Layout) -> list[tuple[str, tuple[object, ...], int]]:
     return [
         (step.kind, step.axes, max(numel(step.before), numel(step.after)))
-        for step in steps_between(have, met(want, have))
+        for step in steps_between(have, attainable_layout(want, have))
     ]
 
 

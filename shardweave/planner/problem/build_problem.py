@@ -49,11 +49,11 @@ from shardweave.planner.problem.problem import Candidate, Edge, Problem
 from shardweave.planner.problem.problem import Op as Row
 from shardweave.planner.problem.resharding_costs import Links, Prices, local_numel, tensor_outputs, whole
 from shardweave.sharding import (
-    Arrival,
-    Choice,
     Op,
-    accepting,
-    covered,
+    OpInput,
+    OpSharding,
+    accept_own_partials,
+    any_covers,
     find_rule,
     follow,
     info,
@@ -361,7 +361,7 @@ class Edges:
 
     def is_undivided(self, node: fx.Node) -> bool:
         """Whether a node is in one of the modules that take all sub-batches at once."""
-        return covered(self.options.overlap.exclude_from_sub_batches, info(node).op)
+        return any_covers(self.options.overlap.exclude_from_sub_batches, info(node).op)
 
 
 PARTS = 3
@@ -425,7 +425,7 @@ class Costing(Edges):
             assignments = [list(port.values())[at].as_dict() for port in variable.ports]
             outputs = [output_layouts(bound, assignment, self.mesh) for assignment in assignments]
             rule = find_rule(node)
-            wants = [accepting(rule, mine, input_layouts(bound, mine, self.mesh)) for mine in assignments]
+            wants = [accept_own_partials(rule, mine, input_layouts(bound, mine, self.mesh)) for mine in assignments]
             gradients = [_gradients(node, mine, want) for mine, want in zip(assignments, wants)]
             self._placed[key] = wants, gradients, outputs, self.number(tuple(outputs))
         wants, gradients, outputs, signature = self._placed[key]
@@ -440,7 +440,7 @@ class Costing(Edges):
             self._shared(op), tuple(value.shape for value in values),
             tuple((str(role.node.target), role.atoms, role.batch, bound_of(role.node)) for role in op.roles),
             tuple(self.forced.get(op.name, ())), self.facts.ends(op), self.facts.beside(op),
-            covered(self.options.overlap.exclude_from_sub_batches, op.name),
+            any_covers(self.options.overlap.exclude_from_sub_batches, op.name),
         ))  # fmt: skip
         known = self._priced.get(signature)
         if known is None:
@@ -537,7 +537,7 @@ class Costing(Edges):
                  if have[0].partial]  # fmt: skip
         return any(not self._choose(node, bound, {a: port}).outputs[0].partial for a, port in ports)
 
-    def _in_parts(self, node: fx.Node, choice: Choice, costs: Costs) -> None:
+    def _in_parts(self, node: fx.Node, choice: OpSharding, costs: Costs) -> None:
         """Add what a fused op costs more in parts: it reads and writes its value for each, and sums small results."""
         bound, rule = bound_of(node), find_rule(node)
         split = [axis for axis, name in choice.assignment.items() if bound.factor(name).blocked]
@@ -556,7 +556,7 @@ class Costing(Edges):
     def _join(self, node: fx.Node, bound: BoundRule, arguments: Sequence[fx.Node]) -> None:
         key = self._key(node)
         if key not in self._joins:
-            choices: dict[Assignment, Choice] = {}
+            choices: dict[Assignment, OpSharding] = {}
             scatters = Scatters(bound, find_rule(node), self.mesh)
             for argument in arguments:
                 for port in range(len(self.lies[argument])):
@@ -591,7 +591,7 @@ class Costing(Edges):
         self.edges_into(number, node, wants, gradients, key)
         self._settle(node, number, outputs, signature)
 
-    def _choose(self, node: fx.Node, bound: BoundRule, ports: dict[fx.Node, int]) -> Choice:
+    def _choose(self, node: fx.Node, bound: BoundRule, ports: dict[fx.Node, int]) -> OpSharding:
         """How `node` is spread when these of its inputs decide; a softmax that can be decomposed blocks nothing."""
         rule = find_rule(node)
         if rule is not None and rule.decompose is not None:
@@ -602,10 +602,10 @@ class Costing(Edges):
             port = ports.get(argument)
             layout = Layout.replicated(shape) if port is None else self.lies[argument][port][0]
             users = len(argument.users) == 1
-            arrivals.append(Arrival(layout, argument.meta["val"].numel(), argument not in self.follows, users))
+            arrivals.append(OpInput(layout, argument.meta["val"].numel(), argument not in self.follows, users))
         return follow(bound, rule, self._with_batch(node, bound, arrivals), self.mesh, linear_in(node))
 
-    def _with_batch(self, node: fx.Node, bound: BoundRule, arrivals: list[Arrival]) -> list[Arrival]:
+    def _with_batch(self, node: fx.Node, bound: BoundRule, arrivals: list[OpInput]) -> list[OpInput]:
         """Where the batch comes from inputs alone (a mask that is added to biases), these over all axes that are left.
 
         So inputs lie, as far as ops do not use the axes for something else.

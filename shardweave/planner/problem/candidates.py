@@ -15,7 +15,7 @@ from typing import cast
 from shardweave.cost_model import Forced, Options
 from shardweave.ir import PRESETS, Assignment, Axis, Grid, LayoutError, Mesh, PlanError, Strategy, axes_size, preset
 from shardweave.passes import Annotated
-from shardweave.sharding import Alternating, Op, matches, nothing_named
+from shardweave.sharding import ColumnRowStrategies, Op, matches, unmatched_pattern_error
 
 
 def strategies(mesh: Mesh, experts: bool = False) -> Iterator[Strategy]:
@@ -132,9 +132,9 @@ def forced_strategies(
     for pattern, wanted in force.items():
         meant = [op for op in ops if matches(pattern, op)]
         if not meant:
-            raise nothing_named("force", pattern, ops)
+            raise unmatched_pattern_error("force", pattern, ops)
         choices = [_options(pattern, each, mesh) for each in _alternatives(wanted)]
-        tensor = [each for each in choices if isinstance(each, Alternating)]
+        tensor = [each for each in choices if isinstance(each, ColumnRowStrategies)]
         for op in meant:
             fits, reasons = _fitting(op, choices, op.mesh_of(mesh, exclude_from_sub_batches))
             if not fits:
@@ -152,19 +152,19 @@ def _alternatives(wanted: Forced | Sequence[Forced]) -> Sequence[Forced]:
 
 
 def _fitting(
-    op: Op, choices: Sequence[Sequence[Strategy] | Alternating], mesh: Mesh
+    op: Op, choices: Sequence[Sequence[Strategy] | ColumnRowStrategies], mesh: Mesh
 ) -> tuple[list[Strategy], list[str]]:
     """The strategies that fit an op, of tensor parallelism the first one; and why the others do not."""
     fits, reasons = [], []
     for choice in choices:
-        for strategy in choice.by_preference(op) if isinstance(choice, Alternating) else choice:
+        for strategy in choice.by_preference(op) if isinstance(choice, ColumnRowStrategies) else choice:
             try:
                 op.assignments(strategy, mesh)
             except LayoutError as error:
                 reasons.append(str(error))
                 continue
             fits.append(strategy)
-            if isinstance(choice, Alternating):
+            if isinstance(choice, ColumnRowStrategies):
                 break
     return fits, reasons or [f"{op.name} has no loop that tensor parallelism spreads"]
 
@@ -176,7 +176,7 @@ def _unfit(op: Op, pattern: str, wanted: object, reasons: Sequence[str], batch: 
     )
 
 
-def _options(pattern: str, wanted: Forced, mesh: Mesh) -> list[Strategy] | Alternating:
+def _options(pattern: str, wanted: Forced, mesh: Mesh) -> list[Strategy] | ColumnRowStrategies:
     if isinstance(wanted, Strategy):
         return [wanted]
     if isinstance(wanted, Grid) or (
@@ -212,7 +212,7 @@ def _options(pattern: str, wanted: Forced, mesh: Mesh) -> list[Strategy] | Alter
     )
 
 
-def _tensor(pattern: str, wanted: str, sizes: re.Match[str], mesh: Mesh) -> Alternating:
+def _tensor(pattern: str, wanted: str, sizes: re.Match[str], mesh: Mesh) -> ColumnRowStrategies:
     """``"tensor:4"`` is Megatron's, ``"tensor:2x2x2"`` AxoNN's x, y and z; data is said or what is left."""
     x, y, z = (int(size or 1) for size in sizes.groups()[:3])
     word, world, used = sizes[5] or "dp", mesh.world_size, x * y * z
@@ -221,7 +221,7 @@ def _tensor(pattern: str, wanted: str, sizes: re.Match[str], mesh: Mesh) -> Alte
     if z > 1 and word != "dp":
         raise PlanError(f"force[{pattern!r}]: {wanted!r} says twice where states rest: over z = {z}, and {word}")
     grid = Grid(x, y, z, world // used)
-    found = Alternating.of(grid, word)
+    found = ColumnRowStrategies.of(grid, word)
     for option in (found.column, found.row):
         _fits_mesh(pattern, option, mesh)
     return found

@@ -27,10 +27,10 @@ from shardweave.passes import Annotated, join_names
 from shardweave.planner.problem.op_costs import Ends
 from shardweave.planner.problem.resharding_costs import tensor_outputs
 from shardweave.sharding import (
-    Choice,
     Op,
+    OpSharding,
     Rule,
-    accepting,
+    accept_own_partials,
     alias_of,
     batch_classes,
     depends_on_inputs,
@@ -230,10 +230,10 @@ class Scatters:
     bound: BoundRule
     rule: Rule | None
     mesh: Mesh
-    found: dict[Assignment, Choice] = field(default_factory=dict)
+    found: dict[Assignment, OpSharding] = field(default_factory=dict)
     sums: set[frozenset[Axis]] = field(default_factory=set)
 
-    def add(self, whole: Choice, arriving: Layout) -> None:
+    def add(self, whole: OpSharding, arriving: Layout) -> None:
         """The way that differs from `whole` in that a partial sum, arriving so, is scattered; if there is one."""
         axes = frozenset(axis for axis, op in arriving.partial if op == "sum" and axis.kind == "space")
         rows = self.bound.outputs[0][0] if self.bound.outputs[0] else ()
@@ -245,13 +245,15 @@ class Scatters:
             factor = self.bound.factor(name)
             if not factor.blocked and factor.size % axes_size([*axes, *mine]) == 0:
                 spread = Assignment.of({**whole.assignment, **dict.fromkeys(self.mesh.ordered(axes), name)})
-                wanted = accepting(self.rule, spread.as_dict(), input_layouts(self.bound, spread.as_dict(), self.mesh))
+                wanted = accept_own_partials(
+                    self.rule, spread.as_dict(), input_layouts(self.bound, spread.as_dict(), self.mesh)
+                )
                 results = output_layouts(self.bound, spread.as_dict(), self.mesh)
-                self.found.setdefault(spread, Choice(spread.as_dict(), wanted, results, whole.blocked))
+                self.found.setdefault(spread, OpSharding(spread.as_dict(), wanted, results, whole.blocked))
                 self.sums.add(axes)
                 return
 
-    def among(self, choices: Mapping[Assignment, Choice], wanted: bool | None) -> dict[Assignment, Choice]:
+    def among(self, choices: Mapping[Assignment, OpSharding], wanted: bool | None) -> dict[Assignment, OpSharding]:
         """`choices` with the scattered ones, without them, or those alone that leave no such sum whole."""
         if wanted is False or not self.found:
             return dict(choices)

@@ -84,7 +84,7 @@ def moves_between(
 ) -> list[Move]:
     """The moves from each of `haves` (the rows) to each of `wants` (the columns), in their order.
 
-    Where a layout is wanted partial, what is partial in the same way stays so (`passes.follow.met`).
+    Where a layout is wanted partial, what is partial in the same way stays so (`attainable_layout`).
 
     Parameters
     ----------

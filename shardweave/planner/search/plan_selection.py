@@ -38,7 +38,7 @@ from shardweave.planner.search.solver_cache import (
 )
 from shardweave.planner.solver.reductions import Kept, invert, restricted
 from shardweave.planner.solver.solver import Solution, smallest
-from shardweave.sharding import Alternating
+from shardweave.sharding import ColumnRowStrategies
 
 Solve = Callable[[Costed, Solution, float], Solution]
 
@@ -159,12 +159,12 @@ def in_turn(costed: Costed) -> Iterator[Kept]:
     counted = several if any(several) else [True] * len(several)
     every = {each.grid for variable in costed.variables for each in variable.strategies}
     for grid in sorted((grid for grid in every if grid.x >= grid.y and grid.x > 1 == grid.experts), key=astuple):
-        found = Alternating.of(grid, "dp")
+        found = ColumnRowStrategies.of(grid, "dp")
         own = [_as_in(found, each) if counts else [] for each, counts in zip(costed.variables, counted, strict=True)]
         yield _left(costed, own)
 
 
-def _as_in(found: Alternating, variable: Variable) -> list[bool]:
+def _as_in(found: ColumnRowStrategies, variable: Variable) -> list[bool]:
     """Which strategies of an op are on the grid that it has there."""
     if variable.op is None:
         return []

@@ -82,7 +82,7 @@ def addr(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: f
     return _plus_bias(left.unsqueeze(1) * right, bias, beta, alpha)
 
 
-FIRST = {
+LINEAR_IN_FIRST = {
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.t.default, aten.transpose.int,
     aten.permute.default, aten.expand.default, aten.squeeze.dim, aten.unsqueeze.default, aten.clone.default,
     aten.mul.Scalar, aten.neg.default, aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim,
@@ -99,7 +99,7 @@ GRADIENTS = {
     aten.flip.default, aten.roll.default,
 }  # fmt: skip
 """Linear in their first argument, too: gradients of ops, and what picks or moves entries."""
-EACH = {aten.mul.Tensor, aten.mm.default, aten.bmm.default}
+LINEAR_IN_EACH = {aten.mul.Tensor, aten.mm.default, aten.bmm.default}
 """Linear in each of their two arguments while the other one stays."""
 TOGETHER = {aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default}
 """Linear in all their tensors at once."""
@@ -121,9 +121,9 @@ def linear_in(node: fx.Node) -> tuple[tuple[int, ...], ...]:
     count = len(tensor_args(node))
     if node.target is aten._to_copy.default and not _is_floating(node.kwargs.get("dtype")):
         return ()
-    if node.target in FIRST or node.target in GRADIENTS:
+    if node.target in LINEAR_IN_FIRST or node.target in GRADIENTS:
         return ((0,),)
-    if node.target in EACH:
+    if node.target in LINEAR_IN_EACH:
         return tuple((index,) for index in range(count))
     if node.target in TOGETHER:
         whole = count == 2 if node.target in (aten.add.Tensor, aten.sub.Tensor) else True
