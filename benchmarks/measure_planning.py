@@ -110,7 +110,7 @@ def main() -> None:
     limit = int(given.memory_gib * 2**30) if given.memory_gib else None
     clock = Clock()
     clock.around(answers, "solve", "solve: the solver")
-    clock.around(choose.Chooser, "_simulated", "judge: lower, schedule, simulate")
+    clock.around(choose.PlanSelector, "_simulated", "evaluate: lower, schedule, simulate")
     clock.around(Compiler, "_whole", "whole: the same of all layers")
     options = sw.Options(memory_limit=limit, micro_batches=given.micro_batches)
     plan = Compiler(model, cluster, inputs, options, Reporter(clock.told)).plan()

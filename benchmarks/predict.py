@@ -22,7 +22,7 @@ from shardweave.compiler.baselines import Baseline, fsdp, hsdp, megatron
 from shardweave.compiler.compiler import Compiler
 from shardweave.ir.errors import ParallelError
 from shardweave.ir.formatting import readable_bytes, readable_seconds
-from shardweave.planner.search.evaluation import Decision, Judged
+from shardweave.planner.search.evaluation import Decision, Evaluation
 from shardweave.sharding.annotate import last_match, layer_of
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -137,7 +137,7 @@ CASES = {
 """By name: what plan, figure and section are called."""
 
 
-def judged(compiler: Compiler, plan: sw.Plan, cluster: sw.Cluster) -> Judged:
+def evaluation(compiler: Compiler, plan: sw.Plan, cluster: sw.Cluster) -> Evaluation:
     """What the same plan takes on a cluster with other constants, with more of its layers simulated one by one."""
     strategies = {name: choice.strategy for name, choice in plan.choices.items()}
     layers = {layer_of(name) for name in strategies} - {""}
@@ -145,7 +145,7 @@ def judged(compiler: Compiler, plan: sw.Plan, cluster: sw.Cluster) -> Judged:
     decision = Decision(strategies, compiler.lowering.joins_of(plan), modes)
     limit = compiler.options.limit(compiler.cluster)
     options = replace(compiler.options, micro_batches=plan.micro_batches, memory_limit=limit).with_overlap(plan.overlap)
-    return compiler.with_(cluster).judge(decision, options)
+    return compiler.with_(cluster).evaluate(decision, options)
 
 
 def constants(cluster: sw.Cluster) -> Mapping[str, sw.Cluster]:
@@ -282,9 +282,9 @@ def _sensitivity(compiler: Compiler, plan: sw.Plan) -> str:
         "are\ncompared, and in the figure all of them: the first row differs from the step time above by that.\n\n"
         "| if this were otherwise | a step | longer | compute | exposed |\n| --- | --- | --- | --- | --- |"
     ]
-    before = judged(compiler, plan, compiler.cluster)
+    before = evaluation(compiler, plan, compiler.cluster)
     for what, cluster in {"as it is": compiler.cluster, **constants(compiler.cluster)}.items():
-        after = judged(compiler, plan, cluster) if cluster is not compiler.cluster else before
+        after = evaluation(compiler, plan, cluster) if cluster is not compiler.cluster else before
         times = [readable_seconds(each) for each in (after.step_time, after.compute_time, after.exposed_communication)]
         longer = f"{100 * (after.step_time / before.step_time - 1):+.1f} %"
         lines.append(f"| {what} | {times[0]} | {longer} | {times[1]} | {times[2]} |")

@@ -55,7 +55,7 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog:
     caplog.set_level(logging.INFO, "shardweave")
     plan()
     assert not caplog.records  # it took no five seconds
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(progress, "LOG_INTERVAL_SECONDS", 0.0)
     plan()
     assert "capture" in caplog.messages[0] and any("simulate" in line for line in caplog.messages)
     caplog.clear()
@@ -66,7 +66,7 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog:
 def test_without_logging_lines_go_to_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(progress, "LOG_INTERVAL_SECONDS", 0.0)
     monkeypatch.setattr(progress.LOGGER, "propagate", False)
     with Reporter() as told:
         told("solve", 0.25, 0.2, 12.0)

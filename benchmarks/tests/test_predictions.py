@@ -11,7 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardweave as sw
-from benchmarks.predict import Case, constants, in_words, judged
+from benchmarks.predict import Case, constants, evaluation, in_words
 from shardweave.compiler.compiler import Compiler
 
 
@@ -30,9 +30,10 @@ def planned() -> tuple[Compiler, sw.Plan]:
 def test_a_plan_under_its_own_constants_takes_what_it_says() -> None:
     """And under slower ones longer: each is a constant that the step depends on, or none of its links are used."""
     compiler, plan = planned()
-    as_it_is = judged(compiler, plan, compiler.cluster).step_time
+    as_it_is = evaluation(compiler, plan, compiler.cluster).step_time
     assert as_it_is == pytest.approx(plan.step_time, rel=0.02)
-    times = {what: judged(compiler, plan, cluster).step_time for what, cluster in constants(compiler.cluster).items()}
+    changed = constants(compiler.cluster)
+    times = {what: evaluation(compiler, plan, cluster).step_time for what, cluster in changed.items()}
     assert times["matmul efficiency +10 %"] < as_it_is < times["matmul efficiency -10 %"]
     slower = ("network between nodes -30 %", "NVLink -30 %", "hops between nodes twice as slow")
     assert all(times[what] >= as_it_is for what in slower)

@@ -17,7 +17,7 @@ from shardweave.compiler.capture_errors import refuse_wrapped
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model import ClusterLike, Options
 from shardweave.ir import InfeasibleError, ParallelError, readable_bytes, readable_seconds
-from shardweave.planner import Plan, powers
+from shardweave.planner import Plan, micro_batch_counts
 from shardweave.report import Progress, Report, Reporter
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def compared(
     micro_batches: Sequence[int] | None = None,
 ) -> Comparison:
     """As `compare`, of what is captured."""
-    counts = tuple(micro_batches or powers(compiler.annotated))
+    counts = tuple(micro_batches or micro_batch_counts(compiler.annotated))
     entries: list[Entry] = []
     for baseline in (OWN, *baselines):
         compiler.progress.planned = str(baseline)

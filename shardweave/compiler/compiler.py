@@ -22,12 +22,12 @@ from shardweave.distributed import Control, control, run_on_all_ranks
 from shardweave.ir import Captured, ParallelError, PlanError, readable_bytes
 from shardweave.passes import Annotated, Compiled
 from shardweave.planner import (
-    KEPT_DECISIONS,
-    KEPT_FIGURES,
-    Judge,
+    MAX_CACHED_SHARDED_GRAPHS,
+    MAX_CACHED_SIMULATIONS,
     Known,
     ModelKey,
     Plan,
+    PlanEvaluator,
     PlanSearch,
     Sharded,
     StepLowering,
@@ -58,9 +58,9 @@ class Compiler:
         if batch == "local" and self.options.outputs == "auto":  # a rank's own rows are not among those of one shard
             self.options = replace(self.options, outputs="part")
         self.progress = progress or Reporter(False)
-        self._sharded: Sharded = deque(maxlen=KEPT_DECISIONS)
-        self._judged: Known = deque(maxlen=KEPT_FIGURES)
-        self._judged_whole: Known = deque(maxlen=KEPT_FIGURES)
+        self._sharded: Sharded = deque(maxlen=MAX_CACHED_SHARDED_GRAPHS)
+        self._evaluated: Known = deque(maxlen=MAX_CACHED_SIMULATIONS)
+        self._evaluated_whole: Known = deque(maxlen=MAX_CACHED_SIMULATIONS)
         self.captured: Captured
         self.steps: Steps
         with self.progress:
@@ -143,15 +143,15 @@ class Compiler:
         return StepLowering(self.steps, self.cluster, self.options, self._sharded)
 
     @property
-    def judge(self) -> Judge:
+    def evaluate(self) -> PlanEvaluator:
         """Simulates plans of this step by a few of their layers."""
-        return Judge(self.lowering, self._judged)
+        return PlanEvaluator(self.lowering, self._evaluated)
 
     @property
     def search(self) -> PlanSearch:
         """Searches the plans of this step."""
-        known = self._judged_whole
-        return PlanSearch(self.lowering, self.judge, self.model_key, self.name, self.progress, known)
+        known = self._evaluated_whole
+        return PlanSearch(self.lowering, self.evaluate, self.model_key, self.name, self.progress, known)
 
     def _resolved(self, start: Plan, changes: dict[str, Any]) -> Plan:
         """A plan with other options, from an earlier one."""
@@ -169,7 +169,8 @@ class Compiler:
         other = copy.copy(self)
         other.cluster, other.options = cluster or self.cluster, options or self.options
         if other.cluster is not self.cluster:
-            other._judged, other._judged_whole = deque(maxlen=KEPT_FIGURES), deque(maxlen=KEPT_FIGURES)
+            other._evaluated = deque(maxlen=MAX_CACHED_SIMULATIONS)
+            other._evaluated_whole = deque(maxlen=MAX_CACHED_SIMULATIONS)
         return other
 
     def sweep(self, what: What) -> Sweep:

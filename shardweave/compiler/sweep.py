@@ -96,7 +96,7 @@ def draw(sweep: Sweep) -> Figure:
 
 
 What = Literal["memory", "batch"] | Sequence[float | str] | Sequence[ClusterLike]
-POINTS = 8
+MEMORY_CURVE_POINTS = 8
 """Memory limits of a curve that is asked for by ``"memory"``: the first and the last one, and some between."""
 
 
@@ -250,10 +250,10 @@ def _falling(cluster: Cluster, planned: Planned) -> Iterator[Point]:
     first = planned(cluster, None, None)
     yield Point(first.memory_limit, cluster, first)
     least = _smallest(cluster, planned)
-    ratio = (least / first.peak_memory) ** (1 / (POINTS - 1))
+    ratio = (least / first.peak_memory) ** (1 / (MEMORY_CURVE_POINTS - 1))
     last = first
-    for index in range(1, POINTS):
-        limit = least if index == POINTS - 1 else int(first.peak_memory * ratio**index)
+    for index in range(1, MEMORY_CURVE_POINTS):
+        limit = least if index == MEMORY_CURVE_POINTS - 1 else int(first.peak_memory * ratio**index)
         point = _point(cluster, limit, last, planned)
         yield point
         last = point.plan or last
@@ -277,10 +277,10 @@ def _point(cluster: Cluster, limit: int | None, start: Plan | None, planned: Pla
     return Point(plan.memory_limit, cluster, plan)
 
 
-GAIN = 0.01
+MIN_DOUBLING_GAIN = 0.01
 """The part of a sample's time that twice the batch has to save for four times of it to be looked at."""
 
-HALVINGS = 3
+MAX_HALVINGS = 3
 """How often sizes between one that fits and one that does not are halved."""
 
 
@@ -316,10 +316,10 @@ def batches(cluster: Cluster, memory_limit: int, planned: Callable[[int], Plan])
         if found == math.inf:
             high = 2 * low
         else:
-            low, gained, last = 2 * low, found <= last * (1 - GAIN), found
+            low, gained, last = 2 * low, found <= last * (1 - MIN_DOUBLING_GAIN), found
             if not gained:
                 break
-    for _ in range(HALVINGS if last < math.inf else 0):
+    for _ in range(MAX_HALVINGS if last < math.inf else 0):
         middle = (low + high) // 2
         middle -= middle % min(cluster.world_size, low)  # of which each device has as many
         if not low < middle < high:

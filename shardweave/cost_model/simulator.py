@@ -1,4 +1,4 @@
-"""The judge of a plan: it plays a generated step on a compute stream and a stream for each group of ranks.
+"""The simulator: it runs a generated step on a compute stream and a stream for each group of ranks.
 
 The nodes of the forward, then of the backward graph run in their order on the compute stream. A collective goes to the
 stream of its group once its input is ready, behind what that stream still has to do, and shares the links with

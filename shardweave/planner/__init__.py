@@ -3,21 +3,29 @@ answers and keeps the best `Plan`. May import every room above this line of the 
 """
 
 from shardweave.planner.problem.candidates import forced_strategies, legal
-from shardweave.planner.search.evaluation import KEPT_DECISIONS, Decision, Judge, Judged, Known, Sharded, StepLowering
+from shardweave.planner.search.evaluation import (
+    MAX_CACHED_SHARDED_GRAPHS,
+    Decision,
+    Evaluation,
+    Known,
+    PlanEvaluator,
+    Sharded,
+    StepLowering,
+)
 from shardweave.planner.search.layer_problem import Steps
 from shardweave.planner.search.plan import ModelKey, Plan
 from shardweave.planner.search.planning import Planning
-from shardweave.planner.search.search import KEPT_FIGURES, PlanSearch, fastest, powers
+from shardweave.planner.search.search import MAX_CACHED_SIMULATIONS, PlanSearch, fastest, micro_batch_counts
 
 __all__ = [
+    "MAX_CACHED_SHARDED_GRAPHS",
+    "MAX_CACHED_SIMULATIONS",
     "Decision",
-    "Judge",
-    "Judged",
-    "KEPT_DECISIONS",
-    "KEPT_FIGURES",
+    "Evaluation",
     "Known",
     "ModelKey",
     "Plan",
+    "PlanEvaluator",
     "PlanSearch",
     "Planning",
     "Sharded",
@@ -26,5 +34,5 @@ __all__ = [
     "fastest",
     "forced_strategies",
     "legal",
-    "powers",
+    "micro_batch_counts",
 ]

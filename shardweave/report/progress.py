@@ -23,7 +23,7 @@ from shardweave.ir import ParallelError, readable_bytes, readable_seconds
 
 LOGGER = logging.getLogger("shardweave")
 
-EVERY = 5.0
+LOG_INTERVAL_SECONDS = 5.0
 """Seconds between two lines of a log. Work that takes less is not logged."""
 
 
@@ -125,7 +125,7 @@ class Reporter:
             self._told(event)
         elif self._live is not None:
             self._live.update(Spinner("dots", f"shardweave: {event} ({self._seconds:.0f} s)"))
-        elif self._depth and self._shows and time.monotonic() - self._last >= EVERY:
+        elif self._depth and self._shows and time.monotonic() - self._last >= LOG_INTERVAL_SECONDS:
             self._last = time.monotonic()
             self._say(f"{event} ({self._seconds:.0f} s so far)")
 

@@ -327,7 +327,7 @@ def test_a_plan_is_woven_as_it_says(tmp_path: Any) -> None:
         sw.compile_parallel(model, cluster, x, plan=again, options=sw.Options(sub_batches=4))
 
 
-def test_a_flat_step_is_judged_whole_and_refused_where_it_does_not_fit() -> None:
+def test_a_flat_step_is_evaluated_whole_and_refused_where_it_does_not_fit() -> None:
     """A flat bucket is of all layers; one that reduces each gradient as it appears would take less."""
     model, batch = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), torch.randn(8, 512)
     cluster = sw.Cluster.preset("rtx3090-pcie", nodes=1)

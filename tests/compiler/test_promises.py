@@ -12,7 +12,7 @@ from torch import nn
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.planner.search.evaluation import Judge, Judged
+from shardweave.planner.search.evaluation import Evaluation, PlanEvaluator
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.test_memory import CONFIG, rows
 from tests.compiler.test_micro_batches import Loss
@@ -88,13 +88,13 @@ def test_where_few_layers_tell_too_little_another_plan_is_looked_for(monkeypatch
     made = compiler()
     free = made.plan()
     limit = int(0.8 * free.peak_memory)
-    of_few = Judge._simulated
+    of_few = PlanEvaluator._simulated
 
-    def too_little(judge: Judge, *asked: object) -> Judged:
-        found = of_few(judge, *asked)  # type: ignore[arg-type]
+    def too_little(evaluate: PlanEvaluator, *asked: object) -> Evaluation:
+        found = of_few(evaluate, *asked)  # type: ignore[arg-type]
         return replace(found, peak_memory=int(0.8 * found.peak_memory))
 
-    monkeypatch.setattr(Judge, "_simulated", too_little)
+    monkeypatch.setattr(PlanEvaluator, "_simulated", too_little)
     other = compiler().with_(options=replace(made.options, memory_limit=limit))
     plan = other.plan()
     check(plan)

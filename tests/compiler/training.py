@@ -21,7 +21,7 @@ from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model.options import Options
 from shardweave.ir import Mesh, Strategy
 from shardweave.planner.problem.candidates import legal
-from shardweave.planner.search.evaluation import Decision, Judge, Judged
+from shardweave.planner.search.evaluation import Decision, Evaluation, PlanEvaluator
 from shardweave.runtime.tensor import gather
 from shardweave.sharding.parallel_ops import Op
 from tests.compiler.packing import Packed
@@ -169,16 +169,16 @@ class _Compiler(Compiler):
     simulates = True
 
     @property
-    def judge(self) -> Judge:
-        judge = super().judge
+    def evaluate(self) -> PlanEvaluator:
+        evaluate = super().evaluate
         if self.simulates:
-            return judge
-        return _Unjudged(judge.lowering)
+            return evaluate
+        return _Unjudged(evaluate.lowering)
 
 
-class _Unjudged(Judge):
-    def __call__(self, decision: Decision, options: Options) -> Judged:
-        return Judged(1.0, 1.0, 0.0, 0, {})
+class _Unjudged(PlanEvaluator):
+    def __call__(self, decision: Decision, options: Options) -> Evaluation:
+        return Evaluation(1.0, 1.0, 0.0, 0, {})
 
 
 def compile_ways(

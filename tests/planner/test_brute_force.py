@@ -15,7 +15,7 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.ir.errors import ParallelError
 from shardweave.planner.problem.candidates import legal
-from shardweave.planner.search.evaluation import Decision, Judged
+from shardweave.planner.search.evaluation import Decision, Evaluation
 
 WITHIN = 1.02
 PLAIN = {"sub_batches": 1, "buckets": False, "recompute": "none"}
@@ -52,7 +52,7 @@ RETURNED = [Small("rtx3090-pcie", 8192, 4096, 512, 2048), Small("rtx3090-pcie", 
 
 
 @cache
-def everything(small: Small) -> list[Judged]:
+def everything(small: Small) -> list[Evaluation]:
     """Each choice of strategies, simulated."""
     compiler = small.compiler(**PLAIN)
     ops = compiler.annotated.ops
@@ -63,7 +63,7 @@ def everything(small: Small) -> list[Judged]:
             step = compiler.lowering.draft(compiler.annotated, decision, compiler.options)
         except ParallelError:  # what no order of its axes can be lowered for
             continue
-        found.append(Judged.of(compiler.lowering.timeline(step)))
+        found.append(Evaluation.of(compiler.lowering.timeline(step)))
     return found
 
 
@@ -71,11 +71,11 @@ def everything(small: Small) -> list[Judged]:
 def test_no_choice_is_much_faster_than_the_plan(small: Small, part: float) -> None:
     """Under no limit, and half way between the smallest memory and that of the fastest choice."""
     choices = everything(small)
-    fastest = min(choices, key=lambda judged: judged.step_time)
-    least = min(judged.peak_memory for judged in choices)
-    assert len(choices) > 50 and fastest.step_time < 0.7 * max(judged.step_time for judged in choices)
+    fastest = min(choices, key=lambda evaluation: evaluation.step_time)
+    least = min(evaluation.peak_memory for evaluation in choices)
+    assert len(choices) > 50 and fastest.step_time < 0.7 * max(evaluation.step_time for evaluation in choices)
     limit = 10**12 if part == 1.0 else int(least + part * (fastest.peak_memory - least))
-    best = min(judged.step_time for judged in choices if judged.peak_memory <= limit)
+    best = min(evaluation.step_time for evaluation in choices if evaluation.peak_memory <= limit)
     plan = small.compiler(**PLAIN, memory_limit=limit).plan()
     assert plan.peak_memory <= limit
     assert best * (1 - 1e-9) <= plan.step_time <= WITHIN * best

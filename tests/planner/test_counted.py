@@ -15,7 +15,7 @@ from shardweave.planner.problem.build_problem import Costing
 from shardweave.planner.problem.candidates import allowed_strategies
 from shardweave.planner.problem.step_choices import with_modes
 from shardweave.planner.search import plan_selection as choose
-from shardweave.planner.search.plan_selection import Chooser
+from shardweave.planner.search.plan_selection import PlanSelector
 from shardweave.planner.search.solver_cache import UNLIMITED, Chosen
 from shardweave.sharding.annotate import layer_of
 from shardweave.sharding.graphs import info
@@ -34,15 +34,15 @@ def figures_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     Without one the order of a step is chosen for its time alone, whatever that holds.
     """
     figures: list[tuple[int, int]] = []
-    simulated = Chooser._simulated
+    simulated = PlanSelector._simulated
 
-    def seen(self: Chooser, costed: choose.Costed, solution: choose.Solution, limit: int) -> Chosen:
+    def seen(self: PlanSelector, costed: choose.Costed, solution: choose.Solution, limit: int) -> Chosen:
         found = simulated(self, costed, solution, limit)
         if limit < UNLIMITED:
-            figures.append((costed.problem.memory(solution.choice), found.judged.peak_memory))
+            figures.append((costed.problem.memory(solution.choice), found.evaluation.peak_memory))
         return found
 
-    monkeypatch.setattr(Chooser, "_simulated", seen)
+    monkeypatch.setattr(PlanSelector, "_simulated", seen)
     return figures
 
 

@@ -69,7 +69,7 @@ def test_groups_have_the_minima_of_their_states(problem: Problem, weights: list[
     for each in weights:  # the groups of one minimum are the next one's first
         weighed = np.array([1.0, *each[: problem.num_streams + 1]])
         expected = whole.minimum(weighed)
-        with no_tables_of("_WHOLE"):
+        with no_tables_of("_MAX_FULL_TABLE_ENTRIES"):
             found = grouped.minimum(weighed)
         assert (found is None) == (expected is None)
         if found is not None and expected is not None:
@@ -86,7 +86,7 @@ def test_states_that_no_minimum_comes_near_stay_together() -> None:
     op = Op("op", tuple(Candidate(str(i), 1.0 + i, in_port=i, out_port=i) for i in range(states)))
     problem = Problem((op,) * 12, tuple(Edge(i, i + 1, change) for i in range(11)))
     elimination = eliminated(problem)
-    with no_tables_of("_WHOLE"):
+    with no_tables_of("_MAX_FULL_TABLE_ENTRIES"):
         found = elimination.minimum(np.array([1.0, 0.0]))
     assert found is not None and set(found.choice) == {0}
     assert max(len(members) for members in elimination._groups.members) <= 5
@@ -95,7 +95,7 @@ def test_states_that_no_minimum_comes_near_stay_together() -> None:
 @settings(max_examples=60, deadline=None)
 @given(problems())
 def test_tables_that_are_never_made_leave_the_optimum_as_it_is(problem: Problem) -> None:
-    with no_tables_of("_WHOLE", "_WALKED"):
+    with no_tables_of("_MAX_FULL_TABLE_ENTRIES", "_MAX_WALKED_ENTRIES"):
         try:
             found = solve(problem).objective
         except PlanError:
@@ -247,7 +247,7 @@ def test_equal_layers_mix_under_a_limit_in_the_middle() -> None:
 @settings(max_examples=60, deadline=None)
 @given(problems())
 def test_wide_graphs_have_the_same_optimum(problem: Problem) -> None:
-    with no_tables_of("_LARGEST_TABLE"):
+    with no_tables_of("_MAX_TABLE_ENTRIES"):
         assert Elimination.of(problem) is None
         try:
             found = solve(problem).objective
@@ -258,7 +258,7 @@ def test_wide_graphs_have_the_same_optimum(problem: Problem) -> None:
 
 def test_wide_graphs_have_the_same_smallest_memory() -> None:
     op = Op("up", (Candidate("", 1.0, state_bytes=8), Candidate("", 2.0, state_bytes=5, transient_bytes=1)))
-    with no_tables_of("_LARGEST_TABLE"), pytest.raises(InfeasibleError, match=" is 6 bytes"):
+    with no_tables_of("_MAX_TABLE_ENTRIES"), pytest.raises(InfeasibleError, match=" is 6 bytes"):
         solve(Problem((op,), memory_limit=5))
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.ir import OverlapConfig
-from shardweave.planner.search.evaluation import Judged
-from shardweave.planner.search.plan_selection import Chooser
+from shardweave.planner.search.evaluation import Evaluation
+from shardweave.planner.search.plan_selection import PlanSelector
 from shardweave.planner.search.planning import Lacked, Made, Planning
 from shardweave.planner.search.search import fastest
-from shardweave.planner.search.solver_cache import Answers
+from shardweave.planner.search.solver_cache import CachedSolver
 from shardweave.runtime import ParallelModule
 from tests.compiler.test_micro_batches import Loss
 from tests.models.large import LARGE
@@ -80,8 +80,8 @@ def test_what_memory_costs_is_told_from_a_step_that_has_all_it_asks_for() -> Non
 
 def test_memory_presses_where_the_program_finds_nothing_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a plan that is alike in all layers, which fits all the same, the bound of all plans tells nothing."""
-    monkeypatch.setattr(Answers, "is_far", lambda *_: True)
-    monkeypatch.setattr(Chooser, "_under", lambda *_, **__: None)
+    monkeypatch.setattr(CachedSolver, "is_far", lambda *_: True)
+    monkeypatch.setattr(PlanSelector, "_under", lambda *_, **__: None)
     found = mlp()._compiler.with_(options=sw.Options(recompute="none")).search.planning(1).make()
     assert isinstance(found, Made) and found.chosen.pressed
 
@@ -149,7 +149,7 @@ def test_micro_batches_in_sub_batches_take_what_is_said() -> None:
     plan = made.planning.plan(made, compiler.model_key, begun=0.0)
     for sub_batches in (1, 2):
         overlap = replace(plan.overlap, sub_batches=sub_batches)
-        said = made.planning._judged(made.chosen, overlap)
+        said = made.planning._evaluated(made.chosen, overlap)
         taken = compiler.lowering.timeline(compiler.lower(replace(plan, overlap=overlap)))
         assert said.compute_time == pytest.approx(taken.compute_time, rel=0.01)
         assert said.step_time == pytest.approx(taken.step_time, rel=0.01)
@@ -162,7 +162,7 @@ class Asked(Planning):
         self.seconds, self.needs, self.made = seconds, needs, 0
 
     @property
-    def presses(self) -> bool:
+    def is_memory_bound(self) -> bool:
         return True
 
     def expected(self, ceiling: float = inf) -> tuple[float, int]:
@@ -172,8 +172,8 @@ class Asked(Planning):
         self.made += 1
         if self.seconds == inf:
             return Lacked(self.needs, self.last)
-        judged = Judged(self.seconds, 0.0, 0.0, 0, {})
-        parts: dict[str, Any] = {"priced": None, "chosen": SimpleNamespace(judged=judged, pressed=True)}
+        evaluation = Evaluation(self.seconds, 0.0, 0.0, 0, {})
+        parts: dict[str, Any] = {"priced": None, "chosen": SimpleNamespace(evaluation=evaluation, pressed=True)}
         return Made(self, overlap=OverlapConfig(), **parts) if self.seconds < ceiling else None
 
     def last(self) -> Made:

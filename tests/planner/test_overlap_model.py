@@ -61,7 +61,7 @@ def test_program_and_simulator_rank_plans_alike(preset: str, nodes: int) -> None
     for _ in range(PLANS):
         choice = drawn(costed.problem, rng)
         counted.append(problem.objective(choice))
-        simulated.append(compiler.judge(decision(costed, choice), OPTIONS).step_time)
+        simulated.append(compiler.evaluate(decision(costed, choice), OPTIONS).step_time)
     assert spearman(counted, simulated) >= 0.95
 
 

@@ -74,8 +74,8 @@ def test_figures_that_follow_from_others() -> None:
     [
         ("no json", "plan as JSON"),
         ("[]", "saved by shardweave"),
-        ('{"format": "shardweave plan", "version": 99}', "version 5, got 99"),
-        ('{"format": "shardweave plan", "version": 5}', "lacks the key 'model'"),
+        ('{"format": "shardweave plan", "version": 99}', "version 6, got 99"),
+        ('{"format": "shardweave plan", "version": 6}', "lacks the key 'model'"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused_with_its_name(tmp_path: Path, content: str, message: str) -> None:

@@ -11,9 +11,9 @@ import pytest
 import shardweave as sw
 from shardweave.planner.problem.build_problem import Costed
 from shardweave.planner.problem.problem import Candidate, Op, Problem
-from shardweave.planner.search import solver_cache as answers
-from shardweave.planner.search.planning import first_of
-from shardweave.planner.search.solver_cache import Answers, limited
+from shardweave.planner.search import solver_cache as solver
+from shardweave.planner.search.planning import first_feasible
+from shardweave.planner.search.solver_cache import CachedSolver, limited
 from shardweave.planner.solver.solver import solve
 
 FAST, SMALL = Candidate("fast", 1.0, state_bytes=8), Candidate("small", 1.5, state_bytes=4)
@@ -28,12 +28,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(problem.memory_limit)
         return solve(problem, *rest)
 
-    monkeypatch.setattr(answers, "solve", noted)
+    monkeypatch.setattr(solver, "solve", noted)
     return found
 
 
 def test_what_is_known_under_more_memory_is_not_asked_again(asked: list[int]) -> None:
-    costed, given = Costed(Problem((Op("up", (FAST, SMALL)), Op("down", (FAST, SMALL)))), []), Answers(10.0)
+    costed, given = Costed(Problem((Op("up", (FAST, SMALL)), Op("down", (FAST, SMALL)))), []), CachedSolver(10.0)
     found = [given.solve(limited(costed, limit)) for limit in (15, 13, 12, 11, 9)]
     assert asked == [15, 11]  # the first answer counts 12 bytes, the second one 8
     assert [each.objective for each in found] == [2.5, 2.5, 2.5, 3.0, 3.0]
@@ -41,13 +41,13 @@ def test_what_is_known_under_more_memory_is_not_asked_again(asked: list[int]) ->
 
 
 def test_what_does_not_fit_or_takes_too_long_anyway_is_not_asked_again(asked: list[int]) -> None:
-    given = Answers(10.0)
+    given = CachedSolver(10.0)
     costed = Costed(Problem((Op("up", (FAST, SMALL)), Op("down", (FAST, SMALL))), memory_limit=7), [])
     assert [given.expects(costed) for _ in range(2)] == [(math.inf, 8)] * 2
-    assert asked == [answers.UNLIMITED, 7]
+    assert asked == [solver.UNLIMITED, 7]
     wider = replace(costed, problem=replace(costed.problem, memory_limit=12))
     assert given.expects(wider, ceiling=2.0) == (2.0, 16) and given.takes(12, 2.0)  # whatever fits takes as long
-    assert asked == [answers.UNLIMITED, 7] and not given.takes(12, 2.1)
+    assert asked == [solver.UNLIMITED, 7] and not given.takes(12, 2.1)
 
 
 def test_of_what_does_not_fit_the_least_is_looked_at_first_and_what_is_hopeless_not_at_all() -> None:
@@ -63,6 +63,6 @@ def test_of_what_does_not_fit_the_least_is_looked_at_first_and_what_is_hopeless_
         return size, last
 
     with pytest.raises(sw.InfeasibleError, match="needs 100"):
-        first_of([needs(110), needs(126), needs(100)])
+        first_feasible([needs(110), needs(126), needs(100)])
     assert asked == [100, 110]
-    assert first_of([needs(110), needs(7)]) == "a plan" and asked[-1] == 7
+    assert first_feasible([needs(110), needs(7)]) == "a plan" and asked[-1] == 7

@@ -14,8 +14,8 @@ from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPTConfig
 from shardweave.ir import OverlapConfig
 from shardweave.ir.errors import PlanError
-from shardweave.planner.search.evaluation import Judged
-from shardweave.planner.search.planning import EXPOSED, WORTH, choices_for_the_whole
+from shardweave.planner.search.evaluation import Evaluation
+from shardweave.planner.search.planning import MIN_EXPOSED_RATIO, MIN_GAIN_RATIO, choices_for_the_whole
 from shardweave.sharding.graphs import info
 from tests.planner.planners import MetaGPT, Planner
 
@@ -24,33 +24,33 @@ NARROW = MetaGPT(GPTConfig(vocabulary=512, context=128, layers=2, heads=4, width
 """Little to compute for each byte that is moved."""
 
 
-def judged(seconds: float, exposed: float = 0.5, peak: int = 1) -> Judged:
-    return Judged(seconds, seconds * (1 - exposed), seconds * exposed, peak, {})
+def evaluation(seconds: float, exposed: float = 0.5, peak: int = 1) -> Evaluation:
+    return Evaluation(seconds, seconds * (1 - exposed), seconds * exposed, peak, {})
 
 
-def chosen(times: dict[str, Judged], options: Options, limit: int = 1, keeps: bool = False) -> str:
+def chosen(times: dict[str, Evaluation], options: Options, limit: int = 1, keeps: bool = False) -> str:
     """What is chosen where each overlap takes that; what is not among them is refused."""
 
-    def judge(overlap: OverlapConfig) -> Judged:
+    def evaluate(overlap: OverlapConfig) -> Evaluation:
         if str(overlap) not in times:
             raise PlanError("this one cannot be woven so")
         return times[str(overlap)]
 
-    return str(choices_for_the_whole(options, OverlapConfig(), times[PLAIN], judge, limit, keeps)[0])
+    return str(choices_for_the_whole(options, OverlapConfig(), times[PLAIN], evaluate, limit, keeps)[0])
 
 
 PLAIN, HALVES, BUCKETS, BOTH = "", "2 sub-batches", "buckets", "2 sub-batches, buckets"
 
 
 def test_what_saves_time_is_chosen_on_top_of_what_did_before() -> None:
-    times = {PLAIN: judged(1.0), HALVES: judged(0.9), BUCKETS: judged(0.8), BOTH: judged(0.7)}
+    times = {PLAIN: evaluation(1.0), HALVES: evaluation(0.9), BUCKETS: evaluation(0.8), BOTH: evaluation(0.7)}
     assert chosen(times, Options()) == BOTH
-    assert chosen({**times, BOTH: judged(0.9 * (1 - WORTH / 2))}, Options()) == HALVES
+    assert chosen({**times, BOTH: evaluation(0.9 * (1 - MIN_GAIN_RATIO / 2))}, Options()) == HALVES
 
 
 @pytest.mark.parametrize("asked", CLOSED)
 def test_what_the_user_says_is_not_asked_again(asked: str) -> None:
-    times = {PLAIN: judged(1.0), HALVES: judged(0.9), BUCKETS: judged(0.9)}
+    times = {PLAIN: evaluation(1.0), HALVES: evaluation(0.9), BUCKETS: evaluation(0.9)}
     found = chosen(times, Options(**{**CLOSED, asked: None}))
     assert found == {"sub_batches": HALVES, "buckets": BUCKETS, "keep_gathered": PLAIN}[asked]
     assert chosen(times, Options(**CLOSED)) == PLAIN
@@ -58,19 +58,19 @@ def test_what_the_user_says_is_not_asked_again(asked: str) -> None:
 
 def test_what_is_gathered_is_kept_where_anything_is_and_that_saves_time() -> None:
     kept = "* kept gathered"
-    times = {PLAIN: judged(1.0), kept: judged(0.9, peak=2), f"{kept}, buckets": judged(0.8, peak=2)}
+    times = {PLAIN: evaluation(1.0), kept: evaluation(0.9, peak=2), f"{kept}, buckets": evaluation(0.8, peak=2)}
     assert chosen(times, Options(), limit=2, keeps=True) == f"{kept}, buckets"
     assert chosen(times, Options(), limit=1, keeps=True) == chosen(times, Options(), limit=2) == PLAIN
     assert chosen(times, Options(keep_gathered=False), limit=2, keeps=True) == PLAIN
 
 
 def test_nothing_is_tried_where_no_communication_is_exposed() -> None:
-    assert chosen({PLAIN: judged(1.0, EXPOSED / 2), HALVES: judged(0.9)}, Options()) == PLAIN
+    assert chosen({PLAIN: evaluation(1.0, MIN_EXPOSED_RATIO / 2), HALVES: evaluation(0.9)}, Options()) == PLAIN
 
 
 def test_what_does_not_fit_or_is_refused_is_not_chosen() -> None:
-    assert chosen({PLAIN: judged(1.0), HALVES: judged(0.5, peak=2)}, Options()) == PLAIN
-    assert chosen({PLAIN: judged(1.0), HALVES: judged(0.5, peak=2)}, Options(), limit=2) == HALVES
+    assert chosen({PLAIN: evaluation(1.0), HALVES: evaluation(0.5, peak=2)}, Options()) == PLAIN
+    assert chosen({PLAIN: evaluation(1.0), HALVES: evaluation(0.5, peak=2)}, Options(), limit=2) == HALVES
 
 
 # There, data parallelism with buckets takes 2.2 % less time than the plan (1.9 % less in an earlier version): its
@@ -87,7 +87,7 @@ def test_a_plan_is_never_slower_for_what_is_left_open(preset: str, nodes: int) -
     assert closed.overlap == OverlapConfig()
     each = [on.plan(**{**CLOSED, **said}) for said in ({"sub_batches": 2}, {"buckets": True}, {"keep_gathered": True})]
     assert free.step_time <= min(plan.step_time for plan in each) * 1.02
-    assert free.overlap != OverlapConfig() and free.step_time <= closed.step_time * (1 - WORTH)
+    assert free.overlap != OverlapConfig() and free.step_time <= closed.step_time * (1 - MIN_GAIN_RATIO)
 
 
 def test_what_is_chosen_is_lowered() -> None:

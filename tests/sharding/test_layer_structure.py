@@ -167,17 +167,17 @@ PLANS = {
     ("way", "sub_batches"), [("data", 1), ("sharded", 2), ("tensor", 1), ("tensor", 2), ("two stretches", 1)]
 )
 def test_a_few_layers_tell_what_all_of_them_take(way: str, sub_batches: int) -> None:
-    """A plan's judged time and memory are those of the whole step's simulation."""
+    """A plan's evaluated time and memory are those of the whole step's simulation."""
     compiler = copy.copy(wide())
     options = sw.Options(force=PLANS[way], sub_batches=sub_batches, memory_limit=10**13)
     compiler.options = options
     plan = compiler.plan()
     timeline = compiler.lowering.timeline(compiler.lower(plan))
     assert sum(len(run.layers) for run in compiler.steps.runs(options)) > 4
-    judged = compiler.judge(decided(compiler, plan), options.with_overlap(plan.overlap))
-    assert judged.step_time == pytest.approx(timeline.step_time, rel=0.02)
-    assert judged.peak_memory == pytest.approx(timeline.peak_memory, rel=0.03)
-    assert judged.compute_time == pytest.approx(timeline.compute_time, rel=0.02)
+    evaluation = compiler.evaluate(decided(compiler, plan), options.with_overlap(plan.overlap))
+    assert evaluation.step_time == pytest.approx(timeline.step_time, rel=0.02)
+    assert evaluation.peak_memory == pytest.approx(timeline.peak_memory, rel=0.03)
+    assert evaluation.compute_time == pytest.approx(timeline.compute_time, rel=0.02)
 
 
 @pytest.mark.parametrize("width", [512, 1024])
@@ -192,8 +192,8 @@ def test_a_limit_that_a_step_keeps_to_anyway_does_not_slow_it_down(width: int) -
     compiler = Compiler(model, sw.Cluster.preset("rtx3090-pcie", nodes=2), inputs, options, None)
     plan = compiler.plan()
     decision = decided(compiler, plan)
-    free = compiler.judge(decision, options.with_overlap(plan.overlap))
-    limited = compiler.judge(decision, sw.Options(memory_limit=free.peak_memory, **plain).with_overlap(plan.overlap))
+    free = compiler.evaluate(decision, options.with_overlap(plan.overlap))
+    limited = compiler.evaluate(decision, sw.Options(memory_limit=free.peak_memory, **plain).with_overlap(plan.overlap))
     assert limited.peak_memory <= free.peak_memory
     assert limited.step_time <= 1.005 * free.step_time
 
@@ -208,7 +208,7 @@ def test_stretches_of_other_lengths_are_told_by_the_same_few_layers(monkeypatch:
         sharded.append(shard)
         return Sharder(shard, graph_module)
 
-    judged, whole = [], []
+    evaluation, whole = [], []
     for pattern in ("blocks.[4567]", "blocks.[567]"):
         compiler.options = sw.Options(force={"*": "zero3", pattern: TENSOR}, memory_limit=10**13)
         plan = compiler.plan()
@@ -216,10 +216,10 @@ def test_stretches_of_other_lengths_are_told_by_the_same_few_layers(monkeypatch:
         free = sw.Options(memory_limit=10**13).with_overlap(plan.overlap)
         with monkeypatch.context() as patch:
             patch.setattr(pipeline, "Sharder", noted)
-            judged.append(compiler.judge(decided(compiler, plan), free))
+            evaluation.append(compiler.evaluate(decided(compiler, plan), free))
     assert len(sharded) == 1
     assert abs(whole[0].step_time / whole[1].step_time - 1) > 0.01  # they are not the same plan
-    for mine, timeline in zip(judged, whole):
+    for mine, timeline in zip(evaluation, whole):
         assert mine.step_time == pytest.approx(timeline.step_time, rel=0.02)
         assert mine.peak_memory == pytest.approx(timeline.peak_memory, rel=0.03)
 
@@ -237,10 +237,10 @@ def test_layers_that_are_recomputed_hold_what_they_hold() -> None:
         whole = replace(plan, overlap=overlap, peak_memory=0, schedule_limit=gib * 2**30)
         compiler.options = options
         timeline = compiler.lowering.timeline(compiler.lower(whole))
-        judged = compiler.judge(decision, options.with_overlap(plan.overlap))
-        assert judged.peak_memory == pytest.approx(timeline.peak_memory, rel=0.02)
-        assert judged.step_time == pytest.approx(timeline.step_time, rel=0.02)
-        assert sum(judged.at_peak.values()) == judged.peak_memory
+        evaluation = compiler.evaluate(decision, options.with_overlap(plan.overlap))
+        assert evaluation.peak_memory == pytest.approx(timeline.peak_memory, rel=0.02)
+        assert evaluation.step_time == pytest.approx(timeline.step_time, rel=0.02)
+        assert sum(evaluation.at_peak.values()) == evaluation.peak_memory
 
 
 @cache

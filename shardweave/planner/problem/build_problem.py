@@ -364,7 +364,7 @@ class Edges:
         return any_covers(self.options.overlap.exclude_from_sub_batches, info(node).op)
 
 
-PARTS = 3
+SOFTMAX_PASSES = 3
 """Passes over its value, and small sums, that a softmax takes in parts beside what it takes fused: max, sum, and once
 more in its backward."""
 
@@ -550,8 +550,8 @@ class Costing(Edges):
         itemsize = tensor_outputs(node)[0].element_size()
         level, seconds = self.prices.collective("all_reduce", axes, max(1, rows) * itemsize)
         sums = np.zeros((2, 1 + len(self.prices.levels)))
-        sums[:, 1 + level] = (PARTS - 1) * seconds, seconds
-        costs += PARTS * work + self.windows.activations(sums, self.is_undivided(node))
+        sums[:, 1 + level] = (SOFTMAX_PASSES - 1) * seconds, seconds
+        costs += SOFTMAX_PASSES * work + self.windows.activations(sums, self.is_undivided(node))
 
     def _join(self, node: fx.Node, bound: BoundRule, arguments: Sequence[fx.Node]) -> None:
         key = self._key(node)

@@ -226,7 +226,7 @@ class _Arrays:
         return dims + 1, ~apart & (dims[:, None] == dims[None, :])
 
 
-_TABLES = 32
+_MAX_CACHED_TABLES = 32
 """Tables of changes that are remembered: one is of some megabytes on thousands of devices, and soon asked for again."""
 
 Links = NDArray[np.float64]
@@ -257,7 +257,7 @@ class Prices:
         self._works: dict[fx.Node, Work | None] = {}
         self._rests: dict[tuple[Layout, tuple[tuple[Axis, ...], ...]], list[Layout]] = {}
         self._computed: dict[tuple[object, ...], float] = {}
-        self._tables = lru_cache(_TABLES)(self._priced)
+        self._tables = lru_cache(_MAX_CACHED_TABLES)(self._priced)
 
     def table(
         self, haves: Sequence[Layout], wants: Sequence[Layout], gradients: Sequence[Layout], itemsize: int

@@ -44,17 +44,17 @@ from shardweave.planner.problem.problem import Op as Row
 from shardweave.planner.problem.resharding_costs import Links, local_numel, tensor_outputs
 from shardweave.sharding import Op, graph_outputs, info, last_match, tensor_args, users_through_views
 
-SLICES = 4
+OPERATOR_SLICES = 4
 """As many as OSDP takes."""
 
-MUCH = 1 / 8
+MIN_TRANSIENT_RATIO = 1 / 8
 """The part of the largest transient of any op that a strategy's own makes out for it to be offered in slices, too."""
 
 
 def with_slices(costing: Costing, costed: Costed) -> Costed:
     """The problem with the strategies in slices, too, that gather much at a time; itself where none does."""
     priced = [variable.prices for variable in costed.variables if variable.prices is not None]
-    much = MUCH * max((float(prices.transient_bytes.max()) for prices in priced), default=0.0)
+    much = MIN_TRANSIENT_RATIO * max((float(prices.transient_bytes.max()) for prices in priced), default=0.0)
     more = {index: sliced for index, variable in enumerate(costed.variables)
             if (sliced := _sliced(costing, variable, much))}  # fmt: skip
     if not more:
@@ -73,12 +73,12 @@ def _sliced(costing: Costing, variable: Variable, much: float) -> list[Strategy]
     if op is None or prices is None or op.name in costing.forced or costing.options.operator_slices:
         return []
     large = [s for s, held in zip(variable.strategies, prices.transient_bytes.tolist()) if held > much]
-    return [replace(strategy, slices=SLICES) for strategy in large if _fits(costing, op, strategy)]
+    return [replace(strategy, slices=OPERATOR_SLICES) for strategy in large if _fits(costing, op, strategy)]
 
 
 def _fits(costing: Costing, op: Op, strategy: Strategy) -> bool:
     try:
-        op.slice_atom(strategy, costing.mesh, SLICES)
+        op.slice_atom(strategy, costing.mesh, OPERATOR_SLICES)
     except LayoutError:
         return False
     return True

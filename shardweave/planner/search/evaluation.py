@@ -42,8 +42,8 @@ from shardweave.planner.search.layer_problem import Steps, inside, renamed
 from shardweave.planner.search.plan import Plan
 from shardweave.sharding import Run, layer_of, layers_of_ops
 
-KEPT_DECISIONS = 8
-"""Decisions of which the sharded graphs are kept: a plan under a limit close by asks for the same ones again."""
+MAX_CACHED_SHARDED_GRAPHS = 8
+"""The number of decisions whose sharded graphs are cached: a plan under a similar limit asks for the same ones."""
 
 Sharded = deque[tuple[tuple[object, ...], dict[int, Shards]]]
 """Sharded graphs by what was decided, and by the annotated step that they are of."""
@@ -73,7 +73,7 @@ class StepLowering:
 
     def __init__(self, steps: Steps, cluster: Cluster, options: Options, sharded: Sharded | None = None) -> None:
         self.steps, self.cluster, self.options = steps, cluster, options
-        self._sharded: Sharded = deque(maxlen=KEPT_DECISIONS) if sharded is None else sharded
+        self._sharded: Sharded = deque(maxlen=MAX_CACHED_SHARDED_GRAPHS) if sharded is None else sharded
 
     def lower(
         self,
@@ -441,12 +441,12 @@ class _Part:
         return [*found, *(Act(part, "", transfer=each, waits=True) for left in under_way.values() for each in left)]
 
 
-LEFT = 2
-"""Layers of a stretch that are simulated."""
+SIMULATED_LAYERS = 2
+"""The number of layers of a stretch that are simulated."""
 
 
 @dataclass(frozen=True)
-class Judged:
+class Evaluation:
     """What the simulator says of a step.
 
     Parameters
@@ -466,7 +466,7 @@ class Judged:
     at_peak: Mapping[str, int]
 
     @classmethod
-    def of(cls, timeline: Timeline) -> Judged:
+    def of(cls, timeline: Timeline) -> Evaluation:
         """Of a step that was simulated whole."""
         return cls(
             timeline.step_time,
@@ -477,12 +477,12 @@ class Judged:
         )
 
 
-Known = deque[tuple[tuple[Options, Decision], Judged]]
+Known = deque[tuple[tuple[Options, Decision], Evaluation]]
 """What plans take, on one cluster."""
 
 Said = TypeVar("Said")
 
-class Judge:
+class PlanEvaluator:
     """Simulates plans of one step.
 
     Parameters
@@ -497,41 +497,41 @@ class Judge:
         self.lowering, self.steps = lowering, lowering.steps
         self.known: Known = deque() if known is None else known
 
-    def __call__(self, decision: Decision, options: Options) -> Judged:
+    def __call__(self, decision: Decision, options: Options) -> Evaluation:
         """What the step takes; `options` have the memory limit."""
         asked = options, decision
-        found = next((judged for other, judged in self.known if other == asked), None)
+        found = next((evaluation for other, evaluation in self.known if other == asked), None)
         if found is None:
             found = self._simulated(decision, options)
             self.known.append((asked, found))
         return found
 
-    def whole(self, decision: Decision, options: Options) -> Judged:
+    def whole(self, decision: Decision, options: Options) -> Evaluation:
         """What the step takes, all of its layers lowered and simulated."""
         options = replace(options, recompute={**options.overlap.recompute, **decision.modes})
-        return Judged.of(self.lowering.timeline(self.lowering.draft(self.steps.whole, decision, options)))
+        return Evaluation.of(self.lowering.timeline(self.lowering.draft(self.steps.whole, decision, options)))
 
-    def _simulated(self, decision: Decision, options: Options) -> Judged:
+    def _simulated(self, decision: Decision, options: Options) -> Evaluation:
         few = self._few(decision, options)
         fold, annotated = self.steps.folded(few.left)
         decision, alike = few.decision, few.alike
         options = replace(options, recompute={**options.overlap.recompute, **decision.modes})
         compiled = self.lowering.draft(annotated, decision, options, alike)
-        judged = Judged.of(timeline := self.lowering.timeline(compiled))
+        evaluation = Evaluation.of(timeline := self.lowering.timeline(compiled))
         if not fold.stands_for:
-            return judged
+            return evaluation
         layers = Layers(layers_of_ops(annotated.captured.graph.graph))
         taken = [taken_by(timeline, layers, same).times(others) for same, others in alike]
         optimizer = self._optimizer(compiled, alike) - self._optimizer(compiled, ())
         compute, exposed = (sum(each) for each in zip(*taken, Taken(optimizer, 0.0)))
-        seconds = Taken(judged.compute_time + compute, judged.exposed_communication + exposed)
+        seconds = Taken(evaluation.compute_time + compute, evaluation.exposed_communication + exposed)
         if piles_up(timeline.acts, layers, alike):
             acts = unrolled(timeline.acts, layers, alike, {*annotated.captured.parameters.values()})
             if acts is not None:
                 played = play(acts, device=self.lowering.cluster.device)
                 seconds = Taken(played.compute + optimizer, played.seconds - played.compute)
         held = held_with_more(timeline.memory, layers, alike)
-        return Judged(sum(seconds), *seconds, held.peak, held.at_peak())
+        return Evaluation(sum(seconds), *seconds, held.peak, held.at_peak())
 
     def _optimizer(self, compiled: Compiled, alike: RepeatedLayers) -> float:
         """Seconds of the optimizer's step with so many more of each layer."""
@@ -555,7 +555,7 @@ class Judge:
         for run in runs:
             begin = count = 0
             for length in _lengths(decision, run):
-                few = min(LEFT, length)
+                few = min(SIMULATED_LAYERS, length)
                 places.update(zip(run.layers[begin : begin + few], run.layers[count : count + few], strict=True))
                 alike.append((run.layers[count : count + few], length - few))
                 begin, count = begin + length, count + few

@@ -163,7 +163,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Priced:
+class LayerProblem:
     """A folded step with its problem."""
 
     fold: Fold

@@ -19,21 +19,21 @@ from itertools import islice, product
 from shardweave.ir import InfeasibleError, PlanError, Strategy, readable_bytes
 from shardweave.planner.problem.build_problem import Costed, Variable
 from shardweave.planner.problem.problem import Problem
-from shardweave.planner.search.evaluation import Decision, Judged
+from shardweave.planner.search.evaluation import Decision, Evaluation
 from shardweave.planner.search.solver_cache import (
-    GAP,
-    MODEST,
-    ROUGH,
+    MAX_CANDIDATES_MODEST,
+    MAX_GAP,
+    MAX_ROUGH_GAP,
     UNLIMITED,
-    Answers,
     Both,
+    CachedSolver,
     Chosen,
     Lacking,
     decision,
     fastest_of,
     is_small,
     limited,
-    pressing,
+    memory_bound_ratio,
     size,
 )
 from shardweave.planner.solver.reductions import Kept, invert, restricted
@@ -42,12 +42,12 @@ from shardweave.sharding import ColumnRowStrategies
 
 Solve = Callable[[Costed, Solution, float], Solution]
 
-CLOSE, MOST = 0.1, 2
-"""How much longer than the best plan's the program may say that a plan's step is, to be simulated: how far the two may
-disagree; and how many of these are."""
+FAMILY_TOLERANCE, MAX_SIMULATED_FAMILIES = 0.1, 2
+"""The best plan of a family is simulated if the solver predicts at most this part more time for it than for the best
+plan. At most so many are."""
 
 
-def rivals(costed: Costed, best: Solution, solve: Solve, most: int) -> Iterator[Solution]:
+def other_families(costed: Costed, best: Solution, solve: Solve, most: int) -> Iterator[Solution]:
     """The best choices of families that are others than the best of all and close to it: first the least degree's.
 
     Parameters
@@ -63,14 +63,14 @@ def rivals(costed: Costed, best: Solution, solve: Solve, most: int) -> Iterator[
         How many families are looked at.
     """
     close = list(_close(costed, best, solve, islice(families(costed, best.choice), most)))
-    yield from [*close[:1], *sorted(close[1:], key=_objective)][:MOST]
+    yield from [*close[:1], *sorted(close[1:], key=_objective)][:MAX_SIMULATED_FAMILIES]
 
 
-PARTLY = 3
-"""How many plans are simulated whose states all rest over the same part of the devices, and how many of one grid."""
+MAX_SIMULATED_PER_SHARDING = 3
+"""The number of plans that are simulated for each shard degree of the states, and for each grid."""
 
-ABOUT = 0.03
-"""By how much the program may count too much for a plan of one grid."""
+ESTIMATE_TOLERANCE = 0.03
+"""The part by which the solver may overestimate the time of a plan with one grid for all ops."""
 
 
 def alike(costed: Costed, best: Solution, solve: Solve, simulated: float = math.inf) -> list[Solution]:
@@ -81,9 +81,9 @@ def alike(costed: Costed, best: Solution, solve: Solve, simulated: float = math.
     """
     found = [*_close(costed, best, solve, ways_to_rest(costed))]
     partly = _close(costed, best, solve, partly_at_rest(costed))
-    tensor = _close(costed, best, solve, in_turn(costed), (1 + ABOUT) * simulated)
+    tensor = _close(costed, best, solve, in_turn(costed), (1 + ESTIMATE_TOLERANCE) * simulated)
     for several in (partly, tensor):
-        found += sorted(several, key=_objective)[:PARTLY]
+        found += sorted(several, key=_objective)[:MAX_SIMULATED_PER_SHARDING]
     return [*{solution.choice: solution for solution in found}.values()]
 
 
@@ -94,7 +94,7 @@ def _objective(solution: Solution) -> float:
 def _close(
     costed: Costed, best: Solution, solve: Solve, found_in: Iterable[Kept], ceiling: float = math.inf
 ) -> Iterator[Solution]:
-    seen, ceiling = {best.choice}, min(ceiling, best.objective * (1 + CLOSE))
+    seen, ceiling = {best.choice}, min(ceiling, best.objective * (1 + FAMILY_TOLERANCE))
     for kept in found_in:
         try:
             found = solve(replace(costed, problem=restricted(costed.problem, kept)), best, ceiling)
@@ -194,17 +194,17 @@ def _left(costed: Costed, are_so: Sequence[Sequence[bool]]) -> Kept:
     )
 
 
-FEW = 2**12
-"""Choices of a problem up to which each is looked at."""
+MAX_ENUMERATED_CHOICES = 2**12
+"""Problems with at most so many choices have each choice looked at."""
 
-SLACK = 1.15
-"""How many times the limit one may count."""
+MAX_ESTIMATE_OVER_LIMIT = 1.15
+"""A choice is simulated although its estimated memory exceeds the limit, up to this ratio."""
 
-MOST_OVERLOOKED = 32
-"""How many are simulated."""
+MAX_SIMULATED_NEAR_MISSES = 32
+"""The number of such choices that are simulated."""
 
 
-def overlooked(problem: Problem, limit: int, ceiling: float) -> list[tuple[int, ...]]:
+def near_misses(problem: Problem, limit: int, ceiling: float) -> list[tuple[int, ...]]:
     """Choices that may fit and take less than `ceiling` seconds, the fastest first; the smallest first where it is inf.
 
     None of a problem with many choices.
@@ -214,91 +214,102 @@ def overlooked(problem: Problem, limit: int, ceiling: float) -> list[tuple[int, 
     >>> from shardweave.planner.problem.problem import Candidate, Op
     >>> ways = Candidate("dp", 1.0, 102), Candidate("zdp", 2.0, 100), Candidate("tensor", 3.0, 90)
     >>> problem = Problem((Op("head", ways),), (), memory_limit=100)
-    >>> overlooked(problem, 100, ceiling=2.5), overlooked(problem, 99, ceiling=float("inf"))
+    >>> near_misses(problem, 100, ceiling=2.5), near_misses(problem, 99, ceiling=float("inf"))
     ([(0,), (1,)], [(2,), (1,), (0,)])
     """
-    if math.prod(len(op.candidates) for op in problem.ops) > FEW:
+    if math.prod(len(op.candidates) for op in problem.ops) > MAX_ENUMERATED_CHOICES:
         return []
     found = []
     for choice in product(*(range(len(op.candidates)) for op in problem.ops)):
         seconds = problem.objective(choice)
-        if seconds < ceiling and (size := problem.memory(choice)) <= SLACK * limit:
+        if seconds < ceiling and (size := problem.memory(choice)) <= MAX_ESTIMATE_OVER_LIMIT * limit:
             found.append((seconds if ceiling < math.inf else size, choice))
-    return [choice for _, choice in sorted(found)[:MOST_OVERLOOKED]]
+    return [choice for _, choice in sorted(found)[:MAX_SIMULATED_NEAR_MISSES]]
 
 
-WIDER = 0.25
-"""How much more of what was not counted is left free each time that an answer of many candidates did not fit."""
+MARGIN_STEP = 0.25
+"""The part of the underestimated memory by which the margin grows each time that an answer of a large problem does not
+fit."""
 
-MANY = 8
-"""Families of plans that rivals are looked for in."""
+MAX_FAMILIES = 8
+"""The number of families in which better plans are looked for."""
 
-NEAR, NEAR_LARGE = 0.03, 0.06
-"""How much longer than the program's bound a simulated step may be for no other plans to be simulated; of problems
-with more than `MODEST` candidates, whose steps are simulated with few of their layers, and are so far from whole ones.
-Of problems with at most `EXACT` candidates all are that are in question."""
+STOP_GAP, STOP_GAP_LARGE = 0.03, 0.06
+"""No other plans are simulated once a simulated step is within this part of the solver's bound. The second value is for
+problems with more than `MAX_CANDIDATES_MODEST` candidates, of which only a few layers are simulated. With at most
+`MAX_CANDIDATES_EXACT` candidates all plans in question are simulated."""
 
-LITTLE = (0.0, 0.125, 0.25, 0.375, 0.5)
-"""Parts of the way from what the program says is the smallest memory to what the simulator says of that plan."""
+MEMORY_FRACTIONS = (0.0, 0.125, 0.25, 0.375, 0.5)
+"""The limits that are tried where no plan fits: parts of the way from the smallest memory that the solver estimates to
+what the simulator measures for that plan."""
 
-MUCH_LESS = 1.25
-"""How many times what is found to need least may need that the program says is the smallest."""
+MAX_NEED_RATIO = 1.25
+"""Micro-batch counts whose estimated need exceeds the smallest need that was found by this ratio are not tried."""
 
-Simulate = Callable[[Decision, int], Judged]
+Simulate = Callable[[Decision, int], Evaluation]
 """From what is decided of each op and join to what the generated step takes, scheduled under a memory limit."""
 
 
 @dataclass(frozen=True)
-class Chooser:
+class PlanSelector:
     """Chooses one plan of a step.
 
     Parameters
     ----------
     simulate : callable
-    answers : Answers
-        What the program says.
+    solver : CachedSolver
     """
 
     simulate: Simulate
-    answers: Answers
-    _judged: dict[tuple[int, ...], dict[int, Judged]] = field(default_factory=dict)
+    solver: CachedSolver
+    _evaluated: dict[tuple[int, ...], dict[int, Evaluation]] = field(default_factory=dict)
     """What has been simulated, by its choice (of a problem with modes a longer one than without) and the limit."""
 
     def choose(
         self, costed: Costed, smaller: Callable[[], Costed] | None = None, ceiling: float = math.inf
     ) -> Chosen | Lacking | None:
-        """The best choice whose generated step, simulated, fits; `costed` has the seconds both overlapped and in turn.
+        """The fastest choice whose simulated step fits.
 
-        The program adds up what its ops hold, mostly a little too much; the simulator follows every value of the
-        generated step, and is the judge. Where the fastest plan of all fits, it is the answer. Otherwise the program
-        is asked under the limit, `smaller` with all ways to save memory, and again under a smaller limit as long as its
-        answer needs more than it thought; its first answer remains the bound. The smallest plan is the last resort.
-        The answer is refined: the simulator picks among plans that may be faster when less hides than the program lets.
-        None where the program says that nothing that fits takes less than `ceiling` seconds; not of small problems.
+        1. If the fastest choice without a limit fits when simulated, it is the answer.
+        2. Else the solver is asked under the limit, for `smaller` with all ways to save memory. The solver estimates
+           memory, mostly a little high; the simulator follows every value of the generated step. As long as an answer
+           needs more than estimated, the solver is asked again under a smaller limit. Its first answer stays the bound.
+        3. Alternatives that may be faster when less communication is hidden are simulated, and the fastest is taken.
+        4. If nothing fits, the choice with the smallest memory is tried.
+
+        Parameters
+        ----------
+        costed : Costed
+            The problem, with the seconds of communication both overlapped and not.
+        smaller : callable, optional
+            Makes the problem with recomputation.
+        ceiling : float
+            Seconds. None is returned if the solver proves that nothing that fits is faster; not for small problems.
         """
         limit, ceiling = costed.problem.memory_limit, math.inf if is_small(costed) else ceiling
-        if self.answers.takes(limit, ceiling):
+        if self.solver.takes(limit, ceiling):
             return None
-        free, fastest = self.answers.both(costed, UNLIMITED), self.answers.fastest(costed, ceiling)
+        free, fastest = self.solver.both(costed, UNLIMITED), self.solver.fastest(costed, ceiling)
         if fastest.bound >= ceiling:
             return None
         near = self._near(free, fastest, limit)
-        too_large = [chosen for chosen in near if chosen.judged.peak_memory <= limit]  # as counted, maybe, but they fit
-        if near and (best := fastest_of(near)).judged.peak_memory <= limit:
+        too_large = [chosen for chosen in near if chosen.evaluation.peak_memory <= limit]  # by the estimate
+        if near and (best := fastest_of(near)).evaluation.peak_memory <= limit:
             # What does not fit is simulated as slower than it would be with the memory that it needs
-            fits_too = near[0].judged.peak_memory <= limit
-            if fits_too or best.judged.step_time <= (1 + ROUGH) * fastest.bound:
+            fits_too = near[0].evaluation.peak_memory <= limit
+            if fits_too or best.evaluation.step_time <= (1 + MAX_ROUGH_GAP) * fastest.bound:
                 pressed = self._presses(free, best, near)
                 return replace(best, pressed=pressed, answer=_least(too_large)).within(limit)
         given = costed if smaller is None else smaller()
-        both = self.answers.both(given, limit)
-        hint = self.answers.start(both.overlapping) or (fastest.choice if smaller is None else None)
-        if (expected := self.answers.expected(given, limit)) is not None:
+        both = self.solver.both(given, limit)
+        hint = self.solver.start(both.overlapping) or (fastest.choice if smaller is None else None)
+        if (expected := self.solver.expected(given, limit)) is not None:
             hint = expected.choice
         found = self._under(both.overlapping, limit, hint, fastest.waits_for, ceiling=ceiling, known=expected)
-        fits = self._with_rivals(both, found, limit) if found else self._families(both.overlapping, fastest, limit)
+        families = self._families(both.overlapping, fastest, limit) if not found else []
+        fits = self._with_other_families(both, found, limit) if found else families
         known = fastest_of([*too_large, *fits]) if too_large or fits else None
-        too_large += self._overlooked(free.overlapping, fastest, known, limit)
+        too_large += self._near_misses(free.overlapping, fastest, known, limit)
         if not (too_large or fits):
             if ceiling < math.inf:
                 return None
@@ -312,60 +323,60 @@ class Chooser:
         if near:
             pressed = self._presses(free, best, near)
         else:  # of what the program does not find its bound tells nothing
-            pressed = found is None or bound > (1 + pressing(costed)) * fastest.bound
+            pressed = found is None or bound > (1 + memory_bound_ratio(costed)) * fastest.bound
         held, answer = best.solution.held_to(bound), _least([*too_large, *fits])
         return replace(best, solution=held, pressed=pressed, answer=answer).within(limit)
 
     def _presses(self, free: Both, best: Chosen, near: Sequence[Chosen]) -> bool:
         """Whether a plan is slower by much than the fastest would be with all the memory that it asks for."""
-        fastest = fastest_of(near).judged.step_time
-        if size(free.given) <= MODEST:  # others take long to simulate again
+        fastest = fastest_of(near).evaluation.step_time
+        if size(free.given) <= MAX_CANDIDATES_MODEST:  # others take long to simulate again
             unhindered = self._simulated(free.overlapping, near[0].solution, UNLIMITED)
-            fastest = min(fastest, unhindered.judged.step_time)
-        return best.judged.step_time > (1 + pressing(free.given)) * fastest
+            fastest = min(fastest, unhindered.evaluation.step_time)
+        return best.evaluation.step_time > (1 + memory_bound_ratio(free.given)) * fastest
 
     def _near(self, free: Both, fastest: Solution, limit: int) -> list[Chosen]:
-        """The fastest choice of all, first, and its rivals, simulated; some may not fit. None where it is far off."""
-        if self.answers.is_far(free.overlapping, fastest, limit):
+        """The fastest choice of all and those of other families, simulated; some may not fit. None if it is far off."""
+        if self.solver.is_far(free.overlapping, fastest, limit):
             return []
-        fastest = self.answers.solve(free.overlapping, fastest.choice, fastest.waits_for)
-        if size(free.given) <= MODEST:  # what fits so is the same under the limit, and tells what that costs
+        fastest = self.solver.solve(free.overlapping, fastest.choice, fastest.waits_for)
+        if size(free.given) <= MAX_CANDIDATES_MODEST:  # a plan that fits tells what the limit costs
             self._simulated(free.overlapping, fastest, UNLIMITED)
-        return self._with_rivals(free, self._simulated(free.overlapping, fastest, limit), limit)
+        return self._with_other_families(free, self._simulated(free.overlapping, fastest, limit), limit)
 
-    def _overlooked(self, costed: Costed, fastest: Solution, best: Chosen | None, limit: int) -> list[Chosen]:
+    def _near_misses(self, costed: Costed, fastest: Solution, best: Chosen | None, limit: int) -> list[Chosen]:
         """What fits and is faster than the best that is known, whatever it counts; of a problem with few choices."""
         found: list[Chosen] = []
-        ceiling = best.judged.step_time if best is not None else math.inf
-        for choice in overlooked(costed.problem, limit, ceiling):
+        ceiling = best.evaluation.step_time if best is not None else math.inf
+        for choice in near_misses(costed.problem, limit, ceiling):
             solution = _unproven(costed, choice, fastest)
             if solution.objective >= ceiling:
                 continue
             chosen = self._simulated(costed, solution, limit)
-            if chosen.judged.peak_memory <= limit and chosen.judged.step_time < ceiling:
+            if chosen.evaluation.peak_memory <= limit and chosen.evaluation.step_time < ceiling:
                 found.append(chosen)
-                ceiling = chosen.judged.step_time
+                ceiling = chosen.evaluation.step_time
         if found and best is None:  # the smallest ones were looked at
-            found += self._overlooked(costed, fastest, found[-1], limit)
+            found += self._near_misses(costed, fastest, found[-1], limit)
         return found
 
-    def _with_rivals(self, both: Both, best: Chosen, limit: int) -> list[Chosen]:
-        """The best choice and its rivals, simulated, until one is near the bound; under the limit those that fit."""
+    def _with_other_families(self, both: Both, best: Chosen, limit: int) -> list[Chosen]:
+        """The best choice and those of other families, simulated, until one is near the bound; those that fit."""
         under_limit = both.given.problem.memory_limit < UNLIMITED
-        close = NEAR if size(both.given) <= MODEST else NEAR_LARGE
+        close = STOP_GAP if size(both.given) <= MAX_CANDIDATES_MODEST else STOP_GAP_LARGE
         found: list[Chosen] = []
         for others in self._in_question(both, best, limit):
             found += others
-            fits = [chosen for chosen in found if chosen.judged.peak_memory <= limit]
-            near = bool(fits) and fastest_of(fits).judged.step_time <= (1 + close) * best.solution.bound
+            fits = [chosen for chosen in found if chosen.evaluation.peak_memory <= limit]
+            near = bool(fits) and fastest_of(fits).evaluation.step_time <= (1 + close) * best.solution.bound
             if near and not is_small(both.given):
                 break
-        if size(both.given) <= MODEST:
+        if size(both.given) <= MAX_CANDIDATES_MODEST:
             seen = {chosen.solution.choice for chosen in found}
-            simulated = fastest_of(fits).judged.step_time if fits else math.inf
+            simulated = fastest_of(fits).evaluation.step_time if fits else math.inf
             others = self._alike(both.overlapping, best.solution, limit, simulated)
             found += [chosen for chosen in others if chosen.solution.choice not in seen]
-            fits = [chosen for chosen in found if chosen.judged.peak_memory <= limit]
+            fits = [chosen for chosen in found if chosen.evaluation.peak_memory <= limit]
         return fits if under_limit else found
 
     def _in_question(self, both: Both, best: Chosen, limit: int) -> Iterator[list[Chosen]]:
@@ -374,7 +385,7 @@ class Chooser:
         share = both.hidden_in(best)
         if share < 1.0:
             yield from self._where_hides(share, both, best, limit)
-        yield self._rivals(both.overlapping, best, limit, MANY)
+        yield self._other_families(both.overlapping, best, limit, MAX_FAMILIES)
         if share > 0.0:
             yield from self._where_hides(0.0, both, best, limit)
 
@@ -386,14 +397,14 @@ class Chooser:
         if asked.problem.memory_limit < UNLIMITED:
             other = self._under(asked, limit, hint, waits_for, rough=True)
         else:
-            other = self._simulated(asked, self.answers.solve(asked, hint, waits_for, rough=True), limit)
+            other = self._simulated(asked, self.solver.solve(asked, hint, waits_for, rough=True), limit)
         if other is not None:
             yield [other.in_terms_of(both.overlapping, best)]
-            yield [each.in_terms_of(both.overlapping, best) for each in self._rivals(asked, other, limit, 1)]
+            yield [each.in_terms_of(both.overlapping, best) for each in self._other_families(asked, other, limit, 1)]
 
-    def _rivals(self, costed: Costed, best: Chosen, limit: int, most: int) -> list[Chosen]:
-        """The rivals, simulated."""
-        found = rivals(costed, best.solution, self._close, most)
+    def _other_families(self, costed: Costed, best: Chosen, limit: int, most: int) -> list[Chosen]:
+        """The best choices of other families, simulated."""
+        found = other_families(costed, best.solution, self._close, most)
         return [self._simulated(costed, solution, limit) for solution in found]
 
     def _alike(self, costed: Costed, best: Solution, limit: int, simulated: float = math.inf) -> list[Chosen]:
@@ -403,28 +414,28 @@ class Chooser:
 
     def _families(self, costed: Costed, fastest: Solution, limit: int) -> list[Chosen]:
         """Plans that are alike everywhere and fit when simulated, however long they take; none of large problems."""
-        if size(costed) > MODEST:
+        if size(costed) > MAX_CANDIDATES_MODEST:
             return []
         found = self._alike(costed, replace(fastest, objective=math.inf), limit)
-        return [chosen.within(limit) for chosen in found if chosen.judged.peak_memory <= limit]
+        return [chosen.within(limit) for chosen in found if chosen.evaluation.peak_memory <= limit]
 
     def _close(self, costed: Costed, best: Solution, ceiling: float) -> Solution:
         """A choice that is nearly the best one, if that takes less than `ceiling` seconds."""
-        return self.answers.solve(costed, waits_for=best.waits_for, ceiling=ceiling, rough=True)
+        return self.solver.solve(costed, waits_for=best.waits_for, ceiling=ceiling, rough=True)
 
     def _smallest(self, costed: Costed, free: Both, fastest: Solution, limit: int) -> Chosen | Lacking:
         """What the program says is the smallest plan of all, where it finds none that fits."""
-        choice = smallest(costed.problem, self.answers.time_limit)
+        choice = smallest(costed.problem, self.solver.time_limit)
         if choice is None:
             raise InfeasibleError(
                 f"no plan that fits into the memory limit of {readable_bytes(limit)} a device was found within "
-                f"{self.answers.time_limit:g} s: raise memory_limit, or time_limit to search for longer"
+                f"{self.solver.time_limit:g} s: raise memory_limit, or time_limit to search for longer"
             )
         least = self._simulated(costed, _unproven(costed, choice, fastest), limit)
-        if least.judged.peak_memory <= limit:
+        if least.evaluation.peak_memory <= limit:
             return replace(least, pressed=True).within(limit)
-        lacking = Lacking(costed, free, fastest, replace(least, peak_memory=least.judged.peak_memory))
-        if is_small(costed) and least.judged.peak_memory <= MUCH_LESS * limit:
+        lacking = Lacking(costed, free, fastest, replace(least, peak_memory=least.evaluation.peak_memory))
+        if is_small(costed) and least.evaluation.peak_memory <= MAX_NEED_RATIO * limit:
             lacking = self._less(self._nearly_smallest(lacking), limit)
         return lacking if lacking.least.peak_memory > limit else self._lowered_under(limit, lacking.least)
 
@@ -451,16 +462,16 @@ class Chooser:
         """
         costed, least = lacking.costed, lacking.least
         low, high = costed.problem.memory(least.solution.choice), least.peak_memory
-        for part in LITTLE if low < high else ():
+        for part in MEMORY_FRACTIONS if low < high else ():
             asked = limited(costed, low + int(part * (high - low)))
-            chosen = self._simulated(costed, self.answers.solve(asked, least.solution.choice, rough=True), low)
+            chosen = self._simulated(costed, self.solver.solve(asked, least.solution.choice, rough=True), low)
             least = min(least, chosen, key=lambda each: each.peak_memory)
         return replace(lacking, least=least)
 
     def _lowered_under(self, limit: int, chosen: Chosen) -> Chosen:
         """A plan with what it takes as it will be lowered: under the user's limit, not one that it was found under."""
-        judged = self.simulate(chosen.decision, limit)
-        return replace(Chosen.of(chosen.costed, chosen.solution, judged), pressed=True).within(limit)
+        evaluation = self.simulate(chosen.decision, limit)
+        return replace(Chosen.of(chosen.costed, chosen.solution, evaluation), pressed=True).within(limit)
 
     def _below(self, lacking: Lacking) -> Chosen | None:
         """A plan that needs less than the smallest so far."""
@@ -468,13 +479,13 @@ class Chooser:
         rough = not is_small(lacking.costed)
         found = self._under(lacking.costed, limit, rough=rough) or self._fits(lacking.least, limit)
         near = [] if found else self._near(lacking.free, lacking.fastest, limit)
-        fits = [each.within(limit) for each in near if each.judged.peak_memory <= limit]
+        fits = [each.within(limit) for each in near if each.evaluation.peak_memory <= limit]
         return found or next(iter(fits or self._families(limited(lacking.costed, limit), lacking.fastest, limit)), None)
 
     def _fits(self, chosen: Chosen, limit: int) -> Chosen | None:
         """A plan scheduled under a limit; None where it does not meet it."""
         again = self._simulated(chosen.costed, chosen.solution, limit)
-        return again.within(limit) if again.judged.peak_memory <= limit else None
+        return again.within(limit) if again.evaluation.peak_memory <= limit else None
 
     def _under(
         self,
@@ -494,10 +505,10 @@ class Chooser:
         first: Solution | None = None
         while True:
             try:
-                if first is None and known is not None and known.gap <= GAP:
+                if first is None and known is not None and known.gap <= MAX_GAP:
                     solution = known
                 else:
-                    solution = self.answers.solve(asked, hint, first.waits_for if first else waits_for, ceiling, rough)
+                    solution = self.solver.solve(asked, hint, first.waits_for if first else waits_for, ceiling, rough)
             except InfeasibleError:
                 return None
             if solution.bound >= ceiling:
@@ -506,18 +517,18 @@ class Chooser:
             # The bound of the tighter problem says nothing of the user's own.
             held = solution if solution is first else solution.held_to(first.bound)
             chosen = self._simulated(costed, held, limit)
-            if chosen.judged.peak_memory <= limit:
+            if chosen.evaluation.peak_memory <= limit:
                 return chosen.within(limit)
             counted = costed.problem.memory(solution.choice)
-            missed = chosen.judged.peak_memory - counted
+            missed = chosen.evaluation.peak_memory - counted
             asked = limited(costed, min(counted - 1, limit - int(wider * missed)))
-            wider += WIDER if size(costed) > MODEST else 0.0
+            wider += MARGIN_STEP if size(costed) > MAX_CANDIDATES_MODEST else 0.0
 
     def _simulated(self, costed: Costed, solution: Solution, limit: int) -> Chosen:
-        known = self._judged.setdefault(solution.choice, {})
+        known = self._evaluated.setdefault(solution.choice, {})
         # What does not meet a limit does not meet a smaller one, and what holds less than both meets either.
-        same = [judged for other, judged in known.items() if limit <= other < judged.peak_memory
-                or judged.peak_memory <= limit <= other]  # fmt: skip
+        same = [evaluation for other, evaluation in known.items() if limit <= other < evaluation.peak_memory
+                or evaluation.peak_memory <= limit <= other]  # fmt: skip
         if not same:
             known[limit] = self.simulate(decision(costed, solution.choice), limit)
         return Chosen.of(costed, solution, same[0] if same else known[limit])

@@ -1,12 +1,11 @@
-"""Planning: from a captured step and a cluster to the best plan.
+"""Planning of one number of micro-batches: from a captured step and a cluster to the best plan.
 
-The step is folded to a few of its equal layers, priced, written out as a problem of all of them, and solved; the answer
-is judged by the simulator.
+All but a few of each stretch of equal layers are left out of the step. It is priced, written out as a problem of all
+layers, and solved. The simulator evaluates the answers.
 
-Choices for the whole step that the user leaves open: kept gathers, sub-batches and buckets.
-
-They hide communication, so they are tried where some is exposed, one after another, each on top of those that were
-worth it; the simulator is the judge. What a choice does not go with (sub-batches of a batch norm, say) is left out.
+Overlap options that the user leaves open (kept gathers, sub-batches, buckets) are tried one after another where some
+communication is exposed, each on top of those that were faster when simulated. An option that the model does not allow
+(sub-batches with a batch norm) is skipped.
 """
 
 from __future__ import annotations
@@ -36,21 +35,21 @@ from shardweave.passes import Annotated, with_times
 from shardweave.planner.problem.build_problem import Costed, Costing
 from shardweave.planner.problem.candidates import allowed_strategies
 from shardweave.planner.problem.step_choices import layer_named
-from shardweave.planner.search.evaluation import Decision, Judge, Judged
-from shardweave.planner.search.layer_problem import Priced, Steps, buffer_bytes
+from shardweave.planner.search.evaluation import Decision, Evaluation, PlanEvaluator
+from shardweave.planner.search.layer_problem import LayerProblem, Steps, buffer_bytes
 from shardweave.planner.search.plan import ModelKey, OpChoice, Plan, RunnerUp, Saving
-from shardweave.planner.search.plan_selection import MUCH_LESS, Chooser
-from shardweave.planner.search.solver_cache import MODEST, Answers, Chosen, Lacking, size
+from shardweave.planner.search.plan_selection import MAX_NEED_RATIO, PlanSelector
+from shardweave.planner.search.solver_cache import MAX_CANDIDATES_MODEST, CachedSolver, Chosen, Lacking, size
 from shardweave.planner.solver.branch_and_bound import Progress
 from shardweave.planner.solver.solver import alternatives
 from shardweave.report import Reporter
 from shardweave.sharding import Fold, Run, info, last_match, layer_of
 
-EXPOSED = 0.02
-"""The part of a step's time that communication adds to it, from which on it is worth while to hide it."""
+MIN_EXPOSED_RATIO = 0.02
+"""Overlap options are tried only if exposed communication is more than this part of the step's time."""
 
-WORTH = 0.002
-"""The part of a step's time that a choice has to save."""
+MIN_GAIN_RATIO = 0.002
+"""An overlap option is taken if it saves this part of the step's time."""
 
 SUB_BATCHES = 2
 """One computes while the other communicates (Oases, arXiv 2305.16121, section 3.1); more make smaller kernels."""
@@ -59,11 +58,11 @@ SUB_BATCHES = 2
 def choices_for_the_whole(
     options: Options,
     made: OverlapConfig,
-    judged: Judged,
-    judge: Callable[[OverlapConfig], Judged],
+    evaluation: Evaluation,
+    evaluate: Callable[[OverlapConfig], Evaluation],
     limit: int,
     keeps: bool = False,
-) -> tuple[OverlapConfig, Judged]:
+) -> tuple[OverlapConfig, Evaluation]:
     """What is chosen for the whole step, and what it then takes.
 
     Parameters
@@ -72,9 +71,9 @@ def choices_for_the_whole(
         What they leave at None is open.
     made : OverlapConfig
         What has been chosen so far.
-    judged : Judged
+    evaluation : Evaluation
         What the step takes with that.
-    judge : callable
+    evaluate : callable
         From other choices to what the step takes.
     limit : int
         Bytes a device.
@@ -82,16 +81,16 @@ def choices_for_the_whole(
         Whether anything may be kept gathered.
     """
     for tried in _open(options, keeps):
-        if judged.exposed_communication <= EXPOSED * judged.step_time:
+        if evaluation.exposed_communication <= MIN_EXPOSED_RATIO * evaluation.step_time:
             break
         other = tried(made)
         try:
-            found = judge(other)
+            found = evaluate(other)
         except ParallelError:  # this step cannot be woven so
             continue
-        if found.peak_memory <= limit and found.step_time <= judged.step_time * (1 - WORTH):
-            made, judged = other, found
-    return made, judged
+        if found.peak_memory <= limit and found.step_time <= evaluation.step_time * (1 - MIN_GAIN_RATIO):
+            made, evaluation = other, found
+    return made, evaluation
 
 
 def _open(options: Options, keeps: bool) -> Iterator[Callable[[OverlapConfig], OverlapConfig]]:
@@ -103,8 +102,8 @@ def _open(options: Options, keeps: bool) -> Iterator[Callable[[OverlapConfig], O
         yield lambda made: replace(made, buckets=True)
 
 
-FIRST_LEFT = 2
-"""Layers of a run to begin with: the last of them has a neighbour that is like it."""
+FIRST_KEPT_LAYERS = 2
+"""The number of layers of a run that are kept at first. The last of them has an equal neighbour."""
 
 
 class Planning:
@@ -119,7 +118,7 @@ class Planning:
         steps: Steps,
         cluster: Cluster,
         options: Options,
-        judge: Judge,
+        evaluate: PlanEvaluator,
         progress: Reporter,
         model: str = "the model",
         start: Plan | None = None,
@@ -129,13 +128,13 @@ class Planning:
         self.memory_limit = options.limit(cluster)
         options = replace(options, memory_limit=max(1, self.memory_limit - margin))
         self.steps, self.cluster, self.options = steps, cluster, options
-        self.judge, self.progress = judge, progress
+        self.evaluate, self.progress = evaluate, progress
         self._fastest, self._smallest = math.inf, math.inf
 
     @property
-    def presses(self) -> bool:
+    def is_memory_bound(self) -> bool:
         """Whether memory makes the step slower for sure, and simulating it takes long."""
-        return self._answers.presses(self._whole, next(self._priced.ways_to_save(self._modes)))
+        return self._solver.is_memory_bound(self._whole, next(self._priced.ways_to_save(self._modes)))
 
     def expected(self, ceiling: float = math.inf) -> tuple[float, int]:
         """Seconds that the program says the fastest plan takes that fits, infinite where none does, and its bytes.
@@ -143,7 +142,7 @@ class Planning:
         From `ceiling` seconds on it says so of any plan.
         """
         self.progress("solve")
-        return self._answers.expects(self._whole, next(self._priced.ways_to_save(self._modes)), ceiling)
+        return self._solver.expects(self._whole, next(self._priced.ways_to_save(self._modes)), ceiling)
 
     def make(self, ceiling: float = math.inf) -> Made | Lacked | None:
         """What is best for the step, if the program does not say that it takes at least `ceiling` seconds."""
@@ -151,19 +150,19 @@ class Planning:
         self.progress("solve")
         lacking = list[Lacking]()
         for smaller in priced.ways_to_save(self._modes):
-            chosen = self._chooser.choose(whole, smaller, ceiling)
+            chosen = self._selector.choose(whole, smaller, ceiling)
             if chosen is None:
                 return None
             if not isinstance(chosen, Lacking):
                 return self._made(priced, chosen)
             lacking.append(chosen)
-        ways = [(each.least.judged.peak_memory, partial(self._last, each, limit)) for each in lacking]
-        return Lacked(min(least for least, _ in ways), lambda: self._made(priced, first_of(ways)))
+        ways = [(each.least.evaluation.peak_memory, partial(self._last, each, limit)) for each in lacking]
+        return Lacked(min(least for least, _ in ways), lambda: self._made(priced, first_feasible(ways)))
 
     @cached_property
-    def _answers(self) -> Answers:
+    def _solver(self) -> CachedSolver:
         start = self.start
-        return Answers(
+        return CachedSolver(
             self.options.time_limit,
             lambda costed: None if start is None else _hint(costed, start),
             [run.layers for run in self.steps.runs(self.options)],
@@ -175,19 +174,19 @@ class Planning:
         left = max(0.0, self.options.time_limit - at.seconds)
         self.progress("solve", at.objective, at.bound, left, self._smallest)
 
-    def _simulated(self, decision: Decision, limit: int) -> Judged:
+    def _simulated(self, decision: Decision, limit: int) -> Evaluation:
         """What a plan takes under a limit; the best so far is told."""
         self.progress("simulate", self._fastest, least_bytes=self._smallest)
-        judged = self.judge(decision, replace(self.options, memory_limit=limit))
-        self._smallest = min(self._smallest, judged.peak_memory)
-        if judged.peak_memory <= self.options.limit(self.cluster):
-            self._fastest = min(self._fastest, judged.step_time)
+        evaluation = self.evaluate(decision, replace(self.options, memory_limit=limit))
+        self._smallest = min(self._smallest, evaluation.peak_memory)
+        if evaluation.peak_memory <= self.options.limit(self.cluster):
+            self._fastest = min(self._fastest, evaluation.step_time)
         self.progress("simulate", self._fastest, least_bytes=self._smallest)
-        return judged
+        return evaluation
 
     @cached_property
-    def _chooser(self) -> Chooser:
-        return Chooser(self._simulated, self._answers)
+    def _selector(self) -> PlanSelector:
+        return PlanSelector(self._simulated, self._solver)
 
     @cached_property
     def _whole(self) -> Costed:
@@ -199,7 +198,7 @@ class Planning:
         """Whether recomputation is chosen."""
         return self.options.recompute is None and not self._priced.has_checkpoints
 
-    def _made(self, priced: Priced, chosen: Chosen) -> Made:
+    def _made(self, priced: LayerProblem, chosen: Chosen) -> Made:
         """With what is left open for the whole step."""
         overlap = _woven(self.options.overlap, chosen.decision)
         if not chosen.schedule_limit:  # the smallest plan is taken as it was simulated
@@ -215,14 +214,14 @@ class Planning:
         InfeasibleError
             With the smallest memory that would do, all layers simulated, and what takes it.
         """
-        chosen = self._chooser.last(lacking, limit)
-        if chosen.judged.peak_memory <= limit:
+        chosen = self._selector.last(lacking, limit)
+        if chosen.evaluation.peak_memory <= limit:
             return chosen
         self.progress("simulate")
-        judged, needed = self._least(chosen)
+        evaluation, needed = self._least(chosen)
         if needed <= self.memory_limit:
-            return replace(chosen, judged=judged, peak_memory=judged.peak_memory, schedule_limit=needed)
-        parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(judged.at_peak)]
+            return replace(chosen, evaluation=evaluation, peak_memory=evaluation.peak_memory, schedule_limit=needed)
+        parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(evaluation.at_peak)]
         raise InfeasibleError.needing(
             needed,
             f"no plan fits into the memory limit of {self.memory_limit} bytes ({readable_bytes(self.memory_limit)}) a "
@@ -230,32 +229,32 @@ class Planning:
             "Raise memory_limit, or use more devices or a smaller batch",
         )
 
-    def _least(self, chosen: Chosen) -> tuple[Judged, int]:
+    def _least(self, chosen: Chosen) -> tuple[Evaluation, int]:
         """What a plan takes with all of its layers simulated, and the smallest limit known that this meets."""
         overlap = _woven(self.options.overlap, chosen.decision)
 
-        def under(limit: int) -> Judged:
-            return self._judged(chosen, overlap, replace(self.options, memory_limit=limit), self.judge.whole)
+        def under(limit: int) -> Evaluation:
+            return self._evaluated(chosen, overlap, replace(self.options, memory_limit=limit), self.evaluate.whole)
 
-        limit = chosen.judged.peak_memory
-        judged = under(limit)
-        if judged.peak_memory > limit:  # no order meets the limit of one byte: the one that holds least is taken
-            judged = min(judged, under(1), key=lambda each: each.peak_memory)
-        while judged.peak_memory > limit:
-            limit = judged.peak_memory
-            judged = under(limit)
-        return judged, limit
+        limit = chosen.evaluation.peak_memory
+        evaluation = under(limit)
+        if evaluation.peak_memory > limit:  # no order meets the limit of one byte: the one that holds least is taken
+            evaluation = min(evaluation, under(1), key=lambda each: each.peak_memory)
+        while evaluation.peak_memory > limit:
+            limit = evaluation.peak_memory
+            evaluation = under(limit)
+        return evaluation, limit
 
     def plan(self, made: Made, key: ModelKey, begun: float) -> Plan:
         """What has been made, since a point in time, as a plan for the model of `key`; its figures are estimates."""
         return self._described(key, made.chosen, made.priced, made.overlap, time.monotonic() - begun)
 
     @cached_property
-    def _priced(self) -> Priced:
+    def _priced(self) -> LayerProblem:
         """The folded step's problem: the smallest that tells how layers meet."""
         runs = self.steps.runs(self.options)
         mesh = with_times(self.cluster.mesh(), self.options)
-        left = FIRST_LEFT
+        left = FIRST_KEPT_LAYERS
         while True:
             self.progress("annotate")
             counts: dict[Run, int] = {run: min(left, len(run.layers)) for run in runs}
@@ -264,7 +263,7 @@ class Planning:
                 raise PlanError(f"{self.model} has no matrix product with a parameter: there is nothing to spread")
             self.progress("price")
             costing = Costing(annotated, self.cluster, self.options, allowed_strategies(annotated, mesh, self.options))
-            priced = Priced(fold, annotated, costing, costing.build(), buffer_bytes(self.steps.captured))
+            priced = LayerProblem(fold, annotated, costing, costing.build(), buffer_bytes(self.steps.captured))
             if priced.unfolds:
                 return priced
             left += 1
@@ -272,43 +271,44 @@ class Planning:
     def _for_the_whole(self, chosen: Chosen, overlap: OverlapConfig) -> tuple[Chosen, OverlapConfig]:
         """With what is left open for the whole step."""
         limit = self.options.limit(self.cluster)
-        keeps = size(chosen.costed) <= MODEST and chosen.gathers
-        woven, judged = choices_for_the_whole(
-            self.options, overlap, chosen.judged, lambda other: self._judged(chosen, other), limit, keeps
+        keeps = size(chosen.costed) <= MAX_CANDIDATES_MODEST and chosen.gathers
+        woven, evaluation = choices_for_the_whole(
+            self.options, overlap, chosen.evaluation, lambda other: self._evaluated(chosen, other), limit, keeps
         )
         if woven == overlap:
             return chosen, overlap
         # Not less than without: under a limit that just this meets, the same is found
-        return replace(chosen, judged=judged, peak_memory=max(chosen.peak_memory, judged.peak_memory)), woven
+        peak_memory = max(chosen.peak_memory, evaluation.peak_memory)
+        return replace(chosen, evaluation=evaluation, peak_memory=peak_memory), woven
 
-    def _judged(
+    def _evaluated(
         self,
         chosen: Chosen,
         overlap: OverlapConfig,
         options: Options | None = None,
-        judge: Callable[[Decision, Options], Judged] | None = None,
-    ) -> Judged:
+        evaluate: Callable[[Decision, Options], Evaluation] | None = None,
+    ) -> Evaluation:
         """What the plan takes, woven so; without recomputation, where that has none."""
         modes = chosen.decision.modes if overlap.recompute else {}
         self.progress("weave", self._fastest)
         options = (options or self.options).with_overlap(replace(overlap, recompute={} if modes else overlap.recompute))
-        return (judge or self.judge)(chosen.decision._replace(modes=modes), options)
+        return (evaluate or self.evaluate)(chosen.decision._replace(modes=modes), options)
 
     def savings(self, made: Made) -> tuple[Saving, ...]:
         """What each choice for the whole step is worth: simulated without it."""
         found, chosen, overlap = [], made.chosen, made.overlap
         self.progress("weigh")
         for choice, other in overlap.without().items():
-            without = self._judged(chosen, other)
-            seconds = without.step_time - chosen.judged.step_time
-            found.append(Saving(choice, seconds, without.peak_memory - chosen.judged.peak_memory))
+            without = self._evaluated(chosen, other)
+            seconds = without.step_time - chosen.evaluation.step_time
+            found.append(Saving(choice, seconds, without.peak_memory - chosen.evaluation.peak_memory))
         return tuple(found)
 
     def _described(
         self,
         key: ModelKey,
         chosen: Chosen,
-        priced: Priced,
+        priced: LayerProblem,
         overlap: OverlapConfig,
         seconds: float,
     ) -> Plan:
@@ -339,10 +339,10 @@ class Planning:
             key,
             self.cluster,
             choices,
-            step_time=chosen.judged.step_time,
+            step_time=chosen.evaluation.step_time,
             peak_memory=chosen.peak_memory,
-            exposed_communication=chosen.judged.exposed_communication,
-            compute_time=chosen.judged.compute_time,
+            exposed_communication=chosen.evaluation.exposed_communication,
+            compute_time=chosen.evaluation.compute_time,
             tokens=_tokens(annotated),
             model_flops=_model_flops(annotated, priced.fold),
             dtype=_dtype(annotated),
@@ -365,14 +365,14 @@ class Planning:
 Found = TypeVar("Found")
 
 
-def first_of(lacking: Sequence[tuple[int, Callable[[], Found]]]) -> Found:
+def first_feasible(lacking: Sequence[tuple[int, Callable[[], Found]]]) -> Found:
     """The first that is found, or the error that names the smallest memory; with the bytes that each needs, about.
 
     Those that need the least come first, and none that need much more.
     """
     error: InfeasibleError | None = None
     for least_bytes, last in sorted(lacking, key=lambda each: each[0]):
-        if error is not None and least_bytes > MUCH_LESS * (error.needed_bytes or math.inf):
+        if error is not None and least_bytes > MAX_NEED_RATIO * (error.needed_bytes or math.inf):
             break
         try:
             return last()
@@ -387,7 +387,7 @@ class Made:
     """What is chosen for a step of so many micro-batches."""
 
     planning: Planning
-    priced: Priced
+    priced: LayerProblem
     chosen: Chosen
     overlap: OverlapConfig
 

@@ -18,16 +18,16 @@ from math import inf
 from shardweave.cost_model import Timeline
 from shardweave.ir import ParallelError, PlanError
 from shardweave.passes import Annotated
-from shardweave.planner.search.evaluation import Decision, Judge, Judged, Known, StepLowering
+from shardweave.planner.search.evaluation import Decision, Evaluation, Known, PlanEvaluator, StepLowering
 from shardweave.planner.search.plan import ModelKey, Plan
-from shardweave.planner.search.planning import Lacked, Made, Planning, first_of
+from shardweave.planner.search.planning import Lacked, Made, Planning, first_feasible
 from shardweave.report import Reporter
 
-PATIENCE = 2
-"""Cuts in a row that have to be slower than the best for no others to be looked at."""
+MAX_CUTS_WITHOUT_GAIN = 2
+"""The search over micro-batch counts ends after so many in a row that are slower than the best."""
 
 
-def powers(annotated: Annotated) -> Iterator[int]:
+def micro_batch_counts(annotated: Annotated) -> Iterator[int]:
     """The powers of two that divide the batch; one where there is none, or no loss to begin each backward from."""
     count, several = 1, not annotated.captured.whole and annotated.loss_inside and len(annotated.tangents) == 1
     while annotated.batch % count == 0 and (count == 1 or (several and annotated.batch)):
@@ -60,13 +60,13 @@ def fastest(plannings: Iterable[Planning]) -> Made:
                 break
         elif made is None or (best is not None and _seconds(made) >= _seconds(best)):
             slower += 1
-            if slower == PATIENCE:
+            if slower == MAX_CUTS_WITHOUT_GAIN:
                 break
         else:
             best, slower = made, 0
             if not made.chosen.pressed:
                 break
-    return first_of([(each.least_bytes, each.last) for each in lacked]) if best is None else best
+    return first_feasible([(each.least_bytes, each.last) for each in lacked]) if best is None else best
 
 
 def _likely_first(plannings: Iterator[Planning]) -> Iterator[Planning]:
@@ -75,7 +75,7 @@ def _likely_first(plannings: Iterator[Planning]) -> Iterator[Planning]:
     It says so in less time than simulating takes. Those that it has no plan for come only where it has none for any.
     """
     looked_at = [*islice(plannings, 2)]
-    if len(looked_at) > 1 and looked_at[0].presses:
+    if len(looked_at) > 1 and looked_at[0].is_memory_bound:
         expected = [_expected(looked_at[0], inf)]
         expected.append(_expected(looked_at[1], expected[0][0]))
         while _goes_on(expected) and (finer := next(plannings, None)) is not None:
@@ -109,17 +109,18 @@ def _expected(planning: Planning, ceiling: float) -> tuple[float, float]:
 
 
 def _seconds(made: Made) -> float:
-    return made.chosen.judged.step_time
+    return made.chosen.evaluation.step_time
 
 
-LESS = (1, 2, 4)
-"""How many times what a whole step takes too much its order is given less, before other plans are looked for."""
+EXCESS_MULTIPLES = (1, 2, 4)
+"""Where a whole step exceeds the limit, its schedule is tried under limits lowered by these multiples of the excess,
+before other plans are tried."""
 
 FIGURES = ("step_time", "compute_time", "exposed_communication", "peak_memory")
 """What the simulator says of a plan's whole step."""
 
-KEPT_FIGURES = 256
-"""Decisions of which the simulated figures are kept: another plan of the step asks for much the same."""
+MAX_CACHED_SIMULATIONS = 256
+"""The number of decisions whose simulated figures are cached."""
 
 
 class PlanSearch:
@@ -129,7 +130,7 @@ class PlanSearch:
     ----------
     lowering : StepLowering
         Of the step, on its cluster, with the options.
-    judge : Judge
+    evaluate : PlanEvaluator
         Simulates plans by a few of their layers.
     key : ModelKey
         Of the model that plans are made for.
@@ -143,15 +144,15 @@ class PlanSearch:
     def __init__(
         self,
         lowering: StepLowering,
-        judge: Judge,
+        evaluate: PlanEvaluator,
         key: ModelKey,
         model: str,
         progress: Reporter,
         known: Known | None = None,
     ) -> None:
-        self.lowering, self.judge, self.key, self.model, self.progress = lowering, judge, key, model, progress
+        self.lowering, self.evaluate, self.key, self.model, self.progress = lowering, evaluate, key, model, progress
         self.cluster, self.options, self.steps = lowering.cluster, lowering.options, lowering.steps
-        self._known: Known = deque(maxlen=KEPT_FIGURES) if known is None else known
+        self._known: Known = deque(maxlen=MAX_CACHED_SIMULATIONS) if known is None else known
 
     def best(self, weigh: bool = False, start: Plan | None = None) -> Plan:
         """The best plan whose whole step keeps to the memory limit when simulated.
@@ -174,7 +175,7 @@ class PlanSearch:
         begun, margin = time.monotonic(), 0
         given, limit = self.options.micro_batches, self.options.limit(self.cluster)
         while True:
-            counts = powers(self.steps.whole) if given is None else [given]
+            counts = micro_batch_counts(self.steps.whole) if given is None else [given]
             made = fastest(self.planning(count, start, margin) for count in counts)
             plan = made.planning.plan(made, self.key, begun)
             self.progress("simulate", incumbent=plan.step_time)
@@ -193,7 +194,7 @@ class PlanSearch:
         """Of a step of so many micro-batches, from an earlier plan, with so much of the memory limit left free."""
         limit = self.options.limit(self.cluster)
         options = replace(self.options, memory_limit=limit, micro_batches=micro_batches)
-        return Planning(self.steps, self.cluster, options, self.judge, self.progress, self.model, start, margin)
+        return Planning(self.steps, self.cluster, options, self.evaluate, self.progress, self.model, start, margin)
 
     def timeline(self, plan: Plan, sums: bool = True) -> Timeline:
         """The simulated schedule of a plan's whole step."""
@@ -206,7 +207,7 @@ class PlanSearch:
         """
         whole = self._whole(plan)
         most, tried = whole.peak_memory, plan
-        for times in LESS:
+        for times in EXCESS_MULTIPLES:
             if whole.peak_memory <= limit:
                 break
             less = plan.schedule_limit - times * (most - limit)
@@ -219,12 +220,12 @@ class PlanSearch:
         figures = {name: getattr(whole, name) for name in FIGURES}
         return replace(tried, **figures), 0
 
-    def _whole(self, plan: Plan) -> Judged:
+    def _whole(self, plan: Plan) -> Evaluation:
         """What a plan's whole step takes; that of a plan which was made before is known."""
         strategies = {name: choice.strategy for name, choice in plan.choices.items()}
         asked = self.lowering.options_of(plan), Decision(strategies, self.lowering.joins_of(plan), {})
-        found = next((judged for other, judged in self._known if other == asked), None)
+        found = next((evaluation for other, evaluation in self._known if other == asked), None)
         if found is None:
-            found = Judged.of(self.timeline(plan))
+            found = Evaluation.of(self.timeline(plan))
             self._known.append((asked, found))
         return found

@@ -1,9 +1,4 @@
-"""The solver asked for one step, each question once, and what the simulator says of its answers.
-
-Answers: what the program says of a step, asked for everything once.
-
-What the program is asked, and what it answers, with its generated step as the simulator sees it.
-"""
+"""The solver of one step with a cache of its answers, and choices with the simulator's evaluation of their steps."""
 
 from __future__ import annotations
 
@@ -16,36 +11,37 @@ from shardweave.planner.problem.build_problem import Costed
 from shardweave.planner.problem.overlap_model import hiding, overlapping
 from shardweave.planner.problem.problem import Problem
 from shardweave.planner.problem.step_choices import layer_named
-from shardweave.planner.search.evaluation import Decision, Judged
+from shardweave.planner.search.evaluation import Decision, Evaluation
 from shardweave.planner.solver.branch_and_bound import Progress
 from shardweave.planner.solver.solver import Solution, solve, tidied
 
 UNLIMITED = 2**62
 """Bytes that no device has."""
 
-GAP, EXACT = 1e-3, 2**10
-"""How far from its bound an answer of the program may be; of problems with at most so many candidates, not at all."""
+MAX_GAP, MAX_CANDIDATES_EXACT = 1e-3, 2**10
+"""The gap to the bound that the solver may leave. Problems with at most so many candidates are solved exactly."""
 
-ROUGH, TINY = 5e-3, 2**8
-"""The same where the simulator has the last word; of problems with at most so many candidates, not at all."""
+MAX_ROUGH_GAP, MAX_CANDIDATES_ROUGH_EXACT = 5e-3, 2**8
+"""The same for answers that the simulator compares."""
 
-MODEST = 2**14
-"""Candidates of a problem up to which plans that people write by hand are simulated, however near the answer is."""
+MAX_CANDIDATES_MODEST = 2**14
+"""Problems with at most so many candidates have uniform plans simulated, however near to the bound the answer is."""
 
-FAR, FAR_SMALL, FAR_LARGE = 1.5, 2.0, 1.1
-"""A plan that the program counts as so many times the limit is not simulated: it does not fit. Of problems with at most
-`EXACT` candidates, of which the program's memory is the roughest; with more than `MODEST`, of which it is good."""
+MAX_OVER_LIMIT, MAX_OVER_LIMIT_SMALL, MAX_OVER_LIMIT_LARGE = 1.5, 2.0, 1.1
+"""A plan whose estimated memory is more than this ratio of the limit is not simulated. The second value is for problems
+with at most `MAX_CANDIDATES_EXACT` candidates, where the estimate is least exact; the third for problems with more than
+`MAX_CANDIDATES_MODEST`, where it is most exact."""
 
-PRESSING, PRESSING_LARGE = 0.01, 0.05
-"""Memory presses where it makes a step longer by more than that; of problems with more than `MODEST` candidates, for
-which it takes long to look at others."""
+MEMORY_BOUND_RATIO, MEMORY_BOUND_RATIO_LARGE = 0.01, 0.05
+"""A step is memory-bound if the limit makes it slower by more than this part. The second value is for problems with
+more than `MAX_CANDIDATES_MODEST` candidates, for which alternatives take long."""
 
 Start = Callable[[Costed], Sequence[int] | None]
 """From a problem to a choice to begin with."""
 
 
 @dataclass(frozen=True)
-class Answers:
+class CachedSolver:
     """The program's answers.
 
     Parameters
@@ -72,12 +68,12 @@ class Answers:
     _solved: dict[tuple[int, int], list[_Solved]] = field(default_factory=dict)
     """What was found of problems of few candidates, whatever they take, by the identities of ops and edges."""
 
-    def presses(self, costed: Costed, smaller: Callable[[], Costed] | None = None) -> bool:
+    def is_memory_bound(self, costed: Costed, smaller: Callable[[], Costed] | None = None) -> bool:
         """Whether the program says that memory makes a plan of many candidates slower, which will not be simulated."""
-        fastest = self.fastest(costed) if size(costed) > MODEST else None
+        fastest = self.fastest(costed) if size(costed) > MAX_CANDIDATES_MODEST else None
         if fastest is None or not self.is_far(costed, fastest, costed.problem.memory_limit):
             return False
-        return self.expects(costed, smaller)[0] > (1 + pressing(costed)) * fastest.bound
+        return self.expects(costed, smaller)[0] > (1 + memory_bound_ratio(costed)) * fastest.bound
 
     def expects(
         self, costed: Costed, smaller: Callable[[], Costed] | None = None, ceiling: float = math.inf
@@ -135,8 +131,9 @@ class Answers:
 
     def is_far(self, costed: Costed, fastest: Solution, limit: int) -> bool:
         """Whether a choice does not fit for sure, whatever the simulator says."""
-        far = FAR_SMALL if is_small(costed) else FAR if size(costed) <= MODEST else FAR_LARGE
-        return costed.problem.memory(fastest.choice) > far * limit
+        ratio = MAX_OVER_LIMIT if size(costed) <= MAX_CANDIDATES_MODEST else MAX_OVER_LIMIT_LARGE
+        ratio = MAX_OVER_LIMIT_SMALL if is_small(costed) else ratio
+        return costed.problem.memory(fastest.choice) > ratio * limit
 
     def solve(
         self,
@@ -147,9 +144,9 @@ class Answers:
         rough: bool = False,
     ) -> Solution:
         """What the program chooses, near enough to its bound."""
-        rough = rough and size(costed) > TINY
-        gap, problem = ROUGH if rough else 0.0 if is_small(costed) else GAP, costed.problem
-        whatever = ceiling == math.inf and size(costed) <= MODEST
+        rough = rough and size(costed) > MAX_CANDIDATES_ROUGH_EXACT
+        gap, problem = MAX_ROUGH_GAP if rough else 0.0 if is_small(costed) else MAX_GAP, costed.problem
+        whatever = ceiling == math.inf and size(costed) <= MAX_CANDIDATES_MODEST
         before = self._solved.setdefault((id(problem.ops), id(problem.edges)), []) if whatever else []
         for each in before:
             if each.gap <= gap and each.counted <= problem.memory_limit <= each.problem.memory_limit:
@@ -173,7 +170,7 @@ class _Solved:
 
 def is_small(costed: Costed) -> bool:
     """Whether the program's memory is at its roughest."""
-    return size(costed) <= EXACT
+    return size(costed) <= MAX_CANDIDATES_EXACT
 
 
 def size(costed: Costed) -> int:
@@ -181,9 +178,9 @@ def size(costed: Costed) -> int:
     return sum(len(op.candidates) for op in costed.problem.ops)
 
 
-def pressing(costed: Costed) -> float:
+def memory_bound_ratio(costed: Costed) -> float:
     """By how much longer memory has to make a step for it to press."""
-    return PRESSING if size(costed) <= MODEST else PRESSING_LARGE
+    return MEMORY_BOUND_RATIO if size(costed) <= MAX_CANDIDATES_MODEST else MEMORY_BOUND_RATIO_LARGE
 
 
 @dataclass(frozen=True)
@@ -192,7 +189,7 @@ class Chosen:
 
     costed: Costed
     solution: Solution
-    judged: Judged
+    evaluation: Evaluation
     peak_memory: int
     pressed: bool = False
     """Whether memory makes it slower by much."""
@@ -202,9 +199,9 @@ class Chosen:
     """What the program's own answer takes in it, where that fits, too, and the simulator takes it for slower."""
 
     @classmethod
-    def of(cls, costed: Costed, solution: Solution, judged: Judged) -> Chosen:
+    def of(cls, costed: Costed, solution: Solution, evaluation: Evaluation) -> Chosen:
         """With the larger memory of the two."""
-        return cls(costed, solution, judged, max(costed.problem.memory(solution.choice), judged.peak_memory))
+        return cls(costed, solution, evaluation, max(costed.problem.memory(solution.choice), evaluation.peak_memory))
 
     @property
     def proven_gap(self) -> float:
@@ -224,7 +221,7 @@ class Chosen:
 
     def within(self, limit: int) -> Chosen:
         """With the memory that the plan says it needs: the larger figure, unless only the program's is too large."""
-        return self if self.peak_memory <= limit else replace(self, peak_memory=self.judged.peak_memory)
+        return self if self.peak_memory <= limit else replace(self, peak_memory=self.evaluation.peak_memory)
 
     def in_terms_of(self, costed: Costed, best: Chosen) -> Chosen:
         """The same as an answer to another problem, whose best one is known."""
@@ -233,7 +230,7 @@ class Chosen:
             objective = costed.problem.objective(choice)
             found = Solution(choice, objective, objective, "feasible", best.solution.seconds)
             solution = found.held_to(min(best.solution.bound, objective))
-        return Chosen.of(costed, solution, self.judged)
+        return Chosen.of(costed, solution, self.evaluation)
 
 
 @dataclass(frozen=True)
@@ -258,7 +255,7 @@ class Both:
         choice = chosen.solution.choice
         # With all streams, the busiest of a pass is that of its seconds in turn
         most, least = self.given.problem.objective(choice), self.overlapping.problem.objective(choice)
-        share = (most - chosen.judged.step_time) / (most - least) if most > least else 1.0
+        share = (most - chosen.evaluation.step_time) / (most - least) if most > least else 1.0
         return min(1.0, max(0.0, share))
 
 
@@ -274,7 +271,7 @@ class Lacking:
 
 def fastest_of(found: Sequence[Chosen]) -> Chosen:
     """By the simulator; the first of equal ones."""
-    return min(found, key=lambda chosen: chosen.judged.step_time)
+    return min(found, key=lambda chosen: chosen.evaluation.step_time)
 
 
 def limited(costed: Costed, limit: int) -> Costed:

@@ -41,9 +41,9 @@ from shardweave.planner.solver.elimination import KEPT, Bools, EdgeFigures, Elim
 from shardweave.planner.solver.ilp import Program, Relaxation, prove, relax
 from shardweave.planner.solver.lagrangian import Choice, Column, Dual, Part, dual
 from shardweave.planner.solver.primal_heuristics import descend, mix, tune
-from shardweave.planner.solver.reductions import LARGE, invert, reduce, restricted, undominated
+from shardweave.planner.solver.reductions import MAX_COMBINED_KEY, invert, reduce, restricted, undominated
 
-_MOST_PAIRS = 2**5
+_LABELS_PER_KEPT = 2**5
 """Labels of a step before the dominated ones go, for each that it may keep."""
 
 
@@ -144,9 +144,9 @@ class Walker:
             first = np.searchsorted(source.entry, entry, side="left")
             count = np.searchsorted(source.entry, entry, side="right") - first
             many = count[row]
-            if many.sum() > _MOST_PAIRS * self.width:
+            if many.sum() > _LABELS_PER_KEPT * self.width:
                 order = np.argsort(above, kind="stable")
-                fit = int(np.searchsorted(np.cumsum(many[order]), _MOST_PAIRS * self.width))
+                fit = int(np.searchsorted(np.cumsum(many[order]), _LABELS_PER_KEPT * self.width))
                 self.complete = min(self.complete, float(above[order[fit]]) - 1.0)
                 order = np.sort(order[:fit])
                 row, above, figures, peak = row[order], above[order], figures[:, order], peak[order]
@@ -311,7 +311,7 @@ def _open_ports(problem: Problem, labels: PathLabels, op: int) -> Ints:
             (outs, any(e.producer == open_op for e in beyond)),
         ):
             if asked:
-                if (int(key.max()) + 1) * (int(ports.max()) + 1) > LARGE:
+                if (int(key.max()) + 1) * (int(ports.max()) + 1) > MAX_COMBINED_KEY:
                     key = np.unique(key, return_inverse=True)[1]
                 key = key * (int(ports.max()) + 1) + ports
     return key
@@ -381,34 +381,34 @@ class Incumbent:
         return self.proven or self.bound >= self.enough
 
 
-NARROW, BROAD, WIDE = 2**10, 2**12, 2**16
+LABELS_TO_FIND, LABELS_TO_IMPROVE, LABELS_TO_PROVE = 2**10, 2**12, 2**16
 """Labels that a step keeps: enough to find a choice, to better it, and more than proofs need on chains by far."""
 
-FIRST_SLACK, GROWTH = 1e-5, 4
+FIRST_SLACK, SLACK_GROWTH = 1e-5, 4
 """The first slack, as a part of the bound, and the factor by which it grows."""
 
-_UNSETTLED = 0.02
+_LOOSE_BOUND_RATIO = 0.02
 """What a bound may be loose by where a gap is allowed, as a part of it."""
 
-_LOOSE = 1e-6
+_SPLIT_TOLERANCE = 1e-6
 """What a transient or a change of layouts may cost a bound, as a part of it, before its part is split."""
 
-_SHARES = 4
+_MAX_COMPARED_CHOICES = 4
 """Choices of a mixture, those with the largest shares, whose layouts are compared."""
 
-_WHOLE = 1e-3
+_INTEGRALITY_TOLERANCE = 1e-3
 """How far from a whole number of times a mixture may take a candidate for it to count as one."""
 
-_OPS = 32
+_MAX_BRANCH_OPS = 32
 """Ops that are looked at for one to decide."""
 
-_FEW_PARTS, _SOME_PARTS = 8, 16
+_MAX_PARTS_ROUGH, _MAX_PARTS_INEXACT = 8, 16
 """Parts that a rough search bounds, and one that need not find the best choice: more better its bound by little."""
 
-_SMALL = 2**10
+_MAX_CANDIDATES_SMALL = 2**10
 """Candidates up to which a search that is not rough goes on, all the same, to the gap that was asked for."""
 
-_NEVER = 2.0**61
+_INFINITE_WEIGHT = 2.0**61
 """Weighs more than any choice."""
 
 
@@ -427,7 +427,7 @@ class Branching:
         self.mixed: dict[int, Choice | None] = {}
         """A choice for each part that is worth tuning before it is walked through."""
         self.walkers: dict[int, Walker] = {}
-        self.loose = max(_LOOSE, incumbent.gap / 4)
+        self.loose = max(_SPLIT_TOLERANCE, incumbent.gap / 4)
         self.known: dict[Choice, None] = {}
         """Choices that bounds came by, of one part or another."""
 
@@ -465,13 +465,14 @@ class Branching:
         if not choice:
             return False
         if rough:
-            return self.numbers >= _FEW_PARTS or not leads(choice)
-        return self.incumbent.gap > 0.0 and self.candidates > _SMALL and self.numbers >= _SOME_PARTS
+            return self.numbers >= _MAX_PARTS_ROUGH or not leads(choice)
+        is_large = self.candidates > _MAX_CANDIDATES_SMALL
+        return self.incumbent.gap > 0.0 and is_large and self.numbers >= _MAX_PARTS_INEXACT
 
     def _enter(self, elimination: Elimination, part: Part, whole: Dual | None) -> None:
         incumbent = self.incumbent
         found = dual(elimination, part, incumbent.offer, whole, lambda bound: bound >= incumbent.enough,
-                     [*self.known], _UNSETTLED * incumbent.gap)  # fmt: skip
+                     [*self.known], _LOOSE_BOUND_RATIO * incumbent.gap)  # fmt: skip
         if found is None:
             return
         self.known.update(dict.fromkeys(column.choice for column in found.columns))
@@ -516,7 +517,7 @@ class Branching:
 
     def _decide(self, found: Dual) -> bool:
         """Split a part by what goes with one or another choice of its mixture, at an op where a change would cost."""
-        choices = [column.choice for column in found.mixed[:_SHARES]]
+        choices = [column.choice for column in found.mixed[:_MAX_COMPARED_CHOICES]]
         for op in self._farthest(found.elimination, choices):
             for first, second in combinations(choices, 2):
                 sides = self._sides(found, op, first, second)
@@ -535,14 +536,14 @@ class Branching:
         if elimination.allowed:
             away = np.abs(ops[:, None] - np.array([*elimination.allowed])).min(axis=1)
             ops = ops[np.argsort(-away, kind="stable")]
-        return [int(op) for op in ops[:_OPS]]
+        return [int(op) for op in ops[:_MAX_BRANCH_OPS]]
 
     def _sides(self, found: Dual, op: int, first: Choice, second: Choice) -> Bools | None:
         """Which candidates go better with the neighbours in `first` than in `second`; None where both are alike."""
 
         def weighed(choice: Choice) -> Floats:
             figures, allowed = self.tables.around(op, choice)
-            return np.where(allowed, found.weights[: self.tables.rows] @ figures, _NEVER)
+            return np.where(allowed, found.weights[: self.tables.rows] @ figures, _INFINITE_WEIGHT)
 
         farther = weighed(first) - weighed(second)
         if farther[second[op]] - farther[first[op]] <= 2 * self.loose * found.bound:
@@ -557,7 +558,7 @@ class Branching:
             for candidate in np.unique(choices[:, members]) if found.shares and len(members) > 1 else ():
                 takes = choices[:, members] == candidate
                 times = float(np.dot(found.shares, takes.sum(axis=1)))
-                if (away := abs(times - round(times))) > _WHOLE:
+                if (away := abs(times - round(times))) > _INTEGRALITY_TOLERANCE:
                     worth = away * self._turns(found, members, takes)
                     if best is None or worth > best[0]:
                         best = worth, table, int(candidate), math.floor(times)
@@ -592,24 +593,24 @@ class Branching:
             self.walkers[number] = Walker(found)
         walker = self.walkers[number]
         needed = min(incumbent.enough - found.bound + 2 * found.error, walker.farthest)
-        slack = min(needed, max(GROWTH * walked, 1.0 + FIRST_SLACK * max(0.0, found.bound)))
-        width = NARROW if incumbent.choice is None else WIDE
+        slack = min(needed, max(SLACK_GROWTH * walked, 1.0 + FIRST_SLACK * max(0.0, found.bound)))
+        width = LABELS_TO_FIND if incumbent.choice is None else LABELS_TO_PROVE
         if incumbent.gap and incumbent.choice is not None:  # at once, as far as a few labels go
-            slack, width = needed, BROAD
+            slack, width = needed, LABELS_TO_IMPROVE
         walk = walker.walk(slack, width, deadline)
         incumbent.offer(walk.choice)
         bound = max(bound, found.bound + walk.complete)
         if walk.complete >= slack - found.error:
             if slack < walker.farthest:
                 heapq.heappush(self.open, (bound, number, found, slack))
-        elif width > NARROW or slack >= walker.farthest:
+        elif width > LABELS_TO_FIND or slack >= walker.farthest:
             if not self._decide(found):
                 self.left = min(self.left, bound)
         else:  # a choice is wanted first, the proof comes after it
             heapq.heappush(self.open, (bound, number, found, slack if incumbent.choice is None else walk.complete))
 
 
-_MANY_COLUMNS = 2**16
+_MAX_CPSAT_COLUMNS = 2**16
 """Columns beyond which CP-SAT finds nothing that the other steps did not."""
 
 
@@ -696,15 +697,15 @@ class Search:
         farthest = error + sum(float(op.max()) for op in relaxation.candidates)
         farthest += sum(float(edge[np.isfinite(edge)].max()) for edge in relaxation.edges)
         while not incumbent.done:
-            width = NARROW if incumbent.choice is None else WIDE
+            width = LABELS_TO_FIND if incumbent.choice is None else LABELS_TO_PROVE
             found = sweep(self.tables, relaxation, slack, width, half)
             incumbent.offer(found.choice)
             incumbent.bound = max(incumbent.bound, bound + found.complete - error)
             incumbent.proven = incumbent.ticks <= incumbent.bound or found.complete >= farthest
-            if found.complete < slack and (width == WIDE or slack >= farthest):
+            if found.complete < slack and (width == LABELS_TO_PROVE or slack >= farthest):
                 return
             # A first choice can be far from the best one: do not jump to where it would be proven.
-            grown = GROWTH * (slack if incumbent.choice is None else max(first, found.complete))
+            grown = SLACK_GROWTH * (slack if incumbent.choice is None else max(first, found.complete))
             slack = min(farthest, incumbent.enough - bound + 2 * error, grown)
 
     relaxation: Relaxation | None = None
@@ -719,7 +720,7 @@ class Search:
             problem = restricted(problem, near)
         else:
             near = tuple(tuple(range(len(op.candidates))) for op in problem.ops)
-        if incumbent.choice and sum(edge.seconds.size for edge in problem.edges) > _MANY_COLUMNS:
+        if incumbent.choice and sum(edge.seconds.size for edge in problem.edges) > _MAX_CPSAT_COLUMNS:
             return
         program = Program(problem)
         program.limit_memory()

@@ -252,7 +252,7 @@ def _members(numbers: list[int], count: int) -> list[Ints]:
     return [np.flatnonzero(array == number) for number in range(count)]
 
 
-_FEWEST = 2
+_MIN_STATES = 2
 """States that an op counts as at least: arrays have a limit of axes, too."""
 
 
@@ -283,7 +283,7 @@ def ordered(near: Sequence[set[int]], states: Sequence[int], roles: Sequence[int
         equal.setdefault(role, []).append(op)
 
     def entries(ops: Iterable[int]) -> int:
-        return math.prod(max(_FEWEST, states[op]) for op in ops)
+        return math.prod(max(_MIN_STATES, states[op]) for op in ops)
 
     def result(members: Sequence[int]) -> int:
         """What the op in the middle leaves; those at the ends of a model have other neighbours."""
@@ -320,7 +320,7 @@ def join(near: Sequence[set[int]], op: int) -> None:
 Floats = NDArray[np.float64]
 Solve = Callable[["Minimum"], tuple[float, list[int]]]
 
-_SPLIT = 4
+_SPLIT_RATIO = 4
 """A group is split into the part of its members that seem cheapest, one in so many, and the others."""
 
 
@@ -375,7 +375,7 @@ class Groups:
             own = self.members[table][group]
             if len(own) > 1 and (table, group) not in split:
                 order = own[np.argsort(self._seem(found, op, own, groups), kind="stable")]
-                first = -(-len(own) // _SPLIT)
+                first = -(-len(own) // _SPLIT_RATIO)
                 split[table, group] = [np.sort(order[:first]), np.sort(order[first:])]
         for (table, group), parts in sorted(split.items(), reverse=True):
             self.members[table][group : group + 1] = parts
@@ -391,13 +391,13 @@ class Groups:
         return np.asarray(total)
 
 
-_LARGEST_TABLE = 2**30
+_MAX_TABLE_ENTRIES = 2**30
 """Entries of a step's table, beyond which a graph is too wide for elimination."""
 
-_WHOLE = 2**18
+_MAX_FULL_TABLE_ENTRIES = 2**18
 """Entries up to which a minimum makes all steps' tables as they are."""
 
-_WALKED = 2**22
+_MAX_WALKED_ENTRIES = 2**22
 """Entries up to which tables are made to walk through choices."""
 
 
@@ -553,7 +553,7 @@ class Elimination:
         """One step for each op; False where a table grows too large."""
         last = len(self.problem.ops)
         states = [self.ops[own].states for own in self.op_of]
-        order = ordered([set(ops) for ops in self.tables.near], states[:last], self._roles(), _LARGEST_TABLE)
+        order = ordered([set(ops) for ops in self.tables.near], states[:last], self._roles(), _MAX_TABLE_ENTRIES)
         if order is None:
             return False
         near, left_edges = ([set(at) for at in (*own, ())] for own in (self.tables.near, self.tables.edges_at))
@@ -605,7 +605,7 @@ class Elimination:
     @property
     def too_large(self) -> bool:
         """Whether its tables would take too much time and memory to make them `whole`."""
-        return self.size > _WALKED
+        return self.size > _MAX_WALKED_ENTRIES
 
     def minimum(self, weights: Floats, cap: float = math.inf) -> Minimum | None:
         """The choice of least weighed figures, of candidates with no transient above `cap`; None if none.
@@ -613,7 +613,7 @@ class Elimination:
         Of graphs with large tables the minimum has no `least`: `whole` makes them.
         """
         found = self._weighed(weights, cap)
-        if self.size <= _WHOLE:
+        if self.size <= _MAX_FULL_TABLE_ENTRIES:
             value, states = self._least(found)
         else:
             value, states = self._groups.least(found, self._least)

@@ -29,13 +29,13 @@ from shardweave.planner.solver.elimination import KEPT, TICKS, Elimination, Floa
 Choice = tuple[int, ...]
 Offer = Callable[[Choice], None]
 
-_STEPS = 200
+_MAX_EVALUATIONS = 200
 """Evaluations at most for one part; five to forty do."""
 
-_STEADY = 0.5
+_SMOOTHING = 0.5
 """Where the next weights lie between those of the mixture and the best so far."""
 
-_PRECISE = 1e-9
+_GAP_TOLERANCE = 1e-9
 """How far mixture and bound may lie apart in the end, as a part of the bound."""
 
 _UNIT = 2.0**40
@@ -163,10 +163,10 @@ def dual(
     weights = _first_weights(tables)
     if start:
         weights = np.append(start.weights, np.zeros(tables.rows - len(start.weights)))
-    master, loose = Master(tables, room), max(_PRECISE, loose)
+    master, loose = Master(tables, room), max(_GAP_TOLERANCE, loose)
     best: Dual | None = None
     steady = 1.0
-    for _ in range(_STEPS):
+    for _ in range(_MAX_EVALUATIONS):
         count = len(columns)
         found = priced(weights)
         assert found is not None
@@ -178,7 +178,7 @@ def dual(
             break
         if len(columns) == count and steady == 0.0:
             break  # what the mixture's own weights find is known: only rounding is left
-        steady = _STEADY if len(columns) > count else 0.0
+        steady = _SMOOTHING if len(columns) > count else 0.0
         weights = _rounded(tables, steady * best.weights + (1.0 - steady) * mixture.weights)
     assert best is not None
     mixed = mixture.mixed if mixture else columns

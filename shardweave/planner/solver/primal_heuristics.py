@@ -30,10 +30,10 @@ import numpy as np
 from shardweave.planner.solver.elimination import KEPT, Bools, Floats, Ints, OpFigures, Tables
 from shardweave.planner.solver.lagrangian import Choice, Column, Offer
 
-_CHANGES = 96
+_MAX_CHANGES = 96
 """Changes of either kind of which all pairs are tried, those that weigh the least."""
 
-_PASSES = 8
+_MAX_PASSES = 8
 """Times that the changes are looked up at most."""
 
 
@@ -63,7 +63,7 @@ def tune(
     `columns` are the choices to splice, `bound` what all choices weigh at least.
     """
     ticks: float = np.inf
-    for _ in range(_PASSES):
+    for _ in range(_MAX_PASSES):
         figures = tables.total(choice)
         if figures is None or not int(tables.ticks(figures)) < ticks:
             return
@@ -126,10 +126,10 @@ def _flips(tables: Tables, weights: Floats, choice: Choice, peak: int, slack: fl
         apart = _apart(tables, members)
         counts = 2 ** np.arange(len(apart).bit_length())
         columns = more[:, good][:, :, None] * counts
-        candidates, powers = np.nonzero(np.tensordot(weights, columns, axes=1) <= slack)
-        added.append(columns[:, candidates, powers])
+        candidates, micro_batch_counts = np.nonzero(np.tensordot(weights, columns, axes=1) <= slack)
+        added.append(columns[:, candidates, micro_batch_counts])
         places = np.flatnonzero(good)[candidates].tolist()
-        changes += zip(repeat(apart), places, counts[powers].tolist())
+        changes += zip(repeat(apart), places, counts[micro_batch_counts].tolist())
     if not changes:
         return []
     together = np.concatenate(added, axis=1)
@@ -143,8 +143,8 @@ def _flips(tables: Tables, weights: Floats, choice: Choice, peak: int, slack: fl
 def _promising(tables: Tables, weights: Floats, added: Ints) -> Ints:
     """The changes that weigh the least, and those that change the figures the least, which close the last gaps."""
     size = np.abs(added)
-    least = np.argsort(weights @ added, kind="stable")[: _CHANGES // 2]
-    smallest = np.argsort(tables.time(size) + weights[KEPT] * size[KEPT], kind="stable")[:_CHANGES]
+    least = np.argsort(weights @ added, kind="stable")[: _MAX_CHANGES // 2]
+    smallest = np.argsort(tables.time(size) + weights[KEPT] * size[KEPT], kind="stable")[:_MAX_CHANGES]
     return np.union1d(least, smallest)
 
 
@@ -191,13 +191,13 @@ def _splices(
     return found
 
 
-_CUTS = 96
+_MAX_CUTS = 96
 """Places where a run may end, those with the cheapest changes."""
 
-_RUNS = 3
+_MAX_SPLICED_CHOICES = 3
 """Choices, those with the largest shares, of which all ways to have three runs are tried."""
 
-_ROUNDS = 24
+_MAX_SPLICES = 24
 """Splices on top of each other at most."""
 
 Found = tuple[int, Choice]
@@ -206,9 +206,9 @@ Found = tuple[int, Choice]
 
 def mix(tables: Tables, weights: Floats, columns: Sequence[Column], offer: Offer) -> Choice | None:
     """Offer runs of `columns`, those with the largest shares first, then splices of the best, until none is faster."""
-    main = [column.choice for column in columns[:_RUNS]]
+    main = [column.choice for column in columns[:_MAX_SPLICED_CHOICES]]
     best = _fastest([runs(tables, weights, *choices) for choices in product(main, repeat=3)])
-    for _ in range(_ROUNDS):
+    for _ in range(_MAX_SPLICES):
         if best is None:
             return None
         offer(best[1])
@@ -331,7 +331,7 @@ def _cuts(differ: Bools, penalty: Floats) -> Ints:
     """The cuts next to ops that differ, those with the least penalties."""
     beside = np.append(differ, False) | np.append(False, differ)
     places = np.flatnonzero(beside)
-    cheapest = places[np.argsort(penalty[places], kind="stable")[:_CUTS]]
+    cheapest = places[np.argsort(penalty[places], kind="stable")[:_MAX_CUTS]]
     return np.unique(np.concatenate([[0], cheapest, [len(differ)]]))
 
 
@@ -347,10 +347,10 @@ def _peaks(a: Ints, b: Ints, c: Ints, begins: Ints, ends: Ints) -> Ints:
     return np.asarray(np.maximum(np.maximum(before[:, None], behind), inside))
 
 
-_DESCENTS = 8
+_MAX_DESCENT_ROUNDS = 8
 """Rounds over all ops at one price; most end after three."""
 
-_PRICES = 24
+_MAX_PRICES = 24
 """Prices that are tried: bisection to a part in ten million of the first one."""
 
 
@@ -369,7 +369,7 @@ def descend(tables: Tables, offer: Callable[[tuple[int, ...]], None]) -> None:
     choice = [int(own.argmin()) for own in held]
     offer(tuple(choice))
     low, high = 0.0, 1024 * (spread + 1.0) / (sum(float(np.ptp(own)) for own in held) + 1.0)
-    for attempt in range(_PRICES):
+    for attempt in range(_MAX_PRICES):
         price = high if attempt == 0 else 0.0 if attempt == 1 else (low * high) ** 0.5 if low else high / 16
         choice = _settled(tables, choice, price)
         offer(tuple(choice))
@@ -381,7 +381,7 @@ def descend(tables: Tables, offer: Callable[[tuple[int, ...]], None]) -> None:
 
 def _settled(tables: Tables, choice: list[int], price: float) -> list[int]:
     choice = list(choice)
-    for _ in range(_DESCENTS):
+    for _ in range(_MAX_DESCENT_ROUNDS):
         changed = False
         total, _ = tables.sums(choice)
         for op, own in enumerate(choice):

@@ -119,7 +119,7 @@ def _key(edge: Edge) -> tuple[int, int]:
     return id(edge.seconds), id(edge.loads)
 
 
-LARGE = 2**56
+MAX_COMBINED_KEY = 2**56
 """What combined keys must stay below."""
 
 _BLOCK = 32
@@ -169,7 +169,7 @@ def _by_sorting(ticks: Ints, kept: Ints, peak: Ints, key: Ints) -> Ints:
     key, peak = key[order], peak[order]
     rank = np.cumsum(np.append(False, key[1:] != key[:-1]))
     kept = kept[order]
-    if (int(rank[-1]) + 1) * (int(kept.max()) + 1) > LARGE:
+    if (int(rank[-1]) + 1) * (int(kept.max()) + 1) > MAX_COMBINED_KEY:
         kept = np.unique(kept, return_inverse=True)[1]  # only their order matters, and no sum must overflow
     # One running minimum serves all keys: the later keys' figures lie below all those of the earlier ones.
     kept = kept + (rank[-1] - rank) * (int(kept.max()) + 1)
@@ -182,18 +182,18 @@ def _by_sorting(ticks: Ints, kept: Ints, peak: Ints, key: Ints) -> Ints:
     return np.asarray(order[stays])
 
 
-ROUNDS = 2
+MAX_DOMINANCE_ROUNDS = 2
 """How often dominance is looked for again: what one round drops at the ends of a model would spread from layer to layer
 in as many rounds as it has, and leave no two of them equal."""
 
-MANY = 64
+MAX_STATES_COMPARED = 64
 """States beyond which candidates are compared within a state only. All states are compared in time that grows with the
 cube of their number, and `groups` keeps apart only what matters, anyway."""
 
-_CACHED = 2**16
+_MAX_COMPARED_NUMBERS = 2**16
 """Numbers that are compared at once."""
 
-_MUCH = 2**61
+_INFINITE = 2**61
 """More than any figure."""
 
 Kept = tuple[tuple[int, ...], ...]
@@ -314,7 +314,7 @@ class Dominance:
 
     def apply(self, problem: Problem) -> tuple[Problem, Kept]:
         kept, excesses = _all(problem), _Excesses()
-        for _ in range(ROUNDS):
+        for _ in range(MAX_DOMINANCE_ROUNDS):
             tables = Tables(problem)
             known: set[object] = set()
             needed: list[set[int]] = [set() for _ in tables.ops]
@@ -336,7 +336,7 @@ class Dominance:
         own = tables.ops[tables.op_of[op]]
         # Edges tell the states apart only: pairs of ports
         (ins, outs), state = np.unique(np.stack([own.ins, own.outs]), axis=1, return_inverse=True)
-        if len(ins) > MANY:
+        if len(ins) > MAX_STATES_COMPARED:
             return tuple(undominated(tables, own.figures, own.transient, state).tolist())
         worst = np.zeros((len(own.figures), len(ins), len(ins)), dtype=np.int64)  # [figure, a, b]
         allowed = np.ones(worst.shape[1:], dtype=np.bool_)
@@ -379,9 +379,9 @@ class _Excesses:
             table = tables.edges[edge] if produces else tables.edges[edge].turned()
             figures, allowed = table.figures[:, ports[:, None], others], table.allowed[ports[:, None], others]
             worst = np.zeros((len(figures), len(ports), len(ports)), dtype=np.int64)
-            at_once = max(1, _CACHED // max(1, allowed.size))
+            at_once = max(1, _MAX_COMPARED_NUMBERS // max(1, allowed.size))
             for row in np.flatnonzero(figures.any(axis=(1, 2))):
-                figure = np.where(allowed, figures[row], _MUCH)  # where a is not allowed, b may be as it likes
+                figure = np.where(allowed, figures[row], _INFINITE)  # where a is not allowed, b may be as it likes
                 for a in range(0, len(ports), at_once):
                     worst[row, a : a + at_once] = (figures[row] - figure[a : a + at_once, None]).max(axis=2)
             worst[:, ~allowed.any(axis=1)] = 0

@@ -54,9 +54,9 @@ Why not another candidate: what each op's best other one would change, all other
 
 Tidying: of choices that are as good, the one with the fewest kinds of layers, each kind in one stretch.
 
-A solver makes no difference between equal layers, so what it chooses for a few of them may lie anywhere. Plans are for
-people to read, and a stretch of layers that are alike is judged by a few of them (`search.evaluation`). Ops of layers
-that are called alike take the same strategy (`Candidate.data`), too, where that costs next to nothing.
+A solver does not tell equal layers apart, so a choice for a few of them may be anywhere. Plans are for people to read,
+and a stretch of equal layers is evaluated by a few of them (`search.evaluation`). Ops of different layers with the same
+name take the same strategy (`Candidate.data`), too, where that costs next to nothing.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ from shardweave.planner.solver.ilp import Program, Proof, prove
 from shardweave.planner.solver.lagrangian import least_memory
 from shardweave.planner.solver.reductions import first_of_each, with_streams
 
-ROUNDING = 1e-9
+ROUNDING_TOLERANCE = 1e-9
 """Which part of an objective its bound may lie below it by the order in which sums were taken."""
 
 
@@ -115,7 +115,7 @@ class Solution:
     def gap(self) -> float:
         """How far above the bound it may be: ``(objective - bound) / objective``; 0 where optimal."""
         gap = (self.objective - self.bound) / self.objective if self.objective else 0.0
-        return gap if gap > ROUNDING else 0.0
+        return gap if gap > ROUNDING_TOLERANCE else 0.0
 
     def held_to(self, bound: float) -> Solution:
         """The same choice against another bound: optimal where nothing lies between the two.
@@ -209,7 +209,7 @@ def solve(
             f"or memory_limit (now {problem.memory_limit} bytes)"
         )
     objective, choice = best
-    bound = objective if objective - bound <= ROUNDING * abs(objective) else bound
+    bound = objective if objective - bound <= ROUNDING_TOLERANCE * abs(objective) else bound
     status: Literal["optimal", "feasible"] = "optimal" if bound == objective else "feasible"
     waits = tuple(names[stream] for stream in (sorted(streams) if known else problem.busiest(choice)))
     return Solution(choice, objective, bound, status, time.monotonic() - start, waits)
@@ -314,14 +314,14 @@ def alternatives(problem: Problem, choice: Sequence[int]) -> tuple[Alternative |
     return tuple(found)
 
 
-SLACK = 3e-4
+ALTERNATIVES_SLACK = 3e-4
 """How much longer than before the step may take, altogether."""
 
 Choice = tuple[int, ...]
 
 
 def tidied(problem: Problem, runs: Sequence[Sequence[str]], choice: Choice) -> Choice:
-    """A choice within the limit that takes at most `SLACK` longer, of fewer kinds of layers in fewer stretches.
+    """A choice within the limit, at most `ALTERNATIVES_SLACK` slower, with fewer kinds of layers in fewer stretches.
 
     Parameters
     ----------
@@ -331,7 +331,7 @@ def tidied(problem: Problem, runs: Sequence[Sequence[str]], choice: Choice) -> C
     choice : tuple of int
         One within the limit.
     """
-    most = problem.objective(choice) * (1 + SLACK)
+    most = problem.objective(choice) * (1 + ALTERNATIVES_SLACK)
     at = {op.name: index for index, op in enumerate(problem.ops)}
     for layers in runs:
         first = [name for name in at if inside(name, layers[0])]
