@@ -16,7 +16,7 @@ class GPTConfig:
     Parameters
     ----------
     vocabulary : int
-        Number of tokens; 256 for bytes.
+        The number of tokens; 256 for bytes.
     context : int
         Longest sequence, in tokens.
     layers, heads, width : int

@@ -1,4 +1,4 @@
-"""The main job: the same training loop on one device and on all ranks, on real text, with the losses compared."""
+"""The main job: train a GPT on real text with the same loop on one device and on all ranks, and compare the losses."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import readable_bytes
 from shardweave.report import Progress, source
 
+TOLERANCE = 1e-5
+"""The largest relative difference between the losses (float32) on one device and on many."""
+
 
 @dataclass(frozen=True)
 class Text:
-    """A text as byte tokens, and the batches that are drawn from it.
+    """A text as byte tokens, and its random batches.
 
     Parameters
     ----------
@@ -50,12 +53,12 @@ class Text:
 
     @classmethod
     def of_standard_library(cls, batch: int, context: int, max_bytes: int = 4_000_000) -> Text:
-        """The top-level modules of the running Python's standard library, in the order of their names.
+        """The source of the top-level modules of Python's standard library, in the order of their names.
 
         Raises
         ------
         InputError
-            If this Python comes without the sources of its library.
+            If this Python is installed without the source of its library.
         """
         folder = Path(sysconfig.get_path("stdlib"))
         text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[:max_bytes]
@@ -74,62 +77,25 @@ class Text:
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-def plot_losses(parallel: Sequence[float], single: Sequence[float], label: str, path: Path | None = None) -> Figure:
-    """The loss curves of a parallel and a single-device training above, their relative difference below.
-
-    Parameters
-    ----------
-    parallel, single : sequence of float
-        The loss of every step.
-    label : str
-        What the parallel curve is called.
-    path : Path, optional
-        Where to save the figure.
-
-    Examples
-    --------
-    >>> len(plot_losses([2.0, 1.0], [2.0, 1.0], "4 ranks").axes)
-    2
-    """
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    steps = range(1, len(single) + 1)
-    above.plot(steps, single, color="#b0b7c3", linewidth=5, label="one device")
-    above.plot(steps, parallel, color="#1f5fa8", linewidth=1.5, marker="o", markersize=3, label=label)
-    above.set_ylabel("loss (nats per byte)")
-    above.legend(frameon=False)
-    # The smallest difference that can be drawn on a logarithmic axis stands for none.
-    below.semilogy(steps, [max(abs(a - b) / abs(b), 1e-9) for a, b in zip(parallel, single)], color="#c2571a")
-    below.set_ylabel("relative\ndifference")
-    below.set_xlabel("step")
-    below.set_ylim(1e-9, 1e-4)
-    for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-    if path is not None:
-        figure.savefig(path, dpi=150)
-    return figure
-
-
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained on what and for how long: the same on one device and on many.
+    """The model and the training, the same on one device and on many.
 
     Parameters
     ----------
     model : GPTConfig
-        The model's sizes.
+        The sizes of the model.
     steps : int
-        Optimizer steps.
+        The number of optimizer steps.
     batch : int
-        Sequences in the global batch.
+        The number of sequences in the global batch.
     learning_rate : float
-        Of AdamW, after the warm-up.
+        The learning rate of AdamW after the warm-up.
     warm_up : int
-        Steps over which the learning rate rises. Without it AdamW's first steps are the gradients' signs, which
-        turns the last bit of a gradient near zero into a whole step.
+        The number of steps over which the learning rate rises. Without warm-up AdamW's first steps have the size of the
+        learning rate whatever the gradient, so that rounding of a gradient near zero changes a whole step.
     seed : int
-        Of the model's first parameters.
+        The seed of the initial parameters.
     """
 
     model: GPTConfig = field(default_factory=GPTConfig)
@@ -140,7 +106,7 @@ class Recipe:
     seed: int = 0
 
     def build(self) -> GPT:
-        """The model with its first parameters, the same on every rank."""
+        """The model with its initial parameters, the same on every rank."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             return GPT(self.model)
@@ -151,7 +117,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a training: the loss of every step, and the median of a step's measured seconds."""
+    """The result of a training: the loss of every step, and the median seconds of a step."""
 
     losses: tuple[float, ...]
     step_seconds: float
@@ -160,7 +126,7 @@ class Run:
 def train(recipe: Recipe, model: nn.Module, step: Callable[..., Any], title: str, show: bool = True) -> Run:
     """Train `model` with AdamW; `step` maps tokens and targets to the loss.
 
-    This is the whole loop: nothing in it depends on whether `step` runs on one device or on many.
+    Nothing in this loop depends on whether `step` runs on one device or on many.
     """
     text = recipe.text()
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate)
@@ -194,7 +160,7 @@ def train(recipe: Recipe, model: nn.Module, step: Callable[..., Any], title: str
 
 
 def train_single(recipe: Recipe) -> Run:
-    """Train on this process alone, the model as it is."""
+    """Train the unchanged model in this process alone."""
     model = recipe.build()
     return train(recipe, model, model, "one device")
 
@@ -217,20 +183,16 @@ def write_graphs(graphs: dict[str, torch.fx.GraphModule], folder: Path) -> None:
         (folder / f"{index:02}_{stage}.py").write_text(source(graph))
 
 
-TOLERANCE = 1e-5
-"""The largest relative difference of a loss (float32) between one device and many."""
-
-
 @dataclass(frozen=True)
 class Result:
-    """What the demo found.
+    """The plans and trainings of the demo.
 
     Parameters
     ----------
     plan : Plan
         The plan under the memory limit.
     data_parallel : Plan
-        The plan that the limit rules out.
+        The plan of data parallelism, which does not fit into the limit.
     parallel, single : Run
         The trainings on all ranks and on one device.
     """
@@ -292,7 +254,7 @@ def run_demo(recipe: Recipe, ranks: int, out: Path, console: Console) -> Result:
     console.rule("Train")
     arguments = (recipe, str(out / "plan.json"), str(graphs))
     parallel = sw.launch(train_on_rank, nprocs=ranks, args=arguments)[0]
-    # In a rank of its own, so that it has as many threads as each of those had.
+    # In one launched rank, so that it has as many threads as each rank above.
     single = sw.launch(train_single, nprocs=1, args=(recipe,))[0]
     result = Result(plan, data_parallel, parallel, single)
     plot_losses(parallel.losses, single.losses, f"{ranks} ranks", out / "losses.png")
@@ -308,3 +270,40 @@ def run_demo(recipe: Recipe, ranks: int, out: Path, console: Console) -> Result:
             f"expected at most {TOLERANCE:.0e}: this is a bug in shardweave, please report it with {out}/graphs"
         )
     return result
+
+
+def plot_losses(parallel: Sequence[float], single: Sequence[float], label: str, path: Path | None = None) -> Figure:
+    """Plot the losses of a parallel and a single-device training, and below them their relative difference.
+
+    Parameters
+    ----------
+    parallel, single : sequence of float
+        The loss of every step.
+    label : str
+        The label of the parallel curve.
+    path : Path, optional
+        Where to save the figure.
+
+    Examples
+    --------
+    >>> len(plot_losses([2.0, 1.0], [2.0, 1.0], "4 ranks").axes)
+    2
+    """
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    steps = range(1, len(single) + 1)
+    above.plot(steps, single, color="#b0b7c3", linewidth=5, label="one device")
+    above.plot(steps, parallel, color="#1f5fa8", linewidth=1.5, marker="o", markersize=3, label=label)
+    above.set_ylabel("loss (nats per byte)")
+    above.legend(frameon=False)
+    # The logarithmic axis shows a difference of 0 as its smallest value.
+    below.semilogy(steps, [max(abs(a - b) / abs(b), 1e-9) for a, b in zip(parallel, single)], color="#c2571a")
+    below.set_ylabel("relative\ndifference")
+    below.set_xlabel("step")
+    below.set_ylim(1e-9, 1e-4)
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure

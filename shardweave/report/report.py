@@ -19,7 +19,10 @@ from torch import fx
 from shardweave.ir import META, Collective, NodeInfo, axes_size, readable_bytes
 from shardweave.ops import seeded
 
-_WIDTH = 140
+TABLE_WIDTH = 140
+"""The width of tables in plain text, in characters."""
+MAX_ALIGNED_WIDTH = 96
+"""The widest line of a listing, in characters, that moves the column of shapes to the right."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,13 +32,13 @@ class Report:
     Parameters
     ----------
     lines : tuple of str
-        What is said before the table; the first one is its title.
+        The lines above the table. The first one is its title.
     columns : tuple of str
-        Headings; one that ends in a blank is of figures, which are set flush right.
+        Headings. A column whose heading ends in a blank is aligned to the right.
     rows : tuple of tuple of str
-        As many cells each as there are columns.
+        The cells of each row, one for each column.
     total : tuple of str
-        A last row, or none.
+        The last row, or an empty tuple.
     """
 
     lines: tuple[str, ...]
@@ -60,7 +63,7 @@ class Report:
 
     def __str__(self) -> str:
         out = io.StringIO()
-        Console(file=out, width=_WIDTH, color_system=None, force_terminal=False, force_jupyter=False).print(self)
+        Console(file=out, width=TABLE_WIDTH, color_system=None, force_terminal=False, force_jupyter=False).print(self)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     __repr__ = __str__
@@ -82,12 +85,8 @@ class Report:
         return f"{head}<table><thead><tr>{cells('th', self.columns)}</tr></thead><tbody>{body}</tbody>{foot}</table>"
 
 
-_LISTING_WIDTH = 96
-"""Lines longer than this do not push the shapes of all others to the right."""
-
-
 def listing(graph_module: fx.GraphModule, op: str = "*", backward: bool | None = None) -> str:
-    """The nodes of a graph that belong to an op, one a line.
+    """List the nodes of a graph that belong to an op, one in each line.
 
     Parameters
     ----------
@@ -117,12 +116,12 @@ def listing(graph_module: fx.GraphModule, op: str = "*", backward: bool | None =
         if info.collective is not None:
             lines.append((f"# {_reason(info.collective)}", ""))
         lines.append((_code(node), _shapes(node)))
-    width = max((len(code) for code, shape in lines if shape and len(code) <= _LISTING_WIDTH), default=0)
+    width = max((len(code) for code, shape in lines if shape and len(code) <= MAX_ALIGNED_WIDTH), default=0)
     return "\n".join(f"{code:<{width}}  # {shape}" if shape else code for code, shape in lines)
 
 
 def source(graph_module: fx.GraphModule) -> str:
-    """A whole graph as Python that can be read, with every shape, and an input a line.
+    """A whole graph as readable Python code, with all shapes, and one input in each line.
 
     Examples
     --------
@@ -152,14 +151,14 @@ def source(graph_module: fx.GraphModule) -> str:
 
 def _code(node: fx.Node) -> str:
     if node.op == "placeholder":
-        # A parameter is called after itself; the backward's other inputs after the node that the forward saved.
+        # A parameter has its own name. The backward's other inputs have the names of nodes that the forward saved.
         at_rest = node.name == re.sub(r"\W", "_", node.meta[META].op)
         return f"{node.name} = {'at rest' if at_rest else 'saved'}"
     arguments = [_value(argument) for argument in node.args]
     arguments += [f"{name}={_value(value)}" for name, value in node.kwargs.items()]
     if getattr(node.target, "__name__", "") == "getitem":
         return f"{node.name} = {arguments[0]}[{arguments[1]}]"
-    if node.target is seeded:  # its op, as if it were called itself, and what its seed is made of
+    if node.target is seeded:  # show the random op itself, and the numbers that its seed is made of
         op, _, index, position = node.args[:4]
         given = [*arguments[4:], f"draw={index}", *([] if position == 0 else [f"part={_value(position)}"])]
         return f"{node.name} = {_name(op)}({', '.join(given)})"

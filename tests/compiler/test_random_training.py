@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardweave as sw
 from shardweave.cost_model import node_work
 from shardweave.ops.seeded_random import seeded
-from shardweave.report.report import listing
+from shardweave.report import listing
 from shardweave.runtime.launch import WorkerPool
 
 DOUBLE = torch.float64

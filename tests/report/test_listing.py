@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from shardweave.ir import META, Axis, Collective, NodeInfo
-from shardweave.report.report import listing
+from shardweave.report import listing
 
 gather = torch.ops._c10d_functional.all_gather_into_tensor.default
 wait = torch.ops._c10d_functional.wait_tensor.default
