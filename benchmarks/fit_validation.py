@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from math import log
 
 from shardweave.cost_model import Cluster
-from shardweave.validation import ROWS, Described, Row, Setting, load
+from shardweave.validation import ROWS, CalibratedCluster, Row, Setting, load
 from shardweave.validation.clusters import Constant, fit
 from shardweave.validation.rows import Paper, mean_error
 
@@ -47,7 +47,7 @@ def main() -> None:
     arguments = parser.parse_args()
     tables = load(arguments.folder)[arguments.paper]  # less what is not fitted to
     paper = {key: rows for key, rows in tables.items() if "ablation_20b" not in key and key != "mem_mb"}
-    described = {name: Described.of(name) for name in FITTED[arguments.paper].clusters}
+    described = {name: CalibratedCluster.of(name) for name in FITTED[arguments.paper].clusters}
     chosen = arguments.constants
     if arguments.leave_out and chosen is None:
         chosen = [constant.key for each in described.values() for constant in each.constants if constant.fitted]
@@ -66,7 +66,7 @@ class Evaluated:
 
     paper: str
     tables: Paper
-    described: Mapping[str, Described]
+    described: Mapping[str, CalibratedCluster]
     owners: Mapping[str, tuple[str, ...]]
     known: dict[tuple[tuple[str, float], ...], list[Row]] = field(default_factory=dict)
 
@@ -102,7 +102,7 @@ def logarithms(rows: list[Row]) -> list[float]:
 
 
 def constants_of(
-    described: Mapping[str, Described], chosen: list[str] | None
+    described: Mapping[str, CalibratedCluster], chosen: list[str] | None
 ) -> tuple[list[Constant], dict[str, tuple[str, ...]]]:
     """The constants to fit, each under a name of its own, and the clusters that each is of."""
     owners: dict[tuple[object, ...], list[str]] = {}
@@ -119,7 +119,7 @@ def constants_of(
 
 
 def with_values(
-    described: Described, name: str, values: Mapping[str, float], owners: Mapping[str, tuple[str, ...]]
+    described: CalibratedCluster, name: str, values: Mapping[str, float], owners: Mapping[str, tuple[str, ...]]
 ) -> Cluster:
     """The cluster of a name with those of the values that are its own."""
     return described.with_values({key.split(":")[1]: value for key, value in values.items() if name in owners[key]})

@@ -141,7 +141,7 @@ def validate(
     """Hold published tables against what the compiler predicts, each row built as a forced plan."""
     import json
 
-    from shardweave.validation import load, save_figures, validate, validated
+    from shardweave.validation import load, save_figures, validate, validation_report
 
     console = _console()
     with Console(stderr=True).status("reading") as status:
@@ -151,7 +151,7 @@ def validate(
     if as_json:
         print(json.dumps(result.to_dict(), indent=1))
     else:
-        console.print(validated(result))
+        console.print(validation_report(result))
 
 
 @app.command()

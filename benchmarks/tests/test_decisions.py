@@ -13,7 +13,7 @@ from benchmarks.measure_decisions import Ranked, degrees, factors, flat, free_fa
 from shardweave.demo.model import GPTConfig
 from shardweave.ir import Ablation, Grid
 from shardweave.ir.errors import InfeasibleError
-from shardweave.validation import Described, Setting, amsp, oases
+from shardweave.validation import CalibratedCluster, Setting, amsp, oases
 from shardweave.validation.axonn import ranking, table_seconds
 from shardweave.validation.setting import Sizes
 
@@ -65,7 +65,7 @@ def test_the_authors_table_tells_links_apart() -> None:
 
 def test_placement_finds_the_family_of_the_optimum() -> None:
     """GPT-20B on 32 GPUs, 64 sequences: weights gathered over all of them is the fastest when simulated."""
-    cluster = Described.of("axonn").cluster.fitted(4, 8)
+    cluster = CalibratedCluster.of("axonn").cluster.fitted(4, 8)
     aware, without = (
         [grid.x * grid.y for grid in ranking(each, measure_decisions.MODEL, 64, measure_decisions.DEGREE)]
         for each in (cluster, flat(cluster))
@@ -74,7 +74,7 @@ def test_placement_finds_the_family_of_the_optimum() -> None:
 
 
 def test_ranks_are_compared_by_their_firsts() -> None:
-    cluster = Described.of("oases-pcie").cluster
+    cluster = CalibratedCluster.of("oases-pcie").cluster
     plan = oases.plan(Setting(cluster=lambda _: cluster), "oases-pcie", SIZES, [(2, 3)], {"sub_batches": 1})
     times = {"a": 1.0, "b": 3.0, "c": 2.0}
 
@@ -105,7 +105,7 @@ def test_mixed_degrees_are_ranked_beside_uniform_ones(monkeypatch: pytest.Monkey
 
 def test_placement_changes_which_grid_is_first() -> None:
     """GPT-20B on 32 GPUs, section V-C: eight devices share a layer's sums where links inside a node count for more."""
-    cluster, model = Described.of("axonn").cluster.fitted(4, 8), GPTConfig(50304, 2048, 32, 56, 7168, bias=True)
+    cluster, model = CalibratedCluster.of("axonn").cluster.fitted(4, 8), GPTConfig(50304, 2048, 32, 56, 7168, bias=True)
     aware = ranking(cluster, model, batch=32, degree=16)
     agnostic = ranking(flat(cluster), model, batch=32, degree=16)
     assert aware[0].x == 8 and agnostic[0].x == 4

@@ -12,14 +12,14 @@ import yaml
 from benchmarks import measure_validation
 from benchmarks.measure_validation import EFFECTS
 from shardweave.cost_model import collective_seconds
-from shardweave.validation import Described, exact
+from shardweave.validation import CalibratedCluster, exact
 
 
 def test_a_group_alone_has_all_links_of_its_node() -> None:
     """Four adapters of one GPU each, or four that eight share: one device gets all; inside a node nothing changes."""
     alone = EFFECTS["sharing of a node's NICs"].cluster
     for name in ("axonn", "amsp"):
-        cluster = Described.of(name).cluster
+        cluster = CalibratedCluster.of(name).cluster
         assert alone(cluster).levels[-1].bandwidth == 100e9
         assert alone(cluster).levels[-1].shared_bandwidth is None
         assert alone(cluster).levels[0] == cluster.levels[0]
@@ -27,7 +27,7 @@ def test_a_group_alone_has_all_links_of_its_node() -> None:
 
 @pytest.mark.parametrize("effect", ["sharing of a node's NICs", "latency of collectives"])
 def test_collectives_take_less_without(effect: str) -> None:
-    cluster = Described.of("axonn").cluster.fitted(4, 4)
+    cluster = CalibratedCluster.of("axonn").cluster.fitted(4, 4)
     axes = cluster.mesh().axes
     with_, without = (
         collective_seconds("all_gather", 1e8, axes[-2:], c) for c in (cluster, EFFECTS[effect].cluster(cluster))

@@ -9,12 +9,12 @@ import pytest
 
 from benchmarks import fit_validation
 from benchmarks.fit_validation import print_left_out
-from shardweave.validation import Constant, Described, Row
+from shardweave.validation import CalibratedCluster, Constant, Row
 
 
 def test_constants_of_several_clusters_are_fitted_as_one() -> None:
     """Those with one range and source; each cluster takes its own besides."""
-    described = {name: Described.of(name) for name in fit_validation.FITTED["oases"].clusters}
+    described = {name: CalibratedCluster.of(name) for name in fit_validation.FITTED["oases"].clusters}
     constants, owners = fit_validation.constants_of(described, ["levels.gpu.efficiency", "device.matmul_efficiency"])
     assert sorted(map(len, owners.values())) == [1, 1, 2]
     values = {constant.key: 0.5 for constant in constants}

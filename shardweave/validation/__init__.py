@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from shardweave.validation import amsp, axonn, exact, oases, osdp
-from shardweave.validation.clusters import Constant, Described
-from shardweave.validation.rows import Paper, Result, Row, load, save_figures, validated
+from shardweave.validation.clusters import CalibratedCluster, Constant
+from shardweave.validation.rows import Paper, Result, Row, load, save_figures, validation_report
 from shardweave.validation.setting import Progress, Setting
 
 __all__ = [
     "ROWS",
     "Constant",
-    "Described",
+    "CalibratedCluster",
     "Result",
     "Row",
     "Setting",
     "load",
     "save_figures",
     "validate",
-    "validated",
+    "validation_report",
 ]
 
 

@@ -16,7 +16,7 @@ import torch
 import shardweave as sw
 from shardweave.ir import Traffic
 from shardweave.validation.rows import Paper, Row, table
-from shardweave.validation.setting import Setting, Sizes, captured, hosted
+from shardweave.validation.setting import Setting, Sizes, captured, with_deepspeed_host
 
 MODELS = {
     "LLaMA-7B": Sizes(32, 4096, 32),
@@ -27,14 +27,14 @@ PEAK_FLOPS = 312e12
 SEQUENCE, BATCH_SEQUENCES = 4096, 1024
 GPUS_PER_NODE = 8
 PRECISION = sw.Precision(torch.bfloat16)
-"""Gradients are reduced in bfloat16, too."""
+"""Gradients are also reduced in bfloat16."""
 BLOCKING: dict[str, tuple[Traffic, ...]] = {
     "L3": (),
     "L2": ("broadcast",),
     "L1": ("broadcast", "reduce"),
     "L0": ("broadcast", "reduce", "scatter", "gather"),
 }
-"""What each level of overlap leaves open."""
+"""The traffic that each level of overlap does not overlap."""
 ABLATIONS = {level: sw.Ablation(blocking=kinds, all_reduce_gradients=True) for level, kinds in BLOCKING.items()}
 """Each level, with gradients all-reduced where optimizer states are sharded: Table V says so, and the authors' engine
 (InternLM/InternEvo, ``hybrid_zero_optim.py``) and DeepSpeed's ZeRO-1 (``stage_1_and_2.py``,
@@ -43,11 +43,12 @@ OVERLAP: Mapping[str, Mapping[str, Any]] = {
     "AMSP": {"ablation": ABLATIONS["L2"]},
     "ZeRO-1": {"ablation": ABLATIONS["L0"], "buckets": True},
 }
-"""Section VI-B's steps. Its text turns the overlap of AMSP's broadcast off. That other systems hide nothing is
-calibrated, against the text, which turns their overlap on; ZeRO-1 reduces in buckets (DeepSpeed's, by default)."""
+"""The overlap in section VI-B. Its text turns the overlap of AMSP's broadcast off. Other systems overlap nothing here:
+this is calibrated, and contradicts the text, which turns their overlap on. ZeRO-1 reduces in buckets, as DeepSpeed
+does by default."""
 OTHERS: Mapping[str, Any] = {"ablation": sw.Ablation(blocking=BLOCKING["L0"])}
 DEEPSPEED = ("ZeRO-3", "ZeRO++")
-"""The systems whose host prepares each gather and scatter (`setting.hosted`)."""
+"""The systems whose host prepares each gather and scatter (see `with_deepspeed_host`)."""
 
 Factors = Mapping[tuple[str, str], Mapping[str, Any]]
 """The rows of Table IV, by model and approach."""
@@ -84,13 +85,13 @@ def _end_to_end(paper: Paper, setting: Setting, factors: Factors, recompute: Map
         setting.progress(f"AMSP MFU: {model} {approach} on {gpus} GPUs")
         asked = {"recompute": _mode(recompute, model), **OVERLAP.get(approach, OTHERS)}
         asked["micro_batches"] = max(1, BATCH_SEQUENCES // gpus)
-        asked["system"] = hosted if approach in DEEPSPEED else None
+        asked["system"] = with_deepspeed_host if approach in DEEPSPEED else None
         mfu = partial(_mfu, setting, factors, model, approach, gpus, **asked)
         yield Row.of(*title, mfu)
 
 
 def plan(setting: Setting, model: str, gpus: int, chosen: sw.Strategy, micro_batches: int, **options: Any) -> sw.Plan:
-    """The forced plan of one row, every op of it with one strategy."""
+    """The forced plan of one row, with one strategy for all ops."""
     if model not in MODELS:
         raise sw.InputError(f"amsp.yaml: the sizes of {model!r} are not known; known are {', '.join(MODELS)}")
     compiler = captured(MODELS[model], gpus * micro_batches, SEQUENCE, PRECISION)
@@ -99,7 +100,7 @@ def plan(setting: Setting, model: str, gpus: int, chosen: sw.Strategy, micro_bat
 
 
 def strategy(factors: Factors, model: str, approach: str, gpus: int) -> sw.Strategy:
-    """The factors of Table IV: R stands for a node's 8 GPUs, N for the nodes; ZeRO++ has parameters twice."""
+    """The strategy of a row of Table IV. R is the 8 GPUs of a node, N the number of nodes; ZeRO++ has two shardings."""
     if (model, approach) not in factors:
         raise sw.InputError(f"amsp.yaml, strategies_table4: expected a row for {approach} of {model}")
     row, nodes = factors[model, approach], max(1, gpus // GPUS_PER_NODE)
@@ -118,13 +119,13 @@ def _mode(recompute: Mapping[str, bool], model: str) -> str:
 
 
 def _tgs(setting: Setting, factors: Factors, model: str, approach: str, gpus: int, **asked: Any) -> float:
-    """Tokens a GPU and second."""
+    """Tokens per GPU and second."""
     found = plan(setting, model, gpus, strategy(factors, model, approach, gpus), **asked)
     return found.micro_batches * SEQUENCE / found.step_time
 
 
 def _mfu(setting: Setting, factors: Factors, model: str, approach: str, gpus: int, **asked: Any) -> float:
-    """The part of the peak that the model's own products take, causal attention counted in full."""
+    """Model FLOPs utilisation, with causal attention counted in full."""
     return _tgs(setting, factors, model, approach, gpus, **asked) * _mfu_per_tgs(model)
 
 
@@ -133,9 +134,7 @@ def _mfu_per_tgs(model: str) -> float:
 
 
 def _by_batch(paper: Paper) -> list[tuple[str, str, int, Mapping[str, Any]]]:
-    """Model, level, number of micro-batches, TGS and MFU of each cell of Table V; those of one batch follow each other.
-
-    A cell without a TGS is left out.
+    """Model, level, number of micro-batches, TGS and MFU of each cell of Table V that has a TGS, in order of the batch.
     """
     cells = []
     for row in table(paper, "amsp", "overlap_table5"):

@@ -1,4 +1,4 @@
-"""Figures that a plan has exactly: bytes of states a parameter (OSDP, AMSP), and volumes between nodes (ZeRO++)."""
+"""Figures without a tolerance: bytes of states per parameter (OSDP, AMSP), and traffic between nodes (ZeRO++)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from shardweave.cost_model import ZERO_PLUS_PLUS, crossed_level, group_extents
 from shardweave.ir import Collective, Quantized
 from shardweave.sharding import info
 from shardweave.validation.rows import Paper, Row, table
-from shardweave.validation.setting import Setting, Sizes, captured, of_a_layer
+from shardweave.validation.setting import Setting, Sizes, captured, per_layer_increase
 
 BYTES_PER_PARAMETER = 16
 """OSDP, section 2: parameter, gradient and Adam's two moments in float32."""
 PARAMETERS = {"LLaMA-7B": 7e9, "LLaMA-30B": 30e9}
-"""As AMSP counts them, by name."""
+"""The number of parameters by AMSP's count."""
 SYSTEMS: dict[str, tuple[str, Mapping[Quantized, int]]] = {"zero3": ("zero3", {}), "zeropp": ("hpz", ZERO_PLUS_PLUS)}
-"""Where states rest, and what is quantized."""
+"""The strategy preset of each system, and the bits of its quantized traffic."""
 VOLUMES = {"fwd": (0, "parameter"), "bwd": (1, "parameter"), "grad": (1, "gradient")}
-"""Of each volume, by the first word of its name, the graph (forward, backward) and what its collectives move."""
-Crossing = Callable[[Sizes, str, tuple[tuple[str, int], ...]], tuple[dict[str, int], int]]
+"""The graph (0 forward, 1 backward) and the cause of the collectives of each volume, by the first word of its name."""
+NodeTraffic = Callable[[Sizes, str, tuple[tuple[str, int], ...]], tuple[dict[str, int], int]]
+"""Maps sizes, preset and bits to the bytes of each volume between nodes, and the bytes of all weights."""
 
 
 def osdp(paper: Paper, setting: Setting) -> Iterator[Row]:
-    """Bytes of states for each parameter: 16 with DP, 16/N with ZDP."""
+    """Bytes of states per parameter: 16 with DP, 16/N with ZDP."""
     for gpus in sorted({int(cluster["gpus"]) for cluster in (paper.get("clusters") or {}).values()}):
         for word, share in (("dp", 1), ("zdp", gpus)):
             setting.progress(f"OSDP: {word} on {gpus} GPUs")
@@ -39,7 +40,7 @@ def osdp(paper: Paper, setting: Setting) -> Iterator[Row]:
 
 
 def amsp(paper: Paper, setting: Setting) -> Iterator[Row]:
-    """GB of states of a whole model, mixed precision's copies and bfloat16 gradients counted."""
+    """GB of states of a whole model, with the master weights of mixed precision and bfloat16 gradients."""
     for row in table(paper, "amsp", "memory_text"):
         if row.get("gb") is None or row["model"] not in PARAMETERS:
             continue
@@ -53,20 +54,20 @@ def amsp(paper: Paper, setting: Setting) -> Iterator[Row]:
 
 
 def zeropp(paper: Paper, setting: Setting) -> Iterator[Row]:
-    """What one iteration sends between nodes, in sizes of the model."""
-    crossing, systems = crossing_of(setting), paper.get("volumes") or {}
+    """The traffic of one iteration between nodes, in sizes of the model."""
+    traffic, systems = node_traffic_of(setting), paper.get("volumes") or {}
     if not isinstance(systems, Mapping):
         raise sw.InputError(f"zeropp.yaml, volumes: expected a mapping of systems, got {systems!r}")
     for system, volumes in systems.items():
         for name, published in volumes.items() if isinstance(volumes, Mapping) else ():
-            if isinstance(published, int | float) and published:  # an error relative to 0 is none
+            if isinstance(published, int | float) and published:  # there is no error relative to 0
                 setting.progress(f"ZeRO++ volumes: {system} {name}")
-                found = partial(volume, crossing, system, str(name))
+                found = partial(volume, traffic, system, str(name))
                 yield Row.of("ZeRO++ volumes", str(system), str(name), "M", published, found)
 
 
 def state_bytes(setting: Setting, gpus: int, word: str, precision: sw.Precision | None = None) -> float:
-    """Bytes of parameters, gradients and optimizer states on one device for each parameter: of what a layer adds."""
+    """Bytes of parameter, gradient and optimizer states on one device, per parameter of one more layer."""
 
     def stated(sizes: Sizes) -> tuple[int, int]:
         plan = _compiler(setting, sizes, gpus, precision, word).plan()
@@ -75,13 +76,13 @@ def state_bytes(setting: Setting, gpus: int, word: str, precision: sw.Precision 
     return _ratio(stated)
 
 
-def volume(crossing: Crossing, system: str, name: str) -> float:
-    """Bytes between nodes over those of the weights in 16 bit: of what a layer adds.
+def volume(traffic: NodeTraffic, system: str, name: str) -> float:
+    """Bytes between nodes over the bytes of the weights in 16 bits, for one more layer.
 
     Raises
     ------
     PlanError
-        Where no system or no volume of it is called so.
+        If there is no system or volume of this name.
     """
     if system not in SYSTEMS:
         raise sw.PlanError(f"no system is called {system!r}: built are {', '.join(SYSTEMS)}")
@@ -90,28 +91,28 @@ def volume(crossing: Crossing, system: str, name: str) -> float:
         raise sw.PlanError(f"no volume is called {name!r}: names begin with {', '.join(VOLUMES)}, or are 'total'")
     force, usual = SYSTEMS[system]
     bits = {str(kind): number for kind, number in usual.items()}
-    if word in VOLUMES and (named := re.search(r"int(\d+)", name)):  # they may be others than those of the total
+    if word in VOLUMES and (named := re.search(r"int(\d+)", name)):  # they may differ from those of the total
         bits[f"{VOLUMES[word][1]}s"] = int(named[1])
 
     def measured(sizes: Sizes) -> tuple[int, int]:
-        moved, weights = crossing(sizes, force, tuple(bits.items()))
+        moved, weights = traffic(sizes, force, tuple(bits.items()))
         return moved[word] if word in VOLUMES else sum(moved.values()), weights
 
     return _ratio(measured)
 
 
 def _ratio(measured: Callable[[Sizes], tuple[int, int]]) -> float:
-    """A ratio of two figures of a layer: the inputs and an embedding do not count."""
-    amount, of = of_a_layer(lambda layers: measured(Sizes(layers, 256, 4)))
-    return amount / of
+    """The ratio of two figures of a layer, without inputs and embedding."""
+    numerator, denominator = per_layer_increase(lambda layers: measured(Sizes(layers, 256, 4)))
+    return numerator / denominator
 
 
-def crossing_of(setting: Setting) -> Crossing:
+def node_traffic_of(setting: Setting) -> NodeTraffic:
     """Finds the bytes of each volume that the collectives of a node's devices move between nodes, and those of all
     weights, of a model with states at rest as is said and quantized collectives of so many bits."""
 
     @cache
-    def crossing(sizes: Sizes, word: str, bits: tuple[tuple[str, int], ...]) -> tuple[dict[str, int], int]:
+    def traffic(sizes: Sizes, word: str, bits: tuple[tuple[str, int], ...]) -> tuple[dict[str, int], int]:
         compiler = _compiler(setting, sizes, 16, sw.Precision(torch.bfloat16), word, quantize=dict(bits))
         plan = compiler.plan()
         step, moved = compiler.lower(plan).step, {}
@@ -122,11 +123,11 @@ def crossing_of(setting: Setting) -> Crossing:
             moved[name] = sum(_between_nodes(each, compiler.cluster) for each in found if each.cause == cause)
         return moved, 2 * _count(plan)
 
-    return crossing
+    return traffic
 
 
 def _between_nodes(what: Collective, cluster: sw.Cluster) -> int:
-    """The bytes of all groups of a node whose collective crosses nodes: a group of one device a node is one of eight.
+    """The bytes that a node sends to other nodes for a collective, over all its groups.
 
     The paper does not count the scales of blocks.
     """

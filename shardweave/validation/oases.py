@@ -31,11 +31,11 @@ COLUMNS: dict[str, Mapping[str, Any]] = {
 """The overlap options of each column."""
 
 Degrees = Sequence[tuple[int, int]]
-"""Tensor-parallel degrees, and of how many layers, from the first on."""
+"""Tensor-parallel degrees, each with its number of layers, from the first layer on."""
 
 
 def rows(paper: Paper, setting: Setting) -> Iterator[Row]:
-    """Table 3 in thousands of tokens a second, then what each column gains over Megatron-LM's."""
+    """Table 3 in thousands of tokens per second, then the speedup of each column over Megatron-LM."""
     sizes = {row["hidden"]: row for row in table(paper, "oases", "models_table4")}
     planned = {
         (row["cluster"], row["hidden"]): row for row in table(paper, "oases", "planner_table6") if row["planner"]
@@ -59,7 +59,7 @@ def rows(paper: Paper, setting: Setting) -> Iterator[Row]:
 
 
 def _speedups(cells: Mapping[str, Row], stated: Mapping[str, float | None]) -> Iterator[Row]:
-    """Over the first column: as stated, and of the simulated steps."""
+    """Speedups over the first column: published, and of the simulated steps."""
     first = cells.get(next(iter(stated)))
     for column, row in cells.items():
         published = stated[column]
@@ -92,21 +92,21 @@ def plan(
 
 
 def _kts(setting: Setting, cluster: str, model: Mapping[str, Any], *asked: Any) -> float:
-    """Thousands of tokens a second of all devices."""
+    """Thousands of tokens per second on all devices."""
     seconds = plan(setting, cluster, model, *asked).timeline(sums=False).step_time
     return float(model["global_batch"] * SEQUENCE / seconds / 1e3)
 
 
 def _force(degrees: Degrees) -> dict[str, str]:
-    """The degree of each module that is not as the last layer; what comes before the layers is as the first of them."""
+    """The forced degree of the last layer, and of each module that differs from it."""
     last = degrees[-1][0]
     others = {name: f"tensor:{degree}" for name, degree in _degrees(degrees).items() if degree != last}
-    others.pop("positions", None)  # it has no loop that is spread
+    others.pop("positions", None)  # it has no loop that is sharded
     return {"*": f"tensor:{last}", **others}
 
 
 def _degrees(degrees: Degrees) -> dict[str, int]:
-    """The degree of each layer, and of what comes before the first.
+    """The degree of each layer, and of the modules before the first layer, which have its degree.
 
     >>> _degrees([(2, 1), (4, 2)])
     {'tokens': 2, 'positions': 2, 'blocks.0': 2, 'blocks.1': 4, 'blocks.2': 4}

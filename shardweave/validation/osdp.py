@@ -31,11 +31,11 @@ from typing import Any
 import shardweave as sw
 from shardweave.ir import Traffic
 from shardweave.validation.rows import Paper, Row
-from shardweave.validation.setting import MinGPTSizes, Setting, captured, of_a_layer
+from shardweave.validation.setting import MinGPTSizes, Setting, captured, per_layer_increase
 
 GPUS = 8
 SEQUENCE, SEQUENCES = 6, 96
-"""Tokens of a sequence, and sequences a GPU of one unit of batch size."""
+"""Tokens in a sequence, and sequences per GPU in one unit of batch size."""
 ATTENTION, PERCEPTRON = "blocks.*.attn.*", "blocks.*.mlp.*"
 LEVELS: Mapping[str, Sequence[str]] = {
     "DP": (),
@@ -43,7 +43,7 @@ LEVELS: Mapping[str, Sequence[str]] = {
     "MLP ZDP": (PERCEPTRON,),
     "all ZDP": (ATTENTION, PERCEPTRON),
 }
-"""The columns: what of a layer is ZDP; all else is in the flat parameter around the whole model."""
+"""The columns: the modules of a layer with ZDP. All others are in the flat parameter of the whole model."""
 BLOCKING: tuple[Traffic, ...] = ("broadcast", "reduce", "scatter")
 OVERLAP: Mapping[str, Any] = {
     "sub_batches": 1,
@@ -52,7 +52,7 @@ OVERLAP: Mapping[str, Any] = {
 
 
 def rows(paper: Paper, setting: Setting) -> Iterator[Row]:
-    """Seconds and memory of each cell: what one more layer adds."""
+    """Seconds and memory of each cell, for one more layer."""
     for hidden, row, level, seconds, megabytes in cells(paper):
         setting.progress(f"OSDP profile: hidden {hidden}, row {row}, {level}")
         cell, group, name = (setting, hidden, row, level), f"hidden {hidden}", f"{level}, row {row}"
@@ -63,27 +63,27 @@ def rows(paper: Paper, setting: Setting) -> Iterator[Row]:
 
 
 def seconds_of_a_layer(setting: Setting, hidden: int, row: int, level: str) -> float:
-    """What a second layer adds to a step."""
-    (found,) = of_a_layer(lambda layers: (plan(setting, layers, hidden, row, level).step_time,), fewest=1)
+    """The increase of the step time by a second layer."""
+    (found,) = per_layer_increase(lambda layers: (plan(setting, layers, hidden, row, level).step_time,), fewest=1)
     return found
 
 
 def megabytes_of_a_layer(setting: Setting, hidden: int, row: int, level: str) -> float:
-    """What a third layer adds to the peak, or a second one where three do not fit."""
+    """The increase of the peak memory by a third layer, or by a second one if three do not fit."""
 
     def figures(layers: int) -> tuple[float]:
         # As simulated: a plan's own peak is no less than the program's count, which rounds up
         return (plan(setting, layers, hidden, row, level, steps=2).timeline().peak_memory / 2**20,)
 
     try:
-        (found,) = of_a_layer(figures)
+        (found,) = per_layer_increase(figures)
     except sw.InfeasibleError:
-        (found,) = of_a_layer(figures, fewest=1)
+        (found,) = per_layer_increase(figures, fewest=1)
     return found
 
 
 def plan(setting: Setting, layers: int, hidden: int, row: int, level: str, steps: int = 1) -> sw.Plan:
-    """The forced plan of a cell, or of so many that add to the same gradients."""
+    """The forced plan of a cell, with `steps` micro-batches."""
     compiler = captured(MinGPTSizes(layers, hidden), steps * GPUS * max(1, SEQUENCES * row), SEQUENCE)
     force = {"*": "zero2", **dict.fromkeys(LEVELS[level], "zero3")}
     ablation = sw.Ablation(blocking=BLOCKING, flat_parameter=True, regather_in_recompute=not row)
@@ -92,7 +92,7 @@ def plan(setting: Setting, layers: int, hidden: int, row: int, level: str, steps
 
 
 def cells(paper: Paper) -> Iterator[tuple[int, int, str, float | None, float | None]]:
-    """Hidden size, row, level, seconds and MB of each cell that has one of them; what it has not is None.
+    """Hidden size, row, level, seconds and MB of each cell that has one of the two; the other is then None.
 
     >>> list(cells({"hidden": [512], "time_s": [[[0.1, None, 0.3]]], "mem_mb": [[[None, None, 40.0]]]}))
     [(512, 0, 'DP', 0.1, None), (512, 0, 'MLP ZDP', 0.3, 40.0)]
@@ -110,7 +110,7 @@ def cells(paper: Paper) -> Iterator[tuple[int, int, str, float | None, float | N
 
 
 def _table(paper: Paper, key: str, sizes: int) -> list[list[list[float | None] | None]]:
-    """The table of a key, by hidden size, row and level; empty where there is none."""
+    """The table of a key, by hidden size, row and level; empty if the paper has none."""
     table = [rows or [] for rows in _list(key, paper.get(key) or [None] * sizes)]
     if len(table) != sizes:
         expected = f"expected rows for each of {sizes} hidden sizes"

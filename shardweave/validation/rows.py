@@ -29,7 +29,7 @@ def load(folder: str | os.PathLike[str]) -> dict[str, Paper]:
     Raises
     ------
     InputError
-        Where there is no such folder, nothing in it, two files of one name, or one that is no mapping.
+        If there is no such folder, it is empty, two files have one name, or a file is no mapping.
     """
     papers: dict[str, Paper] = {}
     for path in sorted(path for path in Path(folder).glob("*") if path.suffix in _READERS):
@@ -54,12 +54,12 @@ def _read(path: Path) -> Paper:
 
 
 def table(paper: Paper, name: str, key: str) -> list[Mapping[str, Any]]:
-    """The rows of the table `key` of a paper; none where its file leaves it out.
+    """The rows of the table `key` of a paper; none if its file has no such table.
 
     Raises
     ------
     InputError
-        Where there are rows that are not a list of mappings.
+        If the rows are not a list of mappings.
     """
     rows = (paper.get(key) or {}).get("rows", [])
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
@@ -69,22 +69,22 @@ def table(paper: Paper, name: str, key: str) -> list[Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure.
+    """One published figure and its prediction.
 
     Parameters
     ----------
     table : str
-        Where it is published: ``"AMSP Table V"``.
+        The published table: ``"AMSP Table V"``.
     group : str
-        Within which rows are ranked, as a model on a cluster.
+        The group of rows that are ranked together, such as a model on a cluster.
     name : str
         The row's own name in its group.
     unit : str
     published : float
     predicted : float, optional
-        None where there is no plan.
+        None if there is no plan.
     reason : str
-        Why there is none.
+        Why there is no plan.
     """
 
     table: str
@@ -97,18 +97,18 @@ class Row:
 
     @classmethod
     def of(cls, table: str, group: str, name: str, unit: str, published: float, predict: Callable[[], float]) -> Row:
-        """A row as the call `predict()` has it; where that finds no plan, without a figure."""
+        """A row with the result of `predict()`, or without a prediction if that finds no plan."""
         try:
             return cls(table, group, name, unit, published, predict())
         except sw.InfeasibleError:
             reason = "does not fit"
-        except (sw.PlanError, sw.InputError) as error:  # what cannot be built, or is not said of the row
+        except (sw.PlanError, sw.InputError) as error:  # the plan cannot be built, or the paper lacks a value for it
             reason = str(error)
         return cls(table, group, name, unit, published, None, reason)
 
     @property
     def error(self) -> float | None:
-        """Relative: 0.1 is predicted a tenth too high.
+        """The relative error: 0.1 if the prediction is a tenth too high.
 
         >>> Row("Table 1", "7B", "L0", "TGS", 100.0, 75.0).error
         -0.25
@@ -118,7 +118,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """All rows of a validation; it prints as a table."""
+    """All rows of a validation. It prints as a table."""
 
     rows: tuple[Row, ...]
 
@@ -140,12 +140,11 @@ class Result:
         }
 
     def __str__(self) -> str:
-
-        return str(validated(self))
+        return str(validation_report(self))
 
 
 def mean_error(rows: Sequence[Row]) -> float | None:
-    """The mean of the absolute errors; None without rows that have one.
+    """The mean of the absolute relative errors; None if no row has a prediction.
 
     >>> mean_error([Row("", "", "", "", 100.0, predicted) for predicted in (95.0, 115.0, None)])
     0.1
@@ -171,13 +170,13 @@ def rank_correlations(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _ranks(values: Sequence[float]) -> NDArray[np.float64]:
-    """The place of each among all, equal ones sharing the mean of theirs."""
-    given = np.array([float(f"{value:.9g}") for value in values])  # what differs by rounding alone is equal
+    """The rank of each value; equal values share their mean rank."""
+    given = np.array([float(f"{value:.9g}") for value in values])  # differences by rounding do not count
     return np.array([(given < value).sum() + (given == value).sum() / 2 for value in given], dtype=np.float64)
 
 
-def validated(result: Result) -> Report:
-    """A row for each figure; above them a line for each table, and for each row without a plan."""
+def validation_report(result: Result) -> Report:
+    """A table of all figures, below a line for each published table and for each row without a plan."""
     lines = [_summary(name, rows) for name, rows in result.tables.items()]
     lines += [f"{row.table}, {row.group}, {row.name}: {row.reason}" for row in result.rows if row.reason]
     columns = ("table", "group", "row", "unit", "published ", "predicted ", "error ")
@@ -200,13 +199,13 @@ def _row(row: Row) -> tuple[str, ...]:
 COLOURS = ("#1f5fa8", "#c2571a", "#3a8f5c", "#7a4fa3", "#b0892b", "#5c6b7a", "#a83253", "#2a8c9c")
 
 
-def drawn(name: str, rows: tuple[Row, ...]) -> Figure | None:
+def draw_table(name: str, rows: tuple[Row, ...]) -> Figure | None:
     """One table: predicted over published on the left, the error of each row on the right; None without a figure.
 
     Examples
     --------
     >>> rows = (Row("Table 1", "7B", "L0", "TGS", 100.0, 95.0), Row("Table 1", "7B", "L1", "TGS", 120.0, 130.0))
-    >>> [axes.get_xlabel() for axes in drawn("Table 1", rows).axes]
+    >>> [axes.get_xlabel() for axes in draw_table("Table 1", rows).axes]
     ['published, TGS', 'error, %']
     """
     found = [row for row in rows if row.predicted is not None]
@@ -232,7 +231,7 @@ def save_figures(result: Result, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     saved = []
     for name, rows in result.tables.items():
-        figure = drawn(name, rows)
+        figure = draw_table(name, rows)
         if figure is not None:
             saved.append(folder / f"{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.png")
             figure.savefig(saved[-1], dpi=110)

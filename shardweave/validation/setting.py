@@ -1,12 +1,11 @@
 """The setting that all rows of a validation share: the models of the papers, and how one row becomes a forced plan.
 
-The models are ordinary PyTorch modules at their published sizes, captured on no device. `hosted` is the cluster of a
-job under DeepSpeed's ZeRO-3. Before an all-gather or a reduce-scatter its host cuts a tensor into one view a rank and
-puts the views together again (microsoft/DeepSpeed, ``all_gather_coalesced`` of
-``runtime/zero/partition_parameters.py`` and ``reduce_scatter_coalesced`` of
-``runtime/comm/coalesced_collectives.py``). On a few ranks the device computes meanwhile; on a thousand ranks the host
-takes longer than the device. That code explains why the time grows with the ranks; the time for each rank is
-calibrated.
+The models are ordinary PyTorch modules at their published sizes, on the meta device. `with_deepspeed_host` is the
+cluster of a job under DeepSpeed's ZeRO-3. Before an all-gather or a reduce-scatter its host cuts a tensor into one view
+a rank and puts the views together again (microsoft/DeepSpeed, ``all_gather_coalesced`` of
+``runtime/zero/partition_parameters.py`` and ``reduce_scatter_coalesced`` of ``runtime/comm/coalesced_collectives.py``).
+On a few ranks the device computes meanwhile; on a thousand ranks the host takes longer than the device. That code
+explains why the time grows with the ranks; the time for each rank is calibrated.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ HOST_SECONDS_PER_RANK = 1.6e-5
 """Calibrated: to one cell, AMSP's LLaMA-7B with ZeRO-3 on 1,024 GPUs."""
 
 
-def hosted(cluster: sw.Cluster) -> sw.Cluster:
+def with_deepspeed_host(cluster: sw.Cluster) -> sw.Cluster:
     """`cluster` as it trains with DeepSpeed's ZeRO-3.
 
-    >>> hosted(sw.Cluster.preset("dgx-a100", nodes=128)).device.collective_host_seconds
+    >>> with_deepspeed_host(sw.Cluster.preset("dgx-a100", nodes=128)).device.collective_host_seconds
     0.016384
     """
     seconds = HOST_SECONDS_PER_RANK * cluster.world_size
@@ -100,7 +99,7 @@ def captured(
     return Compiler(model, sw.Cluster.local(1), (batch, batch), sw.Options(precision=precision), None)
 
 
-def of_a_layer(measured: Callable[[int], Sequence[float]], fewest: int = 2) -> tuple[float, ...]:
+def per_layer_increase(measured: Callable[[int], Sequence[float]], fewest: int = 2) -> tuple[float, ...]:
     """The increase of each figure of a model by one more layer, without the parts that do not depend on layers.
 
     Parameters
@@ -112,7 +111,7 @@ def of_a_layer(measured: Callable[[int], Sequence[float]], fewest: int = 2) -> t
 
     Examples
     --------
-    >>> of_a_layer(lambda layers: (5.0 + 2.0 * layers, 3.0))
+    >>> per_layer_increase(lambda layers: (5.0 + 2.0 * layers, 3.0))
     (2.0, 0.0)
     """
     return tuple(more - less for more, less in zip(measured(fewest + 1), measured(fewest), strict=True))

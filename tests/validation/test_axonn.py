@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardweave.demo.model import GPTConfig
 from shardweave.ir import Grid
 from shardweave.ir.errors import InfeasibleError, InputError
-from shardweave.validation import Described, Setting, axonn
+from shardweave.validation import CalibratedCluster, Setting, axonn
 from shardweave.validation.axonn import communication_seconds, ranking
 
 SMALL = GPTConfig(512, 64, layers=3, heads=8, width=256, bias=True)
@@ -62,12 +62,12 @@ def test_the_plans_are_those_of_their_systems(short: None) -> None:
     """ZeRO-3 waits for what it moves, in micro-batches; AxoNN's plan is the fastest of the first grids that fit."""
     plan = axonn.zero3(Setting(), SMALL, gpus=8, batch=128)
     assert {str(choice.strategy) for choice in plan.choices.values()} == {"(1, 1, 1, 8) ZDP"}
-    assert plan.micro_batches == 2 and plan.overlap.ablation.blocking == axonn.WAITED
+    assert plan.micro_batches == 2 and plan.overlap.ablation.blocking == axonn.ZERO3_BLOCKING
     assert set(plan.overlap.recompute.values()) == {"full"}
     best = axonn.fastest(Setting(), SMALL, gpus=8, batch=64, degree=4)
     grid = best.choices["blocks.0.up"].strategy.grid
     assert grid.x * grid.y * grid.z >= 4 and best.cluster.world_size == 8
-    cluster = Described.of("axonn").cluster
+    cluster = CalibratedCluster.of("axonn").cluster
     device = replace(cluster.device, memory=2**20)
     with pytest.raises(InfeasibleError, match="at least 4 of 4 devices"):
         axonn.fastest(Setting(cluster=lambda _: replace(cluster, device=device)), SMALL, gpus=4, batch=4, degree=4)
@@ -76,7 +76,7 @@ def test_the_plans_are_those_of_their_systems(short: None) -> None:
 @given(st.sampled_from([2, 4, 8]), st.sampled_from([1, 4, 16]), st.sampled_from([64, 128]))
 def test_grids_are_ranked_whole(nodes: int, degree: int, batch: int) -> None:
     """Each grid once, spread over all devices, by rising seconds; more bandwidth takes no more of them."""
-    cluster = Described.of("axonn").cluster.fitted(4, nodes)
+    cluster = CalibratedCluster.of("axonn").cluster.fitted(4, nodes)
     ranked = ranking(cluster, SMALL, batch, min(degree, 4 * nodes))
     seconds = [communication_seconds(cluster, SMALL, batch, grid) for grid in ranked]
     assert seconds == sorted(seconds) and len(set(ranked)) == len(ranked) > 0
@@ -88,7 +88,7 @@ def test_grids_are_ranked_whole(nodes: int, degree: int, batch: int) -> None:
 
 def test_the_authors_table_ranks_where_there_is_one(short: None) -> None:
     """A table whose links between nodes are slow keeps sums inside; a group that it does not know is named."""
-    cluster = Described.of("axonn").cluster.fitted(4, 4)
+    cluster = CalibratedCluster.of("axonn").cluster.fitted(4, 4)
     slow = [{"ip": 1, "my": ">=2", "bw": 100.0}, {"ip": "any", "my": "any", "bw": 0.01}]
     assert ranking(cluster, SMALL, 64, 4, slow)[0] in (Grid(z=16), Grid(y=16), Grid(x=16))
     with pytest.raises(InputError, match=r"groups of \d+ devices that are \d+ apart"):

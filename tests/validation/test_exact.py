@@ -66,5 +66,5 @@ def test_volumes_that_are_no_mapping_are_refused() -> None:
 
 
 def test_of_the_whole_model_it_is_about_as_much() -> None:
-    moved, weights = exact.crossing_of(Setting())(Sizes(2, 256, 4), "zero3", ())
+    moved, weights = exact.node_traffic_of(Setting())(Sizes(2, 256, 4), "zero3", ())
     assert sum(moved.values()) == pytest.approx(3 * weights, rel=0.5)  # embeddings are not gathered for the backward

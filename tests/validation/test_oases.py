@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardweave.cost_model import Cluster
 from shardweave.ir import Grid
 from shardweave.ir.errors import InputError
-from shardweave.validation import Constant, Described, Setting, oases
+from shardweave.validation import CalibratedCluster, Constant, Setting, oases
 from shardweave.validation.clusters import fit
 
 MODEL = {"hidden": 256, "layers": 3, "heads": 8, "tmp": 4, "dp": 8, "global_batch": 32}
@@ -101,7 +101,7 @@ def test_a_fit_finds_what_made_the_rows(speed: float, width: float) -> None:
 
 
 def test_another_value_is_another_cluster() -> None:
-    described = Described.of("oases-nvlink")
+    described = CalibratedCluster.of("oases-nvlink")
     slower = described.with_values({"levels.pair.efficiency": 0.1, "device.matmul_efficiency": 0.4})
     assert slower.levels[1].efficiency == 0.1 and slower.device.matmul_efficiency == 0.4
     assert isinstance(slower, Cluster) and slower.levels[0] == described.cluster.levels[0]

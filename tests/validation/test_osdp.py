@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shardweave.ir.errors import InputError
-from shardweave.validation import Described, Setting, osdp, validate
-from shardweave.validation.setting import of_a_layer
+from shardweave.validation import CalibratedCluster, Setting, osdp, validate
+from shardweave.validation.setting import per_layer_increase
 
 HIDDEN = 2048
 PROFILE: dict[str, Any] = {
@@ -72,11 +72,11 @@ def test_a_layer_costs_the_same_in_models_of_any_depth(row: int) -> None:
         plan = osdp.plan(Setting(), layers, HIDDEN, row, "all ZDP")
         return plan.step_time, plan.peak_memory
 
-    assert of_a_layer(figures, fewest=2) == pytest.approx(of_a_layer(figures, fewest=1), rel=0.01)
+    assert per_layer_increase(figures, fewest=2) == pytest.approx(per_layer_increase(figures, fewest=1), rel=0.01)
 
 
 def test_what_does_not_fit_has_no_figure() -> None:
-    cluster = Described.of("osdp-titan").cluster
+    cluster = CalibratedCluster.of("osdp-titan").cluster
     tiny = replace(cluster, device=replace(cluster.device, memory=2**16))
     profile = {"hidden": [64], "time_s": [[[0.1]]], "mem_mb": [[[1.0]]]}
     rows = list(osdp.rows(profile, Setting(cluster=lambda _: tiny)))

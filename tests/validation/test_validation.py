@@ -16,9 +16,9 @@ from shardweave import cli
 from shardweave.cost_model import Cluster
 from shardweave.ir import Grid, Strategy
 from shardweave.ir.errors import ClusterError, InputError
-from shardweave.validation import Described, Row, Setting, amsp, load, validate
-from shardweave.validation.rows import drawn, mean_error, rank_correlations
-from shardweave.validation.setting import HOST_SECONDS_PER_RANK, Llama, Sizes, hosted
+from shardweave.validation import CalibratedCluster, Row, Setting, amsp, load, validate
+from shardweave.validation.rows import draw_table, mean_error, rank_correlations
+from shardweave.validation.setting import HOST_SECONDS_PER_RANK, Llama, Sizes, with_deepspeed_host
 
 SMALL = {"LLaMA-7B": Sizes(2, 512, 4)}
 PAPER: dict[str, Any] = {
@@ -81,7 +81,8 @@ def test_deepspeeds_host_is_what_a_step_takes_on_many_ranks(small: None) -> None
     """Its collectives are launched one after another, each for as long as there are ranks; other systems' are not."""
     factors = {(row["model"], row["approach"]): row for row in PAPER["strategies_table4"]["rows"]}
     strategy = amsp.strategy(factors, "LLaMA-7B", "ZeRO++", 1024)
-    few, many = (amsp.plan(Setting(), "LLaMA-7B", 1024, strategy, 1, system=system) for system in (None, hosted))
+    systems = None, with_deepspeed_host
+    few, many = (amsp.plan(Setting(), "LLaMA-7B", 1024, strategy, 1, system=system) for system in systems)
     calls = many.step_time / (HOST_SECONDS_PER_RANK * 1024)
     assert 4 * 20 < calls < 6 * 20 and few.step_time < many.step_time / 2  # of 18 matrices and norms, and two tables
     assert Setting().cluster("amsp").device.collective_host_seconds == 0
@@ -89,7 +90,7 @@ def test_deepspeeds_host_is_what_a_step_takes_on_many_ranks(small: None) -> None
 
 def test_a_row_is_the_plan_that_the_paper_describes(small: None) -> None:
     """Its strategy, micro-batches and memory are those of the plan; what does not fit has no figure."""
-    cluster = Described.of("amsp").cluster
+    cluster = CalibratedCluster.of("amsp").cluster
     factors = {(row["model"], row["approach"]): row for row in PAPER["strategies_table4"]["rows"]}
     strategy = amsp.strategy(factors, "LLaMA-7B", "ZeRO++", 16)
     assert strategy == Strategy(Grid(data=16), 8, states=16, gradients=16)
@@ -124,7 +125,7 @@ def test_errors_and_ranks(pairs: list[tuple[float, float]]) -> None:
 
 def test_constants_keep_to_their_ranges() -> None:
     """Each is a figure of its cluster inside of its range; one outside, or unknown, is refused by name."""
-    described = Described.of("amsp")
+    described = CalibratedCluster.of("amsp")
     assert 0 < len(described.constants) <= 8
     assert all(each.low <= each.value <= each.high and each.source for each in described.constants)
     node = described.cluster.levels[-1]
@@ -132,9 +133,9 @@ def test_constants_keep_to_their_ranges() -> None:
     said = {"range": [0.4, 0.5], "source": "", "fitted": False}
     data = {"cluster": described.cluster.to_dict(), "constants": {"device.matmul_efficiency": said}}
     with pytest.raises(ClusterError, match=r"device.matmul_efficiency: expected 0.4 to 0.5"):
-        Described.from_dict(data)
+        CalibratedCluster.from_dict(data)
     with pytest.raises(ClusterError, match="device.speed is no figure"):
-        Described.from_dict({**data, "constants": {"device.speed": said}})
+        CalibratedCluster.from_dict({**data, "constants": {"device.speed": said}})
 
 
 def test_the_command_prints_a_table_and_json(
@@ -165,12 +166,12 @@ def test_a_figure_shows_each_row_and_its_error() -> None:
         Row("t", "h", "b", "GB", 20.0, 18.0),
         Row("t", "h", "c", "GB", 1.0, None),
     )
-    figure = drawn("t", rows)
+    figure = draw_table("t", rows)
     assert figure is not None and "10.0 %" in figure.get_suptitle()
     points, errors = figure.axes
     assert [line.get_label() for line in points.lines[:2]] == ["g", "h"]
     assert [bar.get_width() for bar in errors.patches] == pytest.approx([10.0, -10.0])
-    assert drawn("t", rows[2:]) is None
+    assert draw_table("t", rows[2:]) is None
 
 
 def test_a_folder_that_holds_nothing_is_named(tmp_path: Path) -> None:

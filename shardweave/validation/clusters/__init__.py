@@ -111,10 +111,10 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Described:
+class CalibratedCluster:
     """A cluster and its constants.
 
-    >>> described = Described.of("amsp")
+    >>> described = CalibratedCluster.of("amsp")
     >>> described.cluster.device.matmul_efficiency == {c.key: c for c in described.constants}[
     ...     "device.matmul_efficiency"
     ... ].value
@@ -125,7 +125,7 @@ class Described:
     constants: tuple[Constant, ...]
 
     @classmethod
-    def of(cls, name: str) -> Described:
+    def of(cls, name: str) -> CalibratedCluster:
         """The description in a file of this folder.
 
         Raises
@@ -139,7 +139,7 @@ class Described:
     def with_values(self, values: Mapping[str, float]) -> sw.Cluster:
         """The cluster with other values of some constants, given by key.
 
-        >>> slower = Described.of("amsp").with_values({"levels.node.efficiency": 0.7})
+        >>> slower = CalibratedCluster.of("amsp").with_values({"levels.node.efficiency": 0.7})
         >>> slower.levels[-1].efficiency
         0.7
         """
@@ -151,7 +151,7 @@ class Described:
         return sw.Cluster.from_dict(data)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Described:
+    def from_dict(cls, data: Mapping[str, Any]) -> CalibratedCluster:
         """The description of plain types, as in a file."""
         cluster = sw.Cluster.from_dict(data["cluster"])
         constants = []
@@ -169,7 +169,7 @@ class Described:
 
 def cluster_of(name: str) -> sw.Cluster:
     """The cluster of a file, with the constants of the file."""
-    return Described.of(name).cluster
+    return CalibratedCluster.of(name).cluster
 
 
 def _at(cluster: sw.Cluster, key: str) -> float:
