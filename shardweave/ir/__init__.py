@@ -40,7 +40,7 @@ from shardweave.ir.formatting import (
     readable_seconds,
 )
 from shardweave.ir.layout import (
-    LOCAL,
+    LOCAL_STEPS,
     Layout,
     Padding,
     Step,
@@ -64,7 +64,7 @@ from shardweave.ir.op_rule import Assignment, BoundRule, Dims, Factor
 from shardweave.ir.overlap_config import BITS, MODES, UNLIMITED, Ablation, Mode, OverlapConfig, Quantized
 from shardweave.ir.precision import Dtypes, Precision, dtype_name
 from shardweave.ir.step_signature import META, SEED, Collective, NodeInfo, ParameterSpec, StepSpec, Traffic, ValueSpec
-from shardweave.ir.strategy import PRESETS, Grid, GridAxes, Strategy, preset, preset_degrees
+from shardweave.ir.strategy import PRESETS, Grid, Strategy, preset, preset_degrees
 
 __all__ = [
     "Ablation",
@@ -84,12 +84,11 @@ __all__ = [
     "Dtypes",
     "Factor",
     "Grid",
-    "GridAxes",
     "IndexRangeError",
     "InfeasibleError",
     "InputError",
     "InternalError",
-    "LOCAL",
+    "LOCAL_STEPS",
     "LaunchError",
     "Layout",
     "LayoutError",

@@ -234,7 +234,7 @@ def outermost_first(axes: Iterable[Axis]) -> list[Axis]:
     return sorted(axes, key=lambda axis: -axis.stride)
 
 
-def dims_layout(dims: Dims, sizes: Mapping[str, int], assignment: Mapping[Axis, str], mesh: Mesh) -> tuple[Digits, ...]:
+def dims_layout(dims: Dims, sizes: Mapping[str, int], assignment: Mapping[Axis, str]) -> tuple[Digits, ...]:
     """The digits of each dimension of a value whose factors are split over these axes, the widest strides outermost.
 
     This is the order of ranks, so that gathers need no copy. Grids take their x and y axes innermost. The batch of an
@@ -287,7 +287,7 @@ def output_layouts(rule: BoundRule, assignment: Mapping[Axis, str], mesh: Mesh) 
     return tuple(layouts)
 
 
-def input_layouts(rule: BoundRule, assignment: Mapping[Axis, str], mesh: Mesh) -> tuple[Layout, ...]:
+def input_layouts(rule: BoundRule, assignment: Mapping[Axis, str]) -> tuple[Layout, ...]:
     """The layouts that an op needs its inputs at."""
     sizes, by_factor = rule.sizes(), _by_factor(assignment)
     return tuple(Layout(_dims_layout(dims, sizes, by_factor)) for dims in rule.inputs)
@@ -442,7 +442,7 @@ def state_layout(compute: Layout, axes: Sequence[Axis], mesh: Mesh) -> Layout:
 
 
 StepKind = Literal["all_reduce", "reduce_scatter", "slice", "all_to_all", "all_gather", "pad", "unpad"]
-LOCAL: tuple[StepKind, ...] = ("slice", "pad", "unpad")
+LOCAL_STEPS: tuple[StepKind, ...] = ("slice", "pad", "unpad")
 """The kinds of steps without communication."""
 
 

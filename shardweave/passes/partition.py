@@ -492,7 +492,7 @@ class InputArrivals:
             if user.op == "call_function" and is_view(user):
                 found += self._axes_at_readers([user], but)
             elif explicit is not None and not info(user).backward:
-                wants = input_layouts(bound_rule(user), explicit.as_dict(), self.mesh)
+                wants = input_layouts(bound_rule(user), explicit.as_dict())
                 found.append(set(wants[tensor_args(user).index(read)].shard_axes))
         return found
 
@@ -795,7 +795,7 @@ class Sharder:
         #    that has to be decomposed is emitted part by part.
         if explicit is not None and explicit != Assignment.of(choice.assignment):
             assignment = explicit.as_dict()
-            wanted = accept_own_partials(rule, assignment, input_layouts(bound, assignment, self.mesh))
+            wanted = accept_own_partials(rule, assignment, input_layouts(bound, assignment))
             sums = passing_sums(linear, arrivals, self.mesh, summed_to, assignment)
             wanted = tuple(
                 attainable_layout(want, self.values.layout(argument))

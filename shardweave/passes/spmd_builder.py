@@ -79,7 +79,7 @@ def local_part(node: fx.Node, want: Layout, mesh: Mesh) -> Part | None:
         return None
     if output_layouts(bound, assignment, mesh) != (want,):
         return None
-    return Part(rule, bound, assignment, input_layouts(bound, assignment, mesh))
+    return Part(rule, bound, assignment, input_layouts(bound, assignment))
 
 
 class OpEmitter:

@@ -187,7 +187,7 @@ class Op:
             tuple(f"{dim}.{index}" for index in range(len(self.sizes)) if (dim, index) in self.sizes)
             for dim in range(rank)
         )
-        return Layout(dims_layout(dims, sizes, assignment, mesh))
+        return Layout(dims_layout(dims, sizes, assignment))
 
 
 def batch_classes(captured: Captured, classes: Classes) -> tuple[frozenset[int], int]:

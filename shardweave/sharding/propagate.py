@@ -68,7 +68,7 @@ def follow(
             mine = [other for other, factor in assignment.items() if factor == name]
             if sizes[name] % axes_size([axis, *mine]) == 0:
                 assignment[axis] = name
-    wanted = input_layouts(bound, assignment, mesh)
+    wanted = input_layouts(bound, assignment)
     results = output_layouts(bound, assignment, mesh)
     if passing:
         wanted = tuple(

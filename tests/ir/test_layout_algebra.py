@@ -137,7 +137,7 @@ def test_layouts_are_derived() -> None:
     """A factor that the output has shards it, another makes it partial, no factor replicates it."""
     rule = bind(parse("m k, k n -> m n"), [(4, 6), (6, 8)], [(4, 8)], {})
     assignment = {X: "m", Y: "k", Z: "n"}
-    assert [str(layout) for layout in input_layouts(rule, assignment, MESH)] == ["[a0 2, b0 2]", "[b0 2, c0 4]"]
+    assert [str(layout) for layout in input_layouts(rule, assignment)] == ["[a0 2, b0 2]", "[b0 2, c0 4]"]
     assert [str(layout) for layout in output_layouts(rule, assignment, MESH)] == ["[a0 2, c0 4] +b0"]
     assert output_layouts(rule, {}, MESH) == (Layout.replicated((4, 8)),)
     largest = bind(parse("m k -> m"), [(4, 6)], [(4,)], {"k": "max"})
@@ -152,10 +152,10 @@ def test_factors_of_inverts_dims_layout(rng: random.Random, mesh: Mesh) -> None:
     assignment = random_assignment(RULE, mesh, rng)
     for dims in (*RULE.inputs, *RULE.outputs):
         present = {name for names in dims for name in names}
-        digits = dims_layout(dims, RULE.sizes(), assignment, mesh)
+        digits = dims_layout(dims, RULE.sizes(), assignment)
         found = factors_of(digits, dims, RULE.sizes())
         assert found == {axis: name for axis, name in assignment.items() if name in present}
-        assert dims_layout(dims, RULE.sizes(), found, mesh) == digits
+        assert dims_layout(dims, RULE.sizes(), found) == digits
 
 
 @given(SEEDS, meshes())

@@ -138,7 +138,7 @@ def random_layout(value: fx.Node, mesh: Mesh, rng: random.Random, partial: bool 
         for axis, name in random_assignment(whole, mesh, rng, chance, blocked=True).items()
         if name in present
     }
-    layout = Layout(dims_layout(rule.outputs[index], rule.sizes(), assignment, mesh))
+    layout = Layout(dims_layout(rule.outputs[index], rule.sizes(), assignment))
     if partial:
         free = [axis for axis in mesh.axes if axis not in assignment and rng.random() < 0.3]
         layout = Layout(layout.dims, tuple((axis, rng.choice(["sum", "own"])) for axis in free))

@@ -161,7 +161,7 @@ def layouts(call: Call, assignment: Mapping[Axis, str], mesh: Mesh) -> tuple[dic
     """Where the op wants its inputs, by placeholder, and where its results then lie."""
     names = [argument.name for argument in tensor_args(call.node)]
     results = output_layouts(call.rule, assignment, mesh)
-    sources = dict(zip(names, input_layouts(call.rule, assignment, mesh)))
+    sources = dict(zip(names, input_layouts(call.rule, assignment)))
     return sources, [results[source_of(value)[1]] for value in output_nodes(call.module)]
 
 

@@ -64,7 +64,7 @@ def test_replicas_agree_and_shards_draw_their_own(target: object, data: st.DataO
     (node,) = (node for node in module.graph.nodes if node.target is target)
     rule = bound(node)
     assignment = random_assignment(rule, mesh, d.rng, chance=0.9)
-    given_, results = input_layouts(rule, assignment, mesh), output_layouts(rule, assignment, mesh)
+    given_, results = input_layouts(rule, assignment), output_layouts(rule, assignment, mesh)
     sources = {argument.name: layout for argument, layout in zip(tensor_args(node), given_, strict=True)}
 
     def run(seed: int) -> Run:

@@ -56,7 +56,7 @@ def test_parts_make_the_whole(target: object, data: st.DataObject) -> None:
     (node,) = calls
     rule = bound(node)
     assignment = random_assignment(rule, mesh, d.rng, chance=0.9)
-    given_, results = input_layouts(rule, assignment, mesh), output_layouts(rule, assignment, mesh)
+    given_, results = input_layouts(rule, assignment), output_layouts(rule, assignment, mesh)
     sources = {argument.name: layout for argument, layout in zip(tensor_args(node), given_, strict=True)}
     wanted = [results[source_of(value)[1]] for value in output_nodes(module)]
     found = find_rule(node)

@@ -425,7 +425,7 @@ class Costing(Edges):
             assignments = [list(port.values())[at].as_dict() for port in variable.ports]
             outputs = [output_layouts(bound, assignment, self.mesh) for assignment in assignments]
             rule = find_rule(node)
-            wants = [accept_own_partials(rule, mine, input_layouts(bound, mine, self.mesh)) for mine in assignments]
+            wants = [accept_own_partials(rule, mine, input_layouts(bound, mine)) for mine in assignments]
             gradients = [_gradients(node, mine, want) for mine, want in zip(assignments, wants)]
             self._placed[key] = wants, gradients, outputs, self.number(tuple(outputs))
         wants, gradients, outputs, signature = self._placed[key]
@@ -619,7 +619,7 @@ class Costing(Edges):
         for axis in (*self.mesh.axes, *self.mesh.time_axes):
             if axis not in used and left % axis.size == 0:
                 left, free[axis] = left // axis.size, batch
-        lies = input_layouts(bound, free, self.mesh)
+        lies = input_layouts(bound, free)
         return [
             replace(arrival, layout=layout, is_parameter=False) if has else arrival
             for arrival, layout, has in zip(arrivals, lies, having)

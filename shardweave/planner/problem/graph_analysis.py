@@ -246,7 +246,7 @@ class Scatters:
             if not factor.blocked and factor.size % axes_size([*axes, *mine]) == 0:
                 spread = Assignment.of({**whole.assignment, **dict.fromkeys(self.mesh.ordered(axes), name)})
                 wanted = accept_own_partials(
-                    self.rule, spread.as_dict(), input_layouts(self.bound, spread.as_dict(), self.mesh)
+                    self.rule, spread.as_dict(), input_layouts(self.bound, spread.as_dict())
                 )
                 results = output_layouts(self.bound, spread.as_dict(), self.mesh)
                 self.found.setdefault(spread, OpSharding(spread.as_dict(), wanted, results, whole.blocked))

@@ -32,7 +32,7 @@ from shardweave.cost_model import (
     work_seconds,
 )
 from shardweave.ir import (
-    LOCAL,
+    LOCAL_STEPS,
     Assignment,
     Axis,
     BoundRule,
@@ -288,7 +288,7 @@ class Prices:
             links[:, plain] = self._priced([haves[i] for i in plain], [wants[i] for i in plain], itemsize, paired=True)
         for index in sorted({*moved} - {*plain}):
             for step in steps_between(haves[index], wants[index]):
-                if step.kind not in LOCAL:
+                if step.kind not in LOCAL_STEPS:
                     size = max(local_numel(step.before), local_numel(step.after)) * itemsize
                     level, seconds = self.collective(step.kind, step.axes, int(size))
                     links[1 + level, index] += seconds
@@ -307,7 +307,7 @@ class Prices:
         for move in moves_between(haves, wants, self._axes, paired):
             sizes, size_of = np.unique((move.copied * itemsize).astype(np.int64), return_inverse=True)
             links[0] += np.array([self.copy(int(size)) for size in sizes])[size_of].reshape(move.copied.shape)
-            if move.kind not in LOCAL:
+            if move.kind not in LOCAL_STEPS:
                 self._add(links, move.kind, move.groups, (move.numel * itemsize).astype(np.int64))
         return links
 
