@@ -1,4 +1,4 @@
-"""How close the schedule comes to what no order can beat, and how long it takes to find: the table of docs/weaving.md.
+"""How close the schedule comes to what no order can beat, and how long it takes to find: the table of docs/overlap.md.
 
 python -m benchmarks.measure_orders
 """

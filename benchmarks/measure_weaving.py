@@ -1,7 +1,7 @@
-"""What each kind of overlap is worth, simulated: the table and the figure of docs/weaving.md.
+"""What each kind of overlap is worth, simulated: the table and the figure of docs/overlap.md.
 
 python -m benchmarks.measure_weaving             GPTs of Oases' Table 3 on both of its clusters
-python -m benchmarks.measure_weaving --write     and put them into docs/weaving.md
+python -m benchmarks.measure_weaving --write     and put them into docs/overlap.md
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardweave.ir.precision import Precision
 from shardweave.passes.pipeline import lower
 from shardweave.planner.problem.candidates import forced_strategies
 
-PAGE = Path(__file__).parents[1] / "docs" / "weaving.md"
+PAGE = Path(__file__).parents[1] / "docs" / "overlap.md"
 FIGURE = PAGE.parent / "images" / "overlap.png"
 BEGIN, END = "<!-- measured: python -m benchmarks.measure_weaving --write -->\n", "<!-- end -->\n"
 CLUSTERS = ("rtx3090-nvlink", "rtx3090-pcie")
