@@ -28,7 +28,17 @@ from shardweave.compiler.capture_errors import readable_errors, refuse_effects, 
 from shardweave.compiler.dynamo_workarounds import traceable
 from shardweave.compiler.guards import after_a_call, reads_of, recorded_effects
 from shardweave.compiler.mixed_precision import cast, take_as_cast, take_as_given, working_copies
-from shardweave.ir import TENSOR, CallTree, Captured, CaptureError, Precision, Reads, as_call, canonical, leaf_names
+from shardweave.ir import (
+    TENSOR_OUTPUT,
+    CallTree,
+    Captured,
+    CaptureError,
+    Precision,
+    Reads,
+    as_call,
+    canonical_arguments,
+    leaf_names,
+)
 
 
 @contextlib.contextmanager
@@ -150,7 +160,7 @@ def capture(model: nn.Module, example_inputs: Any, precision: Precision | None =
     """
     args, kwargs = as_call(example_inputs)
     signature = inspect.signature(model.forward)
-    args, kwargs = canonical(signature, args, kwargs)
+    args, kwargs = canonical_arguments(signature, args, kwargs)
     names = leaf_names(signature, args, kwargs)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     for name, leaf in zip(names, leaves):
@@ -356,7 +366,7 @@ def _describe(
         tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)),
         tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves),
         out_spec,
-        tuple(TENSOR if isinstance(value, fx.Node) else value for value in returned),
+        tuple(TENSOR_OUTPUT if isinstance(value, fx.Node) else value for value in returned),
     )
     for node in graph.graph.nodes:  # what a custom function's backward draws has lost its tag
         late = any(argument.meta.get("partitioner_tag") == "is_backward" for argument in node.all_input_nodes)

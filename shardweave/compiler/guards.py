@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardweave.compiler.capture_errors import INSTALLED, refused
-from shardweave.ir import PLAIN, Captured, CaptureError, Read, Reads
-from shardweave.ops import Check, IndexChecks
+from shardweave.ir import PLAIN_TYPES, Captured, CaptureError, Read, Reads
+from shardweave.ops import IndexChecks, IndexRange
 from shardweave.sharding import argument, describe, info, shape
 
 _TORCHS = re.compile(
@@ -235,7 +235,8 @@ def _changed(model: nn.Module, writer: _Writer, written: _Written, source: Any) 
     if (written.is_constant and _same(read, written.value)) or not (written.is_constant or written.depends):
         return []  # as it was, or a constant that is computed once and kept
     shown = writer.shown(source.name)
-    was = f" ({read!r} now, {written.value!r} after a call)" if written.is_constant and isinstance(read, PLAIN) else ""
+    comparable = written.is_constant and isinstance(read, PLAIN_TYPES)
+    was = f" ({read!r} now, {written.value!r} after a call)" if comparable else ""
     is_buffer = any(read is buffer for buffer in model.buffers())
     error = refused(
         model,
@@ -256,7 +257,7 @@ def _length(container: Any) -> int | None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and isinstance(one, PLAIN) and bool(one == other)
+    return type(one) is type(other) and isinstance(one, PLAIN_TYPES) and bool(one == other)
 
 
 class _Writer:
@@ -289,7 +290,7 @@ class _Writer:
             self._note(f"len({expression})", before, f"len({shown})")
         elif kind in _KEYS:
             key = given.get("key", positional[0] if positional else None)
-            if isinstance(key, PLAIN):
+            if isinstance(key, PLAIN_TYPES):
                 self._note(f"({key!r} in {expression})", before, f"{key!r} in {shown}")
         elif kind in ("HASATTR", "NOT_PRESENT_IN_GENERIC_DICT"):
             attribute = given.get("attr", positional[0] if positional else None)
@@ -424,7 +425,7 @@ def index_checks(captured: Captured) -> IndexChecks | None:
     for node in graph.nodes:
         if node.op == "get_attr":
             setattr(held, str(node.target), getattr(captured.graph, str(node.target)))
-    checks = tuple(Check(what, low, high) for (_, low, high), what in found.items())
+    checks = tuple(IndexRange(what, low, high) for (_, low, high), what in found.items())
     return IndexChecks(fx.GraphModule(held, graph, "Indices"), checks)
 
 

@@ -23,11 +23,11 @@ from torch import Tensor, fx, nn
 from shardweave.ir.errors import InputError, ParallelError
 from shardweave.ir.precision import Dtypes
 
-TENSOR = "<a tensor output>"
+TENSOR_OUTPUT = "<a tensor output>"
 """Stands for a tensor among the constants of a return value."""
 MISSING = "<missing>"
 """The value of a read that cannot be read any more."""
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, types.EllipsisType)
+PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, types.EllipsisType)
 """The types of values that are compared by value."""
 
 
@@ -97,7 +97,7 @@ class CallTree:
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of a call in the order of the graph's inputs; `InputError` if its structure is another one."""
-        leaves, spec = pytree.tree_flatten(canonical(self.signature, args, kwargs))
+        leaves, spec = pytree.tree_flatten(canonical_arguments(self.signature, args, kwargs))
         if spec != self.spec:
             given = ", ".join(leaf_names(self.signature, args, kwargs)) or "nothing"
             raise InputError(
@@ -120,7 +120,7 @@ class CallTree:
     def unflatten(self, outputs: Sequence[Any]) -> Any:
         """The model's return value, from the graph's tensor outputs."""
         tensors = iter(outputs)
-        values = [next(tensors) if constant is TENSOR else constant for constant in self.output_constants]
+        values = [next(tensors) if constant is TENSOR_OUTPUT else constant for constant in self.output_constants]
         return pytree.tree_unflatten(values, self.output_spec)
 
 
@@ -140,7 +140,7 @@ def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (example_inputs,), {}
 
 
-def canonical(
+def canonical_arguments(
     signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call in canonical form: arguments are positional where possible, and defaults are left out."""
@@ -157,7 +157,7 @@ def canonical(
 
 def leaf_names(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     """A name for each leaf of the canonical call, such as ``"tokens"`` or ``"batch.labels"``."""
-    args, kwargs = canonical(signature, args, kwargs)
+    args, kwargs = canonical_arguments(signature, args, kwargs)
     bound = signature.bind(*args, **kwargs)
     positional = [name for name in bound.arguments if name not in bound.kwargs]
     names = []
@@ -198,9 +198,9 @@ def plain(value: Any) -> Any:
 
     Nothing that is kept can keep a model alive.
     """
-    if isinstance(value, PLAIN):
+    if isinstance(value, PLAIN_TYPES):
         return value
-    if isinstance(value, (tuple, frozenset)) and all(isinstance(item, PLAIN) for item in value):
+    if isinstance(value, (tuple, frozenset)) and all(isinstance(item, PLAIN_TYPES) for item in value):
         return value
     if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
         return value

@@ -49,7 +49,7 @@ class InputError(ParallelError):
 
 
 class IndexRangeError(InputError, IndexError):
-    """An index lies outside of what it looks up, such as a token that an embedding has no row for."""
+    """An index is out of the range of its table, such as a token without a row in an embedding."""
 
 
 class VerifyError(ParallelError):

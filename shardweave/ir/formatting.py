@@ -40,7 +40,7 @@ def bytes_of(size: float | str) -> int:
     Raises
     ------
     ValueError
-        If `size` is neither of these, or less than one byte.
+        If `size` has another form, or is less than one byte.
 
     Examples
     --------
@@ -49,10 +49,10 @@ def bytes_of(size: float | str) -> int:
     """
     number, unit = size, 1
     if isinstance(size, str):
-        said = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([a-z]*)\s*", size.lower())
-        if said is None or (said[2] or "b") not in _UNITS:
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([a-z]*)\s*", size.lower())
+        if match is None or (match[2] or "b") not in _UNITS:
             raise ValueError(f"{size!r} is no size such as '20GB', '20 GiB' or '800MB'")
-        number, unit = float(said[1]), _UNITS[said[2] or "b"]
+        number, unit = float(match[1]), _UNITS[match[2] or "b"]
     if isinstance(number, bool) or not isinstance(number, int | float) or not 1 <= number * unit < 2**63:
         raise ValueError(f"{size!r} is not between a byte and 8 EiB")
     return int(number * unit)
@@ -95,13 +95,13 @@ def brief(value: Any) -> str:
     >>> brief(Grid(x=2, data=4))
     'Grid(x=2, data=4)'
     """
-    said = []
+    arguments = []
     for each in fields(value):
         default = each.default_factory() if each.default_factory is not MISSING else each.default
-        held = getattr(value, each.name)
-        if each.repr and held != default:
-            said.append(f"{each.name}={held!r}")
-    return f"{type(value).__name__}({', '.join(said)})"
+        current = getattr(value, each.name)
+        if each.repr and current != default:
+            arguments.append(f"{each.name}={current!r}")
+    return f"{type(value).__name__}({', '.join(arguments)})"
 
 
 def matches_annotation(value: object, annotation: Any) -> bool:

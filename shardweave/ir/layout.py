@@ -281,7 +281,9 @@ def output_layouts(rule: BoundRule, assignment: Mapping[Axis, str], mesh: Mesh) 
         partial = tuple(
             (axis, rule.factor(assignment[axis]).reduce)
             for axis in ordered
-            if index not in rule.apart and assignment[axis] not in present and _in_inputs(rule, assignment[axis])
+            if index not in rule.never_partial
+            and assignment[axis] not in present
+            and any(assignment[axis] in names for dims in rule.inputs for names in dims)
         )
         layouts.append(Layout(_dims_layout(dims, sizes, by_factor), partial))
     return tuple(layouts)
@@ -291,10 +293,6 @@ def input_layouts(rule: BoundRule, assignment: Mapping[Axis, str]) -> tuple[Layo
     """The layouts that an op needs its inputs at."""
     sizes, by_factor = rule.sizes(), _by_factor(assignment)
     return tuple(Layout(_dims_layout(dims, sizes, by_factor)) for dims in rule.inputs)
-
-
-def _in_inputs(rule: BoundRule, factor: str) -> bool:
-    return any(factor in names for dims in rule.inputs for names in dims)
 
 
 def split_digits(digits: Sequence[Digit], sizes: Sequence[int]) -> list[Digits] | None:
@@ -441,16 +439,16 @@ def state_layout(compute: Layout, axes: Sequence[Axis], mesh: Mesh) -> Layout:
     return Layout(tuple(normalise(dim) for dim in dims))
 
 
-StepKind = Literal["all_reduce", "reduce_scatter", "slice", "all_to_all", "all_gather", "pad", "unpad"]
-LOCAL_STEPS: tuple[StepKind, ...] = ("slice", "pad", "unpad")
+RedistributionKind = Literal["all_reduce", "reduce_scatter", "slice", "all_to_all", "all_gather", "pad", "unpad"]
+LOCAL_STEPS: tuple[RedistributionKind, ...] = ("slice", "pad", "unpad")
 """The kinds of steps without communication."""
 
 
 @dataclass(frozen=True)
-class Step:
+class RedistributionStep:
     """One step of a redistribution, of one kind, over the joint group of `axes`."""
 
-    kind: StepKind
+    kind: RedistributionKind
     axes: tuple[Axis, ...]
     before: Layout
     after: Layout
@@ -482,7 +480,7 @@ def _align(before: Digits, after: Digits) -> Units | None:
     return units if not left and not right else None
 
 
-def steps_between(have: Layout, want: Layout) -> list[Step]:
+def steps_between(have: Layout, want: Layout) -> list[RedistributionStep]:
     """The steps from one layout of a value to another (see the module's docstring).
 
     Raises
@@ -497,10 +495,10 @@ def steps_between(have: Layout, want: Layout) -> list[Step]:
     if have.padding is not None and have.padding != want.padding:
         bare = want if want.padding is None else without_axes(want, axes_of(want.dims[want.padding.dim]))
         places, whole = _in_places(bare, have)
-        return [*_steps(have, places), Step("unpad", (), places, whole), *steps_between(whole, want)]
+        return [*_steps(have, places), RedistributionStep("unpad", (), places, whole), *steps_between(whole, want)]
     if have.padding != want.padding:
         places, whole = _in_places(have, want)
-        return [*_steps(have, whole), Step("pad", (), whole, places), *_steps(places, want)]
+        return [*_steps(have, whole), RedistributionStep("pad", (), whole, places), *_steps(places, want)]
     return _steps(have, want)
 
 
@@ -520,18 +518,18 @@ def axes_of(digits: Digits) -> list[Axis]:
     return [digit for digit in digits if isinstance(digit, Axis)]
 
 
-def _steps(have: Layout, want: Layout) -> list[Step]:
+def _steps(have: Layout, want: Layout) -> list[RedistributionStep]:
     """The steps between two layouts of the same padding."""
-    steps: list[Step] = []
+    steps: list[RedistributionStep] = []
     current = have
 
-    def move(kind: StepKind, after: Layout, reduce: str = "sum", moved: Iterable[Axis] = ()) -> None:
+    def move(kind: RedistributionKind, after: Layout, reduce: str = "sum", moved: Iterable[Axis] = ()) -> None:
         nonlocal current
         changed = set(current.shard_axes) ^ set(after.shard_axes) | set(current.partial_axes) - set(after.partial_axes)
         changed |= set(moved)
         if after != current:
             axes = tuple(sorted(changed, key=lambda axis: -axis.stride))
-            steps.append(Step(kind, axes, current, after, reduce))
+            steps.append(RedistributionStep(kind, axes, current, after, reduce))
             current = after
 
     # 1. Reduce.
@@ -553,7 +551,11 @@ def _steps(have: Layout, want: Layout) -> list[Step]:
     move("slice", _replace_digits(current, want, free))
     # 3. Move axes between dimensions.
     moved = _axes_to_exchange(current, want)
-    move("all_to_all", _replace_digits(current, want, lambda h, w: _exchanged(h, w, moved)), moved=moved)
+
+    def exchanged(have: Digit, want: Digit) -> Digit:
+        return want if have != want and (have in moved or want in moved) else have
+
+    move("all_to_all", _replace_digits(current, want, exchanged), moved=moved)
     # 4. Gather. A dimension whose digits do not correspond is gathered whole.
     whole = [digits if _align(digits, after) is not None else (size,)
              for digits, after, size in zip(current.dims, want.dims, current.padded_shape)]  # fmt: skip
@@ -571,11 +573,6 @@ def _axes_to_exchange(have: Layout, want: Layout) -> set[Axis]:
     units = [unit for before, after in zip(have.dims, want.dims) for unit in _align(before, after) or ()]
     left = {h for h, w in units if isinstance(h, Axis) and isinstance(w, int)}
     return left & {w for h, w in units if isinstance(w, Axis) and isinstance(h, int)}
-
-
-def _exchanged(have: Digit, want: Digit, moved: set[Axis]) -> Digit:
-    """The digit after the axes in `moved` have changed their dimensions."""
-    return want if have != want and (have in moved or want in moved) else have
 
 
 def _scattered_where_wanted(axes: set[Axis]) -> Callable[[Digit, Digit], Digit]:

@@ -39,14 +39,14 @@ class Factor:
 class BoundRule:
     """A sharding rule bound to one op: its factors, and the factors of each dimension of its inputs and outputs.
 
-    `inputs` are the op's tensor arguments in the order of its schema, without absent optional ones. `apart` has the
-    indices of outputs that are never partial: each rank keeps its own, for another op on the same rank.
+    `inputs` are the op's tensor arguments in the order of its schema, without absent optional ones. `never_partial` has
+    the indices of outputs that are not reduced: each rank keeps its own, for another op on the same rank.
     """
 
     factors: tuple[Factor, ...]
     inputs: tuple[Dims, ...]
     outputs: tuple[Dims, ...]
-    apart: frozenset[int] = frozenset()
+    never_partial: frozenset[int] = frozenset()
 
     @cached_property
     def _hash(self) -> int:  # depends on numbers alone, so it is equal in a process that reads a pickled rule

@@ -162,9 +162,9 @@ class OverlapConfig:
         found: dict[str, OverlapConfig] = {}
         if self.sub_batches > 1:
             excluded = self.exclude_from_sub_batches
-            besides = f" but for {' and '.join(excluded)}" if excluded else ""
+            exception = f" but for {' and '.join(excluded)}" if excluded else ""
             one = replace(self, sub_batches=1, exclude_from_sub_batches=())
-            found[f"{self.sub_batches} sub-batches{besides}"] = one
+            found[f"{self.sub_batches} sub-batches{exception}"] = one
         if self.recompute:
             found[f"recomputation {_by_mode(self.recompute)}"] = replace(self, recompute={})
             if self.ablation.cross_pass:
@@ -227,5 +227,5 @@ def _by_mode(recompute: Mapping[str, Mode]) -> str:
             groups.setdefault((stem, dot, mode), []).append(int(number))
         else:
             groups.setdefault((pattern, "", mode), [])
-    said = ((f"{stem}{dot}{readable_ranges(numbers)}", mode) for (stem, dot, mode), numbers in groups.items())
-    return " and ".join(f"{pattern} {mode}" for pattern, mode in said)
+    merged = ((f"{stem}{dot}{readable_ranges(numbers)}", mode) for (stem, dot, mode), numbers in groups.items())
+    return " and ".join(f"{pattern} {mode}" for pattern, mode in merged)

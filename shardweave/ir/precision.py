@@ -80,7 +80,7 @@ class Precision:
         Raises
         ------
         PlanError
-            If it is none of these.
+            If the name is unknown.
         """
         if given is None or isinstance(given, Precision):
             return given

@@ -152,7 +152,7 @@ class StepSpec:
     graph_hash: str = ""
     draws: bool = False
     """Whether the forward graph takes a seed."""
-    pieces: tuple[Layout, ...] = ()
+    micro_batch_layouts: tuple[Layout, ...] = ()
     """In a step of several micro-batches, the layout of each input and then each output, with the time axis of `mesh`
     that cuts it into micro-batches."""
     sub_batches: int = 1

@@ -87,7 +87,7 @@ class GridAxes:
 
 @dataclass(frozen=True)
 class Strategy:
-    """How one op with a parameter is parallelised: its device grid, and the shard degrees of parameter and states.
+    """The parallelisation of one op with a parameter: its device grid, and the shard degrees of parameter and states.
 
     Between steps a parameter is sharded as its optimizer states are, so that the optimizer's step moves nothing. A step
     gathers it once to the degree `rest`, and from there for each of its uses. The gradient of each micro-batch is
@@ -264,7 +264,7 @@ def preset(word: str, degree: int, mesh: Mesh) -> Strategy:
     world = mesh.world_size
     if degree and word not in _PRESETS_WITH_DEGREE:
         raise PlanError(f"{word!r} is about all {world} devices and takes no degree, got {degree}: try 'hsdp:{degree}'")
-    inner = degree or _devices_of_a_node(mesh)
+    inner = degree or axes_size(axis for axis in mesh.axes if axis.level == mesh.innermost_first[0].level)
     if word in _PRESETS_WITH_DEGREE and inner == world > 1 and not degree:
         raise PlanError(f"{word!r} shards inside a node, and all {world} devices are in one: give a degree, {word}:2")
     if world % inner:
@@ -288,6 +288,3 @@ def preset_degrees(word: str, free: int, inner: int = 1) -> tuple[int, int, int]
     }.get(word, (free, free, free))
 
 
-def _devices_of_a_node(mesh: Mesh) -> int:
-    axes = sorted(mesh.axes, key=lambda axis: axis.stride)
-    return axes_size(axis for axis in axes if axis.level == axes[0].level)

@@ -131,7 +131,7 @@ def check_range(index: Tensor, low: int, high: int, what: str) -> None:
 
 
 @dataclass(frozen=True)
-class Check:
+class IndexRange:
     """The op of an index, the smallest allowed value, and the exclusive upper limit."""
 
     what: str
@@ -147,12 +147,12 @@ class IndexChecks:
     ----------
     indices : GraphModule
         Maps all tensors of a call, with the whole batch, to the indices.
-    checks : sequence of Check
+    checks : sequence of IndexRange
         One for each index.
     """
 
     indices: fx.GraphModule
-    checks: Sequence[Check]
+    checks: Sequence[IndexRange]
 
     def __call__(self, inputs: Sequence[Tensor]) -> None:
         """Raise `IndexRangeError` if an index of this batch is out of range."""

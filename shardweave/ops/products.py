@@ -21,44 +21,24 @@ aten = torch.ops.aten
 _OPTIONS = (
     "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups"
 )
+_TRANSPOSED = 3
+"""The index of `transposed` among the options."""
 _LIBRARY: Any = torch.library.Library("shardweave", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"conv_input_grad(Tensor grad, Tensor weight, SymInt[] input_size, {_OPTIONS}) -> Tensor")
 _LIBRARY.define(f"conv_weight_grad(Tensor grad, Tensor input, SymInt[] weight_size, {_OPTIONS}) -> Tensor")
 
 
-def _input_grad(
-    grad: Tensor,
-    weight: Tensor,
-    input_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Tensor:
+def _input_grad(grad: Tensor, weight: Tensor, input_size: Sequence[int], *options: Any) -> Tensor:
     """The gradient of a convolution's input, whose values are not needed: as in ``torch.nn.grad.conv2d_input``."""
     shape_only = grad.new_empty(1).expand(input_size)
-    options = (stride, padding, dilation, transposed, output_padding, groups)
     result: Tensor
     result, _, _ = aten.convolution_backward.default(grad, shape_only, weight, None, *options, [True, False, False])
     return result
 
 
-def _weight_grad(
-    grad: Tensor,
-    input: Tensor,
-    weight_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Tensor:
+def _weight_grad(grad: Tensor, input: Tensor, weight_size: Sequence[int], *options: Any) -> Tensor:
     """The gradient of a convolution's weight, whose values are not needed."""
     shape_only = grad.new_empty(1).expand(weight_size)
-    options = (stride, padding, dilation, transposed, output_padding, groups)
     result: Tensor
     _, result, _ = aten.convolution_backward.default(grad, input, shape_only, None, *options, [False, True, False])
     return result
@@ -76,32 +56,16 @@ def _flops(grad: Sequence[int], kernel: Sequence[int], applied: Sequence[int]) -
 
 @register_flop_formula(torch.ops.shardweave.conv_input_grad)
 def _input_grad_flops(
-    grad: Sequence[int],
-    weight: Sequence[int],
-    input_size: Sequence[int],
-    stride: object,
-    padding: object,
-    dilation: object,
-    transposed: bool,
-    *_: object,
-    **__: object,
+    grad: Sequence[int], weight: Sequence[int], input_size: Sequence[int], *options: Any, **_: object
 ) -> int:
-    return _flops(grad, weight, input_size if transposed else grad)
+    return _flops(grad, weight, input_size if options[_TRANSPOSED] else grad)
 
 
 @register_flop_formula(torch.ops.shardweave.conv_weight_grad)
 def _weight_grad_flops(
-    grad: Sequence[int],
-    input: Sequence[int],
-    weight_size: Sequence[int],
-    stride: object,
-    padding: object,
-    dilation: object,
-    transposed: bool,
-    *_: object,
-    **__: object,
+    grad: Sequence[int], input: Sequence[int], weight_size: Sequence[int], *options: Any, **_: object
 ) -> int:
-    return _flops(grad, weight_size, input if transposed else grad)
+    return _flops(grad, weight_size, input if options[_TRANSPOSED] else grad)
 
 
 @torch.library.custom_op("shardweave::expert_mm", mutates_args=())

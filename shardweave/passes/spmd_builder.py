@@ -35,8 +35,8 @@ from shardweave.ir import (
     LayoutError,
     Mesh,
     NodeInfo,
+    RedistributionStep,
     RuleError,
-    Step,
     axes_size,
     digit_size,
     factors_of,
@@ -321,7 +321,9 @@ class LocalGraph:
             node.meta[META] = replace(node.meta[META], layouts=(have,))
         return node, have
 
-    def _collect(self, kind: Any, target: Any, node: fx.Node, step: Step, origin: Origin, *args: Any) -> fx.Node:
+    def _collect(
+        self, kind: Any, target: Any, node: fx.Node, step: RedistributionStep, origin: Origin, *args: Any
+    ) -> fx.Node:
         """Start a collective and wait for it. The pass `Schedule` moves the two apart later."""
         value = node.meta["val"]
         whole = value.numel() * value.element_size() * (axes_size(step.axes) if kind == "all_gather" else 1)
@@ -329,12 +331,14 @@ class LocalGraph:
         start = self.call(origin, target, node, *args, group_name(step.axes), collective=what)
         return self.call(origin, c10d.wait_tensor.default, start)
 
-    def all_reduce(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+    def all_reduce(self, node: fx.Node, step: RedistributionStep, origin: Origin) -> fx.Node:
         """Reduce a partial value over `step.axes`."""
         node = self.contiguous(origin, node)
         return self._reduced("all_reduce", c10d.all_reduce.default, node, step, origin)
 
-    def _reduced(self, kind: Any, target: Any, node: fx.Node, step: Step, origin: Origin, *args: Any) -> fx.Node:
+    def _reduced(
+        self, kind: Any, target: Any, node: fx.Node, step: RedistributionStep, origin: Origin, *args: Any
+    ) -> fx.Node:
         """Start a reducing collective. Maximum and minimum are reduced as `ordered_bits`, so that a NaN survives."""
         dtype = node.meta["val"].dtype
         if step.reduce not in ("max", "min") or not dtype.is_floating_point:
@@ -343,7 +347,7 @@ class LocalGraph:
         node = self._collect(kind, target, node, step, origin, step.reduce, *args)
         return self.call(origin, own.from_ordered_bits.default, node, dtype)
 
-    def reduce_scatter(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+    def reduce_scatter(self, node: fx.Node, step: RedistributionStep, origin: Origin) -> fx.Node:
         """Reduce a partial value and keep this rank's part. The parts are brought to the front first, in rank order."""
         units = [unit for dim in step.units for unit in dim]
         node = self.reshape(origin, node, [h for h, _ in units if isinstance(h, int)])
@@ -358,7 +362,7 @@ class LocalGraph:
         node = self._reduced("reduce_scatter", c10d.reduce_scatter_tensor.default, node, step, origin, size)
         return self.reshape(origin, node, step.after.local_shape)
 
-    def all_gather(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+    def all_gather(self, node: fx.Node, step: RedistributionStep, origin: Origin) -> fx.Node:
         """Gather the parts of a value. They arrive in rank order, in front, and are then moved to their dimensions."""
         size = axes_size(step.axes)
         node = self.contiguous(origin, node)
@@ -379,7 +383,7 @@ class LocalGraph:
         # Some CPU kernels (attention, layer norm's backward) are silently wrong on tensors that are not contiguous.
         return self.contiguous(origin, self.reshape(origin, node, step.after.local_shape))
 
-    def all_to_all(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+    def all_to_all(self, node: fx.Node, step: RedistributionStep, origin: Origin) -> fx.Node:
         """Move axes from one dimension to another: shard a dimension that was whole, and gather one that was sharded.
 
         The parts to send are brought to the front, in rank order. The parts that arrive there are moved to their
@@ -411,7 +415,7 @@ class LocalGraph:
         node = self._permute(origin, node, order)
         return self.contiguous(origin, self.reshape(origin, node, step.after.local_shape))
 
-    def slice(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+    def slice(self, node: fx.Node, step: RedistributionStep, origin: Origin) -> fx.Node:
         """Keep this rank's part of a value that is whole on each rank."""
         units = [unit for dim in step.units for unit in dim]
         local = [(h, w) for h, w in units if isinstance(h, int)]
@@ -428,13 +432,13 @@ class LocalGraph:
             node = self.call(origin, aten.clone.default, node)
         return self.contiguous(origin, self.reshape(origin, node, step.after.local_shape))
 
-    def pad(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+    def pad(self, node: fx.Node, step: RedistributionStep, origin: Origin) -> fx.Node:
         """Pad a dimension: move its rows to their places in the padded dimension."""
         padding = step.after.padding
         assert padding is not None
         return self.call(origin, own.pad.default, node, padding.dim, padding.size, list(padding.levels))
 
-    def unpad(self, node: fx.Node, step: Step, origin: Origin) -> fx.Node:
+    def unpad(self, node: fx.Node, step: RedistributionStep, origin: Origin) -> fx.Node:
         """Remove the padding of a dimension. This is a view if all rows are in front of the padding."""
         padding = step.before.padding
         assert padding is not None

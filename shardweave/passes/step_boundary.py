@@ -251,10 +251,10 @@ class Boundary:
         )
         # 2. Inputs: the layout of a micro-batch's piece, and that of the whole input.
         times = self.mesh.micro_batch_axes
-        pieces = [without_axes(self.sources[node], self.mesh.sub_batch_axes) for node in captured.inputs]
+        micro_batch_layouts = [without_axes(self.sources[node], self.mesh.sub_batch_axes) for node in captured.inputs]
         inputs = tuple(
             ValueSpec(name, without_axes(layout, times), dtype[node], rows=self.rows[node])
-            for (node, name), layout in zip(captured.inputs.items(), pieces)
+            for (node, name), layout in zip(captured.inputs.items(), micro_batch_layouts)
         )
         # 3. Outputs.
         first = len(captured.mutated_buffers)
@@ -262,7 +262,7 @@ class Boundary:
         active = {captured.tangents[name] for name in self.annotated.tangents}
         for index, (name, value) in enumerate(zip(captured.outputs, self.returned)):
             layout = output_layouts[first + index]
-            pieces.append(layout)
+            micro_batch_layouts.append(layout)
             whole = without_axes(layout, times).without_partial()
             left_out = index in captured.tangents.values() and index not in active
             rows = self.returned_rows[index]
@@ -277,6 +277,6 @@ class Boundary:
             self.data,
             code,
             any(node.op == "placeholder" and node.name == SEED for node in forward.graph.nodes),
-            tuple(pieces) if times else (),
+            tuple(micro_batch_layouts) if times else (),
             axes_size(self.mesh.sub_batch_axes),
         )

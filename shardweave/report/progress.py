@@ -62,16 +62,16 @@ class Event:
     planned: str = ""
 
     def __str__(self) -> str:
-        said = [self.stage]
+        parts = [self.stage]
         if self.incumbent < math.inf:
-            said.append(f"best step so far {readable_seconds(self.incumbent)}")
+            parts.append(f"best step so far {readable_seconds(self.incumbent)}")
         elif self.least_bytes < math.inf:
-            said.append(f"nothing fits so far, the smallest needs {readable_bytes(self.least_bytes)} a device")
+            parts.append(f"nothing fits so far, the smallest needs {readable_bytes(self.least_bytes)} a device")
         if self.bound > 0.0:
-            said.append(f"none below {readable_seconds(self.bound)}")
+            parts.append(f"none below {readable_seconds(self.bound)}")
         if self.seconds_left < math.inf:
-            said.append(f"at most {self.seconds_left:.0f} s left")
-        return f"{self.planned}: {', '.join(said)}" if self.planned else ", ".join(said)
+            parts.append(f"at most {self.seconds_left:.0f} s left")
+        return f"{self.planned}: {', '.join(parts)}" if self.planned else ", ".join(parts)
 
 
 Progress = Callable[[Event], None]
@@ -97,11 +97,11 @@ class Reporter:
             raise ParallelError(
                 f"progress must be a function that takes an event, or False for no display, got {given!r}"
             )
-        self._told = given if callable(given) else None
-        self._shows = given is None or given is True
+        self._callback = given if callable(given) else None
+        self._displays = given is None or given is True
         self._live: Live | None = None
         self._depth = 0
-        self._begun = self._last = 0.0
+        self._started = self._last = 0.0
         self.planned = ""
         """The thing that is being planned, if there are several."""
 
@@ -121,19 +121,19 @@ class Reporter:
     ) -> None:
         """Report an `Event`."""
         event = Event(stage, incumbent, bound, seconds_left, least_bytes, self.planned)
-        if self._told is not None:
-            self._told(event)
+        if self._callback is not None:
+            self._callback(event)
         elif self._live is not None:
             self._live.update(Spinner("dots", f"shardweave: {event} ({self._seconds:.0f} s)"))
-        elif self._depth and self._shows and time.monotonic() - self._last >= LOG_INTERVAL_SECONDS:
+        elif self._depth and self._displays and time.monotonic() - self._last >= LOG_INTERVAL_SECONDS:
             self._last = time.monotonic()
-            self._say(f"{event} ({self._seconds:.0f} s so far)")
+            self._log(f"{event} ({self._seconds:.0f} s so far)")
 
     @property
     def _seconds(self) -> float:
-        return time.monotonic() - self._begun
+        return time.monotonic() - self._started
 
-    def _say(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         if LOGGER.hasHandlers():
             LOGGER.info(line)
         else:
@@ -142,10 +142,10 @@ class Reporter:
     def __enter__(self) -> Reporter:
         self._depth += 1
         if self._depth == 1:
-            self._begun = self._last = time.monotonic()
+            self._started = self._last = time.monotonic()
             self.planned = ""
             console = Console(stderr=True)
-            if self._shows and console.is_terminal:
+            if self._displays and console.is_terminal:
                 line = Spinner("dots", "shardweave: planning")
                 self._live = Live(line, console=console, transient=True, redirect_stdout=False)
                 self._live.start()

@@ -322,7 +322,7 @@ class Executor:
             Which of the two.
         """
         (axis,) = self.spec.mesh.micro_batch_axes
-        layouts = self.spec.pieces
+        layouts = self.spec.micro_batch_layouts
         cuts = [cut(value, lies, axis) for value, lies in zip(inputs, layouts, strict=False)]
         pieces = [list(piece) for piece in zip(*cuts, strict=True)]
         buffers, seed = [local_tensor(buffer) for buffer in self.buffers()], self._seed()

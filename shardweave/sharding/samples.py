@@ -14,7 +14,7 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from shardweave.ir import Captured, PlanError, as_call, canonical, leaf_names
+from shardweave.ir import Captured, PlanError, as_call, canonical_arguments, leaf_names
 from shardweave.sharding.annotate import Classes, source_of
 from shardweave.sharding.graphs import info
 
@@ -139,7 +139,7 @@ def check_local_batch(samples: Samples, ranks: int) -> None:
 def _leaves(model: nn.Module, example_inputs: Any) -> tuple[tuple[str, ...], list[Any], pytree.TreeSpec]:
     args, kwargs = as_call(example_inputs)
     signature = inspect.signature(model.forward)
-    call = canonical(signature, args, kwargs)
+    call = canonical_arguments(signature, args, kwargs)
     leaves, spec = pytree.tree_flatten(call)
     return leaf_names(signature, *call), leaves, spec
 

@@ -109,7 +109,7 @@ def _ratio(measured: Callable[[Sizes], tuple[int, int]]) -> float:
 
 def node_traffic_of(setting: Setting) -> NodeTraffic:
     """Finds the bytes of each volume that the collectives of a node's devices move between nodes, and those of all
-    weights, of a model with states at rest as is said and quantized collectives of so many bits."""
+    weights, of a model with this preset and these bits of quantized collectives."""
 
     @cache
     def traffic(sizes: Sizes, word: str, bits: tuple[tuple[str, int], ...]) -> tuple[dict[str, int], int]:

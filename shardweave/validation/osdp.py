@@ -2,11 +2,11 @@
 
 What is *stated* by the authors' code (Youhe-Jiang/IJCAI2023-OptimalShardedDataParallel on GitHub):
 
-- `profiler_output.py` has the two tables; the columns are the levels of `osdp_model.py`, in which the linear layers of
-  attention (levels 1 and 3), of the perceptron (2 and 3), or none (0) are wrapped by fairscale's FSDP one by one. The
-  whole model is wrapped, too: what no inner wrapper has lies in one flat parameter, whose shard is gathered once a step
-  and whose gradient is scattered at its end. So "DP" moves what data parallelism moves, with sharded states and sums:
-  ZeRO-2, as a flat parameter.
+- `profiler_output.py` has the two tables. The columns are the levels of `osdp_model.py`: the linear layers of attention
+  (levels 1 and 3), of the perceptron (2 and 3), or none (0) are wrapped by fairscale's FSDP one by one. The whole model
+  is wrapped, too. All parameters outside of inner wrappers are one flat parameter: its shard is gathered once a step,
+  and its gradient is reduce-scattered at the end. So "DP" moves as much as data parallelism, with sharded states and
+  gradients: ZeRO-2, as a flat parameter.
 - The training scripts run minGPT in float32 with Adam on 8 GPUs, on sums of two numbers: sequences of 6 tokens, 96 of
   them for each unit of batch size; MB are 2^20 bytes. Gradients are never cleared: each step adds to those that there
   are. In memory that is the second of two micro-batches.

@@ -185,9 +185,9 @@ def validation_report(result: Result) -> Report:
 
 def _summary(name: str, rows: tuple[Row, ...]) -> str:
     mean = mean_error(rows)
-    said = "no row has a plan" if mean is None else f"mean error {100 * mean:.1f} %"
+    accuracy = "no row has a plan" if mean is None else f"mean error {100 * mean:.1f} %"
     ranks = ", ".join(f"{group} {value:.3f}" for group, value in rank_correlations(rows).items())
-    return f"{name}: {said}" + (f", rank correlation {ranks}" if ranks else "")
+    return f"{name}: {accuracy}" + (f", rank correlation {ranks}" if ranks else "")
 
 
 def _row(row: Row) -> tuple[str, ...]:
@@ -213,7 +213,7 @@ def draw_table(name: str, rows: tuple[Row, ...]) -> Figure | None:
         return None
     groups = list(dict.fromkeys(row.group for row in found))
     colour = {group: COLOURS[index % len(COLOURS)] for index, group in enumerate(groups)}
-    # A table of many rows names none: its groups are what can be told apart.
+    # In a table of many rows only groups are labelled.
     named = len(found) <= 40
     figure = Figure(figsize=(11, max(4.0, 0.19 * len(found) + 1.2) if named else 5.5), layout="constrained")
     figure.suptitle(f"{name}: mean error {100 * (mean_error(rows) or 0.0):.1f} %")

@@ -233,7 +233,7 @@ class MinGPTBlock(nn.Module):
 class MinGPT(nn.Module):
     """The model that OSDP's authors trained: minGPT (Karpathy) on sums of two numbers, ten tokens, six at a time.
 
-    Its biases and the parameters of its norms, at most 0.3 % of a layer, are left out: they lie in flat parameters with
+    Its biases and the parameters of its norms, at most 0.3 % of a layer, are left out: they are in flat parameters with
     the weights there, and would each have collectives of its own here.
 
     >>> with torch.device("meta"):

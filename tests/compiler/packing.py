@@ -10,7 +10,7 @@ from torch import fx, nn
 
 import shardweave as sw
 from shardweave.ir import StepSpec
-from shardweave.ir.captured import TENSOR, CallTree
+from shardweave.ir.captured import TENSOR_OUTPUT, CallTree
 from shardweave.passes.codegen import MicroBatchGraphs, Step
 from shardweave.sharding.graphs import module_of
 
@@ -115,6 +115,7 @@ class Packed:
         turns = None if self.turns is None else self.turns.turns
         step = Step(unpack(self.forward), unpack(self.backward), self.spec, turns)
         # The mark of a tensor is told by identity, which a pickle does not keep.
-        marks = tuple(TENSOR if constant == TENSOR else constant for constant in self.call.output_constants)
+        constants = self.call.output_constants
+        marks = tuple(TENSOR_OUTPUT if constant == TENSOR_OUTPUT else constant for constant in constants)
         call = replace(self.call, output_constants=marks)
         return sw.ParallelModule(model, step, flatten=call.flatten, unflatten=call.unflatten)

@@ -59,7 +59,7 @@ class Call:
     @property
     def results(self) -> list[fx.Node]:
         """What the graph returns of the op, but for states that are of use to an op of the same piece alone."""
-        return [value for value in output_nodes(self.module) if source_of(value)[1] not in self.rule.apart]
+        return [value for value in output_nodes(self.module) if source_of(value)[1] not in self.rule.never_partial]
 
 
 def drawn_call(target: object, d: Draw) -> Call | None:

@@ -39,7 +39,7 @@ from shardweave.ir import (
     Dims,
     Layout,
     Mesh,
-    StepKind,
+    RedistributionKind,
     digit_size,
     outermost_first,
     state_layouts,
@@ -59,7 +59,7 @@ class Move:
 
     Parameters
     ----------
-    kind : StepKind
+    kind : RedistributionKind
     groups : array of int
         The axes that it is over, outermost first, as the bits of a number; 0 where a change has no such step.
     numel : array of int
@@ -68,7 +68,7 @@ class Move:
         Elements that are copied besides, to lie in a row: where what is cut is not the first dimension.
     """
 
-    kind: StepKind
+    kind: RedistributionKind
     groups: Ints
     numel: Ints
     copied: Ints
@@ -311,7 +311,7 @@ class Prices:
                 self._add(links, move.kind, move.groups, (move.numel * itemsize).astype(np.int64))
         return links
 
-    def _add(self, links: Links, kind: StepKind, groups: Ints, sizes: Ints) -> None:
+    def _add(self, links: Links, kind: RedistributionKind, groups: Ints, sizes: Ints) -> None:
         """Add what one step of all changes takes; few of their groups and sizes differ."""
         on = groups > 0
         different, size_of = np.unique(sizes[on], return_inverse=True)

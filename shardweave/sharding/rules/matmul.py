@@ -216,7 +216,7 @@ def bind_attention(node: fx.Node) -> BoundRule:
     texts = [pattern(role, len(size), number) for number, (role, size) in enumerate([*given, *made])]
     parsed = parse(f"{', '.join(texts[: len(given)])} -> {', '.join(texts[len(given) :])}")
     rule = bind(parsed, [size for _, size in given], [size for _, size in made], {})
-    return replace(rule, apart=frozenset(index for index, (role, _) in enumerate(made) if role == "state"))
+    return replace(rule, never_partial=frozenset(index for index, (role, _) in enumerate(made) if role == "state"))
 
 
 def _by_role(node: fx.Node) -> list[tuple[str, Any]]:
