@@ -43,10 +43,10 @@ class Grid:
 
 
 def grids(devices: int) -> list[Grid]:
-    micro_batch_counts = [2**i for i in range(devices.bit_length())]
+    powers = [2**i for i in range(devices.bit_length())]
     return [
         Grid(devices // (columns * rows), columns, rows)
-        for columns, rows in itertools.product(micro_batch_counts, micro_batch_counts)
+        for columns, rows in itertools.product(powers, powers)
         if columns * rows <= min(devices, 128)
     ]
 

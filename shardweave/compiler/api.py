@@ -114,7 +114,7 @@ def plan(
     with Reporter(progress) as told, defects_named(model):
         if sweep == "batch":
             options = options or Options()
-            one = replace(options, micro_batches=options.turns)
+            one = replace(options, micro_batches=options.micro_batch_count)
             machine = Cluster.of(cluster)
 
             def planned(size: int) -> Plan:

@@ -154,10 +154,10 @@ def _rounds(extent: int) -> int:
 
 
 def _ring(kind: str, extents: Sequence[int], cluster: Machine) -> Line:
-    group, turns = math.prod(extents), 2 if kind == "all_reduce" else 1
-    volume = 1.0 if kind == "broadcast" else turns * (group - 1) / group
+    group, phases = math.prod(extents), 2 if kind == "all_reduce" else 1
+    volume = 1.0 if kind == "broadcast" else phases * (group - 1) / group
     crossed = _entrances(extents, cluster)
-    latency = cluster.device.collective_latency + turns * _hops(extents, cluster)
+    latency = cluster.device.collective_latency + phases * _hops(extents, cluster)
     return _line("ring", latency, volume / min(e.rate for e in crossed), [(e, volume) for e in crossed], cluster)
 
 

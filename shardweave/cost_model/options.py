@@ -243,7 +243,7 @@ class Options:
         return brief(self)
 
     @property
-    def turns(self) -> int:
+    def micro_batch_count(self) -> int:
         """The number of micro-batches; what is left open is not made use of."""
         return 1 if self.micro_batches is None else self.micro_batches
 

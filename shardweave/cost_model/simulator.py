@@ -60,7 +60,7 @@ def simulate(
     cluster: Machine,
     *,
     optimizer_bytes_per_parameter_byte: float = 2.0,
-    turns: MicroBatchGraphs | None = None,
+    micro_batch_graphs: MicroBatchGraphs | None = None,
     sums: bool = True,
 ) -> Timeline:
     """Play one training step of one rank: of a step of several micro-batches, all of them.
@@ -77,11 +77,11 @@ def simulate(
     optimizer_bytes_per_parameter_byte : float
         Bytes of optimizer state for each byte of a trainable parameter at rest: 2 for Adam's two moments, 1 for
         momentum, 0 for plain SGD.
-    turns : MicroBatchGraphs, optional
+    micro_batch_graphs : MicroBatchGraphs, optional
         The forms of a step of several micro-batches, which are played instead of the two graphs.
     sums : bool
-        The last backward brings the sums of gradients to the states. Without, which takes `turns`, they stay where
-        they are added up, as under ``no_sync``: a step whose data parallelism takes no time.
+        The last backward reduces the accumulated gradients to the states. With False, which needs `micro_batch_graphs`,
+        they stay accumulated, as under ``no_sync``: a step whose data parallelism takes no time.
 
     Returns
     -------
@@ -94,19 +94,21 @@ def simulate(
         Where the graphs do not keep to the calling convention.
     """
     step = _Step(cluster, spec, optimizer_bytes_per_parameter_byte if backward is not None else 0.0)
-    count = spec.micro_batches if turns is not None else 1
+    count = spec.micro_batches if micro_batch_graphs is not None else 1
     step.rest(*(module.graph for module in (forward, backward) if module is not None))
-    if turns is not None and turns.whole_batch_sums is not None:
+    if micro_batch_graphs is not None and micro_batch_graphs.whole_batch_sums is not None:
         for _ in range(count):
-            step.prepare(turns.whole_batch_sums.graph)
-    for turn in range(count):
-        first, last = turn == 0, turn == count - 1
-        run = forward if turns is None else turns.forward(first, not last)
-        saved = step.forward(
-            run.graph, len(turns.gathered_parameters) if turns is not None and first and not last else 0
-        )
-        if backward is not None:
-            step.backward((backward if turns is None else turns.backward(not first, last and sums)).graph, saved, last)
+            step.prepare(micro_batch_graphs.whole_batch_sums.graph)
+    for index in range(count):
+        first, last, kept = index == 0, index == count - 1, 0
+        pair = forward, backward
+        if micro_batch_graphs is not None:
+            kept = len(micro_batch_graphs.gathered_parameters) if first and not last else 0
+            several = micro_batch_graphs.forward(first, not last)
+            pair = several, backward and micro_batch_graphs.backward(not first, last and sums)
+        saved = step.forward(pair[0].graph, kept)
+        if pair[1] is not None:
+            step.backward(pair[1].graph, saved, last)
     if backward is not None:
         step.optimize()
     return replace(step.timeline(), micro_batches=count, sums=sums)
@@ -140,7 +142,7 @@ class _Step:
         self.trained: list[int] = []  # bytes of each parameter that is
         self.outputs: tuple[Storage, ...] = ()
         self.states: list[tuple[Storage, ...]] = []  # of parameters, buffers and inputs
-        self.gathered: list[tuple[Storage, ...]] = []  # of parameters gathered for several turns
+        self.gathered: list[tuple[Storage, ...]] = []  # of parameters gathered for several micro-batches
         self.gradients: list[tuple[Storage, ...]] = []
         self._found: dict[Hashable, Liveness] = {}
 
@@ -186,7 +188,7 @@ class _Step:
         return found
 
     def _liveness(self, graph: fx.Graph, given: Mapping[fx.Node, tuple[Storage, ...]]) -> Liveness:
-        """The storages of a graph, found once for all turns that take what lies in the same ones."""
+        """The storages of a graph, found once for all micro-batches that use the same ones."""
         key = graph, tuple(given.items())
         if key not in self._found:
             self._found[key] = liveness(graph, given)
@@ -197,7 +199,7 @@ class _Step:
         self._play(graph, self._taken(graph), "forward", _TRANSIENT, keep=set())
 
     def forward(self, graph: fx.Graph, kept: int = 0) -> Sequence[tuple[Storage, ...]]:
-        """Play a forward; the storages of each value that it saves. Its last `kept` results stay for other turns."""
+        """Play a forward; the storages of each saved value. Its last `kept` results stay for other micro-batches."""
         found = self._taken(graph)
         results = _results(graph)
         split = len(results) - kept
@@ -219,7 +221,7 @@ class _Step:
 
     @property
     def _shared(self) -> set[Storage]:
-        """What several turns use."""
+        """The values that several micro-batches use."""
         return {storage for storages in self.gathered for storage in storages}
 
     def backward(self, graph: fx.Graph, saved: Sequence[tuple[Storage, ...]], closes: bool) -> None:

@@ -59,7 +59,7 @@ def with_times(mesh: Mesh, options: Options, strategies: Iterable[Strategy] = ()
 
     The strides of the first two put them outside all axes of devices; those of slices put them inside.
     """
-    micro, sub, world = options.turns, options.overlap.sub_batches, mesh.world_size
+    micro, sub, world = options.micro_batch_count, options.overlap.sub_batches, mesh.world_size
     micro_axes = (Axis("micro", micro, world * sub, "time"),) if micro > 1 else ()
     sub_axes = (Axis("sub", sub, world, "time"),) if sub > 1 else ()
     counts = {*options.overlap.operator_slices.values(), *(strategy.slices for strategy in strategies)} - {1}
@@ -244,8 +244,9 @@ class _Lowering:
             raise PlanError('micro_batches is for compile_parallel: torch.compile(backend="shardweave") has none')
         if not self.annotated.loss_inside or len(self.annotated.tangents) != 1:
             raise PlanError(
-                f"micro_batches={self.options.turns} runs each micro-batch's backward right after its forward, "
-                f"so the model must return one scalar loss; {len(self.annotated.tangents)} of its outputs may be one. "
+                f"micro_batches={self.options.micro_batch_count} runs the backward of each micro-batch right after its "
+                f"forward, so the model must return one scalar loss; {len(self.annotated.tangents)} of its outputs may "
+                "be one. "
                 "Compute the loss in the model, or call it for each micro-batch under no_sync()"
             )
         graphs, spec = self._micro_batch_graphs()
@@ -370,8 +371,8 @@ class _Lowering:
         It is cut at each tangent, and between what runs once a step and what runs for each micro-batch.
         """
         shared = sharder.values.gathered_once, sharder.outputs.accumulators.values()
-        turns = [[node.name for node in nodes] for nodes in shared] if sharder.options.accumulates else []
-        return [[tangent] for tangent in self.annotated.tangents] + turns
+        once_a_step = [[node.name for node in nodes] for nodes in shared] if sharder.options.accumulates else []
+        return [[tangent] for tangent in self.annotated.tangents] + once_a_step
 
     def _schedule(self, sharder: Sharder, local: fx.Graph) -> Schedule:
         """The scheduler, with the memory limit and the bytes that the graph does not see."""
@@ -380,7 +381,7 @@ class _Lowering:
             self.cluster,
             options.max_prefetch,
             options.limit(self.cluster),
-            self._state_bytes(sharder) + (options.turns - 1) * self._micro_batch_bytes(local),
+            self._state_bytes(sharder) + (options.micro_batch_count - 1) * self._micro_batch_bytes(local),
             options.ablation.cross_pass,
             self.repeated_layers,
             self._shared_storages(sharder),
@@ -388,7 +389,7 @@ class _Lowering:
 
     def _shared_storages(self, sharder: Sharder) -> Repeated:
         """The storages that all micro-batches share: gathered parameters, and the running sums of gradients."""
-        if self.options.turns == 1:
+        if self.options.micro_batch_count == 1:
             return ONCE
         shared = frozenset(node.name for node in sharder.values.gathered_once)
         return Repeated(shared, frozenset(_sum_name(node) for node in sharder.outputs.accumulators.values()))

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from shardweave.distributed import COLLECTIVES, RuntimeMesh, group_of, lost_rank, raise_if_rank_lost
 from shardweave.ir import META, LostRankError, ParallelError, StepSpec, ValueSpec, axes_size
 from shardweave.runtime.dtensor_patches import untraced
-from shardweave.runtime.grad_accumulation import Boxed, Gradients, Turns, cut, in_places, joined
+from shardweave.runtime.grad_accumulation import Boxed, Gradients, MicroBatchRunner, cut, in_places, joined
 from shardweave.runtime.parameters import local_tensor
 from shardweave.runtime.tensor import like
 
@@ -163,7 +163,7 @@ class Executor:
         For each gradient that `backward` gives, the outputs that it comes from; see `tangents_of_gradients`.
     seeds : callable, optional
         Gives each call its seed, the same on all ranks; None for a step that draws no random numbers.
-    turns : callable, optional
+    runner : callable, optional
         Makes the step's forms for several runs before the optimizer's; None where it has none.
     """
 
@@ -177,26 +177,26 @@ class Executor:
         buffers: Callable[[], list[torch.Tensor]],
         sources: Sequence[frozenset[int]],
         seeds: Callable[[], int] | None = None,
-        turns: Callable[[], Turns] | None = None,
+        runner: Callable[[], MicroBatchRunner] | None = None,
     ) -> None:
         self.spec, self.coordinates = spec, coordinates
         self.forward, self.backward = forward, backward
         self.parameters, self.buffers, self.sources = parameters, buffers, sources
-        self._seeds, self._make_turns = seeds, turns
-        self._turns: Turns | None = None
+        self._seeds, self._make_runner = seeds, runner
+        self._runner: MicroBatchRunner | None = None
         self.syncs = True
         """Whether gradients go to the states after each call, or are added up until they do."""
         self._tangent: torch.Tensor | None = None
         self._reached: frozenset[int] = frozenset()  # the outputs whose tangents gradients that add up come from
 
     @property
-    def turns(self) -> Turns:
+    def runner(self) -> MicroBatchRunner:
         """The forms of the step for several runs, made when they are first needed."""
-        if self._turns is None:
-            if self._make_turns is None:
+        if self._runner is None:
+            if self._make_runner is None:
                 raise ParallelError("this step was generated without forms that add gradients up: compile the model")
-            self._turns = self._make_turns()
-        return self._turns
+            self._runner = self._make_runner()
+        return self._runner
 
     def on(
         self,
@@ -205,14 +205,14 @@ class Executor:
         seeds: Callable[[], int] | None,
     ) -> Executor:
         """The same step on other tensors; gradients that add up are not shared."""
-        given = self.forward, self.backward, parameters, buffers, self.sources, seeds, self._make_turns
+        given = self.forward, self.backward, parameters, buffers, self.sources, seeds, self._make_runner
         return Executor(self.spec, self.coordinates, *given)
 
     def drop_sums(self) -> None:
         """Forget gradients that are not yet where the states rest."""
         self._reached = frozenset()
-        if self._turns is not None:
-            self._turns.drop()
+        if self._runner is not None:
+            self._runner.drop()
 
     def tangent(self) -> torch.Tensor:
         """The tangent of the loss that is expected: the last one."""
@@ -230,7 +230,7 @@ class Executor:
     @property
     def adds_up(self) -> bool:
         """Whether gradients of earlier runs wait to be summed with those of the next."""
-        return self._turns is not None and self._turns.sums is not None
+        return self._runner is not None and self._runner.sums is not None
 
     def _trains(self, parameters: Sequence[torch.Tensor]) -> bool:
         return self.backward is not None and torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
@@ -286,7 +286,7 @@ class Executor:
         local = [local_tensor(buffer) for buffer in buffers]
         count = len(self.spec.mutated_buffers) + len(self.spec.outputs)
         if several:
-            returned, saved = self.turns.forward(parameters, local, inputs, None, self._seed(), keeps=not self.syncs)
+            returned, saved = self.runner.forward(parameters, local, inputs, None, self._seed(), keeps=not self.syncs)
         else:
             first = [*self.coordinates, *self._seed()]
             results = list(self.forward([*first, *in_places(parameters, self.spec), *local, *inputs]))
@@ -326,23 +326,23 @@ class Executor:
         cuts = [cut(value, lies, axis) for value, lies in zip(inputs, layouts, strict=False)]
         pieces = [list(piece) for piece in zip(*cuts, strict=True)]
         buffers, seed = [local_tensor(buffer) for buffer in self.buffers()], self._seed()
-        totals = self.turns.totals(parameters, buffers, pieces, seed)
+        totals = self.runner.totals(parameters, buffers, pieces, seed)
         closes = self.syncs and not self.adds_up
         sums: Gradients | None = None
         parts = []
         for step, piece in enumerate(pieces):
             last = step == axis.size - 1
             keeps = not last or not self.syncs
-            returned, saved = self.turns.forward(parameters, buffers, [*piece, *totals], step, seed, keeps)
+            returned, saved = self.runner.forward(parameters, buffers, [*piece, *totals], step, seed, keeps)
             if tangent is not None:
                 arguments = [*saved, tangent.clone()]
                 saved.clear()
-                sums = self.turns.backward(arguments, step, sums, last and closes)
+                sums = self.runner.backward(arguments, step, sums, last and closes)
             mutated = len(self.spec.mutated_buffers)
             parts.append(returned[mutated:])
         self._written(returned, [])
         if tangent is None and self.syncs:
-            self.turns.release()
+            self.runner.release()
         outputs = layouts[len(inputs) :]
         return [joined(part, lies, axis) for part, lies in zip(zip(*parts), outputs, strict=True)], sums or [], closes
 
@@ -377,11 +377,11 @@ class Executor:
         return self._returned(found, frozenset(given), syncs, taken)
 
     def _added_up(self, arguments: list[Any], syncs: bool) -> Gradients:
-        turns = self.turns
-        before, turns.sums = turns.sums, None
-        found = turns.backward(arguments, None, before, syncs)
+        runner = self.runner
+        before, runner.sums = runner.sums, None
+        found = runner.backward(arguments, None, before, syncs)
         if not syncs:
-            turns.sums = found
+            runner.sums = found
         return found
 
     def finished(self, found: Gradients, closed: bool, syncs: bool, factor: torch.Tensor) -> Gradients:
@@ -389,8 +389,8 @@ class Executor:
         if values := [value for value in found if value is not None]:
             torch._foreach_mul_(values, factor)
         if not closed:
-            self.turns.add(found)
-            found = self.turns.finish() if syncs else found
+            self.runner.add(found)
+            found = self.runner.finish() if syncs else found
         loss = frozenset(index for index, output in enumerate(self.spec.outputs) if output.differentiable)
         return self._returned(found, loss, syncs, set())
 
@@ -404,7 +404,7 @@ class Executor:
         if not syncs:
             return [None] * len(parameters)
         if self.adds_up:
-            found = _summed(found, self.turns.finish())
+            found = _summed(found, self.runner.finish())
         reached, self._reached = self._reached, frozenset()
         mine = [
             None if gradient is None or sources.isdisjoint(reached) else _owned(gradient, taken)

@@ -2,7 +2,7 @@
 
 Micro-batches at run time: a value cut along a time axis, and put together again.
 
-Turns at run time: the runs of a step that share the parameters gathered for them and add their gradients up.
+A `MicroBatchRunner` runs the micro-batches of a step: they share gathered parameters and add their gradients up.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Gradients = list[torch.Tensor | None]
 
 
 class Forms(Protocol):
-    """What a compiler hands over for several turns (see `passes.codegen.MicroBatchGraphs`)."""
+    """The graphs of a step of several micro-batches (see `passes.codegen.MicroBatchGraphs`)."""
 
     gathered_parameters: Sequence[str]
     accumulators: Mapping[str, str]
@@ -77,8 +77,8 @@ class Forms(Protocol):
     def finish(self) -> fx.GraphModule: ...
 
 
-class Turns:
-    """The forms of one step, bound to this rank, and what its turns share.
+class MicroBatchRunner:
+    """The forms of one step, bound to this rank, and the values that its micro-batches share.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ class Turns:
         self._working: list[torch.Tensor] = []
         self._gathered_from: list[tuple[torch.Tensor, int]] = []
         self.sums: Gradients | None = None
-        """The gradients of turns whose sum is still to be brought to the states."""
+        """Gradients of micro-batches whose sum has not been reduced to the states."""
 
     def forward(
         self,
@@ -116,11 +116,11 @@ class Turns:
         rest : sequence
             The local buffers.
         inputs : sequence of Tensor
-            Those of the turn, then the totals.
+            Those of the micro-batch, then the totals.
         step : int, optional
             Which micro-batch it is.
         keeps : bool
-            Parameters that it gathers are kept for the next turn.
+            Parameters that it gathers are kept for the next micro-batch.
         """
         fresh = not self._is_gathered(parameters)
         given = [] if fresh else self._working
@@ -201,7 +201,7 @@ class Turns:
         return list(self._run(self.forms.finish)([*self.coordinates, *times, *(x for x in sums if x is not None)]))
 
     def release(self) -> None:
-        """Let go of what was gathered for several turns."""
+        """Free the parameters that were gathered for several micro-batches."""
         self._working, self._gathered_from = [], []
 
     def drop(self) -> None:

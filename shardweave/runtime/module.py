@@ -30,7 +30,7 @@ from shardweave.ops import IndexChecks, Seeds, all_reduced
 from shardweave.runtime.call_checks import Batch, Calls, group_of_calls
 from shardweave.runtime.dtensor_patches import untraced
 from shardweave.runtime.execute import Executor, boxed, refuse_transforms
-from shardweave.runtime.grad_accumulation import Boxed, Forms, Turns
+from shardweave.runtime.grad_accumulation import Boxed, Forms, MicroBatchRunner
 from shardweave.runtime.inputs import LocalBatch
 from shardweave.runtime.module_tree import Finder, adopt, shard_whole, submodule, without_values
 from shardweave.runtime.parameters import local_tensor
@@ -226,7 +226,7 @@ class ParallelModule(nn.Module):
             Finder(self, self.spec.buffers, "_buffers", self.mesh),
             () if step.backward is None else tangents_of_gradients(_alone(step), self.spec),
             (lambda: self._seeds()) if self.spec.draws else None,
-            None if make is None else lambda: Turns(make(), self.spec, self.mesh.coordinates, self._bound),
+            None if make is None else lambda: MicroBatchRunner(make(), self.spec, self.mesh.coordinates, self._bound),
         )
         self._local = LocalBatch(self.spec, self.mesh, whole) if batch == "local" and self.mesh.mesh.axes else None
         self._calls = Calls(self.spec, self.mesh, group_of_calls(self.mesh), self._local, check_inputs, checks)

@@ -72,7 +72,7 @@ def _resolved(value: Any, nodes: dict[str, fx.Node]) -> Any:
 
 
 @dataclass(frozen=True)
-class PackedTurns:
+class PackedMicroBatchGraphs:
     """The forms of a step for several runs, as values."""
 
     forward: PackedGraph
@@ -82,12 +82,12 @@ class PackedTurns:
     totals: PackedGraph | None
 
     @classmethod
-    def of(cls, turns: MicroBatchGraphs) -> PackedTurns:
-        totals = None if turns.whole_batch_sums is None else pack(turns.whole_batch_sums)
-        graphs = pack(turns.whole_forward), pack(turns.whole_backward)
-        return cls(*graphs, tuple(turns.gathered_parameters), dict(turns.accumulators), totals)
+    def of(cls, graphs: MicroBatchGraphs) -> PackedMicroBatchGraphs:
+        totals = None if graphs.whole_batch_sums is None else pack(graphs.whole_batch_sums)
+        packed = pack(graphs.whole_forward), pack(graphs.whole_backward)
+        return cls(*packed, tuple(graphs.gathered_parameters), dict(graphs.accumulators), totals)
 
-    def turns(self) -> MicroBatchGraphs:
+    def unpacked(self) -> MicroBatchGraphs:
         totals = None if self.totals is None else unpack(self.totals)
         return MicroBatchGraphs(unpack(self.forward), unpack(self.backward), self.working, self.added, totals)
 
@@ -101,19 +101,19 @@ class Packed:
     spec: StepSpec
     call: CallTree
     plan: dict[str, Any]
-    turns: PackedTurns | None = None
+    micro_batch_graphs: PackedMicroBatchGraphs | None = None
 
     @classmethod
     def of(cls, step: Step, call: CallTree, plan: sw.Plan, several: bool = False) -> Packed:
         """The step, and with `several` its forms for several runs before the optimizer's."""
         assert step.backward is not None and step.micro_batch_graphs is not None
-        turns = PackedTurns.of(step.micro_batch_graphs()) if several else None
-        return cls(pack(step.forward), pack(step.backward), step.spec, call, plan.to_dict(), turns)
+        micro_batch_graphs = PackedMicroBatchGraphs.of(step.micro_batch_graphs()) if several else None
+        return cls(pack(step.forward), pack(step.backward), step.spec, call, plan.to_dict(), micro_batch_graphs)
 
     def module(self, model: nn.Module) -> sw.ParallelModule:
         """`model` run by this step, as `compile_parallel` makes it."""
-        turns = None if self.turns is None else self.turns.turns
-        step = Step(unpack(self.forward), unpack(self.backward), self.spec, turns)
+        micro_batch_graphs = None if self.micro_batch_graphs is None else self.micro_batch_graphs.unpacked
+        step = Step(unpack(self.forward), unpack(self.backward), self.spec, micro_batch_graphs)
         # The mark of a tensor is told by identity, which a pickle does not keep.
         constants = self.call.output_constants
         marks = tuple(TENSOR_OUTPUT if constant == TENSOR_OUTPUT else constant for constant in constants)

@@ -80,7 +80,7 @@ def test_what_is_moved_when(
     rest, gradients, states = factors
     compiled = in_parts("chain", Strategy(Grid(data=4), rest, states=states, gradients=gradients), 2)
     assert compiled.step.micro_batch_graphs is not None
-    turns, sizes = compiled.step.micro_batch_graphs(), whole_bytes(compiled)
+    graphs, sizes = compiled.step.micro_batch_graphs(), whole_bytes(compiled)
     whole = sum(sizes.values())
     op = joint("chain").annotated.ops[0]  # its input needs no gradient, so its backward no weight
     uses = 2 - sum(sizes[parameter] for parameter in (op.parameter, *op.companions)) / whole
@@ -88,11 +88,11 @@ def test_what_is_moved_when(
     def bytes_of(parts: dict[tuple[str, int], Any]) -> Moved:
         return Counter({kind: int((uses if part == "uses" else part) * whole) for kind, part in parts.items()})
 
-    assert moved(turns.forward(True, True), turns.backward(False, False)) == bytes_of(first) + bytes_of(each)
-    assert moved(turns.forward(False, True), turns.backward(True, False)) == bytes_of(each)
-    assert moved(turns.forward(False, False), turns.backward(True, True)) == bytes_of(each) + bytes_of(last)
-    assert moved(turns.finish) == bytes_of(last)
-    assert not turns.whole_batch_sums or not moved(turns.whole_batch_sums)
+    assert moved(graphs.forward(True, True), graphs.backward(False, False)) == bytes_of(first) + bytes_of(each)
+    assert moved(graphs.forward(False, True), graphs.backward(True, False)) == bytes_of(each)
+    assert moved(graphs.forward(False, False), graphs.backward(True, True)) == bytes_of(each) + bytes_of(last)
+    assert moved(graphs.finish) == bytes_of(last)
+    assert not graphs.whole_batch_sums or not moved(graphs.whole_batch_sums)
 
 
 class Counted(nn.Module):

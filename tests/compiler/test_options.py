@@ -33,7 +33,7 @@ def test_any_value_is_taken_or_refused_by_the_options_name(name: str, value: Any
         assert name in str(error)
         return
     assert options.limit(sw.Cluster.local(2)) > 0
-    assert options.optimizer_bytes >= 0 and options.turns >= 1
+    assert options.optimizer_bytes >= 0 and options.micro_batch_count >= 1
     assert options.overlap.to_dict() and options.mixed is None or isinstance(options.mixed, sw.Precision)
 
 

@@ -56,15 +56,15 @@ def test_every_form_of_a_step_moves_the_same_in_fewer_collectives(word: str, mic
     several = [
         lowered({"*": word}, micro_batches=micro_batches, buckets=on).step.micro_batch_graphs for on in (False, True)
     ]
-    plain, merged = (turns() for turns in several if turns is not None)
+    plain, merged = (graphs() for graphs in several if graphs is not None)
     for before, after in zip(forms(plain), forms(merged)):
         assert moved(before) == moved(after)
         assert count(after) < count(before) or not count(before)
 
 
-def forms(turns: MicroBatchGraphs) -> list[fx.GraphModule]:
+def forms(graphs: MicroBatchGraphs) -> list[fx.GraphModule]:
     flags = [(one, other) for one in (False, True) for other in (False, True)]
-    return [turns.finish, *(turns.forward(*each) for each in flags), *(turns.backward(*each) for each in flags)]
+    return [graphs.finish, *(graphs.forward(*each) for each in flags), *(graphs.backward(*each) for each in flags)]
 
 
 def test_all_that_a_layer_gathers_is_one_collective() -> None:
@@ -92,7 +92,7 @@ def test_what_is_whole_in_a_step_is_flat(word: str, micro_batches: int) -> None:
         lowered({"*": word}, micro_batches=micro_batches, buckets=False, ablation=each).step.micro_batch_graphs
         for each in (Ablation(), FLAT)
     ]
-    plain, flat = (forms(turns()) for turns in several if turns is not None)
+    plain, flat = (forms(graphs()) for graphs in several if graphs is not None)
     for before, after in zip(plain, flat):
         assert moved(before) == moved(after)
         assert count(after) == len({(what.kind, what.axes, what.cause) for what in collectives(after)

@@ -214,10 +214,10 @@ def test_turns_share_what_was_gathered_once_a_step(word: str) -> None:
     forms = [lowered({"*": word}, micro_batches=2, quantize=each).step.micro_batch_graphs for each in (None, "zero++")]
     plain, few = (form() for form in forms if form is not None)
     for fresh in (True, False):
-        had, has = (Counter(kinds(turns.forward(fresh, True))) for turns in (plain, few))
+        had, has = (Counter(kinds(graphs.forward(fresh, True))) for graphs in (plain, few))
         assert has["all_gather", "parameter", torch.int8] == had["all_gather", "parameter", FULL]
     for adds, closes in ((False, False), (True, True)):
-        had, has = (Counter(kinds(turns.backward(adds, closes))) for turns in (plain, few))
+        had, has = (Counter(kinds(graphs.backward(adds, closes))) for graphs in (plain, few))
         assert bool(has["all_to_all", "gradient", torch.uint8]) == bool(had["reduce_scatter", "gradient", FULL])
 
 

@@ -74,7 +74,7 @@ class Holding:
     ----------
     annotated : Annotated
     facts : Facts
-    turns : int
+    micro_batch_count : int
         Micro-batches of a step.
     world_size : int
     follows : mapping of fx.Node to int
@@ -87,12 +87,13 @@ class Holding:
         self,
         annotated: Annotated,
         facts: Facts,
-        turns: int,
+        micro_batch_count: int,
         world_size: int,
         follows: Mapping[fx.Node, int],
         lies: Mapping[fx.Node, Lies],
     ) -> None:
-        self.annotated, self.facts, self.turns, self.world_size = annotated, facts, turns, world_size
+        self.annotated, self.facts = annotated, facts
+        self.micro_batch_count, self.world_size = micro_batch_count, world_size
         self.follows, self.lies = follows, lies
         self._unread = set(facts.inputs)
         self._wants: dict[fx.Node, Lies] = {}
@@ -119,8 +120,8 @@ class Holding:
         if node in self.facts.roles:
             variable.product = np.maximum(variable.product, held)
         if node in self.facts.returned:
-            variable.lasting += sizes * self.turns  # of all micro-batches
-            variable.saved += sizes * (self.turns if node in self.facts.differentiated else 0)
+            variable.lasting += sizes * self.micro_batch_count  # of all micro-batches
+            variable.saved += sizes * (self.micro_batch_count if node in self.facts.differentiated else 0)
         elif self.facts.is_kept(node):
             variable.saved += sizes
 
@@ -137,7 +138,7 @@ class Holding:
             if argument in self.follows and of(argument):
                 copies = np.array([local_numel(want[position]) for want in wants], dtype=float)
                 if gathered or self.facts.is_kept(root_of(argument)):
-                    copies *= copies * self.turns * self.world_size > argument.meta["val"].numel()
+                    copies *= copies * self.micro_batch_count * self.world_size > argument.meta["val"].numel()
                 total += copies * argument.meta["val"].element_size() / max(1, self.facts.readers[root_of(argument)])
         return total
 
@@ -170,7 +171,7 @@ class Holding:
         """What the backward needs of what depends on inputs alone, such as a mask: what has no batch is whole."""
         nodes = (node for node in self.facts.graph.nodes if node.op == "call_function" and not info(node).backward)
         kept = [node for node in nodes if node not in self.follows and not is_alias(node) and self.facts.is_kept(node)]
-        parts = self.world_size * self.turns
+        parts = self.world_size * self.micro_batch_count
         return sum(num_bytes([node]) // (parts if self.facts.batch_factor(node) else 1) for node in kept)
 
 
@@ -215,12 +216,12 @@ class Rows:
     Parameters
     ----------
     windows : Windows
-    turns : int
+    micro_batch_count : int
         How often a step does what costs are of: its micro-batches.
     """
 
-    def __init__(self, windows: Windows, turns: int) -> None:
-        self.windows, self.turns = windows, turns
+    def __init__(self, windows: Windows, micro_batch_count: int) -> None:
+        self.windows, self.micro_batch_count = windows, micro_batch_count
         self._candidates: dict[object, tuple[Candidate, ...]] = {}
         self._tables: dict[tuple[int, bool], Floats] = {}
 
@@ -236,13 +237,14 @@ class Rows:
         """What changes of layout take; where all sub-batches are taken at once, none computes meanwhile."""
         key = id(links), whole_batch
         if key not in self._tables:
-            self._tables[key] = self.windows.loads(self.turns * self.windows.activations(links, whole_batch))
+            activations = self.windows.activations(links, whole_batch)
+            self._tables[key] = self.windows.loads(self.micro_batch_count * activations)
         loads = self._tables[key]
         return Edge(producer, consumer, np.zeros(loads.shape[1:]), loads)
 
     def _written(self, variable: Variable) -> list[Candidate]:
         prices, ports = variable.prices, np.array(variable.port_of)
-        costs = self.turns * variable.costs[:, :, ports]
+        costs = self.micro_batch_count * variable.costs[:, :, ports]
         saved, transient = variable.saved[ports].astype(int), variable.working[ports].astype(int)
         states, left = variable.lasting[ports].astype(int), np.zeros_like(saved)
         if prices is not None:
@@ -378,7 +380,7 @@ class Costing(Edges):
         super().__init__(annotated, cluster, options)
         self.forced, self.limit = forced, options.limit(cluster)
         world_size = self.mesh.world_size
-        self.holding = Holding(annotated, self.facts, options.turns, world_size, self.follows, self.lies)
+        self.holding = Holding(annotated, self.facts, options.micro_batch_count, world_size, self.follows, self.lies)
         self._remembered: dict[object, tuple[Arrivals, int, Costs, list[tuple[int, int, Costs]]]] = {}
         self._brought: set[tuple[fx.Node, int]] = set()
         self._placed: dict[object, tuple[Arrivals, Arrivals, Arrivals, int]] = {}
@@ -401,7 +403,7 @@ class Costing(Edges):
                 self._follower(node)
             if node in self.follows:
                 self.holding.add(node, self.variables[self.follows[node]])
-        rows = Rows(self.windows, self.options.turns)
+        rows = Rows(self.windows, self.options.micro_batch_count)
         ops = tuple(rows.row(variable) for variable in self.variables)
         fixed = self.holding.fixed_bytes
         return Costed(Problem(ops, self.edges(rows), self.limit, fixed, windows=self.windows.names), self.variables)

@@ -137,7 +137,7 @@ def price_op(
         Where nothing hides its parameters' collectives: at the beginning of a pass, and at its end.
     """
     mesh = prices.mesh
-    turns = axes_size(mesh.micro_batch_axes)
+    micro_batch_count = axes_size(mesh.micro_batch_axes)
     slices = [strategy.slices for strategy in strategies]
     spread = windows.none(len(ports))  # compute and sums: the same wherever states rest
     for port, assignments in enumerate(ports):
@@ -163,7 +163,7 @@ def price_op(
             computed[:, 0, index] += _in_slices(op, strategy, ports[port_of[index]], prices)
     gathered, reduced = (np.max([getattr(held, kind) for held, _ in parts], axis=0) for kind in ("gathered", "reduced"))
     return OpPrices(
-        turns * computed + np.sum([count * held.costs for held, count in parts], axis=0),
+        micro_batch_count * computed + np.sum([count * held.costs for held, count in parts], axis=0),
         np.sum([count * held.optimizer for held, count in parts], axis=0),
         np.sum([count * held.states for held, count in parts], axis=0),
         np.sum([count * held.gradients for held, count in parts], axis=0),
@@ -188,7 +188,7 @@ def _held(
     It is brought there, and the gradient from there, in `slices`.
     """
     mesh, sizes = prices.mesh, parameters.sizes
-    turns = axes_size(mesh.micro_batch_axes)
+    micro_batch_count = axes_size(mesh.micro_batch_axes)
     rests, partials = [], []
     for layout, axes, batch in zip(lies, stages, over):
         whole = Layout.replicated(layout.global_shape)
@@ -207,7 +207,7 @@ def _held(
     scratch = adapts * ((2.0 + before) * owning).astype(np.int64) * sizes.master
     if sizes.master != sizes.working:  # the copies are most of a step's states, and gone where the gradients come
         gradient = np.maximum(0, gradient - copy)
-    if turns > 1:  # from the first micro-batch's backward on
+    if micro_batch_count > 1:  # from the first micro-batch's backward on
         states, gradient = states + gradient, np.zeros_like(gradient)
 
     def moved(haves: Sequence[Layout], wants: Sequence[Layout], itemsize: int) -> Floats:
@@ -220,13 +220,14 @@ def _held(
         return found
 
     # AMSP IV-C: into the sums for each micro-batch, from there to the states once a step; of one there is no such stop
-    gathers, broadcasts = turns * moved(rest, lies, sizes.working), prices.one_way(master, rest, sizes.working)
-    into = master if turns == 1 else summed
+    gathers = micro_batch_count * moved(rest, lies, sizes.working)
+    broadcasts = prices.one_way(master, rest, sizes.working)
+    into = master if micro_batch_count == 1 else summed
     added = [replace(to, partial=tuple(item for item in have.partial if item[0] not in to.shard_axes))
              for have, to in zip(partials, into)]  # fmt: skip
-    scatters = turns * moved(partials, added, sizes.reduced)
-    reductions = (moved if turns == 1 else prices.one_way)(added, master, sizes.reduced)
-    if turns == 1:  # what is whole until the end of the step is only reduced (`passes.block.traffic_of`)
+    scatters = micro_batch_count * moved(partials, added, sizes.reduced)
+    reductions = (moved if micro_batch_count == 1 else prices.one_way)(added, master, sizes.reduced)
+    if micro_batch_count == 1:  # what is whole until the end of the step is only reduced (`passes.block.traffic_of`)
         only = np.array([float(not (axes[0] or axes[1])) for axes in stages])
         scatters, reductions = scatters * (1.0 - only), reductions + scatters * only
     else:

@@ -59,7 +59,7 @@ def with_slices(costing: Costing, costed: Costed) -> Costed:
             if (sliced := _sliced(costing, variable, much))}  # fmt: skip
     if not more:
         return costed
-    rows = Rows(costing.windows, costing.options.turns)
+    rows = Rows(costing.windows, costing.options.micro_batch_count)
     ops, variables = list(costed.problem.ops), list(costed.variables)
     for index, sliced in more.items():
         variables[index] = costing.spread(variables[index], [*variables[index].strategies, *sliced])
@@ -121,7 +121,7 @@ def with_outputs(costing: Costing, costed: Costed, named: Callable[[str], str]) 
         number = costing.follows[node]
         index = place[named(costing.variables[number].name)]
         links = costing.windows.activations(_links(costing, node, degrees))
-        loads, kept = costing.windows.loads(costing.options.turns * links), _kept(costing, node, degrees)
+        loads, kept = costing.windows.loads(costing.options.micro_batch_count * links), _kept(costing, node, degrees)
         known = edges.get(index, Edge(index, border, np.zeros(kept.shape)))
         edges[index] = replace(
             known,
@@ -162,7 +162,7 @@ def _kept(costing: Costing, node: fx.Node, degrees: list[int]) -> NDArray[np.int
     value, facts = node.meta["val"], costing.facts
     wanted = [local_numel(_wanted(costing, tuple(value.shape), degree)) for degree in degrees]
     lies = [local_numel(port[0]) for port in costing.lies[node]]
-    times = costing.options.turns * (1 + (root_of(node) in facts.differentiated))
+    times = costing.options.micro_batch_count * (1 + (root_of(node) in facts.differentiated))
     beyond = np.maximum(0, np.array(wanted, dtype=np.int64) - np.array(lies, dtype=np.int64)[:, None])
     return np.asarray(times * value.element_size() * beyond)
 
@@ -312,9 +312,10 @@ class _Same:
 
     def edge(self, share: _Share, modes: Sequence[Mode], costing: Costing, whole_batch: bool) -> Edge:
         """What an op's values in a layer cost under each mode."""
-        turns, windows = costing.options.turns, costing.windows
+        micro_batch_count, windows = costing.options.micro_batch_count, costing.windows
         kept = np.stack([share.kept(mode) for mode in modes], axis=1).astype(np.int64)
-        loads = windows.loads(turns * np.stack([share.costs(mode, windows, whole_batch) for mode in modes], axis=-1))
+        costs = np.stack([share.costs(mode, windows, whole_batch) for mode in modes], axis=-1)
+        loads = windows.loads(micro_batch_count * costs)
         key = kept.tobytes(), loads.tobytes()
         if key not in self.tables:
             self.tables[key] = Edge(0, 1, np.zeros(kept.shape), loads, kept)

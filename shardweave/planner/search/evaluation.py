@@ -167,14 +167,14 @@ class StepLowering:
         """
         step = compiled.step
         make = step.micro_batch_graphs
-        turns = make() if make is not None and (step.spec.micro_batches > 1 or not sums) else None
+        micro_batch_graphs = make() if make is not None and (step.spec.micro_batches > 1 or not sums) else None
         return simulate(
             step.forward,
             step.backward,
             step.spec,
             self.cluster if plan is None else self._machine(plan),
             optimizer_bytes_per_parameter_byte=self._optimizer_bytes(compiled, plan),
-            turns=turns,
+            micro_batch_graphs=micro_batch_graphs,
             sums=sums,
         )
 

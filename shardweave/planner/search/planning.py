@@ -357,7 +357,7 @@ class Planning:
             optimizer_bytes=options.optimizer_bytes,
             forced=tuple(options.force),
             joins={name: _named(assignment) for name, assignment in chosen.decision.joins.items()},
-            micro_batches=options.turns,
+            micro_batches=options.micro_batch_count,
             overlap=overlap,
         )
 

@@ -126,10 +126,10 @@ def _flips(tables: Tables, weights: Floats, choice: Choice, peak: int, slack: fl
         apart = _apart(tables, members)
         counts = 2 ** np.arange(len(apart).bit_length())
         columns = more[:, good][:, :, None] * counts
-        candidates, micro_batch_counts = np.nonzero(np.tensordot(weights, columns, axes=1) <= slack)
-        added.append(columns[:, candidates, micro_batch_counts])
+        candidates, powers = np.nonzero(np.tensordot(weights, columns, axes=1) <= slack)
+        added.append(columns[:, candidates, powers])
         places = np.flatnonzero(good)[candidates].tolist()
-        changes += zip(repeat(apart), places, counts[micro_batch_counts].tolist())
+        changes += zip(repeat(apart), places, counts[powers].tolist())
     if not changes:
         return []
     together = np.concatenate(added, axis=1)
