@@ -200,12 +200,19 @@ def _largest(share: Share, count: int = 3) -> list[tuple[str, float]]:
 
 TEXT = """# Models
 
-Made by `make models` (`benchmarks/measure_models.py`) on 2 CPU cores with torch {torch}; seconds are
-CPU seconds of that machine, and not tested.
+See how long a model like yours takes to capture and to plan, and how much of its work is sharded. `make models`
+(`benchmarks/measure_models.py`) made this page on 2 CPU cores with torch {torch}. Seconds are CPU seconds of that
+machine; no test checks them.
 
-*Ops* are the nodes of the captured joint graph, forward and backward, after `annotate`, *kinds* the different ones.
-*Sharded* are the FLOPs (products, convolutions, attention; `shardweave/cost_model/node_cost.py`) of the step on one
-device, over those that all devices do together: 100 % where no two devices do the same.
+| column | meaning |
+| --- | --- |
+| ops | nodes of the captured joint graph, forward and backward, after `annotate` |
+| kinds | different ops among them |
+| plan, slow devices, tensor | sharded FLOPs, of a plan that the text above the table describes |
+| done alike | the modules whose FLOPs are replicated |
+
+*Sharded FLOPs* are those of the step on one device over those of all devices together: 100 % if no two devices compute
+the same. They count products, convolutions and attention (`shardweave/cost_model/node_cost.py`).
 
 ## In the sizes that people train
 
@@ -214,8 +221,8 @@ device, over those that all devices do together: 100 % where no two devices do t
 
 {large}
 
-What is sharded by the planner's choice (*plan*), and by the fastest plan in which every op has as many devices on its
-own loops as it can, so that no batch hides what its rules block (*tensor*):
+Sharded FLOPs of the planner's choice (*plan*), and of the fastest plan in which every op has as many devices on its own
+loops as possible (*tensor*). In the second one no batch hides what the rules block.
 
 {large_shares}
 
@@ -225,22 +232,20 @@ The models are `TODAY` of `tests/models`, with their batch of 8. *Plan* is plann
 
 {facts}
 
-What is sharded on 4 and 8 devices, where
+Sharded FLOPs on 4 and 8 devices:
 
-- *plan* is the planner's choice for `Cluster.local`,
-- *slow devices* its choice where FLOPs are what counts: the same machine with {slower:,} times less of them a second,
-- *tensor* the fastest plan on slow devices in which every op has as many devices on its own loops as it can, so that no
-  batch hides what its rules block.
+- *plan* is the planner's choice for `Cluster.local`;
+- *slow devices* is its choice for the same machine with {slower:,} times fewer FLOPs a second, so that FLOPs dominate;
+- *tensor* is the fastest plan on slow devices in which every op has as many devices on its own loops as possible.
 
 {shares}
 
-*Plan* and *slow devices* differ in nothing but the price of a FLOP, and where it is high, the planner replicates none:
-no rule stands in the way. These models are so small that a kernel's launch and a message's latency cost more than
-FLOPs, and then the planner has devices do the same rather than talk. *Plan* says how often: on 8 devices it is far
-below 99 % for most of these models.
+*Plan* and *slow devices* differ only in the price of a FLOP. If it is high, the planner replicates nothing, so no rule
+prevents sharding. These models are so small that kernel launches and latencies cost more than FLOPs. The planner then
+lets devices compute the same instead of communicating: on 8 devices *plan* is far below 99 % for most of these models.
 
-Where *tensor* is below 100 %, it is attention, which lies as its inputs do: these are replicated over the devices that
-found no head left (4 heads on 8 devices, 25 on 4), and over those that an op before it summed over (y).
+Where *tensor* is below 100 %, the cause is attention, which takes the layout of its inputs. They are replicated over
+the devices that have no head left (4 heads on 8 devices, 25 on 4), and over those that the op before summed over (y).
 """
 
 

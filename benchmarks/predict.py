@@ -29,43 +29,49 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 HEAD = """# Predictions: before anyone measures
 
-What two steps will take, by the plans of this compiler, on machines that it was not fitted to. **Predicted on
-2026-11-24**; nothing here has been measured. The page, its figures and the plans are made again by
+Read what two training steps will take on 512 and 16,384 GPUs, and what measurement would prove the prediction wrong.
+**Predicted on 2026-11-24**; nothing here has been measured, and no constant was adjusted to any of these numbers. This
+command makes the page, its figures and the plans again, on a laptop:
 
     python -m benchmarks.predict
 
-on a laptop: the models are built on the meta device, and no constant was adjusted to any of these numbers. There is
-**no pipeline parallelism** in this compiler: a prediction is that of the best plan without it.
-
-- Software: the generated step as it is, kernel by kernel (no Inductor, no CUDA graphs, no fused norms or rotary
-  embeddings: `transformers`' modules as torch writes them out), FlashAttention for causal attention, NCCL rings without
-  in-switch reduction, no quantization. Anything that fuses makes a step shorter.
-- Training: bfloat16 mixed precision, float32 masters and AdamW (16 bytes a parameter with gradients), gradients reduced
-  in float32, no dropout, no loading of data, no checkpoints. One step is the whole batch.
-- Planning: seconds by the clock, on one core that may have had other work.
-- Memory: at most nine tenths of a device's 80 GB; the rest is left to the context, NCCL and fragments.
+| assumed | |
+| --- | --- |
+| software | the generated step, kernel by kernel: no Inductor, no CUDA graphs, no fused norms or rotary embeddings \
+(`transformers`' modules as torch writes them out); FlashAttention for causal attention; NCCL rings without \
+in-switch reduction; no quantization. Anything that fuses makes a step shorter |
+| parallelism | **no pipeline parallelism**, which this compiler does not have: the best plan without it |
+| training | bfloat16 mixed precision, float32 masters and AdamW (16 bytes a parameter with gradients), gradients \
+reduced in float32, no dropout, no data loading, no checkpoints. One step is the whole batch |
+| planning | seconds by the clock, on one core that may have had other work |
+| memory | at most nine tenths of a device's 80 GB; the rest is left to the context, NCCL and fragments |
 """
 
 TAIL = """## What would prove this wrong
 
 Run the plan (`sw.compile_parallel` on such a cluster) for some twenty steps, leave the first ten out, and profile one.
+Any of these proves the prediction wrong:
 
-- **A step time more than 15 % off** with the assumptions above. On the tables of levels of overlap and of schedules in
-  [validation.md](validation.md) the mean errors are 2 to 5 %, and plans on 1,024 GPUs were too fast by up to 9 %; so a
-  step that is slower is likelier than one that is faster. The host is taken to be ahead of the device: DeepSpeed's was
-  not, on 1,024 GPUs.
-- **A peak of `torch.cuda.max_memory_allocated()` above the predicted one.** It is meant to cover what is measured.
+- **A step time more than 15 % off** under the assumptions above. In the tables of [validation.md](validation.md) on
+  levels of overlap and on schedules the mean errors are 2 to 5 %, and plans on 1,024 GPUs were too fast by up to 9 %.
+  So a step is more likely to be slower than faster. The host is assumed to be ahead of the device; DeepSpeed's was not,
+  on 1,024 GPUs.
+- **A peak of `torch.cuda.max_memory_allocated()` above the predicted one.** The prediction is meant to cover it.
 - **Another order**: a plan of the tables "planned instead" that is measured to be faster by more than 5 %.
 
-Which constant was wrong, the tables "if this were otherwise" tell: they are the same plan under one other constant.
-Compute that is off in the profile, with matrix products off alike, is the matmul efficiency; compute that is right by
-itself and slow beside collectives is the slowdown. Exposed communication that is off with right compute is bandwidth if
-large collectives are as much off as small ones, and the hops' latency if small ones are more off. What changes neither
-is the schedule: the order of starts and waits, which the timeline shows.
+The tables "if this were otherwise" tell which constant was wrong: each row is the same plan under one other constant.
 
-A gap says how far the program's bound is: with one of 13 % a plan may exist that is faster by so much. It would make
-this plan a poor one, and not the prediction wrong. So would a baseline that is ahead of the plan in the tables, by a
-fraction of a percent: the planner stops where a simulated step is within a few percent of its bound.
+| in the profile | wrong |
+| --- | --- |
+| compute is off, and all matrix products are off alike | matmul efficiency |
+| compute is right by itself and slow beside collectives | the slowdown |
+| compute is right, exposed communication is off, large collectives as much as small ones | bandwidth |
+| compute is right, exposed communication is off, small collectives more | latency of the hops |
+| none of these | the schedule: the order of starts and waits, which the timeline shows |
+
+A gap says how far away the program's bound is: with a gap of 13 %, a plan may exist that is faster by so much. This
+would make the plan poor, not the prediction wrong. The same holds for a baseline that is ahead of the plan in the
+tables by a fraction of a percent: the planner stops when a simulated step is within a few percent of its bound.
 """
 
 
@@ -223,11 +229,11 @@ def _headline(plan: sw.Plan, whole: float) -> str:
         "the same with every layer simulated (the figure)": readable_seconds(whole),
         "tokens a second": f"{plan.tokens_per_second:,.0f}",
         "MFU": f"{100 * plan.mfu:.1f} %",
-        "compute, with what communication beside slows down": readable_seconds(plan.compute_time),
+        "compute, slowed down by communication": readable_seconds(plan.compute_time),
         "exposed communication": readable_seconds(plan.exposed_communication),
         "peak memory a device": f"{readable_bytes(plan.peak_memory)} of {readable_bytes(plan.memory_limit)}",
         "micro-batches": str(plan.micro_batches),
-        "woven": str(plan.overlap) or "nothing",
+        "overlap": str(plan.overlap) or "nothing",
         "status": f"{plan.status}; {readable_seconds(plan.program_time)} in the program, bound "
         f"{readable_seconds(plan.bound)}, gap {100 * plan.gap:.2g} %, of the program's own answer "
         f"{100 * plan.proven_gap:.2g} %",
@@ -244,7 +250,7 @@ def in_words(plan: sw.Plan) -> str:
     said = [f"Of {len(chosen)} ops with a parameter {len(chosen) - len(tensor)} are data parallel"]
     if tensor:
         said.append(f"and {len(tensor)} tensor parallel, over {_listed({each.degree for each in tensor})} devices")
-    rests = f"parameters rest over {_listed({each.rest for each in chosen})} devices in a step"
+    rests = f"parameters are sharded over {_listed({each.rest for each in chosen})} devices in a step"
     states = f"optimizer states over {_listed({each.states for each in chosen})}"
     return f"{' '.join(said)}; {rests}, {states}.\n"
 
@@ -278,8 +284,8 @@ def _against(compiler: Compiler, plan: sw.Plan, baselines: tuple[Baseline, ...])
 
 def _sensitivity(compiler: Compiler, plan: sw.Plan) -> str:
     lines = [
-        "The same plan with one constant changed. More of its layers are simulated one by one here than where plans "
-        "are\ncompared, and in the figure all of them: the first row differs from the step time above by that.\n\n"
+        "The same plan with one constant changed. More layers are simulated one by one here than when plans are "
+        "compared, so the\nfirst row differs from the step time above. The figure has all layers.\n\n"
         "| if this were otherwise | a step | longer | compute | exposed |\n| --- | --- | --- | --- | --- |"
     ]
     before = evaluation(compiler, plan, compiler.cluster)
