@@ -12,7 +12,7 @@ import yaml
 from benchmarks import measure_validation
 from benchmarks.measure_validation import EFFECTS
 from shardweave.cost_model import collective_seconds
-from shardweave.validation import CalibratedCluster, exact
+from shardweave.validation import CalibratedCluster, memory_and_traffic
 
 
 def test_a_group_alone_has_all_links_of_its_node() -> None:
@@ -61,4 +61,4 @@ def test_the_command_prints_a_row_an_effect(
     errors = {row.split(" | ")[0].removeprefix("| "): row.split(" | ")[2] for row in rows}
     assert tuple(errors) == few
     assert {name: error for name, error in errors.items() if error != "0.0 %"} == {"optimizer's moments": "50.0 %"}
-    assert exact.BYTES_PER_PARAMETER == 16
+    assert memory_and_traffic.BYTES_PER_PARAMETER == 16

@@ -202,26 +202,29 @@ def run_checkpoint_step(
     If all failed ranks raised the same kind of ParallelError, that kind is raised. Ranks send heartbeats as in
     `run_on_all_ranks`, unless the action itself `uses_group`.
     """
-    mine: _Attempt[Result] = _Attempt()
+    own: _Attempt[Result] = _Attempt()
     if group is None:
-        mine = _Attempt.at(action)
-        _raise_any([mine.failure], mine.caught)
-        return [mine.result]  # type: ignore[list-item]  # None is a result, too
+        own = _Attempt.at(action)
+        _raise_any([own.failure], own.caught)
+        return [own.result]  # type: ignore[list-item]  # None is a result, too
     doing = "a step of saving or loading a checkpoint"
     raise_if_rank_lost(group)
+    # 1. Run the action, and send heartbeats meanwhile.
     try:
         with nullcontext() if uses_group else _heartbeat(group, doing, dedicated=True):
-            mine = _Attempt.at(action)
-        failed = mine.caught if uses_group and isinstance(mine.caught, RuntimeError) else None
+            own = _Attempt.at(action)
+        failed = own.caught if uses_group and isinstance(own.caught, RuntimeError) else None
         if failed is not None and (gone := lost_rank(failed, doing, group, dedicated=True)) is not None:
             raise gone from failed
-        told = f"telling the others how {doing} ended"
-        answers = _all_gather_objects((mine.result, mine.failure), group, told, dedicated=True)
+        # 2. Exchange the outcomes.
+        announcing = f"telling the others how {doing} ended"
+        answers = _all_gather_objects((own.result, own.failure), group, announcing, dedicated=True)
     except LostRankError as lost:
-        if mine.failure is None or lost.__cause__ is mine.caught:
+        if own.failure is None or lost.__cause__ is own.caught:
             raise
-        raise LostRankError(f"{mine.failure.message}. {lost}") from mine.caught
-    _raise_any([failure for _, failure in answers], mine.caught)
+        raise LostRankError(f"{own.failure.message}. {lost}") from own.caught
+    # 3. Raise the errors of any ranks on all.
+    _raise_any([failure for _, failure in answers], own.caught)
     return [answer for answer, _ in answers]
 
 
@@ -253,31 +256,34 @@ def run_on_all_ranks(
     if groups is None:
         return [action()]
     raise_if_rank_lost()
-    mine: _Attempt[Result] = _Attempt()
+    own: _Attempt[Result] = _Attempt()
+    # 1. Run the action, and send heartbeats meanwhile. A failed rank closes its connections: no rank waits for it.
     try:
         with _heartbeat(groups.heartbeats, doing):
             if only in (None, dist.get_rank()):
-                mine = _Attempt.at(action)
-            if mine.caught is not None and not isinstance(mine.caught, LostRankError):
+                own = _Attempt.at(action)
+            if own.caught is not None and not isinstance(own.caught, LostRankError):
                 groups.close_exchange()
-        told = f"telling the others how {doing} ended"
+        # 2. Exchange the outcomes.
+        announcing = f"telling the others how {doing} ended"
         answers: list[tuple[Any, Failure | None]]
-        answers = _all_gather_objects((mine.result, mine.failure), groups.heartbeats, told, even_after_failure=True)
+        answers = _all_gather_objects((own.result, own.failure), groups.heartbeats, announcing, even_after_failure=True)
     except LostRankError as lost:
-        if mine.failure is None:
+        if own.failure is None:
             raise
-        raise LostRankError(f"{doing} failed on this rank: {mine.failure.message}. {lost}") from mine.caught
+        raise LostRankError(f"{doing} failed on this rank: {own.failure.message}. {lost}") from own.caught
+    # 3. Raise the errors of any ranks on all. The control groups are closed, so the next call makes new ones.
     failures = [failure for _, failure in answers]
     if any(failures):
         _controls.clear()
         groups.close_exchange()
-        if mine.caught is not None and len({failure and failure.message for failure in failures}) == 1:
-            raise mine.caught
+        if own.caught is not None and len({failure and failure.message for failure in failures}) == 1:
+            raise own.caught
         lost_others = [failure is not None and failure.kind is LostRankError for failure in failures]
         if any(lost_others) and not all(lost_others):  # these ranks lost a rank that failed for another reason
             failures = [None if lost else failure for failure, lost in zip(failures, lost_others, strict=True)]
             forget_failure()
-        _raise_any(failures, mine.caught, f"{doing} failed")
+        _raise_any(failures, own.caught, f"{doing} failed")
     return [answer for answer, _ in answers]
 
 
@@ -295,9 +301,9 @@ def _raise_any(failures: Sequence[Failure | None], caught: BaseException | None,
         each = [f"{doing} on rank {', '.join(map(str, which))}: {m}" for m, which in ranks.items()]
     else:
         each = [m if everywhere else f"{m} (on ranks {which})" for m, which in ranks.items()]
-    told = "; ".join(each[:3]) + (f"; and {len(each) - 3} more, on other ranks" if len(each) > 3 else "")
+    message = "; ".join(each[:3]) + (f"; and {len(each) - 3} more, on other ranks" if len(each) > 3 else "")
     one_kind = len({failure.kind for failure in found}) == 1
-    raise (found[0] if one_kind else Failure("")).error(told) from caught
+    raise (found[0] if one_kind else Failure("")).error(message) from caught
 
 
 @contextmanager

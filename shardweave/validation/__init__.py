@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from shardweave.validation import amsp, axonn, exact, oases, osdp
+from shardweave.validation import amsp, axonn, memory_and_traffic, oases, osdp
 from shardweave.validation.clusters import CalibratedCluster, Constant
 from shardweave.validation.rows import Paper, Result, Row, load, save_figures, validation_report
 from shardweave.validation.setting import Progress, Setting
@@ -29,16 +29,16 @@ __all__ = [
 
 def _amsp(paper: Paper, setting: Setting) -> Iterator[Row]:
     yield from amsp.rows(paper, setting)
-    yield from exact.amsp(paper, setting)
+    yield from memory_and_traffic.amsp(paper, setting)
 
 
 ROWS: Mapping[str, Callable[[Paper, Setting], Iterator[Row]]] = {
     "amsp": _amsp,
     "axonn": axonn.rows,
     "oases": oases.rows,
-    "osdp": exact.osdp,
+    "osdp": memory_and_traffic.osdp,
     "osdp_profile": osdp.rows,
-    "zeropp": exact.zeropp,
+    "zeropp": memory_and_traffic.zeropp,
 }
 """The rows of each paper, by the name of its file."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardweave.ir.errors import InputError
-from shardweave.validation import Row, Setting, exact, validate
+from shardweave.validation import Row, Setting, memory_and_traffic, validate
 from shardweave.validation.setting import Sizes
 
 
@@ -22,7 +22,8 @@ def test_zdp_takes_its_part_of_sixteen_bytes() -> None:
         ("DP, 8 GPUs", 16.0), ("ZDP, 8 GPUs", 2.0), ("DP, 16 GPUs", 16.0), ("ZDP, 16 GPUs", 1.0)
     ]  # fmt: skip
     assert all(row.error == 0 for row in found)
-    assert exact.state_bytes(Setting(), 8, "zero1") == 16 / 8 + 4  # and the whole parameter while a step runs
+    # and the whole parameter while a step runs
+    assert memory_and_traffic.state_bytes(Setting(), 8, "zero1") == 16 / 8 + 4
 
 
 def test_mixed_precision_has_sixteen_bytes_too() -> None:
@@ -66,5 +67,5 @@ def test_volumes_that_are_no_mapping_are_refused() -> None:
 
 
 def test_of_the_whole_model_it_is_about_as_much() -> None:
-    moved, weights = exact.node_traffic_of(Setting())(Sizes(2, 256, 4), "zero3", ())
+    moved, weights = memory_and_traffic.node_traffic_of(Setting())(Sizes(2, 256, 4), "zero3", ())
     assert sum(moved.values()) == pytest.approx(3 * weights, rel=0.5)  # embeddings are not gathered for the backward
