@@ -1,4 +1,4 @@
-"""What things cost: clusters and their presets, collectives, compute, memory, the simulator of a generated step, its
+"""The cost model: clusters and their presets, collectives, compute, memory, the simulator of a generated step, its
 timeline, and the profiling of a running machine; and `Options`. May import `ir`, `distributed`, `ops` and `sharding`.
 """
 

@@ -36,7 +36,7 @@ _PRESETS = (  # the first whose words are all in torch's name of the GPU
 
 @dataclass(frozen=True)
 class RunningMachine:
-    """What the program finds that it runs on.
+    """The machine that this program runs on, as detected.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def running_machine() -> RunningMachine:
 
 
 def profiled(cluster: M, seconds: float = 30.0) -> M:
-    """`cluster`, the running world, with what was measured on it: now, or earlier on the same hardware and versions.
+    """`cluster`, the running world, with measurements: new ones, or cached ones of the same hardware and versions.
 
     The measurements are those of rank 0 on all ranks. They are kept in `measured_tables.cache_directory`.
 
@@ -114,7 +114,7 @@ def profiled(cluster: M, seconds: float = 30.0) -> M:
 
 
 def _measured(cluster: M, seconds: float) -> M:
-    """`cluster` with what the ranks measure together."""
+    """`cluster` with the measurements that all ranks make together."""
     world = dist.new_group(timeout=PATIENCE)
     try:
         with collective("a step of profiling the cluster", world, dedicated=True):
@@ -237,7 +237,7 @@ class Cluster(Machine):
 
     @classmethod
     def of(cls, given: ClusterLike) -> Cluster:
-        """What a user calls a cluster: itself, a preset's name, or the path of a file that `load` reads.
+        """The cluster of a value: a cluster, the name of a preset, or the path of a file that `load` reads.
 
         A text is a path where it ends in ``.yaml``, ``.yml`` or ``.json``, or has a ``/``.
 
@@ -330,4 +330,4 @@ class Cluster(Machine):
 
 
 ClusterLike = Cluster | str | os.PathLike[str]
-"""What a user calls a cluster: see `Cluster.of`."""
+"""A cluster, or a value that `Cluster.of` converts to one."""

@@ -18,7 +18,7 @@ _BY_DTYPE = {"flops": "FLOP/s", "matmul_half": "a size"}  # fields that are mapp
 def check_number(
     key: str, value: object, *, whole: bool = False, zero: bool = False, low: float = 0.0, high: float = math.inf
 ) -> None:
-    """Refuse what is no number in ``(0, high]``; in ``[0, high]`` with `zero`, in ``[low, high]`` with a `low`.
+    """Raise an error unless a value is in ``(0, high]``; in ``[0, high]`` with `zero`, ``[low, high]`` with `low`.
 
     Raises
     ------

@@ -183,7 +183,7 @@ def _tree(kind: str, extents: Sequence[int], cluster: Machine) -> Line:
 
 
 def _pairs(kind: str, extents: Sequence[int], cluster: Machine) -> Line:
-    """Of a rank's bytes the part that leaves the unit goes through the rank's own share of each level."""
+    """The part of a rank's bytes that leaves its unit goes through the rank's share of each level's links."""
     group = math.prod(extents)
     volumes = [(e, e.members * (group - e.members) / group) for e in _entrances(extents, cluster)]
     latency = cluster.device.collective_latency + _hops(extents, cluster)
@@ -264,7 +264,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Demand:
-    """What a collective asks of the links, for who lets several run at the same time.
+    """The demand of a collective on the links, for models in which several collectives run at the same time.
 
     For `latency` seconds it uses no link. Then it is a fluid that flows for `transfer` seconds if it is let: it needs
     ``use[level]`` of the capacity of each level meanwhile. Several that run at the same time, on the same ranks, all go
@@ -356,7 +356,7 @@ def collective_form(kind: str, num_bytes: float, axes: Sequence[Axis], cluster: 
 def collective_demand(
     kind: str, num_bytes: float, axes: Sequence[Axis], cluster: Machine, form: str | None = None
 ) -> Demand:
-    """What a collective asks of each level's links; arguments and errors are those of `collective_seconds`.
+    """The demand of a collective on the links of each level. Arguments and errors are those of `collective_seconds`.
 
     All groups over `axes` are one collective here: together they have all links of the machine. A collective that one
     group's cap holds back (`Level.group_bandwidth`), or a slower level, leaves the rest of a link to others. Of a

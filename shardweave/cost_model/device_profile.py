@@ -35,7 +35,7 @@ _SHARED_SECONDS = 0.03  # several turns of ranks that share a core: Linux gives 
 
 
 def live_device() -> torch.device:
-    """What this rank computes on: its current GPU; the CPU without one, and for ranks that talk over gloo alone."""
+    """The device of this rank: its current GPU, or the CPU where there is no GPU or the world uses gloo alone."""
     if torch.cuda.is_available() and not (running() and dist.get_backend() == "gloo"):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -167,7 +167,7 @@ def profile_ops(
     group: dist.ProcessGroup | None = None,
     cache: bool = True,
 ) -> OpTable:
-    """Measured times of all ops of `graphs`; what this machine measured before is taken from the cache.
+    """Measured times of all ops of `graphs`. Times that this machine measured before come from the cache.
 
     Inputs are made outside of the timed part: random numbers, zeros for integers (valid as indices), spread evenly
     where they choose experts or rows of an embedding. In a torch.distributed world all ranks measure at the same time,
@@ -297,7 +297,7 @@ def _value(source: fx.Node, held: object, device: torch.device) -> object:
 
 
 def _tensor(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Numbers that lie in memory as those of `like`: from 0.1 to 1, or zeros for integers, or true."""
+    """A tensor with the shape and strides of `like`: numbers from 0.1 to 1, zeros for integers, or True."""
     length = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride())) if like.numel() else 0
     flat = torch.zeros(length, dtype=like.dtype, device=device)
     if like.dtype == torch.bool:
@@ -344,7 +344,7 @@ aten = torch.ops.aten
 
 _LARGE = {"cpu": 512, "cuda": 4096}  # a product of this size, cubed, is a large one
 _SIZES = {"cpu": tuple(2**k for k in (16, 18, 20, 22, 23, 24, 25)), "cuda": (2**24, 2**26, 2**28)}
-"""Bytes of each of a pointwise op's three tensors: on CPUs from what fits a cache to what is new memory each time."""
+"""Bytes of each of the three tensors of a pointwise op. On CPUs they go from sizes that fit a cache to large ones."""
 _MOST_TRAFFIC = 0.5  # of a product's time, for it to tell of arithmetic
 _TRAINED = ("bfloat16", "float16", "float32")  # the first that was measured sets the efficiency where peaks are known
 _OVERLAP_BYTES = {"cpu": 2**20, "cuda": 2**26}  # of each of the all-reduces that run beside compute, as in a step
@@ -408,7 +408,7 @@ def profile_device(
 def profile_slowdown(
     device: torch.device | str | None = None, *, group: dist.ProcessGroup | None = None, rounds: int = _ROUNDS
 ) -> float:
-    """What products' time is multiplied by while all-reduces of all ranks run; at least 1. All ranks must call it.
+    """The factor by which matrix products slow down while all-reduces of all ranks run; at least 1. Collective.
 
     Alone, all ranks compute at the same time; then they compute for as long as some all-reduces are in flight, of sizes
     as in a step: much larger ones keep the cores busier. Means are compared, as a thread of the collective that takes a
@@ -483,7 +483,7 @@ def _shapes(large: int) -> list[tuple[int, int, int]]:
 
 
 def _measure(base: Device, device: torch.device, budget: float) -> dict[str, float]:
-    """Seconds by what was run: ``launch``, ``memory:<bytes>`` and ``<dtype>:<m>,<n>,<k>``."""
+    """Seconds by the kind of run: ``launch``, ``memory:<bytes>`` and ``<dtype>:<m>,<n>,<k>``."""
     until = time.perf_counter() + budget
     with torch.no_grad():
         one = torch.ones(1, device=device)

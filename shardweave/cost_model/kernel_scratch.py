@@ -1,4 +1,4 @@
-"""What kernels, collectives and optimizers allocate beside their results, and what an allocator rounds sizes to.
+"""Scratch memory: allocations of kernels, collectives and optimizers beside their results, and the rounding of sizes.
 
 The figures of the CPU are measured: torch 2.13's allocator was asked for every block while each op of the models in
 `tests/models` ran (`runtime.memory.changes`), and what it gave is explained by the kernels' sources, which lie in
@@ -23,7 +23,7 @@ _BLOCK = {"cuda": 512, "cpu": 1}
 """Sizes are multiples of it: ``kMinBlockSize`` of c10/cuda/CUDACachingAllocator.cpp. The CPU's allocator aligns to 64
 bytes (c10/core/alignment.h) and says of a block just what was asked for, which is what measurements see."""
 _CHANNELS = 16
-"""What oneDNN's blocked layouts pad channels to, with AVX-512."""
+"""oneDNN's blocked layouts pad channels to a multiple of this, with AVX-512."""
 
 
 def rounded(num_bytes: int, device: Device) -> int:
@@ -135,7 +135,7 @@ def _attention_block(node: fx.Node, query: int) -> tuple[int, int, int]:
 
 
 def _convolution(node: fx.Node) -> int:
-    """mkldnn/Conv.cpp: oneDNN's blocked copies; the plain result comes when those of the operands are gone.
+    """mkldnn/Conv.cpp: oneDNN's blocked copies. The plain result is allocated after the operands' copies are freed.
 
     The copy of an image with few channels is left out, as oneDNN reads it where it lies.
     """
@@ -150,7 +150,7 @@ def _convolution(node: fx.Node) -> int:
 
 
 def _input_gradient(node: fx.Node) -> int:
-    """The same of the gradient, and a contiguous input, of which only the shape is needed (`runtime.convolution`)."""
+    """The same for the gradient, and a contiguous input of which only the shape is needed (`ops.products`)."""
     gradient, weight, result = _value(node, 0), _value(node, 1), node.meta["val"]
     plain = tensor_bytes(result)
     if _taps(weight) == 1:
@@ -215,7 +215,7 @@ def _quantize(node: fx.Node) -> int:
 
 
 def _dequantize(node: fx.Node) -> int:
-    """Whole blocks in full precision, where these are not the result; then in its dtype, with what is to spare."""
+    """Whole blocks in full precision, where these are not the result; then in its dtype, with the padding."""
     scales, result = _value(node, 1), node.meta["val"]
     padded = int(scales.numel() * _value(node, 3))
     whole, spare = padded * int(scales.element_size()), padded - int(result.numel())
@@ -225,7 +225,7 @@ def _dequantize(node: fx.Node) -> int:
 
 
 def _sum_dequantized(node: fx.Node) -> int:
-    """Those of the sum and of what is added to it, and the codes of that; the result comes when the latter are gone."""
+    """The blocks of the sum and of the addend, and the addend's codes; then, once these are freed, the result."""
     scales, result = _value(node, 1), node.meta["val"]
     one = tensor_bytes(scales) * int(_value(node, 3)) // int(scales.shape[0])
     codes = int(result.numel()) if _value(node, 0).dtype == torch.uint8 else 0

@@ -30,7 +30,7 @@ from shardweave.cost_model.measured_tables import Measured
 from shardweave.ir import ClusterError, Mesh, readable_bytes
 
 MAX_DEVICES = 2**24
-"""Of a cluster."""
+"""The largest number of devices of a cluster."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,12 @@ class Level:
 
 
 MAX_BYTES = 2**63 - 1
-"""Of a device, as torch counts them."""
+"""The largest number of bytes of a device: torch counts them in 64-bit integers."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes with.
+    """The device of one rank: its arithmetic, its memory and its launch overheads.
 
     Parameters
     ----------
@@ -201,7 +201,7 @@ class Device:
         return f"<Device {self.name}: {readable_bytes(self.memory)}, {self.flops['float32']:.3g} FLOP/s in float32>"
 
     def peak(self, dtype: str) -> float:
-        """Peak FLOP/s for `dtype`; that of float32 where it is not listed."""
+        """Peak FLOP/s for `dtype`; float32's where `dtype` is not listed."""
         return self.flops.get(dtype, self.flops["float32"])
 
     def half_dimension(self, dtype: str) -> float:

@@ -32,7 +32,7 @@ from shardweave.ir import ClusterError
 
 @dataclass(frozen=True)
 class OpTime:
-    """What one op took at one shape, launch included.
+    """The measured time of one op at one shape, launch included.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ class OpTable:
         return None if found is None else found.seconds
 
     def nearest(self, work: Work) -> OpTime | None:
-        """The measured time of the same op, in the same dtype, at the shape most like that of `work`; None without one.
+        """The measured time of the same op and dtype at the shape nearest to `work`'s; None if there is none.
 
         Shapes differ by the sum of the ratios, as logarithms, of their FLOPs, their bytes and the dimensions of their
         product.
@@ -105,7 +105,7 @@ class OpTable:
         return min(found, key=lambda time: (_distance(time.work, work), time.work.signature), default=None)
 
     def merged(self, other: OpTable) -> OpTable:
-        """Both tables' times; where both have one, that of `other`."""
+        """The times of both tables. Where both have a time, `other`'s is taken."""
         times = {**self.times, **other.times}
         skipped = {**self.skipped, **other.skipped}
         return OpTable(times, {signature: why for signature, why in skipped.items() if signature not in times})
@@ -387,7 +387,7 @@ def _curve(key: str, data: object) -> Curve:
 
 
 def _number(value: Any) -> Any:
-    """YAML 1.1 reads ``1e-3`` as text; what is no number is left for the checks to name."""
+    """A number; YAML 1.1 reads one such as ``1e-3`` as text. Other values are left for the checks to name."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -395,7 +395,7 @@ def _number(value: Any) -> Any:
 
 
 def hardware() -> dict[str, Any]:
-    """What one rank runs on and with: where any of it differs, its times are others."""
+    """The hardware and the versions of one rank. Times hold only for the same ones."""
     found: dict[str, Any] = {"torch": torch.__version__}
     if dist.is_available() and dist.is_initialized():
         found["backend"] = dist.get_backend()
@@ -463,7 +463,7 @@ def write(measured: Measured) -> Path | None:
 
 
 def load(name: str) -> object:
-    """What is kept under `name`; None where there is nothing, or the file is damaged."""
+    """The cached data of `name`; None if there is none, or the file is damaged."""
     try:
         found: object = json.loads(_path(name).read_text(encoding="utf-8"))
         return found

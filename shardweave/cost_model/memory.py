@@ -57,7 +57,7 @@ class Liveness:
 
 
 class Repeated(NamedTuple):
-    """What a graph that runs once for each micro-batch holds in its last run, other than the graph itself says.
+    """The storages that a graph which runs once for each micro-batch shares between its runs.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class Repeated(NamedTuple):
     sums: frozenset[str] = frozenset()
 
     def storages(self, graph: fx.Graph, found: Liveness) -> tuple[set[Storage], set[Storage]]:
-        """The storages of the shared nodes that the graph computes, and those of the sums."""
+        """The storages of the shared nodes that the graph computes, and of the accumulated gradients."""
         shared, sums = (
             {storage for node in graph.nodes if node.name in names for storage in found.where[node]} for names in self
         )
@@ -79,7 +79,7 @@ class Repeated(NamedTuple):
 
 
 ONCE = Repeated()
-"""Of a graph that runs once."""
+"""The `Repeated` of a graph that runs once."""
 
 
 def storage_bytes(storage: Storage) -> int:
@@ -205,7 +205,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MemoryCurve:
-    """Bytes in use over time, by what they are for.
+    """Bytes in use over time, by kind.
 
     ``bytes[i, k]`` are in use for ``kinds[k]`` from ``seconds[i]`` on until ``seconds[i + 1]``, and ``changes[i - 1]``
     led there.
@@ -252,11 +252,11 @@ class MemoryCurve:
         return int(self.total.argmax())
 
     def at_peak(self) -> dict[str, int]:
-        """What the peak consists of, largest first."""
+        """The parts of the peak, largest first."""
         return self._by_kind(self._peak_row)
 
     def at_rest(self) -> dict[str, int]:
-        """What is in use between steps, largest first."""
+        """The memory in use between steps, largest first."""
         return self._by_kind(-1)
 
     def largest_at_peak(self, count: int) -> list[tuple[str, str, int]]:

@@ -126,7 +126,7 @@ Place = tuple[str, bool]
 
 
 def flops_by_op(graphs: fx.Graph | Iterable[fx.Graph]) -> Counter[Place]:
-    """The FLOPs of `graphs` by the op that they belong to: those of products, convolutions and attention (`node_work`).
+    """The FLOPs of `graphs` by op: products, convolutions and attention (`node_work`).
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ def sharded_share(whole: Counter[Place], local: Counter[Place], devices: int) ->
 
 
 def replicated(whole: Counter[Place], local: Counter[Place], devices: int) -> list[tuple[Place, float]]:
-    """The ops of which devices do the same, largest first, each with its part of what all devices do together.
+    """The ops that devices compute redundantly, largest first, each with its share of all devices' FLOPs.
 
     Examples
     --------
@@ -172,7 +172,7 @@ def replicated(whole: Counter[Place], local: Counter[Place], devices: int) -> li
 
 
 class Price(NamedTuple):
-    """Of one node.
+    """The cost of one node.
 
     Parameters
     ----------
@@ -231,7 +231,7 @@ class Prices:
         return found
 
     def collective(self, what: Collective) -> Demand:
-        """What a collective asks of the links."""
+        """The demand of a collective on the links."""
         key = what.kind, what.bytes, what.axes
         found = self._collectives.get(key)
         if found is None:
@@ -249,7 +249,7 @@ class Prices:
 
 
 def node_key(node: fx.Node) -> Hashable:
-    """What the price of a node depends on, and its value; equal for equal nodes of equal layers."""
+    """The key of a node's cost, with its value. Equal nodes of equal layers have equal keys."""
     if node.op != "call_function":
         return node.op, _signed(node)
     what = info(node).collective
@@ -281,7 +281,7 @@ _PASSES = (3.0, 8.0, 20.0)
 """Reads and writes of a parameter's size in a step of SGD, of momentum, of AdamW: counted in torch 2.13's
 ``torch/optim/sgd.py`` and ``adam.py`` (``_single_tensor_adam``), an in-place op reading what it writes."""
 _HOST_SECONDS = (1.0e-5, 4.3e-5, 1.6e-4)
-"""What torch takes on the host for one parameter that is a DTensor: measured with torch 2.13 on one core of an AMD
+"""Torch's seconds on the host for each parameter that is a DTensor, measured with torch 2.13 on one core of an AMD
 EPYC, 50 parameters of 16 elements."""
 
 

@@ -90,7 +90,7 @@ class _Call:
 
 
 def _matrices(first: int) -> Callable[[_Call], Product]:
-    """Of an op whose arguments from `first` on are the two factors."""
+    """The work of an op whose arguments from `first` on are the two factors."""
 
     def read(call: _Call) -> Product:
         left, right = call.shape(first), call.shape(first + 1)
@@ -100,7 +100,7 @@ def _matrices(first: int) -> Callable[[_Call], Product]:
 
 
 def _attention(first: int) -> Callable[[_Call], Product]:
-    """Of an op whose arguments from `first` on are queries and keys."""
+    """The work of an op whose arguments from `first` on are queries and keys."""
 
     def read(call: _Call) -> Product:
         queries, keys = call.shape(first), call.shape(first + 1)
@@ -178,7 +178,7 @@ _COUNTED_AS = {  # ops that the registry lacks, with the arguments of one that i
 
 @dataclass(frozen=True)
 class Work:
-    """What an op does on one device.
+    """The work of an op on one device: FLOPs and bytes.
 
     Parameters
     ----------
@@ -254,7 +254,7 @@ def node_work(node: fx.Node) -> Work | None:
 
 
 def _causal_part(keys: int) -> float:
-    """Of the blocks of scores, the part that is not masked whole."""
+    """The share of the blocks of scores that are not fully masked."""
     blocks = max(1.0, keys / _BLOCK)
     return (blocks + 1) / (2 * blocks)
 
@@ -267,7 +267,7 @@ def _is_causal(node: fx.Node) -> bool:
 
 @cache
 def _place_of_causal(target: Any) -> int:
-    """Of an op's arguments the one that says that it is causal attention; -1 where it has none."""
+    """The position of the argument ``is_causal`` of an op; -1 if it has none."""
     names = [argument.name for argument in target._schema.arguments]
     return names.index("is_causal") if "is_causal" in names else -1
 

@@ -1,4 +1,4 @@
-"""What a user may ask of the compiler."""
+"""Options of `plan` and `compile_parallel`, and their old names."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from shardweave.cost_model.cluster import Cluster
 
 Forced = str | tuple[int, ...] | Grid | Strategy
-"""What a user may call a strategy."""
+"""The values that `Options.force` takes for a strategy."""
 RESERVE = 0.1
 """The part of a device's memory that a plan leaves alone by default: context, fragments, the user's own tensors."""
 ZERO_PLUS_PLUS: Mapping[Quantized, int] = {"parameters": 8, "gradients": 4}
-"""What ``quantize="zero++"`` stands for."""
+"""The value of ``quantize="zero++"``."""
 OPTIMIZER_STATE_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "adamw": 8}
 
 RENAMED_OPTIONS = {
@@ -244,7 +244,7 @@ class Options:
 
     @property
     def micro_batch_count(self) -> int:
-        """The number of micro-batches; what is left open is not made use of."""
+        """The number of micro-batches; 1 if it is left to the planner."""
         return 1 if self.micro_batches is None else self.micro_batches
 
     @property
@@ -256,7 +256,7 @@ class Options:
 
     @property
     def overlap(self) -> OverlapConfig:
-        """The options of the whole step; what the planner may choose is off."""
+        """The options of the whole step. Those that are left to the planner are off."""
         recompute = {"*": self.recompute} if isinstance(self.recompute, str) else self.recompute or {}
         slices = {"*": self.operator_slices} if isinstance(self.operator_slices, int) else self.operator_slices
         kept = {"*": self.keep_gathered} if isinstance(self.keep_gathered, bool) else self.keep_gathered or {}
@@ -314,5 +314,5 @@ class Options:
 
 @functools.cache
 def _types() -> Mapping[str, Any]:
-    """The type of each option; what a strategy in `force` may be is said where it is looked up."""
+    """The type of each option. `force` is checked where its strategies are looked up."""
     return {**get_type_hints(Options), "force": Mapping[str, Any]}

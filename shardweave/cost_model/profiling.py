@@ -122,7 +122,7 @@ c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a profile measured, and what not: for the reader."""
+    """What a profile covers, printed for users."""
 
     curves: tuple[Curve, ...]
     missed: tuple[tuple[str, tuple[int, ...], str], ...]
@@ -281,7 +281,7 @@ class _Agreement:
 
 
 class _Samples:
-    """What one kind took in one group at several sizes, so far: seconds of a call, of the slowest rank."""
+    """Measured seconds a call of one kind of collective in one group, by size; the slowest rank's."""
 
     def __init__(self, kind: str, group: dist.ProcessGroup, device: torch.device) -> None:
         self.kind, self.group, self.device = kind, group, device
@@ -289,7 +289,7 @@ class _Samples:
         self.seconds: dict[int, list[float]] = {}
 
     def take(self, size: int, agree: _Agreement) -> None:
-        """One more sample of a size, of which there is one already."""
+        """Take one more sample of a size that has samples."""
         call, _ = _prepare(self.kind, size, self.group, self.device)
         calls = max(1, min(_MOST_CALLS, int(_BATCH_SECONDS / median(self.seconds[size]))))
         _seconds(call, 1, self.device)

@@ -128,7 +128,7 @@ class MicroBatchGraphs(Protocol):
 
 
 class _Step:
-    """What is played: the streams' time, and what memory holds meanwhile."""
+    """The state of a simulation: the time of each stream, and the storages in memory."""
 
     def __init__(self, cluster: Machine, spec: StepSpec, optimizer_ratio: float) -> None:
         self.cluster, self.spec, self.optimizer_ratio = cluster, spec, optimizer_ratio
@@ -147,7 +147,7 @@ class _Step:
         self._found: dict[Hashable, Liveness] = {}
 
     def rest(self, *graphs: fx.Graph) -> None:
-        """Tensors that the graphs hold themselves lie in memory for good."""
+        """Count the constants of the graphs, which stay in memory."""
         seen = set()
         for graph in graphs:
             for node in graph.nodes:
@@ -195,7 +195,7 @@ class _Step:
         return self._found[key]
 
     def prepare(self, graph: fx.Graph) -> None:
-        """Play what has to be known of all micro-batches before the first one."""
+        """Simulate the graph that runs on all micro-batches before the first one."""
         self._play(graph, self._taken(graph), "forward", _TRANSIENT, keep=set())
 
     def forward(self, graph: fx.Graph, kept: int = 0) -> Sequence[tuple[Storage, ...]]:
@@ -260,7 +260,7 @@ class _Step:
         self._free(gradients, ("gradients", "copies", "saved", *_TRANSIENT))
 
     def timeline(self) -> Timeline:
-        """What has been played, once all links have come to rest too."""
+        """The timeline of the simulated step, after the last collective has ended."""
         while self.streams.running:
             self._wait(self.streams.running[0], "optimizer")
         self._free(self.outputs, ("outputs", *_TRANSIENT))
@@ -360,7 +360,7 @@ def _over(event: Event, transfer: Transfer) -> Event:
 
 
 def _owner(node: fx.Node) -> str:
-    """What a value is called in reports."""
+    """The name of a value in reports."""
     op = info(node).op
     return f"{op} ({node.name})" if op else node.name
 

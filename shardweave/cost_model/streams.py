@@ -19,12 +19,12 @@ from shardweave.cost_model.collectives import Demand
 from shardweave.cost_model.machine import Device
 
 _DONE = 1e-12
-"""Below this part of its whole what is left of a phase counts as done: it is rounding."""
+"""A phase counts as done when less than this part of it is left, which is rounding."""
 
 
 @dataclass(frozen=True)
 class Contention:
-    """What each of the two takes, as a multiple, while the other one runs; at least 1.
+    """The factors by which compute and communication slow each other down; at least 1.
 
     >>> Contention(compute=1.2).collectives
     1.0
@@ -61,7 +61,7 @@ class Transfer:
     begin: float = 0.0
     end: float | None = None
     left: float = field(init=False)
-    """Of the phase that it is in, seconds that this would still take alone."""
+    """Seconds that the rest of the current phase would take alone."""
     moving: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -197,7 +197,7 @@ class Streams:
 
     @property
     def running(self) -> list[Transfer]:
-        """What was started and is not done, in the order of groups."""
+        """The collectives under way, in the order of groups."""
         return [transfer for queue in self._queues.values() for transfer in queue]
 
     def _begin(self, transfer: Transfer) -> None:
@@ -209,7 +209,7 @@ class Streams:
             self._rates[transfer] = 1.0
 
     def _next_phase(self, transfer: Transfer) -> None:
-        """From its latency to its bytes, and from these to its end; then it is the turn of its group's next one."""
+        """Go from latency to transfer, and from there to the end; then the next collective of its group begins."""
         if not transfer.moving and transfer.demand.transfer > 0:
             transfer.moving, transfer.left = True, transfer.demand.transfer
             self._share()

@@ -61,14 +61,14 @@ class Act(NamedTuple):
 
 
 class Played(NamedTuple):
-    """Seconds of what has been played, and those of them in which kernels ran."""
+    """Seconds of a simulated stretch, and the part of them in which kernels ran."""
 
     seconds: float
     compute: float
 
 
 def play(acts: Sequence[Act], device: Device) -> Played:
-    """What acts take on streams of their own (see `Streams`).
+    """The seconds of acts that run on streams of their own (see `Streams`).
 
     Examples
     --------
@@ -197,7 +197,7 @@ class Timeline:
 
     @property
     def title(self) -> str:
-        """What was simulated, for a picture or a trace.
+        """The title of a picture or a trace.
 
         >>> from shardweave.cost_model.memory import MemoryCurve
         >>> Timeline("dgx", (), (), 0.0, MemoryCurve.of([], 0.0), micro_batches=2, sums=False).title
@@ -266,7 +266,7 @@ class Timeline:
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
     def memory_report(self, count: int = 8) -> str:
-        """The peak of memory: how much, when, what it consists of by kind, and the `count` largest values in it."""
+        """A report of the memory peak: bytes, time, bytes by kind, and the `count` largest values."""
         phase, running = self._at(self.memory.peak_seconds)
         during = f", in the {phase} of {running}" if phase else ""
         lines = [
@@ -395,7 +395,7 @@ _INK, _FAINT = "#333338", "#E4E4E8"
 
 
 def draw(timeline: Timeline, path: str | os.PathLike[str] | None, memory_limit: int | None) -> Figure:
-    """What `Timeline.plot` returns; see there."""
+    """The figure that `Timeline.plot` returns."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # no pyplot: its global state would leak figures and pick a display
 
