@@ -12,15 +12,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
 from shardweave.ir import (
-    BITS,
+    QUANTIZATION_BITS,
     UNLIMITED,
     Ablation,
     Grid,
-    Mode,
     OverlapConfig,
     PlanError,
     Precision,
     Quantized,
+    RecomputeMode,
     Strategy,
     brief,
     bytes_of,
@@ -193,7 +193,7 @@ class Options:
     micro_batches: int | None = None
     sub_batches: int | None = None
     exclude_from_sub_batches: Sequence[str] = ()
-    recompute: Mode | Mapping[str, Mode] | None = None
+    recompute: RecomputeMode | Mapping[str, RecomputeMode] | None = None
     operator_slices: int | Mapping[str, int] = field(default_factory=dict)
     keep_gathered: bool | Mapping[str, bool | int] | None = None
     buckets: bool | None = None
@@ -281,7 +281,8 @@ class Options:
             return ZERO_PLUS_PLUS
         if self.quantize is not None and not isinstance(self.quantize, Mapping):
             raise PlanError(
-                f"quantize must be 'zero++', or the bits of {' and '.join(BITS)} as in {dict(ZERO_PLUS_PLUS)}, "
+                f"quantize must be 'zero++', or the bits of {' and '.join(QUANTIZATION_BITS)} "
+                f"as in {dict(ZERO_PLUS_PLUS)}, "
                 f"got {self.quantize!r}"
             )
         return self.quantize or {}

@@ -61,7 +61,15 @@ from shardweave.ir.layout import (
 )
 from shardweave.ir.mesh import Axis, Digit, Mesh, axes_size, group_name, prime_factors, slice_axis
 from shardweave.ir.op_rule import Assignment, BoundRule, Dims, Factor
-from shardweave.ir.overlap_config import BITS, MODES, UNLIMITED, Ablation, Mode, OverlapConfig, Quantized
+from shardweave.ir.overlap_config import (
+    QUANTIZATION_BITS,
+    RECOMPUTE_MODES,
+    UNLIMITED,
+    Ablation,
+    OverlapConfig,
+    Quantized,
+    RecomputeMode,
+)
 from shardweave.ir.precision import Dtypes, Precision, dtype_name
 from shardweave.ir.step_signature import META, SEED, Collective, NodeInfo, ParameterSpec, StepSpec, Traffic, ValueSpec
 from shardweave.ir.strategy import PRESETS, Grid, Strategy, preset, preset_degrees
@@ -71,7 +79,7 @@ __all__ = [
     "UNLIMITED",
     "Assignment",
     "Axis",
-    "BITS",
+    "QUANTIZATION_BITS",
     "BoundRule",
     "CallTree",
     "CaptureError",
@@ -94,9 +102,9 @@ __all__ = [
     "LayoutError",
     "LostRankError",
     "META",
-    "MODES",
+    "RECOMPUTE_MODES",
     "Mesh",
-    "Mode",
+    "RecomputeMode",
     "NodeInfo",
     "PLAIN_TYPES",
     "PRESETS",

@@ -10,13 +10,13 @@ from shardweave.ir.errors import PlanError
 from shardweave.ir.formatting import brief, matches_annotation, readable_annotation, readable_ranges
 from shardweave.ir.step_signature import Traffic
 
-Mode = Literal["none", "fine", "full"]
-MODES: tuple[Mode, ...] = ("none", "fine", "full")
+RecomputeMode = Literal["none", "fine", "full"]
+RECOMPUTE_MODES: tuple[RecomputeMode, ...] = ("none", "fine", "full")
 """How a layer is recomputed in the backward: not at all, all but the results of its collectives, or all of it. Of
 equally good modes, the planner takes the first."""
 
 Quantized = Literal["parameters", "gradients"]
-BITS: Mapping[Quantized, tuple[int, ...]] = {"parameters": (8,), "gradients": (8, 4)}
+QUANTIZATION_BITS: Mapping[Quantized, tuple[int, ...]] = {"parameters": (8,), "gradients": (8, 4)}
 """The kinds of traffic that may be quantized, and the bits that each allows."""
 
 UNLIMITED = 2**31
@@ -123,7 +123,7 @@ class OverlapConfig:
     """
 
     sub_batches: int = 1
-    recompute: Mapping[str, Mode] = field(default_factory=dict)
+    recompute: Mapping[str, RecomputeMode] = field(default_factory=dict)
     operator_slices: Mapping[str, int] = field(default_factory=dict)
     keep_gathered: Mapping[str, int] = field(default_factory=dict)
     buckets: bool = False
@@ -135,8 +135,9 @@ class OverlapConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "exclude_from_sub_batches", tuple(self.exclude_from_sub_batches))
         for pattern, mode in self.recompute.items():
-            if mode not in MODES:
-                raise PlanError(f"recompute[{pattern!r}] must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
+            if mode not in RECOMPUTE_MODES:
+                known = ", ".join(map(repr, RECOMPUTE_MODES))
+                raise PlanError(f"recompute[{pattern!r}] must be one of {known}, got {mode!r}")
         for pattern, slices in self.operator_slices.items():
             if slices < 1:
                 raise PlanError(f"operator_slices[{pattern!r}] must be a positive number of parts, got {slices}")
@@ -144,10 +145,11 @@ class OverlapConfig:
             if kept < 0:
                 raise PlanError(f"keep_gathered[{pattern!r}] must be a bool or a number of slices, got {kept}")
         for kind, bits in self.quantize.items():
-            if kind not in BITS:
-                raise PlanError(f"quantize names what moves in few bits, {', '.join(BITS)}, got {kind!r}")
-            if bits not in BITS[kind]:
-                raise PlanError(f"quantize[{kind!r}] is {' or '.join(map(str, BITS[kind]))} bits, got {bits!r}")
+            if kind not in QUANTIZATION_BITS:
+                raise PlanError(f"quantize names what moves in few bits, {', '.join(QUANTIZATION_BITS)}, got {kind!r}")
+            if bits not in QUANTIZATION_BITS[kind]:
+                allowed = " or ".join(map(str, QUANTIZATION_BITS[kind]))
+                raise PlanError(f"quantize[{kind!r}] is {allowed} bits, got {bits!r}")
         if self.sub_batches < 1:
             raise PlanError(f"sub_batches counts parts of a batch and must be positive, got {self.sub_batches}")
         if self.max_prefetch is not None and self.max_prefetch < 0:
@@ -214,13 +216,13 @@ class OverlapConfig:
         return ", ".join(choice for choice in self.without() if choice != _CROSS_PASS)
 
 
-def _by_mode(recompute: Mapping[str, Mode]) -> str:
+def _by_mode(recompute: Mapping[str, RecomputeMode]) -> str:
     """Patterns and their modes, those that differ in a layer's number together.
 
     >>> _by_mode({"*": "fine", "h.0": "none", "h.1": "none", "h.2": "none", "h.7": "full"})
     '* fine and h.0-2 none and h.7 full'
     """
-    groups: dict[tuple[str, str, Mode], list[int]] = {}
+    groups: dict[tuple[str, str, RecomputeMode], list[int]] = {}
     for pattern, mode in recompute.items():
         stem, dot, number = pattern.rpartition(".")
         if number.isdecimal():

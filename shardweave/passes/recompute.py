@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from shardweave.ir import META, Mode
+from shardweave.ir import META, RecomputeMode
 from shardweave.passes.base import Pass, Property
 from shardweave.passes.spmd_builder import remove_dead, sort_by_place
 from shardweave.sharding import graph_outputs, info, is_start, is_wait, last_match, layer_of
@@ -48,7 +48,7 @@ class Recompute(Pass):
 
     name = "recompute"
     requires: ClassVar[frozenset[Property]] = frozenset({"local"})
-    modes: Mapping[str, Mode] = field(default_factory=dict)
+    modes: Mapping[str, RecomputeMode] = field(default_factory=dict)
     gathered_once: Collection[str] = ()
     regather_in_recompute: bool = False
 
@@ -59,20 +59,22 @@ class Recompute(Pass):
         graph_module.recompile()
         return graph_module
 
-    def mode(self, node: fx.Node) -> Mode:
+    def mode(self, node: fx.Node) -> RecomputeMode:
         """The mode of a node of the forward."""
         known = info(node)
-        default: Mode = "full" if known.checkpoint else "none"
+        default: RecomputeMode = "full" if known.checkpoint else "none"
         return last_match(self.modes, known.op, default) if region_of(node) else default
 
 
 class _Recomputation:
     """One run of `Recompute` on a graph."""
 
-    def __init__(self, graph: fx.Graph, mode: Callable[[fx.Node], Mode], gathered_once: Collection[str]) -> None:
+    def __init__(
+        self, graph: fx.Graph, mode: Callable[[fx.Node], RecomputeMode], gathered_once: Collection[str]
+    ) -> None:
         self.graph, self.mode = graph, mode
         nodes = list(graph.nodes)
-        self.modes: dict[fx.Node, Mode] = {
+        self.modes: dict[fx.Node, RecomputeMode] = {
             node: mode(node) for node in nodes if node.op == "call_function" and not info(node).backward
         }
         outputs = {value for value in graph_outputs(graph) if isinstance(value, fx.Node)}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPTConfig
-from shardweave.ir import MODES, Ablation
+from shardweave.ir import RECOMPUTE_MODES, Ablation
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.training import ALL_CASES
 from tests.measured_memory import WAYS, measure_all, prepare, ways_of
@@ -62,7 +62,7 @@ def woven() -> dict[str, Options]:
     """Some combinations, in which each choice is met beside others; with all cases every one."""
     if not ALL_CASES:
         return {f"{word}, {options.overlap}": replace(options, force=WAYS[word]) for word, options in WOVEN.items()}
-    every = itertools.product(("zdp", "zero1", "column"), (1, 2, 4), MODES, (False, True), (1, 2))
+    every = itertools.product(("zdp", "zero1", "column"), (1, 2, 4), RECOMPUTE_MODES, (False, True), (1, 2))
     chosen = [
         Options(force=WAYS[word], sub_batches=sub, recompute=mode, buckets=on, micro_batches=micro)
         for word, sub, mode, on, micro in every

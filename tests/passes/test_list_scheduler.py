@@ -25,7 +25,7 @@ from shardweave.cost_model.collectives import Demand
 from shardweave.cost_model.node_cost import Prices
 from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPT, GPTConfig
-from shardweave.ir import UNLIMITED, Axis, Collective, Grid, Mode, Strategy
+from shardweave.ir import UNLIMITED, Axis, Collective, Grid, RecomputeMode, Strategy
 from shardweave.passes.list_scheduler import CollectiveStart, Tasks, list_schedule, simulate_order
 from shardweave.passes.pipeline import lower
 from shardweave.passes.schedule import WAIT, Schedule, bidirectional_schedules, gather_ahead_edges, gather_groups_of
@@ -210,7 +210,9 @@ def unordered(cluster: Cluster, step: Annotated, force: dict[str, Any], options:
 
 @pytest.mark.parametrize("preset", ["rtx3090-nvlink", "rtx3090-pcie"])
 @pytest.mark.parametrize(("sub_batches", "recompute"), [(1, "none"), (2, "none"), (1, "fine")])
-def test_a_layer_is_within_five_percent_of_the_best_order(preset: str, sub_batches: int, recompute: Mode) -> None:
+def test_a_layer_is_within_five_percent_of_the_best_order(
+    preset: str, sub_batches: int, recompute: RecomputeMode
+) -> None:
     cluster, options = without_slowdown(preset, 1), Options(sub_batches=sub_batches, recompute=recompute)
     force = megatron("gpt", cluster.mesh().world_size)
     check_within_five_percent(cluster, unordered(cluster, joint("gpt").annotated, force, options))
@@ -234,7 +236,7 @@ def check_within_five_percent(cluster: Cluster, parts: Sequence[Tasks]) -> None:
     ],
 )
 def test_a_wide_layer_is_within_five_percent_of_the_best_order(
-    preset: str, nodes: int, plan: str, sub_batches: int, recompute: Mode
+    preset: str, nodes: int, plan: str, sub_batches: int, recompute: RecomputeMode
 ) -> None:
     """A layer as wide as those that are trained."""
     cluster = without_slowdown(preset, nodes)
@@ -285,7 +287,7 @@ def forced(plan: str, degree: int, devices: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_gathers_in_two_stages_are_held_back_by_what_computes_with_them(recompute: Mode) -> None:
+def test_gathers_in_two_stages_are_held_back_by_what_computes_with_them(recompute: RecomputeMode) -> None:
     # By the second stage they were, which may be written far ahead of that: then each waited for the other
     cluster, options = without_slowdown("rtx3090-pcie", 2), Options(precision="fp16", recompute=recompute)
     for tasks in unordered(cluster, step_of(4, 256, 32), {"*": "hpz"}, options):
@@ -303,7 +305,7 @@ class Model(NamedTuple):
     layers: int
     width: int
     sub_batches: int
-    recompute: Mode
+    recompute: RecomputeMode
 
     def unordered(self) -> tuple[Cluster, list[Tasks]]:
         """The cluster, and the parts of the step as they come to the schedule."""

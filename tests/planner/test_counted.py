@@ -10,7 +10,7 @@ import torch
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model.node_cost import node_seconds
-from shardweave.ir import MODES, Grid, Strategy
+from shardweave.ir import RECOMPUTE_MODES, Grid, Strategy
 from shardweave.planner.problem.build_problem import Costing
 from shardweave.planner.problem.candidates import allowed_strategies
 from shardweave.planner.problem.step_choices import with_modes
@@ -113,7 +113,7 @@ def test_what_runs_again_is_what_the_backward_needs() -> None:
     picked = [next((at for at, each in enumerate(op.candidates) if each.data == known.get(op.name)), 0)
               for op in problem.ops]  # fmt: skip
     loads = []
-    for port in (MODES.index("none"), MODES.index("full")):
+    for port in (RECOMPUTE_MODES.index("none"), RECOMPUTE_MODES.index("full")):
         choice = [port if index == mode else own for index, own in enumerate(picked)]
         loads.append(problem.load_ticks(choice)[len(problem.windows[0])] / 2**40)
     assert loads[1] - loads[0] == pytest.approx(seconds, rel=0.05)

@@ -16,7 +16,7 @@ import shardweave as sw
 from shardweave.compiler.capture import capture
 from shardweave.compiler.compiler import Compiler
 from shardweave.demo.model import GPT, GPTConfig
-from shardweave.ir import Grid, Mode, Strategy
+from shardweave.ir import Grid, RecomputeMode, Strategy
 from shardweave.ir.captured import Captured
 from shardweave.passes import pipeline
 from shardweave.passes.partition import Shard, Sharder
@@ -229,7 +229,7 @@ def test_layers_that_are_recomputed_hold_what_they_hold() -> None:
     compiler = copy.copy(wide())
     compiler.options = options = sw.Options(force={"*": "zero3"}, memory_limit=10**13)
     plan = compiler.plan()
-    modes: dict[str, Mode] = {f"blocks.{index}": "fine" for index in (4, 5, 6)}
+    modes: dict[str, RecomputeMode] = {f"blocks.{index}": "fine" for index in (4, 5, 6)}
     decision = decided(compiler, plan)._replace(modes=modes)
     for gib in (100, 1):
         options = sw.Options(force={"*": "zero3"}, memory_limit=gib * 2**30)

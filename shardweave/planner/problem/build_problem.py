@@ -31,8 +31,8 @@ from shardweave.ir import (
     BoundRule,
     Layout,
     Mesh,
-    Mode,
     PlanError,
+    RecomputeMode,
     Strategy,
     factors_of,
     input_layouts,
@@ -196,7 +196,7 @@ class Variable:
     working: Floats = field(default_factory=lambda: np.zeros(0))
     product: Floats = field(default_factory=lambda: np.zeros(0))
     lasting: Floats = field(default_factory=lambda: np.zeros(0))
-    modes: tuple[Mode, ...] = ()
+    modes: tuple[RecomputeMode, ...] = ()
     """Of a layer's recomputation, in which case it has none of the others."""
     degrees: tuple[int, ...] = ()
     """Of the border (`planner.returned`), in which case it has none of the others."""

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from shardweave.cost_model import node_work, work_seconds
-from shardweave.ir import MODES, Layout, LayoutError, Mode, Strategy, axes_size, normalise
+from shardweave.ir import RECOMPUTE_MODES, Layout, LayoutError, RecomputeMode, Strategy, axes_size, normalise
 from shardweave.passes import region_of
 from shardweave.planner.problem.build_problem import Costed, Costing, Rows, Variable
 from shardweave.planner.problem.graph_analysis import is_alias, num_bytes, root_of
@@ -202,10 +202,10 @@ class _Share:
         inside, given, reduced, again, summed = np.zeros((5, ports))
         return cls(inside, given, reduced, again, summed, np.zeros((1 + levels, ports)))
 
-    def kept(self, mode: Mode) -> Floats:
+    def kept(self, mode: RecomputeMode) -> Floats:
         return {"none": self.inside, "fine": self.given + self.reduced, "full": self.given}[mode]
 
-    def costs(self, mode: Mode, windows: Windows, whole_batch: bool) -> Costs:
+    def costs(self, mode: RecomputeMode, windows: Windows, whole_batch: bool) -> Costs:
         """In the backward."""
         none = np.zeros_like(self.again)
         again = {"none": none, "fine": self.again - self.summed, "full": self.again}[mode]
@@ -248,7 +248,7 @@ def layer_named(name: str) -> str:
     return name.removesuffix(_SUFFIX)
 
 
-def with_modes(costing: Costing, costed: Costed, asked: Mapping[str, Mode] | None = None) -> Costed:
+def with_modes(costing: Costing, costed: Costed, asked: Mapping[str, RecomputeMode] | None = None) -> Costed:
     """The problem with a choice of recomputation for each layer whose backward keeps anything for itself.
 
     Where patterns say how layers are recomputed, each has no other choice.
@@ -272,7 +272,7 @@ def with_modes(costing: Costing, costed: Costed, asked: Mapping[str, Mode] | Non
         rows.append(same.without(row, inside[index]) if index in inside else row)
         variables.append(variable)
         for layer in ends.get(index, ()):
-            modes = MODES if asked is None else (last_match(asked, layer.name, "none"),)
+            modes = RECOMPUTE_MODES if asked is None else (last_match(asked, layer.name, "none"),)
             own = [place[number] for number in layer.shares]
             tables = [same.edge(share, modes, costing, at in costing.whole_batch) for at, share in layer.shares.items()]
             edges += [replace(table, producer=number, consumer=len(rows)) for number, table in zip(own, tables)]
@@ -300,7 +300,7 @@ class _Same:
             )
         return replace(row, candidates=self.rows[key])
 
-    def row(self, layer: _Layer, modes: Sequence[Mode]) -> Row:
+    def row(self, layer: _Layer, modes: Sequence[RecomputeMode]) -> Row:
         """The modes of a layer; one that computes again holds the layer's values a while, at the least these."""
         key = held, _ = int(sum(share.inside.min() for share in layer.shares.values())), modes
         if key not in self.rows:
@@ -310,7 +310,7 @@ class _Same:
             )
         return Row(mode_name(layer.name), self.rows[key], re.sub(r"\d+", "*", layer.name))
 
-    def edge(self, share: _Share, modes: Sequence[Mode], costing: Costing, whole_batch: bool) -> Edge:
+    def edge(self, share: _Share, modes: Sequence[RecomputeMode], costing: Costing, whole_batch: bool) -> Edge:
         """What an op's values in a layer cost under each mode."""
         micro_batch_count, windows = costing.options.micro_batch_count, costing.windows
         kept = np.stack([share.kept(mode) for mode in modes], axis=1).astype(np.int64)

@@ -36,7 +36,7 @@ from shardweave.cost_model import (
     play,
     simulate,
 )
-from shardweave.ir import Assignment, Mode, OverlapConfig, PlanError, Strategy, readable_bytes
+from shardweave.ir import Assignment, OverlapConfig, PlanError, RecomputeMode, Strategy, readable_bytes
 from shardweave.passes import Annotated, Compiled, RepeatedLayers, Shards, layer_multiplicity, lower
 from shardweave.planner.search.layer_problem import Steps, inside, renamed
 from shardweave.planner.search.plan import Plan
@@ -54,7 +54,7 @@ class Decision(NamedTuple):
 
     strategies: dict[str, Strategy]
     joins: dict[str, Assignment]
-    modes: dict[str, Mode]
+    modes: dict[str, RecomputeMode]
     """How layers are recomputed that the planner chose it for."""
 
 

@@ -12,7 +12,7 @@ from typing import get_args
 import torch
 
 from shardweave.cost_model import Cluster, shown
-from shardweave.ir import BITS, MODES, LayoutError, PlanError, Strategy, Traffic
+from shardweave.ir import QUANTIZATION_BITS, RECOMPUTE_MODES, LayoutError, PlanError, Strategy, Traffic
 
 Schema = Callable[[str, object], None]
 
@@ -164,12 +164,14 @@ _OVERLAP = record(
     {},
     {
         "sub_batches": _COUNT,
-        "recompute": mapping(one_of(*MODES)),
+        "recompute": mapping(one_of(*RECOMPUTE_MODES)),
         "operator_slices": mapping(_COUNT),
         "keep_gathered": mapping(whole(high=MAX_COUNT)),
         "buckets": _BOOLEAN,
         "max_prefetch": optional(whole(high=MAX_COUNT)),
-        "quantize": mapping(one_of(*sorted(set().union(*BITS.values()))), names=one_of(*BITS)),
+        "quantize": mapping(
+            one_of(*sorted(set().union(*QUANTIZATION_BITS.values()))), names=one_of(*QUANTIZATION_BITS)
+        ),
         "exclude_from_sub_batches": sequence(text),
         "ablation": record(
             {},

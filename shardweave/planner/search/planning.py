@@ -25,10 +25,10 @@ from shardweave.ir import (
     UNLIMITED,
     Assignment,
     InfeasibleError,
-    Mode,
     OverlapConfig,
     ParallelError,
     PlanError,
+    RecomputeMode,
     readable_bytes,
 )
 from shardweave.passes import Annotated, with_times
@@ -417,7 +417,7 @@ def _woven(overlap: OverlapConfig, decision: Decision) -> OverlapConfig:
     if overlap.recompute or not any(mode != "none" for mode in decision.modes.values()):
         return overlap
     most = Counter(decision.modes.values()).most_common(1)[0][0]
-    said: dict[str, Mode] = {"*": most} if most != "none" else {}
+    said: dict[str, RecomputeMode] = {"*": most} if most != "none" else {}
     others = {layer: mode for layer, mode in decision.modes.items() if mode != most}
     return replace(overlap, recompute={**said, **others})
 
