@@ -205,7 +205,7 @@ class LazyParallelModule(nn.Module):
         self.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compile for these inputs, then run; later calls are those of the parallel module that this is by then."""
+        """Compile for these inputs, then run. Later calls are calls of the compiled parallel module."""
         own = vars(self)
         hooks = {name: own[name] for name, value in own.items() if isinstance(value, OrderedDict) and "hooks" in name}
         compiled: nn.Module = self._compile((args, kwargs), self)
@@ -220,7 +220,7 @@ class LazyParallelModule(nn.Module):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, of which there are none yet."""
+        """Do nothing: before the first call there are no gradients."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise ParallelError(

@@ -43,7 +43,7 @@ TAG, BACKWARD = "partitioner_tag", "is_backward"
 
 @dataclass(frozen=True)
 class Source:
-    """An input of Dynamo's graph: the user's name for it, and what it is."""
+    """An input of Dynamo's graph: the user's name for it, and its kind."""
 
     name: str
     kind: str
@@ -165,7 +165,7 @@ def _write(node: fx.Node, value: int) -> None:
 
 
 def _specialise(graph: fx.Graph) -> None:
-    """Write the sizes that Dynamo left open as what they are now, which its guards then hold them to.
+    """Replace symbolic sizes by their current values, which Dynamo's guards then check.
 
     A step is planned for its sizes: others compile another one.
     """
@@ -206,7 +206,7 @@ def _fold(graph: fx.Graph, first: Sequence[Any]) -> None:
 
 
 class _NextSeed(nn.Module):
-    """The seed of a call, asked for by the graph itself, as AOTAutograd gives it the user's tensors alone."""
+    """The seed of a call. The graph asks for it, as AOTAutograd passes only the user's tensors."""
 
     def __init__(self, seeds: Seeds) -> None:
         super().__init__()
@@ -365,7 +365,7 @@ def shardweave(
 
 @dataclass(frozen=True)
 class _Request:
-    """What the user asked for in ``torch.compile``'s options."""
+    """The options of ``torch.compile``."""
 
     cluster: Cluster
     options: Options
@@ -395,7 +395,7 @@ class _Request:
 
 
 def _compiled(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """A graph as AOTAutograd calls it; also that of a call without gradients, which every rank computes whole."""
+    """A graph as AOTAutograd calls it. Every rank computes the graph of a call without gradients whole."""
     run = boxed(gm, copy.deepcopy(gm.graph))
 
     def call(arguments: list[Any]) -> Any:

@@ -22,12 +22,12 @@ from shardweave.planner import Plan
 from shardweave.report import Progress
 
 _PLAIN = {"sub_batches": 1, "buckets": False, "keep_gathered": False}
-"""What the planner would choose for a system."""
+"""The planner's plan within the choices that a system has."""
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """A system in one setting, as what it asks of the compiler.
+    """A system in one setting, as options of the compiler.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class Baseline:
         return f"{self.name} {self.setting}".strip()
 
     def over(self, options: Options | None = None) -> Options:
-        """The user's options with those of the system in their place; what it does not weave is not woven for it."""
+        """The user's options, replaced by the system's. Overlap that the system does not have is switched off."""
         return replace(options or Options(), **{**_PLAIN, **self.options})
 
     def plan(
@@ -113,7 +113,7 @@ def hsdp(degree: int | None = None) -> Baseline:
 
 
 def mics(degree: int | None = None) -> Baseline:
-    """MiCS: states sharded over a group of `degree` devices, by default those of a node."""
+    """MiCS: states are sharded over a group of `degree` devices, by default a node."""
     return _data("MiCS", _over("groups", degree), "arXiv 2205.00119", _of("mics", degree))
 
 
@@ -123,7 +123,7 @@ def hpz(degree: int | None = None) -> Baseline:
 
 
 def megatron(degree: int, sequence_parallel: bool = True, zero: Literal[0, 1, 2, 3] = 0) -> Baseline:
-    """Megatron-LM: tensor parallelism by columns and rows in turn, data parallelism over the other devices.
+    """Megatron-LM: tensor parallelism, columns and rows alternating, with data parallelism over the other devices.
 
     Parameters
     ----------
@@ -140,7 +140,7 @@ def megatron(degree: int, sequence_parallel: bool = True, zero: Literal[0, 1, 2,
 
 
 def axonn(x: int, y: int, z: int, data: int) -> Baseline:
-    """AxoNN on a grid: columns over x, rows over y, swapped in turn; a weight rests sharded over z."""
+    """AxoNN on a grid: columns over x and rows over y, alternating; weights are sharded over z."""
     sizes = f"{x}x{y}x{z}x{data}"
     return _tensor("AxoNN", sizes, "arXiv 2305.13525", f"tensor:{sizes}")
 

@@ -88,7 +88,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Module:
-    """What a module was: its class, its attributes, and what those of them hold that are containers."""
+    """A snapshot of a module: its class, its attributes, and the contents of attributes that are containers."""
 
     module: nn.Module
     kind: type
@@ -114,7 +114,7 @@ class _Module:
 
 
 def _restore(container: Any, before: dict[Any, Any] | list[Any] | set[Any]) -> None:
-    """Let a container hold what it did before, unless it does: what is written to may do more than to be written."""
+    """Restore the contents of a container. One that is unchanged is not written, as a write may have side effects."""
     now, then = (list(each.items()) if isinstance(each, dict) else list(each) for each in (container, before))
     if len(now) == len(then) and all(_same(one, other) for one, other in zip(now, then, strict=True)):
         return
@@ -133,7 +133,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _globals(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """The globals into which Dynamo may install names: those of the function that it begins at."""
+    """The globals into which Dynamo may install names: those of the traced function."""
     for function in (model.forward, type(model).__call__):
         inner = getattr(function, "__func__", function)
         if isinstance(inner, FunctionType):

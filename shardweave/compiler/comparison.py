@@ -134,7 +134,7 @@ def compare(
     options: Options | None = None,
     progress: Progress | bool | None = None,
 ) -> Comparison:
-    """What the planner's plan gains over what other systems would do.
+    """The gain of the planner's plan over the plans of other systems.
 
     Each is planned under the same memory limit and simulated, at the number of micro-batches at which it is fastest.
 
@@ -182,7 +182,7 @@ def compared(
     baselines: Sequence[Baseline],
     micro_batches: Sequence[int] | None = None,
 ) -> Comparison:
-    """As `compare`, of what is captured."""
+    """The same as `compare`, for a captured model."""
     counts = tuple(micro_batches or micro_batch_counts(compiler.annotated))
     entries: list[Entry] = []
     for baseline in (OWN, *baselines):

@@ -80,7 +80,7 @@ class Compiler:
         return Samples.of(self.annotated.captured, self.annotated.classes)
 
     def _start_for_all_ranks(self, model: nn.Module, example_inputs: Any) -> None:
-        """Capture the step of the global batch, from what one rank passes.
+        """Capture the step of the global batch from one rank's local batch.
 
         Which inputs have a batch dimension is known of a captured step: it is supposed of those that have as many rows
         as the first. Where that is not clear, or wrong, it is found in the step of one rank's batch.
@@ -203,7 +203,7 @@ class Compiler:
         batch: Batch = "global",
         into: nn.Module | None = None,
     ) -> ParallelModule:
-        """What `compile_parallel` returns. Collective: what fails on one rank is raised on all.
+        """Make the module that `compile_parallel` returns. Collective: an error on one rank is raised on all.
 
         The module `into`, where there is one, becomes the parallel module.
         """
@@ -230,7 +230,7 @@ class Compiler:
         return made[0].compile(model, plan, into)
 
     def digest(self) -> str:
-        """A fingerprint of what has to be the same on all ranks: the options, and the names and shapes of the model."""
+        """A fingerprint of the options and of the model's names and shapes, which have to be the same on all ranks."""
         text = repr((_in_words(self.options), self.model_key.to_dict(), self.batch))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -304,7 +304,7 @@ def _in_words(options: Options) -> dict[str, str]:
 
 
 def unlike_values(without: Sequence[Sequence[str]]) -> str:
-    """What to say of ranks that have values for different tensors; of each those that it has none for.
+    """The error message for ranks that have values for different tensors. `without` has each rank's missing names.
 
     >>> unlike_values([(), ("up.weight",)]).split(". ")[0]
     'the ranks hold different tensors on the meta device: rank 0 has values for all, rank 1 has none for up.weight'
@@ -323,7 +323,7 @@ def unlike_values(without: Sequence[Sequence[str]]) -> str:
 
 
 def unlike(given: Sequence[tuple[Options, ModelKey]]) -> str:
-    """What is not the same on all ranks, of their options and models, in the order of ranks.
+    """The error message for options or models that differ between ranks, given in the order of ranks.
 
     >>> key = ModelKey({"up.weight": (8, 4)})
     >>> unlike([(Options(), key), (Options(time_limit=5.0), key)])

@@ -30,17 +30,17 @@ from shardweave.sharding import argument, describe, info, shape
 _TORCHS = re.compile(
     r"(?:_parameters|_buffers|_modules|__dict__)(?:'\])?$|_(?:parameters|buffers)(?:'\])?\[|_hooks|__mro__"
 )
-"""Names of what belongs to torch's modules, and is watched where it lies."""
+"""Attributes of torch's own modules that are guarded in place."""
 _KEYS = {"DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"}
 _LENGTHS = {"SEQUENCE_LENGTH", "LIST_LENGTH", "TUPLE_LENGTH", "DICT_LENGTH"}
 
 
 @dataclass(frozen=True)
 class _Written:
-    """What a forward writes: an attribute, an item or a global, and its value where that is a constant."""
+    """A write of a forward: an attribute, an item or a global, and its value if that is a constant."""
 
     source: str
-    """The expression of what is written, as a guard on it has it."""
+    """The expression of the written place, in the form of a guard."""
     read_as: tuple[str, ...]
     """Patterns of the expressions by which it is read."""
     is_constant: bool
@@ -56,7 +56,7 @@ class _Written:
 
 @dataclass(frozen=True)
 class Change:
-    """A constant that a forward reads and writes: where it lies, what a call makes of it, and what to say of it."""
+    """A constant that a forward reads and writes: its place, its value after a call, and the words of the error."""
 
     owner: Any
     key: Any
@@ -68,7 +68,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Effects:
-    """What a forward writes outside of itself."""
+    """The side effects of a forward."""
 
     written: list[_Written] = field(default_factory=list)
     lengths: list[tuple[Any, int]] = field(default_factory=list)
@@ -135,7 +135,7 @@ def _note_items(effects: Effects, container: Any, tensors: Mapping[str, Any]) ->
 
 
 def _is_as_it_was(value: Any, place: str, tensors: Mapping[str, Any]) -> bool:
-    """Whether a variable of Dynamo's is what already lies at `place`, or the tensor from there, written in place."""
+    """Whether a variable of Dynamo is the object that is already at `place`, or that tensor, written in place."""
     if getattr(getattr(value, "source", None), "name", None) == place:
         return True
     if getattr(value, "proxy", None) is None or place not in tensors:
@@ -168,7 +168,7 @@ def _depends(node: fx.Node) -> bool:
 
 @contextlib.contextmanager
 def after_a_call(changes: Sequence[Change]) -> Iterator[None]:
-    """While this runs, what a forward changes is as a call leaves it."""
+    """While this runs, the values that a forward changes are those after a call."""
     missing = object()
     with contextlib.ExitStack() as stack:
         for change in changes:
@@ -188,7 +188,7 @@ def _set(value: Any, owner: Any, name: str) -> None:
 
 
 def reads_of(module: Any, model: nn.Module, effects: Effects) -> tuple[Reads, list[Change]]:
-    """What the capture that gave `module` read of `model` and around it, and what of that a call changes.
+    """The Python values that the capture of `module` read of `model` and its globals, and those that a call changes.
 
     A forward that changes what it reads may do the same ever after, as one that sets a default at its first call does:
     to know, capture it `after_a_call`.
@@ -230,7 +230,7 @@ def reads_of(module: Any, model: nn.Module, effects: Effects) -> tuple[Reads, li
 
 
 def _changed(model: nn.Module, writer: _Writer, written: _Written, source: Any) -> list[Change]:
-    """The change of what is read at `source`, if it is one."""
+    """The change of the value at `source`, if a call changes it."""
     read = writer.look(source, model)
     if (written.is_constant and _same(read, written.value)) or not (written.is_constant or written.depends):
         return []  # as it was, or a constant that is computed once and kept
@@ -277,7 +277,7 @@ class _Writer:
         self._short: dict[str, str] = {}
 
     def add(self, source: Any, guard: Any) -> None:
-        """Note what a guard holds on to, where that is the user's."""
+        """Record the user's objects that a guard keeps alive."""
         kind, name = guard.create_fn_name(), source.name
         chain = list(_chain(source))
         if not name or kind == "TENSOR_MATCH" or _TORCHS.search(name) or not self._is_users(chain):
@@ -304,7 +304,7 @@ class _Writer:
         self.reads.setdefault(expression, Read((*before, expression), shown))
 
     def _is_users(self, chain: list[Any]) -> bool:
-        """Whether what a source begins at is the model, or a name of the user's module that is none of torch's."""
+        """Whether the root of a source is the model, or a global of the user's module that is not torch's."""
         root = chain[-1]
         kind = type(root).__name__
         if kind == "LocalSource":
@@ -353,7 +353,7 @@ class _Writer:
         return f"G[{source.global_name!r}]"
 
     def look(self, source: Any, model: nn.Module | None) -> Any:
-        """What a source is now; None where it cannot be looked up."""
+        """The current value of a source; None if it cannot be looked up."""
         expression, before = self._expression(source)
         space: dict[str, Any] = {**self.names, "model": model}
         try:
@@ -385,7 +385,7 @@ def _is_library(module: object) -> bool:
 
 
 def _chain(source: Any) -> Iterator[Any]:
-    """A source, and what it is a part of, outwards."""
+    """A source and the sources that contain it, from the inside out."""
     while source is not None:
         yield source
         source = getattr(source, "base", None)
@@ -455,7 +455,7 @@ def _repeats(node: fx.Node) -> bool:
 
 
 def _lookups(node: fx.Node) -> list[tuple[fx.Node, int, int]]:
-    """The indices of an op, each with the least that it may be, and what it must be less than."""
+    """The indices of an op, each with its lowest allowed value and its exclusive upper bound."""
     if node.target is aten.embedding.default:
         return [(argument(node, "indices"), 0, shape(argument(node, "weight"))[0])]
     if node.target in ALONG_DIM:

@@ -89,7 +89,7 @@ def take_as_given(graph: fx.Graph, given: Mapping[str, torch.dtype]) -> None:
 
 
 def take_as_cast(graph: fx.Graph, parameters: Mapping[str, str], gradients: Sequence[str]) -> None:
-    """Let a captured graph take the parameters that it only casts as what it casts them to, gradients likewise.
+    """Make a captured graph take parameters in the dtype that it casts them to, and return gradients in that dtype.
 
     That is what ``torch.autocast`` in a model comes to. So each rank casts its part, and less is gathered.
 

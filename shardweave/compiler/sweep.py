@@ -97,12 +97,12 @@ def draw(sweep: Sweep) -> Figure:
 
 What = Literal["memory", "batch"] | Sequence[float | str] | Sequence[ClusterLike]
 MEMORY_CURVE_POINTS = 8
-"""Memory limits of a curve that is asked for by ``"memory"``: the first and the last one, and some between."""
+"""The number of memory limits of a sweep over ``"memory"``, the first and the last one included."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One planning: its memory limit (0: what the device has), cluster, and the plan or why there is none.
+    """One planning: its memory limit (0 for the device's memory), cluster, and the plan or why there is none.
 
     `batch` is the batch size where that is open, else 0.
     """
@@ -118,18 +118,18 @@ class Point:
 
     @property
     def seconds(self) -> float:
-        """What a step takes; a sample of it, where the batch size is open. Infinite without a plan."""
+        """Seconds a step, or a sample where the batch size is open; infinite without a plan."""
         return self.plan.step_time / (self.batch or 1) if self.plan is not None else math.inf
 
     @property
     def memory(self) -> int:
-        """What the plan needs, bytes a device."""
+        """The plan's peak memory, bytes a device."""
         return self.plan.peak_memory if self.plan is not None else 0
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a model takes under several memory limits, on several clusters or in several batch sizes.
+    """Plans of one model under several memory limits, on several clusters or for several batch sizes.
 
     Parameters
     ----------
@@ -246,7 +246,7 @@ def _each_the_fastest(points: Sequence[Point]) -> tuple[Point, ...]:
 
 
 def _falling(cluster: Cluster, planned: Planned) -> Iterator[Point]:
-    """From what the fastest plan needs down to the smallest memory of all, in equal ratios."""
+    """Memory limits from that of the fastest plan down to the smallest possible, in equal ratios."""
     first = planned(cluster, None, None)
     yield Point(first.memory_limit, cluster, first)
     least = _smallest(cluster, planned)

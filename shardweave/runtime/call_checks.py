@@ -23,7 +23,7 @@ from shardweave.ops import IndexChecks
 from shardweave.runtime.inputs import LocalBatch, checked, localized
 
 Batch = Literal["global", "local"]
-"""What the batch of a call is: the global one on every rank (or this rank's part of it), or this rank's own samples."""
+"""The meaning of a call's batch: the global batch (or this rank's part of it), or this rank's own samples."""
 
 def group_of_calls(mesh: RuntimeMesh) -> dist.ProcessGroup | None:
     """The group in which all ranks agree on calls; None where no other rank runs. Collective at the first time."""
@@ -33,7 +33,7 @@ def group_of_calls(mesh: RuntimeMesh) -> dist.ProcessGroup | None:
 
 @dataclass(frozen=True)
 class _Report:
-    """What one rank tells the others of its call: what is wrong, how it runs the step, the hashes of its inputs."""
+    """The report of one rank on its call: its error, how it runs the step, and the hashes of its inputs."""
 
     error: str | None
     kind: type[ParallelError]
@@ -72,7 +72,7 @@ class Calls:
         return self.group is not None and (self.checks is None or self.checks >= 0)
 
     def fresh(self) -> Calls:
-        """Of a copy of the module."""
+        """The checks of a copy of the module."""
         return Calls(self.spec, self.mesh, self.group, self.local, self.checks, self.indices)
 
     def __call__(
@@ -186,7 +186,7 @@ class Calls:
                 )
 
     def _hashes(self, values: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> tuple[tuple[str, str], ...]:
-        """Of each input the hash of what was passed, if that is whole, and of this rank's part of it."""
+        """For each input the hash of the passed value, if that is global, and the hash of this rank's part."""
         if self.local is not None:
             return tuple((_hash(value), "") for value in values)
         pairs = zip(values, parts, self.spec.inputs, strict=True)

@@ -80,7 +80,7 @@ def boxed(constants: fx.GraphModule, graph: fx.Graph, mesh: RuntimeMesh | None =
 
 
 def _failure(error: Exception, node: fx.Node | None, mesh: RuntimeMesh | None) -> Exception:
-    """What to raise for an `error` at a node: itself, unless it is a collective's, which failed since a rank did."""
+    """The exception for an `error` at a node: itself, or a LostRankError if a collective failed with a rank."""
     if not isinstance(error, RuntimeError) or node is None or not _is_collective(node):
         return error
     if mesh is not None and (elsewhere := mesh.failure()) is not None:
@@ -92,7 +92,7 @@ def _failure(error: Exception, node: fx.Node | None, mesh: RuntimeMesh | None) -
 
 
 def _lost(error: RuntimeError, node: fx.Node) -> LostRankError | None:
-    """What to raise where the collective `node` lost a rank; None where something else went wrong."""
+    """The LostRankError of the collective `node`; None if something else went wrong."""
     start = node.all_input_nodes[0] if node.target is _WAIT else node
     group = group_of(start) if start.op == "call_function" else None
     what = start.meta[META].collective if META in start.meta else None
@@ -229,7 +229,7 @@ class Executor:
 
     @property
     def adds_up(self) -> bool:
-        """Whether gradients of earlier runs wait to be summed with those of the next."""
+        """Whether gradients of earlier runs are accumulated and not yet reduced."""
         return self._runner is not None and self._runner.sums is not None
 
     def _trains(self, parameters: Sequence[torch.Tensor]) -> bool:
@@ -278,7 +278,7 @@ class Executor:
     def run(
         self, parameters: Sequence[torch.Tensor], inputs: list[torch.Tensor], several: bool = False
     ) -> tuple[list[Any], list[Any]]:
-        """The outputs and what the forward graph saves; buffers that the step changes are changed.
+        """Run the forward: the outputs and the saved values. Buffers that the step changes are updated.
 
         With `several`, as one of several runs before the optimizer's.
         """
@@ -294,7 +294,7 @@ class Executor:
         return self._written(returned, saved)
 
     def _written(self, returned: list[Any], saved: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Write the buffers' new values, of which the backward wants the old ones; the outputs and what is saved."""
+        """Write the buffers' new values, keeping old ones that the backward needs; the outputs and the saved values."""
         mutated = len(self.spec.mutated_buffers)
         if mutated:
             by_name = dict(zip((buffer.name for buffer in self.spec.buffers), self.buffers(), strict=True))
@@ -419,7 +419,7 @@ def _summed(found: Gradients, more: Gradients) -> Gradients:
 
 
 def _owned(gradient: torch.Tensor, taken: set[int]) -> torch.Tensor:
-    """`gradient` in memory of its own, none of which is at `taken`: users and further backwards write to gradients.
+    """`gradient` in memory of its own, not at `taken`: users and later backwards write to gradients in place.
 
     Parameters that are added have one gradient, and that of a sum is one number, expanded.
     """
@@ -542,7 +542,7 @@ def refuse_transforms(executor: Executor, arguments: object) -> None:
 
 
 def _check_first_order(tangents: Sequence[torch.Tensor | None]) -> None:
-    """Refuse a backward whose own derivative, or that of many tangents at once, is asked for."""
+    """Refuse second derivatives (``create_graph=True``) and batched gradients."""
     if torch.is_grad_enabled():  # inside a backward, that is what create_graph=True says
         raise ParallelError(
             "create_graph=True asks for gradients that can be differentiated again, but the backward of a compiled "

@@ -19,7 +19,7 @@ from shardweave.runtime.tensor import part_of
 
 
 def cut(value: torch.Tensor, layout: Layout, axis: Axis) -> list[torch.Tensor]:
-    """The steps of a rank's `value` along a time axis; what does not lie on it is the same in all of them.
+    """The steps of a rank's `value` along a time axis. A value that is not on the axis is the same in all steps.
 
     >>> micro = Axis("micro", 2, 4, "time")
     >>> cut(torch.arange(4), Layout(((micro, 2),)), micro)
@@ -109,7 +109,7 @@ class MicroBatchRunner:
         seed: Sequence[int],
         keeps: bool,
     ) -> tuple[list[Any], list[Any]]:
-        """One forward: what it returns, buffers' new values first, and what its backward needs.
+        """Run one forward: its results, the buffers' new values first, and the saved values.
 
         Parameters
         ----------
@@ -135,7 +135,7 @@ class MicroBatchRunner:
         return results[:returned], results[returned:]
 
     def _is_gathered(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether what was gathered is what the parameters are now."""
+        """Whether the gathered parameters are up to date."""
         if not self._working or len(parameters) != len(self._gathered_from):
             return False
         return all(
@@ -150,7 +150,7 @@ class MicroBatchRunner:
         pieces: Sequence[Sequence[torch.Tensor]],
         seed: Sequence[int],
     ) -> list[torch.Tensor]:
-        """What has to be summed over all micro-batches before the first of them is computed."""
+        """The values that are summed over all micro-batches before the first one runs."""
         if self.forms.whole_batch_sums is None:
             return []
         run = self._run(self.forms.whole_batch_sums)

@@ -109,7 +109,7 @@ class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def key_of(tensor: torch.Tensor) -> int:
-    """What a tensor shares with its views, and with no other tensor that lives."""
+    """The identity of a tensor's storage, which its views share."""
     return id(tensor.untyped_storage())
 
 
@@ -118,7 +118,7 @@ Turn = tuple[nn.Module, Init]
 
 
 def initialise(parallel: nn.Module, model: nn.Module, seed: int = 0, init: Init | None = None) -> None:
-    """Give the parameters and buffers of `parallel` their first values: those of `initialised`, bit for bit.
+    """Initialise the parameters and buffers of `parallel`, bit for bit as `initialised` does.
 
     Every rank draws all of them on the CPU with the same random numbers, keeps its own parts and lets the rest go
     after each module: of a model that was built under ``torch.device("meta")`` no more than one module's tensors are
@@ -240,7 +240,7 @@ def compiled_module(parallel: nn.Module) -> ParallelModule:
 
 
 def control_for(parallel: nn.Module) -> Control | None:
-    """The groups in which the ranks of a parallel module agree, or those of the world where it is none."""
+    """The groups in which the ranks of a parallel module agree; the world's groups for another module."""
     found = parallel if isinstance(parallel, ParallelModule) else getattr(parallel, "compiled", None)
     return control_of(found.mesh) if isinstance(found, ParallelModule) else control()
 
@@ -253,7 +253,7 @@ def _draw(
     keep: Callable[[str, torch.Tensor], object],
     only: Collection[str] | None = None,
 ) -> None:
-    """Run the initialisers of `model`, and `keep` what each has made once its turn is over."""
+    """Run the initialisers of `model`; call `keep` with the tensors of each module after its initialiser."""
     given = dict(named_tensors(model))
     made: set[int] = set()
     owned: set[int] = set()

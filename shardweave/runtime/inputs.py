@@ -192,7 +192,7 @@ class LocalBatch:
         return (whole[0] // len(self.ranks), *whole[1:]) if value.rows else whole
 
     def parts(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of each input that has a batch dimension the part that this rank computes; the others as they are."""
+        """This rank's part of each input with a batch dimension; the other inputs unchanged."""
         having = [index for index, spec in enumerate(self.spec.inputs) if spec.rows]
         axes = [self._sharing(self.spec.inputs[index].layout) for index in having]
         gathered = self._gathered([values[index] for index in having], axes)
@@ -204,7 +204,7 @@ class LocalBatch:
         return parts
 
     def returned(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs as a call returns them: of each sample's, those of the samples that this rank passed."""
+        """The outputs of a call: of outputs with a batch dimension, the rows of this rank's samples."""
         given = list(values)
         own = [index for index, spec in enumerate(self.spec.outputs) if self._is_own(spec) and not self.whole]
         moved = [index for index in own if self.spec.outputs[index].differentiable and given[index].requires_grad]
@@ -222,12 +222,12 @@ class LocalBatch:
         return given
 
     def own_rows(self, value: torch.Tensor, spec: ValueSpec) -> torch.Tensor:
-        """Of an output, the rows of the samples that this rank passed."""
+        """The rows of an output that belong to this rank's samples."""
         have = _places(_in_samples(spec), self._coordinates(self.mesh.rank))
         return _rearranged(value, have, self._own[self.mesh.rank], spec.rows)
 
     def tangents(self, values: Sequence[torch.Tensor], specs: Sequence[ValueSpec]) -> list[torch.Tensor]:
-        """Of tangents of each rank's own rows those of the parts that the step returns, averaged over all ranks.
+        """Tangents of the step's outputs from tangents of each rank's rows, averaged over all ranks.
 
         The step averages over the axes that an output is spread over; it is left to average over the others.
         """
@@ -265,7 +265,7 @@ class LocalBatch:
         return [sample for rank in group for sample in self._own[rank]]
 
     def _gathered(self, values: Sequence[torch.Tensor], axes: Sequence[tuple[Axis, ...]]) -> list[torch.Tensor]:
-        """Each value with those of the ranks of this rank's group over its axes, along the first dimension.
+        """All-gather each value over its axes, along the first dimension.
 
         Values that are gathered over the same axes travel as one, byte by byte.
         """
@@ -338,7 +338,7 @@ def _places(digits: tuple[Digit, ...], coordinates: Mapping[str, int]) -> list[i
 
 
 def _rearranged(value: torch.Tensor, have: Sequence[int], want: Sequence[int], rows: int) -> torch.Tensor:
-    """The rows of the samples `want`, of a value that holds those of the samples `have`.
+    """The rows of the samples `want` from a value with the rows of the samples `have`.
 
     >>> _rearranged(torch.arange(6), [4, 0, 2], [0, 2], 2)
     tensor([2, 3, 4, 5])

@@ -68,7 +68,7 @@ def measured_peak(call: Callable[[], object], held: Iterable[torch.Tensor] = ())
 
 
 def changes(recorded: Any) -> list[tuple[int, int]]:
-    """Of a profile with memory: (address, bytes) of every block given (more than 0 bytes) and taken back, in order."""
+    """The allocations of a profile, in order: (address, bytes), positive when allocated, negative when freed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(path))

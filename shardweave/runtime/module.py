@@ -103,7 +103,7 @@ def _hooks(module: nn.Module) -> tuple[int, ...]:
 
 
 class Step(Protocol):
-    """What a compiler hands over: two graphs and their calling convention (see `ir.StepSpec`)."""
+    """The interface of a generated step: two graphs and their calling convention (see `ir.StepSpec`)."""
 
     @property
     def forward(self) -> fx.GraphModule: ...
@@ -182,7 +182,7 @@ class ParallelModule(nn.Module):
         return made
 
     def __init_subclass__(cls) -> None:
-        """Without that of the model's class, which may keep a register of its subclasses."""
+        """Do not call the hook of the model's class, which may register its subclasses."""
 
     def __init__(
         self,
@@ -363,7 +363,7 @@ class ParallelModule(nn.Module):
 
     @property
     def data_world_size(self) -> int:
-        """Into how many parts the batch is cut that ranks may pass: that of data parallelism, or a part for each rank.
+        """The number of parts of the batch that ranks pass: the data parallel degree, or one part for each rank.
 
         The second with ``batch="local"``.
         """
@@ -448,21 +448,21 @@ class ParallelModule(nn.Module):
         return {name: whole[tensor] for name, tensor in state.items()}
 
     def layout_of(self, name: str, shape: Sequence[int]) -> Layout:
-        """Where the tensor `name`, of the global `shape`, lies: plain tensors are whole on every rank."""
+        """The layout of the tensor `name` with the global `shape`. Plain tensors are replicated."""
         path, _, leaf = name.rpartition(".")
         module = submodule(self, path)
         tensor = module._parameters.get(leaf, module._buffers.get(leaf))
         return tensor.place.layout if isinstance(tensor, ParallelTensor) else Layout.replicated(shape)
 
     def extra_repr(self) -> str:
-        """The ranks, then what the model's own class says."""
+        """The ranks, then the representation of the model's class."""
         world = self.spec.mesh.world_size
         axes = " x ".join(f"{axis.name}={axis.size}" for axis in self.spec.mesh.axes)
         where = f"on {world} ranks: {axes}" if world > 1 else "on 1 rank"
         return ", ".join(filter(None, (where, super().extra_repr())))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
-        """A module with parameters and buffers of its own, as averages of weights need; what was compiled is shared."""
+        """A copy with parameters and buffers of its own, as weight averaging needs. The compiled step is shared."""
         memo.update({id(vars(self)[name]): vars(self)[name] for name in _COMPILED})
         twin: ParallelModule = object.__new__(type(self))
         memo[id(self)] = twin
@@ -483,7 +483,7 @@ class ParallelModule(nn.Module):
         return twin
 
     def __reduce_ex__(self, _: Any) -> Any:
-        """ParallelError: what was compiled is bound to the running ranks and cannot be pickled."""
+        """Raise ParallelError: the compiled step is bound to the running ranks and cannot be pickled."""
         raise ParallelError(
             "a parallel module cannot be pickled, as torch.save(parallel) does, since its step is bound to the ranks "
             "that run it. Save shardweave.save_checkpoint(...), or torch.save(parallel.full_state_dict(), path) on one "
@@ -596,7 +596,7 @@ def agreed_seed(timeout: timedelta | None = None) -> int:
 
 
 def _from_all(value: Any, timeout: timedelta | None = None) -> list[Any]:
-    """What each rank gives, in their order; `value` alone where no other rank runs."""
+    """The values of all ranks, in their order; `value` alone where no other rank runs."""
     return gather_from_ranks(value, "a comparison of what the ranks were given", timeout)
 
 

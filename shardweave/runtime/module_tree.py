@@ -174,7 +174,7 @@ def _reaching(starts: list[Any], targets: frozenset[int]) -> set[int]:
 
 
 def _items(value: Any) -> Iterator[Any]:
-    """What an object holds."""
+    """The attributes and items of an object."""
     if isinstance(value, types.MethodType):
         yield value.__self__
     elif isinstance(value, types.FunctionType):

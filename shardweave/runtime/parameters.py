@@ -68,7 +68,7 @@ def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
 
 
 def local_part(full: torch.Tensor, layout: Layout, coordinates: Mapping[str, int]) -> torch.Tensor:
-    """A view (a copy where the part is no view) of what lies at `coordinates` of a whole tensor; see `local_shard`.
+    """The part of a whole tensor at `coordinates`: a view where possible, else a copy; see `local_shard`.
 
     Of a dimension that is padded it has no more than its own rows.
     """
@@ -141,7 +141,7 @@ def in_place(part: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def ranges(layout: Layout, coordinates: Mapping[str, int]) -> list[list[slice]]:
-    """Where the part at `coordinates` lies in the whole tensor: the contiguous pieces of each dimension, in order.
+    """The contiguous pieces of each dimension of a whole tensor that make up the part at `coordinates`, in order.
 
     The part is their product, as `layout` cuts each dimension by itself. A piece of a padded dimension may be empty.
 

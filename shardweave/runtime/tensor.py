@@ -52,7 +52,7 @@ _SAME_PLACE = {
     "detach", "alias", "clone", "_to_copy", "zeros_like", "ones_like", "full_like", "empty_like", "fill_", "zero_",
     "lift_fresh",
 }  # fmt: skip
-"""Ops of which each element depends on that element alone, although torch does not tag them as pointwise."""
+"""Elementwise ops that torch does not tag as pointwise."""
 _RESIZING = {"resize_", "resize_as_", "set_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_"}
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 _WAIT_SECONDS = 20.0
@@ -61,7 +61,7 @@ _WHOLE = "_shardweave_place"
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a tensor lies, and on which ranks."""
+    """The layout of a tensor and the mesh of its ranks."""
 
     layout: Layout
     mesh: RuntimeMesh
@@ -84,7 +84,7 @@ class Place:
 
 @dataclass(frozen=True)
 class View:
-    """Where a copy of a part of a sharded tensor came from: what is written to it is written there."""
+    """The origin of a copy of a part of a sharded tensor: writes to the copy are written there."""
 
     base: ParallelTensor
     steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
@@ -101,7 +101,7 @@ class View:
 
 
 class ParallelTensor(DTensor):
-    """A tensor that lies spread over the ranks; see this module. `distribute` makes them."""
+    """A sharded tensor; see this module. `distribute` makes them."""
 
     __slots__ = ()
     place: Place
@@ -209,7 +209,7 @@ class _Whole(torch.autograd.Function):
 
 
 def distribute(local: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.Tensor:
-    """`local` as this rank's part of a DTensor that lies as `layout`; without communication, sharing its memory.
+    """A DTensor of `layout` with `local` as this rank's part, which is shared; no communication.
 
     `local` has the layout's local shape; of a padded dimension the DTensor has the rank's own rows of it, as DTensors
     have uneven shards. On a mesh without axes it is `local` itself.
@@ -228,7 +228,7 @@ def distribute(local: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.
 
 
 def like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """`local` as a DTensor that lies as `parameter` does: a gradient for it. Plain if the parameter is.
+    """`local` as a DTensor with the layout of `parameter`: a gradient for it. Plain if the parameter is plain.
 
     Behind its own part `local` may have more, as it has the layout's local shape.
     """
@@ -263,7 +263,7 @@ def part_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def gather(tensor: torch.Tensor, layout: Layout, mesh: RuntimeMesh, name: str = "") -> torch.Tensor:
-    """The whole of `tensor`, which lies as `layout`, on every rank, in memory of its own; `name` is for an error.
+    """All-gather `tensor` of `layout` on every rank, into memory of its own; `name` is for an error.
 
     Collective.
     """
@@ -381,7 +381,7 @@ def _common(args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.T
 
 
 def _run_on_parts(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], places: list[Place]) -> Any:
-    """An elementwise op on what lies alike."""
+    """Run an elementwise op on tensors of one layout."""
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != places[0].mesh.device_type:
         raise ParallelError(
@@ -502,7 +502,7 @@ def _run_whole(
     mesh: RuntimeMesh,
     drawn: bool,
 ) -> Any:
-    """Any op, on the whole tensors; what it writes is cut into parts again."""
+    """Run any op on gathered tensors. Tensors that it writes are sharded again."""
     wholes: dict[int, torch.Tensor] = {}
     bases: dict[int, torch.Tensor] = {}  # of written views, the whole of what they are views of
     sharded: dict[int, ParallelTensor] = {}
@@ -640,7 +640,7 @@ def _agreed_random(generator: torch.Generator | None, mesh: RuntimeMesh) -> Iter
 
 @contextlib.contextmanager
 def _waiting(what: str, mesh: RuntimeMesh) -> Iterator[None]:
-    """Say so on stderr when other ranks do not come to a collective that the user's own code asked for."""
+    """Warn on stderr when other ranks do not join a collective that the user's code called."""
 
     def tell() -> None:
         print(

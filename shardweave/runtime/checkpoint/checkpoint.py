@@ -43,7 +43,7 @@ def _old_beside(target: Path) -> Path:
 
 
 def settle(target: Path) -> None:
-    """Undo what a save that was ended has left: an old checkpoint goes back to its place, a half one away."""
+    """Clean up after an interrupted save: restore the old checkpoint, delete a partial one."""
     old, hidden = _old_beside(target), hidden_beside(target)
     if old.exists() and not target.exists():
         os.rename(old, target)

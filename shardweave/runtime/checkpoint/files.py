@@ -84,7 +84,7 @@ def path_inside(folder: Path, name: str) -> Path:
 METADATA = ".metadata"
 CHECKSUMS = "checksums.json"
 SUFFIX = ".distcp"
-"""Of the files that hold the values."""
+"""The suffix of the files with the values."""
 
 _BUFFER_BYTES = 2**22
 _FORMAT, _VERSION = "shardweave checksums", 1
@@ -100,13 +100,13 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class _ChecksummedResult(WriteResult):
-    """What one written item was, with the segments of its file that it lies in."""
+    """One written item, with its segments in the file."""
 
     segments: tuple[Segment, ...] = ()
 
 
 class _ChecksummedStream:
-    """A file that is written from its start to its end; a segment ends wherever the position is asked for."""
+    """A file that is written sequentially. A segment ends wherever the position is read."""
 
     def __init__(self, stream: Any, segments: list[Segment]) -> None:
         self._stream, self._segments = stream, segments
@@ -262,7 +262,7 @@ class CheckpointFiles:
             raise ParallelError(f"the checkpoint {self.folder} is damaged: {'; '.join(shown)}. {_WAY_OUT}")
 
     def place(self, index: MetadataIndex) -> tuple[str, int]:
-        """The file in which a chunk or object lies, and where it starts there, bytes."""
+        """The file of a chunk or object, and its offset there in bytes."""
         if index not in self.metadata.storage_data:
             raise ParallelError(f"the checkpoint {self.folder} does not say where {_described(index)} is stored")
         found = self.metadata.storage_data[index]
@@ -287,7 +287,7 @@ class CheckpointFiles:
         return self._load(MetadataIndex(name))
 
     def _load(self, index: MetadataIndex) -> Any:
-        """What is stored at `index`, after its bytes were checked."""
+        """The bytes stored at `index`, after their checksum was verified."""
         name, start = self.place(index)
         end, what = start + self.metadata.storage_data[index].length, _described(index)
         path = path_inside(self.folder, name)
@@ -335,7 +335,7 @@ class _FileView(io.RawIOBase):
 
 
 def load_object(file: Any) -> Any:
-    """What `torch.save` wrote to `file`: plain types, tensors, NumPy arrays, and classes that the user has allowed.
+    """Load what `torch.save` wrote: plain types, tensors, NumPy arrays, and classes that the user has allowed.
 
     Raises
     ------
@@ -364,7 +364,7 @@ _WAY_OUT = (
 
 
 def _numpy_globals() -> list[Any]:
-    """What NumPy's arrays and numbers are pickled with."""
+    """The functions and classes in pickles of NumPy's arrays and numbers."""
     import numpy as np
 
     array: Any = np.zeros(1).__reduce__()[0]
@@ -467,7 +467,7 @@ _CLASSES: Mapping[tuple[str, str], Any] = {
         if isinstance(value, torch.dtype)
     },
 }
-"""What metadata are made of, by module and name."""
+"""The classes that metadata may contain, by module and name."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -483,7 +483,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _metadata_of(path: Path, file: BinaryIO) -> Metadata:
-    """Unpickle ``.metadata``, and make sure that it is what it should be."""
+    """Unpickle ``.metadata`` and check its contents."""
     try:
         found = _MetadataUnpickler(file).load()
         problem = _problem_of(path.parent, found)
@@ -497,7 +497,7 @@ def _metadata_of(path: Path, file: BinaryIO) -> Metadata:
 
 
 def _problem_of(folder: Path, found: object) -> str | None:
-    """What is wrong with unpickled metadata."""
+    """The problem with unpickled metadata; None if there is none."""
     if not isinstance(found, Metadata):
         return f"expected torch's Metadata, got {type(found).__name__}"
     if not isinstance(found.state_dict_metadata, dict) or not isinstance(found.storage_data, dict):

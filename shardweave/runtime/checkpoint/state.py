@@ -58,7 +58,7 @@ class Piece:
 
 
 def pieces(layout: Layout, coordinates: Mapping[str, int]) -> list[Piece]:
-    """The boxes that make up the part at `coordinates` (by axis name) of a tensor that lies as `layout`.
+    """The boxes that make up the part at `coordinates` (by axis name) of a tensor with `layout`.
 
     A device that has no rows of a padded dimension has none.
 
@@ -88,7 +88,7 @@ def pieces(layout: Layout, coordinates: Mapping[str, int]) -> list[Piece]:
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's part, `local`, of a tensor that lies as `layout`."""
+    """This rank's part, `local`, of a tensor with `layout`."""
 
     local: torch.Tensor
     layout: Layout
@@ -103,7 +103,7 @@ class Part:
 
 
 Values = Mapping[StatePath, Part | bytes]
-"""What a rank writes: its parts of tensors, and pickled objects."""
+"""The values that a rank writes: its parts of tensors, and pickled objects."""
 
 
 def is_writer(path: StatePath, layout: Layout, mesh: Mesh, rank: int) -> bool:
@@ -140,7 +140,7 @@ class Writer(DefaultSavePlanner):
         self._tensors: dict[MetadataIndex, torch.Tensor] = {}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Nothing: what is written is known already."""
+        """Do nothing: the written values are known already."""
 
     def create_local_plan(self) -> SavePlan:
         items = []
@@ -166,7 +166,7 @@ class Writer(DefaultSavePlanner):
 
 
 def read(files: CheckpointFiles, targets: Mapping[StatePath, Part | None]) -> dict[StatePath, Any]:
-    """Fill the parts of `targets` from a checkpoint, reading each chunk once; what is no tensor is returned.
+    """Fill the parts of `targets` from a checkpoint, reading each chunk once. Objects that are no tensors are returned.
 
     Raises
     ------
@@ -209,7 +209,7 @@ KIND, GROUPS, SEEDS, EXTRA = ("optimizer", "kind"), ("optimizer", "param_groups"
 def collect(
     parallel: ParallelModule, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], copy: bool
 ) -> Values:
-    """What this rank writes: of each tensor its part, unless another rank writes it; rank 0 also what is no tensor.
+    """The values that this rank writes: its part of each tensor, unless another rank writes it; rank 0 also objects.
 
     With `copy`, parts are copied to the CPU, so that training may go on.
     """
@@ -247,7 +247,7 @@ def collect(
 
 
 def check_values(parallel: ParallelModule) -> None:
-    """ParallelError if what is to be saved has no value yet, as the model was on the meta device."""
+    """Raise ParallelError if a tensor has no value yet, as the model was on the meta device."""
     if unset := sorted(parallel.unset.intersection(parallel.state_dict())):
         raise ParallelError(
             f"{_some(unset)} {'has' if len(unset) == 1 else 'have'} no value: the model was on the meta device. Give "
@@ -331,7 +331,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def fill(parallel: ParallelModule, targets: Mapping[StatePath, Part | None]) -> None:
-    """Copy what was read for the model into it."""
+    """Copy the loaded values into the model."""
     for name, tensor in parallel.state_dict(keep_vars=True).items():
         part = targets[MODEL, name]
         assert part is not None  # model_targets has tensors only
@@ -417,7 +417,7 @@ def restore(
 
 
 def _state_layout(parallel: ParallelModule, path: StatePath, value: torch.Tensor, parameter: torch.Tensor) -> Layout:
-    """Where a tensor of an optimizer lies."""
+    """The layout of a tensor of the optimizer's state."""
     if not isinstance(value, DTensor) or all(placement.is_replicate() for placement in value.placements):
         return Layout.replicated(value.shape)
     if isinstance(parameter, DTensor) and (value.shape, value.placements) == (parameter.shape, parameter.placements):

@@ -45,7 +45,7 @@ class Stored:
     read: Callable[[tuple[slice, ...]], torch.Tensor]
 
     def pieces(self, part: Part) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-        """The pieces of `part`, and where each lies within it; without those that are empty."""
+        """The pieces of `part` that are not empty, each with its place within it."""
         ends = [accumulate((piece.stop - piece.start for piece in pieces), initial=0) for pieces in part]
         places = [[slice(*bounds) for bounds in pairwise(of)] for of in ends]
         for place, index in zip(product(*places), product(*part)):
@@ -103,7 +103,7 @@ def _open_folder(path: Path, files: ExitStack) -> dict[str, Stored]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """In which file each tensor lies, as the index at `path` says."""
+    """The file of each tensor, from the index at `path`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -314,7 +314,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _by_tensor(parallel: ParallelModule) -> list[Tied]:
-    """What a state dict has, each tensor once, with all its names there."""
+    """The tensors of a state dict, each once, with all of its names."""
     found: dict[int, Tied] = {}
     for name, tensor in parallel.state_dict(keep_vars=True).items():
         found.setdefault(id(tensor), ([], tensor))[0].append(name)
@@ -322,12 +322,12 @@ def _by_tensor(parallel: ParallelModule) -> list[Tied]:
 
 
 def _part(parallel: ParallelModule, name: str, tensor: torch.Tensor) -> Part:
-    """What this rank has of a tensor."""
+    """This rank's part of a tensor."""
     return ranges(parallel.layout_of(name, tensor.shape), parallel.mesh.mesh.coordinates(parallel.mesh.rank))
 
 
 def _mismatches(parallel: ParallelModule, tensors: list[Tied], stored: Mapping[str, Stored]) -> Iterator[str]:
-    """In what the file's tensors are not the model's. What is tied has to be equal there (this rank's part of it)."""
+    """The differences between the file's tensors and the model's. Tied tensors have to be equal in the file."""
     if missing := [" or ".join(names) for names, _ in tensors if stored.keys().isdisjoint(names)]:
         yield f"it lacks {', '.join(missing)}"
     if unexpected := sorted(set(stored).difference(*(names for names, _ in tensors))):
