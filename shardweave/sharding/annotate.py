@@ -19,6 +19,7 @@ Values without elements
 
 from __future__ import annotations
 
+import math
 import operator
 import warnings
 from collections import deque
@@ -28,6 +29,7 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
+from networkx.utils import UnionFind
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -36,7 +38,7 @@ from shardweave.sharding.graphs import argument_key, describe, info, op_name
 from shardweave.sharding.moe_dispatch import undo_dispatch
 from shardweave.sharding.rules import find_rule
 from shardweave.sharding.rules.random import draws
-from shardweave.sharding.rules.registry import form_of, output_shapes, tensor_args
+from shardweave.sharding.rules.registry import Factors, form_of, output_shapes, shape, tensor_args
 
 aten = torch.ops.aten
 
@@ -269,12 +271,12 @@ def bind_rules(graph: fx.Graph, replicate_unknown_ops: bool = False) -> None:
         _refuse(node)
         if node.op == "placeholder" or node not in dependent:
             if any(isinstance(value, torch.Tensor) for value in _values(node)):
-                rules[node] = _source_rule(node)
+                rules[node] = _own_factors(node)
             continue
         found = find_rule(node)
         if found is None:
             unruled.append(node)
-            rules[node] = _blocked_rule(node)
+            rules[node] = _own_factors(node, tensor_args(node), blocked=True)
         else:
             try:
                 rules[node] = found.bind(node)
@@ -300,7 +302,7 @@ def bind_new(nodes: Sequence[fx.Node], parents: Sequence[fx.Node]) -> list[fx.No
     inputs: dict[fx.Node, tuple[Value, ...]] = {}
     for node in nodes:
         found = find_rule(node)
-        rules[node] = found.bind(node) if found is not None else _blocked_rule(node)
+        rules[node] = found.bind(node) if found is not None else _own_factors(node, tensor_args(node), blocked=True)
         inputs[node] = tuple(source_of(argument) for argument in tensor_args(node))
     refined = refine(rules, inputs)
     for node in nodes:
@@ -406,31 +408,14 @@ def _values(node: fx.Node) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
-def _source_rule(node: fx.Node) -> BoundRule:
-    """A value that comes from nowhere: each dimension is a factor of its own."""
-    factors: list[Factor] = []
-    outputs: list[Dims] = []
-    for size in output_shapes(node):
-        names = [(f"d{len(factors) + index}",) if length > 1 else () for index, length in enumerate(size)]
-        outputs.append(tuple(names))
-        factors += [Factor(name[0], length) for name, length in zip(names, size) if name]
-    return BoundRule(tuple(factors), (), tuple(outputs))
-
-
-def _blocked_rule(node: fx.Node) -> BoundRule:
-    factors: list[Factor] = []
-
-    def dims(size: tuple[int, ...]) -> Dims:
-        names = []
-        for length in size:
-            if length > 1:
-                factors.append(Factor(f"i{len(factors)}", length, blocked=True))
-            names.append((factors[-1].name,) if length > 1 else ())
-        return tuple(names)
-
-    given = tuple(dims(tuple(argument.meta["val"].shape)) for argument in tensor_args(node))
-    results = tuple(dims(size) for size in output_shapes(node))
-    return BoundRule(tuple(factors), given, results)
+def _own_factors(node: fx.Node, arguments: Sequence[fx.Node] = (), blocked: bool = False) -> BoundRule:
+    """A rule in which each dimension of each value is a factor of its own."""
+    factors = Factors()
+    given, results = (
+        [[factors.new(size, blocked) for size in value] for value in values]
+        for values in ([shape(argument) for argument in arguments], output_shapes(node))
+    )
+    return factors.rule(given, results)
 
 
 def _counts(value: torch.Tensor) -> bool:
@@ -509,7 +494,7 @@ def refine(rules: Mapping[fx.Node, BoundRule], inputs: Mapping[fx.Node, tuple[Va
                         low = high
         for (source, index), dims in sides:
             for dim, names in enumerate(dims):
-                low, total = 1, _product(sizes[name] for name in names)
+                low, total = 1, math.prod(sizes[name] for name in names)
                 changed = False
                 cuts = value_cuts.setdefault((source, index, dim), set())
                 for name in reversed(names):
@@ -524,13 +509,6 @@ def refine(rules: Mapping[fx.Node, BoundRule], inputs: Mapping[fx.Node, tuple[Va
                             queue.append(other)
     return {node: _cut(rule, {f.name: factor_cuts.get((node, f.name), set()) for f in rule.factors})
             for node, rule in rules.items()}  # fmt: skip
-
-
-def _product(sizes: Iterable[int]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
 
 
 def _add(cuts: set[int], cut: int, size: int) -> bool:
@@ -579,20 +557,13 @@ def find_classes(graph: fx.Graph) -> Classes:
 
     A softmax that can be decomposed does not block its loop.
     """
-    parent: dict[Loop, Loop] = {}
-
-    def root(loop: Loop) -> Loop:
-        while parent.setdefault(loop, loop) != loop:
-            parent[loop] = parent[parent[loop]]
-            loop = parent[loop]
-        return loop
-
+    same: UnionFind = UnionFind()
     for node in graph.nodes:
         bound = info(node).rule
         if bound is None:
             continue
         for factor in bound.factors:
-            root((node, factor.name))
+            same[node, factor.name]
         for argument, dims in zip(tensor_args(node) if node.op == "call_function" else (), bound.inputs):
             source, index = source_of(argument)
             made = info(source).rule
@@ -602,9 +573,9 @@ def find_classes(graph: fx.Graph) -> Classes:
             for names, other in zip(dims, made.outputs[index]):
                 if [sizes[name] for name in names] == [made_sizes[name] for name in other]:
                     for mine, theirs in zip(names, other):
-                        parent[root((node, mine))] = root((source, theirs))
+                        same.union((node, mine), (source, theirs))
     numbers: dict[Loop, int] = {}
-    of = {loop: numbers.setdefault(root(loop), len(numbers)) for loop in list(parent)}
+    of = {loop: numbers.setdefault(same[loop], len(numbers)) for loop in list(same)}
     blocked = set()
     for node in graph.nodes:
         bound, rule = info(node).rule, find_rule(node) if node.op == "call_function" else None

@@ -1,12 +1,12 @@
-"""Fold: a step of many equal layers as one of a few, and what it stands for.
+"""Layer deduplication: find the identical layers of a model and keep only a few of them in the graph.
 
-Layers are modules that are numbered one after the other (``blocks.3``). A *run* is a stretch of them that do the same
-with the same kind of values: node for node the same op on arguments of the same shapes, which come from the layer
-itself, from its neighbours or from outside of all layers. To fold a run is to leave out all but its first few layers,
-so that those before and behind the gap become neighbours. What holds for a layer that stays holds for the ones that
-are left out: pricing, sharding and simulating a step of a hundred layers takes as long as one of four.
+Layers are modules with consecutive numbers (``blocks.3``). A *run* is a stretch of identical layers. Their nodes are
+pairwise the same op on arguments of the same shapes, which come from the layer itself, from its neighbours or from
+outside of all layers. `fold` removes all but the first few layers of a run and makes the layers on both sides of the
+gap neighbours. Costs and layouts of a layer that is kept hold for the layers that were removed. So a step of a hundred
+layers is priced, sharded and simulated as fast as one of four.
 
-This is a reduction: `Fold.stands_for` is its inverse.
+`Fold.stands_for` maps a layer that is kept to the removed ones.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from shardweave.sharding.annotate import checkpoint_of, graph_outputs, layer_of
 from shardweave.sharding.graphs import module_of, op_name
 
 Layer = str
-Said = Callable[[str], Hashable]
-"""What the user's options say of a module or parameter: layers of which they say different things are not equal."""
+LayerOptions = Callable[[str], Hashable]
+"""The user's options for a module or parameter: layers with different options are not equal."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Run:
     layers: tuple[Layer, ...]
 
 
-def find_runs(captured: Captured, said: Said = lambda name: None) -> list[Run]:
+def find_runs(captured: Captured, options: LayerOptions = lambda name: None) -> list[Run]:
     """The runs of two and more equal layers of a captured step."""
-    layers = _Layers(captured.graph.graph, _states(captured), said)
+    layers = _Layers(captured.graph.graph, _states(captured), options)
     first, last = len(captured.mutated_buffers), len(captured.mutated_buffers) + len(captured.outputs)
     return layers.runs(shared=graph_outputs(captured.graph.graph)[first:last])
 
@@ -44,7 +44,7 @@ def find_runs(captured: Captured, said: Said = lambda name: None) -> list[Run]:
 def layers_of_ops(graph: fx.Graph) -> dict[str, Layer]:
     """The layers of ops that have no module, by the ops' names.
 
-    A sum of gradients belongs to the last layer that adds to it.
+    A gradient accumulation belongs to the last layer that adds to it.
     """
     layers = _Layers(graph, {})
     return {node.name: layer for node, layer in layers.of.items() if op_name(node) == node.name}
@@ -52,14 +52,14 @@ def layers_of_ops(graph: fx.Graph) -> dict[str, Layer]:
 
 @dataclass(frozen=True)
 class Fold:
-    """A folded step.
+    """A step from which layers were removed.
 
     Parameters
     ----------
     captured : Captured
-        The step of the layers that are left.
+        The step of the layers that are kept.
     runs : tuple of (Run, int)
-        The runs, and how many layers are left of each.
+        The runs, and how many layers of each are kept.
     """
 
     captured: Captured
@@ -67,12 +67,12 @@ class Fold:
 
     @property
     def stands_for(self) -> dict[Layer, tuple[Layer, ...]]:
-        """The layers that are left out, by the last layer of their run that is left."""
+        """The removed layers, by the last layer of their run that is kept."""
         return {run.layers[left - 1]: run.layers[left:] for run, left in self.runs if left < len(run.layers)}
 
 
 def fold(captured: Captured, left: Mapping[Run, int]) -> Fold:
-    """The step with only the first layers of each run, at least one; runs that are not named stay whole.
+    """Keep only the first layers of each run in `left`, at least one. Other runs keep all layers.
 
     Examples
     --------
@@ -116,8 +116,8 @@ def _states(captured: Captured) -> dict[str, str]:
 class _Layers:
     """The nodes of each layer of a graph."""
 
-    def __init__(self, graph: fx.Graph, states: Mapping[str, str], said: Said = lambda name: None) -> None:
-        self.graph, self.states, self.said = graph, states, said
+    def __init__(self, graph: fx.Graph, states: Mapping[str, str], options: LayerOptions = lambda name: None) -> None:
+        self.graph, self.states, self.options = graph, states, options
         self.position = {node: index for index, node in enumerate(graph.nodes)}
         self.of: dict[fx.Node, Layer] = {}
         self.members: dict[Layer, list[fx.Node]] = {}
@@ -129,7 +129,7 @@ class _Layers:
         self.place = {node: index for nodes in self.members.values() for index, node in enumerate(nodes)}
 
     def _layer(self, node: fx.Node) -> Layer:
-        """By its module; a sum of gradients, which has none, belongs to the last layer that adds to it."""
+        """The layer of its module; of a gradient accumulation, which has none, the last layer that adds to it."""
         if node.op == "placeholder":
             return layer_of(self.states.get(node.name, ""))
         if node.op == "output":
@@ -141,7 +141,7 @@ class _Layers:
         return self.of.get(latest, "")
 
     def runs(self, shared: Sequence[Any]) -> list[Run]:
-        """Stretches of equal layers with consecutive numbers, none of whose values is among the `shared` ones."""
+        """Stretches of equal layers with consecutive numbers. A layer that computes a `shared` value is in none."""
         found: list[list[Layer]] = []
         before: Hashable = None
         outside = {self.of.get(value, "") for value in shared if isinstance(value, fx.Node)}
@@ -155,9 +155,10 @@ class _Layers:
         return [Run(tuple(run)) for run in found if len(run) > 1]
 
     def _code(self, layer: Layer) -> Hashable | None:
-        """What a layer computes, equal for equal ones; None where something outside of its neighbours reads it.
+        """A key that equal layers share; None if the layer cannot be removed.
 
-        Nor is a layer foldable with an op that brings values together and has no module: plans number these.
+        A layer cannot be removed if a node outside of its neighbours reads it, or if it has an op with several inputs
+        and no module, as plans name such ops by number.
         """
         near = {layer, _neighbour(layer, -1), _neighbour(layer, 1)}
         nodes = self.members[layer]
@@ -172,15 +173,15 @@ class _Layers:
 
     def _node_code(self, node: fx.Node, layer: Layer) -> Hashable:
         def reference(argument: fx.Node) -> Hashable:
-            """Arguments are alike where they have the same place in the layer or a neighbour, or are one node."""
+            """Arguments are equal if they have the same position in the layer or a neighbour, or are one node."""
             where = {layer: 0, _neighbour(layer, -1): -1, _neighbour(layer, 1): 1}.get(self.of.get(argument, ""))
             return argument.name if where is None else (where, self.place[argument])
 
         constants = fx.map_arg((node.args, node.kwargs), lambda _: "_")
         name = self.states.get(node.name)
-        known = None if name is None else name[len(layer) :], self.said(name or "")
+        known = None if name is None else name[len(layer) :], self.options(name or "")
         module = op_name(node)
-        inside = (module[len(layer) :], self.said(module)) if layer_of(module) == layer else None
+        inside = (module[len(layer) :], self.options(module)) if layer_of(module) == layer else None
         return (
             node.op,
             str(node.target) if node.op != "placeholder" else "",
@@ -194,10 +195,10 @@ class _Layers:
         )
 
     def without(self, gone: Set[Layer], closed: Sequence[tuple[Layer, Layer]], results: Sequence[Any]) -> fx.Graph:
-        """A graph of all but the layers that are `gone`, with these results.
+        """The graph without the layers that are `gone`, with these results.
 
-        `closed` has for each run the last layer that stays and the last that goes: what comes after that one becomes
-        the neighbour of the first.
+        `closed` has for each run the last layer that is kept and the last that is removed. The layer after the removed
+        one becomes the neighbour of the kept one.
         """
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
@@ -222,9 +223,9 @@ class _Layers:
         return graph
 
     def _taken(self, node: fx.Node, twin: fx.Node, copy: Callable[[fx.Node], fx.Node]) -> Callable[[fx.Node], fx.Node]:
-        """From the arguments of `node`, in order, to copies; of those from the layer behind it, of what its twin takes.
+        """Map the arguments of `node`, in order, to copies.
 
-        Values of the layer itself are its own.
+        An argument from the next layer is replaced by the argument of `twin`, the same node of the last removed layer.
         """
         given = iter(_arguments(twin))
         behind = _neighbour(self.of[node], 1)
@@ -237,7 +238,7 @@ class _Layers:
 
 
 def _arguments(node: fx.Node) -> list[fx.Node]:
-    """The nodes among the arguments, in their order, each as often as it stands there."""
+    """The nodes among the arguments, in order, repeated ones included."""
     found: list[fx.Node] = []
 
     def found_one(argument: fx.Node) -> fx.Node:

@@ -1,4 +1,4 @@
-"""Following: how an op without a strategy of its own is spread, given where its inputs lie."""
+"""Sharding propagation: an op without a strategy of its own takes the layouts that its inputs arrive in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardweave.sharding.rules.registry import EVERY, Rule
 
 @dataclass(frozen=True)
 class OpInput:
-    """An input of an op: where it lies, how large it is, whether it is a parameter, whether the op is its only user."""
+    """An input of an op: its layout, its elements, whether it is a parameter, and whether the op is its only user."""
 
     layout: Layout
     numel: int
@@ -22,9 +22,9 @@ class OpInput:
 
 @dataclass(frozen=True)
 class OpSharding:
-    """How a following op is spread: its assignment, where it wants its inputs, where its outputs then lie.
+    """How an op is sharded: its assignment, the layouts that it requires of its inputs, and those of its outputs.
 
-    `blocked` are the axes that arrived on a factor that the op cannot split, and so have to be gathered.
+    `blocked` are the axes that arrived on a factor that the op cannot split. They have to be gathered.
     """
 
     assignment: dict[Axis, str]
@@ -41,24 +41,26 @@ def follow(
     linear: Sequence[tuple[int, ...]] = (),
     summed_to: int = 0,
 ) -> OpSharding:
-    """Keep every axis that some input brings on a factor that may be split.
+    """The sharding of an op that follows its inputs: it keeps each axis that arrives on a factor that may be split.
 
-    The largest input that is no partial sum decides first, then the others; a partial sum is thereby scattered
-    into where the other inputs lie. Parameters decide only where nothing else does.
+    The largest input that is no partial sum decides first, then the others, so that a partial sum is scattered into
+    the layout of the other inputs. Parameters decide only if all inputs are parameters.
 
-    A partial sum over a time axis passes wherever the op is linear in it; `linear` are the sets of inputs in which it
-    is (`rules.linear.linear_in`); `summed_to` as in `passing_sums`.
+    A partial sum over a time axis passes the op if the op is linear in that input. `linear` has the sets of inputs in
+    which it is (`rules.matmul.linear_in`). `summed_to` is that of `passing_sums`.
     """
     sizes = bound.sizes()
+    # 1. Find the partial results that pass the op.
     passing = _passing(bound, rule, arrivals)
     times = passing_sums(linear, arrivals, mesh, summed_to)
     passing |= dict.fromkeys(times.axes, "sum")
+    # 2. Order the inputs by who decides, and keep their axes.
     deciding = [index for index, arrival in enumerate(arrivals) if not arrival.is_parameter]
     deciding = deciding or list(range(len(arrivals)))
     deciding.sort(key=lambda index: (bool(arrivals[index].layout.partial), -arrivals[index].numel, index))
     assignment: dict[Axis, str] = {}
     blocked: set[Axis] = set()
-    for kind, index in product(("time", "space"), deciding):  # devices can gather what lies apart, steps cannot
+    for kind, index in product(("time", "space"), deciding):  # values can be gathered over devices, not over time
         for axis, name in factors_of(arrivals[index].layout.dims, bound.inputs[index], sizes).items():
             if axis.kind != kind or axis in passing or axis in assignment:
                 continue
@@ -68,6 +70,7 @@ def follow(
             mine = [other for other, factor in assignment.items() if factor == name]
             if sizes[name] % axes_size([axis, *mine]) == 0:
                 assignment[axis] = name
+    # 3. The layouts follow from the assignment and the partial results that pass.
     wanted = input_layouts(bound, assignment)
     results = output_layouts(bound, assignment, mesh)
     if passing:
@@ -85,7 +88,7 @@ def follow(
 def accept_own_partials(
     rule: Rule | None, assignment: Mapping[Axis, str], wanted: Sequence[Layout]
 ) -> tuple[Layout, ...]:
-    """`wanted`, with inputs of which a rank reads just what it owns also taken as ``"own"`` partial results."""
+    """`wanted`; an input of which a rank reads only what it owns may also be an ``"own"`` partial result."""
     result = list(wanted)
     for factor, inputs in rule.owned.items() if rule is not None else ():
         own = tuple((axis, "own") for axis, name in assignment.items() if name.split(".")[0] == factor)
@@ -95,9 +98,9 @@ def accept_own_partials(
 
 
 def attainable_layout(want: Layout, have: Layout) -> Layout:
-    """`want`, as far as a value at `have` can meet it: not partial over devices over which the value is not.
+    """`want`, without the partial axes that a value at `have` does not have: nothing makes a value partial.
 
-    The same value in all steps of a time axis can meet a sum over them: as a share of it in each.
+    Time axes are the exception. A value that is the same in all steps becomes a partial sum as a share in each step.
     """
     if not want.partial:
         return want
@@ -111,19 +114,19 @@ def _ordered(partial: Mapping[Axis, str], mesh: Mesh) -> tuple[tuple[Axis, str],
 
 
 def _in_space(layout: Layout) -> tuple[tuple[Axis, str], ...]:
-    """What a value is partial over, time axes left out."""
+    """The axes of devices that a value is partial over."""
     return tuple(item for item in layout.partial if item[0].kind == "space")
 
 
 @dataclass(frozen=True)
 class PassingSums:
-    """The axes over which a partial sum passes an op, and the inputs that are, or have to be made, one, too."""
+    """The axes over which partial sums pass an op, and the inputs that have to be partial over them."""
 
     axes: tuple[Axis, ...] = ()
     inputs: tuple[int, ...] = ()
 
     def of_inputs(self, wanted: Sequence[Layout]) -> tuple[Layout, ...]:
-        """Where inputs are wanted, with the partial sums that pass."""
+        """The required layouts `wanted`, with the partial sums that pass."""
         passed = tuple((axis, "sum") for axis in self.axes)
         return tuple(
             Layout(layout.dims, (*layout.partial, *passed)) if index in self.inputs else layout
@@ -131,7 +134,7 @@ class PassingSums:
         )
 
     def of_outputs(self, results: Sequence[Layout], mesh: Mesh) -> tuple[Layout, ...]:
-        """Where outputs lie, with the partial sums that have passed."""
+        """The output layouts `results`, with the partial sums that have passed."""
         passed = dict.fromkeys(self.axes, "sum")
         return tuple(Layout(layout.dims, _ordered(dict(layout.partial) | passed, mesh)) for layout in results)
 
@@ -143,13 +146,15 @@ def passing_sums(
     summed_to: int = 0,
     used: Collection[Axis] = (),
 ) -> PassingSums:
-    """Which partial sums pass an op that is linear in these sets of its inputs.
+    """The partial sums that pass an op which is linear in these sets of its inputs.
 
     Parameters
     ----------
     summed_to : int
-        Elements of the result, where this is summed at any rate, as the gradient of a parameter: then a sum over
-        devices passes, too, of an input that is no smaller and has no other user, but over those in `used`.
+        Elements of the result if it is summed in any case, as the gradient of a parameter is. Then a sum over devices
+        passes, too, if the input is no smaller and has no other user.
+    used : collection of Axis
+        Axes of devices that are in use, over which no sum passes.
     """
     partial: dict[Axis, set[int]] = {}
     for index, arrival in enumerate(arrivals):
@@ -172,10 +177,11 @@ def passing_sums(
 
 
 def _passing(bound: BoundRule, rule: Rule | None, arrivals: Sequence[OpInput]) -> dict[Axis, str]:
-    """The axes over which a partial result passes through, and what the output then is over them.
+    """The axes over which a partial result passes the op, and the kind of partial result that the output is.
 
-    A sum passes where the op is linear and all its inputs are partial over the same axes. What ranks own passes an op
-    that keeps its zeros; where the op sums it up, it may have several owners, and is a plain sum.
+    A sum passes if the op is linear and all its inputs are partial over the same axes. An ``"own"`` partial result
+    passes an op that keeps its zeros. If the op also sums over a factor, an entry may have several owners, and the
+    output is a plain sum.
     """
     if rule is None:
         return {}
@@ -194,7 +200,7 @@ def _passing(bound: BoundRule, rule: Rule | None, arrivals: Sequence[OpInput]) -
 
 
 def _keeps_zeros(rule: Rule, kinds: Sequence[str | None]) -> bool:
-    """Whether the output is zero where the inputs of the kind ``"own"`` are."""
+    """Whether the output is zero wherever the ``"own"`` inputs are zero."""
     mine = {index for index, kind in enumerate(kinds) if kind == "own"}
     if any(kind not in (None, "own") for kind in kinds) or not rule.zeros:
         return False

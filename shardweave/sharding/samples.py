@@ -1,7 +1,7 @@
-"""Samples: which inputs and outputs of a step have a batch dimension, and a rank's batch as the example of all ranks'.
+"""The batch of a step: which inputs and outputs have a batch dimension, and the global batch of all ranks.
 
-The batch dimension of an input is found in the graph, by the factor class of its first dimension, as a mask or a table
-of positions may happen to have as many rows as the batch has samples.
+The batch dimension of an input is found in the graph, by the factor class of its first dimension. Its size alone does
+not tell: a mask or a table of positions may happen to have as many rows as the batch has samples.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Samples:
     classes : Classes
         Of the step.
     inputs : mapping of str to int
-        By the name of each input that has a batch dimension, how many of its rows are one sample.
-    unbroken : mapping of str to int
-        How many rows of each such input the model takes together: more than one where it cuts the first dimension.
+        The rows of one sample, by the name of each input that has a batch dimension.
+    grouped_rows : mapping of str to int
+        The rows of each such input that the model takes together: more than one if it splits the first dimension.
     """
 
     count: int
@@ -44,14 +44,14 @@ class Samples:
     shared: frozenset[int]
     classes: Classes
     inputs: Mapping[str, int]
-    unbroken: Mapping[str, int]
+    grouped_rows: Mapping[str, int]
 
     @classmethod
     def of(cls, captured: Captured, classes: Classes) -> Samples:
-        """The batch of the inputs: the first dimension of the first input of which that is used as nothing else.
+        """Find the batch: the first dimension of the first input whose class no other dimension has.
 
-        An input has a batch dimension if its first dimension is of the same class as that one; or, where no op links
-        the two, if it has as many rows, and no other input, parameter or buffer has a dimension of its class.
+        An input has a batch dimension if its first dimension is of the same class. If no op links the two, it has one
+        if it has as many rows and no other dimension of an input, parameter or buffer is of its class.
         """
         nodes = {node.name: node for node in captured.graph.graph.nodes if node.op == "placeholder"}
         shared: set[int] = set()
@@ -67,11 +67,11 @@ class Samples:
         count = min((_size(nodes[name]) for name in having), default=0)
         having = [name for name in having if _size(nodes[name]) % count == 0]
         inputs = {captured.inputs[name]: _size(nodes[name]) // count for name in having}
-        unbroken = {captured.inputs[name]: _size(nodes[name]) // _leading_size(nodes[name]) for name in having}
-        return cls(count, batch, frozenset(shared), classes, inputs, unbroken)
+        grouped_rows = {captured.inputs[name]: _size(nodes[name]) // _leading_size(nodes[name]) for name in having}
+        return cls(count, batch, frozenset(shared), classes, inputs, grouped_rows)
 
     def rows(self, value: Any) -> int:
-        """How many rows of the first dimension of a node are one sample; 0 where it is not the batch."""
+        """The rows of one sample in the first dimension of a node; 0 if that is not the batch."""
         if not isinstance(value, fx.Node) or not self.count:
             return 0
         source, index = source_of(value)
@@ -85,9 +85,9 @@ class Samples:
 
 
 def inputs_with_first_size(model: nn.Module, example_inputs: Any) -> tuple[frozenset[str], bool]:
-    """The inputs that have as many rows as the first one, and whether it is clear that this is the batch.
+    """The inputs that have as many rows as the first one, and whether their rows are certain to be the batch.
 
-    It is clear where no input has another dimension of this size, such as a sequence's length.
+    They are if no input has another dimension of this size, such as the length of a sequence.
     """
     names, leaves, _ = _leaves(model, example_inputs)
     shapes = {name: leaf.shape for name, leaf in zip(names, leaves) if isinstance(leaf, Tensor) and leaf.dim()}
@@ -99,7 +99,7 @@ def inputs_with_first_size(model: nn.Module, example_inputs: Any) -> tuple[froze
 def global_example(
     model: nn.Module, example_inputs: Any, ranks: int, batch: Collection[str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An example of the global batch, of which `example_inputs` is one rank's part; its values do not matter.
+    """Example inputs of the global batch, with the shapes of `ranks` times one rank's part; values do not matter.
 
     Examples
     --------
@@ -120,13 +120,13 @@ def global_example(
 
 
 def check_local_batch(samples: Samples, ranks: int) -> None:
-    """`PlanError` where ranks cannot each pass a part of the batch: there is none, or the model takes rows together."""
+    """Raise `PlanError` if ranks cannot each pass a part of the batch: there is none, or it cuts grouped rows."""
     if not samples.count:
         raise PlanError(
             'batch="local" is for inputs with a batch dimension, their first one, but the step has none: leave it out, '
             "and pass the same inputs on all ranks"
         )
-    for name, together in samples.unbroken.items():
+    for name, together in samples.grouped_rows.items():
         mine = samples.count * samples.inputs[name] // ranks
         if mine % together:
             raise PlanError(
@@ -150,7 +150,7 @@ def _dims(node: fx.Node, index: int = 0) -> tuple[tuple[str, ...], ...]:
 
 
 def _lead(node: fx.Node, classes: Classes, index: int = 0) -> int | None:
-    """The class of the outermost factor of the first dimension; None where it has only one step."""
+    """The class of the outermost factor of the first dimension; None if its size is one."""
     dims = _dims(node, index)
     return classes.of[node, dims[0][0]] if dims and dims[0] else None
 

@@ -208,27 +208,6 @@ def _along(dim: int, index: Tensor, rank: int) -> list[Tensor | None]:
     return [*[None] * (dim % max(rank, 1)), index.reshape(-1)]
 
 
-@register_decomposition(aten.index_select.default)
-def index_select(x: Tensor, dim: int, index: Tensor) -> Any:
-    """Rows by number."""
-    if x.dim() == 0:
-        return x
-    return aten.index.Tensor(x, _along(dim, index, x.dim()))
-
-
-@register_decomposition(aten.index_add.default)
-def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
-    """Rows added by number."""
-    source = source if alpha == 1 else source * alpha
-    return aten.index_put.default(x, _along(dim, index, x.dim()), source, True)
-
-
-@register_decomposition(aten.index_copy.default)
-def index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
-    """Rows written by number."""
-    return aten.index_put.default(x, _along(dim, index, x.dim()), source)
-
-
 @register_decomposition(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
 def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     """Rows filled by number."""
@@ -240,18 +219,6 @@ def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
 def take(x: Tensor, index: Tensor) -> Any:
     """Elements by their number in the whole value."""
     return aten.index.Tensor(x.reshape(-1), [index])
-
-
-@register_decomposition(aten._unsafe_index.Tensor)
-def unsafe_index(x: Tensor, indices: list[Tensor | None]) -> Any:
-    """`index`: that its indices need no check is forgotten."""
-    return aten.index.Tensor(x, indices)
-
-
-@register_decomposition(aten._unsafe_index_put.default)
-def unsafe_index_put(x: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
-    """`index_put`: that its indices need no check is forgotten."""
-    return aten.index_put.default(x, indices, values, accumulate)
 
 
 def added(op: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:

@@ -309,13 +309,6 @@ def mse_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int) -
     return (x - target) * aten.mul.Scalar(grad, 2.0 / x.numel() if reduction == 1 else 2.0)
 
 
-@register_decomposition(aten.huber_loss.default)
-def huber_loss(x: Tensor, target: Tensor, reduction: int = 1, delta: float = 1.0) -> Any:
-    """Squared where it is small, straight where it is large (reduction: 0 none, 1 mean, 2 sum)."""
-    away = aten.abs.default(x - target)
-    return _reduced(torch.where(away <= delta, 0.5 * away * away, delta * (away - 0.5 * delta)), reduction)
-
-
 def _class_dim(x: Tensor) -> int:
     """Classes are last, or before the two dimensions of an image."""
     return 1 if x.dim() == 4 else -1

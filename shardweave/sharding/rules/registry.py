@@ -477,6 +477,7 @@ DECOMPOSITIONS.update(
         [
             aten.smooth_l1_loss.default,
             aten.smooth_l1_loss_backward.default,
+            aten.huber_loss.default,
             aten.huber_loss_backward.default,
             aten.binary_cross_entropy.default,
             aten.binary_cross_entropy_backward.default,
@@ -486,6 +487,11 @@ DECOMPOSITIONS.update(
             aten._prelu_kernel.default,
             aten._prelu_kernel_backward.default,
             aten.addmv.default,
+            aten.index_select.default,
+            aten.index_add.default,
+            aten.index_copy.default,
+            aten._unsafe_index.Tensor,
+            aten._unsafe_index_put.default,
         ]
     )
 )
