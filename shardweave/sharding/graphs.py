@@ -1,8 +1,7 @@
-"""Reading fx graphs: values, sizes, names and keys of nodes, copies of graphs, and signatures of nodes.
+"""Read fx graphs: values, sizes, names and signatures of nodes, and copies of graphs.
 
-Two nodes with the same signature share one measured time. Two nodes with the same key are the same op of equal layers.
-This is the only module that touches torch's private lazy GraphModule, which compiles a graph's code when it is read or
-run.
+Two nodes with the same signature share one measured time. This is the only module that touches torch's private lazy
+GraphModule, which compiles the code of a graph when the code is read or run.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from shardweave.ir import META, Collective, NodeInfo, VerifyError
 from shardweave.ops import seeded
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-_COPIES_STRIDED = ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten")  # views where they can be
+_COPIES_STRIDED = ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten")  # views of contiguous values
 _DEQUANTIZE = torch.ops.shardweave.dequantize_blocks.default
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten.reshape.default,
            torch.ops.shardweave.quantize_blocks.default, _DEQUANTIZE)  # fmt: skip
@@ -44,7 +43,7 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def tensor_bytes(value: object) -> int:
-    """Bytes of the tensors in `value`; of an expanded dimension one step counts.
+    """Bytes of the tensors in `value`; an expanded dimension counts once.
 
     >>> tensor_bytes(torch.ones(4, 1).expand(4, 8))
     16
@@ -68,7 +67,7 @@ def node_nodes(value: object) -> Iterator[fx.Node]:
 
 
 def info(node: fx.Node) -> NodeInfo:
-    """What shardweave noted on `node`; an empty note where there is none."""
+    """The `NodeInfo` of `node`; an empty one if no pass has set it."""
     found = node.meta.get(META)
     return found if isinstance(found, NodeInfo) else _NOTHING
 
@@ -84,7 +83,7 @@ def is_start(node: fx.Node) -> bool:
 
 
 def collective(node: fx.Node) -> Collective:
-    """What the starting `node` communicates; `VerifyError` where no pass noted it."""
+    """The collective that `node` starts; `VerifyError` if no pass has set it."""
     found = info(node).collective
     if found is None:
         raise VerifyError(
@@ -95,14 +94,14 @@ def collective(node: fx.Node) -> Collective:
 
 
 def gathers_parameter(node: fx.Node) -> bool:
-    """Whether `node` has a parameter gathered, or its blocks: as a collective of it begins, or out of its blocks."""
+    """Whether `node` starts the gather of a parameter, or dequantizes its gathered blocks."""
     what = info(node).collective
     gathers = what is not None and what.kind == "all_gather" and what.cause == "parameter"
     return gathers or node.target is _DEQUANTIZE
 
 
 def copied_from(node: fx.Node) -> fx.Node | None:
-    """The placeholder whose values `node` has: looked at, cast, copied or gathered; None where something is computed.
+    """The placeholder that `node` views, casts, copies or gathers; None if `node` computes something.
 
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
@@ -118,9 +117,9 @@ def copied_from(node: fx.Node) -> fx.Node | None:
 
 
 def alias_of(node: fx.Node) -> fx.Node | None:
-    """The input in whose memory the output of `node` lies, or None where it has memory of its own.
+    """The input whose memory the output of `node` shares; None if it has memory of its own.
 
-    An element of a tuple lies in the tuple's memory: the caller tells the elements of a fresh tuple apart.
+    An element of a tuple shares the memory of the tuple. The caller tells the elements of a new tuple apart.
     """
     if node.op != "call_function" or not node.args:
         return None
@@ -143,7 +142,7 @@ def alias_of(node: fx.Node) -> fx.Node | None:
 
 @cache
 def _is_view(shape: tuple[int, ...], stride: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether a strided tensor can be seen in another shape without a copy: asked of torch itself.
+    """Whether torch can view a strided tensor in another shape without a copy.
 
     >>> _is_view((2, 3, 4), (4, 8, 1), (2, 3, 2, 2)), _is_view((2, 3, 4), (4, 8, 1), (6, 4))
     (True, False)
@@ -173,7 +172,7 @@ def _schema_name(target: Any) -> str:
 
 
 def op_name(node: fx.Node) -> str:
-    """The module that the node belongs to, by its name in the model (``"blocks.0.attention.qkv"``), else its own."""
+    """The name of the module that the node belongs to (``"blocks.0.attention.qkv"``); without one, the node's own."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if stack:
         path = str(list(stack.values())[-1][0])
@@ -184,7 +183,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def describe(node: fx.Node) -> str:
-    """A node for an error message: its op, its module, the user's line."""
+    """A node for an error message: its op, its module, and the user's line."""
     trace = str(node.meta.get("stack_trace", ""))
     lines = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s+(.+)', trace)
     where = "".join(f" ({file}:{line}: {code.strip()})" for file, line, code in lines[-1:])
@@ -192,7 +191,7 @@ def describe(node: fx.Node) -> str:
 
 
 def argument_key(value: Any) -> Hashable:
-    """The shapes, strides and dtypes of an argument or several, and constants as they are.
+    """A key of an argument, or of several: shapes, strides and dtypes of tensors, and constants as they are.
 
     >>> argument_key([torch.ones(2), 3]) == argument_key([torch.zeros(2), 3]), argument_key(1) == argument_key(1.0)
     (True, False)
@@ -206,7 +205,7 @@ def argument_key(value: Any) -> Hashable:
     if isinstance(value, dict):
         return tuple((name, argument_key(item)) for name, item in value.items())
     if isinstance(value, bool | int | float):
-        return type(value), value  # 1, 1.0 and True are equal, and not the same to an op
+        return type(value), value  # 1, 1.0 and True are equal, but ops treat them differently
     return value if isinstance(value, Hashable) else repr(value)
 
 
@@ -230,12 +229,12 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def op_of(node: fx.Node) -> Any:
-    """The op that `node` calls; of one that draws random numbers, the op that is run under a seed."""
+    """The op that `node` calls; for a random op, the op that runs under a seed."""
     return node.args[0] if node.target is seeded else node.target
 
 
 def op_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of `op_of(node)`: those of a node that draws without its seed and place."""
+    """The arguments of `op_of(node)`: those of a random op without its seed and position."""
     return (node.args[4:] if node.target is seeded else node.args), dict(node.kwargs)
 
 
@@ -246,10 +245,10 @@ def tensor_shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def signature(node: fx.Node, shape_of: Callable[[fx.Node], Sequence[int]] = tensor_shape) -> str:
-    """The op of `node`, the dtypes, shapes and order in memory of the tensors that it takes, and its other arguments.
+    """The op of `node`, the dtypes, shapes and memory order of its input tensors, and its other arguments.
 
-    Numbers that are computed in the graph (the place of a rank) are all written ``int``: they change no shape. Which
-    device a tensor is made on is left out, since a table of times is one device's.
+    Numbers that are computed in the graph (the coordinate of a rank) are all written ``int``: they change no shape. The
+    device of a new tensor is left out, since a table of times is for one device.
 
     Parameters
     ----------
@@ -288,9 +287,9 @@ def _text(value: object, shape_of: Callable[[fx.Node], Sequence[int]]) -> str:
 
 
 def _order(tensor: torch.Tensor) -> str:
-    """How `tensor` lies in memory: nothing where it is contiguous, else its dimensions from the outermost.
+    """The dimensions of `tensor` from the outermost in memory; nothing if it is contiguous.
 
-    A ``*`` marks what is expanded, and a ``~`` at the end says that there are gaps between the elements.
+    A ``*`` marks an expanded dimension. A ``~`` at the end says that there are gaps between the elements.
 
     >>> _order(torch.ones(2, 3)), _order(torch.ones(2, 3).t()), _order(torch.ones(4, 1).expand(4, 2))
     ('', '^1,0', '^0,1*')
@@ -298,7 +297,7 @@ def _order(tensor: torch.Tensor) -> str:
     '^0,1~'
     """
     shape, strides = tuple(tensor.shape), tensor.stride()
-    long = [dim for dim, size in enumerate(shape) if size != 1]  # a dimension of one lies in any order
+    long = [dim for dim, size in enumerate(shape) if size != 1]  # the order of a dimension of size one does not matter
     expanded = {dim for dim in long if strides[dim] == 0}
     order = sorted(long, key=lambda dim: -strides[dim])
     step, gaps = 1, False

@@ -1,22 +1,22 @@
-"""The ops that a plan decides on: those that contract a parameter, each with all its nodes, forward and backward.
+"""The ops that get a strategy: those that contract a parameter, each with all its nodes, forward and backward.
 
 A linear layer is three products over the same three loops: ``m k, k n -> m n`` and the two of its backward. An
-`Op` finds these nodes by its parameter, so that one strategy, given in the parameter's dimensions and the batch,
-becomes an assignment for each of them. Tensor parallel layers alternate between the column and the row form.
+`Op` finds these nodes by its parameter. So one strategy, given in the parameter's dimensions and the batch, becomes an
+assignment for each node.
 
-Alternation: which ops of a model tensor parallelism splits by columns, and which by rows.
-
-Megatron-LM (arXiv 1909.08053) splits the first product of a branch by columns and the one that reads its result by
-rows, so that values are spread inside of branches and whole between them; AxoNN (arXiv 2305.13525) swaps x and y in the
-same places. That is found here from the loops of a model, not from names. The loop of a *stream*, which ops both read
-and write one after another (the hidden size of a residual network), stays whole, as does one that some op cannot split.
-An op that writes another loop is a column; one that reads what a column left spread, or a loop of its own (a
-vocabulary's embedding), is a row.
+Column and row form
+    Megatron-LM (arXiv 1909.08053) splits the first product of a branch by columns and the one that reads its result by
+    rows. Values are sharded inside of branches and replicated between them. AxoNN (arXiv 2305.13525) swaps x and y in
+    the same places. The form of an op is found from the loops of the model, not from names. The loop of a *stream*,
+    which ops both read and write one after another (the hidden size of a residual network), stays whole, and so does a
+    loop that some op cannot split. An op that writes another loop is a column. An op that reads a loop that a column
+    left sharded, or a loop of its own (the vocabulary of an embedding), is a row.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,12 +46,12 @@ from shardweave.sharding.graphs import info, tensors
 from shardweave.sharding.rules import find_rule, is_view
 from shardweave.sharding.rules.registry import tensor_args
 
-Atom = tuple[int, int]  # a dimension of the parameter, and the number of the atom in it
+Atom = tuple[int, int]  # a dimension of the parameter, and the index of the atom in it
 
 
 @dataclass(frozen=True)
 class Role:
-    """One node of an op: which of its factors are atoms of the parameter, and which are batch."""
+    """A node of an op: which of its factors are atoms of the parameter, and which are the batch."""
 
     node: fx.Node
     atoms: tuple[tuple[Atom, str], ...]
@@ -67,22 +67,22 @@ class Op:
     name : str
         The module's name; the parameter's own where its module has several.
     parameter : str
-        The parameter that it contracts.
+        The parameter that the op contracts.
     companions : tuple of str
-        Parameters that rest as it does: its bias, and those of norms before it.
+        Parameters that are sharded as this one: the op's bias, and those of norms before it.
     sizes : dict from atom to int
         The parameter's atoms.
     outputs, contracted : tuple of atoms
-        The loops ``n`` that its forward output has, and the loops ``k`` that it sums over, the ones that no other
-        op blocks first.
+        The loops ``n`` of the forward output, and the loops ``k`` that are summed over. If no other op blocks some of
+        them, only these.
     experts : tuple of atoms
-        The loop over experts, of which a row of its input picks one.
+        The loop over experts. A row of the input picks one expert.
     roles : tuple of Role
-        Its nodes; the forward ones first.
+        The op's nodes, the forward ones first.
     batch : int
-        Steps of its batch loop (1 where it has none).
+        The size of the batch loop, 1 if there is none.
     form : {"column", "row", ""}
-        How Megatron's tensor parallelism splits it (see `alternation`).
+        How Megatron's tensor parallelism splits the op (see the module's docstring).
     """
 
     name: str
@@ -99,8 +99,8 @@ class Op:
     def atoms_of(self, strategy: Strategy, mesh: Mesh) -> dict[Axis, Atom]:
         """The atom of the parameter that each x, y and expert axis is on.
 
-        A run of axes fills the loop's atoms in order; what remains when they are used up stays unassigned (8 ranks
-        on 4 key-value heads). `LayoutError` where the axes do not divide the atoms.
+        A run of axes fills the loop's atoms in order. Axes that are left when all atoms are used up stay unassigned (8
+        ranks on 4 key-value heads). Raises `LayoutError` if the axes do not divide the atoms.
         """
         axes = strategy.axes(mesh)
         found: dict[Axis, Atom] = {}
@@ -122,13 +122,14 @@ class Op:
         return found
 
     def mesh_of(self, mesh: Mesh, exclude_from_sub_batches: Sequence[str]) -> Mesh:
-        """`mesh` as the op sees it: without sub-batches, if it is in one of the modules that take all at once."""
+        """`mesh`, without its sub-batches if the op is in a module that is excluded from them."""
         return replace(mesh, sub_batch_axes=()) if any_covers(exclude_from_sub_batches, self.name) else mesh
 
     def slice_atom(self, strategy: Strategy, mesh: Mesh, slices: int) -> Atom:
-        """The loop that is cut into slices, one computed after another; `LayoutError` where they divide none.
+        """The loop that operator slices cut; `LayoutError` if their number divides none.
 
-        It is the parameter's last one that they divide, so that the parameter rests on its first one, as without them.
+        It is the last loop of the parameter that they divide, so that the parameter is sharded on its first one, as
+        without slices.
         """
         atoms = self.atoms_of(strategy, mesh)
         steps = {atom: self.sizes[atom] // axes_size(axis for axis in atoms if atoms[axis] == atom)
@@ -141,7 +142,7 @@ class Op:
         return max(fits)
 
     def assignments(self, strategy: Strategy, mesh: Mesh) -> dict[str, Assignment]:
-        """The assignment of each node of the op, by node name; `LayoutError` where the grid or slices do not fit."""
+        """The assignment of each node of the op, by node name; `LayoutError` if the grid or slices do not fit."""
         axes = strategy.axes(mesh)
         atoms = self.atoms_of(strategy, mesh)
         if strategy.slices > 1:
@@ -179,7 +180,7 @@ class Op:
         return found
 
     def compute_layout(self, strategy: Strategy, mesh: Mesh) -> Layout:
-        """Where the op needs its parameter."""
+        """The layout in which the op computes with its parameter."""
         sizes = {f"{dim}.{index}": size for (dim, index), size in self.sizes.items()}
         assignment = {axis: f"{dim}.{index}" for axis, (dim, index) in self.atoms_of(strategy, mesh).items()}
         rank = 1 + max((dim for dim, _ in self.sizes), default=-1)
@@ -191,7 +192,7 @@ class Op:
 
 
 def batch_classes(captured: Captured, classes: Classes) -> tuple[frozenset[int], int]:
-    """The classes of the inputs' first dimensions that are the batch, and the batch's size."""
+    """The classes of the inputs' first dimensions that are the batch, and the size of the batch."""
     size = 0
     found = set()
     for node in captured.graph.graph.nodes:
@@ -208,8 +209,8 @@ def batch_classes(captured: Captured, classes: Classes) -> tuple[frozenset[int],
 def find_ops(captured: Captured, classes: Classes) -> list[Op]:
     """The ops of a captured and annotated step, in the order of their first forward node.
 
-    A product of two parameters is the op of the first; the second goes with an op as biases do, unless it has another
-    product of its own.
+    A product of two parameters is the op of the first. The second becomes a companion of an op, as biases do, unless it
+    has another product of its own.
     """
     graph = captured.graph.graph
     position = {node: index for index, node in enumerate(graph.nodes)}
@@ -222,13 +223,15 @@ def find_ops(captured: Captured, classes: Classes) -> list[Op]:
     first_use: dict[str, int] = {}
     taken: set[fx.Node] = set()
     for name, node in placeholders.items():
+        # 1. Find the nodes that contract the parameter or compute its gradient.
         roles = [role for role in _roles(node, gradients.get(name), classes, batches) if role.node not in taken]
         uses = [position[user] for user in users_through_views(node)]
         first_use[name] = min(uses, default=len(position))
         contracting = [role for role in roles if not info(role.node).backward]
         if not contracting:
             continue
-        main = max(contracting, key=lambda role: _numel(role.node))
+        # 2. Sort the parameter's atoms by what the largest forward node does with them.
+        main = max(contracting, key=_output_size)
         bound = info(main.node).rule
         labels = info(node).rule
         assert bound is not None and labels is not None
@@ -239,12 +242,12 @@ def find_ops(captured: Captured, classes: Classes) -> list[Op]:
         free = [atom for atom in sizes if classes.of[main.node, lookup[atom]] not in classes.blocked]
         splittable = [atom for atom in sizes if not bound.factor(lookup[atom]).blocked]
         outputs = [atom for atom in splittable if lookup[atom] in present]
-        picked = _picked(main.node)
+        rule = find_rule(main.node)
+        picked = rule.owned if rule is not None else {}
         experts = [atom for atom in splittable if lookup[atom].split(".")[0] in picked]
         contracted = [atom for atom in splittable if lookup[atom] not in present and atom not in experts]
-        batch = 1
-        for factor in main.batch:
-            batch *= bound.factor(factor).size
+        batch = math.prod(bound.factor(factor).size for factor in main.batch)
+        # 3. Make the op, named by its parameter for now.
         ordered = sorted(roles, key=lambda role: (info(role.node).backward, position[role.node]))
         loops = _preferred(outputs, free), _preferred(contracted, free), tuple(experts)
         op = Op(name, name, (), sizes, *loops, tuple(ordered), batch)
@@ -254,22 +257,14 @@ def find_ops(captured: Captured, classes: Classes) -> list[Op]:
     return _with_companions(_by_module([op for _, op in found]), [at for at, _ in found], placeholders, first_use)
 
 
-def _picked(node: fx.Node) -> frozenset[str]:
-    """The factors of which each row picks a step."""
-    rule = find_rule(node)
-    return frozenset(rule.owned) if rule is not None else frozenset()
-
-
 def _by_module(ops: Sequence[Op]) -> list[Op]:
-    """Ops by the names of their modules, where these have no other op."""
+    """Name each op by its module, if the module has no other op."""
     modules = [op.parameter.rpartition(".")[0] for op in ops]
-    return [
-        replace(op, name=module) if module and modules.count(module) == 1 else op for op, module in zip(ops, modules)
-    ]
+    return [replace(op, name=name) if name and modules.count(name) == 1 else op for op, name in zip(ops, modules)]
 
 
 def _preferred(atoms: Sequence[Atom], free: Sequence[Atom]) -> tuple[Atom, ...]:
-    """The atoms that nothing blocks, or all of them where everything is blocked."""
+    """The atoms that no op blocks; all of them if every one is blocked."""
     unblocked = tuple(atom for atom in atoms if atom in free)
     return unblocked or tuple(atoms)
 
@@ -277,7 +272,7 @@ def _preferred(atoms: Sequence[Atom], free: Sequence[Atom]) -> tuple[Atom, ...]:
 def _with_companions(
     ops: Sequence[Op], first_node: Sequence[int], placeholders: dict[str, fx.Node], first_use: dict[str, int]
 ) -> list[Op]:
-    """Give every other parameter to the op of its own module, else to the next op in the forward."""
+    """Make every other parameter a companion of the op of its module, else of the next op in the forward."""
     companions: dict[str, list[str]] = {op.name: [] for op in ops}
     own = {op.parameter for op in ops}
     modules = {op.parameter.rpartition(".")[0]: op.name for op in ops}
@@ -290,12 +285,13 @@ def _with_companions(
     return [replace(op, companions=tuple(companions[op.name])) for op in ops]
 
 
-def _numel(node: fx.Node) -> int:
-    return int(node.meta["val"].numel()) if hasattr(node.meta["val"], "numel") else 0
+def _output_size(role: Role) -> int:
+    """The elements that a node computes."""
+    return sum(value.numel() for value in tensors(role.node.meta["val"]))
 
 
 def users_through_views(node: fx.Node) -> list[fx.Node]:
-    """The ops that read a value, or a view of it."""
+    """The ops that read a value or a view of it."""
     found = []
     for user in node.users:
         found += users_through_views(user) if is_view(user) else [user] if user.op != "output" else []
@@ -312,7 +308,7 @@ Labels = list[list[Atom]]
 
 
 def _roles(parameter: fx.Node, gradient: fx.Node | None, classes: Classes, batches: frozenset[int]) -> list[Role]:
-    """The nodes that contract the parameter or compute its gradient, with the meaning of their factors."""
+    """The nodes that contract the parameter or compute its gradient, and which of their factors are its atoms."""
     bound = info(parameter).rule
     assert bound is not None
     labels: Labels = [[(dim, index) for index in range(len(names))] for dim, names in enumerate(bound.outputs[0])]
@@ -338,7 +334,7 @@ def _roles(parameter: fx.Node, gradient: fx.Node | None, classes: Classes, batch
                 forward(user, _through(rule.inputs[0], rule.outputs[0], meaning))
                 continue
             if find_rule(user) is None:
-                continue  # it is computed whole on every device: there is nothing to decide
+                continue  # it is replicated on every device: there is nothing to decide
             for argument, dims in zip(tensor_args(user), rule.inputs):
                 inside = {name for names in dims for name in names}
                 outside = {name for output in rule.outputs for names in output for name in names}
@@ -389,12 +385,12 @@ def matches(pattern: str, op: Op) -> bool:
 
 
 def unmatched_pattern_error(option: str, pattern: str, ops: Sequence[Op]) -> PlanError:
-    """What to say of a pattern of an option that names no op: whose companion it names, or what is close to it."""
+    """The error for an option's pattern that matches no op: it names the op of a companion, or similar names."""
     companions = {companion: op.name for op in ops for companion in op.companions}
     for companion, owner in companions.items():
         if any(fnmatchcase(name, pattern) for name in (companion, companion.rpartition(".")[0])):
             return PlanError(
-                f"{option}[{pattern!r}] names {companion}, which has no op of its own: it rests as {owner} does; "
+                f"{option}[{pattern!r}] names {companion}, which has no op of its own: it is sharded as {owner} is; "
                 "name that"
             )
     names = [op.name for op in ops]
@@ -405,7 +401,7 @@ def unmatched_pattern_error(option: str, pattern: str, ops: Sequence[Op]) -> Pla
 def assign_column_row_forms(ops: Sequence[Op], classes: Classes, graph: fx.Graph, batch: int) -> list[Op]:
     """`ops`, in the order of the forward, each with its `Op.form`.
 
-    An op without the batch (a table of positions) has none: every system computes it whole.
+    An op without the batch (a table of positions) has no form: every system replicates it.
     """
     whole = classes.blocked | _streams(ops, classes, {node: at for at, node in enumerate(graph.nodes)})
     spread: set[int] = set()
@@ -441,8 +437,8 @@ def _streams(ops: Sequence[Op], classes: Classes, position: Mapping[fx.Node, int
 
 
 def _classes_of(op: Op, atoms: Iterable[Atom], classes: Classes) -> set[int]:
-    """The loops that these atoms of the parameter are in the op's largest product."""
-    main = max(_forward(op), key=lambda role: sum(value.numel() for value in tensors(role.node.meta["val"])))
+    """The classes of these atoms of the parameter in the op's largest product."""
+    main = max(_forward(op), key=_output_size)
     factors = dict(main.atoms)
     return {classes.of[main.node, factors[atom]] for atom in atoms}
 
@@ -453,7 +449,7 @@ def _forward(op: Op) -> list[Role]:
 
 @dataclass(frozen=True)
 class ColumnRowStrategies:
-    """One strategy for columns, its counterpart for rows, and one for what has no such form or does not fit it.
+    """One strategy for columns, its counterpart for rows, and one for ops that have neither form or do not fit it.
 
     >>> found = ColumnRowStrategies.of(Grid(2, data=4), "zero1")
     >>> str(found.column), str(found.row), str(found.neither)
@@ -466,11 +462,11 @@ class ColumnRowStrategies:
 
     @classmethod
     def of(cls, grid: Grid, word: str) -> ColumnRowStrategies:
-        """`grid` is a column's; its parameters rest over z, or as a preset's word says (`presets`)."""
+        """`grid` is that of columns. Parameters are sharded over z, else as the preset `word` says."""
         rest, gradients, states = (grid.z,) * 3 if grid.z > 1 else preset_degrees(word, grid.data)
         column = Strategy(grid, rest, states=states, gradients=gradients)
         row = replace(column, grid=replace(grid, x=grid.y, y=grid.x), y_inside=True)
-        # Over all devices, as those of tensor parallelism would otherwise all do the same.
+        # Data parallel over all devices: otherwise tensor parallel ranks would compute the same.
         rest, gradients, states = preset_degrees(word, grid.size)
         return cls(column, row, Strategy(Grid(data=grid.size), rest, states=states, gradients=gradients))
 
