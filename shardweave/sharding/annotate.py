@@ -2,19 +2,19 @@
 
 Atoms
     A linear layer multiplies ``(b s) k`` by a weight, and its result is viewed as ``b s (3 h d)``: the loops ``m`` and
-    ``n`` of the product are themselves products of atoms. `refine` finds them. Cuts spread from the views over all ops,
-    along the dimensions of values, until nothing changes. Then every rule is written in atoms, ``m`` as ``m.0 m.1``.
+    ``n`` of the product are themselves products of atoms. `refine` finds the atoms. Views cut loops, and the cuts
+    spread to all ops along the dimensions of values, until nothing changes. Then rules are written in atoms, ``m`` as
+    ``m.0 m.1``.
 
 Factor classes
-    The loops that the graph forces to be the same, by one union-find over the whole joint graph. A factor of an op
-    and a factor of the op that made its input are the same loop where they are the same atom of the value between
-    them. Classes give names ("batch") and say which loops some op cannot split. The strategy of an op names the op's
-    own loops.
+    The loops that the graph forces to be the same, by a union-find over the joint graph. A factor of an op and a factor
+    of the op that computed its input are in one class if they are the same atom of the value between them. Classes tell
+    which loops are the batch, and which loops some op cannot split.
 
 Values without elements
-    A value such as the weight of ``nn.Linear(8, 0)`` cannot be sharded or moved, and no rule has a loop of no steps.
-    It becomes a constant of its shape, and so does what is computed from such values alone. Ops that join such a
-    value with others are rewritten without it.
+    A value such as the weight of ``nn.Linear(8, 0)`` cannot be sharded or moved, and no rule has a loop of size 0. Such
+    a value becomes a constant, and so do values that are computed only from such values. An op that combines one with
+    other values is rewritten without it.
 """
 
 from __future__ import annotations
@@ -42,34 +42,34 @@ from shardweave.sharding.rules.registry import Factors, form_of, output_shapes, 
 
 aten = torch.ops.aten
 
-WRITES = {
+WRITE_OPS = {
     aten.index_put.default, aten._unsafe_index_put.default, aten.index_add.default, aten.index_copy.default,
     aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.scatter.src, aten.scatter.value,
     aten.scatter_add.default, aten.scatter.reduce, aten.scatter.value_reduce, aten.scatter_reduce.two,
     aten.slice_scatter.default, aten.masked_scatter.default,
 }  # fmt: skip
-"""Ops that write into their first argument: of nothing to write, the result is that argument."""
+"""Ops that write into their first argument: if there is nothing to write, the result is that argument."""
 
 
-def take_out_empty(graph: fx.Graph) -> None:
-    """Leave no op of `graph` that reads or gives a tensor without elements; `RuleError` for an op that has to."""
+def remove_empty_tensors(graph: fx.Graph) -> None:
+    """Remove all tensors without elements from `graph`; `RuleError` for an op that needs one."""
     if not any(_is_empty(node.meta.get("val")) for node in graph.nodes):
         return
     for node in list(graph.nodes):
         if node.op == "call_function":
-            _rewrite(graph, node)
+            _remove_empty_inputs(graph, node)
         elif node.op == "placeholder" and _is_empty(node.meta.get("val")):
             late = next(other for other in graph.nodes if other.op != "placeholder")
-            node.replace_all_uses_with(_full(graph, node, 0, late))
+            node.replace_all_uses_with(_constant(graph, node, 0, late))
     graph.eliminate_dead_code()
 
 
-def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
+def _remove_empty_inputs(graph: fx.Graph, node: fx.Node) -> None:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or _is_unused_result(node):
-        return  # several results are read through their `getitem` nodes, which are rewritten one by one
+        return  # several results are read through their `getitem` nodes, each of which is rewritten
     if _is_empty(value):
-        _replace(graph, node, _full(graph, node, 0))
+        _replace(graph, node, _constant(graph, node, 0))
         return
     source = node.args[0] if node.target is operator.getitem else node
     if not isinstance(source, fx.Node):
@@ -85,12 +85,12 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
         else:
             node.args = (kept, *node.args[1:])
     elif source.target is aten.addmm.default and arguments[0] not in empty:
-        _replace(graph, node, _bias(graph, node))
-    elif source.target in WRITES and arguments[0] not in empty:
+        _replace(graph, node, _result_of_empty_product(graph, node))
+    elif source.target in WRITE_OPS and arguments[0] not in empty:
         _replace(graph, node, arguments[0])
     elif len(empty) == len(arguments) or (_is_backward(source) and arguments[0] in empty):
-        fill = _fill(source, node)
-        _replace(graph, node, _full(graph, node, fill))
+        fill = _result_of_empty_inputs(source, node)
+        _replace(graph, node, _constant(graph, node, fill))
     else:
         raise RuleError(
             f"{source.target} reads a tensor without elements, of shape {tuple(empty[0].meta['val'].shape)}, together "
@@ -103,8 +103,10 @@ def _empty_arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_unused_result(node: fx.Node) -> bool:
-    """Whether a value without elements is a result that an op does not need here, as batch norm's saved mean when it
-    evaluates: its gradient's op takes it as such."""
+    """Whether an op leaves this one of its results empty, as batch norm its saved mean in evaluation.
+
+    The op of its gradient takes the empty value.
+    """
     if node.target is not operator.getitem or not _is_empty(node.meta["val"]):
         return False
     parent = node.args[0]
@@ -113,8 +115,8 @@ def _is_unused_result(node: fx.Node) -> bool:
     return len(parent.target._schema.returns) > 1 and not _empty_arguments(parent)
 
 
-def _bias(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """The bias of an `addmm`, to which a product over no steps adds nothing."""
+def _result_of_empty_product(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The result of an `addmm` whose product has an empty contraction: its bias."""
     bias, value, beta = node.args[0], node.meta["val"], node.kwargs.get("beta", 1)
     with graph.inserting_before(node):
         made = graph.call_function(aten.expand.default, (bias, list(value.shape)))
@@ -130,12 +132,12 @@ def _is_empty(value: Any) -> bool:
 
 
 def _is_backward(node: fx.Node) -> bool:
-    """Whether an op computes gradients: of a gradient without elements they are zeros."""
+    """Whether an op computes gradients: they are zeros if the incoming gradient is empty."""
     return isinstance(node.target, torch._ops.OpOverload) and "_backward" in str(node.target)
 
 
-def _fill(source: fx.Node, node: fx.Node) -> Any:
-    """The number that all elements of an op's result have, or of one of its results, of values without elements."""
+def _result_of_empty_inputs(source: fx.Node, node: fx.Node) -> Any:
+    """The number that all elements of the result have if all inputs are empty: the op is run on empty tensors."""
     if _is_backward(source):
         return 0
 
@@ -147,12 +149,11 @@ def _fill(source: fx.Node, node: fx.Node) -> Any:
     kwargs = {name: item for name, item in kwargs.items() if name != "device"}
     result = source.target(*args, **kwargs)  # type: ignore[operator]
     value = result if source is node else result[node.args[1]]
-    first = value.flatten()[0].item()
-    return first
+    return value.flatten()[0].item()
 
 
-def _full(graph: fx.Graph, node: fx.Node, fill: Any, at: fx.Node | None = None) -> fx.Node:
-    """A constant like the value of `node`, all of whose elements are `fill`, in its place or before the node `at`."""
+def _constant(graph: fx.Graph, node: fx.Node, fill: Any, at: fx.Node | None = None) -> fx.Node:
+    """A constant of the shape of `node`'s value, filled with `fill`, before `node` or before `at`."""
     value = node.meta["val"]
     with graph.inserting_before(at or node):
         made = graph.call_function(
@@ -176,25 +177,25 @@ T = TypeVar("T")
 class Annotate:
     """Give each node its `BoundRule` in ``node.meta["shardweave"]``.
 
-    Requires a captured joint graph with global fake values; ensures that every op that depends on an input has a
-    rule, or is blocked whole. Ops that depend on no input (ranges, masks, rotary tables) follow what reads them:
-    see `constants`.
+    Requires a captured joint graph with global fake values. Ensures that every op that depends on an input has a rule,
+    or is blocked in all factors. Ops that depend on no input (ranges, masks, rotary tables) are sharded as their
+    readers need them.
     """
 
     name = "annotate"
     replicate_unknown_ops: bool = False
-    """Take ops without a rule as blocked in all their factors, instead of refusing the model."""
+    """Replicate ops without a rule: all their factors are blocked. Otherwise such an op is an error."""
     known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
-    """The forms of ops in graphs of the same fake mode: see `decompose`."""
+    """A cache of decompositions, for graphs of one fake mode (see `decompose`)."""
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        take_out_empty(graph_module.graph)
+        remove_empty_tensors(graph_module.graph)
         undo_dispatch(graph_module.graph)
         waiting = deque(graph_module.graph.nodes)
-        while waiting:  # what a decomposition writes may itself have one
+        while waiting:  # the ops of a decomposition may have decompositions
             node = waiting.popleft()
             if (form := form_of(node)) is not None:
-                target = node.target  # which its own form may be written in, with other arguments
+                target = node.target  # a decomposition may call its own op with other arguments
                 waiting.extendleft(
                     part for part in reversed(decompose(node, form, self.known)) if part.target is not target
                 )
@@ -206,7 +207,7 @@ class Annotate:
 
 
 def source_of(value: fx.Node) -> Value:
-    """The node that computes a value, and the index of its output: `getitem` is looked through."""
+    """The node that computes a value, and the index of its output; `getitem` nodes are skipped."""
     if value.target is operator.getitem:
         parent, index = value.args
         assert isinstance(parent, fx.Node) and isinstance(index, int)
@@ -216,13 +217,13 @@ def source_of(value: fx.Node) -> Value:
 
 
 def graph_outputs(graph: fx.Graph) -> list[Any]:
-    """What a graph returns, one by one: nodes, or constants."""
+    """The values that a graph returns, a flat list of nodes and constants."""
     values = graph.output_node().args[0]
     return list(values) if isinstance(values, (list, tuple)) else [values]
 
 
 def depends_on_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that depend on a placeholder or on what is drawn; the rest are constants of the step."""
+    """The nodes that depend on a placeholder or on random numbers; the others are constants of the step."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder" or draws(node) or any(arg in found for arg in node.all_input_nodes):
@@ -230,8 +231,8 @@ def depends_on_inputs(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _refuse(node: fx.Node) -> None:
-    """`RuleError` for a program inside the model, whose loops no rule sees, and for what makes sparse tensors."""
+def _check_supported(node: fx.Node) -> None:
+    """Raise `RuleError` for a higher-order op, whose inner graph no rule sees, and for an op with sparse results."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         raise RuleError(
             f"{describe(node)} is a program of its own inside the model, which has no rule: write it with plain ops "
@@ -245,7 +246,7 @@ def _refuse(node: fx.Node) -> None:
 
 
 def _merge_constants(graph: fx.Graph) -> None:
-    """Compute what depends on no input once: each layer of a model may make the same mask."""
+    """Compute equal constants once: each layer of a model may make the same mask."""
     dependent = depends_on_inputs(graph)
     seen: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
@@ -268,7 +269,7 @@ def bind_rules(graph: fx.Graph, replicate_unknown_ops: bool = False) -> None:
     for node in graph.nodes:
         if node.op == "output" or node.target is operator.getitem:
             continue
-        _refuse(node)
+        _check_supported(node)
         if node.op == "placeholder" or node not in dependent:
             if any(isinstance(value, torch.Tensor) for value in _values(node)):
                 rules[node] = _own_factors(node)
@@ -283,7 +284,7 @@ def bind_rules(graph: fx.Graph, replicate_unknown_ops: bool = False) -> None:
             except RuleError as error:
                 raise RuleError(f"{describe(node)}: {error}") from None
         inputs[node] = tuple(source_of(argument) for argument in tensor_args(node))
-    _report_unruled(unruled, replicate_unknown_ops)
+    _check_unruled(unruled, replicate_unknown_ops)
     refined = refine(rules, inputs)
     distinct: dict[BoundRule | None, BoundRule | None] = {}
     for node in graph.nodes:
@@ -297,7 +298,7 @@ def bind_rules(graph: fx.Graph, replicate_unknown_ops: bool = False) -> None:
 
 
 def bind_new(nodes: Sequence[fx.Node], parents: Sequence[fx.Node]) -> list[fx.Node]:
-    """Bind the rules of nodes that a decomposition added, in the atoms of the values that they look at."""
+    """Bind the rules of nodes that a decomposition added, in the atoms of the values that they read."""
     rules = {parent: BoundRule(rule.factors, (), rule.outputs) for parent in parents if (rule := info(parent).rule)}
     inputs: dict[fx.Node, tuple[Value, ...]] = {}
     for node in nodes:
@@ -312,13 +313,16 @@ def bind_new(nodes: Sequence[fx.Node], parents: Sequence[fx.Node]) -> list[fx.No
 
 
 _INHERITED = ("partitioner_tag", "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "recompute", "ac_graph_id")
-"""What the parts of a node that is decomposed have from it."""
+"""Metadata that the nodes of a decomposition copy from the node that they replace."""
 
 
 def decompose(node: fx.Node, form: Callable[..., Any], known: dict[object, Any]) -> list[fx.Node]:
-    """Replace `node` by what `form` does on its arguments; the new nodes. Equal ops have equal forms, `known` then."""
+    """Replace `node` by the ops of `form`, traced on its arguments, and return the new nodes.
+
+    `known` is a cache: calls with equal arguments have equal traces.
+    """
     leaves = list(node.all_input_nodes)
-    places = {leaf: f"%{index}" for index, leaf in enumerate(leaves)}  # no number: these are arguments, too
+    places = {leaf: f"%{index}" for index, leaf in enumerate(leaves)}  # strings, as numbers are arguments, too
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
     key = "form", form, argument_key(leaves), str((args, kwargs))
     if key not in known:
@@ -349,7 +353,7 @@ def decompose(node: fx.Node, form: Callable[..., Any], known: dict[object, Any])
 
 
 def _traced(node: fx.Node, form: Callable[..., Any], leaves: Sequence[fx.Node]) -> fx.Graph:
-    """What `form` does with values like those of `leaves` in the places of the arguments."""
+    """The graph of `form`, called as `node` calls its op, with fake values for `leaves`."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     fake = leaves[0].meta["val"].fake_mode
@@ -366,7 +370,7 @@ def _traced(node: fx.Node, form: Callable[..., Any], leaves: Sequence[fx.Node]) 
 
 
 def modules_around(name: str) -> list[str]:
-    """The names of a module and of all that it lies in, outermost first.
+    """The names of a module and of all modules that contain it, outermost first.
 
     >>> modules_around("blocks.0.up")
     ['blocks', 'blocks.0', 'blocks.0.up']
@@ -376,7 +380,7 @@ def modules_around(name: str) -> list[str]:
 
 
 def covers(pattern: str, name: str) -> bool:
-    """Whether a pattern, as in a shell, names a module or one that it lies in.
+    """Whether a shell-style pattern matches a module or one that contains it.
 
     >>> covers("blocks.*", "blocks.0.up"), covers("*.0", "blocks.0.up"), covers("up", "blocks.0.up")
     (True, True, False)
@@ -385,7 +389,7 @@ def covers(pattern: str, name: str) -> bool:
 
 
 def any_covers(patterns: Iterable[str], name: str) -> bool:
-    """Whether one of these patterns names a module or one that it lies in.
+    """Whether one of these patterns matches a module or one that contains it.
 
     >>> any_covers(("head", "blocks.0"), "blocks.0.up")
     True
@@ -394,7 +398,7 @@ def any_covers(patterns: Iterable[str], name: str) -> bool:
 
 
 def last_match(patterns: Mapping[str, T], name: str, default: T) -> T:
-    """What the last pattern says that matches a module or one that it lies in.
+    """The value of the last pattern that matches a module or one that contains it.
 
     >>> last_match({"*": 1, "blocks.*": 2}, "blocks.0.up", 0), last_match({}, "head", 0)
     (2, 0)
@@ -418,13 +422,15 @@ def _own_factors(node: fx.Node, arguments: Sequence[fx.Node] = (), blocked: bool
     return factors.rule(given, results)
 
 
-def _counts(value: torch.Tensor) -> bool:
-    """Whether a value is on the way of activations: indices and masks are small."""
+def _may_be_activation(value: torch.Tensor) -> bool:
+    """Whether a value may be an activation: indices and masks are not, and they are small."""
     return value.is_floating_point() or value.is_complex()
 
 
-def _report_unruled(unruled: Sequence[fx.Node], allow: bool) -> None:
-    floating = [node for node in unruled if any(isinstance(v, torch.Tensor) and _counts(v) for v in _values(node))]
+def _check_unruled(unruled: Sequence[fx.Node], allow: bool) -> None:
+    floating = [
+        node for node in unruled if any(isinstance(v, torch.Tensor) and _may_be_activation(v) for v in _values(node))
+    ]
     if floating and not allow:
         listed = "\n  ".join(sorted({describe(node) for node in floating}))
         raise RuleError(
@@ -439,7 +445,7 @@ def _report_unruled(unruled: Sequence[fx.Node], allow: bool) -> None:
 
 
 def layer_of(name: str) -> str:
-    """The layer that a module is a part of: its name up to the first number; "" outside of all layers.
+    """The layer that contains a module: its name up to the first number; "" outside of all layers.
 
     >>> layer_of("model.layers.3.mlp.up"), layer_of("head")
     ('model.layers.3', '')
@@ -450,7 +456,7 @@ def layer_of(name: str) -> str:
 
 
 def checkpoint_of(node: fx.Node) -> str:
-    """The activation checkpoint that a node of a captured graph lies inside of, and is not to be kept in; else ""."""
+    """The activation checkpoint that recomputes a node of a captured graph; "" if there is none."""
     again = node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
     return f"checkpoint {node.meta.get('ac_graph_id', '')}" if again else ""
 
@@ -459,14 +465,14 @@ Value = tuple[fx.Node, int]  # a node and the index of its output
 
 
 def refine(rules: Mapping[fx.Node, BoundRule], inputs: Mapping[fx.Node, tuple[Value, ...]]) -> dict[fx.Node, BoundRule]:
-    """The rules in atoms.
+    """Write the rules in atoms.
 
     Parameters
     ----------
     rules : mapping from node to BoundRule
-        Sources (placeholders, constants) have a rule without inputs.
+        Placeholders and constants have a rule without inputs.
     inputs : mapping from node to values
-        Where each input of a node's rule comes from.
+        The value that each input of a node's rule reads.
     """
     users: dict[Value, list[fx.Node]] = {}
     for node, values in inputs.items():
@@ -477,12 +483,14 @@ def refine(rules: Mapping[fx.Node, BoundRule], inputs: Mapping[fx.Node, tuple[Va
     queue = deque(rules)
     waiting = set(rules)
     while queue:
+        # 1. Take a node whose values have new cuts.
         node = queue.popleft()
         waiting.discard(node)
         rule = rules[node]
         sizes = rule.sizes()
         sides = [(value, dims) for value, dims in zip(inputs.get(node, ()), rule.inputs)]
         sides += [((node, index), dims) for index, dims in enumerate(rule.outputs)]
+        # 2. The cuts of its values cut its factors.
         for (source, index), dims in sides:
             for dim, names in enumerate(dims):
                 for cut in value_cuts.get((source, index, dim), ()):
@@ -492,6 +500,7 @@ def refine(rules: Mapping[fx.Node, BoundRule], inputs: Mapping[fx.Node, tuple[Va
                         if low < cut < high and cut % low == 0:
                             _add(factor_cuts.setdefault((node, name), set()), cut // low, sizes[name])
                         low = high
+        # 3. The cuts of its factors cut its values; then all other nodes that read or compute these are next.
         for (source, index), dims in sides:
             for dim, names in enumerate(dims):
                 low, total = 1, math.prod(sizes[name] for name in names)
@@ -512,11 +521,11 @@ def refine(rules: Mapping[fx.Node, BoundRule], inputs: Mapping[fx.Node, tuple[Va
 
 
 def _add(cuts: set[int], cut: int, size: int) -> bool:
-    """Add a cut if the cuts still form a chain of divisors of `size`; whether they changed."""
+    """Add a cut if the cuts still form a chain of divisors of `size`, and return whether they changed."""
     if cut in cuts or not 1 < cut < size or size % cut:
         return False
     if any(cut % other and other % cut for other in cuts):
-        return False  # two views cut this loop incompatibly: the first one is kept, the other stays whole
+        return False  # two views cut this loop incompatibly: the first cut is kept
     cuts.add(cut)
     return True
 
@@ -546,16 +555,16 @@ Loop = tuple[fx.Node, str]
 
 @dataclass(frozen=True)
 class Classes:
-    """For every loop (node, factor) the number of its class, and the classes that some op cannot split."""
+    """The number of the class of each loop (node, factor), and the classes that some op cannot split."""
 
     of: Mapping[Loop, int]
     blocked: frozenset[int]
 
 
 def find_classes(graph: fx.Graph) -> Classes:
-    """The classes of an annotated graph.
+    """The factor classes of an annotated graph.
 
-    A softmax that can be decomposed does not block its loop.
+    An op that can be decomposed, such as a softmax, does not block its loops.
     """
     same: UnionFind = UnionFind()
     for node in graph.nodes:

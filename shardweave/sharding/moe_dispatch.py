@@ -1,10 +1,10 @@
-"""Dispatch: a mixture of experts in the order of its tokens.
+"""Mixtures of experts: rewrite the dispatch by a sort so that rows stay in token order.
 
 Frameworks sort (token, expert) pairs by expert, multiply the groups, and undo the sort. A sort over all tokens cannot
-be computed in parts, but nothing depends on it: between the sort and its undoing every op works row by row. So the
-region is written again without it. Each value in sorted order has a twin in token order; a row-wise op on sorted
-values is the same op on their twins; a grouped product becomes `shardweave.ops.products.expert_mm`, which is told
-each row's expert; where the order is undone, the twin is taken. What the sort was for happens inside `expert_mm`.
+be computed in parts. But no result depends on the order: between the sort and its inverse, every op works row by row.
+So the region is rewritten without the sort. Each value in sorted order has a twin in token order. A row-wise op on
+sorted values becomes the same op on their twins. A grouped product becomes `shardweave.ops.products.expert_mm`, which
+gets the expert of each row and groups the rows inside. The inverse of the sort is replaced by the twin.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GROUPED_BACKWARD = "transformers::grouped_mm_fallback_backward"
 
 
 def undo_dispatch(graph: fx.Graph) -> None:
-    """Rewrite every region of `graph` that sorts rows for grouped products; others are left as they are."""
+    """Rewrite every region of `graph` that sorts rows for grouped products. Other sorts stay."""
     for node in list(graph.nodes):
         if _name(node) in ("aten::sort", "aten::argsort") and node.meta["val"] is not None:
             region = _Region(node)
@@ -47,11 +47,11 @@ def undo_dispatch(graph: fx.Graph) -> None:
 
 @dataclass
 class _Region:
-    """One sort, and what is known of the values that come after it.
+    """A sort and the values that depend on it.
 
-    `twins` maps a value in sorted order to its twin and to the dimension that is sorted; `rows` a value that says for
-    each sorted row which row it came from to how many sorted rows one such row has; `inverses` hold the position of
-    each row in the sorted order.
+    `twins` maps a value in sorted order to its twin and the dimension that is sorted. The keys of `rows` are values
+    that hold the original row of each sorted row; their values are the number of sorted rows of an original one. The
+    values in `inverses` hold the sorted position of each row.
     """
 
     sort: fx.Node
@@ -61,13 +61,13 @@ class _Region:
 
     @property
     def keys(self) -> fx.Node:
-        """What is sorted: each row's expert."""
+        """The sorted value: the expert of each row."""
         keys = self.sort.args[0]
         assert isinstance(keys, fx.Node)
         return keys
 
     def feeds_grouped_product(self) -> bool:
-        """Whether a grouped product is among what follows the sort of one list of numbers."""
+        """Whether the sort is of one list of integers and a grouped product depends on it."""
         value = self.keys.meta["val"]
         if value.dim() != 1 or value.is_floating_point():
             return False
@@ -84,7 +84,7 @@ class _Region:
         return False
 
     def rewrite(self) -> None:
-        """Give each sorted value its twin, in the order of the graph, and replace what leaves the region."""
+        """Give each sorted value its twin, in the order of the graph, and replace the results of the region."""
         self.length = int(self.keys.meta["val"].shape[0])
         if _name(self.sort) == "aten::argsort":
             self.rows[self.sort] = 1
@@ -106,18 +106,20 @@ class _Region:
             source, times = _arguments(node)
             self.rows[node] = self.rows[source] * int(times)
         elif name in _FRESH:
-            for source in node.all_input_nodes:  # it has their shapes and dtypes, and nothing of their order
+            for source in node.all_input_nodes:  # only shapes and dtypes matter, not the order
                 node.replace_input_with(source, self._twin(source))
         elif name in _INDEX and self._ordered(_index(node)):
             self._pick(node)
         elif name in _VALUES and self._ordered(_index(node)):
             self._put(node)
         elif name in ("aten::histc", "aten::bincount"):
-            self._replace(node, node.target, *map(self._twin, node.args), **node.kwargs)  # any order has its counts
+            self._replace(
+                node, node.target, *map(self._twin, node.args), **node.kwargs
+            )  # counts do not depend on the order
         elif name in _GROUPED:
             self._product(node)
         elif name == _GROUPED_BACKWARD:
-            return  # its two results are made where they are taken
+            return  # its two results are rewritten at their `getitem` nodes
         else:
             self._row_wise(node)
 
@@ -160,7 +162,7 @@ class _Region:
             self.twins[node] = self._repeated(node, value, self.rows[index]), 0
 
     def _put(self, node: fx.Node) -> None:
-        """Rows added up where they came from, or the positions of rows in the sorted order."""
+        """Rows summed at their original position, or the sorted positions of rows."""
         base, index, values = _arguments(node)[0], _index(node), argument(node, _VALUES[_name(node)])
         assert index is not None
         summed = _name(node) != "aten::index_put" or _flag(node, "accumulate")
@@ -176,7 +178,7 @@ class _Region:
             raise self._unknown(node)
 
     def _repeated(self, node: fx.Node, value: fx.Node, times: int) -> fx.Node:
-        """Each row of `value` as often as there are sorted rows of it."""
+        """Repeat each row of `value` once for each of its sorted rows."""
         size = list(value.meta["val"].shape)
         if size[0] * times != self.length:
             raise self._unknown(node)
@@ -212,7 +214,7 @@ class _Region:
             raise self._unknown(node)
 
     def _expert(self, node: fx.Node, ends: Any) -> fx.Node:
-        """Each row's expert, in token order: the keys, if `ends` are the running sums of their counts."""
+        """The expert of each row, in token order: the keys, if `ends` are the cumulative sums of their counts."""
         source: Any = ends
         passed: set[str] = set()
         while isinstance(source, fx.Node) and _name(source) in _COUNTING:
@@ -224,7 +226,7 @@ class _Region:
         return keys
 
     def _row_wise(self, node: fx.Node) -> None:
-        """An op whose rows depend on the same rows of its inputs alone, or which sums over all of them."""
+        """An op each of whose rows depends only on the same rows of its inputs, or that sums over all rows."""
         rule = find_rule(node)
         if any(source in self.rows or source in self.inverses for source in node.all_input_nodes) or rule is None:
             if node.users:
@@ -258,7 +260,7 @@ class _Region:
         return self.twins[value][0] if isinstance(value, fx.Node) and value in self.twins else value
 
     def _new(self, place: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node beside `place`, of its module and its pass."""
+        """A new node before `place`, with the module and phase of `place`."""
         graph = place.graph
         with graph.inserting_before(place):
             node = graph.call_function(target, args, kwargs)
@@ -282,7 +284,7 @@ class _Region:
 
 
 def _name(node: Any) -> str:
-    """The name of the op of a node, without its overload; empty for what is none."""
+    """The name of the op of a node, without its overload; "" if the node calls no op."""
     target = getattr(node, "target", None)
     return str(target._schema.name) if isinstance(target, torch._ops.OpOverload) else ""
 
@@ -301,7 +303,7 @@ def _flag(node: fx.Node, name: str) -> bool:
 
 
 def _index(node: fx.Node) -> fx.Node | None:
-    """The one list of row numbers that an op picks or puts by; None where it goes by something else."""
+    """The list of row numbers by which an op picks or puts rows; None if it indexes otherwise."""
     names = _schema(node)
     given = argument(node, "indices" if "indices" in names else "index")
     index, *others = given if isinstance(given, (list, tuple)) else [given]

@@ -1,4 +1,4 @@
-"""Sharding rules: a grammar, a registry, and one file a family of ops."""
+"""Sharding rules: the registry with its grammar of patterns, and one file for each family of ops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["RULES", "Emitter", "Rule", "bind", "find_rule", "is_view", "parse", 
 
 
 def find_rule(node: fx.Node) -> Rule | None:
-    """The rule of a node's op: a registered one, or the pointwise one for ops that torch tags so."""
+    """The rule of a node's op: a registered one, or the pointwise rule if torch tags the op as pointwise."""
     found = RULES.get(node.target)
     if node.target in ADDITIONS and len(tensor_args(node)) < 2:
         return POINTWISE  # a number would be added once on every rank of a partial sum
@@ -27,6 +27,6 @@ def find_rule(node: fx.Node) -> Rule | None:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node is an op that only looks at its input in another way."""
+    """Whether a node is a view of its input."""
     found = find_rule(node)
     return found is not None and found.kind == "view"

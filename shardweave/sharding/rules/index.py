@@ -1,21 +1,18 @@
-"""Rules of indexing: lookups in a dimension that lies in parts, embeddings, gathers and scatters.
+"""Rules of indexing by tensors: `index`, `index_put`, embeddings, `gather` and `scatter`.
 
-Indexing by tensors: a dimension that is looked up is a loop of its own, which the result does not have.
+Index and index_put
+    An indexed dimension is a contracted factor: the result does not have it. A rank that holds a part of the dimension
+    looks up its entries and gives zeros for the others. The sum over the ranks is the lookup. In writes, a rank writes
+    the entries of its part. The loops of the index tensors are loops of the result. An index that counts a whole
+    dimension (``x[arange(batch), last]``) makes this dimension and that of the result the same loop.
 
-A rank that holds a part of it looks up what it holds and gives zeros for the rest; the sum over the ranks is the
-lookup. In writes, a rank writes what falls into its part. The loops of the index tensors are those of the result. An
-index that counts a whole dimension (``x[arange(batch), last]``) makes the dimension and the result's the same loop.
+Embeddings
+    A table lookup is a product with a one-hot matrix, so the vocabulary is a contracted factor (Megatron's
+    vocabulary-parallel embedding).
 
-Positions that are values of the graph: from the number of an element to its place on the rank that holds it.
-
-Embeddings: a table lookup is a product with a one-hot matrix, so its vocabulary is a contracted factor.
-
-A shard of the vocabulary looks up the tokens that it holds and gives zeros for the others (Megatron's
-vocabulary-parallel embedding); the sum over the shards is the lookup.
-
-`gather` and `scatter`: one index for each element along a dimension, all other dimensions side by side.
-
-The dimension itself is looked up as in `index`: what this rank does not hold is zero, or not written.
+Gather and scatter
+    These have one index for each element along a dimension; all other dimensions are free. The dimension itself is
+    looked up as in `index`.
 """
 
 from __future__ import annotations
@@ -46,27 +43,30 @@ from shardweave.sharding.rules.registry import (
 )
 
 aten = torch.ops.aten
+ours = torch.ops.shardweave
+MAX_EVALUATED_ELEMENTS = 1 << 20
+"""The largest constant index that is evaluated to see whether it counts a dimension."""
 
 
 @dataclass(frozen=True)
 class Indexing:
-    """How an op indexes: the shape that the index tensors have together, and where it stands in the result.
+    """The indexing of a call: the broadcast shape of the index tensors, and its position in the result.
 
     Parameters
     ----------
     size : tuple of int
         The shape of the indexed value.
     indices : tuple of nodes
-        For each dimension of it, its index, or None.
-    spread : tuple of int
-        The common shape of the index tensors.
+        The index of each dimension, or None.
+    index_shape : tuple of int
+        The broadcast shape of the index tensors.
     at : int
-        The first dimension of the result that is one of `spread`.
+        The first dimension of the result that is one of `index_shape`.
     """
 
     size: tuple[int, ...]
     indices: tuple[fx.Node | None, ...]
-    spread: tuple[int, ...]
+    index_shape: tuple[int, ...]
     at: int
 
     @classmethod
@@ -86,16 +86,16 @@ class Indexing:
 
     @property
     def after(self) -> int:
-        """How many dimensions of the result follow those of the index tensors."""
+        """The number of result dimensions after those of the index tensors."""
         return sum(index is None for index in self.indices) - self.at
 
     def counted(self) -> dict[int, int]:
-        """The dimensions that a constant index counts from end to end, each with its dimension of `spread`."""
+        """The dimensions that a constant index counts from 0 to their end, each with its dimension of `index_shape`."""
         found: dict[int, int] = {}
         for dim, index in enumerate(self.indices):
-            along = counts(index, self.size[dim]) if index is not None else None
+            along = counted_dim(index, self.size[dim]) if index is not None else None
             if index is not None and along is not None:
-                along += len(self.spread) - len(shape(index))
+                along += len(self.index_shape) - len(shape(index))
                 if along not in found.values():
                     found[dim] = along
         return found
@@ -106,13 +106,13 @@ def bind_index(node: fx.Node) -> BoundRule:
     how, put = Indexing.of(node), node.target is aten.index_put.default
     counted = how.counted()
     factors = Factors()
-    # Which of two writes to one place wins is not said, so only sums of them can be made in parts.
+    # The order of two writes to one position is undefined, so only sums of writes can be computed in parts.
     overwrites = put and not argument(node, "accumulate")
     # Flags cannot be summed over ranks.
     looked_up_flags = not put and argument(node, "self").meta["val"].dtype == torch.bool
     spread = [
         factors.new(size, blocked=overwrites and dim not in counted.values(), name=f"n{dim}")
-        for dim, size in enumerate(how.spread)
+        for dim, size in enumerate(how.index_shape)
     ]
     whole = [
         spread[counted[dim]]
@@ -135,8 +135,8 @@ def bind_index(node: fx.Node) -> BoundRule:
     return factors.rule(inputs, [whole if put else result])
 
 
-def _places(emit: Emitter, how: Indexing) -> tuple[list[fx.Node | None], fx.Node | None, int]:
-    """The local indices, where one of them lies outside of this rank's part, and the first dimension that has such."""
+def _local_indices(emit: Emitter, how: Indexing) -> tuple[list[fx.Node | None], fx.Node | None, int]:
+    """The local indices, a mask of those outside of this rank's part, and the first dimension that has such."""
     indices: list[fx.Node | None] = [*emit.args[1], *[None] * (len(how.size) - len(emit.args[1]))]
     missed: fx.Node | None = None
     first = -1
@@ -164,9 +164,9 @@ def _trailing(emit: Emitter, mask: fx.Node, count: int) -> fx.Node:
 
 
 def lower_index(emit: Emitter) -> fx.Node:
-    """Look up what this rank holds, zeros elsewhere."""
+    """Look up the entries of this rank, zeros elsewhere."""
     how = Indexing.of(emit.node)
-    indices, missed, _ = _places(emit, how)
+    indices, missed, _ = _local_indices(emit, how)
     found = emit.call(aten.index.Tensor, emit.args[0], indices)
     if missed is None:
         return found
@@ -174,10 +174,10 @@ def lower_index(emit: Emitter) -> fx.Node:
 
 
 def lower_index_put(emit: Emitter) -> fx.Node:
-    """Write what falls into this rank's part; the rest is added as zeros, or written to a row that is cut off."""
+    """Write the entries of this rank's part; others are added as zeros, or written to a row that is cut off."""
     how = Indexing.of(emit.node)
     value, _, source, *accumulate = emit.args
-    indices, missed, first = _places(emit, how)
+    indices, missed, first = _local_indices(emit, how)
     if missed is None:
         return emit.call(aten.index_put.default, value, indices, source, *accumulate)
     if accumulate and accumulate[0]:
@@ -185,12 +185,12 @@ def lower_index_put(emit: Emitter) -> fx.Node:
         return emit.call(aten.index_put.default, value, indices, source, True)
     local = emit.input_layouts[0].local_shape
     indices[first] = emit.call(aten.where.ScalarSelf, missed, local[first], indices[first])
-    written = emit.call(aten.index_put.default, spare(emit, value, first), indices, source)
+    written = emit.call(aten.index_put.default, with_spare_row(emit, value, first), indices, source)
     return emit.call(aten.slice.Tensor, written, first, 0, local[first])
 
 
-def spare(emit: Emitter, value: fx.Node, dim: int) -> fx.Node:
-    """`value` with one more row along `dim`, for what other ranks hold."""
+def with_spare_row(emit: Emitter, value: fx.Node, dim: int) -> fx.Node:
+    """`value` with one more row along `dim`, for entries of other ranks."""
     rank = value.meta["val"].dim()
     return emit.call(aten.constant_pad_nd.default, value, [0, 0] * (rank - 1 - dim) + [0, 1])
 
@@ -210,32 +210,32 @@ def _along(dim: int, index: Tensor, rank: int) -> list[Tensor | None]:
 
 @register_decomposition(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
 def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
-    """Rows filled by number."""
+    """Fill rows by `index_put`."""
     filled = value.to(x.dtype) if isinstance(value, Tensor) else aten.full.default([], value, dtype=x.dtype)
     return aten.index_put.default(x, _along(dim, index, x.dim()), filled)
 
 
 @register_decomposition(aten.take.default)
 def take(x: Tensor, index: Tensor) -> Any:
-    """Elements by their number in the whole value."""
+    """Index the flattened value."""
     return aten.index.Tensor(x.reshape(-1), [index])
 
 
-def added(op: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-    """What `op` adds to zeros, added to `x`: parts of a split index would each add the whole of `x`."""
+def added_to_zeros(op: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+    """`x` plus the result of `op` on zeros: parts of a split index would each add all of `x`."""
     zeros = aten.full.default(list(x.shape), 0, dtype=x.dtype, device=x.device)
     return x + op(zeros, *args)
 
 
 @register_conditional(aten.index_put.default)
 def accumulated(node: fx.Node) -> Callable[..., Tensor] | None:
-    """The form of an `index_put` that accumulates on what is not zero."""
+    """Decompose an `index_put` that accumulates on a value that is not zero."""
     if not argument(node, "accumulate") or is_zero(argument(node, "self")):
         return None
-    return partial(added, aten.index_put.default)
+    return partial(added_to_zeros, aten.index_put.default)
 
 
-_LOOKING = [
+VIEWS = [
     aten.expand.default,
     aten.clone.default,
     aten.alias.default,
@@ -247,31 +247,27 @@ _LOOKING = [
 
 
 def is_zero(node: fx.Node) -> bool:
-    """Whether a node is zeros just made."""
-    while node.target in _LOOKING:
+    """Whether a node is a constant of zeros, or a view of one."""
+    while node.target in VIEWS:
         node = node.args[0]  # type: ignore[assignment]
     made_zero = node.target is aten.full.default and isinstance(node.args[1], (int, float)) and node.args[1] == 0
     return made_zero or node.target is aten.zeros.default
 
 
-own = torch.ops.shardweave
-MOST_EVALUATED = 1 << 20
-
-
 def checked(emit: Emitter, index: fx.Node, start: Any, low: int, high: int) -> fx.Node:
-    """`index` counted from `start`; an error on a rank that sees one less than `low` or not less than `high`."""
+    """`index` minus `start`; a rank raises an error for an index below `low` or not below `high`."""
     known = emit.node.meta.get(META)
     what = f"{emit.node.target} of {known.op}" if known is not None else str(emit.node.target)
-    return emit.call(own.checked_index.default, index, start, low, high, what)
+    return emit.call(ours.checked_index.default, index, start, low, high, what)
 
 
 def local_index(
     emit: Emitter, index: fx.Node, digits: Sequence[Digit], is_checked: bool = False
 ) -> tuple[fx.Node, fx.Node] | None:
-    """`index` into a dimension, counted in this rank's part of it, and a mask of where it lies outside of that part.
+    """The local index into this rank's part of a dimension, and a mask of indices outside of that part.
 
-    The place of what lies outside is some place inside. None if the dimension with these `digits` is whole. An index
-    outside of the whole dimension is an error, as in torch, unless it `is_checked` elsewhere.
+    The local index of an outside one is some index inside. None if the dimension with these `digits` is not sharded. An
+    index outside of the whole dimension is an error, as in torch, unless it `is_checked` elsewhere.
     """
     axes = [digit for digit in digits if isinstance(digit, Axis)]
     if not axes:
@@ -305,17 +301,10 @@ def local_index(
     return emit.call(aten.mul.Scalar, index, 0) if place is None else place, missed
 
 
-def constant(node: fx.Node, most: int = MOST_EVALUATED) -> torch.Tensor | None:
-    """The integers that a node of the graph always holds; None where it depends on an input, or is large or random."""
-    done: dict[fx.Node, Any] = {}
-
-    def evaluate(value: fx.Node) -> Any:
-        if value not in done:
-            done[value] = _evaluate_one(value, evaluate, most)
-        return done[value]
-
+def constant(node: fx.Node) -> torch.Tensor | None:
+    """The integers that a node always computes; None if it depends on an input, or is large or random."""
     try:
-        result = evaluate(node)
+        result = _evaluate(node, {})
     except _Unknown:
         return None
     return result if isinstance(result, torch.Tensor) and not result.is_floating_point() else None
@@ -325,9 +314,11 @@ class _Unknown(Exception):
     """A value is not a small constant of the graph."""
 
 
-def _evaluate_one(node: fx.Node, evaluate: Any, most: int) -> Any:
+def _evaluate(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    if node in known:
+        return known[node]
     value, target = node.meta.get("val"), node.target
-    if not isinstance(value, torch.Tensor) or value.numel() > most:
+    if not isinstance(value, torch.Tensor) or value.numel() > MAX_EVALUATED_ELEMENTS:
         raise _Unknown
     if node.op == "get_attr":
         held = getattr(node.graph.owning_module, str(target), None)
@@ -338,13 +329,14 @@ def _evaluate_one(node: fx.Node, evaluate: Any, most: int) -> Any:
         raise _Unknown
     if torch.Tag.nondeterministic_seeded in target.tags:
         raise _Unknown
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), evaluate)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda leaf: _evaluate(leaf, known))
     kwargs = {name: item for name, item in kwargs.items() if name not in ("device", "pin_memory")}
-    return target(*args, **kwargs)
+    known[node] = target(*args, **kwargs)
+    return known[node]
 
 
-def counts(node: fx.Node, size: int) -> int | None:
-    """The dimension along which a constant index is ``0, 1, ..., size - 1``, all others being 1; None if it is not."""
+def counted_dim(node: fx.Node, size: int) -> int | None:
+    """The dimension along which a constant index is ``0, 1, ..., size - 1``; None if it is not, or has others."""
     shape = [int(length) for length in node.meta["val"].shape]
     long = [dim for dim, length in enumerate(shape) if length > 1]
     if len(long) != 1 or shape[long[0]] != size:
@@ -356,7 +348,7 @@ def counts(node: fx.Node, size: int) -> int | None:
 
 
 def lower_embedding(emit: Emitter) -> fx.Node:
-    """Look up what this rank's part of the vocabulary holds, zeros elsewhere."""
+    """Look up the tokens of this rank's part of the vocabulary, zeros elsewhere."""
     weight, index, *rest = emit.args
     found = local_index(emit, index, emit.input_layouts[0].dims[0])
     if found is None:
@@ -367,7 +359,7 @@ def lower_embedding(emit: Emitter) -> fx.Node:
 
 
 def lower_embedding_backward(emit: Emitter) -> fx.Node:
-    """Scatter the gradient's rows whose tokens this rank holds."""
+    """Sum up the rows of the gradient whose tokens this rank holds."""
     grad, index, _, padding, scale = emit.args
     local = emit.output_layouts[0].local_shape[0]
     found = local_index(emit, index, emit.output_layouts[0].dims[0], is_checked=True)  # by the lookup
@@ -375,7 +367,7 @@ def lower_embedding_backward(emit: Emitter) -> fx.Node:
         return emit.call(aten.embedding_dense_backward.default, grad, index, local, padding, scale)
     outside = emit.call(aten.unsqueeze.default, found[1], -1)
     rows = emit.call(aten.masked_fill.Scalar, grad, outside, 0)
-    if padding >= 0:  # the padding token is named by its global number: take its rows out before the shift
+    if padding >= 0:  # the padding token is a global number: zero its rows before the shift
         is_padding = emit.call(aten.unsqueeze.default, emit.call(aten.eq.Scalar, index, padding), -1)
         rows = emit.call(aten.masked_fill.Scalar, rows, is_padding, 0)
     return emit.call(aten.embedding_dense_backward.default, rows, found[0], local, -1, scale)
@@ -388,7 +380,7 @@ _EMBEDDING_BACKWARD = RULES[aten.embedding_dense_backward.default]
 
 
 def bind_embedding_backward(node: fx.Node) -> BoundRule:
-    """As the pattern says; with ``scale_grad_by_freq``, which counts the tokens of the whole batch, only by width."""
+    """The pattern; with ``scale_grad_by_freq``, which counts tokens of the whole batch, only the width is free."""
     bound = _EMBEDDING_BACKWARD.bind(node)
     if not argument(node, "scale_grad_by_freq"):
         return bound
@@ -396,7 +388,7 @@ def bind_embedding_backward(node: fx.Node) -> BoundRule:
 
 
 def scaled_by_frequency(grad: Tensor, index: Tensor, rows: int, padding: int, scale: bool) -> Tensor:
-    """The gradient of a table, each token's part divided by how often it is looked up, in ops that can be split."""
+    """The gradient of a table, each row divided by its number of lookups, in ops that can be split."""
     if not scale:
         plain: Tensor = aten.embedding_dense_backward.default(grad, index, rows, padding, False)
         return plain
@@ -425,8 +417,8 @@ SCATTERS = [
 def bind_pick(node: fx.Node) -> BoundRule:
     """``i v, i n -> i n`` (gather) and ``i v, i n, i n -> i v`` (scatter).
 
-    Where the index is shorter than the value along ``i``, that dimension is blocked. Along ``n``, what is written to
-    one place is in an order, so only a `scatter_add` can be made in parts: to zeros, to be summed.
+    If the index is shorter than the value along ``i``, that dimension is blocked. Writes to one position along ``n``
+    are ordered, so only a `scatter_add` can be computed in parts.
     """
     sizes = [shape(arg) for arg in tensor_args(node)]
     rank = len(sizes[0])
@@ -454,7 +446,7 @@ def bind_pick(node: fx.Node) -> BoundRule:
     return factors.rule(inputs, [inputs[1 if gather else 0]])
 
 
-def _found(emit: Emitter) -> tuple[int, fx.Node, tuple[fx.Node, fx.Node] | None]:
+def _local_index_of(emit: Emitter) -> tuple[int, fx.Node, tuple[fx.Node, fx.Node] | None]:
     value, dim, index = emit.args[:3]
     dim %= max(value.meta["val"].dim(), 1)
     digits = emit.input_layouts[0].dims
@@ -462,8 +454,8 @@ def _found(emit: Emitter) -> tuple[int, fx.Node, tuple[fx.Node, fx.Node] | None]
 
 
 def lower_gather(emit: Emitter) -> fx.Node:
-    """Pick what this rank holds, zeros elsewhere."""
-    dim, index, found = _found(emit)
+    """Gather the entries of this rank, zeros elsewhere."""
+    dim, index, found = _local_index_of(emit)
     if found is None:
         return emit.call(aten.gather.default, emit.args[0], dim, index)
     picked = emit.call(aten.gather.default, emit.args[0], dim, found[0])
@@ -471,9 +463,9 @@ def lower_gather(emit: Emitter) -> fx.Node:
 
 
 def lower_scatter(emit: Emitter) -> fx.Node:
-    """Write what falls into this rank's part."""
+    """Write the entries of this rank's part."""
     target, (value, _, _, *rest) = emit.node.target, emit.args
-    dim, index, found = _found(emit)
+    dim, index, found = _local_index_of(emit)
     if found is None:
         return emit.call(target, value, dim, index, *rest, **emit.kwargs)
     place, outside = found
@@ -481,7 +473,9 @@ def lower_scatter(emit: Emitter) -> fx.Node:
     if target is aten.scatter_add.default and matching:
         source = emit.call(aten.masked_fill.Scalar, rest[0], outside, 0)
         return emit.call(target, value, dim, place, source)
-    single = index.meta["val"].shape[dim] == 1  # then nothing else can be written where an outer one reads
+    single = (
+        index.meta["val"].shape[dim] == 1
+    )  # then no other write can go to a position that is read for an outside index
     if single and (target is aten.scatter.value or target is aten.scatter.src and matching):
         kept = emit.call(aten.gather.default, value, dim, place)
         if target is aten.scatter.value:
@@ -492,7 +486,7 @@ def lower_scatter(emit: Emitter) -> fx.Node:
         return emit.call(aten.scatter.src, value, dim, place, source)
     local = value.meta["val"].shape[dim]
     place = emit.call(aten.masked_fill.Scalar, place, outside, local)
-    written = emit.call(target, spare(emit, value, dim), dim, place, *rest, **emit.kwargs)
+    written = emit.call(target, with_spare_row(emit, value, dim), dim, place, *rest, **emit.kwargs)
     return emit.call(aten.slice.Tensor, written, dim, 0, local)
 
 
@@ -506,13 +500,13 @@ for _target in SCATTERS:
 
 @register_conditional(aten.scatter_add.default)
 def scatter_added(node: fx.Node) -> Callable[..., Any] | None:
-    """The form of a `scatter_add` to what is not zero."""
-    return None if is_zero(argument(node, "self")) else partial(added, aten.scatter_add.default)
+    """Decompose a `scatter_add` to a value that is not zero."""
+    return None if is_zero(argument(node, "self")) else partial(added_to_zeros, aten.scatter_add.default)
 
 
 @register_conditional(aten.scatter_reduce.two)
 def scatter_summed(node: fx.Node) -> Callable[..., Any] | None:
-    """A `scatter_reduce` that sums is a `scatter_add`."""
+    """Decompose a `scatter_reduce` that sums into `scatter_add`."""
     if argument(node, "reduce") != "sum" or not argument(node, "include_self"):
         return None
 

@@ -4,14 +4,14 @@ Matrix products
     Three loops; one of them is contracted.
 
 Linear ops
-    A linear op of a partial sum gives a partial sum. A sum over micro-batches is complete only after the last one, so
-    it passes through linear ops up to the gradient or the loss that is added up.
+    A linear op of a partial sum is a partial sum. A sum over micro-batches is complete only after the last one. It
+    passes through linear ops up to the gradient or the loss that is accumulated.
 
 Mixtures of experts
-    The expert is a factor that is contracted, like the vocabulary of an embedding. A rank that holds some experts
-    computes the rows that go to them and gives zeros for the others, an ``"own"`` partial result. The next product with
-    experts of the same rank reads those rows: nothing is communicated between the two. Over an axis that shards the
-    tokens, this is expert parallelism.
+    The expert is a contracted factor, like the vocabulary of an embedding. A rank that holds some experts computes the
+    rows of these experts. The other rows are zero, an ``"own"`` partial result. The next product with experts of the
+    same rank reads only its own rows, so nothing is communicated between the two. Over an axis that shards the tokens,
+    this is expert parallelism.
 
 Fused attention
     Batch and heads are free. Query heads are ``(h r)``: `h` key-value heads, each with the `r` queries that share it
@@ -89,8 +89,8 @@ LINEAR_IN_FIRST = {
     aten._to_copy.default, aten.slice_backward.default, aten.select_backward.default, aten.div.Scalar,
     aten.detach.default, aten.alias.default, aten.div.Tensor,
 }  # fmt: skip
-"""Linear in their first argument."""
-GRADIENTS = {
+"""Ops that are linear in their first argument."""
+LINEAR_GRADIENTS = {
     aten.embedding_dense_backward.default, aten.native_layer_norm_backward.default,
     aten._fused_rms_norm_backward.default, aten.threshold_backward.default, aten.gelu_backward.default,
     aten.silu_backward.default, aten.tanh_backward.default, aten.sigmoid_backward.default,
@@ -98,15 +98,15 @@ GRADIENTS = {
     aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.tril.default, aten.triu.default,
     aten.flip.default, aten.roll.default,
 }  # fmt: skip
-"""Linear in their first argument, too: gradients of ops, and what picks or moves entries."""
+"""Gradients, and ops that pick or move entries, are linear in their first argument, too."""
 LINEAR_IN_EACH = {aten.mul.Tensor, aten.mm.default, aten.bmm.default}
-"""Linear in each of their two arguments while the other one stays."""
-TOGETHER = {aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default}
-"""Linear in all their tensors at once."""
+"""Ops that are linear in each of their two arguments while the other one is fixed."""
+LINEAR_TOGETHER = {aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default}
+"""Ops that are linear in all their tensors together."""
 
 
 def linear_in(node: fx.Node) -> tuple[tuple[int, ...], ...]:
-    """The sets of tensor arguments in which an op is linear, those of a set together.
+    """The sets of tensor arguments in which an op is linear; it is linear in all arguments of a set together.
 
     >>> graph = fx.Graph()
     >>> x, y = graph.placeholder("x"), graph.placeholder("y")
@@ -121,13 +121,13 @@ def linear_in(node: fx.Node) -> tuple[tuple[int, ...], ...]:
     count = len(tensor_args(node))
     if node.target is aten._to_copy.default and not _is_floating(node.kwargs.get("dtype")):
         return ()
-    if node.target in LINEAR_IN_FIRST or node.target in GRADIENTS:
+    if node.target in LINEAR_IN_FIRST or node.target in LINEAR_GRADIENTS:
         return ((0,),)
     if node.target in LINEAR_IN_EACH:
         return tuple((index,) for index in range(count))
-    if node.target in TOGETHER:
-        whole = count == 2 if node.target in (aten.add.Tensor, aten.sub.Tensor) else True
-        return (tuple(range(count)),) if whole else ()
+    if node.target in LINEAR_TOGETHER:
+        adds_number = count < 2 and node.target in (aten.add.Tensor, aten.sub.Tensor)
+        return () if adds_number else (tuple(range(count)),)
     return ()
 
 
@@ -135,8 +135,8 @@ def _is_floating(dtype: object) -> bool:
     return dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
 
 
-def _lower(emit: Emitter, experts: int, *rest: Any) -> fx.Node:
-    """Count experts from the first one of this rank: those of other ranks then lie outside."""
+def _lower_experts(emit: Emitter, experts: int, *rest: Any) -> fx.Node:
+    """Number experts from the first one of this rank, so that those of other ranks are out of range."""
     axes = [axis for axis, name in emit.assignment.items() if name.split(".")[0] == "e"]
     first, second, expert = emit.args[:3]
     if axes:
@@ -144,15 +144,15 @@ def _lower(emit: Emitter, experts: int, *rest: Any) -> fx.Node:
     return emit.call(emit.node.target, first, second, expert, *rest, axes_size(axes))
 
 
-def lower_mm(emit: Emitter) -> fx.Node:
-    """The rows of this rank's experts."""
-    return _lower(emit, emit.input_layouts[1].local_shape[0])
+def lower_expert_mm(emit: Emitter) -> fx.Node:
+    """Compute the rows of this rank's experts."""
+    return _lower_experts(emit, emit.input_layouts[1].local_shape[0])
 
 
-def lower_outer(emit: Emitter) -> fx.Node:
-    """The gradients of this rank's experts."""
+def lower_expert_outer(emit: Emitter) -> fx.Node:
+    """Compute the gradients of this rank's experts."""
     experts = emit.output_layouts[0].local_shape[0]
-    return _lower(emit, experts, experts)
+    return _lower_experts(emit, experts, experts)
 
 
 rule(
@@ -160,9 +160,9 @@ rule(
     "s k, e k n, s -> s n",
     reduce={"e": "own"},
     owned={"e": (0,)},
-    lower=lower_mm,
+    lower=lower_expert_mm,
 )
-rule(torch.ops.shardweave.expert_outer.default, "s k, s n, s -> e k n", owned={"e": (0, 1)}, lower=lower_outer)
+rule(torch.ops.shardweave.expert_outer.default, "s k, s n, s -> e k n", owned={"e": (0, 1)}, lower=lower_expert_outer)
 
 
 ATTENTION_FORWARD = [
@@ -194,9 +194,9 @@ ATTENTION_LENGTHS = {"max_q": "query", "max_k": "key"}
 
 
 def bind_attention(node: fx.Node) -> BoundRule:
-    """The pattern of each value by its role in the schema; seeds and the like are states of one rank."""
+    """Bind each value by its role in the schema. Seeds and other random states belong to one rank."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    # The efficient kernel pads the rows of its logsumexp to 32, so that a part's are no slice of the whole one's.
+    # The efficient kernel pads the rows of its logsumexp to 32: the rows of a part are no slice of all rows.
     padded = "efficient" in str(node.target)
     rows = "[s]" if padded or argument(node, "is_causal") else "s"
 
@@ -220,14 +220,14 @@ def bind_attention(node: fx.Node) -> BoundRule:
 
 
 def _by_role(node: fx.Node) -> list[tuple[str, Any]]:
-    """The arguments with what they are to attention: the names of schemas differ a little."""
+    """The arguments with their roles in attention: schemas name them differently."""
     assert isinstance(node.target, torch._ops.OpOverload)
     names = [declared.name for declared in node.target._schema.arguments]
     return [(ATTENTION_ROLES.get(name, name), value) for name, value in zip(names, ordered_args(node))]
 
 
 def lower_attention(emit: Emitter) -> fx.Node:
-    """The op on local tensors; the backward is told how long the local sequences are."""
+    """The op on local tensors; the backward gets the lengths of the local sequences."""
     assert isinstance(emit.node.target, torch._ops.OpOverload)
     names = [declared.name for declared in emit.node.target._schema.arguments]
     lengths = {name: shape(emit.args[names.index(role)])[2] for name, role in ATTENTION_LENGTHS.items()}
@@ -235,9 +235,9 @@ def lower_attention(emit: Emitter) -> fx.Node:
 
 
 def forward_of(node: fx.Node) -> fx.Node | None:
-    """The forward that a backward with dropout belongs to: the mask is drawn again from the seed that it kept.
+    """The forward of a backward with dropout, which draws the same mask again from the seed of the forward.
 
-    Two assignments would draw two masks.
+    With different assignments the two would draw different masks.
     """
     if argument(node, "dropout_p") == 0:
         return None

@@ -1,12 +1,13 @@
 """Rules of layer, group and batch normalization.
 
-Normalisations over a sample's own values: the normalised dimensions stay whole.
+Layer and group norm
+    The dimensions that are normalised are blocked; all others are free.
 
-Batch norm: a channel's statistics are those of the whole batch.
-
-In training the batch and the places are blocked: the op stays as it is where its input arrives whole or split by
-channel, and where the batch arrives split it is rewritten in sums over the global batch (synchronised batch norm).
-In evaluation nothing is reduced, and it is written in pointwise ops, of which every factor is free.
+Batch norm
+    The statistics of a channel are those of the whole batch. In training, the batch and the spatial dimensions are
+    blocked. The op stays as it is if its input arrives whole or split by channel. If the batch arrives split, the op is
+    decomposed into sums over the global batch (synchronised batch norm). In evaluation nothing is reduced, and the op
+    is decomposed into pointwise ops.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ family([aten._fused_rms_norm_backward.default], bind_layer_norm, "... [d], ... [
 
 
 def lower_group_norm(emit: Emitter) -> fx.Node:
-    """The batch, the channels and the groups that this rank has, of row-major values.
+    """The op with this rank's batch, channels and groups, on row-major values.
 
-    The op refuses others, and its backward's CPU kernel is silently wrong where the gradient lies otherwise.
+    The op refuses other values, and the CPU kernel of its backward is silently wrong for a gradient in another order.
     """
     backward = emit.node.target is aten.native_group_norm_backward.default
     groups = (emit.input_layouts[2] if backward else emit.output_layouts[1]).local_shape[1]
@@ -80,10 +81,10 @@ rule(
 
 @register_conditional(aten.native_group_norm_backward.default)
 def group_norm_gradient(node: fx.Node) -> Callable[..., Any] | None:
-    """The form of a group norm's backward whose values are captured in another order than row-major.
+    """Make the values of a group norm's backward row-major, if they were captured in another order.
 
-    Autograd gives the kernel two values that lie alike, but a gradient that another form computes (a convolution's)
-    may lie otherwise than the captured one did, and the CPU kernel would be silently wrong.
+    Autograd gives the kernel two values in the same order. A gradient that a decomposition computes (of a convolution)
+    may have another order than the captured one, and the CPU kernel would be silently wrong.
     """
     if all(argument(node, name).meta["val"].is_contiguous() for name in ("grad_out", "input")):
         return None
@@ -96,12 +97,12 @@ def group_norm_gradient(node: fx.Node) -> Callable[..., Any] | None:
 
 
 def _wide(value: Tensor) -> Tensor:
-    """`value` in the dtype that statistics are computed in: float32 at least."""
+    """`value` in the dtype of statistics: at least float32."""
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _like_statistics(vector: Tensor | None, statistics: Tensor) -> Tensor | None:
-    """A weight or bias in the dtype of the statistics where that is wider: kernels do not take them mixed.
+    """A weight or bias in the dtype of the statistics if that is wider: kernels refuse mixed dtypes.
 
     Under mixed precision the parameters are cast, and the running statistics stay in float32.
     """
@@ -111,7 +112,7 @@ def _like_statistics(vector: Tensor | None, statistics: Tensor) -> Tensor | None
 
 
 def _along(vector: Tensor, like: Tensor) -> Tensor:
-    """A number a channel, to be broadcast over `like`."""
+    """One number for each channel, in a shape that broadcasts to `like`."""
     return vector.view(1, -1, *[1] * (like.dim() - 2))
 
 
@@ -121,7 +122,7 @@ def _sum(value: Tensor) -> Tensor:
 
 
 def _count(value: Tensor) -> int:
-    """How many values of the global batch a channel has."""
+    """The values of a channel in the global batch."""
     return value.numel() // value.shape[1]
 
 
@@ -133,7 +134,7 @@ def _scaled(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias
 
 
 def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, variance and reciprocal deviation over the global batch; the mean first, as its square may be large."""
+    """Mean, variance and reciprocal deviation over the global batch, in two passes: the mean may be large."""
     wide = _wide(x)
     mean = aten.div.Scalar(_sum(wide), _count(x))
     centred = wide - _along(mean, x)
@@ -142,20 +143,20 @@ def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _saved(x: Tensor, channel: Tensor | None, value: Tensor) -> Tensor:
-    """A statistic in the dtype that the op saves it in: on a CPU the input's, unless its vectors are wider."""
+    """A statistic in the dtype in which the op saves it: on a CPU that of the input, unless its vectors are wider."""
     narrow = x.device.type == "cpu" and (channel is None or channel.dtype == x.dtype)
     return value.to(x.dtype) if narrow else value
 
 
-def _nothing(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The statistics that evaluation saves."""
+def _empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty tensor: evaluation saves no statistics."""
     return torch.zeros(0, dtype=dtype or like.dtype, device=like.device)
 
 
 # -- the forward
 
 
-def train(
+def batch_norm_in_training(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -165,7 +166,7 @@ def train(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """Batch norm in training, in sums that can be split along the batch."""
+    """Batch norm in training, by sums that can be split along the batch."""
     mean, variance, invstd = _statistics(x, eps)
     unbiased = variance * (_count(x) / (_count(x) - 1) if _count(x) > 1 else math.nan)
     return (
@@ -177,16 +178,16 @@ def train(
     )
 
 
-def train_untracked(
+def batch_norm_untracked(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
 ) -> tuple[Tensor, ...]:
-    """As `train`, of a layer that keeps no running statistics (instance norm is one)."""
+    """Batch norm in training without running statistics, as in instance norm."""
     mean, _, invstd = _statistics(x, eps)
     return _scaled(x, mean, invstd, weight, bias), _saved(x, weight, mean), _saved(x, weight, invstd)
 
 
 @register_decomposition(aten._native_batch_norm_legit_no_training.default)
-def evaluate(
+def batch_norm_in_evaluation(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -197,11 +198,11 @@ def evaluate(
 ) -> tuple[Tensor, ...]:
     """Batch norm by its running statistics."""
     invstd = aten.rsqrt.default(_wide(running_var) + eps)
-    return _scaled(x, _wide(running_mean), invstd, weight, bias), _nothing(x), _nothing(x)
+    return _scaled(x, _wide(running_mean), invstd, weight, bias), _empty(x), _empty(x)
 
 
 @register_decomposition(aten._native_batch_norm_legit_functional.default)
-def functional(
+def batch_norm(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -211,19 +212,19 @@ def functional(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """The op itself in training; pointwise ops in evaluation, which leaves the running statistics as they are."""
+    """The op itself in training; pointwise ops in evaluation, where the running statistics do not change."""
     if training:
         op = aten._native_batch_norm_legit_functional.default
         weight, bias = _like_statistics(weight, running_mean), _like_statistics(bias, running_mean)
         result, mean, invstd, *updated = op(x, weight, bias, running_mean, running_var, True, momentum, eps)
-        # On a CPU their dtype depends on that of the vectors, and fake tensors have another one than real ones.
+        # On a CPU the dtype of the statistics depends on the vectors, and fake tensors have another one than real ones.
         return result, _wide(mean), _wide(invstd), *updated
-    results = evaluate(x, weight, bias, running_mean, running_var, momentum, eps)
+    results = batch_norm_in_evaluation(x, weight, bias, running_mean, running_var, momentum, eps)
     return (*results, aten.clone.default(running_mean), aten.clone.default(running_var))
 
 
 @register_decomposition(aten._batch_norm_with_update_functional.default)
-def with_update(
+def batch_norm_with_update(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -232,15 +233,15 @@ def with_update(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """The same op under its other name, whose backward is given a reserve (cuDNN's), here an empty one."""
-    *results, mean, variance = functional(x, weight, bias, running_mean, running_var, True, momentum, eps)
-    return (*results, _nothing(x, torch.uint8), mean, variance)
+    """As `_native_batch_norm_legit_functional`, with an empty reserve (cuDNN's) for the backward."""
+    *results, mean, variance = batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps)
+    return (*results, _empty(x, torch.uint8), mean, variance)
 
 
 # -- the backward
 
 
-def backward_train(
+def batch_norm_backward_in_training(
     grad: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -252,22 +253,8 @@ def backward_train(
     eps: float,
     mask: list[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of batch norm in training, in sums that can be split along the batch."""
+    """The gradients of batch norm in training, by sums that can be split along the batch."""
     return _gradients(grad, x, weight, _wide(mean), _wide(invstd), mask, training=True)
-
-
-def backward_evaluated(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    eps: float,
-    mask: list[bool],
-) -> tuple[Tensor | None, ...]:
-    """The gradients of `evaluate`: the statistics are constants."""
-    invstd = aten.rsqrt.default(_wide(running_var) + eps)
-    return _gradients(grad, x, weight, _wide(running_mean), invstd, mask, training=False)
 
 
 def _gradients(
@@ -291,7 +278,7 @@ def _gradients(
 
 
 @register_decomposition(aten.native_batch_norm_backward.default)
-def backward(
+def batch_norm_backward(
     grad: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -303,7 +290,7 @@ def backward(
     eps: float,
     mask: list[bool],
 ) -> tuple[Tensor | None, ...]:
-    """In training the op itself, without the running statistics, which it does not read; else `backward_evaluated`."""
+    """The op itself in training, without the running statistics, which it does not read; else pointwise ops."""
     if training:
         op = aten.native_batch_norm_backward.default
         wide = weight if mean is None else _like_statistics(weight, mean)
@@ -313,17 +300,18 @@ def backward(
         return results[0], *(None if value is None else value.to(weight.dtype) for value in results[1:])
     if running_mean is None or running_var is None:
         raise RuleError("a batch norm that evaluates has no running statistics: leave it in training mode")
-    return backward_evaluated(grad, x, weight, running_mean, running_var, eps, mask)
+    invstd = aten.rsqrt.default(_wide(running_var) + eps)
+    return _gradients(grad, x, weight, _wide(running_mean), invstd, mask, training=False)
 
 
 @register_decomposition(aten.batch_norm_backward.default)
-def backward_with_reserve(*args: Any) -> tuple[Tensor | None, ...]:
-    """The backward of `with_update`."""
-    return backward(*args[:-1])
+def batch_norm_backward_with_reserve(*args: Any) -> tuple[Tensor | None, ...]:
+    """As `native_batch_norm_backward`, without the reserve."""
+    return batch_norm_backward(*args[:-1])
 
 
-def lower_backward(emit: Emitter) -> fx.Node:
-    """Gradient and input that lie alike: for others, fake and real results lie differently."""
+def lower_batch_norm_backward(emit: Emitter) -> fx.Node:
+    """The op on a gradient and an input in the same memory order: otherwise real results differ from fake ones."""
     grad, x, *rest = emit.args
     if grad.meta["val"].stride() != x.meta["val"].stride():
         grad, x = row_major(emit, grad), row_major(emit, x)
@@ -331,11 +319,15 @@ def lower_backward(emit: Emitter) -> fx.Node:
 
 
 _X = "[n] c [...]"
-rule(aten._native_batch_norm_legit_functional.default, f"{_X}, c, c, c, c -> {_X}, c, c, c, c", decompose=train)
-rule(aten._native_batch_norm_legit.no_stats, f"{_X}, c, c -> {_X}, c, c", decompose=train_untracked)
+rule(
+    aten._native_batch_norm_legit_functional.default,
+    f"{_X}, c, c, c, c -> {_X}, c, c, c, c",
+    decompose=batch_norm_in_training,
+)
+rule(aten._native_batch_norm_legit.no_stats, f"{_X}, c, c -> {_X}, c, c", decompose=batch_norm_untracked)
 rule(
     aten.native_batch_norm_backward.default,
     f"{_X}, {_X}, c, c, c, c, c -> {_X}, c, c",
-    decompose=backward_train,
-    lower=lower_backward,
+    decompose=batch_norm_backward_in_training,
+    lower=lower_batch_norm_backward,
 )

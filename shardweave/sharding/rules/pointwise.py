@@ -1,8 +1,8 @@
-"""Pointwise ops: every factor of the output is free, and broadcast dimensions have no factor.
+"""Rules of pointwise ops: every factor of the output is free, and broadcast dimensions have no factor.
 
-Some keep zeros: an ``"own"`` partial result, zero on all ranks but one, passes them as it is. A rank that does not
-hold an expert has zeros for its rows. The expert's activation, its gate and their gradients keep these zeros, so that
-the next product reads only the rows that its rank owns.
+Some ops keep zeros. An ``"own"`` partial result, each entry of which is zero on all ranks but one, passes them. A rank
+that does not hold an expert has zeros in the rows of this expert. The activation of an expert, its gate and their
+gradients keep these zeros, so that the next product reads only the rows that its rank owns.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ for _target in SUMS:
     RULES[_target] = POINTWISE_SUM
 
 
-# By op: the arguments one zero of which makes the result zero, and those that then do not matter.
-KEEPS: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {
+# For each op, `Rule.zeros` and `Rule.ignores`.
+ZEROS_KEPT: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {
     **dict.fromkeys(
         (
             aten.relu.default, aten.silu.default, aten.gelu.default, aten.tanh.default, aten.neg.default,
@@ -71,6 +71,6 @@ KEEPS: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 
 def keep_zeros() -> None:
-    """Note in the rules of `KEEPS` which arguments' zeros they keep. Called once all of these rules are registered."""
-    for target, (zeros, ignores) in KEEPS.items():
+    """Add the entries of `ZEROS_KEPT` to the rules, once all rules are registered."""
+    for target, (zeros, ignores) in ZEROS_KEPT.items():
         RULES[target] = replace(RULES.get(target, POINTWISE), zeros=zeros, ignores=ignores)

@@ -1,13 +1,13 @@
-"""Rules of random numbers and of ops that make a tensor from nothing.
+"""Rules of ops that create tensors: factories and random ops.
 
-Values made from no numbers: of a given shape, or in the likeness of others, of which they take shape and dtype.
+Factories
+    An op that creates a tensor like another one (`zeros_like`, `new_full`) is decomposed into `full`, which depends on
+    no input. So its result is a constant of the step, and a partial sum is not completed just to read its shape. Each
+    rank creates its own part of a constant.
 
-The latter are written as `full`, which depends on no input: they are constants of the step, and a partial sum need
-not be summed to ask it for its shape. Of a constant, each rank makes its own part.
-
-Ops that draw numbers: every dimension of what is drawn is free.
-
-The emitter runs each under a seed of its own (see `ops.seeded_random`): replicas agree, shards draw independently.
+Random ops
+    Every dimension of the result is free. The generated graph runs each op under a seed of its own (see
+    `ops.seeded_random`): replicas draw the same numbers, shards draw independently.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ aten = torch.ops.aten
 
 
 def bind_range(node: fx.Node) -> BoundRule:
-    """A range of integers is free; floating numbers are rounded from the start of the range on."""
+    """A range of integers is free. A floating-point range is blocked: its rounding depends on its start."""
     whole = not node.meta["val"].is_floating_point() and all(isinstance(bound, int) for bound in node.args)
     return bind_broadcast(node, blocked=() if whole else (0,))
 
 
 def lower_range(emit: Emitter) -> fx.Node:
-    """A range of this rank's length, moved to where it begins."""
+    """A range of this rank's length, shifted to its start."""
     (length,) = emit.output_layouts[0].local_shape
     start = 0 if emit.node.target is aten.arange.default else argument(emit.node, "start")
     step = argument(emit.node, "step") if emit.node.target is aten.arange.start_step else 1
@@ -54,7 +54,7 @@ def lower_range(emit: Emitter) -> fx.Node:
 def _full(
     x: Tensor, size: Sequence[int], value: float, dtype: torch.dtype | None = None, device: Any = None, **_: Any
 ) -> Any:
-    """A constant of the dtype and device of `x` unless others are given; memory formats are left out."""
+    """A constant with the dtype and device of `x` unless others are given; memory formats are ignored."""
     return aten.full.default(list(size), value, dtype=dtype or x.dtype, device=device or x.device)
 
 
@@ -102,7 +102,7 @@ def fill_tensor(x: Tensor, value: Tensor) -> Any:
 
 @register_decomposition(aten.copy.default)
 def copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
-    """`source` in the likeness of `x`."""
+    """`source` in the shape and dtype of `x`."""
     source = _cast(source, x.dtype)
     return source if source.shape == x.shape else aten.expand.default(source, list(x.shape))
 
@@ -112,14 +112,17 @@ def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 RANGES = [aten.arange.default, aten.arange.start, aten.arange.start_step]
-FILLED = [aten.full.default, aten.zeros.default, aten.ones.default]
+CONSTANT_FACTORIES = [aten.full.default, aten.zeros.default, aten.ones.default]
 family(
-    FILLED, bind_broadcast, "one factor a dimension of what is made; blocked: nothing", lower=with_local_shape("size")
+    CONSTANT_FACTORIES,
+    bind_broadcast,
+    "one factor a dimension of what is made; blocked: nothing",
+    lower=with_local_shape("size"),
 )
 family(RANGES, bind_range, "in order, each part from its own start; blocked: floating numbers", lower=lower_range)
 
 
-DRAWN = [
+RANDOM_OPS = [
     aten.native_dropout.default,
     aten.bernoulli.default,
     aten.bernoulli.p,
@@ -140,7 +143,7 @@ DRAWN = [
     aten.binomial.default,
     aten.rrelu_with_noise_functional.default,
 ]
-CREATED = [
+RANDOM_FACTORIES = [
     aten.rand.default,
     aten.randn.default,
     aten.randint.default,
@@ -150,7 +153,7 @@ CREATED = [
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether an op takes numbers from a random generator."""
+    """Whether an op draws from a random generator."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
@@ -159,8 +162,8 @@ def draws(node: fx.Node) -> bool:
 
 
 _DRAWN = "one factor a dimension of what is drawn; blocked: nothing"
-family(DRAWN, bind_broadcast, _DRAWN)
-family(CREATED, bind_broadcast, _DRAWN, lower=with_local_shape("size"))
+family(RANDOM_OPS, bind_broadcast, _DRAWN)
+family(RANDOM_FACTORIES, bind_broadcast, _DRAWN, lower=with_local_shape("size"))
 family([aten.randperm.default], along(), "a permutation of all numbers; blocked: all of it")
 rule(aten.multinomial.default, "... [v] -> ... [n]")
 RULES[aten.rrelu_with_noise_backward.default] = POINTWISE

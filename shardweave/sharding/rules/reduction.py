@@ -1,7 +1,7 @@
 """Rules of reductions, scans, sorts, softmax and cross entropy.
 
-A reduced dimension is a factor that the output does not have. Any, all, variances and norms are written as sums,
-maxima and minima. Ops that go along a dimension in an order (cumulative sums, sorts, top-k, rolls, triangles) block
+A reduced dimension is a factor that the output does not have. `any`, `all`, variances and norms are decomposed into
+sums, maxima and minima. Ops that process a dimension in order (cumulative sums, sorts, top-k, rolls, triangles) block
 that dimension; all others are free. Over a sharded vocabulary, softmax and cross entropy become a maximum, a sum and
 a masked lookup.
 """
@@ -38,7 +38,7 @@ for _target, _op in {aten.sum.default: "sum", aten.max.default: "max", aten.min.
 
 
 def bind_histogram(node: fx.Node) -> BoundRule:
-    """Counts of parts add up, if the bounds are given and not those of the data; the bins are blocked."""
+    """Counts of parts add up if the bounds are arguments, not the extremes of the data. The bins are blocked."""
     factors = Factors()
     by_data = argument(node, "min") == argument(node, "max")
     given = [factors.new(size, blocked=by_data) for size in shape(tensor_args(node)[0])]
@@ -46,7 +46,7 @@ def bind_histogram(node: fx.Node) -> BoundRule:
 
 
 def bind_search(node: fx.Node) -> BoundRule:
-    """Places in a sorted sequence: the sequence is blocked, what is placed is free, and so are rows of both."""
+    """Positions in a sorted sequence: the sequence is blocked; the values and the rows of both are free."""
     bounds = argument(node, "boundaries" if node.target is aten.bucketize.Tensor else "sorted_sequence")
     value = argument(node, "self")
     factors = Factors()
@@ -70,7 +70,7 @@ def bind_diagonal(node: fx.Node) -> BoundRule:
 
 
 def bind_unfold(node: fx.Node) -> BoundRule:
-    """Windows along a dimension: it is blocked, and so are the windows and what is in them."""
+    """Windows along a dimension: the dimension, the windows and their elements are blocked."""
     backward = node.target is aten.unfold_backward.default
     given, (result,) = shape(tensor_args(node)[0]), output_shapes(node)
     whole, windows = (result, given) if backward else (given, result)
@@ -135,7 +135,7 @@ def _dims(x: Tensor, dim: Dim) -> list[int]:
 
 @register_decomposition(aten.mean.dim)
 def mean_dim(x: Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    """The sum over the global number of elements: a part's own mean would weigh its own number."""
+    """The sum, divided by the global number of elements: means of unequal parts cannot be combined."""
     dims = _dims(x, dim)
     total = aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype)
     return aten.div.Scalar(total, math.prod(x.shape[d] for d in dims))
@@ -149,7 +149,7 @@ def mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
 
 @register_decomposition(aten.any.default, aten.any.dim, aten.any.dims)
 def any_(x: Tensor, dim: Dim = None, keepdim: bool = False) -> Any:
-    """Whether there are some that hold: flags cannot be combined over ranks, their number can."""
+    """Whether the number of true elements is positive: numbers can be summed over ranks, flags cannot."""
     if dim is not None and not isinstance(dim, int) and not len(dim):
         return x != 0  # torch reduces nothing then
     return aten.gt.Scalar(aten.sum.dim_IntList(x != 0, _dims(x, dim), keepdim), 0)
@@ -157,7 +157,7 @@ def any_(x: Tensor, dim: Dim = None, keepdim: bool = False) -> Any:
 
 @register_decomposition(aten.all.default, aten.all.dim, aten.all.dims)
 def all_(x: Tensor, dim: Dim = None, keepdim: bool = False) -> Any:
-    """Whether there are none that do not hold."""
+    """Whether the number of false elements is zero."""
     if dim is not None and not isinstance(dim, int) and not len(dim):
         return x != 0
     return aten.eq.Scalar(aten.sum.dim_IntList(x == 0, _dims(x, dim), keepdim), 0)
@@ -167,7 +167,7 @@ def all_(x: Tensor, dim: Dim = None, keepdim: bool = False) -> Any:
 def var_mean(
     x: Tensor, dim: Dim = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Variance and mean, in two passes: the mean of the whole, then the squares of what differs from it."""
+    """Variance and mean, in two passes: the global mean, then the squared differences from it."""
     dims = _dims(x, dim)
     count = math.prod(x.shape[d] for d in dims)
     mean = aten.div.Scalar(aten.sum.dim_IntList(x, dims, True), count)
@@ -201,7 +201,7 @@ def std(x: Tensor, dim: Dim = None, *, correction: float | None = None, keepdim:
 def vector_norm(
     x: Tensor, ord: float = 2, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """The norm of any order: a sum of powers, or the largest or smallest absolute value, or a count."""
+    """The norm of any order: a sum of powers, an extreme absolute value, or a count."""
     x = x if dtype is None else aten._to_copy.default(x, dtype=dtype)
     dims, size = _dims(x, dim), aten.abs.default(x)
     if ord == math.inf:
@@ -221,13 +221,13 @@ def vector_norm(
     aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype, aten.norm.ScalarOpt_dtype
 )
 def norm(x: Tensor, p: float | None = 2, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """The same, as it was spelled before."""
+    """As `linalg_vector_norm`, by its former name."""
     return vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
 
 
 @register_decomposition(aten.logsumexp.default)
 def logsumexp(x: Tensor, dim: Dim, keepdim: bool = False) -> Any:
-    """Shifted by the largest, unless that is infinite."""
+    """Computed on differences to the maximum, unless that is infinite."""
     dims = _dims(x, dim)
     x = x if x.is_floating_point() else aten._to_copy.default(x, dtype=torch.get_default_dtype())
     largest = aten.amax.default(x, dims, True)
@@ -270,7 +270,7 @@ def softmax_backward(grad: Tensor, output: Tensor, dim: int, dtype: torch.dtype)
 
 
 def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Softmax that gives zeros for a row of which nothing is allowed, in ops that can be split along `dim`."""
+    """Softmax that gives zeros for a row of ``-inf``, in ops that can be split along `dim`."""
     x = x if dtype is None else x.to(dtype)
     largest = aten.amax.default(x, [dim], True)
     weights = aten.exp.default(x - aten.masked_fill.Scalar(largest, aten.eq.Scalar(largest, -math.inf), 0))
@@ -278,15 +278,15 @@ def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tenso
     return weights / aten.masked_fill.Scalar(total, aten.eq.Scalar(total, 0), 1)
 
 
-_FORMS: dict[Any, Callable[..., Any]] = {
+_SOFTMAX_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten._log_softmax.default: log_softmax,
     aten._log_softmax_backward_data.default: log_softmax_backward,
     aten._softmax.default: softmax,
     aten._safe_softmax.default: safe_softmax,
     aten._softmax_backward_data.default: softmax_backward,
 }
-for _target, _form in _FORMS.items():
-    family([_target], along("dim"), "values of one shape; blocked: the softmax's dimension", decompose=_form)
+for _target, _decomposition in _SOFTMAX_DECOMPOSITIONS.items():
+    family([_target], along("dim"), "values of one shape; blocked: the softmax's dimension", decompose=_decomposition)
 
 
 def _reduced(losses: Tensor, reduction: int) -> Any:
@@ -310,12 +310,12 @@ def mse_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int) -
 
 
 def _class_dim(x: Tensor) -> int:
-    """Classes are last, or before the two dimensions of an image."""
+    """The dimension of classes: the last one, or the one before the two dimensions of an image."""
     return 1 if x.dim() == 4 else -1
 
 
 def _rows(log_probabilities: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """For each row its class, 0 where the row is ignored, and its weight, 0 where it is ignored."""
+    """The class and the weight of each row, both 0 if the row is ignored."""
     dim = _class_dim(log_probabilities)
     ignored = aten.eq.Scalar(target, ignore_index)
     row = aten.unsqueeze.default(aten.masked_fill.Scalar(target, ignored, 0), dim)
@@ -330,11 +330,11 @@ def _rows(log_probabilities: Tensor, target: Tensor, weight: Tensor | None, igno
 def nll_loss_forward(
     log_probabilities: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """Negative log likelihood: a pick along the classes, a sum over the rows (reduction: 0 none, 1 mean, 2 sum)."""
+    """Negative log likelihood: a gather along the classes, a sum over rows (reduction: 0 none, 1 mean, 2 sum)."""
     dim = _class_dim(log_probabilities)
     row, weights = _rows(log_probabilities, target, weight, ignore_index)
     picked = aten.squeeze.dim(aten.gather.default(log_probabilities, dim, row), dim)
-    # An ignored row's first class may be impossible, and -inf * 0 is not 0.
+    # The first class of an ignored row may have probability 0, and -inf * 0 is not 0.
     kept = aten.masked_fill.Scalar(picked, aten.eq.Scalar(target, ignore_index), 0)
     losses = aten.neg.default(kept * weights)
     count = aten.sum.default(weights)
@@ -354,15 +354,15 @@ def nll_loss_backward(
     ignore_index: int,
     total_weight: Tensor,
 ) -> Tensor:
-    """The gradient of `nll_loss_forward`: one number a row, put at its class.
+    """The gradient of `nll_loss_forward`: one number for each row, written at its class.
 
-    It is put into zeros that lie where the log-probabilities do: zeros that depend on nothing would be whole on every
-    rank, as large as the whole logits.
+    It is written into zeros that have the layout of the log-probabilities. Zeros that depend on no input would be
+    replicated on every rank, as large as all logits.
     """
     row, weights = _rows(log_probabilities, target, weight, ignore_index)
     scale = aten.neg.default(grad / total_weight if reduction == 1 else grad)
     dim = _class_dim(log_probabilities)
-    # torch skips ignored rows: where all are ignored, `scale` is a division by zero, and 0 * nan is not 0.
+    # torch skips ignored rows. If all rows are ignored, `scale` is a division by zero, and 0 * nan is not 0.
     kept = aten.masked_fill.Scalar(weights * scale, aten.eq.Scalar(target, ignore_index), 0)
     values = aten.unsqueeze.default(kept, dim)
     every = aten.full.default([], True, dtype=torch.bool, device=log_probabilities.device)
@@ -371,7 +371,7 @@ def nll_loss_backward(
 
 @register_decomposition(aten.log_sigmoid_forward.default)
 def log_sigmoid(x: Tensor) -> tuple[Any, Any]:
-    """The logarithm of the sigmoid, and on CPUs what its gradient uses."""
+    """The logarithm of the sigmoid, and the buffer that its gradient reads on CPUs."""
     away = aten.exp.default(aten.neg.default(aten.abs.default(x)))
     result = aten.clamp_max.default(x, 0) - aten.log1p.default(away)
     return result, away if x.device.type != "cuda" else aten.full.default([0], 0, dtype=x.dtype, device=x.device)

@@ -9,11 +9,16 @@ Left of the arrow stand the op's tensor arguments, right of it its outputs. A va
 - ``1``: a dimension of size one, which has no factor,
 - ``...``: any number of dimensions, the same ones in all values; ``[...]``: which may not be split.
 
-A factor that no output has makes the output a partial result, combined by a sum unless the rule says otherwise.
+A factor that no output has makes the output a partial result. Its parts combine by a sum unless the rule says
+otherwise.
 
-The registry finds a rule by the op's overload, and says how an op's local form differs from the op itself. Some ops
-have a form of torch's own: losses and activations as pointwise ops, and sums over the global number of elements. This
-is the one module that touches torch's table of decompositions.
+A rule is registered by the op's overload: `rule` takes a pattern, `family` a *binder*, which makes the rule of a call
+from its shapes and arguments. `bind_broadcast` and `along` are the binders of most families. A *lowering* writes the
+local form of an op where that is not the same call on local tensors.
+
+An op that cannot be split as it is may be decomposed: always (`register_decomposition`), depending on its arguments
+(`register_conditional`), or where an axis arrives on a blocked factor (``decompose=``). Some decompositions are torch's
+own. This is the only module that reads torch's table of decompositions.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Pattern:
-    """A parsed pattern: for each value its dimensions, each a tuple of factor names; ``("...",)`` for the ellipsis."""
+    """A parsed pattern: the dimensions of each value as tuples of factor names, with ``("...",)`` for the ellipsis."""
 
     text: str
     inputs: tuple[Dims, ...]
@@ -55,7 +60,7 @@ def parse(text: str) -> Pattern:
     Raises
     ------
     RuleError
-        Where the text does not follow the grammar.
+        If the text does not follow the grammar.
     """
     sides = text.split("->")
     if len(sides) != 2:
@@ -90,21 +95,21 @@ def bind(
     reduce: Mapping[str, str],
     known: Mapping[str, int] | None = None,
 ) -> BoundRule:
-    """The rule that `pattern` is for an op with these shapes.
+    """Bind `pattern` to the shapes of a call.
 
     Parameters
     ----------
     inputs, outputs : sequence of shapes
         One for each value of the pattern, in its order.
     reduce : mapping from factor to str
-        How the parts of a factor combine that no output has, where that is not a sum.
+        How the parts of a factor that no output has combine, if not by a sum.
     known : mapping from factor to int
-        Sizes that no shape tells, such as the groups of a convolution.
+        Sizes that do not follow from shapes, such as the groups of a convolution.
 
     Raises
     ------
     RuleError
-        Where the number of values, of dimensions, or the sizes of a factor do not fit.
+        If the number of values or dimensions, or the sizes of a factor, do not fit.
     """
     if len(inputs) != len(pattern.inputs) or len(outputs) != len(pattern.outputs):
         raise RuleError(
@@ -147,7 +152,7 @@ def bind(
             result.append(tuple(name for name in names if sizes[name] > 1))
         return tuple(result)
 
-    # Single factors first: they settle the sizes that products are made of.
+    # Values with single factors first: they determine the sizes of factors in products.
     order = sorted(
         [(dims, shape, "in", index) for index, (dims, shape) in enumerate(zip(pattern.inputs, inputs))]
         + [(dims, shape, "out", index) for index, (dims, shape) in enumerate(zip(pattern.outputs, outputs))],
@@ -165,7 +170,7 @@ def bind(
 
 
 class Emitter(Protocol):
-    """What a lowering may use to write the local form of an op."""
+    """The interface by which a lowering writes the local form of an op."""
 
     node: fx.Node
     args: tuple[Any, ...]
@@ -190,32 +195,31 @@ Lowering = Callable[[Emitter], fx.Node]
 
 @dataclass(frozen=True)
 class Rule:
-    """How an op may be spread.
+    """How an op may be sharded.
 
     Parameters
     ----------
     bind : callable
         From an fx node, with global shapes in ``meta["val"]``, to its `BoundRule`.
     lower : callable, optional
-        Writes the local form where it is not simply the op on local tensors (shapes in arguments, offsets).
+        Writes the local form if it is not the same call on local tensors (shapes in arguments, offsets).
     kind : str
         ``"op"``; ``"view"`` for an op that moves no data and loses none, through which layouts pass;
         ``"sum"`` for an op that is linear in all its tensor arguments together, through which partial sums pass.
     decompose : callable, optional
-        The same op in simpler ones, used where an axis arrives on a factor that the op itself cannot split.
+        The same op in simpler ones, used if an axis arrives on a factor that the op itself cannot split.
     source : str
-        The pattern, or what the family does and cannot split (``"a diagonal; blocked: its dimensions"``), for
-        `docs/rules.md`.
+        The text in `docs/rules.md`: the pattern, or the family and its blocked dimensions (``"a diagonal; blocked: its
+        dimensions"``).
     owned : mapping from factor to tuple of int
-        For a factor that picks rows by their owner, the inputs of which a rank reads just the rows that it owns: they
+        For a factor whose shards own rows (experts), the inputs of which a rank reads only the rows that it owns. They
         may arrive as an ``"own"`` partial result over the factor's axes.
     zeros : tuple of int
-        The tensor arguments that make the output zero wherever one of them is zero; ``EVERY`` where all must be.
+        The tensor arguments of which a single zero makes the output zero; ``EVERY`` if all of them must be zero.
     ignores : tuple of int
-        The tensor arguments whose value does not matter where the output is zero for that reason.
+        The tensor arguments whose value does not matter where one of `zeros` is zero.
     partner : callable, optional
-        From an fx node to the one whose assignment it has to share, where there is such a one: what that drew on a
-        rank is drawn again here.
+        From an fx node to the node whose assignment it has to share, or None. It draws the same random numbers again.
     """
 
     bind: Binder
@@ -235,7 +239,7 @@ RULES: dict[Any, Rule] = {}
 
 
 def tensor_args(node: fx.Node) -> list[fx.Node]:
-    """The tensor arguments of `node` in the order of its schema, lists flattened, absent ones left out."""
+    """The tensor arguments of `node` in the order of its schema; lists are flattened, absent ones left out."""
     found = []
     for value in ordered_args(node):
         for item in value if isinstance(value, (list, tuple)) else (value,):
@@ -255,7 +259,7 @@ def ordered_args(node: fx.Node) -> list[Any]:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The argument `name` of `node` by its schema's name, its default where it is not given."""
+    """The argument of `node` that its schema calls `name`, or the default."""
     assert isinstance(node.target, torch._ops.OpOverload)
     for index, declared in enumerate(node.target._schema.arguments):
         if declared.name == name:
@@ -289,8 +293,8 @@ def rule(
 ) -> None:
     """Register the rule of `target` as one pattern.
 
-    The pattern's inputs are the tensor arguments of the op's schema in order, optional ones included; those that a
-    call leaves out are dropped.
+    The inputs of the pattern are the tensor arguments of the op's schema in order, optional ones included. Arguments
+    that a call leaves out are dropped.
 
     >>> rule(torch.ops.aten.mm.default, "m k, k n -> m n")
     """
@@ -303,9 +307,9 @@ def rule(
 def bind_pattern(
     node: fx.Node, pattern: str, reduce: Mapping[str, str] | None = None, known: Mapping[str, int] | None = None
 ) -> BoundRule:
-    """Bind a pattern to `node`: tensor arguments that the call leaves out are dropped, and outputs that are None.
+    """Bind a pattern to `node`; tensor arguments that the call leaves out and outputs that are None are dropped.
 
-    `known` are sizes of factors that no shape tells.
+    `reduce` and `known` are those of `bind`.
     """
     parsed = parse(pattern)
     values = ordered_args(node)
@@ -435,17 +439,17 @@ def with_local_shape(name: str) -> Lowering:
     return lambda emit: call_with(emit, **{name: list(emit.output_layouts[0].local_shape)})
 
 
-# -- ops that are written in others
+# -- decompositions
 
 Form = Callable[..., Any]
 DECOMPOSITIONS: dict[Any, Form] = {}
-"""Ops that `annotate` always writes in others, because their parts do not add up as they are."""
+"""Ops that `annotate` always decomposes, because their parts do not add up to the whole op."""
 CONDITIONAL: dict[Any, Callable[[fx.Node], Form | None]] = {}
-"""Ops that are written in others depending on their arguments: from the node to the form, None to leave it."""
+"""Ops that `annotate` decomposes depending on their arguments: from a node to its decomposition or None."""
 
 
 def register_decomposition(*targets: Any) -> Callable[[Form], Form]:
-    """Register a function as what these ops are always written in."""
+    """Register a function as the decomposition of these ops, which always applies."""
 
     def register(form: Form) -> Form:
         DECOMPOSITIONS.update(dict.fromkeys(targets, form))
@@ -455,7 +459,7 @@ def register_decomposition(*targets: Any) -> Callable[[Form], Form]:
 
 
 def register_conditional(target: Any) -> Callable[[Callable[[fx.Node], Form | None]], Callable[[fx.Node], Form | None]]:
-    """Register a function that gives the form of a node of `target`, None to leave it."""
+    """Register a function from a node of `target` to its decomposition, None to leave the node as it is."""
 
     def register(choose: Callable[[fx.Node], Form | None]) -> Callable[[fx.Node], Form | None]:
         CONDITIONAL[target] = choose
@@ -465,7 +469,7 @@ def register_conditional(target: Any) -> Callable[[Callable[[fx.Node], Form | No
 
 
 def form_of(node: fx.Node) -> Form | None:
-    """The function that `annotate` writes a node as, None if it stays as it is."""
+    """The decomposition of a node, None if there is none."""
     if node.target in CONDITIONAL:
         return CONDITIONAL[node.target](node)
     return DECOMPOSITIONS.get(node.target)

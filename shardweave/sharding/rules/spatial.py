@@ -1,15 +1,9 @@
-"""Rules of convolution, pooling and resizing: their windows over the spatial dimensions.
+"""Rules of ops on images: convolution, pooling, resizing, padding and sampling.
 
-What the ops on images share: patterns of places, inputs taken for their shape only, and row-major memory.
+Batch and channels are free. Spatial dimensions are blocked, except the output positions of sampling.
 
-Convolutions: a matrix product at each place of the kernel; only batch, channels and groups are split.
-
-The out-channels of a group, ``o``, are like the ``n`` of a product and its in-channels, ``c``, like its ``k``. The
-groups, ``g``, are as many convolutions side by side.
-
-Pooling: a window lies within one sample and one channel, so all but the pooled dimensions are free.
-
-Resizing, padding and sampling of images: batch and channels are free, places mostly are not.
+A convolution is a matrix product at each position of the kernel. The out-channels of a group, ``o``, are like the ``n``
+of a product, and its in-channels, ``c``, like its ``k``. The groups, ``g``, are independent convolutions.
 """
 
 from __future__ import annotations
@@ -38,7 +32,7 @@ aten = torch.ops.aten
 
 
 def places(name: str, count: int) -> str:
-    """`count` blocked dimensions.
+    """The pattern of `count` blocked dimensions.
 
     >>> places("x", 2)
     '[x0] [x1]'
@@ -47,14 +41,14 @@ def places(name: str, count: int) -> str:
 
 
 def row_major(emit: Emitter, value: fx.Node) -> fx.Node:
-    """`value` in row-major memory, itself where it is so."""
+    """`value` in row-major memory: itself, or a copy."""
     if value.meta["val"].is_contiguous():
         return value
     return emit.call(aten.clone.default, value, memory_format=torch.contiguous_format)
 
 
 def lower_shape_only(emit: Emitter) -> fx.Node:
-    """A gradient whose op takes the input, its second argument, for its shape only: a scalar in this rank's shape.
+    """Replace the input of a gradient, which only reads its shape, by a scalar expanded to this rank's shape.
 
     So the input is neither communicated nor kept for the backward.
     """
@@ -65,7 +59,7 @@ def lower_shape_only(emit: Emitter) -> fx.Node:
 
 
 ours = torch.ops.shardweave
-# x, w, y: places of the input, of the kernel and of the output; a transposed weight has the in-channels first.
+# x, w, y: positions in the input, kernel and output. The weight of a transposed convolution has in-channels first.
 PATTERNS: dict[Any, tuple[str, str]] = {
     aten.convolution.default: (
         "n (g c) [x], (g o) c [w] -> n (g o) [y]",
@@ -83,7 +77,7 @@ PATTERNS: dict[Any, tuple[str, str]] = {
 
 
 def bind_convolution(node: fx.Node) -> BoundRule:
-    """The pattern of the op, with as many places as the convolution has dimensions."""
+    """Bind the pattern of the op with the spatial dimensions of the call."""
     pattern = PATTERNS[node.target][argument(node, "transposed")]
     for name in ("x", "w", "y"):
         pattern = pattern.replace(f"[{name}]", places(name, len(shape(tensor_args(node)[0])) - 2))
@@ -91,7 +85,7 @@ def bind_convolution(node: fx.Node) -> BoundRule:
 
 
 def lower_convolution(emit: Emitter) -> fx.Node:
-    """The groups that this rank has; a gradient is as large as this rank's part of it."""
+    """The op with this rank's groups; a gradient has the size of this rank's part."""
     size = list(emit.output_layouts[0].local_shape)  # an argument of the gradients only
     return call_with(emit, groups=_local_groups(emit), input_size=size, weight_size=size)
 
@@ -113,7 +107,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -
 def convolution_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: list[int] | None, *options: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of a convolution, each from what it depends on."""
+    """The gradients of a convolution, each by an op of its own with the inputs that it needs."""
     *geometry, (of_input, of_weight, of_bias) = options
     return (
         ours.conv_input_grad.default(grad, weight, list(x.shape), *geometry) if of_input else None,
@@ -191,7 +185,7 @@ for _count in (1, 2, 3):
 rule(aten.im2col.default, "... c [x0] [x1] -> ... (c [k]) [y]")
 rule(aten.col2im.default, "... (c [k]) [y] -> ... c [x0] [x1]")
 
-# Each place of the output is sampled by itself; a gradient of the input adds up over all of them.
+# Each position of the output is sampled independently; the gradient of the input is a sum over all positions.
 for _count, _out in ((2, "y0 y1"), (3, "y0 y1 y2")):
     _given = f"n c {places('x', _count)}, n {_out} [d]"
     rule(getattr(aten, f"grid_sampler_{_count}d").default, f"{_given} -> n c {_out}")
@@ -214,7 +208,7 @@ def bind_channel_shuffle(node: fx.Node) -> BoundRule:
 
 
 def lower_channel_shuffle(emit: Emitter) -> fx.Node:
-    """The groups that this rank has, of a row-major value: fake and real results lie differently for others."""
+    """The op with this rank's groups, on a row-major value: otherwise real results differ from fake ones in order."""
     return emit.call(aten.channel_shuffle.default, row_major(emit, emit.args[0]), _local_groups(emit))
 
 

@@ -1,12 +1,12 @@
-"""Rules of views, expansions, repetitions, and pieces of values: `slice`, `select`, `cat`, `split`, `pad`.
+"""Rules of views, expansions, repetitions, and of ops that cut or join: `slice`, `select`, `cat`, `split`, `pad`.
 
-Layouts pass through a view. A reshape's factors come from its shapes: ``(b s) d -> b s d`` makes the first dimension of
-its input a product.
+Layouts pass through a view. The factors of a reshape follow from its shapes: ``(b s) d -> b s d`` makes the first
+dimension of its input a product.
 
 A dimension that is cut into pieces is a product of chunks and an inner factor. Chunks are as large as all cuts allow,
-and blocked. The inner factor is free and the same one on both sides: the halves of a rotary embedding, a fused qkv
-with few key and value heads, and the joined channels of a U-Net keep it. A write of a part into a whole drops what
-was there, so `slice_scatter` and `select_scatter` have the same factors.
+and blocked. The inner factor is free and the same on both sides: it survives in the halves of a rotary embedding, in a
+fused qkv with few key and value heads, and in the joined channels of a U-Net. `slice_scatter` and `select_scatter`
+overwrite a part of a value and have the same factors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ aten = torch.ops.aten
 def reshape_dims(factors: Factors, source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims]:
     """The dimensions of a row-major reshape as products of common factors.
 
-    Where the two do not share a factor (``6 4 -> 8 3``), the dimensions concerned are blocked.
+    Dimensions that share no factor (``6 4 -> 8 3``) are blocked.
     """
     left: list[tuple[str, ...]] = []
     right: list[tuple[str, ...]] = []
@@ -117,7 +117,7 @@ def lower_reshape(emit: Emitter) -> fx.Node:
 
 
 def lower_identity(emit: Emitter) -> fx.Node:
-    """The joint graph needs no `detach` and no `alias`: the value itself."""
+    """The value itself: the joint graph needs no `detach` and no `alias`."""
     value = emit.args[0]
     assert isinstance(value, fx.Node)
     return value
@@ -164,7 +164,7 @@ family(
 
 
 def bind_repeat(node: fx.Node) -> BoundRule:
-    """`repeat`: each dimension is how often it is repeated, times itself; both are free."""
+    """`repeat`: each dimension is a product of the repetitions and the dimension itself; both are free."""
     source, (target,) = shape(tensor_args(node)[0]), output_shapes(node)
     factors = Factors()
     left: list[Names] = []
@@ -177,14 +177,14 @@ def bind_repeat(node: fx.Node) -> BoundRule:
 
 
 def lower_repeat(emit: Emitter) -> fx.Node:
-    """As often as the local result is longer than the local value."""
+    """The op with the number of repetitions on this rank."""
     source, target = emit.input_layouts[0].local_shape, emit.output_layouts[0].local_shape
     aligned = [1] * (len(target) - len(source)) + list(source)
     return emit.call(aten.repeat.default, emit.args[0], [long // max(size, 1) for size, long in zip(aligned, target)])
 
 
 def bind_complex(node: fx.Node) -> BoundRule:
-    """`view_as_real` and `view_as_complex`: the last dimension, of the two parts, is blocked."""
+    """`view_as_real` and `view_as_complex`: the dimension of real and imaginary part is blocked."""
     given, (result,) = shape(tensor_args(node)[0]), output_shapes(node)
     factors = Factors()
     shared = [factors.new(size) for size in min(given, result, key=len)]
@@ -193,7 +193,7 @@ def bind_complex(node: fx.Node) -> BoundRule:
 
 
 def bind_bits(node: fx.Node) -> BoundRule:
-    """`view.dtype`: the last dimension is blocked where its size changes."""
+    """`view.dtype`: the last dimension is blocked if its size changes."""
     given, (result,) = shape(tensor_args(node)[0]), output_shapes(node)
     factors = Factors()
     shared = [factors.new(size) for size in given[:-1]]
@@ -204,7 +204,7 @@ def bind_bits(node: fx.Node) -> BoundRule:
 
 
 def bind_glu(node: fx.Node) -> BoundRule:
-    """`glu` and its gradient: the halves are blocked, what they are made of is free."""
+    """`glu` and its gradient: the two halves are blocked, the elements of a half are free."""
     values = [shape(arg) for arg in tensor_args(node)]
     whole = values[-1]
     dim = argument(node, "dim") % len(whole)
@@ -234,7 +234,7 @@ family(
 
 
 def _order(node: fx.Node) -> list[int] | None:
-    """The longer-than-one dimensions of an `as_strided`, outermost in memory first; None if it is no permutation."""
+    """The dimensions of an `as_strided` longer than 1, outermost in memory first; None if it is no permutation."""
     value, size, stride = argument(node, "self").meta["val"], argument(node, "size"), argument(node, "stride")
     if not value.is_contiguous() or math.prod(size) != value.numel() or argument(node, "storage_offset"):
         return None
@@ -250,7 +250,7 @@ def _order(node: fx.Node) -> list[int] | None:
 
 @register_conditional(aten.as_strided.default)
 def strided(node: fx.Node) -> Callable[..., Any] | None:
-    """The form of an `as_strided` that shows all of a row-major value in another shape or order."""
+    """Decompose an `as_strided` that views all of a row-major value in another shape or order."""
     order = _order(node)
     if order is None:
         return None
@@ -264,7 +264,7 @@ def strided(node: fx.Node) -> Callable[..., Any] | None:
 
 @register_conditional(aten.as_strided_scatter.default)
 def strided_scatter(node: fx.Node) -> Callable[..., Any] | None:
-    """The form of an `as_strided_scatter` that writes all of a row-major value."""
+    """Decompose an `as_strided_scatter` that writes all of a row-major value."""
     order = _order(node)
     if order is None:
         return None
@@ -277,7 +277,7 @@ def strided_scatter(node: fx.Node) -> Callable[..., Any] | None:
 
 
 def chunks(factors: Factors, sizes: Sequence[int], cuts: Sequence[int] = ()) -> list[Names]:
-    """Dimensions of these `sizes` as chunks of one inner factor, cut at these places too; a size of 1 has no factor."""
+    """Dimensions of these `sizes` as chunks of one inner factor, with further `cuts`; a size of 1 has no factor."""
     if len(set(sizes)) == 1 and not any(cut % max(sizes[0], 1) for cut in cuts):
         return [factors.new(sizes[0])] * len(sizes)
     step = math.gcd(*sizes, *cuts) or 1
@@ -320,7 +320,7 @@ def bind_slice(node: fx.Node) -> BoundRule:
 
 
 def lower_slice(emit: Emitter) -> fx.Node:
-    """The same chunks of the local dimension: bounds scale with it."""
+    """The op on the local dimension, with bounds in proportion to its length."""
     target = emit.node.target
     whole_layout = (emit.output_layouts if target is aten.slice_backward.default else emit.input_layouts)[0]
     dim = argument(emit.node, "dim") % len(whole_layout.dims)
@@ -334,7 +334,7 @@ def lower_slice(emit: Emitter) -> fx.Node:
 
 
 def _pieces(whole: Sequence[int], parts: Sequence[Sequence[int]], dim: int) -> tuple[Factors, Dims, list[Dims]]:
-    """The dimensions of a value and of the pieces that it consists of along `dim`."""
+    """The dimensions of a value and of its pieces along `dim`."""
     factors = Factors()
     shared = [() if index == dim else factors.new(size) for index, size in enumerate(whole)]
     names = chunks(factors, [whole[dim], *(part[dim] for part in parts)])
@@ -343,9 +343,9 @@ def _pieces(whole: Sequence[int], parts: Sequence[Sequence[int]], dim: int) -> t
 
 
 def bind_cat(node: fx.Node) -> BoundRule:
-    """`cat`: the pieces are chunks of the result."""
+    """`cat`: the inputs are chunks of the result."""
     (result,) = output_shapes(node)
-    # What has no elements may be of any rank.
+    # A tensor without elements may have any rank.
     parts = [shape(arg) for arg in tensor_args(node)]
     empty = [index for index, part in enumerate(parts) if len(part) != len(result)]
     kept = [part for part in parts if len(part) == len(result)]
@@ -356,28 +356,28 @@ def bind_cat(node: fx.Node) -> BoundRule:
 
 
 def bind_split(node: fx.Node) -> BoundRule:
-    """`split`: the pieces are chunks of the value."""
+    """`split`: the results are chunks of the input."""
     given = shape(tensor_args(node)[0])
     factors, whole, pieces = _pieces(given, output_shapes(node), argument(node, "dim") % len(given))
     return factors.rule([whole], pieces)
 
 
 def lower_split(emit: Emitter) -> fx.Node:
-    """Chunks of the local dimension."""
+    """The op with the local sizes."""
     dim = argument(emit.node, "dim") % len(emit.input_layouts[0].dims)
     sizes = [layout.local_shape[dim] for layout in emit.output_layouts]
     return emit.call(aten.split_with_sizes.default, emit.args[0], sizes, dim)
 
 
 def _padding(node: fx.Node) -> list[int]:
-    """What is added in front, of each dimension."""
+    """The padding in front of each dimension."""
     pairs = list(argument(node, "pad"))
     rank = len(shape(tensor_args(node)[0]))
     return [0] * (rank - len(pairs) // 2) + pairs[::2][::-1]
 
 
 def bind_pad(node: fx.Node) -> BoundRule:
-    """`constant_pad_nd`: a padded dimension is a chunk of the result."""
+    """`constant_pad_nd`: the input is a chunk of the result."""
     given, (result,) = shape(tensor_args(node)[0]), output_shapes(node)
     factors = Factors()
     pairs = [chunks(factors, [source, target], [front]) for source, target, front in zip(given, result, _padding(node))]
@@ -385,7 +385,7 @@ def bind_pad(node: fx.Node) -> BoundRule:
 
 
 def lower_pad(emit: Emitter) -> fx.Node:
-    """The same chunks around the local dimensions."""
+    """The op with padding in proportion to the local dimensions."""
     source, result = emit.input_layouts[0], emit.output_layouts[0]
     pad: list[int] = []
     for dim, front in reversed(list(enumerate(_padding(emit.node)))):
