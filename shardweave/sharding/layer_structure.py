@@ -11,16 +11,15 @@ layers is priced, sharded and simulated as fast as one of four.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from shardweave.ir import Captured
 from shardweave.sharding.annotate import checkpoint_of, graph_outputs, layer_of
-from shardweave.sharding.graphs import module_of, op_name
+from shardweave.sharding.graphs import argument_key, module_of, op_name
 
 Layer = str
 LayerOptions = Callable[[str], Hashable]
@@ -187,7 +186,7 @@ class _Layers:
             str(node.target) if node.op != "placeholder" else "",
             tuple(map(reference, _arguments(node))),
             str(constants),
-            str(tuple(_described(node.meta.get("val")))),
+            argument_key(node.meta.get("val")),
             node.meta.get("partitioner_tag"),
             bool(checkpoint_of(node)),
             known,
@@ -257,12 +256,3 @@ def _numbered(layer: Layer) -> tuple[str, int]:
 def _neighbour(layer: Layer, by: int) -> Layer:
     stem, dot, number = layer.rpartition(".")
     return f"{stem}{dot}{int(number) + by}"
-
-
-def _described(value: object) -> Iterator[Hashable]:
-    values: Sequence[object] = value if isinstance(value, (list, tuple)) else (value,)
-    for item in values:
-        if isinstance(item, torch.Tensor):
-            yield item.dtype, tuple(item.shape), item.stride()
-        else:
-            yield str(item)

@@ -20,6 +20,7 @@ from shardweave.sharding.rules.registry import (
     Factors,
     along,
     argument,
+    bind_pattern,
     family,
     output_shapes,
     register_decomposition,
@@ -39,10 +40,8 @@ for _target, _op in {aten.sum.default: "sum", aten.max.default: "max", aten.min.
 
 def bind_histogram(node: fx.Node) -> BoundRule:
     """Counts of parts add up if the bounds are arguments, not the extremes of the data. The bins are blocked."""
-    factors = Factors()
     by_data = argument(node, "min") == argument(node, "max")
-    given = [factors.new(size, blocked=by_data) for size in shape(tensor_args(node)[0])]
-    return factors.rule([given], [[factors.new(size, blocked=True) for size in output_shapes(node)[0]]])
+    return bind_pattern(node, "[...] -> [k]" if by_data else "... -> [k]")
 
 
 def bind_search(node: fx.Node) -> BoundRule:

@@ -29,6 +29,7 @@ from shardweave.sharding.rules.registry import (
     family,
     output_shapes,
     register_conditional,
+    rule,
     shape,
     tensor_args,
     with_local_shape,
@@ -183,15 +184,6 @@ def lower_repeat(emit: Emitter) -> fx.Node:
     return emit.call(aten.repeat.default, emit.args[0], [long // max(size, 1) for size, long in zip(aligned, target)])
 
 
-def bind_complex(node: fx.Node) -> BoundRule:
-    """`view_as_real` and `view_as_complex`: the dimension of real and imaginary part is blocked."""
-    given, (result,) = shape(tensor_args(node)[0]), output_shapes(node)
-    factors = Factors()
-    shared = [factors.new(size) for size in min(given, result, key=len)]
-    parts = [*shared, factors.new(2, blocked=True)]
-    return factors.rule([parts], [shared]) if len(given) > len(result) else factors.rule([shared], [parts])
-
-
 def bind_bits(node: fx.Node) -> BoundRule:
     """`view.dtype`: the last dimension is blocked if its size changes."""
     given, (result,) = shape(tensor_args(node)[0]), output_shapes(node)
@@ -217,11 +209,8 @@ def bind_glu(node: fx.Node) -> BoundRule:
 
 
 family([aten.repeat.default], bind_repeat, "`d -> (r d)`; blocked: nothing", lower=lower_repeat)
-family(
-    [aten.view_as_real.default, aten.view_as_complex.default],
-    bind_complex,
-    "`... [2] -> ...` and back; blocked: the two parts of a number",
-)
+rule(aten.view_as_real.default, "... -> ... [part]")
+rule(aten.view_as_complex.default, "... [part] -> ...")
 family([aten.view.dtype], bind_bits, "the same bits; blocked: the last dimension where its size changes")
 family(
     [aten.glu.default, aten.glu_backward.default],
