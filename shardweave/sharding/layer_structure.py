@@ -75,6 +75,7 @@ def fold(captured: Captured, left: Mapping[Run, int]) -> Fold:
 
     Examples
     --------
+    >>> import torch
     >>> from shardweave.compiler.capture import capture
     >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(9)), torch.nn.Flatten(0))
     >>> captured = capture(model, torch.zeros(2, 4))
