@@ -8,7 +8,7 @@ scheduler's times are those that the simulator predicts for the same order.
 
 Three kinds of tasks are delayed to save memory:
 
-- The all-gather of a parameter, until the group of parameters `lookahead` groups before its own is in use.
+- The all-gather of a parameter, until the group of parameters `max_prefetch` groups before its own is in use.
 - The start of a gradient reduction, until at most `reductions` others are under way.
 - A task that would run before its turn by the keys, until the memory that it adds fits into `compute_limit`.
 """
@@ -236,7 +236,7 @@ def list_schedule(
     keys: Sequence[Key],
     groups: Sequence[GatherGroup] = (),
     *,
-    lookahead: int,
+    max_prefetch: int,
     reductions: int,
     compute_limit: float = math.inf,
     communication_limit: float = math.inf,
@@ -251,7 +251,7 @@ def list_schedule(
         is larger than the keys of the tasks that it must not precede.
     groups : sequence of GatherGroup
         The all-gathers that are delayed, in the order of their uses.
-    lookahead : int
+    max_prefetch : int
         How many groups may be gathered ahead of the group in use.
     reductions : int
         How many gradient reductions may be under way when another one starts.
@@ -263,7 +263,7 @@ def list_schedule(
     contention : Contention
         How compute and collectives slow each other down.
     """
-    limits = lookahead, reductions, compute_limit, communication_limit
+    limits = max_prefetch, reductions, compute_limit, communication_limit
     return _ListScheduler(tasks, keys, groups, *limits, contention).run()
 
 
@@ -341,14 +341,14 @@ class _ListScheduler:
         tasks: Tasks,
         keys: Sequence[Key],
         groups: Sequence[GatherGroup],
-        lookahead: int,
+        max_prefetch: int,
         reductions: int,
         compute_limit: float,
         communication_limit: float,
         contention: Contention,
     ) -> None:
         self.tasks, self.keys, self.groups = tasks, keys, groups
-        self.lookahead, self.reductions = lookahead, reductions
+        self.max_prefetch, self.reductions = max_prefetch, reductions
         self.compute_limit, self.communication_limit = compute_limit, communication_limit
         self.device = _Device(tasks, contention)
         self.streams = self.device.streams
@@ -457,13 +457,13 @@ class _ListScheduler:
         return bool(early)
 
     def _last_group_ahead(self, group: int) -> int:
-        """The last group that may be gathered while `group` is in use: `lookahead` groups ahead, as memory allows."""
+        """The last group that may be gathered while `group` is in use: up to `max_prefetch` ahead, as memory allows."""
         held = self.held
-        for index in range(max(self.released, group) + 1, min(group + self.lookahead, len(self.groups) - 1) + 1):
+        for index in range(max(self.released, group) + 1, min(group + self.max_prefetch, len(self.groups) - 1) + 1):
             held += sum(self.born[start] for start in self.groups[index].starts)
             if held > self.communication_limit:
                 return index - 1
-        return group + self.lookahead
+        return group + self.max_prefetch
 
     def _offer(self, task: int) -> None:
         """All tasks that a task needs have run. It is ready, or waits for its collective or for its group's release."""

@@ -479,7 +479,7 @@ def _is_needed(tasks: Tasks, start: int) -> bool:
 
 
 GATHER_DEPTHS = (8, 4, 1)
-"""How many groups of parameters may be gathered ahead, where the user does not set `lookahead`: each is tried."""
+"""How many groups of parameters may be gathered ahead, where the user does not set `max_prefetch`: each is tried."""
 _SAME_TIME_RATIO = 1.005
 """Orders whose times differ by less than this factor count as equally fast. The one that holds less is taken."""
 _MIN_MEMORY_SAVING = 0.1
@@ -524,7 +524,7 @@ class Schedule(Pass):
     ----------
     cluster : Cluster
         The machine that kernels and collectives are timed on.
-    lookahead : int, optional
+    max_prefetch : int, optional
         How many groups of parameters may be gathered ahead of the one in use, and how many gradients may be under
         reduction. Left out, the scheduler chooses: as many as save time and fit.
     memory_limit : int, optional
@@ -544,7 +544,7 @@ class Schedule(Pass):
     requires: ClassVar[frozenset[Property]] = frozenset({"local"})
     ensures: ClassVar[frozenset[Property]] = frozenset({"ordered"})
     cluster: Cluster
-    lookahead: int | None = None
+    max_prefetch: int | None = None
     memory_limit: int | None = None
     beside_bytes: int = 0
     cross_pass: bool = True
@@ -619,7 +619,7 @@ class Schedule(Pass):
         if best is None or best.peak_bytes <= _INFEASIBLE_RATIO * limit:
             best = _fastest_of(free, limit, best)
         # 4. Bidirectional schedules, where communication stays exposed or memory is short.
-        if self.lookahead is None and (best.seconds > bound or best.peak_bytes > limit):
+        if self.max_prefetch is None and (best.seconds > bound or best.peak_bytes > limit):
             held = tasks.after(gather_ahead_edges(tasks, max(GATHER_DEPTHS)))
             for each in bidirectional_schedules(held)[:_MAX_BIDIRECTIONAL_ORDERS]:
                 found = [self._simulated(tasks, each.order)]
@@ -637,12 +637,12 @@ class Schedule(Pass):
         """The orders that are tried, as functions of their memory limits."""
         beside = Contention.of(self.cluster.device)
         depths = [(ahead, UNLIMITED) for ahead in GATHER_DEPTHS] + [(min(GATHER_DEPTHS), min(GATHER_DEPTHS))]
-        if self.lookahead is not None:
-            depths = [(self.lookahead, self.lookahead)]
+        if self.max_prefetch is not None:
+            depths = [(self.max_prefetch, self.max_prefetch)]
 
         def order(tasks: Tasks, ahead: int, reductions: int) -> _OrderFinder:
             found = partial(
-                list_schedule, tasks, held, groups, lookahead=ahead, reductions=reductions, contention=beside
+                list_schedule, tasks, held, groups, max_prefetch=ahead, reductions=reductions, contention=beside
             )
             return partial(_found_with_late_waits, tasks, found)
 
@@ -650,7 +650,7 @@ class Schedule(Pass):
             groups = gather_groups_of(tasks, keys)
             held = keys_by_first_use(tasks, keys, groups)
             yield from (order(tasks, *depth) for depth in depths)
-            if self.lookahead is None:
+            if self.max_prefetch is None:
                 yield from (
                     order(tasks.after(edges), max(GATHER_DEPTHS), UNLIMITED)
                     for edges in delayed_gathers(tasks, keys, groups, max(GATHER_DEPTHS))

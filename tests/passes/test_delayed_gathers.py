@@ -140,7 +140,7 @@ def test_what_is_held_can_run(seed: int) -> None:
     tasks = random_tasks(seed)
     keys = [(task,) for task in range(len(tasks.nodes))]
     for edges in delayed_gathers(tasks, keys, gather_groups_of(tasks, keys), 2):
-        woven = list_schedule(tasks.after(edges), keys, lookahead=1, reductions=1)
+        woven = list_schedule(tasks.after(edges), keys, max_prefetch=1, reductions=1)
         at = {task: index for index, task in enumerate(woven.order)}
         assert len(at) == len(woven.order) == len(tasks.nodes)
         assert all(at[before] < at[start] for before, start in edges)

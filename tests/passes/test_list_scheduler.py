@@ -123,7 +123,7 @@ def tasks_of(
 def test_an_order_is_one(seed: int) -> None:
     """Each task once, behind what it needs; it takes no less than the best, and no more than all one after another."""
     tasks = random_tasks(seed)
-    woven = list_schedule(tasks, [(task,) for task in range(len(tasks.nodes))], lookahead=1, reductions=1)
+    woven = list_schedule(tasks, [(task,) for task in range(len(tasks.nodes))], max_prefetch=1, reductions=1)
     assert sorted(woven.order) == list(range(len(tasks.nodes)))
     at = {task: index for index, task in enumerate(woven.order)}
     assert all(at[need] < at[task] for task, needs in enumerate(tasks.needs) for need in needs)
@@ -143,11 +143,12 @@ def test_less_room_holds_less(seed: int, ahead: bool) -> None:
     kept = [not users for users in tasks.users]
     tasks = replace(tasks, born=[[task] for task in range(count)], lives=lives, sizes=[1] * count, kept=kept)
     keys = [(task,) for task in range(count)]
-    free = list_schedule(tasks, keys, lookahead=1, reductions=1)
+    free = list_schedule(tasks, keys, max_prefetch=1, reductions=1)
     if ahead:
-        assert list_schedule(tasks, keys, lookahead=1, reductions=1, compute_limit=free.peak_bytes).order == free.order
+        same = list_schedule(tasks, keys, max_prefetch=1, reductions=1, compute_limit=free.peak_bytes)
+        assert same.order == free.order
     else:
-        least = list_schedule(tasks, keys, lookahead=1, reductions=1, compute_limit=0)
+        least = list_schedule(tasks, keys, max_prefetch=1, reductions=1, compute_limit=0)
         assert sorted(least.order) == list(range(count)) and least.peak_bytes <= free.peak_bytes
 
 
@@ -167,10 +168,10 @@ def test_gradients_are_waited_for_where_no_more_may_be_held(most: int) -> None:
     tasks = tasks_of(needs, seconds, transfers, started)
     tasks = replace(tasks, born=born, lives=lives, sizes=[1] * count, kept=[False] * count)
     woven = list_schedule(
-        tasks, [(task,) for task in range(3 * count)], lookahead=1, reductions=UNLIMITED, communication_limit=most
+        tasks, [(task,) for task in range(3 * count)], max_prefetch=1, reductions=UNLIMITED, communication_limit=most
     )
     assert sorted(woven.order) == list(range(3 * count))
-    free = list_schedule(tasks, [(task,) for task in range(3 * count)], lookahead=1, reductions=UNLIMITED)
+    free = list_schedule(tasks, [(task,) for task in range(3 * count)], max_prefetch=1, reductions=UNLIMITED)
     assert woven.peak_bytes == min(most, free.peak_bytes) and free.peak_bytes > 5
     assert woven.seconds == pytest.approx(0.001 + 0.002 * count)  # the links are never idle
 
@@ -189,7 +190,7 @@ def test_no_order_beats_the_bound(seed: int, part: float) -> None:
     tasks = random_tasks(seed)
     shared = [t and replace(t, demand=replace(t.demand, use={"links": part})) for t in tasks.transfers]
     tasks = replace(tasks, transfers=shared)
-    woven = list_schedule(tasks, [(task,) for task in range(len(tasks.nodes))], lookahead=1, reductions=1)
+    woven = list_schedule(tasks, [(task,) for task in range(len(tasks.nodes))], max_prefetch=1, reductions=1)
     assert seconds_at_least(tasks) <= woven.seconds + 1e-9
 
 

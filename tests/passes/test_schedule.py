@@ -29,11 +29,11 @@ from tests.passes.joint import joint
 aten = torch.ops.aten
 
 
-def zero(name: str, lookahead: int = 1) -> Compiled:
+def zero(name: str, max_prefetch: int = 1) -> Compiled:
     """A step with all parameters sharded at rest."""
     step = joint(name)
     strategies = {op.name: Strategy(Grid(data=4), rest=4) for op in step.annotated.ops}
-    return lower(step.annotated, strategies, mesh_of(4), Options(max_prefetch=lookahead))
+    return lower(step.annotated, strategies, mesh_of(4), Options(max_prefetch=max_prefetch))
 
 
 def places(module: fx.GraphModule) -> dict[fx.Node, int]:
@@ -168,10 +168,10 @@ def test_activations_are_waited_for_at_their_use() -> None:
 
 
 @pytest.mark.parametrize("name", ["chain", "gpt", "llama"])
-@pytest.mark.parametrize("lookahead", [0, 1, 2, 5])
-def test_gathers_in_flight_are_bounded(name: str, lookahead: int) -> None:
-    """At any compute, at most the parameters of the next `lookahead` ops that have some are gathered or being so."""
-    compiled = zero(name, lookahead)
+@pytest.mark.parametrize("max_prefetch", [0, 1, 2, 5])
+def test_gathers_in_flight_are_bounded(name: str, max_prefetch: int) -> None:
+    """At any compute, at most the parameters of the next `max_prefetch` ops that have some are gathered or being so."""
+    compiled = zero(name, max_prefetch)
     for part in ("forward", "backward"):
         module = compiled.graphs[part]
         at = places(module)
@@ -179,18 +179,18 @@ def test_gathers_in_flight_are_bounded(name: str, lookahead: int) -> None:
         for node, index in at.items():
             if is_compute(node):
                 ahead = {use for start, use in spans if start < index < use}
-                assert len(ahead) <= lookahead, (part, node.name)
+                assert len(ahead) <= max_prefetch, (part, node.name)
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 3])
-def test_reductions_in_flight_are_bounded(lookahead: int) -> None:
-    """No more than `lookahead` gradients are being reduced beside the newest one."""
-    module = zero("gpt", lookahead).step.backward
+@pytest.mark.parametrize("max_prefetch", [0, 1, 3])
+def test_reductions_in_flight_are_bounded(max_prefetch: int) -> None:
+    """No more than `max_prefetch` gradients are being reduced beside the newest one."""
+    module = zero("gpt", max_prefetch).step.backward
     assert module is not None
     at = places(module)
     for node in (reductions := starts(module, "gradient")):
         open_ones = [other for other in reductions if at[other] < at[node] < at[wait_of(other)]]
-        assert len(open_ones) <= lookahead
+        assert len(open_ones) <= max_prefetch
 
 
 def test_gathered_weights_are_not_saved() -> None:
@@ -282,9 +282,9 @@ def by_hand() -> fx.GraphModule:
 
 def test_by_hand() -> None:
     """The start goes up to where its operand is, the wait stays at its use; with no lookahead nothing moves."""
-    names = [node.name for node in Schedule(Cluster.local(4), lookahead=1)(by_hand()).graph.nodes]
+    names = [node.name for node in Schedule(Cluster.local(4), max_prefetch=1)(by_hand()).graph.nodes]
     assert names == ["w", "x", "start", "neg_default", "exp_default", "wait", "mm_default", "output"]
-    names = [node.name for node in Schedule(Cluster.local(4), lookahead=0)(by_hand()).graph.nodes]
+    names = [node.name for node in Schedule(Cluster.local(4), max_prefetch=0)(by_hand()).graph.nodes]
     assert names == ["w", "x", "neg_default", "exp_default", "start", "wait", "mm_default", "output"]
 
 
