@@ -62,7 +62,7 @@ EFFECTS = {
     "slowdown of what overlaps": Effect(_undisturbed),
     "recomputation": Effect(options={"recompute": "none", "memory_limit": 2**50}),
     "optimizer's moments": Effect(options={"optimizer": "sgd"}),
-    "sums that are whole": Effect(ablation={"all_reduce_gradients": False}),
+    "gradient all-reduces": Effect(ablation={"all_reduce_gradients": False}),
 }
 
 
