@@ -46,11 +46,11 @@ MAX_CACHED_SHARDED_GRAPHS = 8
 """The number of decisions whose sharded graphs are cached: a plan under a similar limit asks for the same ones."""
 
 Sharded = deque[tuple[tuple[object, ...], dict[int, Shards]]]
-"""Sharded graphs by what was decided, and by the annotated step that they are of."""
+"""A cache of sharded graphs by decision and annotated step."""
 
 
 class Decision(NamedTuple):
-    """What a plan says of each op, each join and each layer, by name."""
+    """The decisions of a plan by name: strategies of ops, layouts of joins, recompute modes of layers."""
 
     strategies: dict[str, Strategy]
     joins: dict[str, Assignment]
@@ -137,7 +137,7 @@ class StepLowering:
         )
 
     def options_of(self, plan: Plan) -> Options:
-        """The options that a plan's step is lowered with: its own where it says something."""
+        """The options for lowering a plan's step: the plan's own choices, else the user's."""
         return replace(
             self.options,
             micro_batches=plan.micro_batches,
@@ -146,7 +146,7 @@ class StepLowering:
         ).with_overlap(plan.overlap)
 
     def draft(self, annotated: Annotated, decision: Decision, options: Options, alike: RepeatedLayers = ()) -> Compiled:
-        """What is decided of a step, perhaps one with fewer layers, lowered to be simulated and not to be run."""
+        """Lower a decision for a step, perhaps with fewer layers, for simulation only."""
         strategies, joins = decision.strategies, decision.joins
         shards = self._shards(annotated, strategies, joins, options)
         mesh, cluster = self.cluster.mesh(), self.cluster
@@ -179,7 +179,7 @@ class StepLowering:
         )
 
     def optimizer_seconds(self, compiled: Compiled, sizes: Sequence[int]) -> float:
-        """What the optimizer's step takes with parameters of these bytes."""
+        """Seconds of the optimizer's step for parameters of these sizes in bytes."""
         return optimizer_seconds(sizes, self._optimizer_bytes(compiled), self.cluster)
 
     def _shards(
@@ -227,7 +227,7 @@ class Layers:
     others: Mapping[str, str]
 
     def of(self, owner: str) -> str:
-        """The layer of what an event or a change of memory names.
+        """The layer of an event or of a memory change.
 
         >>> Layers({"add_7": "blocks.1"}).of("add_7"), Layers({}).of("blocks.2.up (mm_3)")
         ('blocks.1', 'blocks.2')
@@ -237,7 +237,7 @@ class Layers:
 
 
 def taken_by(timeline: Timeline, layers: Layers, few: Sequence[str]) -> Taken:
-    """What one of a few equal layers takes, on average."""
+    """The mean time of one of a few equal layers."""
     compute = exposed = 0.0
     for event in timeline.events:
         if event.kind in ("compute", "wait") and layers.of(event.op) in few:
@@ -447,7 +447,7 @@ SIMULATED_LAYERS = 2
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the simulator says of a step.
+    """The simulator's figures of a step.
 
     Parameters
     ----------
@@ -467,7 +467,7 @@ class Evaluation:
 
     @classmethod
     def of(cls, timeline: Timeline) -> Evaluation:
-        """Of a step that was simulated whole."""
+        """The evaluation of a step that was simulated with all layers."""
         return cls(
             timeline.step_time,
             timeline.compute_time,
@@ -478,7 +478,7 @@ class Evaluation:
 
 
 Known = deque[tuple[tuple[Options, Decision], Evaluation]]
-"""What plans take, on one cluster."""
+"""Evaluates plans of one step on one cluster."""
 
 Said = TypeVar("Said")
 
@@ -498,7 +498,7 @@ class PlanEvaluator:
         self.known: Known = deque() if known is None else known
 
     def __call__(self, decision: Decision, options: Options) -> Evaluation:
-        """What the step takes; `options` have the memory limit."""
+        """Evaluate a decision; `options` have the memory limit."""
         asked = options, decision
         found = next((evaluation for other, evaluation in self.known if other == asked), None)
         if found is None:
@@ -507,7 +507,7 @@ class PlanEvaluator:
         return found
 
     def whole(self, decision: Decision, options: Options) -> Evaluation:
-        """What the step takes, all of its layers lowered and simulated."""
+        """Evaluate a decision with all layers lowered and simulated."""
         options = replace(options, recompute={**options.overlap.recompute, **decision.modes})
         return Evaluation.of(self.lowering.timeline(self.lowering.draft(self.steps.whole, decision, options)))
 

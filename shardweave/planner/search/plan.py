@@ -42,7 +42,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ModelKey:
-    """What a model and its call must agree in with the ones that a plan was made for: names, global shapes, dtypes."""
+    """The key of a model and its call: names, global shapes and dtypes. A plan is valid for the same key."""
 
     parameters: Mapping[str, Shape]
     inputs: Mapping[str, Shape] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class ModelKey:
         return f"<ModelKey of {len(self.parameters)} parameters and {len(self.inputs)} inputs{precision}>"
 
     def differences(self, given: ModelKey, places: tuple[str, str] = ("in the plan", "here")) -> list[str]:
-        """What a model and its call have else than a plan with this key, each in words; `places` says where each is.
+        """The differences of a model and its call from this key, in words; `places` says where each of them is.
 
         >>> ModelKey({"up.weight": (8, 4)}).differences(ModelKey({"up.weight": (8, 2)}))
         ['parameter up.weight has shape (8, 4) in the plan and (8, 2) here']
@@ -151,7 +151,7 @@ class OpChoice:
 
     @property
     def memory(self) -> int:
-        """What it occupies for longer than it runs, in bytes."""
+        """Bytes that the op occupies beyond its own run."""
         return self.state_bytes + self.saved_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -175,11 +175,11 @@ class OpChoice:
 
 FORMAT = "shardweave plan"
 VERSION = 6
-"""Of the JSON file; raised whenever a change would make an older reader go wrong."""
+"""The version of plan files. It is raised whenever an older reader would misread a file."""
 
 
 class Saving(NamedTuple):
-    """What the simulator says that one choice for the whole step is worth, all others left as they are.
+    """The simulated saving of one overlap option, with all other choices unchanged.
 
     Parameters
     ----------
@@ -195,7 +195,7 @@ class Saving(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is trained on a cluster, and what a step is predicted to cost.
+    """A parallelization plan of a model on a cluster, with the predicted cost of a step.
 
     Parameters
     ----------
@@ -282,7 +282,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole cluster."""
+        """Tokens a second of the whole cluster."""
         return self.tokens / self.step_time if self.step_time else 0.0
 
     @property
@@ -610,7 +610,7 @@ def _rest(strategy: Strategy) -> str:
 
 
 def _why_not(chosen: Strategy, runner_up: RunnerUp | None) -> str:
-    """What another strategy would change, named by what differs: ``DP: −0.30 ms, but 1.2 GiB too large``."""
+    """The change that the runner-up strategy would make: ``DP: −0.30 ms, but 1.2 GiB too large``."""
     if runner_up is None:
         return "-"
     other = runner_up.strategy
@@ -625,7 +625,7 @@ def _signed(value: float, readable: Callable[[float], str]) -> str:
 
 
 def _effect(saving: Saving) -> str:
-    """What a choice does to the step: ``2 sub-batches −12 ms, +30 MiB``."""
+    """The effect of an option on the step: ``2 sub-batches −12 ms, +30 MiB``."""
     time, memory = _signed(-saving.seconds, readable_seconds), _signed(-saving.bytes, readable_bytes)
     return f"{saving.choice} {time} a step, {memory}"
 
@@ -641,7 +641,7 @@ def _cluster(plan: Plan) -> str:
 
 
 def _answer(plan: Plan) -> str:
-    """What is proven of the program's own answer, where it is another plan."""
+    """The proven gap of the solver's own answer, where that is another plan."""
     nearer = plan.proven_gap < plan.gap - 5e-6
     return f" (its own answer, slower when simulated, is within {100 * plan.proven_gap:.2g} %)" if nearer else ""
 

@@ -17,11 +17,11 @@ from shardweave.ir import QUANTIZATION_BITS, RECOMPUTE_MODES, LayoutError, PlanE
 Schema = Callable[[str, object], None]
 
 MAX_COUNT = 2**31
-"""Of devices, slices, micro-batches."""
+"""The largest number of devices, slices or micro-batches."""
 MAX_WHOLE = 2**63 - 1
-"""Of bytes and elements, as torch counts them."""
+"""The largest number of bytes or elements: torch counts them in 64-bit integers."""
 MAX_NUMBER = 1e30
-"""Of seconds and FLOPs: sums and products of them stay finite."""
+"""The largest number of seconds or FLOPs, so that sums and products stay finite."""
 
 
 def whole(low: int = 0, high: int = MAX_WHOLE) -> Schema:
@@ -128,7 +128,7 @@ def record(required: Mapping[str, Schema], besides: Mapping[str, Schema] | None 
 
 
 def _anything(key: str, value: object) -> None:
-    """What is checked elsewhere."""
+    """Accept any value: it is checked elsewhere."""
 
 
 def _floating(key: str, value: object) -> None:

@@ -263,7 +263,7 @@ class PlanSelector:
     simulate: Simulate
     solver: CachedSolver
     _evaluated: dict[tuple[int, ...], dict[int, Evaluation]] = field(default_factory=dict)
-    """What has been simulated, by its choice (of a problem with modes a longer one than without) and the limit."""
+    """Evaluations by choice (longer for a problem with recompute modes) and memory limit."""
 
     def choose(
         self, costed: Costed, smaller: Callable[[], Costed] | None = None, ceiling: float = math.inf
@@ -345,7 +345,7 @@ class PlanSelector:
         return self._with_other_families(free, self._simulated(free.overlapping, fastest, limit), limit)
 
     def _near_misses(self, costed: Costed, fastest: Solution, best: Chosen | None, limit: int) -> list[Chosen]:
-        """What fits and is faster than the best that is known, whatever it counts; of a problem with few choices."""
+        """Faster choices of a small problem that fit when simulated, although the estimate exceeds the limit."""
         found: list[Chosen] = []
         ceiling = best.evaluation.step_time if best is not None else math.inf
         for choice in near_misses(costed.problem, limit, ceiling):
@@ -380,7 +380,7 @@ class PlanSelector:
         return fits if under_limit else found
 
     def _in_question(self, both: Both, best: Chosen, limit: int) -> Iterator[list[Chosen]]:
-        """What may be the fastest when simulated: the likeliest first."""
+        """The alternatives that may be the fastest when simulated, the likeliest first."""
         yield [best]
         share = both.hidden_in(best)
         if share < 1.0:
@@ -540,5 +540,5 @@ def _least(found: Sequence[Chosen]) -> float:
 
 
 def _unproven(costed: Costed, choice: tuple[int, ...], fastest: Solution) -> Solution:
-    """A choice of which all that is known is that none is faster than the fastest of all."""
+    """A choice without a bound of its own: the bound is that of the fastest choice."""
     return Solution(choice, costed.problem.objective(choice), fastest.bound, "feasible", 0.0)

@@ -63,7 +63,7 @@ def choices_for_the_whole(
     limit: int,
     keeps: bool = False,
 ) -> tuple[OverlapConfig, Evaluation]:
-    """What is chosen for the whole step, and what it then takes.
+    """The overlap options that are taken, and the evaluation with them.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ class Planning:
         return self._solver.is_memory_bound(self._whole, next(self._priced.ways_to_save(self._modes)))
 
     def expected(self, ceiling: float = math.inf) -> tuple[float, int]:
-        """Seconds that the program says the fastest plan takes that fits, infinite where none does, and its bytes.
+        """The solver's estimate of the fastest plan that fits: seconds, infinite if none fits, and bytes.
 
         From `ceiling` seconds on it says so of any plan.
         """
@@ -145,7 +145,7 @@ class Planning:
         return self._solver.expects(self._whole, next(self._priced.ways_to_save(self._modes)), ceiling)
 
     def make(self, ceiling: float = math.inf) -> Made | Lacked | None:
-        """What is best for the step, if the program does not say that it takes at least `ceiling` seconds."""
+        """The best plan of the step; None if the solver proves that none takes less than `ceiling` seconds."""
         priced, whole, limit = self._priced, self._whole, self.options.limit(self.cluster)
         self.progress("solve")
         lacking = list[Lacking]()
@@ -175,7 +175,7 @@ class Planning:
         self.progress("solve", at.objective, at.bound, left, self._smallest)
 
     def _simulated(self, decision: Decision, limit: int) -> Evaluation:
-        """What a plan takes under a limit; the best so far is told."""
+        """Evaluate a plan under a limit, and report the best so far."""
         self.progress("simulate", self._fastest, least_bytes=self._smallest)
         evaluation = self.evaluate(decision, replace(self.options, memory_limit=limit))
         self._smallest = min(self._smallest, evaluation.peak_memory)
@@ -246,7 +246,7 @@ class Planning:
         return evaluation, limit
 
     def plan(self, made: Made, key: ModelKey, begun: float) -> Plan:
-        """What has been made, since a point in time, as a plan for the model of `key`; its figures are estimates."""
+        """The plan for the model of `key`; its figures are estimates."""
         return self._described(key, made.chosen, made.priced, made.overlap, time.monotonic() - begun)
 
     @cached_property
@@ -295,7 +295,7 @@ class Planning:
         return (evaluate or self.evaluate)(chosen.decision._replace(modes=modes), options)
 
     def savings(self, made: Made) -> tuple[Saving, ...]:
-        """What each choice for the whole step is worth: simulated without it."""
+        """The saving of each overlap option, from a simulation without it."""
         found, chosen, overlap = [], made.chosen, made.overlap
         self.progress("weigh")
         for choice, other in overlap.without().items():
@@ -384,7 +384,7 @@ def first_feasible(lacking: Sequence[tuple[int, Callable[[], Found]]]) -> Found:
 
 @dataclass(frozen=True)
 class Made:
-    """What is chosen for a step of so many micro-batches."""
+    """The chosen plan for one number of micro-batches."""
 
     planning: Planning
     priced: LayerProblem
@@ -394,7 +394,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Lacked:
-    """That no plan of a step of so many micro-batches is known to fit.
+    """No plan is known to fit for one number of micro-batches.
 
     `least_bytes` is what the smallest one needs that was simulated; `last` looks for others, or says what is missing.
     """

@@ -117,7 +117,7 @@ EXCESS_MULTIPLES = (1, 2, 4)
 before other plans are tried."""
 
 FIGURES = ("step_time", "compute_time", "exposed_communication", "peak_memory")
-"""What the simulator says of a plan's whole step."""
+"""The figures of a plan's whole step."""
 
 MAX_CACHED_SIMULATIONS = 256
 """The number of decisions whose simulated figures are cached."""
@@ -221,7 +221,7 @@ class PlanSearch:
         return replace(tried, **figures), 0
 
     def _whole(self, plan: Plan) -> Evaluation:
-        """What a plan's whole step takes; that of a plan which was made before is known."""
+        """Evaluate a plan's whole step; evaluations are cached."""
         strategies = {name: choice.strategy for name, choice in plan.choices.items()}
         asked = self.lowering.options_of(plan), Decision(strategies, self.lowering.joins_of(plan), {})
         found = next((evaluation for other, evaluation in self._known if other == asked), None)

@@ -58,7 +58,7 @@ class CachedSolver:
     start: Start = lambda costed: None
     runs: Sequence[Sequence[str]] = ()
     told: Callable[[Progress], None] | None = None
-    """Told what is found while a problem is solved."""
+    """Gets the incumbent and the bound while a problem is solved."""
     _asked: dict[tuple[int, int], tuple[Costed, Both]] = field(default_factory=dict)
     """What the program is asked, by the identity of the problem and the memory limit."""
     _known: dict[tuple[int, int], Solution] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class CachedSolver:
         return self._known[key]
 
     def is_far(self, costed: Costed, fastest: Solution, limit: int) -> bool:
-        """Whether a choice does not fit for sure, whatever the simulator says."""
+        """Whether a choice exceeds the limit by so much that it is not simulated."""
         ratio = MAX_OVER_LIMIT if size(costed) <= MAX_CANDIDATES_MODEST else MAX_OVER_LIMIT_LARGE
         ratio = MAX_OVER_LIMIT_SMALL if is_small(costed) else ratio
         return costed.problem.memory(fastest.choice) > ratio * limit
@@ -143,7 +143,7 @@ class CachedSolver:
         ceiling: float = math.inf,
         rough: bool = False,
     ) -> Solution:
-        """What the program chooses, near enough to its bound."""
+        """Solve the problem to the allowed gap."""
         rough = rough and size(costed) > MAX_CANDIDATES_ROUGH_EXACT
         gap, problem = MAX_ROUGH_GAP if rough else 0.0 if is_small(costed) else MAX_GAP, costed.problem
         whatever = ceiling == math.inf and size(costed) <= MAX_CANDIDATES_MODEST
@@ -261,7 +261,7 @@ class Both:
 
 @dataclass(frozen=True)
 class Lacking:
-    """That nothing fits into a memory limit, as far as that is known: the fastest plan of all, and the smallest."""
+    """No plan is known to fit into a memory limit: the fastest plan of all, and the smallest."""
 
     costed: Costed
     free: Both
@@ -280,7 +280,7 @@ def limited(costed: Costed, limit: int) -> Costed:
 
 
 def decision(costed: Costed, choice: Sequence[int]) -> Decision:
-    """What a choice says of each op and join."""
+    """The decision of a choice: strategies of ops, layouts of joins."""
     found = Decision({}, {}, {})
     for variable, index in zip(costed.variables, choice, strict=True):
         if variable.op is not None:
