@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 WORDS = {
-    "view": "moves nothing: layouts pass through it, partial sums too",
+    "view": "moves no data: layouts pass through it, partial sums too",
     "sums": "linear in all its inputs together: partial sums pass through it",
-    "parts": "kept fused, and written in simpler ops where an axis arrives on what is blocked",
+    "parts": "kept fused; replaced by simpler ops if an input is sharded along a blocked factor",
     "local": "has a local form: sizes, offsets or masks of this rank's part",
-    "zeros": "zero where an input is: an `own` partial result (rows that lie on one rank alone) passes through it",
+    "zeros": "zero where an input is zero: an `own` partial result (each row on one rank alone) passes through it",
     "owner": "of an `own` partial result it reads just the rows that this rank owns",
     "draws": "random (see below)",
-    "pair": "where it has dropout, spread as the op whose numbers it draws again",
+    "pair": "if it has dropout, sharded as the op whose numbers it draws again",
 }
 EXAMPLES: tuple[tuple[str, dict[str, tuple[int, ...]]], ...] = (
     ("x + y", {"x": (8, 4, 6), "y": (4, 1)}),
@@ -35,10 +35,11 @@ INTRODUCTION = """# Rules
 
 Made from the code by `make rules` (`docs/make_rules.py`); a test fails where this page is not what the code says.
 
-A rule says of which loops (*factors*) an op consists, and which of them its values have. An axis of the machine may be
-put on any factor that is not *blocked*: a blocked factor is one whose steps cannot be computed apart. All layouts
-follow: a factor in an output makes that output sharded, one that only inputs have makes it a partial result. Where an
-axis arrives on a blocked factor, the value is gathered over it first.
+Look up how an op may be sharded, and add a rule for an op that has none. A rule lists the loops (*factors*) of an op,
+and the factors of each of its values. An axis of the machine may be assigned to any factor that is not *blocked*. The
+op cannot be computed in parts along a blocked factor. The layouts follow: a factor in an output makes the output
+sharded, a factor of inputs alone makes it a partial result. If an input is sharded along a blocked factor, it is
+gathered first.
 
 ## How to read a pattern
 
@@ -54,11 +55,11 @@ In the tables, *more* says:
 
 ## An op without a rule
 
-Where it is on the way of activations (its result is of floating point), the model is refused: the `RuleError` lists
-each such op with its module and source line. There are three ways out:
+If its result is of floating point, the model is refused: the `RuleError` lists each such op with its module and source
+line. There are three ways out:
 
-- write the line with other ops,
-- give the op a rule, in a line, before the model is compiled:
+- write the line with other ops;
+- give the op a rule, in one line, before the model is compiled:
 
   ```python
   import torch
@@ -67,21 +68,21 @@ each such op with its module and source line. There are three ways out:
   sw.rule(torch.ops.mylib.scale_rows.default, "m n, m -> m n")
   ```
 
-  A rule may say how the parts of a contracted factor combine (`reduce={{"m": "max"}}`), how the op is called on local
-  tensors where it is not simply the same call (`lower=`), and in which ops it is written where an axis arrives on a
+  A rule may also say how the parts of a contracted factor combine (`reduce={{"m": "max"}}`), how the op is called on
+  local tensors if this is not the same call (`lower=`), and which simpler ops replace it if an input is sharded along a
   blocked factor (`decompose=`): see `shardweave/sharding/rules/registry.py`. `tests/sharding/test_rules.py` shows how a
-  rule is proven.
-- `Options(replicate_unknown_ops=True)`: the op is computed whole on every device, and so is all that its blocked
+  rule is tested;
+- set `Options(replicate_unknown_ops=True)`: the op is replicated on every device, and so is everything that its blocked
   factors reach.
 
-Off that way (an op on integers or flags) it is computed whole on every device, with a warning.
+An op on integers or flags without a rule is replicated on every device, with a warning.
 
 ### Ops of torch that have none
 
 Of torch's core ops: {core}.
-(`var.dim` and `adaptive_avg_pool1d` do not reach the rules: capture writes them in others.)
+(`var.dim` and `adaptive_avg_pool1d` do not reach the rules: capture decomposes them.)
 
-Of what models use, with what to write instead:
+Ops that models use, with what to write instead:
 
 {refused}
 
@@ -115,5 +116,5 @@ region that uses the sorted rows otherwise is refused with its module and line. 
 (`bmm`) need no region: there the expert is the factor `b`."""
 
 RANDOM = """`randperm` is blocked, and so is a row that `multinomial` draws from: each of their numbers depends on the
-others. The numbers on many devices are not those of one device, since each part is drawn by itself: compare with
-dropout off."""
+others. Each part is drawn by itself, so the numbers on many devices are not those of one device. To compare results,
+switch dropout off."""
