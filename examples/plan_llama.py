@@ -1,4 +1,4 @@
-"""Plan a Llama from `transformers` for machines that are not here, as the memory limit falls:
+"""Plan a Llama from `transformers` for other machines, under smaller and smaller memory limits:
 
     python examples/plan_llama.py --preset dgx-a100 --nodes 2 --layers 4
 """

@@ -1,4 +1,4 @@
-"""Train the demo's GPT with a planned step. On every machine of a cluster, or on this one:
+"""Train the demo's GPT with a planned step. Run this on every machine of a cluster, or on this machine alone:
 
     torchrun --standalone --nproc-per-node 4 examples/train.py
 """
@@ -38,7 +38,7 @@ def train(config: GPTConfig, steps: int, batch: int) -> list[float]:
     data = Sequences(Text.of_standard_library(batch, config.context).tokens, config.context)
     example = default_collate([data[index] for index in range(batch)])  # a global batch, for its shapes
     parallel = sw.compile_parallel(GPT(config), sw.Cluster.detect(), example)
-    sampler = parallel.sampler(data)  # of this rank's part of each global batch: no rank reads what it does not compute
+    sampler = parallel.sampler(data)  # each rank reads only its part of each global batch
     loader = DataLoader(data, batch // parallel.data_world_size, sampler=sampler, drop_last=True)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
     losses = []
