@@ -1,7 +1,7 @@
 """What each kind of overlap is worth, simulated: the table and the figure of docs/overlap.md.
 
-python -m benchmarks.measure_weaving             GPTs of Oases' Table 3 on both of its clusters
-python -m benchmarks.measure_weaving --write     and put them into docs/overlap.md
+python -m benchmarks.measure_overlap             GPTs of Oases' Table 3 on both of its clusters
+python -m benchmarks.measure_overlap --write     and put them into docs/overlap.md
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardweave.planner.problem.candidates import forced_strategies
 
 PAGE = Path(__file__).parents[1] / "docs" / "overlap.md"
 FIGURE = PAGE.parent / "images" / "overlap.png"
-BEGIN, END = "<!-- measured: python -m benchmarks.measure_weaving --write -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- measured: python -m benchmarks.measure_overlap --write -->\n", "<!-- end -->\n"
 CLUSTERS = ("rtx3090-nvlink", "rtx3090-pcie")
 NODES, CONTEXT, VOCABULARY = 8, 1024, 50304
 PRECISION = Precision(torch.float16)
