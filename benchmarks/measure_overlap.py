@@ -74,7 +74,7 @@ def megatron(setting: Setting) -> dict[str, Any]:
 
 
 def simulated(found: Compiler, setting: Setting, **overlap: Any) -> Timeline:
-    """The step under Megatron's tensor parallelism, woven so."""
+    """The step under Megatron's tensor parallelism with these overlap options."""
     mesh = found.cluster.mesh()
     found.options = Options(precision=PRECISION, micro_batches=setting.micro_batches, **overlap)
     forced = forced_strategies(megatron(setting), found.annotated.ops, mesh, found.annotated.batch)

@@ -323,7 +323,7 @@ def test_a_plan_is_woven_as_it_says(tmp_path: Any) -> None:
     assert again.overlap == plan.overlap
     parallel = sw.compile_parallel(model, cluster, x, plan=again)
     assert any(info(node).steps for node in parallel.graphs["forward"].graph.nodes)
-    with pytest.raises(PlanError, match="the plan is woven with 2 sub-batches.*the options ask for 4 sub-batches"):
+    with pytest.raises(PlanError, match="overlap options 2 sub-batches.*the options ask for 4 sub-batches"):
         sw.compile_parallel(model, cluster, x, plan=again, options=sw.Options(sub_batches=4))
 
 

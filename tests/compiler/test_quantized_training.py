@@ -157,7 +157,7 @@ def test_a_plan_keeps_and_says_what_is_quantized(tmp_path: Any) -> None:
     compiler = Compiler(model, NODES, x, None, None)
     assert {dtype for kind, _, dtype in kinds(compiler.lower(again).step.forward)} == {torch.int8, torch.float32}
     compiler = compiler.with_(options=Options(quantize={"gradients": 8}))
-    with pytest.raises(PlanError, match="woven with.*gradients in int4.*the options ask for gradients in int8"):
+    with pytest.raises(PlanError, match="overlap options.*gradients in int4.*the options ask for gradients in int8"):
         compiler.lower(again)
 
 

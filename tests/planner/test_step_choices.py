@@ -33,7 +33,7 @@ def chosen(times: dict[str, Evaluation], options: Options, limit: int = 1, keeps
 
     def evaluate(overlap: OverlapConfig) -> Evaluation:
         if str(overlap) not in times:
-            raise PlanError("this one cannot be woven so")
+            raise PlanError("the model does not allow this option")
         return times[str(overlap)]
 
     return str(choices_for_the_whole(options, OverlapConfig(), times[PLAIN], evaluate, limit, keeps)[0])

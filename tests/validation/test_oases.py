@@ -1,4 +1,4 @@
-"""Oases: its table's cells are woven as their systems are, and constants can be fitted to them."""
+"""Oases: its table's cells have the overlap of their systems, and constants can be fitted to them."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class Windows:
         The cluster's, that have links.
     slowdown, drag : float
         `Device.overlap_slowdown` and `Device.collective_slowdown`.
-    woven : bool
+    has_sub_batches : bool
         Another sub-batch computes while one waits for activations.
     blocking : collection of Traffic
         What is waited for instead of hiding.
@@ -133,7 +133,7 @@ class Windows:
     levels: Sequence[str]
     slowdown: float = 1.0
     drag: float = 1.0
-    woven: bool = False
+    has_sub_batches: bool = False
     blocking: Collection[Traffic] = ()
 
     @classmethod
@@ -175,7 +175,7 @@ class Windows:
 
     def activations(self, links: Links, whole_batch: bool = False) -> Costs:
         """Of collectives of activations: they hide where another sub-batch computes meanwhile."""
-        return self.moved("activation", links, alone=whole_batch or not self.woven)
+        return self.moved("activation", links, alone=whole_batch or not self.has_sub_batches)
 
     def moved(self, traffic: Traffic, links: Links, alone: bool = False) -> Costs:
         """Of collectives of one kind of traffic: they hide, unless they are `alone` or compute waits for them."""

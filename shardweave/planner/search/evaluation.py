@@ -111,7 +111,7 @@ class StepLowering:
             )
         if not self.options.overlap.within(plan.overlap):
             raise PlanError(
-                f"the plan is woven with {str(plan.overlap) or 'no options'}, the options ask for "
+                f"the plan has the overlap options {str(plan.overlap) or 'none'}, the options ask for "
                 f"{str(self.options.overlap) or 'none'}: leave these options out, or make a plan with them"
             )
         if self.options.memory_limit is not None and self.options.limit(self.cluster) < plan.peak_memory:

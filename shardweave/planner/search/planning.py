@@ -86,7 +86,7 @@ def choices_for_the_whole(
         other = tried(made)
         try:
             found = evaluate(other)
-        except ParallelError:  # this step cannot be woven so
+        except ParallelError:  # the model does not allow this option
             continue
         if found.peak_memory <= limit and found.step_time <= evaluation.step_time * (1 - MIN_GAIN_RATIO):
             made, evaluation = other, found
@@ -272,14 +272,14 @@ class Planning:
         """With what is left open for the whole step."""
         limit = self.options.limit(self.cluster)
         keeps = size(chosen.costed) <= MAX_CANDIDATES_MODEST and chosen.gathers
-        woven, evaluation = choices_for_the_whole(
+        taken, evaluation = choices_for_the_whole(
             self.options, overlap, chosen.evaluation, lambda other: self._evaluated(chosen, other), limit, keeps
         )
-        if woven == overlap:
+        if taken == overlap:
             return chosen, overlap
         # Not less than without: under a limit that just this meets, the same is found
         peak_memory = max(chosen.peak_memory, evaluation.peak_memory)
-        return replace(chosen, evaluation=evaluation, peak_memory=peak_memory), woven
+        return replace(chosen, evaluation=evaluation, peak_memory=peak_memory), taken
 
     def _evaluated(
         self,
@@ -288,7 +288,7 @@ class Planning:
         options: Options | None = None,
         evaluate: Callable[[Decision, Options], Evaluation] | None = None,
     ) -> Evaluation:
-        """What the plan takes, woven so; without recomputation, where that has none."""
+        """Evaluate the plan with these overlap options; without recomputation, if they have none."""
         modes = chosen.decision.modes if overlap.recompute else {}
         self.progress("weave", self._fastest)
         options = (options or self.options).with_overlap(replace(overlap, recompute={} if modes else overlap.recompute))
