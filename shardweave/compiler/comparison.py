@@ -1,7 +1,4 @@
-"""Comparison: what the planner's plan gains over what other systems would do with the same model and memory.
-
-A comparison with other systems as a table.
-"""
+"""Comparison of the planner's plan with plans of other systems for the same model and memory, printed as a table."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""Workarounds for what Dynamo cannot trace, and a pause of the garbage collector while graphs are made.
+"""Workarounds for model code that Dynamo cannot trace, and a pause of garbage collection while graphs are written.
 
-What models do in a forward that Dynamo does not trace, set aside while a capture runs.
-
-The one place that knows the insides of a model library. None is imported here: what is not imported has no model.
-
-Python's garbage collection while graphs are written.
+This is the only module that knows internals of model libraries. It imports none of them: a library that is not imported
+has no model here.
 """
 
 from __future__ import annotations

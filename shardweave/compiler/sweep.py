@@ -1,13 +1,9 @@
-"""The batch size, where it is left open: the one of which a sample takes the least time.
+"""Sweeps: one model planned under several memory limits, on several clusters, or for growing batch sizes.
 
-OSDP (arXiv 2209.13258, Algorithm 1) plans for one batch size after another until none fits, and takes the plan with the
-most samples a second. Larger batches mostly spend less on communication for each sample, until memory asks for slower
-plans. So sizes double here until nothing fits or nothing is gained; then the sizes between the last that fits and the
-first that does not are halved a few times.
-
-Sweeps as a table and as a picture.
-
-Sweeps: one model planned again and again, under other memory limits or on other clusters.
+OSDP (arXiv 2209.13258, Algorithm 1) plans for one batch size after another until none fits, and takes the plan with
+the most samples a second. Larger batches mostly spend less on communication for each sample, until memory forces
+slower plans. So the batch size is doubled here until nothing fits or nothing is gained. Then the interval between the
+last size that fits and the first that does not is halved a few times. Sweeps print as tables and draw themselves.
 """
 
 from __future__ import annotations

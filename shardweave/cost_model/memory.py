@@ -1,12 +1,8 @@
-"""Memory over a schedule: the lifetime of each storage, and the peak.
+"""Memory over a schedule by liveness: the lifetime of each storage, the bytes in use over time by kind, and the peak.
 
-Where the values of a generated graph lie, and from when to when: memory by liveness over the order of the nodes.
-
-A value that aliases another (a view, a waited collective) shares the *storage* of its base. A storage is born at the
-node that computes it and may be freed after the last node that uses it or one of its views. A collective reads
-its input until it has been waited for, so that a wait counts as a use of what was sent.
-
-Memory over time: how many bytes are in use for what, and which values they are.
+A value that aliases another (a view, a waited collective) shares the *storage* of its base. A storage is allocated at
+the node that computes it, and may be freed after the last node that uses it or one of its views. A collective reads
+its input until it has been waited for, so a wait counts as a use of the input.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""The work of an op: its FLOPs, the bytes that it moves, and its matrix product.
+"""The work of an op on one device: FLOPs, bytes moved, and the dimensions of its matrix product.
 
-The dimensions of the product that an op computes: what its efficiency depends on.
-
-What an op does on one device: the FLOPs, the bytes and the product of a node, by the local shapes that it carries.
-
-FLOPs are those of matmuls, convolutions and attention, as `torch.utils.flop_counter` counts them, shardweave's own ops
-included; every op reads its inputs and writes its outputs once, as the generated code runs its ops one by one, unfused.
+FLOPs are those of matmuls, convolutions and attention, as `torch.utils.flop_counter` counts them, and of shardweave's
+own ops, by local shapes. The efficiency of a product depends on its dimensions. Every op reads its inputs and writes
+its outputs once, as the generated code runs its ops one by one, unfused.
 """
 
 from __future__ import annotations

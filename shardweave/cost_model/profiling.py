@@ -1,16 +1,14 @@
-"""Profiling collectives on the running world, and the links' figures that fit what was measured.
+"""Profiling of collectives on the running world, and the latency and bandwidth of each level, fitted to it.
 
-Latency and bandwidth of the levels, fitted to what was measured: for what the table itself does not hold.
+The fitted figures are for what the measured table does not hold. Every kind of collective is measured, for every
+placement of a group on the world's mesh, with sizes from 4 KiB on by factors of 4. The functional collectives are those
+that generated graphs call, and all groups of a placement run at the same time. All ranks begin each call together, as
+after an op that takes all of them equally long: calls in a row would meet warm threads.
 
-Measures the collectives of the running process group, as a training step runs them.
-
-For every kind, every placement of a group that the world's mesh has, and sizes from 4 KiB on by factors of 4: the same
-functional collectives that generated graphs call, with all groups of a placement at work at the same time. All ranks
-begin each call together, as after an op that takes all of them equally long: calls in a row would meet warm threads. A
-figure is the median of several batches of calls. Batches of all kinds, placements and sizes are taken in turns, so that
-whatever else the machine does falls on all alike; where a smaller size
-came out slower than a larger one, both are noise about one figure, which is taken for both. Whatever the ranks decide
-by the clock (how often to repeat, when the time is up) they decide by numbers that they have agreed on.
+A figure is the median of several batches of calls. Kinds, placements and sizes are measured in rounds, so that other
+work of the machine affects all of them alike. Where a smaller size is slower than a larger one, both are noise about
+one figure, which is taken for both. Decisions by the clock (how often to repeat, when the time is up) are made from
+numbers on which the ranks have agreed.
 """
 
 from __future__ import annotations

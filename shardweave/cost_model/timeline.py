@@ -1,15 +1,11 @@
 """The timeline of a simulated step: its events, exports for chrome://tracing and Perfetto, and pictures.
 
-Acts: what a step asks of its device's streams, one after another, so that it can be played again, or longer.
+An *act* is one request of a step to a stream of its device. A list of acts can be run again, or for more layers. A
+timeline records when each act ran on which stream, and the memory in use.
 
-What the simulator saw: when what ran on which stream, and what memory held meanwhile.
-
-A timeline as the events of a Chrome trace, the format that https://ui.perfetto.dev opens.
-
-The format is that of Google's "Trace Event Format": ``X`` is a span, ``C`` a counter, ``M`` a name; times are in
-microseconds. Spans of one thread may not overlap, so each group of ranks has a thread of its own.
-
-The picture of a timeline: streams above, memory below, on one axis of time.
+The export has the format of Google's "Trace Event Format", which https://ui.perfetto.dev opens: ``X`` is a span,
+``C`` a counter, ``M`` a name; times are in microseconds. Spans of one thread may not overlap, so each group of ranks
+has a thread of its own. The picture has the streams above and memory below, on one time axis.
 """
 
 from __future__ import annotations

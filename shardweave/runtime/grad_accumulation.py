@@ -1,8 +1,7 @@
 """Gradient accumulation: the generated step runs once for each micro-batch, on its slices of the inputs.
 
-Micro-batches at run time: a value cut along a time axis, and put together again.
-
-A `MicroBatchRunner` runs the micro-batches of a step: they share gathered parameters and add their gradients up.
+Values are cut along a time axis and joined again. A `MicroBatchRunner` runs the micro-batches of a step, which share
+gathered parameters and accumulate gradients.
 """
 
 from __future__ import annotations

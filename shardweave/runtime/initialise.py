@@ -1,8 +1,7 @@
-"""First values for a model that has none: drawn as one device draws them, a module at a time, on every rank.
+"""Initial values of a model on the meta device: drawn as one device draws them, one module at a time, on every rank.
 
-Tensors on the CPU that take memory only while they are used: what initialisers run on.
-
-This is the only module that touches torch's dispatch modes and the size of storages.
+Initialisers run on CPU tensors that take memory only while they are used. This is the only module that touches torch's
+dispatch modes and the size of storages.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""The inputs of a call: a rank's part of the global batch, or its own local batch gathered where ranks compute the same
-rows.
+"""The inputs of a call: the global batch, this rank's part of it, or this rank's own samples.
 
-What a call passes in: the whole batch or this rank's part of it, told apart by shape.
-
-Local batches: each rank passes its own samples, as under DistributedDataParallel, whatever the plan is.
-
-The global batch is all ranks' samples together. Each rank computes one part of it, and the ranks that compute the same
-part (tensor parallel ones, say) gather their samples for it. What a call returns for each sample goes back to the rank
-that passed it.
+The global batch and this rank's part of it are told apart by shape. With ``batch="local"`` each rank passes its own
+samples, as under DistributedDataParallel, whatever the plan is. The global batch is all ranks' samples together. Each
+rank computes one part of it, and ranks that compute the same part, such as tensor parallel ones, gather their samples
+for it. The outputs of each sample go back to the rank that passed it.
 """
 
 from __future__ import annotations

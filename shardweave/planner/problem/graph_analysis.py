@@ -1,11 +1,10 @@
-"""Sums scattered where values meet: sequence parallelism (Megatron-LM, arXiv 2205.05198).
+"""Facts about a captured step's graph that hold for every plan, and where sequence parallelism is possible.
 
-A product split by rows leaves a partial sum on each device. What reads it together with other values (a residual sum,
-and with it the norms after it) may take it whole, which is an all-reduce, or each device a part of it, which is a
-reduce-scatter there and a gather before the next product: as much is sent, and the op and what follows it are computed
-and kept once. Megatron-LM cuts the sequence; here it is the first loop of the value that the devices divide.
-
-Facts: what the planner asks of a captured step's graph, whatever is chosen.
+A product sharded by rows leaves a partial sum on each device (Megatron-LM, arXiv 2205.05198). An op that combines it
+with other values (a residual sum, and with it the norms after it) may take it whole, which is an all-reduce, or each
+device takes a part, which is a reduce-scatter there and an all-gather before the next product. Both move the same
+bytes, but with the second the op and its followers are computed and saved once. Megatron-LM shards the sequence. Here
+it is the first loop of the value that the devices divide.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pricing: what ops with a parameter cost at each of their strategies, on one device of a cluster."""
+"""Costs of ops with a parameter for each of their strategies, on one device of a cluster."""
 
 from __future__ import annotations
 

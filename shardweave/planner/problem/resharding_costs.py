@@ -1,12 +1,11 @@
-"""Prices: seconds of compute, and of changes of layout, on one device of a cluster.
+"""Resharding costs: seconds of layout changes, and of compute, on one device of a cluster.
 
-Changes of layout, a whole table of them at once: the steps of `passes.layouts.steps_between`, without their layouts.
-
-An edge of the problem needs the change from each layout that its producer may leave a value in to each that its
-consumer may want: on a thousand devices ten thousands of changes. What becomes of an axis in a change depends on
-little: whether the value is partial over it, and its *places* before and after: which steps of which dimension it cuts.
-Two places are the same or apart, or they overlap; so with a number for each, a step of all changes is a comparison of
-a column of numbers with a row of them.
+An edge of the problem needs the cost of the change from each layout of its producer to each layout of its consumer:
+on a thousand devices tens of thousands of changes. So a whole table is computed at once, with the steps of
+`ir.layout.steps_between` but without their layouts. The change of an axis depends only on whether the value is
+partial over it, and on its *places* before and after, that is, on which part of which dimension it shards. Two places
+are equal, disjoint or overlapping. With a number for each place, a step of all changes is a comparison of a column of
+numbers with a row of them.
 """
 
 from __future__ import annotations

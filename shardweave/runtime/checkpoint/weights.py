@@ -1,6 +1,6 @@
-"""Weights in files: each rank reads its own part of a model, and all write one in HuggingFace's format together.
+"""Weights in files: each rank reads its own part of a model, and all ranks write one in HuggingFace's format together.
 
-Checkpoints as files have them: names, shapes and dtypes at once, values piece by piece.
+Names, shapes and dtypes of a file are read at once, values piece by piece.
 """
 
 from __future__ import annotations
