@@ -54,4 +54,4 @@ def test_words_count_what_is_spread_how() -> None:
     choices = {name: replace(plan.choices[name], strategy=sw.Strategy(sw.Grid(data=16), 16)) for name in others}
     said = in_words(replace(plan, choices={first: replace(plan.choices[first], strategy=grid), **choices}))
     assert f"{len(others)} are data parallel and 1 tensor parallel, over 2 devices" in said
-    assert "rest over 1 or 16 devices in a step, optimizer states over 8 or 16" in said
+    assert "sharded over 1 or 16 devices in a step, optimizer states over 8 or 16" in said

@@ -61,7 +61,7 @@ class OpTable:
     Parameters
     ----------
     times : mapping of str to OpTime
-        By signature (`signature.signature`).
+        By signature (`sharding.signature`).
     skipped : mapping of str to str
         Why ops that were asked for have no time, by signature; no part of a comparison, and not kept in files.
 

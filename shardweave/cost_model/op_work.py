@@ -188,7 +188,7 @@ class Work:
     product : Product, optional
         The dimensions of its product, where it is one: small ones are computed less efficiently.
     signature : str
-        What a measured time is found by (`signature.signature`); empty where the work is of no op in particular.
+        What a measured time is found by (`sharding.signature`); empty where the work is of no op in particular.
     computed : float
         The part of `flops` that the kernel computes. Causal attention is counted as if no key were masked, and its
         kernels leave out the blocks that are (FlashAttention-2, arXiv 2307.08691, section 3.1): of ``n`` blocks of 128

@@ -98,17 +98,17 @@ class Options:
     ----------
     memory_limit : int, float or str, optional
         Bytes that one device may use, or a text with a unit: ``"20GB"`` is 20 * 10**9 bytes, ``"20GiB"`` is 20 * 2**30
-        (`units.bytes_of`). By default the device's memory less a tenth for what no plan sees.
+        (`ir.formatting.bytes_of`). By default the device's memory less a tenth for what no plan sees.
     optimizer : str or int
         ``"adamw"``, ``"adam"``, ``"momentum"``, ``"sgd"``, or the bytes of optimizer state for each parameter.
     force : mapping from a name pattern to a strategy, or several
         Patterns as in a shell (``"blocks.*.mlp.up"``), matched against the names of modules and parameters. A strategy
         is ``"column"``, ``"row"``, ``"expert"``, ``"3d"`` (a degree may follow: ``"column:4"``), data parallelism by
         its systems' names, ``"dp"``, ``"zero1"``, ``"zero2"``, ``"zero3"`` (also ``"zdp"``; FSDP's), ``"hsdp"``
-        (also ``"mics"``) and ``"hpz"`` (with a degree of the inner sharding: ``"hsdp:8"``; see `planner.presets`), a
+        (also ``"mics"``) and ``"hpz"`` (with a degree of the inner sharding: ``"hsdp:8"``; see `ir.strategy`), a
         `Grid`, its sizes as a tuple ``(x, y, z, data)`` or ``(x, y, z, data, experts)``, or a `Strategy`; or a sequence
         of these, of which the planner chooses. ``"tensor:4"`` is tensor parallelism by columns and rows in turn, as the
-        model's structure has them (`planner.alternation`), ``"tensor:2x2x2"`` the same over x, y and z,
+        model's structure has them (`sharding.parallel_ops`), ``"tensor:2x2x2"`` the same over x, y and z,
         ``"tensor:4+zero1"`` with the states sharded over the other devices. Where several patterns match, the last one
         holds.
     precision : Precision or str, optional

@@ -11,9 +11,10 @@ from torch import nn
 
 import shardweave as sw
 from shardweave.demo.model import GPT, GPTConfig
+from shardweave.ir import RECOMPUTE_MODES
 from shardweave.planner.problem.build_problem import Costing
 from shardweave.planner.problem.problem import FORBIDDEN
-from shardweave.planner.problem.step_choices import MODES, with_modes
+from shardweave.planner.problem.step_choices import with_modes
 from tests.planner.planners import Planner
 
 CONFIG = GPTConfig(vocabulary=128, context=256, layers=4, heads=4, width=256)
@@ -80,7 +81,7 @@ def test_keeping_everything_is_the_problem_without_modes() -> None:
     before = costing.build()
     after = with_modes(costing, before)
     layers = [variable.modes for variable in after.variables if variable.modes]
-    assert layers == [MODES] * CONFIG.layers
+    assert layers == [RECOMPUTE_MODES] * CONFIG.layers
     rng = random.Random(0)
     tried = 0
     for _ in range(50):
@@ -105,7 +106,7 @@ def test_what_the_user_says_of_recomputation_holds() -> None:
 
 def test_the_program_counts_what_is_asked_to_be_computed_again() -> None:
     """As the simulator does: a plan of which the user says so is chosen by what it takes and holds so."""
-    asked = {mode: planner().plan(force={"*": "dp"}, recompute=mode) for mode in MODES}
+    asked = {mode: planner().plan(force={"*": "dp"}, recompute=mode) for mode in RECOMPUTE_MODES}
     for plan in asked.values():
         assert plan.program_time == pytest.approx(plan.step_time, rel=0.05)
     assert asked["full"].program_time > 1.05 * asked["none"].program_time
@@ -141,7 +142,7 @@ def test_what_collectives_gather_is_kept_where_none_is_repeated() -> None:
     problem = costed.problem
     (up,) = (number for number, variable in enumerate(costed.variables) if variable.name == "blocks.1.up")
     (mode,) = (edge for edge in problem.edges if edge.producer == up and costed.variables[edge.consumer].modes)
-    fine, whole = MODES.index("fine"), BATCH * CONFIG.context * CONFIG.width * 4
+    fine, whole = RECOMPUTE_MODES.index("fine"), BATCH * CONFIG.context * CONFIG.width * 4
     assert mode.kept is not None
     for candidate, strategy in zip(problem.ops[up].candidates, costed.variables[up].strategies, strict=True):
         kept = mode.kept[candidate.out_port, fine]
