@@ -27,14 +27,22 @@ from torch import Tensor, fx, nn
 
 from shardweave.compiler.capture_errors import refuse_open_sizes
 from shardweave.compiler.compiler import Compiler, check_world, control_of
-from shardweave.cost_model import Cluster, Options
+from shardweave.cost_model import OLD_OPTION_NAMES, Cluster, Options
 from shardweave.distributed import RuntimeMesh, run_on_all_ranks
 from shardweave.ir import SEED, Axis, Captured, CaptureError, Mesh, ParallelError, digit_size
 from shardweave.ops import Seeds, hash_seeds, seeded
 from shardweave.passes import Step, graph_hash
 from shardweave.planner import Plan
 from shardweave.report import Reporter
-from shardweave.runtime import AgreedCall, agree_on_graph, agreed_seed, boxed, compare_graphs, group_of_calls
+from shardweave.runtime import (
+    AgreedCall,
+    agree_on_graph,
+    agreed_seed,
+    boxed,
+    compare_graphs,
+    group_of_calls,
+    ranks_agree,
+)
 from shardweave.sharding import copied, draws, graph_outputs, info
 
 aten = torch.ops.aten
@@ -265,7 +273,7 @@ def _agree(
     group = group_of_calls(mesh)
     pairs = zip(_placeholders(module.graph), whole, strict=True)
     found = [(node, inputs[given.name]) for node, given in pairs if given.name in inputs]
-    if group is None or (checks is not None and checks < 0):
+    if group is None or not ranks_agree(checks):
         return
     module.add_submodule("agreed_call", AgreedCall([name for _, name in found], graph_hash, group, checks))
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
@@ -381,7 +389,8 @@ class _Request:
                 "precision: convert the model yourself, model.to(torch.bfloat16), or use compile_parallel"
             )
         known = {field.name for field in fields(Options)} - {"outputs"}
-        unknown = sorted(set(given) - known - {"cluster", "inspect"})
+        accepted = known | OLD_OPTION_NAMES
+        unknown = sorted(set(given) - accepted - {"cluster", "inspect"})
         if unknown:
             raise ParallelError(
                 f"the backend shardweave has no option {', '.join(map(repr, unknown))}; it has 'cluster', 'inspect', "
@@ -390,7 +399,7 @@ class _Request:
         cluster = given.get("cluster")
         if cluster is None:
             cluster = Cluster.detect() if dist.is_initialized() else Cluster.local(1)
-        asked = Options(**{key: given[key] for key in known & set(given)})
+        asked = Options(**{key: given[key] for key in accepted & set(given)})
         return cls(Cluster.of(cluster), asked, given.get("inspect"))
 
 
@@ -444,7 +453,7 @@ class _Partition:
             found.append(_WholeCompiler(captured_from(joint, self.sources, num_forward), self.request))
 
         groups, checks = control_of(self.request.options), self.request.options.checks
-        if groups is not None and (checks is None or checks >= 0):
+        if groups is not None and ranks_agree(checks):
             agree_on_graph(groups.exchange, None)
         run_on_all_ranks(groups, "the capture of the model", start)
         return found[0]

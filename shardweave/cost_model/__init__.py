@@ -32,12 +32,13 @@ from shardweave.cost_model.node_cost import (
     work_seconds,
 )
 from shardweave.cost_model.op_work import Product, Work, node_work, product_of
-from shardweave.cost_model.options import ZERO_PLUS_PLUS, Forced, Options
+from shardweave.cost_model.options import OLD_OPTION_NAMES, ZERO_PLUS_PLUS, Forced, Options
 from shardweave.cost_model.simulator import simulate
 from shardweave.cost_model.streams import ALONE, Contention, Streams, Transfer
 from shardweave.cost_model.timeline import COMPUTE, Act, Played, Timeline, play
 
 __all__ = [
+    "OLD_OPTION_NAMES",
     "ALONE",
     "Act",
     "COMPUTE",

@@ -52,6 +52,7 @@ RENAMED_ABLATIONS = {
     "cross_pass": "cross_pass",
 }
 """Old options that are fields of `Ablation` now, accepted with a `DeprecationWarning` until version 0.2."""
+OLD_OPTION_NAMES = frozenset({*RENAMED_OPTIONS, *RENAMED_ABLATIONS})
 _Class = TypeVar("_Class", bound=type)
 
 
@@ -69,7 +70,7 @@ def _accepts_old_names(cls: _Class) -> _Class:
 
 def _with_new_names(options: Mapping[str, Any]) -> dict[str, Any]:
     """`options` with the names of today; each old name warns."""
-    found = {name: value for name, value in options.items() if name not in {*RENAMED_OPTIONS, *RENAMED_ABLATIONS}}
+    found = {name: value for name, value in options.items() if name not in OLD_OPTION_NAMES}
     for old, new in RENAMED_OPTIONS.items():
         if old in options:
             _warn(old, f"{new}=...")

@@ -4,7 +4,7 @@ local ranks. A plan and two graphs are all that it needs: it knows no planner. M
 """
 
 import shardweave.ops  # noqa: F401  (registers the ops that generated graphs call)
-from shardweave.runtime.call_checks import AgreedCall, Batch, agree_on_graph, group_of_calls
+from shardweave.runtime.call_checks import AgreedCall, Batch, agree_on_graph, group_of_calls, ranks_agree
 from shardweave.runtime.checkpoint.checkpoint import Saving, load_checkpoint, save_checkpoint
 from shardweave.runtime.checkpoint.weights import load_weights, save_weights
 from shardweave.runtime.execute import boxed
@@ -32,6 +32,7 @@ __all__ = [
     "load_checkpoint",
     "load_weights",
     "named_tensors",
+    "ranks_agree",
     "save_checkpoint",
     "save_weights",
 ]

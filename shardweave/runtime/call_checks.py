@@ -69,7 +69,7 @@ class Calls:
 
     @property
     def _agrees(self) -> bool:
-        return self.group is not None and (self.checks is None or self.checks >= 0)
+        return self.group is not None and ranks_agree(self.checks)
 
     def fresh(self) -> Calls:
         """The checks of a copy of the module."""
@@ -144,11 +144,7 @@ class Calls:
         self._done += 1
         flags = (hashing, *running.values())
         code = 0 if caught is not None else 1 + sum(flag << place for place, flag in enumerate(flags))
-        most = torch.tensor([code, -code])
-        with collective("agreeing on a call of the model", self.group):
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-        alike = int(most[0]) == -int(most[1])
-        if alike and code and not hashing:
+        if _same_on_all_ranks(code, self.group) and code and not hashing:
             return
         hashes = self._hashes(values, parts) if hashing and caught is None else ()
         if caught is None:
@@ -304,10 +300,7 @@ def agree_on_graph(group: dist.ProcessGroup, graph_hash: str | None) -> None:
         On all ranks, if they do not do the same.
     """
     code = 0 if graph_hash is None else 1 + int(graph_hash[:15], 16)
-    most = torch.tensor([code, -code])
-    with collective("agreeing on a call of the model", group):
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    if int(most[0]) == -int(most[1]):
+    if _same_on_all_ranks(code, group):
         return
     found: list[str | None] = [None] * dist.get_world_size(group)
     with collective("agreeing on a call of the model", group):
@@ -321,6 +314,19 @@ def agree_on_graph(group: dist.ProcessGroup, graph_hash: str | None) -> None:
         "batch on every rank: give each rank a batch of the same shapes and dtypes, in the same order, or use "
         'shardweave.compile_parallel(..., batch="local") for samples of its own: see docs/inputs.md'
     )
+
+
+def ranks_agree(checks: int | None) -> bool:
+    """Whether ranks agree on each call: not for negative `checks`, which `Options(check_inputs="never")` gives."""
+    return checks is None or checks >= 0
+
+
+def _same_on_all_ranks(code: int, group: dist.ProcessGroup | None) -> bool:
+    """Whether all ranks have the same `code`, by one all-reduce of two numbers. Collective."""
+    most = torch.tensor([code, -code])
+    with collective("agreeing on a call of the model", group):
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return int(most[0]) == -int(most[1])
 
 
 def _hash(value: torch.Tensor) -> str:

@@ -230,3 +230,11 @@ def test_a_batch_of_another_size_on_one_rank_is_an_error_on_all(training: bool, 
     assert first == second
     for message in first if training else []:
         assert "on rank 0 the compiled graph" in message and "on rank 1 another graph is compiled" in message
+
+
+def test_old_names_of_options_work_with_a_warning() -> None:
+    torch._dynamo.reset()
+    options = {"cluster": sw.Cluster.local(1), "lookahead": 1, "cross_pass": False}
+    model = torch.compile(nn.Linear(8, 8), backend=shardweave, options=options)
+    with pytest.warns(DeprecationWarning, match="max_prefetch"):
+        model(torch.ones(2, 8)).sum().backward()
