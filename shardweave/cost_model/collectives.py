@@ -250,18 +250,6 @@ def _least(found: list[Line]) -> list[Line]:
     return kept
 
 
-__all__ = [
-    "FORMS",
-    "KINDS",
-    "Demand",
-    "collective_demand",
-    "collective_form",
-    "collective_seconds",
-    "crossed_level",
-    "group_extents",
-]
-
-
 @dataclass(frozen=True)
 class Demand:
     """The demand of a collective on the links, for models in which several collectives run at the same time.

@@ -37,19 +37,7 @@ from shardweave.cost_model.machine import Machine
 from shardweave.cost_model.measured_tables import interpolated
 from shardweave.cost_model.op_work import Product, Work, node_work
 from shardweave.ir import Collective
-from shardweave.sharding import info, is_start, op_of, tensor_bytes, tensors
-
-__all__ = [
-    "Product",
-    "Work",
-    "bytes_seconds",
-    "formula_seconds",
-    "matmul_seconds",
-    "node_seconds",
-    "node_work",
-    "op_of",
-    "work_seconds",
-]
+from shardweave.sharding import info, is_start, tensor_bytes, tensors
 
 
 def node_seconds(node: fx.Node, cluster: Machine) -> float:
