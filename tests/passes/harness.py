@@ -34,15 +34,16 @@ REDUCE = {
 }
 
 
-def examples(count: int, shrink: bool = True) -> settings:
+def examples(count: int, shrink: bool = True, at_least: int = 1) -> settings:
     """Hypothesis' settings for a property: the same examples in every run, `SHARDWEAVE_EXAMPLES` times as many if set.
 
-    Without `shrink` (seeds do not get smaller in a useful sense) a failure is shown as it was found.
+    Without `shrink` (seeds do not get smaller in a useful sense) a failure is shown as it was found. `at_least` so many
+    examples are drawn, however small that variable is.
     """
     times = float(os.environ.get("SHARDWEAVE_EXAMPLES", "1"))
     phases = [Phase.explicit, Phase.generate, *([Phase.shrink] if shrink else [])]
     return settings(
-        max_examples=max(1, int(count * times)), deadline=None, derandomize=True, database=None, phases=phases
+        max_examples=max(at_least, int(count * times)), deadline=None, derandomize=True, database=None, phases=phases
     )
 
 

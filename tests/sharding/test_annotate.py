@@ -171,7 +171,7 @@ class Counted(nn.Module):
         return self.table(tokens).sum(), torch.isin(tokens, tokens + 1)
 
 
-def test_unruled_op_off_the_way_warns() -> None:
+def test_op_without_a_rule_off_the_path_of_activations_warns() -> None:
     captured = capture(Counted(), torch.randint(0, 8, (4,)))
     with pytest.warns(UserWarning, match="aten.isin.Tensor_Tensor"):
         annotate(captured, Options())
