@@ -19,10 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from shardweave.distributed import COLLECTIVES, RuntimeMesh, group_of, lost_rank, raise_if_rank_lost
 from shardweave.ir import META, LostRankError, ParallelError, StepSpec, ValueSpec, axes_size
-from shardweave.runtime.dtensor_patches import untraced
 from shardweave.runtime.grad_accumulation import Boxed, Gradients, MicroBatchRunner, cut, in_places, joined
 from shardweave.runtime.parameters import local_tensor
-from shardweave.runtime.tensor import like
+from shardweave.runtime.tensor import like, untraced
 
 
 def boxed(constants: fx.GraphModule, graph: fx.Graph, mesh: RuntimeMesh | None = None) -> Boxed:

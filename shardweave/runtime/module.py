@@ -28,13 +28,12 @@ from shardweave.distributed import RuntimeMesh, collective, gather_from_ranks
 from shardweave.ir import ConstantsCheck, InputError, Layout, ParallelError, Reads, StepSpec, ValueSpec, axes_size
 from shardweave.ops import IndexChecks, Seeds, all_reduced
 from shardweave.runtime.call_checks import Batch, Calls, group_of_calls
-from shardweave.runtime.dtensor_patches import untraced
 from shardweave.runtime.execute import Executor, boxed, refuse_transforms
 from shardweave.runtime.grad_accumulation import Boxed, Forms, MicroBatchRunner
 from shardweave.runtime.inputs import LocalBatch
 from shardweave.runtime.module_tree import Finder, adopt, shard_whole, submodule, without_values
 from shardweave.runtime.parameters import local_tensor
-from shardweave.runtime.tensor import ParallelTensor, distribute, gather
+from shardweave.runtime.tensor import ParallelTensor, distribute, gather, untraced
 
 _AGAIN = "Make the change on the model and compile it again"
 

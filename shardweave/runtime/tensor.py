@@ -24,18 +24,20 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardweave.distributed import RuntimeMesh, collective, world_group
 from shardweave.ir import Axis, Layout, LayoutError, ParallelError
 from shardweave.ops import all_reduced
-from shardweave.runtime.dtensor_patches import elementwise, install, untraced
 from shardweave.runtime.parameters import (
     STRIDES_ARE_PLACES,
     assemble,
@@ -48,9 +50,11 @@ from shardweave.runtime.parameters import (
 
 aten = torch.ops.aten
 Op = torch._ops.OpOverload
-_SAME_PLACE = {
-    "detach", "alias", "clone", "_to_copy", "zeros_like", "ones_like", "full_like", "empty_like", "fill_", "zero_",
-    "lift_fresh",
+untraced = _disable_dynamo
+"""``torch.compiler.disable`` without its import of Dynamo: `torch.compile` does not trace what is marked with it."""
+_UNTAGGED_POINTWISE = {
+    "_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_", "_foreach_copy_", "detach", "alias", "clone",
+    "_to_copy", "zeros_like", "ones_like", "full_like", "empty_like", "fill_", "zero_", "lift_fresh",
 }  # fmt: skip
 """Elementwise ops that torch does not tag as pointwise."""
 _RESIZING = {"resize_", "resize_as_", "set_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_"}
@@ -223,8 +227,30 @@ def distribute(local: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.
         raise LayoutError(f"this rank's part has shape {tuple(local.shape)}, but {layout} has {layout.local_shape}")
     if mesh.device_mesh is None:
         return local
-    install()
+    _register_state_hook()
     return ParallelTensor.of(own_part(local, part_shape(layout, mesh.mesh.coordinates(mesh.rank))), Place(layout, mesh))
+
+
+@cache
+def _register_state_hook() -> None:
+    register_optimizer_step_pre_hook(_make_states_parallel)
+
+
+def _make_states_parallel(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Make states that ``torch.load`` returned, which are plain DTensors, parallel tensors.
+
+    For an op on plain states alone DTensor would search for placements on all axes of the mesh: docs/checkpoints.md has
+    the times.
+    """
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if (
+                isinstance(parameter, ParallelTensor)
+                and type(value) is DTensor
+                and value.shape == parameter.shape
+                and value.placements == parameter.placements
+            ):
+                state[key] = ParallelTensor.of(value._local_tensor, parameter.place, parameter._spec)
 
 
 def like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -300,9 +326,7 @@ def _run(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _unscale(func, args, kwargs, mesh)
     drawn = torch.Tag.nondeterministic_seeded in func.tags
     if not drawn and not any(tensor.view_of for tensor in parallel):
-        if (name in _SAME_PLACE or elementwise(func) or _masked(func, args)) and (
-            place := _common(args, kwargs, written)
-        ):
+        if (elementwise(func) or _masked(func, args)) and (place := _common(args, kwargs, written)):
             return _run_on_parts(func, args, kwargs, place)
         if (reduced := _reduced(name, args, kwargs)) is not None:
             return reduced
@@ -413,6 +437,28 @@ def _run_on_parts(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], place
         if isinstance(value, ParallelTensor) and value.place is places[0] and value.dtype == result.dtype
     ]
     return ParallelTensor.of(result, places[0], specs[0] if specs else None)
+
+
+@cache
+def elementwise(op: Op) -> bool:
+    """Whether each element of what `op` returns or changes depends on that element of its tensors, and on scalars.
+
+    >>> elementwise(aten.addcdiv_.default), elementwise(aten._foreach_lerp_.Scalar)
+    (True, True)
+    >>> elementwise(aten.mm.default), elementwise(aten._foreach_norm.Scalar), elementwise(aten.bernoulli_.float)
+    (False, False, False)
+    """
+    name = op._schema.name.removeprefix("aten::")
+    if len(op._schema.returns) > 1 or any(argument.is_out for argument in op._schema.arguments):
+        return False
+    if name in _UNTAGGED_POINTWISE:
+        return True
+    if name.startswith("_foreach_"):
+        packet = getattr(aten, name.removeprefix("_foreach_").removesuffix("_"), None)
+        tags = [getattr(packet, overload).tags for overload in packet.overloads()] if packet else []
+    else:
+        tags = [op.tags]
+    return any(torch.Tag.pointwise in tag and torch.Tag.nondeterministic_seeded not in tag for tag in tags)
 
 
 def _masked(func: Op, args: tuple[Any, ...]) -> bool:

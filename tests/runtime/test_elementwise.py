@@ -1,6 +1,9 @@
-"""The short cut of elementwise ops: what DTensor itself would answer, on meshes where it would not come to answer."""
+"""Elementwise ops on parallel tensors: equal to those on whole tensors, and quick on meshes of many axes."""
 
 from __future__ import annotations
+
+import io
+from functools import partial
 
 import pytest
 import torch
@@ -10,10 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardweave.distributed.process_groups import RuntimeMesh
 from shardweave.ir import Axis, Layout, Mesh
-from shardweave.runtime.dtensor_patches import elementwise
 from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.parameters import local_shard, local_tensor
-from shardweave.runtime.tensor import distribute
+from shardweave.runtime.tensor import ParallelTensor, distribute, elementwise
 
 MESH = Mesh.of_levels([("gpu", 4)])
 A, B = MESH.axes
@@ -42,7 +44,7 @@ def test_elementwise_ops_are_told_by_their_tags(op: torch._ops.OpOverload, expec
 
 
 def mixed_layouts() -> None:
-    """Ops on tensors that lie differently, are broadcast, or are partial results are still DTensor's affair."""
+    """Ops on tensors of different layouts, broadcast tensors and reduced tensors give the whole tensors' results."""
     mesh = RuntimeMesh(MESH)
     whole = [torch.arange(24.0).reshape(12, 2) + shift for shift in (0, 1)]
     plain, strided, rows = Layout(((A, 6), (2,))), Layout(((3, B, 2), (2,))), Layout(((12,), (A,)))
@@ -67,7 +69,7 @@ def test_other_ops_are_left_to_dtensor(pool: WorkerPool) -> None:
 
 
 def masks_and_indices() -> None:
-    """Writing through a mask of the tensor's shape stays where it lies; an index of that shape is something else."""
+    """A write through a mask of the tensor's shape, and one through indices, which has another meaning."""
     mesh = RuntimeMesh(MESH)
     whole = torch.arange(12.0)
     for digits in ((A, 6), (3, B, 2), (12,)):
@@ -93,7 +95,7 @@ def test_writing_through_masks_and_indices(pool: WorkerPool) -> None:
     pool.run(masks_and_indices, nprocs=4, timeout=60.0)
 
 
-def step_in_a_large_world(world: int) -> None:
+def step_in_a_large_world(world: int, reloaded: bool) -> None:
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=world - 1, world_size=world)
     mesh = Mesh.of_levels([("gpu", 8), ("node", world // 8)])
@@ -101,18 +103,34 @@ def step_in_a_large_world(world: int) -> None:
     axes: tuple[Axis, ...] = mesh.axes
     layouts = [Layout(((3, axes[0], axes[5], 2), (axes[1], 4))), Layout(((axes[2], 4),)), Layout(())]
     full = [torch.ones(layout.global_shape) for layout in layouts]
+    adamw = partial(torch.optim.AdamW, lr=0.5, weight_decay=0.0, amsgrad=reloaded)
     for foreach in (False, True):
         parameters = []
         for value, layout in zip(full, layouts, strict=True):
             local = local_shard(value, layout, mesh.coordinates(running.rank))
             parameters.append(torch.nn.Parameter(distribute(local, layout, running)))
             parameters[-1].grad = distribute(local.clone(), layout, running)
-        torch.optim.AdamW(parameters, lr=0.5, weight_decay=0.0, foreach=foreach).step()
+        optimizer = adamw(parameters, foreach=foreach)
+        optimizer.step()
+        expected = 0.5
+        if reloaded:
+            file = io.BytesIO()
+            torch.save(optimizer.state_dict(), file)
+            file.seek(0)
+            state = torch.load(file, weights_only=False)
+            assert type(state["state"][0]["exp_avg"]) is DTensor  # such a file is read without shardweave
+            optimizer = adamw(parameters, foreach=foreach)
+            optimizer.load_state_dict(state)
+            optimizer.step()
+            assert all(type(values["exp_avg_sq"]) is ParallelTensor for values in optimizer.state.values())
+            expected = 0.0
         for parameter in parameters:
             part = local_tensor(parameter)
-            torch.testing.assert_close(part, torch.full_like(part, 0.5))
+            torch.testing.assert_close(part, torch.full_like(part, expected), atol=1e-6, rtol=0)
     dist.destroy_process_group()
 
 
-def test_an_optimizer_steps_on_a_mesh_of_ten_axes(pool: WorkerPool) -> None:
-    pool.run(step_in_a_large_world, 1024, nprocs=1, timeout=60.0)
+@pytest.mark.parametrize("reloaded", [False, True])
+def test_an_optimizer_steps_on_a_mesh_of_ten_axes(reloaded: bool, pool: WorkerPool) -> None:
+    """With states of its own, and with states that ``torch.load`` has read."""
+    pool.run(step_in_a_large_world, 1024, reloaded, nprocs=1, timeout=60.0)
