@@ -20,8 +20,8 @@ from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model import Timeline
 from shardweave.cost_model.options import Options
 from shardweave.runtime.inputs import localize
-from shardweave.runtime.memory import held_bytes, measured_peak
 from tests.models import TODAY, ZOO, Case
+from tests.peak_memory import held_bytes, measured_peak
 
 CASES = {**ZOO, **TODAY}
 WAYS: dict[str, dict[str, Any]] = {

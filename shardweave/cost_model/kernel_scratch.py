@@ -1,7 +1,7 @@
 """Scratch memory: allocations of kernels, collectives and optimizers beside their results, and the rounding of sizes.
 
 The figures of the CPU are measured: torch 2.13's allocator was asked for every block while each op of the models in
-`tests/models` ran (`runtime.memory.changes`), and what it gave is explained by the kernels' sources, which lie in
+`tests/models` ran (`tests.peak_memory.changes`), and what it gave is explained by the kernels' sources, which lie in
 ``aten/src/ATen/native`` and are named at each formula. Those of a GPU are read from the sources. cuBLAS' workspace
 (8 MiB a stream, 32 MiB on Hopper: ``aten/src/ATen/cuda/CublasHandlePool.cpp``), cuDNN's and NCCL's buffers are not
 here: a plan's reserve is for them.

@@ -18,8 +18,8 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.ir import Grid, Strategy
 from shardweave.runtime.launch import WorkerPool
-from shardweave.runtime.memory import held_bytes
 from tests.measured_memory import settled_peak
+from tests.peak_memory import held_bytes
 
 RANKS, LAYERS, WIDTH = 4, 24, 256
 FACTORS = [(1, 1), (1, 4), (2, 4), (4, 4)]

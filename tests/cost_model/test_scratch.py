@@ -14,9 +14,9 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.kernel_scratch import optimizer_scratch_bytes, rounded, scratch_bytes, sent_copy_bytes
 from shardweave.ops.encodings import ordered_bits, quantize_blocks
-from shardweave.runtime.memory import measured_peak, most_at_once
 from shardweave.sharding.graphs import tensor_bytes
 from tests.cost_model.handmade import Builder, aten
+from tests.peak_memory import measured_peak, most_at_once
 
 CPU, GPU = Cluster.local(2).device, Cluster.preset("dgx-a100").device
 OPTIONS = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)

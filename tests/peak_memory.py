@@ -1,4 +1,4 @@
-"""How much memory a call really takes: what the allocator itself has counted, scratch inside of kernels included."""
+"""The peak memory of a call as the allocator counts it, with the scratch memory inside of kernels."""
 
 from __future__ import annotations
 
