@@ -4,18 +4,20 @@ A pass takes a graph and returns a graph. It states in `requires` and `ensures` 
 establishes:
 
 ============  ==========================================================================================
-``joint``     one graph has forward and backward, and each node has its sharding rule
+``joint``     one global graph has forward and backward, and each op has its sharding rule
 ``local``     each node has its value on one device and its layout; each collective is waited for
 ``unrolled``  the ops are copied for each sub-batch and slice: no coordinate of such an axis is left
 ``ordered``   the nodes are in the order in which they run
 ============  ==========================================================================================
+
+`annotate` ensures ``joint``. A local graph is not ``joint`` any more: `Shard` invalidates it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from torch import fx
@@ -45,6 +47,7 @@ class Pass(ABC):
     """The name of the pass in stages, progress and errors."""
     requires: ClassVar[frozenset[Property]] = frozenset()
     ensures: ClassVar[frozenset[Property]] = frozenset()
+    invalidates: ClassVar[frozenset[Property]] = frozenset()
 
     @abstractmethod
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -69,7 +72,7 @@ class PassManager:
     names : list of str
         The passes that have run.
     history : dict from str to GraphModule
-        The graph after each pass, by the pass's name.
+        The graph after each pass, by the pass's name. The last one is the graph itself, all others are copies.
     """
 
     verifies: bool = True
@@ -78,17 +81,9 @@ class PassManager:
     names: list[str] = field(default_factory=list)
     history: dict[str, fx.GraphModule] = field(default_factory=dict)
 
-    @property
-    def last(self) -> str:
-        """The name of the pass that ran last."""
-        return self.names[-1]
-
-    def resume(self, done: type[Pass], graph_module: fx.GraphModule) -> None:
-        """Start with the result of a pass that ran before."""
-        self._finished(done.name, done.ensures, graph_module)
-
     def run(self, graph_module: fx.GraphModule, passes: Iterable[Pass]) -> fx.GraphModule:
-        """Run `passes`, each on the result of the one before, and return the last graph.
+        """Run `passes`, each on the result of the one before, and return the last graph. The passes may change
+        `graph_module`.
 
         Raises
         ------
@@ -97,23 +92,37 @@ class PassManager:
             the pass.
         """
         for each in passes:
-            if missing := each.requires - self.properties:
-                raise VerifyError(
-                    f"the pass {each.name} requires a graph that is {', '.join(sorted(missing))}, got one that is "
-                    f"{', '.join(sorted(self.properties)) or 'nothing of these'}: run the passes that ensure it first"
-                )
+            self._require(each)
+            if self.names and self.verifies:
+                self.history[self.names[-1]] = copied(graph_module)  # `each` may change the graph
             graph_module = each(graph_module)
             if self.verifies:
                 each.check(graph_module)
-            self._finished(each.name, each.ensures, graph_module)
+            self._finish(each, graph_module)
         return graph_module
 
-    def _finished(self, name: str, ensures: frozenset[Property], graph_module: fx.GraphModule) -> None:
+    def resume(self, done: Pass | type[Pass], graph_module: fx.GraphModule) -> None:
+        """Take `graph_module` as the result of the pass `done`, which has run before."""
+        self._require(done)
+        self._finish(done, graph_module)
+
+    def fork(self) -> PassManager:
+        """A manager that goes on from here apart from this one."""
+        return replace(self, names=[*self.names], history=dict(self.history))
+
+    def _require(self, each: Pass | type[Pass]) -> None:
+        if missing := each.requires - self.properties:
+            raise VerifyError(
+                f"the pass {each.name} requires a graph that is {', '.join(sorted(missing))}, got one that is "
+                f"{', '.join(sorted(self.properties)) or 'nothing of these'}: run the passes that ensure it first"
+            )
+
+    def _finish(self, each: Pass | type[Pass], graph_module: fx.GraphModule) -> None:
         """Note, verify, keep and report the result of a pass."""
-        self.names.append(name)
-        self.properties |= ensures
+        self.names.append(each.name)
+        self.properties = (self.properties - each.invalidates) | each.ensures
         if self.verifies:
-            verify(graph_module, name)
-            self.history[name] = copied(graph_module)
+            verify(graph_module, each.name)
+            self.history[each.name] = graph_module
         if self.on_pass is not None:
-            self.on_pass(name, graph_module)
+            self.on_pass(each.name, graph_module)

@@ -109,6 +109,34 @@ class WholeBatchSum(NamedTuple):
     part: fx.Node
 
 
+@dataclass(frozen=True)
+class ShardedStep:
+    """What `Shard` decided about a step, for the passes after it and for the signature. Nodes are given by name."""
+
+    output_layouts: Mapping[int, Layout]
+    """The layouts of the outputs of the forward, by index."""
+    state_layouts: Mapping[str, Layout]
+    """The layout of each parameter's optimizer states, and of the parameter between steps."""
+    state_sharding: Mapping[str, StateSharding]
+    gathered_once: Sequence[str]
+    """The copies of parameters that are gathered once a step, for forward and backward."""
+    accumulators: Mapping[str, str]
+    """For each placeholder that takes a gradient's running sum, the node that adds this run's gradient to it."""
+    whole_batch_sums: Sequence[str]
+    """The placeholders that take sums over all micro-batches."""
+
+
+_SHARDED_STEP = "sharded_step"
+"""The key of the `ShardedStep` in the meta of a graph module. Later passes keep the meta."""
+
+
+def sharded_step(graph_module: fx.GraphModule) -> ShardedStep:
+    """What `Shard` decided about the step of a local graph."""
+    found = graph_module.meta[_SHARDED_STEP]
+    assert isinstance(found, ShardedStep)
+    return found
+
+
 class ShardedValues:
     """The local node and the layout of each value of the global graph, while the local graph is written.
 
@@ -647,6 +675,7 @@ class Shard(Pass):
     name = "shard"
     requires: ClassVar[frozenset[Property]] = frozenset({"joint"})
     ensures: ClassVar[frozenset[Property]] = frozenset({"local"})
+    invalidates: ClassVar[frozenset[Property]] = frozenset({"joint"})
     mesh: Mesh
     """The axes, in layout order."""
     assignments: Mapping[str, Assignment]
@@ -679,7 +708,10 @@ class Shard(Pass):
     """Patterns of modules whose ops take all sub-batches at once."""
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        return Sharder(self, graph_module).run()
+        sharder = Sharder(self, graph_module)
+        local = sharder.run()
+        local.meta[_SHARDED_STEP] = sharder.sharded_step()
+        return local
 
 
 class Sharder:
@@ -740,6 +772,17 @@ class Sharder:
             self.local.graph.erase_node(self.local.seed)
         self.local.graph.lint()
         return module_of(self.module, self.local.graph)
+
+    def sharded_step(self) -> ShardedStep:
+        """What the run decided about the step."""
+        return ShardedStep(
+            self.outputs.layouts,
+            self.values.state_layouts,
+            self.options.state_sharding,
+            [node.name for node in self.values.gathered_once],
+            {node.all_input_nodes[0].name: node.name for node in self.outputs.accumulators.values()},
+            [each.placeholder.name for each in self.values.whole_batch_sums],
+        )
 
     def _emit_placeholder(self, node: fx.Node) -> None:
         """Emit an input of the step: a parameter, a buffer or an input of the call."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -36,7 +36,7 @@ from shardweave.passes.bucket import Bucket
 from shardweave.passes.codegen import MicroBatchGraphs, Step, graph_hash, split, split_whole_batch_sums
 from shardweave.passes.disable_overlap import DisableOverlap
 from shardweave.passes.keep_unsharded import KeepUnsharded
-from shardweave.passes.partition import Shard, Sharder, StateSharding
+from shardweave.passes.partition import Shard, ShardedStep, StateSharding, sharded_step
 from shardweave.passes.quantize import Quantize
 from shardweave.passes.recompute import Recompute
 from shardweave.passes.schedule import RepeatedLayers, Schedule, fits
@@ -125,7 +125,7 @@ PASSES: tuple[type[Pass], ...] = (
 )
 """In the order in which they run. `Shard`, `Recompute` and `Schedule` always run; the others where options ask."""
 
-Shards = dict[Hashable, tuple[Sharder, Boundary, fx.GraphModule]]
+Shards = dict[Hashable, tuple[Boundary, fx.GraphModule]]
 """A cache of sharded graphs of one step under one plan. The key has those options that `Shard` depends on."""
 
 
@@ -144,11 +144,6 @@ def layer_multiplicity(repeated_layers: RepeatedLayers) -> dict[str, int]:
     {'blocks.1': 11}
     """
     return {few[-1]: 1 + count for few, count in repeated_layers}
-
-
-def _sum_name(accumulator: fx.Node) -> str:
-    """The name of the placeholder that brings a gradient's running sum to its accumulator."""
-    return accumulator.all_input_nodes[0].name
 
 
 def lower(
@@ -229,12 +224,10 @@ class _Lowering:
 
     def single_step(self) -> Compiled:
         """The graphs of a step that runs once for each update of the optimizer."""
-        sharder, boundary, local = self._lowered(accumulates=False)
+        boundary, local = self._lowered(accumulates=False)
         forward, backward = split(local, self._num_results, self.annotated.tangents)
         self._keep(forward, backward)
-        spec = boundary.finish(
-            sharder.outputs.layouts, sharder.values.state_layouts, forward, self._code_hash(forward, backward)
-        )
+        spec = self._spec(boundary, local, forward, backward)
         again = replace(self, graphs={}, on_stage=None)
         return Compiled(Step(forward, backward, spec, lambda: again._micro_batch_graphs()[0]), self.graphs)
 
@@ -256,17 +249,20 @@ class _Lowering:
 
     def _micro_batch_graphs(self) -> tuple[MicroBatchGraphs, StepSpec]:
         """The graphs of the runs of a step, from the first to the last micro-batch."""
-        sharder, boundary, local = self._lowered(accumulates=True)
-        holders = [total.placeholder.name for total in sharder.values.whole_batch_sums]
-        totals = split_whole_batch_sums(local, holders, "Totals") if holders else None
+        boundary, local = self._lowered(accumulates=True)
+        step = sharded_step(local)
+        sums = split_whole_batch_sums(local, step.whole_batch_sums, "Totals") if step.whole_batch_sums else None
         forward, backward = split(local, self._num_results, self.annotated.tangents)
         inside = {node.name for node in forward.graph.nodes}
-        working = [node.name for node in sharder.values.gathered_once if node.name in inside]
-        added = {_sum_name(node): node.name for node in sharder.outputs.accumulators.values()}
-        spec = boundary.finish(
-            sharder.outputs.layouts, sharder.values.state_layouts, forward, self._code_hash(forward, backward)
-        )
-        return MicroBatchGraphs(forward, backward, working, added, totals), spec
+        gathered = [name for name in step.gathered_once if name in inside]
+        spec = self._spec(boundary, local, forward, backward)
+        return MicroBatchGraphs(forward, backward, gathered, step.accumulators, sums), spec
+
+    def _spec(
+        self, boundary: Boundary, local: fx.GraphModule, forward: fx.GraphModule, backward: fx.GraphModule
+    ) -> StepSpec:
+        step, code = sharded_step(local), "" if self.draft else graph_hash(forward, backward)
+        return boundary.finish(step.output_layouts, step.state_layouts, forward, code)
 
     @property
     def _num_results(self) -> int:
@@ -274,8 +270,8 @@ class _Lowering:
         captured = self.annotated.captured
         return len(captured.mutated_buffers) + len(captured.outputs)
 
-    def _sharded(self, accumulates: bool) -> tuple[Sharder, Boundary, fx.GraphModule]:
-        """The local graph right after `Shard`, and the run of `Shard` that wrote it."""
+    def _shard(self, accumulates: bool) -> tuple[Boundary, Shard]:
+        """The pass `Shard` for this plan, and the layouts of everything that enters or leaves the step."""
         captured = self.annotated.captured
         # 1. Strategies become assignments of mesh axes to the loops of ops, and the sharding of parameters and states.
         assignments = {}
@@ -293,15 +289,15 @@ class _Lowering:
                 assignments[node.name] = self.joins[name]
         # 2. The layouts of what enters and leaves the step.
         data = data_axes(self.annotated.ops, self.strategies, self.mesh)
-        specs = Boundary(self.annotated, self.mesh, data, self.options)
-        # 3. Run the pass.
+        boundary = Boundary(self.annotated, self.mesh, data, self.options)
+        # 3. The pass.
         shard = Shard(
             self.mesh,
             assignments,
-            specs.sources,
-            specs.wanted,
+            boundary.sources,
+            boundary.wanted,
             captured.parameters,
-            specs.tangents,
+            boundary.tangents,
             {**captured.buffers, **captured.inputs},
             tuple(captured.inputs),
             captured.gradients,
@@ -314,15 +310,32 @@ class _Lowering:
             all_reduce_gradients=self.options.ablation.all_reduce_gradients,
             exclude_from_sub_batches=self.options.overlap.exclude_from_sub_batches,
         )
-        sharder = Sharder(shard, copied(captured.graph))
-        local = sharder.run()
-        return sharder, specs, local
+        return boundary, shard
 
-    def _lowered(self, accumulates: bool) -> tuple[Sharder, Boundary, fx.GraphModule]:
-        """The local graph after all passes, with the run of `Shard` that wrote it and the boundary of the step."""
-        overlap = self.options.overlap
+    def _lowered(self, accumulates: bool) -> tuple[Boundary, fx.GraphModule]:
+        """The local graph after all passes, and the boundary of the step."""
         self.graphs["capture"] = self.annotated.captured.graph
+        manager = PassManager(not self.draft, self.on_stage, frozenset({"joint"}))
         # 1. Shard, or take the sharded graph from the cache.
+        boundary, sharded = self._sharded(manager, accumulates)
+        # 2. Run the passes up to `Bucket`, and the others with buckets. Buckets take memory: where the step does not
+        #    fit with them, run the others without.
+        passes = self._passes_after_shard(sharded, accumulates)
+        optional = self.options.overlap.buckets and not self.options.ablation.flat_parameter
+        at = next((i for i, each in enumerate(passes) if isinstance(each, Bucket) and optional), len(passes))
+        local = manager.run(copied(sharded), passes[:at])
+        if at < len(passes):
+            unbucketed, fallback = copied(local), manager.fork()
+            local = manager.run(local, passes[at:])
+            if not fits(local):
+                manager, local = fallback, fallback.run(unbucketed, passes[at + 1 :])
+        # 3. Keep the last graph, of drafts too: no pass changes it any more.
+        self.graphs |= {**manager.history, manager.names[-1]: local}
+        return boundary, local
+
+    def _sharded(self, manager: PassManager, accumulates: bool) -> tuple[Boundary, fx.GraphModule]:
+        """The boundary of the step, and its local graph right after `Shard`, from the cache if it is there."""
+        overlap = self.options.overlap
         key = (
             self.mesh,
             accumulates,
@@ -330,76 +343,57 @@ class _Lowering:
             overlap.ablation.all_reduce_gradients,
             overlap.exclude_from_sub_batches,
         )
-        if key not in self.shards:
-            self.shards[key] = self._sharded(accumulates)
-        sharder, boundary, sharded = self.shards[key]
-        # 2. Run the other passes. Buckets are held whole: where the step does not fit with them, run without.
-        flat = overlap.ablation.flat_parameter
-        attempts = (True, False) if overlap.buckets and not flat else (overlap.buckets or flat,)
-        for buckets in attempts:
-            manager = PassManager(not self.draft, self.on_stage)
-            manager.resume(Shard, sharded)
-            local = manager.run(copied(sharded), self._passes(sharder, sharded.graph, buckets))
-            if fits(local):
-                break
-        # 3. Keep the last graph itself, of drafts too: no pass changes it any more.
-        self.graphs |= {**manager.history, manager.last: local}
-        return sharder, boundary, local
+        if key in self.shards:
+            manager.resume(Shard, self.shards[key][1])
+        else:
+            boundary, shard = self._shard(accumulates)
+            self.shards[key] = boundary, manager.run(copied(self.annotated.captured.graph), [shard])
+        return self.shards[key]
 
-    def _passes(self, sharder: Sharder, sharded: fx.Graph, buckets: bool) -> Iterator[Pass]:
-        """The passes after `Shard` that options ask for."""
-        overlap, state_sharding = self.options.overlap, sharder.options.state_sharding
+    def _passes_after_shard(self, sharded: fx.GraphModule, accumulates: bool) -> list[Pass]:
+        """The passes after `Shard` that options ask for, in the order of `PASSES`."""
+        overlap, step = self.options.overlap, sharded_step(sharded)
         ablation = overlap.ablation
-        gathered_once = {node.name for node in sharder.values.gathered_once}
-        yield Recompute(overlap.recompute, gathered_once, ablation.regather_in_recompute)
+        passes: list[Pass] = [Recompute(overlap.recompute, {*step.gathered_once}, ablation.regather_in_recompute)]
         if self.mesh.unrolled_axes:
-            yield UnrollSubBatches(self.mesh.unrolled_axes)
+            passes.append(UnrollSubBatches(self.mesh.unrolled_axes))
         if overlap.keep_gathered:
-            yield KeepUnsharded(overlap.keep_gathered, self.mesh.slice_axes)
-        if buckets:
-            flat = state_sharding if ablation.flat_parameter else None
-            yield Bucket(self.cluster, self._cut_points(sharder), flat)
+            passes.append(KeepUnsharded(overlap.keep_gathered, self.mesh.slice_axes))
+        if overlap.buckets or ablation.flat_parameter:
+            flat = step.state_sharding if ablation.flat_parameter else None
+            # No bucket may reach across a tangent, or across what runs once a step and what runs for each micro-batch.
+            borders: list[Collection[str]] = [[tangent] for tangent in self.annotated.tangents]
+            borders += [step.gathered_once, step.accumulators.values()] if accumulates else []
+            passes.append(Bucket(self.cluster, borders, flat))
         if overlap.quantize:
-            yield Quantize(overlap.quantize)
-        yield self._schedule(sharder, sharded)
+            passes.append(Quantize(overlap.quantize))
+        passes.append(self._schedule(sharded))
         if ablation.blocking:
-            yield DisableOverlap(ablation.blocking, state_sharding)
+            passes.append(DisableOverlap(ablation.blocking, step.state_sharding))
+        return passes
 
-    def _cut_points(self, sharder: Sharder) -> list[list[str]]:
-        """The names of nodes at which the graph may be cut later: no bucket may reach across.
-
-        It is cut at each tangent, and between what runs once a step and what runs for each micro-batch.
-        """
-        shared = sharder.values.gathered_once, sharder.outputs.accumulators.values()
-        once_a_step = [[node.name for node in nodes] for nodes in shared] if sharder.options.accumulates else []
-        return [[tangent] for tangent in self.annotated.tangents] + once_a_step
-
-    def _schedule(self, sharder: Sharder, local: fx.Graph) -> Schedule:
+    def _schedule(self, sharded: fx.GraphModule) -> Schedule:
         """The scheduler, with the memory limit and the bytes that the graph does not see."""
-        options = self.options
+        options, step = self.options, sharded_step(sharded)
+        others = options.micro_batch_count - 1
+        # All micro-batches share the gathered parameters and the running sums of gradients.
+        repeated = Repeated(frozenset(step.gathered_once), frozenset(step.accumulators)) if others else ONCE
         return Schedule(
             self.cluster,
             options.max_prefetch,
             options.limit(self.cluster),
-            self._state_bytes(sharder) + (options.micro_batch_count - 1) * self._micro_batch_bytes(local),
+            self._state_bytes(step) + others * self._micro_batch_bytes(sharded.graph),
             options.ablation.cross_pass,
             self.repeated_layers,
-            self._shared_storages(sharder),
+            repeated,
         )
 
-    def _shared_storages(self, sharder: Sharder) -> Repeated:
-        """The storages that all micro-batches share: gathered parameters, and the running sums of gradients."""
-        if self.options.micro_batch_count == 1:
-            return ONCE
-        shared = frozenset(node.name for node in sharder.values.gathered_once)
-        return Repeated(shared, frozenset(_sum_name(node) for node in sharder.outputs.accumulators.values()))
-
-    def _state_bytes(self, sharder: Sharder) -> int:
+    def _state_bytes(self, step: ShardedStep) -> int:
         """The bytes of the optimizer's states on a device."""
         states, times = 0, layer_multiplicity(self.repeated_layers)
         for name in self.annotated.captured.gradients:
-            if name in sharder.values.state_layouts:
-                size = math.prod(sharder.values.state_layouts[name].local_shape) * self.options.optimizer_bytes
+            if name in step.state_layouts:
+                size = math.prod(step.state_layouts[name].local_shape) * self.options.optimizer_bytes
                 states += rounded(size, self.cluster.device) * times.get(layer_of(name), 1)
         return states
 
@@ -412,9 +406,6 @@ class _Lowering:
         given = [node for node in local.nodes if node.op == "placeholder" and info(node).op in names]
         storages = dict.fromkeys(output_storages([*given, *returned], found))
         return sum(rounded(storage_bytes(storage), self.cluster.device) for storage in storages)
-
-    def _code_hash(self, *graphs: fx.GraphModule) -> str:
-        return "" if self.draft else graph_hash(*graphs)
 
     def _keep(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         """Keep the final graphs, and report them."""

@@ -17,7 +17,7 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model import Device, Level, simulate
 from shardweave.demo.model import GPT, GPTConfig
-from shardweave.passes import pipeline
+from shardweave.passes import partition
 from shardweave.planner.problem import build_problem as costing
 from shardweave.planner.problem.build_problem import Costing
 from shardweave.planner.search import evaluation
@@ -261,12 +261,12 @@ def test_equal_layers_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_planned_is_not_sharded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[str] = []
 
-    class Counted(pipeline.Sharder):
+    class Counted(partition.Sharder):
         def run(self) -> Any:
             runs.append("run")
             return super().run()
 
-    monkeypatch.setattr(pipeline, "Sharder", Counted)
+    monkeypatch.setattr(partition, "Sharder", Counted)
     compiler = Compiler(ZOO["mlp"].model(), sw.Cluster.local(4), ZOO["mlp"].batch(0), None, None)
     plans = []
     for word in ("dp", "zdp"):

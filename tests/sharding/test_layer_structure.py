@@ -18,7 +18,7 @@ from shardweave.compiler.compiler import Compiler
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import Grid, RecomputeMode, Strategy
 from shardweave.ir.captured import Captured
-from shardweave.passes import pipeline
+from shardweave.passes import partition
 from shardweave.passes.partition import Shard, Sharder
 from shardweave.passes.step_boundary import annotate
 from shardweave.planner.problem.build_problem import Costing
@@ -215,7 +215,7 @@ def test_stretches_of_other_lengths_are_told_by_the_same_few_layers(monkeypatch:
         whole.append(compiler.lowering.timeline(compiler.lower(plan)))
         free = sw.Options(memory_limit=10**13).with_overlap(plan.overlap)
         with monkeypatch.context() as patch:
-            patch.setattr(pipeline, "Sharder", noted)
+            patch.setattr(partition, "Sharder", noted)
             evaluation.append(compiler.evaluate(decided(compiler, plan), free))
     assert len(sharded) == 1
     assert abs(whole[0].step_time / whole[1].step_time - 1) > 0.01  # they are not the same plan
