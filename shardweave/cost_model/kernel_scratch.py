@@ -208,7 +208,7 @@ def _expert_outer(node: fx.Node) -> int:
 
 
 def _quantize(node: fx.Node) -> int:
-    """ops/encodings.py: whole blocks in full precision, and a byte for each element; the result comes later."""
+    """The blocks in full precision and a byte for each element, before the result is allocated."""
     payload, scales = node.meta["val"]
     padded = int(scales.numel() * _value(node, 3))
     return padded * (int(scales.element_size()) + 1) - tensor_bytes(payload)
@@ -237,7 +237,7 @@ def _like_input(node: fx.Node) -> int:
 
 
 def _ordered_bits(node: fx.Node) -> int:
-    """ops/encodings.py: which numbers are none, or before that the numbers in float32 where they are not."""
+    """A mask of the NaNs, or before it a copy in float32 of numbers in 16 bits."""
     x, result = _value(node, 0), node.meta["val"]
     return int(x.numel()) if x.element_size() == result.element_size() else tensor_bytes(result)
 

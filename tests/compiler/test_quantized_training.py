@@ -16,7 +16,7 @@ from shardweave.cost_model import Cluster
 from shardweave.cost_model.options import ZERO_PLUS_PLUS, Options
 from shardweave.ir import OverlapConfig
 from shardweave.ir.errors import PlanError
-from shardweave.ops.encodings import STEPS
+from shardweave.ops.communication_encodings import STEPS
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.packing import Packed
 from tests.compiler.training import Run, Way, compile_ways, train, train_packed

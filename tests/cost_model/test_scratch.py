@@ -13,7 +13,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.kernel_scratch import optimizer_scratch_bytes, rounded, scratch_bytes, sent_copy_bytes
-from shardweave.ops.encodings import ordered_bits, quantize_blocks
+from shardweave.ops.communication_encodings import ordered_bits, quantize_blocks
 from shardweave.sharding.graphs import tensor_bytes
 from tests.cost_model.handmade import Builder, aten
 from tests.peak_memory import measured_peak, most_at_once

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardweave as sw
-from shardweave.ops.encodings import from_ordered_bits, ordered_bits
+from shardweave.ops.communication_encodings import from_ordered_bits, ordered_bits
 from shardweave.runtime.launch import WorkerPool
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardweave.ops.encodings import STEPS, dequantize_blocks, quantize_blocks, sum_dequantized
+from shardweave.ops.communication_encodings import STEPS, dequantize_blocks, quantize_blocks, sum_dequantized
 from tests.passes.harness import examples
 
 own = torch.ops.shardweave
