@@ -150,7 +150,7 @@ def _convolution(node: fx.Node) -> int:
 
 
 def _input_gradient(node: fx.Node) -> int:
-    """The same for the gradient, and a contiguous input of which only the shape is needed (`ops.products`)."""
+    """The same for the gradient, and a contiguous input whose shape alone is needed (`ops.convolution_and_moe`)."""
     gradient, weight, result = _value(node, 0), _value(node, 1), node.meta["val"]
     plain = tensor_bytes(result)
     if _taps(weight) == 1:
@@ -198,7 +198,7 @@ def _whole(channels: int) -> int:
 
 
 def _expert_mm(node: fx.Node) -> int:
-    """ops/products.py: the rows in their experts' order, and one expert's product, if all have as many."""
+    """ops/convolution_and_moe.py: the rows in their experts' order, and one expert's product, if all have as many."""
     experts = int(_value(node, 1).shape[0])
     return tensor_bytes(_value(node, 0)) + tensor_bytes(node.meta["val"]) // max(1, experts)
 

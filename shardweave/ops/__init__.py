@@ -3,7 +3,7 @@ convolutions, mixtures of experts, random numbers that do not depend on the layo
 axis. Importing this package registers them. May import `ir`.
 """
 
-from shardweave.ops import products  # noqa: F401  (registers the ops)
+from shardweave.ops import convolution_and_moe  # noqa: F401  (registers the ops)
 from shardweave.ops.communication_encodings import all_reduced
 from shardweave.ops.local_shards import IndexChecks, IndexRange, coordinate, is_coordinate, joined, total, unpad
 from shardweave.ops.seeded_random import Seeds, hash_seeds, seeded

@@ -3,8 +3,8 @@
 Frameworks sort (token, expert) pairs by expert, multiply the groups, and undo the sort. A sort over all tokens cannot
 be computed in parts. But no result depends on the order: between the sort and its inverse, every op works row by row.
 So the region is rewritten without the sort. Each value in sorted order has a twin in token order. A row-wise op on
-sorted values becomes the same op on their twins. A grouped product becomes `shardweave.ops.products.expert_mm`, which
-gets the expert of each row and groups the rows inside. The inverse of the sort is replaced by the twin.
+sorted values becomes the same op on their twins. A grouped product becomes `torch.ops.shardweave.expert_mm`, which gets
+the expert of each row and groups the rows inside. The inverse of the sort is replaced by the twin.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import shardweave.ops.products  # noqa: F401  (registers the ops)
+import shardweave.ops.convolution_and_moe  # noqa: F401  (registers the ops)
 from tests.passes.cases.draw import Call, Draw, case
 
 ours = torch.ops.shardweave
