@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.cost_model import flops_by_op, replicated, sharded_share
+from shardweave.cost_model import flops_by_op, replicated_ops, sharded_share
 from shardweave.ir import Mesh, Strategy
 from shardweave.passes.step_boundary import Annotated
 from shardweave.planner.problem.candidates import legal
@@ -81,7 +81,7 @@ class Measured(Compiler):
         assert step.backward is not None  # measured models have a loss
         local = flops_by_op((step.forward.graph, step.backward.graph))
         alike: dict[str, float] = defaultdict(float)
-        for (name, _), part in replicated(whole, local, devices):
+        for (name, _), part in replicated_ops(whole, local, devices):
             alike[name] += part
         return Share(plan, sharded_share(whole, local, devices), dict(sorted(alike.items(), key=lambda each: -each[1])))
 

@@ -440,7 +440,8 @@ class _Partition:
         )
         if any(draws(node) for module in whole for node in module.graph.nodes):
             with _disable_current_modes(), no_python_dispatcher():
-                first = hash_seeds(agreed_seed(self.request.options.patience), int(graph_hash(*whole)[:16], 16))
+                seed = agreed_seed(self.request.options.collective_timeout)
+                first = hash_seeds(seed, int(graph_hash(*whole)[:16], 16))
             for index, module in enumerate(whole):
                 seed_draws(module, Seeds(hash_seeds(first, index)))
         return whole
@@ -465,7 +466,7 @@ class _Partition:
         compiled = compiler.lowered_together(plan)
         if self.request.inspect is not None:
             self.request.inspect(plan, compiled.graphs)
-        timeout = self.request.options.patience
+        timeout = self.request.options.collective_timeout
         bound: list[tuple[fx.GraphModule, fx.GraphModule]] = []
 
         def build() -> None:

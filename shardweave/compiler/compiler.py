@@ -257,7 +257,7 @@ class Compiler:
                 graphs=lowered.graphs,
                 plan=made,
                 reads=self.captured.reads,
-                timeout=self.options.patience,
+                timeout=self.options.collective_timeout,
                 checks=index_checks(self.annotated.captured) if self.cluster.world_size > 1 else None,
                 batch=self.batch,
                 whole=self.options.outputs == "whole",
@@ -296,7 +296,7 @@ class Compiler:
 
 def control_of(options: Options | None) -> Control | None:
     """The groups in which the running ranks agree, with the timeout of the options. Collective at the first call."""
-    return control(options.patience if options is not None else None)
+    return control(options.collective_timeout if options is not None else None)
 
 
 def _in_words(options: Options) -> dict[str, str]:

@@ -3,23 +3,23 @@ timeline, and the profiling of a running machine; and `Options`. May import `ir`
 """
 
 from shardweave.cost_model.cluster import Cluster, ClusterLike
-from shardweave.cost_model.cluster_description import shown
+from shardweave.cost_model.cluster_description import short_repr
 from shardweave.cost_model.collectives import Demand, collective_seconds, crossed_level, group_extents
-from shardweave.cost_model.kernel_scratch import rounded
+from shardweave.cost_model.kernel_scratch import allocated_bytes
 from shardweave.cost_model.machine import Device, Level, Machine
 from shardweave.cost_model.measured_tables import CollectiveTable, Curve, Measured, OpTable, OpTime
 from shardweave.cost_model.memory import (
-    ONCE,
+    NO_SHARING,
     MemoryCurve,
-    Repeated,
+    MicroBatchSharing,
     Storage,
     liveness,
-    most_held,
     output_storages,
+    peak_live_bytes,
     storage_bytes,
 )
 from shardweave.cost_model.node_cost import (
-    Prices,
+    NodeCosts,
     bytes_seconds,
     flops_by_op,
     matmul_seconds,
@@ -27,20 +27,20 @@ from shardweave.cost_model.node_cost import (
     node_seconds,
     optimizer_loads,
     optimizer_seconds,
-    replicated,
+    replicated_ops,
     sharded_share,
     work_seconds,
 )
 from shardweave.cost_model.op_work import Product, Work, node_work, product_of
 from shardweave.cost_model.options import OLD_OPTION_NAMES, ZERO_PLUS_PLUS, Forced, Options
 from shardweave.cost_model.simulator import simulate
-from shardweave.cost_model.streams import ALONE, Contention, Streams, Transfer
-from shardweave.cost_model.timeline import COMPUTE, Act, Played, Timeline, play
+from shardweave.cost_model.streams import NO_CONTENTION, Contention, Streams, Transfer
+from shardweave.cost_model.timeline import COMPUTE, ReplayTimes, StreamOp, Timeline, replay
 
 __all__ = [
     "OLD_OPTION_NAMES",
-    "ALONE",
-    "Act",
+    "NO_CONTENTION",
+    "StreamOp",
     "COMPUTE",
     "Cluster",
     "ClusterLike",
@@ -54,14 +54,14 @@ __all__ = [
     "Machine",
     "Measured",
     "MemoryCurve",
-    "ONCE",
+    "NO_SHARING",
     "OpTable",
     "OpTime",
     "Options",
-    "Played",
-    "Prices",
+    "ReplayTimes",
+    "NodeCosts",
     "Product",
-    "Repeated",
+    "MicroBatchSharing",
     "Storage",
     "Streams",
     "Timeline",
@@ -75,19 +75,19 @@ __all__ = [
     "group_extents",
     "liveness",
     "matmul_seconds",
-    "most_held",
+    "peak_live_bytes",
     "node_key",
     "node_seconds",
     "node_work",
     "optimizer_loads",
     "optimizer_seconds",
     "output_storages",
-    "play",
+    "replay",
     "product_of",
-    "replicated",
-    "rounded",
+    "replicated_ops",
+    "allocated_bytes",
     "sharded_share",
-    "shown",
+    "short_repr",
     "simulate",
     "storage_bytes",
     "work_seconds",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import yaml
 
 from shardweave.cost_model import measured_tables
-from shardweave.cost_model.cluster_description import build, shown
+from shardweave.cost_model.cluster_description import build, short_repr
 from shardweave.cost_model.device_profile import from_all, from_first, is_first, live_device, profile_device, running
 from shardweave.cost_model.machine import Device, Level, M, Machine
 from shardweave.cost_model.measured_tables import Measured, hardware
@@ -210,14 +210,14 @@ class Cluster(Machine):
         """
         raw = build(cls, data, "", keep=("levels", "device", "sources", "measured"))
         if not isinstance(raw["levels"], list | tuple):
-            raise ClusterError(f"levels: expected a list of levels, innermost first, got {shown(raw['levels'])}")
+            raise ClusterError(f"levels: expected a list of levels, innermost first, got {short_repr(raw['levels'])}")
         levels = tuple(Level(**build(Level, level, f"levels[{i}]")) for i, level in enumerate(raw["levels"]))
         device = Device(**build(Device, raw["device"], "device", keep=("flops",)))
         measured = None if raw.get("measured") is None else Measured.from_dict(raw["measured"])
         sources = raw.get("sources") or {}
         texts = isinstance(sources, Mapping) and all(isinstance(each, str) for pair in sources.items() for each in pair)
         if not texts:
-            raise ClusterError(f"sources: expected a mapping of keys to texts, got {shown(sources)}")
+            raise ClusterError(f"sources: expected a mapping of keys to texts, got {short_repr(sources)}")
         return cls(raw["name"], levels, device, dict(sources), measured, raw.get("library", "nccl"))
 
     @classmethod

@@ -35,18 +35,18 @@ def check_number(
         expected += f" and at most {high:{',' if isinstance(high, int) else 'g'}}"
     number = isinstance(value, int) or (isinstance(value, float) and not whole)
     if isinstance(value, bool) or not number:
-        raise ClusterError(f"{key}: expected {expected}, got {shown(value)}")
+        raise ClusterError(f"{key}: expected {expected}, got {short_repr(value)}")
     assert isinstance(value, int | float)
     if not low <= value <= high or math.inf in (value, -value) or (value == 0 and not zero):  # NaN is in no range
-        raise ClusterError(f"{key}: expected {expected}, got {shown(value)}")
+        raise ClusterError(f"{key}: expected {expected}, got {short_repr(value)}")
     if value and not (0.0 if zero else _LEAST) <= abs(value) <= _MOST:  # the least ones are as good as 0
-        raise ClusterError(f"{key}: expected a number between {_LEAST:g} and {_MOST:g}, got {shown(value)}")
+        raise ClusterError(f"{key}: expected a number between {_LEAST:g} and {_MOST:g}, got {short_repr(value)}")
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value for an error message, cut to 80 characters.
 
-    >>> shown(10**100), len(shown("x" * 1000))
+    >>> short_repr(10**100), len(short_repr("x" * 1000))
     ('one of 333 bits', 80)
     """
     if isinstance(value, int) and value.bit_length() > 128:
@@ -70,7 +70,7 @@ def points(key: str, value: object) -> tuple[tuple[float, float], ...]:
     """
     pairs = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
     if pairs is None or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in pairs):
-        raise ClusterError(f"{key}: expected a list of pairs of numbers, got {shown(value)}")
+        raise ClusterError(f"{key}: expected a list of pairs of numbers, got {short_repr(value)}")
     found = [(_plain(key, first, float), _plain(key, second, float)) for first, second in pairs]
     for pair in found:
         for number in pair:
@@ -92,7 +92,7 @@ def build(kind: type, data: object, key: str, keep: Sequence[str] = ()) -> dict[
     fields = {field.name: field for field in dataclasses.fields(kind)}
     at = f"{key}." if key else ""
     if not isinstance(data, Mapping):
-        raise ClusterError(f"{key or 'the file'}: expected a mapping with {', '.join(fields)}, got {shown(data)}")
+        raise ClusterError(f"{key or 'the file'}: expected a mapping with {', '.join(fields)}, got {short_repr(data)}")
     for name in data:
         if name not in fields:
             raise ClusterError(f"{at}{name}: expected one of {', '.join(fields)}, got an unknown key")
@@ -106,7 +106,7 @@ def build(kind: type, data: object, key: str, keep: Sequence[str] = ()) -> dict[
         if name in built:
             figures = built[name]
             if not isinstance(figures, Mapping):
-                raise ClusterError(f"{at}{name}: expected a mapping of dtype to {unit}, got {shown(figures)}")
+                raise ClusterError(f"{at}{name}: expected a mapping of dtype to {unit}, got {short_repr(figures)}")
             built[name] = {str(k): _plain(f"{at}{name}.{k}", v, float) for k, v in figures.items()}
     return built
 
@@ -115,7 +115,7 @@ def _plain(key: str, value: object, kind: object) -> object:
     """`value` as `kind`; YAML 1.1 reads ``312e12`` as text, and ``80e9`` bytes are a whole number."""
     if kind not in (int, float, float | None):
         if kind is str and not isinstance(value, str):
-            raise ClusterError(f"{key}: expected text, got {shown(value)}")
+            raise ClusterError(f"{key}: expected text, got {short_repr(value)}")
         return value
     if value is None and kind == (float | None):
         return None
@@ -123,7 +123,7 @@ def _plain(key: str, value: object, kind: object) -> object:
         try:
             value = float(value)
         except ValueError:
-            raise ClusterError(f"{key}: expected a number, got {shown(value)}") from None
+            raise ClusterError(f"{key}: expected a number, got {short_repr(value)}") from None
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if kind is not int and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MOST:

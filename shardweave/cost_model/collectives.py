@@ -38,10 +38,10 @@ from functools import cache
 from typing import NamedTuple
 
 from shardweave.cost_model.machine import Machine
-from shardweave.cost_model.measured_tables import KINDS
+from shardweave.cost_model.measured_tables import COLLECTIVE_KINDS
 from shardweave.ir import Axis, ClusterError, axes_size
 
-FORMS = dict.fromkeys(KINDS, ("ring", "tree", "hierarchical")) | {"all_to_all": ("pairs", "hierarchical")}
+FORMS = dict.fromkeys(COLLECTIVE_KINDS, ("ring", "tree", "hierarchical")) | {"all_to_all": ("pairs", "hierarchical")}
 """The forms that each kind is priced in."""
 
 _TREE_RATE = 0.9  # NCCL src/graph/tuning.cc
@@ -115,8 +115,8 @@ def lines(kind: str, form: str, extents: Sequence[int], cluster: Machine) -> lis
     >>> [line.form for line in lines("all_gather", "ring", (8, 2), cluster)]
     ['ring']
     """
-    if kind not in KINDS:
-        raise ClusterError(f"no collective is called {kind!r}; there are {', '.join(KINDS)}")
+    if kind not in COLLECTIVE_KINDS:
+        raise ClusterError(f"no collective is called {kind!r}; there are {', '.join(COLLECTIVE_KINDS)}")
     if form not in FORMS[kind]:
         raise ClusterError(f"{kind} has no form {form!r}; it has {', '.join(FORMS[kind])}")
     if math.prod(extents) == 1:
@@ -287,7 +287,7 @@ def collective_seconds(
     Parameters
     ----------
     kind : str
-        One of `KINDS`.
+        One of `COLLECTIVE_KINDS`.
     num_bytes : float
         Size of the whole buffer on one rank: gathered, or not yet scattered (as in `ir.Collective.bytes`).
     axes : sequence of Axis
@@ -424,8 +424,8 @@ def _measured(
 @cache
 def _lines(kind: str, axes: tuple[Axis, ...], cluster: Machine, form: str | None) -> tuple[Line, ...]:
     """The prices among which the least counts: of `form`, or of the forms that the library takes."""
-    if kind not in KINDS:
-        raise ClusterError(f"no collective is called {kind!r}; there are {', '.join(KINDS)}")
+    if kind not in COLLECTIVE_KINDS:
+        raise ClusterError(f"no collective is called {kind!r}; there are {', '.join(COLLECTIVE_KINDS)}")
     forms = library_forms(kind, cluster) if form is None else (form,)
     extents = group_extents(axes, cluster)
     return tuple(line for one in forms for line in lines(kind, one, extents, cluster))

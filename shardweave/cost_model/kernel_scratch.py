@@ -26,12 +26,12 @@ _CHANNELS = 16
 """oneDNN's blocked layouts pad channels to a multiple of this, with AVX-512."""
 
 
-def rounded(num_bytes: int, device: Device) -> int:
+def allocated_bytes(num_bytes: int, device: Device) -> int:
     """Bytes of the block that the allocator of `device` gives for `num_bytes`.
 
     >>> from shardweave.cost_model import Cluster
     >>> from shardweave.cost_model import Machine
-    >>> [rounded(1000, Cluster.preset(name).device) for name in ("dgx-a100", "local-cpu")]
+    >>> [allocated_bytes(1000, Cluster.preset(name).device) for name in ("dgx-a100", "local-cpu")]
     [1024, 1000]
     """
     block = _BLOCK[device.allocator]
@@ -99,8 +99,8 @@ def optimizer_scratch_bytes(sizes: list[int], states: float, alone: bool, device
     if states < 2 or not sizes:
         return 0
     if alone and device.allocator == "cuda":
-        return sum(rounded(size, device) for size in sizes)
-    blocks = [0, *(rounded(size, device) for size in sizes)]
+        return sum(allocated_bytes(size, device) for size in sizes)
+    blocks = [0, *(allocated_bytes(size, device) for size in sizes)]
     return max(before + 2 * size for before, size in zip(blocks, blocks[1:]))
 
 

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeVar
 
-from shardweave.cost_model.cluster_description import check_number, describe, points, shown
+from shardweave.cost_model.cluster_description import check_number, describe, points, short_repr
 from shardweave.cost_model.measured_tables import Measured
 from shardweave.ir import ClusterError, Mesh, readable_bytes
 
@@ -186,7 +186,7 @@ class Device:
         check_number("device.matmul_efficiency", self.matmul_efficiency, high=1)
         check_number("device.memory_efficiency", self.memory_efficiency, high=1)
         if not isinstance(self.matmul_half, Mapping):
-            given = shown(self.matmul_half)
+            given = short_repr(self.matmul_half)
             raise ClusterError(f"device.matmul_half: expected a mapping of dtype to a size, got {given}")
         for dtype, half in self.matmul_half.items():
             check_number(f"device.matmul_half.{dtype}", half, zero=True)
@@ -195,7 +195,7 @@ class Device:
         check_number("device.overlap_slowdown", self.overlap_slowdown, low=1)
         check_number("device.collective_slowdown", self.collective_slowdown, low=1)
         if self.allocator not in ("cuda", "cpu"):
-            raise ClusterError(f"device.allocator: expected 'cuda' or 'cpu', got {shown(self.allocator)}")
+            raise ClusterError(f"device.allocator: expected 'cuda' or 'cpu', got {short_repr(self.allocator)}")
 
     def __repr__(self) -> str:
         return f"<Device {self.name}: {readable_bytes(self.memory)}, {self.flops['float32']:.3g} FLOP/s in float32>"
@@ -225,7 +225,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         if self.library not in ("nccl", "gloo"):
-            raise ClusterError(f"library: expected 'nccl' or 'gloo', got {shown(self.library)}")
+            raise ClusterError(f"library: expected 'nccl' or 'gloo', got {short_repr(self.library)}")
         names = [level.name for level in self.levels]
         if not names or len(set(names)) != len(names):
             raise ClusterError(f"levels: expected at least one level, each with a name of its own, got {names}")

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardweave.cost_model.cluster_description import build, check_number, shown
+from shardweave.cost_model.cluster_description import build, check_number, short_repr
 from shardweave.cost_model.op_work import Product, Work
 from shardweave.ir import ClusterError
 
@@ -134,7 +134,7 @@ class OpTable:
             Names the key, what was expected and what came.
         """
         if not isinstance(data, Mapping):
-            raise ClusterError(f"measured.ops: expected a mapping of signature to its time, got {shown(data)}")
+            raise ClusterError(f"measured.ops: expected a mapping of signature to its time, got {short_repr(data)}")
         return cls({str(signature): _time(str(signature), entry) for signature, entry in data.items()})
 
     @cached_property
@@ -157,10 +157,10 @@ def _time(signature: str, entry: object) -> OpTime:
     key = f"measured.ops.{signature}"
     names = {"seconds", "flops", "bytes", "dtype", "product"}
     if not isinstance(entry, Mapping) or set(entry) - {"computed"} != names:
-        raise ClusterError(f"{key}: expected a mapping with {', '.join(sorted(names))}, got {shown(entry)}")
+        raise ClusterError(f"{key}: expected a mapping with {', '.join(sorted(names))}, got {short_repr(entry)}")
     product = entry["product"]
     if product is not None and not (isinstance(product, list | tuple) and len(product) == 3):
-        raise ClusterError(f"{key}.product: expected three sizes or nothing, got {shown(product)}")
+        raise ClusterError(f"{key}.product: expected three sizes or nothing, got {short_repr(product)}")
     for name in ("flops", "bytes"):
         check_number(f"{key}.{name}", entry[name], whole=True, zero=True)
     for size in product or ():
@@ -171,7 +171,7 @@ def _time(signature: str, entry: object) -> OpTime:
     return OpTime(entry["seconds"], replace(work, signature=signature, computed=float(computed)))
 
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 """The collectives that have a price."""
 
 
@@ -209,7 +209,7 @@ class Curve:
     Parameters
     ----------
     kind : str
-        One of `collectives.KINDS`.
+        One of `collectives.COLLECTIVE_KINDS`.
     members : tuple of int
         How many units of each level the group spans, innermost first: ``(4, 2)`` is four devices in each of two nodes.
     bytes : tuple of float
@@ -298,9 +298,10 @@ class CollectiveTable:
     def check(self, levels: Sequence[tuple[str, int]]) -> None:
         """`ClusterError` where a curve is of no known kind, or of no group of a machine with these names and sizes."""
         for curve in self.curves:
-            if curve.kind not in KINDS:
+            if curve.kind not in COLLECTIVE_KINDS:
                 raise ClusterError(
-                    f"measured.collectives: no collective is called {curve.kind!r}; there are {', '.join(KINDS)}"
+                    f"measured.collectives: no collective is called {curve.kind!r}; "
+                    f"there are {', '.join(COLLECTIVE_KINDS)}"
                 )
             names = [name for name, _ in levels[:-1]]
             sizes = [size for _, size in levels[:-1]]  # the outermost level may have been another, see Cluster.resized
@@ -366,7 +367,7 @@ class Measured:
         raw = build(cls, data, "measured", keep=("collectives", "ops"))
         curves, ops = raw.pop("collectives", []), raw.pop("ops", {})
         if not isinstance(curves, list | tuple):
-            raise ClusterError(f"measured.collectives: expected a list of curves, got {shown(curves)}")
+            raise ClusterError(f"measured.collectives: expected a list of curves, got {short_repr(curves)}")
         table = CollectiveTable(tuple(_curve(f"measured.collectives[{i}]", curve) for i, curve in enumerate(curves)))
         return cls(table, OpTable.from_dict(ops), **raw)
 
@@ -375,7 +376,7 @@ def _curve(key: str, data: object) -> Curve:
     raw = build(Curve, data, key)
     for name in ("members", "bytes", "seconds"):
         if not isinstance(raw[name], list | tuple):
-            raise ClusterError(f"{key}.{name}: expected a list of numbers, got {shown(raw[name])}")
+            raise ClusterError(f"{key}.{name}: expected a list of numbers, got {short_repr(raw[name])}")
     for member in raw["members"]:
         check_number(f"{key}.members", member, whole=True)
     return Curve(

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from shardweave.cost_model.node_cost import Prices
+from shardweave.cost_model.node_cost import NodeCosts
 from shardweave.sharding import alias_of, is_start, is_wait, node_nodes, tensor_bytes, tensors
 
-KINDS = (
+MEMORY_KINDS = (
     "parameters", "optimizer", "copies", "buffers", "inputs", "saved", "gathered", "working", "scratch", "gradients",
     "outputs",
 )  # fmt: skip
@@ -52,7 +52,7 @@ class Liveness:
     dead: Mapping[fx.Node, tuple[Storage, ...]]
 
 
-class Repeated(NamedTuple):
+class MicroBatchSharing(NamedTuple):
     """The storages that a graph which runs once for each micro-batch shares between its runs.
 
     Parameters
@@ -74,8 +74,8 @@ class Repeated(NamedTuple):
         return {storage for storage in shared if storage[0].op == "call_function"}, sums
 
 
-ONCE = Repeated()
-"""The `Repeated` of a graph that runs once."""
+NO_SHARING = MicroBatchSharing()
+"""The `MicroBatchSharing` of a graph that runs once."""
 
 
 def storage_bytes(storage: Storage) -> int:
@@ -136,10 +136,12 @@ def output_storages(value: object, found: Liveness) -> tuple[Storage, ...]:
     return tuple(storage for node in node_nodes(value) for storage in found.where[node])
 
 
-def most_held(graph: fx.Graph, prices: Prices, repeated: Repeated = ONCE) -> tuple[int, fx.Node | None]:
+def peak_live_bytes(
+    graph: fx.Graph, costs: NodeCosts, sharing: MicroBatchSharing = NO_SHARING
+) -> tuple[int, fx.Node | None]:
     """The most bytes that a graph holds at once in its order, with what kernels and collectives take, and where.
 
-    All that it takes is there from the beginning, all that it gives stays; `repeated` says what is otherwise.
+    All that it takes is there from the beginning, all that it gives stays; `sharing` says what is otherwise.
 
     Examples
     --------
@@ -152,28 +154,28 @@ def most_held(graph: fx.Graph, prices: Prices, repeated: Repeated = ONCE) -> tup
     >>> for node in (x, y, z):
     ...     node.meta["val"] = torch.empty(4, device="meta")
     >>> _ = graph.output(z)
-    >>> most_held(graph, Prices(Cluster.local(1)))
+    >>> peak_live_bytes(graph, NodeCosts(Cluster.local(1)))
     (48, neg_default_1)
     """
     found = liveness(graph)
-    shared, sums = repeated.storages(graph, found)
+    shared, sums = sharing.storages(graph, found)
     stays = {*output_storages(graph.output_node().args, found), *shared}
-    now = sum(sum(prices.of(node).sizes) for node in graph.nodes if node.op in ("placeholder", "get_attr"))
-    now += sum(prices.of(key).sizes[index] for key, index in shared)
+    now = sum(sum(costs.of(node).sizes) for node in graph.nodes if node.op in ("placeholder", "get_attr"))
+    now += sum(costs.of(key).sizes[index] for key, index in shared)
     most, where = now, None
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        price = prices.of(node)
+        cost = costs.of(node)
         born = (storage for storage in found.born.get(node, ()) if storage not in shared)
-        now += sum(price.sizes[index] for _, index in born) + price.held
-        if now + price.scratch > most:
-            most, where = now + price.scratch, node
+        now += sum(cost.sizes[index] for _, index in born) + cost.held
+        if now + cost.scratch > most:
+            most, where = now + cost.scratch, node
         if is_wait(node):
-            now -= sum(prices.of(start).held for start in node.all_input_nodes)
+            now -= sum(costs.of(start).held for start in node.all_input_nodes)
         ended = (storage for storage in found.dead.get(node, ()) if storage not in stays)
         freed = ((key, index) for key, index in ended if key.op == "call_function" or (key, index) in sums)
-        now -= sum(prices.of(key).sizes[index] for key, index in freed)
+        now -= sum(costs.of(key).sizes[index] for key, index in freed)
     return most, where
 
 
@@ -209,7 +211,7 @@ class MemoryCurve:
 
     seconds: NDArray[np.float64]
     bytes: NDArray[np.int64]
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = MEMORY_KINDS
     changes: tuple[Change, ...] = ()
 
     @classmethod
@@ -219,14 +221,14 @@ class MemoryCurve:
         >>> MemoryCurve.of([Change(0.0, "saved", 5), Change(1.0, "saved", -2)], 2.0).total.tolist()
         [0, 5, 3, 3]
         """
-        column = {kind: index for index, kind in enumerate(KINDS)}
-        deltas = np.zeros((len(changes) + 2, len(KINDS)), dtype=np.int64)
+        column = {kind: index for index, kind in enumerate(MEMORY_KINDS)}
+        deltas = np.zeros((len(changes) + 2, len(MEMORY_KINDS)), dtype=np.int64)
         seconds = np.zeros(len(changes) + 2)
         for row, change in enumerate(changes, start=1):
             deltas[row, column[change.kind]] = change.bytes
             seconds[row] = change.seconds
         seconds[-1] = end
-        return cls(seconds, np.cumsum(deltas, axis=0), KINDS, tuple(changes))
+        return cls(seconds, np.cumsum(deltas, axis=0), MEMORY_KINDS, tuple(changes))
 
     @property
     def total(self) -> NDArray[np.int64]:

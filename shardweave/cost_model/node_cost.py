@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from shardweave.cost_model.collectives import Demand, collective_demand
-from shardweave.cost_model.kernel_scratch import rounded, scratch_bytes, sent_copy_bytes
+from shardweave.cost_model.kernel_scratch import allocated_bytes, scratch_bytes, sent_copy_bytes
 from shardweave.cost_model.machine import Machine
 from shardweave.cost_model.measured_tables import interpolated
 from shardweave.cost_model.op_work import Product, Work, node_work
@@ -43,7 +43,7 @@ from shardweave.sharding import info, is_start, tensor_bytes, tensors
 def node_seconds(node: fx.Node, cluster: Machine) -> float:
     """Seconds that `node` takes on one device of `cluster`; 0 where it runs no kernel (see `node_work`).
 
-    Collectives are not compute: `collectives.collective_seconds` prices them.
+    Collectives are not compute: `collectives.collective_seconds` gives their time.
     """
     work = node_work(node)
     return 0.0 if work is None else work_seconds(work, cluster)
@@ -145,13 +145,13 @@ def sharded_share(whole: Counter[Place], local: Counter[Place], devices: int) ->
     return whole.total() / together if together else 1.0
 
 
-def replicated(whole: Counter[Place], local: Counter[Place], devices: int) -> list[tuple[Place, float]]:
+def replicated_ops(whole: Counter[Place], local: Counter[Place], devices: int) -> list[tuple[Place, float]]:
     """The ops that devices compute redundantly, largest first, each with its share of all devices' FLOPs.
 
     Examples
     --------
     >>> whole = Counter({("up", False): 100, ("down", False): 100})
-    >>> replicated(whole, Counter({("up", False): 25, ("down", False): 50}), devices=4)
+    >>> replicated_ops(whole, Counter({("up", False): 25, ("down", False): 50}), devices=4)
     [(('down', False), 0.3333333333333333)]
     """
     together = devices * local.total()
@@ -159,7 +159,7 @@ def replicated(whole: Counter[Place], local: Counter[Place], devices: int) -> li
     return sorted(((place, part) for place, part in excess.items() if part > 0), key=lambda item: -item[1])
 
 
-class Price(NamedTuple):
+class NodeCost(NamedTuple):
     """The cost of one node.
 
     Parameters
@@ -185,8 +185,8 @@ class Price(NamedTuple):
     held: int
 
 
-class Prices:
-    """The prices of nodes on a cluster.
+class NodeCosts:
+    """The costs of nodes on a cluster.
 
     Examples
     --------
@@ -196,19 +196,19 @@ class Prices:
     >>> x.meta["val"] = torch.empty(8, 8, device="meta")
     >>> first, second = (graph.call_function(torch.ops.aten.mm.default, (x, x)) for _ in range(2))
     >>> first.meta["val"] = second.meta["val"] = torch.empty(8, 8, device="meta")
-    >>> prices = Prices(Cluster.local(1))
-    >>> prices.of(first) is prices.of(second), prices.of(first).sizes
+    >>> costs = NodeCosts(Cluster.local(1))
+    >>> costs.of(first) is costs.of(second), costs.of(first).sizes
     (True, (256,))
     """
 
     def __init__(self, cluster: Machine) -> None:
         self.cluster = cluster
-        self._nodes: dict[fx.Node, Price] = {}
-        self._distinct: dict[Hashable, Price] = {}
+        self._nodes: dict[fx.Node, NodeCost] = {}
+        self._distinct: dict[Hashable, NodeCost] = {}
         self._collectives: dict[Hashable, Demand] = {}
 
-    def of(self, node: fx.Node) -> Price:
-        """The price of a node whose ``meta["val"]`` is local."""
+    def of(self, node: fx.Node) -> NodeCost:
+        """The cost of a node whose ``meta["val"]`` is local."""
         found = self._nodes.get(node)
         if found is None:
             key = node_key(node)
@@ -226,14 +226,14 @@ class Prices:
             found = self._collectives[key] = collective_demand(what.kind, what.bytes, what.axes, self.cluster)
         return found
 
-    def _price(self, node: fx.Node) -> Price:
+    def _price(self, node: fx.Node) -> NodeCost:
         device = self.cluster.device
-        sizes = tuple(rounded(tensor_bytes(value), device) for value in tensors(node.meta.get("val")))
+        sizes = tuple(allocated_bytes(tensor_bytes(value), device) for value in tensors(node.meta.get("val")))
         work = node_work(node)
-        held = rounded(sent_copy_bytes(node, device), device) if is_start(node) else 0
+        held = allocated_bytes(sent_copy_bytes(node, device), device) if is_start(node) else 0
         seconds = 0.0 if work is None else work_seconds(work, self.cluster)
-        scratch = rounded(scratch_bytes(node, device), device)
-        return Price(seconds, work is not None, 0 if work is None else work.flops, sizes, scratch, held)
+        scratch = allocated_bytes(scratch_bytes(node, device), device)
+        return NodeCost(seconds, work is not None, 0 if work is None else work.flops, sizes, scratch, held)
 
 
 def node_key(node: fx.Node) -> Hashable:

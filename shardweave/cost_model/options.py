@@ -297,7 +297,7 @@ class Options:
         return int(cluster.device.memory * (1 - RESERVE)) if self.memory_limit is None else bytes_of(self.memory_limit)
 
     @property
-    def patience(self) -> timedelta | None:
+    def collective_timeout(self) -> timedelta | None:
         """How long a rank waits for the others; None where the world's own timeout holds."""
         if self.timeout is None or isinstance(self.timeout, timedelta):
             return self.timeout

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from shardweave.cost_model.collectives import group_extents, library_forms, lines
 from shardweave.cost_model.machine import M, Machine
-from shardweave.cost_model.measured_tables import KINDS, CollectiveTable, Curve
+from shardweave.cost_model.measured_tables import COLLECTIVE_KINDS, CollectiveTable, Curve
 from shardweave.ir import Axis, ClusterError, axes_size
 
 
@@ -195,17 +195,17 @@ def profile_collectives(
     agree = _Agreement(world, device)
     begin = agree.now()
     groups = placements(cluster)
-    left = [(axes, kind) for axes in groups for kind in KINDS]
+    left = [(axes, kind) for axes in groups for kind in COLLECTIVE_KINDS]
     found: list[tuple[_Samples, str, tuple[int, ...]]] = []
     missed, made = [], []
     for axes in groups:
         members = group_extents(axes, cluster)
         spent = agree.now() - begin
         if spent > _FIRST_PART * seconds:
-            missed += [(kind, members, f"the {seconds:g} s were over") for kind in KINDS]
+            missed += [(kind, members, f"the {seconds:g} s were over") for kind in COLLECTIVE_KINDS]
             continue
         made.append(_own_group(axes, cluster))
-        for kind in KINDS:
+        for kind in COLLECTIVE_KINDS:
             now = agree.now()
             share = (_FIRST_PART * seconds - (now - begin)) / max(1, len(left))
             left.remove((axes, kind))

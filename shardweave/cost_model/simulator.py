@@ -32,7 +32,7 @@ from typing import Literal, Protocol
 from torch import fx
 
 from shardweave.cost_model.collectives import crossed_level
-from shardweave.cost_model.kernel_scratch import optimizer_scratch_bytes, rounded
+from shardweave.cost_model.kernel_scratch import allocated_bytes, optimizer_scratch_bytes
 from shardweave.cost_model.machine import Machine
 from shardweave.cost_model.memory import (
     Change,
@@ -43,9 +43,9 @@ from shardweave.cost_model.memory import (
     output_storages,
     storage_bytes,
 )
-from shardweave.cost_model.node_cost import Prices, optimizer_seconds
+from shardweave.cost_model.node_cost import NodeCosts, optimizer_seconds
 from shardweave.cost_model.streams import Contention, Streams, Transfer
-from shardweave.cost_model.timeline import COMPUTE, Act, Event, Timeline
+from shardweave.cost_model.timeline import COMPUTE, Event, StreamOp, Timeline
 from shardweave.ir import SEED, ParameterSpec, StepSpec, ValueSpec, VerifyError, group_name
 from shardweave.sharding import collective, copied_from, gathers_parameter, info, is_start, is_wait, node_nodes
 
@@ -61,7 +61,7 @@ def simulate(
     *,
     optimizer_bytes_per_parameter_byte: float = 2.0,
     micro_batch_graphs: MicroBatchGraphs | None = None,
-    sums: bool = True,
+    reduce_gradients: bool = True,
 ) -> Timeline:
     """Play one training step of one rank: of a step of several micro-batches, all of them.
 
@@ -79,7 +79,7 @@ def simulate(
         momentum, 0 for plain SGD.
     micro_batch_graphs : MicroBatchGraphs, optional
         The forms of a step of several micro-batches, which are played instead of the two graphs.
-    sums : bool
+    reduce_gradients : bool
         The last backward reduces the accumulated gradients to the states. With False, which needs `micro_batch_graphs`,
         they stay accumulated, as under ``no_sync``: a step whose data parallelism takes no time.
 
@@ -105,13 +105,13 @@ def simulate(
         if micro_batch_graphs is not None:
             kept = len(micro_batch_graphs.gathered_parameters) if first and not last else 0
             several = micro_batch_graphs.forward(first, not last)
-            pair = several, backward and micro_batch_graphs.backward(not first, last and sums)
+            pair = several, backward and micro_batch_graphs.backward(not first, last and reduce_gradients)
         saved = step.forward(pair[0].graph, kept)
         if pair[1] is not None:
             step.backward(pair[1].graph, saved, last)
     if backward is not None:
         step.optimize()
-    return replace(step.timeline(), micro_batches=count, sums=sums)
+    return replace(step.timeline(), micro_batches=count, reduces_gradients=reduce_gradients)
 
 
 class MicroBatchGraphs(Protocol):
@@ -132,10 +132,10 @@ class _Step:
 
     def __init__(self, cluster: Machine, spec: StepSpec, optimizer_ratio: float) -> None:
         self.cluster, self.spec, self.optimizer_ratio = cluster, spec, optimizer_ratio
-        self.prices = Prices(cluster)
+        self.costs = NodeCosts(cluster)
         self.streams = Streams(Contention.of(cluster.device), cluster.device.collective_host_seconds)
         self.events: list[Event | tuple[Event, Transfer]] = []  # the second of what may not be over yet
-        self.acts: list[Act] = []
+        self.stream_ops: list[StreamOp] = []
         self.part = 0
         self.changes: list[Change] = []
         self.kinds: dict[Storage, str] = {}
@@ -154,7 +154,7 @@ class _Step:
                 if node.op == "get_attr":
                     self.kinds[node, 0] = "buffers"
                     if node.target not in seen:
-                        self._change("buffers", sum(self.prices.of(node).sizes), str(node.target))
+                        self._change("buffers", sum(self.costs.of(node).sizes), str(node.target))
                     seen.add(node.target)
 
     def _taken(self, graph: fx.Graph) -> Liveness:
@@ -181,10 +181,10 @@ class _Step:
                 if isinstance(state, ParameterSpec) and state.trainable:
                     self.trained.append(storage_bytes(storage))
                     size = int(self.optimizer_ratio * self.trained[-1])
-                    self._change("optimizer", rounded(size, self.cluster.device), state.name)
+                    self._change("optimizer", allocated_bytes(size, self.cluster.device), state.name)
                 if isinstance(state, ValueSpec):  # a micro-batch's piece is a view of what the call is given
                     size = math.prod(state.layout.local_shape) * storage[0].meta["val"].element_size()
-                    self._change("inputs", rounded(size, self.cluster.device) - self._size(storage), state.name)
+                    self._change("inputs", allocated_bytes(size, self.cluster.device) - self._size(storage), state.name)
         return found
 
     def _liveness(self, graph: fx.Graph, given: Mapping[fx.Node, tuple[Storage, ...]]) -> Liveness:
@@ -274,7 +274,7 @@ class _Step:
             MemoryCurve.of(self.changes, end),
             {level: self.streams.busy[level] for level in levels},
             tuple((at, tuple(load.get(level, 0.0) for level in levels)) for at, load in self.streams.loads),
-            tuple(self.acts),
+            tuple(self.stream_ops),
         )
 
     def _play(
@@ -285,36 +285,36 @@ class _Step:
         for node in graph.nodes:
             if node.op == "output":
                 continue
-            price, owner = self.prices.of(node), _owner(node)
+            cost, owner = self.costs.of(node), _owner(node)
             for storage in found.born.get(node, ()):
                 self.kinds.setdefault(storage, "gathered" if gathers_parameter(node) else "working")
                 self._change(self.kinds[storage], self._size(storage), owner, node.op != "get_attr")
-            self._change("scratch", price.scratch, owner)
+            self._change("scratch", cost.scratch, owner)
             if is_start(node):
                 started[node] = self._start(node, phase)
-                self._change("scratch", price.held, owner)
+                self._change("scratch", cost.held, owner)
             elif is_wait(node):
                 start = node.all_input_nodes[0]
                 if start in started:
                     self._wait(started[start], phase)
-                    self._change("scratch", -self.prices.of(start).held, _owner(start))
-            elif price.kernel:
-                self._run(node.name, phase, price.seconds, info(node).op, price.flops)
-            self._change("scratch", -price.scratch, owner)
+                    self._change("scratch", -self.costs.of(start).held, _owner(start))
+            elif cost.kernel:
+                self._run(node.name, phase, cost.seconds, info(node).op, cost.flops)
+            self._change("scratch", -cost.scratch, owner)
             if node in found.dead:
                 self._free([storage for storage in found.dead[node] if storage not in keep], freeable)
 
     def _run(self, name: str, phase: Phase, seconds: float, op: str = "", flops: int = 0) -> None:
         begin = self.streams.now
         took = self.streams.compute(seconds)
-        self.acts.append(Act(self.part, op, seconds))
+        self.stream_ops.append(StreamOp(self.part, op, seconds))
         self.events.append(Event(name, COMPUTE, begin, took, phase, "compute", op=op, flops=flops, alone=seconds))
 
     def _start(self, node: fx.Node, phase: Phase) -> Transfer:
         what = collective(node)
         name = group_name(what.axes)
-        transfer = Transfer(name, self.prices.collective(what), what.cause, what.owner, _label(node))
-        self.acts.append(Act(self.part, what.owner, transfer=transfer))
+        transfer = Transfer(name, self.costs.collective(what), what.cause, what.owner, _label(node))
+        self.stream_ops.append(StreamOp(self.part, what.owner, transfer=transfer))
         began = self.streams.now
         self._exposed("launch", transfer, phase, began, self.streams.start(transfer))
         if level := crossed_level(what.axes, self.cluster):
@@ -323,7 +323,7 @@ class _Step:
         return transfer
 
     def _wait(self, transfer: Transfer, phase: Phase) -> None:
-        self.acts.append(Act(self.part, transfer.owner, transfer=transfer, waits=True))
+        self.stream_ops.append(StreamOp(self.part, transfer.owner, transfer=transfer, waits=True))
         began = self.streams.now
         self._exposed("wait", transfer, phase, began, self.streams.wait(transfer))
 
@@ -340,7 +340,7 @@ class _Step:
 
     def _size(self, storage: Storage) -> int:
         node, index = storage
-        return self.prices.of(node).sizes[index]
+        return self.costs.of(node).sizes[index]
 
     def _change(self, kind: str, num_bytes: int, owner: str, counts: bool = True) -> None:
         if num_bytes and counts:

@@ -108,7 +108,7 @@ def fair_rates(usages: Sequence[Mapping[str, float]]) -> list[float]:
     return rates
 
 
-ALONE = Contention()
+NO_CONTENTION = Contention()
 
 
 class Streams:
@@ -132,7 +132,7 @@ class Streams:
     (1.0, 3.0, 2.0)
     """
 
-    def __init__(self, contention: Contention = ALONE, launch: float = 0.0) -> None:
+    def __init__(self, contention: Contention = NO_CONTENTION, launch: float = 0.0) -> None:
         self.now = 0.0
         self.contention, self.launch = contention, launch
         self.launched = 0.0

@@ -1,7 +1,7 @@
 """The timeline of a simulated step: its events, exports for chrome://tracing and Perfetto, and pictures.
 
-An *act* is one request of a step to a stream of its device. A list of acts can be run again, or for more layers. A
-timeline records when each act ran on which stream, and the memory in use.
+A `StreamOp` is one request of a step to a stream: a kernel, the start of a collective, or a wait. `replay` runs a list
+of them again. A `Timeline` records when each of them ran on which stream, and the memory in use.
 
 The export has the format of Google's "Trace Event Format", which https://ui.perfetto.dev opens: ``X`` is a span,
 ``C`` a counter, ``M`` a name; times are in microseconds. Spans of one thread may not overlap, so each group of ranks
@@ -27,12 +27,11 @@ from shardweave.cost_model.streams import Contention, Streams, Transfer
 from shardweave.ir import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-class Act(NamedTuple):
+
+class StreamOp(NamedTuple):
     """A kernel, or the start of a collective, or a wait for one.
 
     Parameters
@@ -56,15 +55,15 @@ class Act(NamedTuple):
     waits: bool = False
 
 
-class Played(NamedTuple):
+class ReplayTimes(NamedTuple):
     """Seconds of a simulated stretch, and the part of them in which kernels ran."""
 
     seconds: float
     compute: float
 
 
-def play(acts: Sequence[Act], device: Device) -> Played:
-    """The seconds of acts that run on streams of their own (see `Streams`).
+def replay(stream_ops: Sequence[StreamOp], device: Device) -> ReplayTimes:
+    """The seconds that `stream_ops` take on an idle device (see `Streams`).
 
     Examples
     --------
@@ -74,27 +73,27 @@ def play(acts: Sequence[Act], device: Device) -> Played:
     >>> from shardweave.cost_model import Machine
     >>> from shardweave.cost_model.collectives import Demand
     >>> gather = Transfer("gpu0", Demand(latency=0.0, transfer=3.0, use={"gpu": 1.0}))
-    >>> acts = Act(0, "", transfer=gather), Act(0, "", 1.0), Act(0, "", transfer=gather, waits=True), Act(0, "", 1.0)
-    >>> play(acts, Cluster.local(2).device)
-    Played(seconds=4.0, compute=3.0)
+    >>> kernel, start = StreamOp(0, "", 1.0), StreamOp(0, "", transfer=gather)
+    >>> replay([start, kernel, start._replace(waits=True), kernel], Cluster.local(2).device)
+    ReplayTimes(seconds=4.0, compute=3.0)
     """
     streams = Streams(Contention.of(device), device.collective_host_seconds)
     started: dict[Transfer, Transfer] = {}
     compute = ahead = 0.0
-    for act in acts:
-        if act.transfer is None:
-            ahead += act.seconds
+    for op in stream_ops:
+        if op.transfer is None:
+            ahead += op.seconds
             continue
         compute, ahead = compute + streams.compute(ahead), 0.0
-        if act.waits:
-            streams.wait(started[act.transfer])
+        if op.waits:
+            streams.wait(started[op.transfer])
         else:
-            started[act.transfer] = Transfer(act.transfer.group, act.transfer.demand)
-            streams.start(started[act.transfer])
+            started[op.transfer] = Transfer(op.transfer.group, op.transfer.demand)
+            streams.start(started[op.transfer])
     compute += streams.compute(ahead)
     while streams.is_running:
         streams.advance()
-    return Played(streams.now, compute)
+    return ReplayTimes(streams.now, compute)
 
 
 COMPUTE = "compute"
@@ -167,11 +166,11 @@ class Timeline:
         Seconds for which all the links of each level have been in use; half of them count half.
     loads : tuple of (float, tuple of float)
         From when on, which part of each level's links was in use.
-    acts : tuple of Act
+    stream_ops : tuple of StreamOp
         What was asked of the streams.
     micro_batches : int
         Into how many parts the step's batch is cut; the timeline shows all of them.
-    sums : bool
+    reduces_gradients : bool
         Whether gradients are brought to the optimizer's states, as in a training step; without, they stay where they
         are added up.
 
@@ -187,20 +186,21 @@ class Timeline:
     memory: MemoryCurve = field(repr=False)
     busy: Mapping[str, float] = field(default_factory=dict, repr=False)
     loads: tuple[tuple[float, tuple[float, ...]], ...] = field(default=(), repr=False)
-    acts: tuple[Act, ...] = field(default=(), repr=False)
+    stream_ops: tuple[StreamOp, ...] = field(default=(), repr=False)
     micro_batches: int = 1
-    sums: bool = True
+    reduces_gradients: bool = True
 
     @property
     def title(self) -> str:
         """The title of a picture or a trace.
 
         >>> from shardweave.cost_model.memory import MemoryCurve
-        >>> Timeline("dgx", (), (), 0.0, MemoryCurve.of([], 0.0), micro_batches=2, sums=False).title
+        >>> Timeline("dgx", (), (), 0.0, MemoryCurve.of([], 0.0), micro_batches=2, reduces_gradients=False).title
         'one training step on dgx, in 2 micro-batches, without the reduction of gradients'
         """
         cut = f", in {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
-        return f"one training step on {self.cluster}{cut}{'' if self.sums else ', without the reduction of gradients'}"
+        without = "" if self.reduces_gradients else ", without the reduction of gradients"
+        return f"one training step on {self.cluster}{cut}{without}"
 
     def __repr__(self) -> str:
         return (

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from shardweave.cost_model import Cluster, Prices
+from shardweave.cost_model import Cluster, NodeCosts
 from shardweave.ir import META, Collective
 from shardweave.passes.base import Pass, Property
 from shardweave.passes.partition import StateSharding
@@ -63,7 +63,7 @@ class Bucket(Pass):
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         graph = graph_module.graph
-        prices = Prices(self.cluster)
+        prices = NodeCosts(self.cluster)
         place = {node: index for index, node in enumerate(graph.nodes)}
         copies: dict[str, tuple[fx.Node, Side]] = {}
         for bucket in _buckets(graph, prices, sides(graph, self.borders), self._is_flat):
@@ -111,7 +111,7 @@ def _candidate(node: fx.Node) -> Collective | None:
 
 
 def _buckets(
-    graph: fx.Graph, prices: Prices, side: Mapping[fx.Node, Side], is_flat: Callable[[Collective], bool]
+    graph: fx.Graph, prices: NodeCosts, side: Mapping[fx.Node, Side], is_flat: Callable[[Collective], bool]
 ) -> list[list[_Member]]:
     """The sets of starts to merge; those of the forward first."""
     found: list[list[_Member]] = []
@@ -156,7 +156,7 @@ def _is_candidate(node: fx.Node, cause: str) -> bool:
     return what is not None and what.cause == cause
 
 
-def _merge_where_it_pays(members: Sequence[_Member], prices: Prices, end: float) -> list[list[_Member]]:
+def _merge_where_it_pays(members: Sequence[_Member], prices: NodeCosts, end: float) -> list[list[_Member]]:
     """Runs of consecutive members that are cheaper as one collective."""
 
     def demand(size: int) -> Any:

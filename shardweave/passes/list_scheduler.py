@@ -25,12 +25,12 @@ from functools import cached_property
 from torch import fx
 
 from shardweave.cost_model import (
-    ALONE,
-    ONCE,
+    NO_CONTENTION,
+    NO_SHARING,
     Contention,
     Demand,
-    Prices,
-    Repeated,
+    MicroBatchSharing,
+    NodeCosts,
     Storage,
     Streams,
     Transfer,
@@ -86,9 +86,9 @@ class Tasks:
         cls,
         graph: fx.Graph,
         nodes: Sequence[fx.Node],
-        prices: Prices,
+        prices: NodeCosts,
         others: Callable[[fx.Node], int] = lambda _: 0,
-        repeated: Repeated = ONCE,
+        repeated: MicroBatchSharing = NO_SHARING,
     ) -> Tasks:
         """The tasks of these nodes, which are in the order of `graph`.
 
@@ -240,7 +240,7 @@ def list_schedule(
     reductions: int,
     compute_limit: float = math.inf,
     communication_limit: float = math.inf,
-    contention: Contention = ALONE,
+    contention: Contention = NO_CONTENTION,
 ) -> ScheduledOrder:
     """Order `tasks` by list scheduling.
 
@@ -267,7 +267,7 @@ def list_schedule(
     return _ListScheduler(tasks, keys, groups, *limits, contention).run()
 
 
-def simulate_order(tasks: Tasks, order: Sequence[int], contention: Contention = ALONE) -> ScheduledOrder:
+def simulate_order(tasks: Tasks, order: Sequence[int], contention: Contention = NO_CONTENTION) -> ScheduledOrder:
     """Run `tasks` in this order, with each wait, and views of its result, delayed until the collective has ended.
 
     A task that reads the result before that waits for it.

@@ -18,7 +18,16 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
-from shardweave.cost_model import ONCE, Cluster, Options, Repeated, liveness, output_storages, rounded, storage_bytes
+from shardweave.cost_model import (
+    NO_SHARING,
+    Cluster,
+    MicroBatchSharing,
+    Options,
+    allocated_bytes,
+    liveness,
+    output_storages,
+    storage_bytes,
+)
 from shardweave.ir import (
     Assignment,
     Axis,
@@ -377,7 +386,9 @@ class _Lowering:
         options, step = self.options, sharded_step(sharded)
         others = options.micro_batch_count - 1
         # All micro-batches share the gathered parameters and the running sums of gradients.
-        repeated = Repeated(frozenset(step.gathered_once), frozenset(step.accumulators)) if others else ONCE
+        repeated = (
+            MicroBatchSharing(frozenset(step.gathered_once), frozenset(step.accumulators)) if others else NO_SHARING
+        )
         return Schedule(
             self.cluster,
             options.max_prefetch,
@@ -394,7 +405,7 @@ class _Lowering:
         for name in self.annotated.captured.gradients:
             if name in step.state_layouts:
                 size = math.prod(step.state_layouts[name].local_shape) * self.options.optimizer_bytes
-                states += rounded(size, self.cluster.device) * times.get(layer_of(name), 1)
+                states += allocated_bytes(size, self.cluster.device) * times.get(layer_of(name), 1)
         return states
 
     def _micro_batch_bytes(self, local: fx.Graph) -> int:
@@ -405,7 +416,7 @@ class _Lowering:
         names = set(captured.inputs.values())
         given = [node for node in local.nodes if node.op == "placeholder" and info(node).op in names]
         storages = dict.fromkeys(output_storages([*given, *returned], found))
-        return sum(rounded(storage_bytes(storage), self.cluster.device) for storage in storages)
+        return sum(allocated_bytes(storage_bytes(storage), self.cluster.device) for storage in storages)
 
     def _keep(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         """Keep the final graphs, and report them."""

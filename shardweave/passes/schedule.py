@@ -49,7 +49,7 @@ import torch
 from torch import fx
 
 import shardweave.ops  # noqa: F401  (registers the ops)
-from shardweave.cost_model import COMPUTE, ONCE, Cluster, Contention, Prices, Repeated, liveness
+from shardweave.cost_model import COMPUTE, NO_SHARING, Cluster, Contention, MicroBatchSharing, NodeCosts, liveness
 from shardweave.ir import UNLIMITED
 from shardweave.passes.base import Pass, Property
 from shardweave.passes.list_scheduler import (
@@ -536,7 +536,7 @@ class Schedule(Pass):
         Whether recomputation and gradients of different layers may overlap.
     repeated_layers : sequence of (sequence of str, int)
         Equal layers of the graph, and how many more of them the model has.
-    repeated : Repeated
+    repeated : MicroBatchSharing
         The storages that the last of several runs of the graph finds, where it runs once for each micro-batch.
     """
 
@@ -549,7 +549,7 @@ class Schedule(Pass):
     beside_bytes: int = 0
     cross_pass: bool = True
     repeated_layers: RepeatedLayers = ()
-    repeated: Repeated = ONCE
+    repeated: MicroBatchSharing = NO_SHARING
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         ordered, within = self.scheduled(graph_module)
@@ -572,7 +572,7 @@ class Schedule(Pass):
     def order(self, graph: fx.Graph) -> tuple[list[fx.Node], bool]:
         """The order of the nodes, and whether it keeps to the memory limit. The graph itself is not changed."""
         fits = True
-        prices = Prices(self.cluster)
+        prices = NodeCosts(self.cluster)
         more = _layers_left_out(graph, prices, self.repeated_layers)
 
         def others(node: fx.Node) -> int:
@@ -657,7 +657,7 @@ class Schedule(Pass):
                 )
 
 
-def _layers_left_out(graph: fx.Graph, prices: Prices, repeated_layers: RepeatedLayers) -> dict[str, int]:
+def _layers_left_out(graph: fx.Graph, prices: NodeCosts, repeated_layers: RepeatedLayers) -> dict[str, int]:
     """How many layers that were left out of the graph each layer stands for, by its name.
 
     Of equal layers, the one that saves the least for the backward stands for those left out: the first and the last

@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardweave.cost_model import ONCE, Cluster, Prices, Repeated, Storage, liveness, most_held, node_key
+from shardweave.cost_model import (
+    NO_SHARING,
+    Cluster,
+    MicroBatchSharing,
+    NodeCosts,
+    Storage,
+    liveness,
+    node_key,
+    peak_live_bytes,
+)
 from shardweave.ir import Axis, Collective, VerifyError, group_name, readable_bytes
 from shardweave.sharding import info, is_start, is_wait, node_nodes, tensor_bytes, tensors
 
@@ -51,7 +60,7 @@ def verify_memory(
     cluster: Cluster,
     limit: int | None,
     beside: int = 0,
-    repeated: Repeated = ONCE,
+    repeated: MicroBatchSharing = NO_SHARING,
 ) -> None:
     """Check that the peak memory of a local graph, in its order, is within a limit.
 
@@ -63,7 +72,7 @@ def verify_memory(
         Bytes that a device may use; None for no limit.
     beside : int
         Bytes that the graph does not see: the optimizer's states, inputs and results of other micro-batches.
-    repeated : Repeated
+    repeated : MicroBatchSharing
         The storages that the last of several runs of the graph finds, where it runs once for each micro-batch.
 
     Raises
@@ -71,7 +80,7 @@ def verify_memory(
     VerifyError
         If the peak exceeds the limit. The error names the pass, the node at the peak, and the bytes.
     """
-    most, node = most_held(graph_module.graph, Prices(cluster), repeated)
+    most, node = peak_live_bytes(graph_module.graph, NodeCosts(cluster), repeated)
     if limit is not None and most + beside > limit:
         where = f" at {node.name} of {info(node).op}" if node is not None else ""
         raise VerifyError(

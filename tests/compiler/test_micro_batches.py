@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.cost_model.memory import most_held
-from shardweave.cost_model.node_cost import Prices
+from shardweave.cost_model.memory import peak_live_bytes
+from shardweave.cost_model.node_cost import NodeCosts
 from shardweave.cost_model.options import Options
 from shardweave.ir import Grid, Strategy
 from shardweave.ir.errors import LayoutError, PlanError
@@ -259,7 +259,7 @@ def test_where_an_order_has_to_fit_what_other_micro_batches_return_is_there(monk
         given_and_returned = 4096 * (64 + 512) * 4 // 4 // count + 4  # of each of four devices, with the loss
         states = 8 * sum(parameter.numel() for parameter in model.parameters()) // 4
         assert schedules[-1].beside_bytes == states + (count - 1) * given_and_returned
-        held, _ = most_held(compiled.graphs["schedule"].graph, Prices(cluster))
+        held, _ = peak_live_bytes(compiled.graphs["schedule"].graph, NodeCosts(cluster))
         peak = compiler.lowering.timeline(compiled).peak_memory
         assert held + schedules[-1].beside_bytes == pytest.approx(peak, rel=0.05)
 
@@ -279,7 +279,7 @@ def test_an_order_holds_what_all_micro_batches_share_until_the_last_is_done(monk
         asked = sw.Options(micro_batches=2, force={"*": word}, **options)
         compiler = Compiler(Loss(*layers), cluster, torch.zeros(128, 256), asked, None)
         compiled = compiler.lower(compiler.plan())
-        held, _ = most_held(compiled.graphs["schedule"].graph, Prices(cluster), schedules[-1].repeated)
+        held, _ = peak_live_bytes(compiled.graphs["schedule"].graph, NodeCosts(cluster), schedules[-1].repeated)
         assert held + schedules[-1].beside_bytes == pytest.approx(
             compiler.lowering.timeline(compiled).peak_memory, rel=0.005
         )

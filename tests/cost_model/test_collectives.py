@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardweave.cost_model import Cluster, collective_seconds
-from shardweave.cost_model.collectives import KINDS, crossed_level
+from shardweave.cost_model.collectives import COLLECTIVE_KINDS, crossed_level
 from shardweave.ir import Axis, axes_size
 from shardweave.ir.errors import ClusterError
 
@@ -19,7 +19,7 @@ PRESETS = {name: Cluster.preset(name, nodes=4) for name in Cluster.presets()}
 machines = st.builds(
     lambda cluster, nodes: cluster.resized(node=nodes), st.sampled_from(list(PRESETS.values())), st.integers(1, 8)
 )
-kinds = st.sampled_from(KINDS)
+kinds = st.sampled_from(COLLECTIVE_KINDS)
 sizes = st.integers(0, 2**36)
 
 

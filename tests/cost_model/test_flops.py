@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from shardweave.cost_model import flops_by_op, replicated, sharded_share
+from shardweave.cost_model import flops_by_op, replicated_ops, sharded_share
 from shardweave.ir import META, NodeInfo
 from shardweave.sharding.graphs import info
 from tests.cost_model.handmade import Builder, aten
@@ -98,7 +98,7 @@ def test_a_share_is_what_one_device_would_do_over_what_all_do() -> None:
     counted = flops_by_op(whole.graph), flops_by_op([local.graph])
     up, down = 2 * 8 * 32 * 64, 2 * 4 * 8 * 4
     assert sharded_share(*counted, devices=4) == (up + down) / (up + 4 * down)
-    assert replicated(*counted, devices=4) == [(("down", False), 3 * down / (up + 4 * down))]
+    assert replicated_ops(*counted, devices=4) == [(("down", False), 3 * down / (up + 4 * down))]
     assert info(next(iter(local.graph.nodes))).op == ""
 
 

@@ -20,12 +20,12 @@ from shardweave.cost_model.collectives import (
     library_forms,
     lines,
 )
-from shardweave.cost_model.measured_tables import KINDS
+from shardweave.cost_model.measured_tables import COLLECTIVE_KINDS
 from shardweave.cost_model.profiling import placements
 from shardweave.ir.errors import ClusterError
 
 PRESETS = {name: Cluster.preset(name, nodes=4) for name in Cluster.presets()}
-ALL = [(kind, form) for kind in KINDS for form in (None, *FORMS[kind])]
+ALL = [(kind, form) for kind in COLLECTIVE_KINDS for form in (None, *FORMS[kind])]
 DEVICE = Device("any", {"float32": 1e12}, 2**30, 1e11, collective_latency=1e-6)
 
 calls = st.sampled_from(ALL)
@@ -84,7 +84,7 @@ def test_time_grows_with_bytes_and_latency_and_falls_with_bandwidth(
 
 
 @settings(deadline=None)
-@given(machines(), st.sampled_from(KINDS), sizes, st.data())
+@given(machines(), st.sampled_from(COLLECTIVE_KINDS), sizes, st.data())
 def test_hierarchical_is_never_dearer_than_the_best_flat_form(
     cluster: Cluster, kind: str, size: int, data: st.DataObject
 ) -> None:
@@ -142,7 +142,7 @@ def check_inside_against_across(cluster: Cluster, call: tuple[str, str | None], 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_so_it_is_on_every_preset(name: str) -> None:
-    for kind, num_bytes in itertools.product(KINDS, (0, 2**12, 2**20, 2**30)):
+    for kind, num_bytes in itertools.product(COLLECTIVE_KINDS, (0, 2**12, 2**20, 2**30)):
         check_inside_against_across(PRESETS[name], (kind, None), num_bytes)
 
 
@@ -213,7 +213,7 @@ def test_the_library_chooses_trees_for_small_all_reduces_only() -> None:
     nccl, gloo = PRESETS["dgx-a100"], PRESETS["local-cpu"]
     names = [collective_form("all_reduce", size, nccl.mesh().axes, nccl) for size in (2**10, 2**30)]
     assert names == ["tree", "ring"]
-    assert [collective_form(kind, 2**10, gloo.mesh().axes, gloo) for kind in KINDS] == [
+    assert [collective_form(kind, 2**10, gloo.mesh().axes, gloo) for kind in COLLECTIVE_KINDS] == [
         "ring",
         "ring",
         "ring",
@@ -224,7 +224,7 @@ def test_the_library_chooses_trees_for_small_all_reduces_only() -> None:
 
 
 @settings(deadline=None)
-@given(machines(), st.sampled_from(KINDS), sizes, st.data())
+@given(machines(), st.sampled_from(COLLECTIVE_KINDS), sizes, st.data())
 def test_without_a_form_the_best_of_the_librarys_counts(
     cluster: Cluster, kind: str, size: int, data: st.DataObject
 ) -> None:

@@ -12,7 +12,12 @@ from torch import fx
 from torch._C._dynamo.eval_frame import set_eval_frame
 
 from shardweave.cost_model import Cluster
-from shardweave.cost_model.kernel_scratch import optimizer_scratch_bytes, rounded, scratch_bytes, sent_copy_bytes
+from shardweave.cost_model.kernel_scratch import (
+    allocated_bytes,
+    optimizer_scratch_bytes,
+    scratch_bytes,
+    sent_copy_bytes,
+)
 from shardweave.ops.communication_encodings import ordered_bits, quantize_blocks
 from shardweave.sharding.graphs import tensor_bytes
 from tests.cost_model.handmade import Builder, aten
@@ -129,8 +134,8 @@ def _meta(value: torch.Tensor) -> Any:
 
 
 def test_sizes_are_rounded_as_the_allocator_does() -> None:
-    assert [rounded(size, GPU) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
-    assert [rounded(size, CPU) for size in (0, 1, 513)] == [0, 1, 513]
+    assert [allocated_bytes(size, GPU) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
+    assert [allocated_bytes(size, CPU) for size in (0, 1, 513)] == [0, 1, 513]
 
 
 def test_gloo_reduces_a_copy_and_nccl_none() -> None:

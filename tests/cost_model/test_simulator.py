@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardweave.cost_model import Cluster, Timeline, collective_seconds, node_seconds, simulate
 from shardweave.cost_model.collectives import collective_demand
-from shardweave.cost_model.node_cost import Prices, optimizer_seconds
+from shardweave.cost_model.node_cost import NodeCosts, optimizer_seconds
 from shardweave.cost_model.timeline import COMPUTE
 from shardweave.ir import Axis, Layout, ParameterSpec, StepSpec, ValueSpec
 from shardweave.ir.errors import VerifyError
@@ -193,7 +193,7 @@ def test_laws_of_collectives_that_share_links(name: str, slowdown: float, data: 
     demands = dict.fromkeys(timeline.busy, 0.0)
     for node in builder.graph.nodes:
         if (what := info(node).collective) is not None:
-            demand = Prices(cluster).collective(what)
+            demand = NodeCosts(cluster).collective(what)
             for level, part in demand.use.items():
                 demands[level] += part * demand.transfer
     assert timeline.busy == pytest.approx(demands), "what links have to move does not depend on how they are shared"
@@ -280,7 +280,7 @@ def test_compute_is_slower_while_communication_runs() -> None:
 
 def test_equal_nodes_are_priced_once() -> None:
     forward, backward, spec = mlp(CLUSTER, AXES, layers=12, width=64, rows=8)
-    prices = Prices(CLUSTER)
+    prices = NodeCosts(CLUSTER)
     calls = [node for module in (forward, backward) for node in module.graph.nodes if node.op == "call_function"]
     assert len({id(prices.of(node)) for node in calls}) < len(calls) / 6
 

@@ -22,7 +22,7 @@ from torch import fx
 from shardweave.compiler.capture import capture
 from shardweave.cost_model import Cluster
 from shardweave.cost_model.collectives import Demand
-from shardweave.cost_model.node_cost import Prices
+from shardweave.cost_model.node_cost import NodeCosts
 from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import UNLIMITED, Axis, Collective, Grid, RecomputeMode, Strategy
@@ -180,7 +180,7 @@ def parts_of(graph: fx.Graph, cluster: Cluster) -> Iterator[Tasks]:
     """The forward and the backward."""
     for backward in (False, True):
         nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and info(n).backward == backward]
-        yield Tasks.of(graph, nodes, Prices(cluster))
+        yield Tasks.of(graph, nodes, NodeCosts(cluster))
 
 
 @examples(40, shrink=False)

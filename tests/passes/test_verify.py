@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from shardweave.cost_model import Cluster
-from shardweave.cost_model.memory import most_held
-from shardweave.cost_model.node_cost import Prices
+from shardweave.cost_model.memory import peak_live_bytes
+from shardweave.cost_model.node_cost import NodeCosts
 from shardweave.cost_model.options import Options
 from shardweave.ir import META
 from shardweave.ir.errors import VerifyError
@@ -181,7 +181,7 @@ def test_a_sum_may_be_written_into_a_value_that_nothing_else_reads(step: fx.Grap
 
 
 def test_memory_beyond_the_limit_is_refused(step: fx.GraphModule) -> None:
-    most, node = most_held(step.graph, Prices(CLUSTER))
+    most, node = peak_live_bytes(step.graph, NodeCosts(CLUSTER))
     assert node is not None
     verify_memory(step, "schedule", CLUSTER, most + 8, beside=8)
     with pytest.raises(VerifyError, match=f"^after schedule: .*{most + 8:,} bytes.* at {node.name} .*{most + 7:,}"):
@@ -198,12 +198,12 @@ def test_a_schedule_fits_exactly_where_liveness_says_so(sub_batches: int, recomp
     graphs = lower(annotated, strategies, mesh, options).graphs
 
     free, _ = Schedule(CLUSTER, 1).scheduled(copied(graphs["unroll_sub_batches"]))
-    most, _ = most_held(free.graph, Prices(CLUSTER))
+    most, _ = peak_live_bytes(free.graph, NodeCosts(CLUSTER))
     for limit in (most, most - 1):
         ordered, fits = Schedule(CLUSTER, 1, memory_limit=limit).scheduled(copied(graphs["unroll_sub_batches"]))
-        held, _ = most_held(ordered.graph, Prices(CLUSTER))
+        held, _ = peak_live_bytes(ordered.graph, NodeCosts(CLUSTER))
         assert fits == (held <= limit)
     ordered, fits = Schedule(CLUSTER, memory_limit=1).scheduled(copied(graphs["unroll_sub_batches"]))
-    least, _ = most_held(ordered.graph, Prices(CLUSTER))
+    least, _ = peak_live_bytes(ordered.graph, NodeCosts(CLUSTER))
     assert not fits  # and what it then holds is what it can do with
     assert Schedule(CLUSTER, memory_limit=least).scheduled(copied(graphs["unroll_sub_batches"]))[1]

@@ -15,7 +15,7 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model.collectives import Demand
 from shardweave.cost_model.streams import Transfer
-from shardweave.cost_model.timeline import Act, play
+from shardweave.cost_model.timeline import StreamOp, replay
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.planner.search.evaluation import Layers, piles_up, unrolled
 
@@ -51,35 +51,35 @@ class Layer:
     blocks: bool
     casts: bool
 
-    def acts(self, count: int) -> list[Act]:
+    def acts(self, count: int) -> list[StreamOp]:
         """The acts of so many of them, between what comes before and after them."""
-        found = [Act(1, "head", 1.0)]
+        found = [StreamOp(1, "head", 1.0)]
         transfers: dict[str, Transfer] = {}
 
-        def start(kind: str, number: int) -> Iterator[Act]:
+        def start(kind: str, number: int) -> Iterator[StreamOp]:
             if 0 <= number < count:
                 seconds = self.gather if kind == "all_gather" else self.total
                 name, cause = f"{kind} b.{number}.w", "parameter" if kind == "all_gather" else "gradient"
                 transfers[name] = Transfer(kind, Demand(0.1, seconds, {"node": 0.75}), cause, name=name)
                 if self.casts and kind == "all_gather":
-                    yield Act(1, f"b.{number}.w", 0.125)
-                yield Act(1, f"b.{number}.w", transfer=transfers[name])
+                    yield StreamOp(1, f"b.{number}.w", 0.125)
+                yield StreamOp(1, f"b.{number}.w", transfer=transfers[name])
                 if self.blocks and kind == "all_reduce":
                     yield wait(kind, number)
 
-        def wait(kind: str, number: int) -> Act:
-            return Act(1, f"b.{number}.w", transfer=transfers[f"{kind} b.{number}.w"], waits=True)
+        def wait(kind: str, number: int) -> StreamOp:
+            return StreamOp(1, f"b.{number}.w", transfer=transfers[f"{kind} b.{number}.w"], waits=True)
 
         found += start("all_gather", 0)
         for number in range(count):
             found.append(wait("all_gather", number))
             for place, seconds in enumerate(self.kernels):
-                found.append(Act(1, f"b.{number}.k{place}", seconds))
+                found.append(StreamOp(1, f"b.{number}.k{place}", seconds))
                 found += start("all_reduce", number - self.late) if place == self.sums else ()
                 found += start("all_gather", number + 1) if place == self.gathers else ()
         found += start("all_reduce", count - 1) if self.late else ()
         found += () if self.blocks else (wait("all_reduce", number) for number in range(count))
-        return [*found, Act(2, "optimizer", 1.0)]
+        return [*found, StreamOp(2, "optimizer", 1.0)]
 
 
 @st.composite
@@ -99,7 +99,7 @@ def test_two_layers_tell_what_all_of_them_take(layer: Layer, count: int) -> None
     assert found is not None
     whole = layer.acts(count)
     assert len(found) == len(whole)
-    assert play(found, DEVICE) == pytest.approx(play(whole, DEVICE), rel=1e-9)
+    assert replay(found, DEVICE) == pytest.approx(replay(whole, DEVICE), rel=1e-9)
 
 
 def test_what_piles_up_are_sums_longer_than_the_kernels_of_their_layer() -> None:

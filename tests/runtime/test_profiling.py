@@ -18,7 +18,7 @@ from shardweave.cost_model import Cluster, Measured, collective_seconds, measure
 from shardweave.cost_model import cluster as cluster_module
 from shardweave.cost_model.cluster import profiled
 from shardweave.cost_model.collectives import collective_form, group_extents
-from shardweave.cost_model.measured_tables import KINDS
+from shardweave.cost_model.measured_tables import COLLECTIVE_KINDS
 from shardweave.cost_model.profiling import placements
 from shardweave.distributed.process_groups import RuntimeMesh
 from shardweave.ir.errors import ClusterError, LaunchError
@@ -55,7 +55,7 @@ def test_a_profile_covers_the_groups_of_the_world_on_all_ranks_alike(
     cluster, measured = clusters[0], clusters[0].measured
     assert measured is not None and len({cluster.measured.covered for cluster in clusters if cluster.measured}) == 1
     curves = {(curve.kind, curve.members): curve for curve in measured.collectives.curves}
-    assert set(curves) == {(kind, members) for kind in KINDS for members in places}
+    assert set(curves) == {(kind, members) for kind in COLLECTIVE_KINDS for members in places}
     for curve in curves.values():
         assert curve.bytes == SIZES and list(curve.seconds) == sorted(curve.seconds)
     assert all(f"groups of {text}: all_reduce 4 KiB to 1 MiB" in measured.covered for text in _texts(places))
@@ -82,7 +82,7 @@ def profile_in_no_time(cache: str) -> Cluster:
 def test_what_there_was_no_time_for_is_said_and_priced_by_formula(pool: WorkerPool, tmp_path: Path) -> None:
     cluster = pool.run(profile_in_no_time, str(tmp_path), nprocs=2)[0]
     assert cluster.measured is not None and not cluster.measured.collectives.curves
-    for kind in KINDS:
+    for kind in COLLECTIVE_KINDS:
         assert f"not measured: {kind} in groups of 2 cpu: the 0 s were over" in cluster.measured.covered
     assert collective_form("all_reduce", 1e5, cluster.mesh().axes, cluster) == "ring"
     assert cluster.levels == Cluster.local(2).levels
@@ -167,7 +167,7 @@ def without_a_collective(cache: str) -> Cluster:
 def test_a_kind_that_the_backend_lacks_is_left_to_the_formula(pool: WorkerPool, tmp_path: Path) -> None:
     measured = pool.run(without_a_collective, str(tmp_path), nprocs=2)[0].measured
     assert measured is not None
-    assert {curve.kind for curve in measured.collectives.curves} == set(KINDS) - {"all_to_all"}
+    assert {curve.kind for curve in measured.collectives.curves} == set(COLLECTIVE_KINDS) - {"all_to_all"}
     assert "not measured: all_to_all in groups of 2 cpu: 4 KiB and more: no such collective\n" in measured.covered
 
 

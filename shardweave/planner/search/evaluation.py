@@ -26,14 +26,14 @@ from numpy.typing import NDArray
 from torch import fx
 
 from shardweave.cost_model import (
-    Act,
     Cluster,
     MemoryCurve,
     Options,
+    StreamOp,
     Timeline,
     Transfer,
     optimizer_seconds,
-    play,
+    replay,
     simulate,
 )
 from shardweave.ir import Assignment, OverlapConfig, PlanError, RecomputeMode, Strategy, readable_bytes
@@ -175,7 +175,7 @@ class StepLowering:
             self.cluster if plan is None else self._machine(plan),
             optimizer_bytes_per_parameter_byte=self._optimizer_bytes(compiled, plan),
             micro_batch_graphs=micro_batch_graphs,
-            sums=sums,
+            reduce_gradients=sums,
         )
 
     def optimizer_seconds(self, compiled: Compiled, sizes: Sequence[int]) -> float:
@@ -277,7 +277,7 @@ Key = tuple[int, str, str]
 """The stretch of layers that a collective is of, its group, and what it does: the same for each of the layers."""
 
 
-def piles_up(acts: Sequence[Act], layers: Layers, alike: RepeatedLayers) -> bool:
+def piles_up(acts: Sequence[StreamOp], layers: Layers, alike: RepeatedLayers) -> bool:
     """Whether sums of gradients of a layer of which there are more take longer than its kernels in one of the graphs.
 
     What is waited for within a layer, as activations are and parameters, does not pile up.
@@ -294,13 +294,13 @@ def piles_up(acts: Sequence[Act], layers: Layers, alike: RepeatedLayers) -> bool
 
 
 def unrolled(
-    acts: Sequence[Act], layers: Layers, alike: RepeatedLayers, parameters: Container[str]
-) -> list[Act] | None:
+    acts: Sequence[StreamOp], layers: Layers, alike: RepeatedLayers, parameters: Container[str]
+) -> list[StreamOp] | None:
     """The acts with so many more of equal layers.
 
     Parameters
     ----------
-    acts : sequence of Act
+    acts : sequence of StreamOp
         Of a step of few layers.
     layers : Layers
     alike : sequence of (sequence of str, int)
@@ -310,10 +310,10 @@ def unrolled(
 
     Returns
     -------
-    list of Act, optional
+    list of StreamOp, optional
         None where no period is found.
     """
-    found: list[Act] = []
+    found: list[StreamOp] = []
     for _, part in groupby(acts, lambda act: act.part):
         longer = _Part([*part], layers, alike, parameters).unrolled()
         if longer is None:
@@ -325,13 +325,15 @@ def unrolled(
 class _Period(NamedTuple):
     end: int
     """The act before which its repetitions come."""
-    acts: Sequence[Act]
+    acts: Sequence[StreamOp]
 
 
 class _Part:
     """The acts of one graph."""
 
-    def __init__(self, acts: Sequence[Act], layers: Layers, alike: RepeatedLayers, parameters: Container[str]) -> None:
+    def __init__(
+        self, acts: Sequence[StreamOp], layers: Layers, alike: RepeatedLayers, parameters: Container[str]
+    ) -> None:
         self.acts, self.parameters = acts, parameters
         self.places: defaultdict[str, list[int]] = defaultdict(list)
         for place, act in enumerate(acts):
@@ -346,8 +348,8 @@ class _Part:
                         inside = owner.removeprefix(layer) if owner.startswith(layer) else ""  # or a sum's own name
                         self.keys[act.transfer] = number, act.transfer.group, kind + inside
 
-    def unrolled(self) -> list[Act] | None:
-        repeated: dict[int, list[Act]] = {}
+    def unrolled(self) -> list[StreamOp] | None:
+        repeated: dict[int, list[StreamOp]] = {}
         for few, others in self.more:
             period = self._period(few)
             if period is None:
@@ -373,7 +375,7 @@ class _Part:
         acts = [act for _, act in sorted(placed, key=lambda each: each[0])]
         return _Period(end, self._balanced(acts, first, second, begin))
 
-    def _balanced(self, acts: list[Act], first: str, second: str, begin: int) -> list[Act]:
+    def _balanced(self, acts: list[StreamOp], first: str, second: str, begin: int) -> list[StreamOp]:
         """With as many kernels and collectives as a layer has: near the ends others are started ahead of their period.
 
         What was started for the second layer before the period began comes first; what is too much and last goes.
@@ -395,13 +397,13 @@ class _Part:
                 kept.append(act)
         return [*earlier, *reversed(kept)]
 
-    def _what(self, act: Act) -> Key | float | None:
+    def _what(self, act: StreamOp) -> Key | float | None:
         """What it starts, or the seconds of its kernel; None of a wait."""
         if act.waits:
             return None
         return act.seconds if act.transfer is None else self.keys[act.transfer]
 
-    def _of(self, layer: str) -> list[Act]:
+    def _of(self, layer: str) -> list[StreamOp]:
         return [self.acts[place] for place in self.places[layer]]
 
     def _from(self, layer: str, begin: int) -> list[int]:
@@ -417,11 +419,11 @@ class _Part:
         """How many of its gradients' sums are started."""
         return sum(act.transfer is not None and act.transfer.cause == "gradient" for act in self._of(layer))
 
-    def _count(self, acts: Iterable[Act]) -> Counter[Key | float]:
+    def _count(self, acts: Iterable[StreamOp]) -> Counter[Key | float]:
         """How many collectives of each key are started, and kernels of each length run."""
         return Counter(what for act in acts if (what := self._what(act)) is not None)
 
-    def _matched(self, acts: Iterable[Act]) -> list[Act] | None:
+    def _matched(self, acts: Iterable[StreamOp]) -> list[StreamOp] | None:
         """With a collective of its own for each start; a wait is for the oldest of its key, or comes at the end."""
         under_way: defaultdict[Key, deque[Transfer]] = defaultdict(deque)
         found = []
@@ -438,7 +440,8 @@ class _Part:
             else:
                 return None
         part = self.acts[0].part
-        return [*found, *(Act(part, "", transfer=each, waits=True) for left in under_way.values() for each in left)]
+        left = [each for transfers in under_way.values() for each in transfers]
+        return [*found, *(StreamOp(part, "", transfer=each, waits=True) for each in left)]
 
 
 SIMULATED_LAYERS = 2
@@ -525,10 +528,10 @@ class PlanEvaluator:
         optimizer = self._optimizer(compiled, alike) - self._optimizer(compiled, ())
         compute, exposed = (sum(each) for each in zip(*taken, Taken(optimizer, 0.0)))
         seconds = Taken(evaluation.compute_time + compute, evaluation.exposed_communication + exposed)
-        if piles_up(timeline.acts, layers, alike):
-            acts = unrolled(timeline.acts, layers, alike, {*annotated.captured.parameters.values()})
+        if piles_up(timeline.stream_ops, layers, alike):
+            acts = unrolled(timeline.stream_ops, layers, alike, {*annotated.captured.parameters.values()})
             if acts is not None:
-                played = play(acts, device=self.lowering.cluster.device)
+                played = replay(acts, device=self.lowering.cluster.device)
                 seconds = Taken(played.compute + optimizer, played.seconds - played.compute)
         held = held_with_more(timeline.memory, layers, alike)
         return Evaluation(sum(seconds), *seconds, held.peak, held.at_peak())

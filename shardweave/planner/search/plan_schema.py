@@ -11,7 +11,7 @@ from typing import get_args
 
 import torch
 
-from shardweave.cost_model import Cluster, shown
+from shardweave.cost_model import Cluster, short_repr
 from shardweave.ir import QUANTIZATION_BITS, RECOMPUTE_MODES, LayoutError, PlanError, Strategy, Traffic
 
 Schema = Callable[[str, object], None]
@@ -255,4 +255,4 @@ def check_on(cluster: Cluster, strategies: Mapping[str, Strategy], joins: Mappin
 
 
 def _wrong(key: str, expected: str, value: object) -> PlanError:
-    return PlanError(f"{key}: expected {expected}, got {shown(value)}")
+    return PlanError(f"{key}: expected {expected}, got {short_repr(value)}")
