@@ -1,18 +1,18 @@
-"""The front door: `plan` and `compile_parallel`."""
+"""The main entry points: `plan` and `compile_parallel`."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, overload
 
 import torch.distributed as dist
 from torch import nn
 
-from shardweave.compiler.capture_errors import defects_named, refuse_wrapped
+from shardweave.compiler.capture_errors import internal_errors, refuse_wrapped
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.sweep import Sweep, What, batches
+from shardweave.compiler.sweep import Sweep, SweepTarget, batches
 from shardweave.cost_model import Cluster, ClusterLike, Options
 from shardweave.ir import ParallelError, PlanError
 from shardweave.planner import Plan
@@ -41,7 +41,7 @@ def plan(
     *,
     options: Options | None = None,
     progress: Progress | bool | None = None,
-    sweep: What,
+    sweep: SweepTarget,
 ) -> Sweep:
     """The plans of a sweep."""
 
@@ -53,11 +53,12 @@ def plan(
     *,
     options: Options | None = None,
     progress: Progress | bool | None = None,
-    sweep: What | None = None,
+    sweep: SweepTarget | None = None,
 ) -> Plan | Sweep:
-    """A fast plan to train `model` on `cluster` under a memory limit: the fastest that is found.
+    """The fastest plan found to train `model` on `cluster` within a memory limit.
 
-    An integer program chooses, the simulator checks. No GPU, no process group and no memory for the model are needed.
+    An integer program chooses strategies, and the simulator checks them. No GPU, no process group and no memory for the
+    model are needed.
 
     Parameters
     ----------
@@ -66,24 +67,24 @@ def plan(
     cluster : Cluster, str or path
         A cluster, a preset's name (``"dgx-a100"``) or the path of a cluster file.
     example_inputs : tensor, tuple, dict or (tuple, dict)
-        The global batch of one step; only shapes and dtypes matter. Where the batch size is left open (``sweep``), a
-        function from it to a batch.
+        The global batch of one step; only shapes and dtypes matter. With ``sweep="batch"``, a function from the batch
+        size to a batch.
     options : Options, optional
     progress : callable or bool, optional
-        Told each `shardweave.report.Event`: the stage, the best step so far, the program's bound, the seconds left.
-        By default a live line shows them on a terminal; elsewhere a line comes every few seconds, through the logger
-        ``"shardweave"`` (INFO) where logging is configured, else on stderr. With False nothing is shown.
+        Called with each `shardweave.report.Event`: the stage, the best step so far, the bound, the seconds left. By
+        default a line on the terminal shows them; elsewhere a line comes every few seconds, through the logger
+        ``"shardweave"`` (INFO) where logging is configured, else on stderr. False shows nothing.
     sweep : "memory", "batch", or sequence of memory limits or of clusters, optional
-        Plan again and again: from what the fastest plan needs down to the smallest memory that does, in batches of more
-        and more samples, under each of these memory limits (as in `Options`), or on each of these clusters.
+        Make several plans: ``"memory"`` from the memory of the fastest plan down to the smallest that is possible,
+        ``"batch"`` for growing batch sizes, else one for each of these memory limits (as in `Options`) or clusters.
 
     Returns
     -------
     Plan or Sweep
-        Its figures are those of the simulated step; its `status`, `bound` and `gap` are about the integer program and
-        its own count of seconds (see `Plan`). Of a sweep all plans, with the Pareto curve of memory against time and
-        the fastest; of one over batch sizes the one of which a sample takes the least time (OSDP, arXiv 2209.13258,
-        Algorithm 1), in one micro-batch unless the options say otherwise.
+        A plan's figures are those of the simulated step; its `status`, `bound` and `gap` are about the integer program
+        and its own count of seconds (see `Plan`). A sweep has all plans, the Pareto curve of memory against time, and
+        the fastest plan. The best of a sweep over batch sizes takes the least time for a sample (OSDP, arXiv
+        2209.13258, Algorithm 1); its plans have one micro-batch unless the options say otherwise.
 
     Raises
     ------
@@ -108,21 +109,22 @@ def plan(
     refuse_wrapped(model, LazyParallelModule)
     if (sweep == "batch") != callable(example_inputs):
         raise PlanError(
-            f"a batch size that is left open is sweep='batch' with a function from it to a batch, got sweep={sweep!r} "
-            f"with {type(example_inputs).__name__}: for example example_inputs=lambda size: torch.zeros(size, 64)"
+            "sweep='batch' goes with example_inputs that is a function from a batch size to a batch, got "
+            f"sweep={sweep!r} with {type(example_inputs).__name__}: for example "
+            "example_inputs=lambda size: torch.zeros(size, 64)"
         )
-    with Reporter(progress) as told, defects_named(model):
+    with Reporter(progress) as reporter, internal_errors(model):
         if sweep == "batch":
             options = options or Options()
             one = replace(options, micro_batches=options.micro_batch_count)
             machine = Cluster.of(cluster)
 
             def planned(size: int) -> Plan:
-                told.planned = f"batch {size}"
-                return Compiler(model, machine, example_inputs(size), one, told).plan()
+                reporter.planned = f"batch {size}"
+                return Compiler(model, machine, example_inputs(size), one, reporter).plan()
 
             return batches(machine, one.limit(machine), planned)
-        compiler = Compiler(model, cluster, example_inputs, options, told)
+        compiler = Compiler(model, cluster, example_inputs, options, reporter)
         return compiler.plan(weigh=True) if sweep is None else compiler.sweep(sweep)
 
 
@@ -149,13 +151,13 @@ def compile_parallel(
     plan : Plan, optional
         Must be for this model, these inputs (the global batch) and as many devices.
     progress : callable or bool, optional
-        As for `plan`; nothing is shown by ranks other than 0, which wait for its plan.
+        As for `plan`; only rank 0 shows it.
     batch : {"global", "local"}
-        What each rank passes. ``"global"``: all ranks the same whole batch, or each its own part of it, as a loader
-        with ``parallel.sampler(dataset)`` reads it. ``"local"``: each rank samples of its own, as under
-        DistributedDataParallel with a DistributedSampler; the global batch is all of them together, and outputs are of
-        the rank's own samples. In the first calls the ranks compare what they pass (``Options.check_inputs``). See
-        docs/inputs.md.
+        The meaning of the batch that a rank passes. ``"global"``: all ranks pass the same whole batch, or each its own
+        part of it, as a loader with ``parallel.sampler(dataset)`` reads it. ``"local"``: each rank passes samples of
+        its own, as under DistributedDataParallel with a DistributedSampler; these samples together are the global
+        batch, and the outputs are those of the rank's own samples. In the first calls the ranks compare their inputs
+        (``Options.check_inputs``). See docs/inputs.md.
 
     Returns
     -------
@@ -166,8 +168,8 @@ def compile_parallel(
     Raises
     ------
     ParallelError
-        Besides what `plan` raises: the world has another size than the cluster, or the plan is for another model. What
-        goes wrong on one rank is raised on all, with the rank and its cause.
+        As `plan` does; if the world has another size than the cluster; if the plan is for another model. An error on
+        one rank is raised on all ranks, with the rank and its cause.
     LostRankError
         A rank has ended or does not answer within the timeout (`Options.timeout`, or ``init_process_group``'s).
         Planning may take longer than that.
@@ -178,34 +180,29 @@ def compile_parallel(
     if cluster is None:
         cluster = Cluster.detect() if dist.is_initialized() else Cluster.local(1)
     cluster = Cluster.of(cluster)
-    told = Reporter.of_ranks(progress)
-    if example_inputs is None:
-        return LazyParallelModule(model, cluster, plan, options, told, batch)
-    return _compile(model, cluster, plan, options, told, batch, example_inputs)
+    reporter = Reporter.of_ranks(progress)
+
+    def compile(example_inputs: Any, into: nn.Module | None = None) -> nn.Module:
+        with reporter, internal_errors(model):
+            return Compiler.compiled(model, cluster, example_inputs, plan, options, reporter, batch, into)
+
+    return LazyParallelModule(model, compile) if example_inputs is None else compile(example_inputs)
 
 
 class LazyParallelModule(nn.Module):
-    """A model that is captured at its first call, whose inputs are the example, and is then its parallel module.
+    """A model that is compiled at its first call, for the inputs of that call, and becomes its own parallel module.
 
-    Until then it has the model's attributes and methods; modes (``train()``, ``eval()``) and hooks are taken over. It
-    has no parameters: those that an optimizer is to have are made at the first call.
+    Before that it has the model's attributes and methods; ``train()``, ``eval()`` and hooks are taken over. It has no
+    parameters: the first call makes them.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        cluster: Cluster,
-        plan: Plan | None,
-        options: Options | None,
-        progress: Reporter,
-        batch: Batch,
-    ) -> None:
+    def __init__(self, model: nn.Module, compile: Callable[..., nn.Module]) -> None:
         super().__init__()
-        vars(self).update(_model=model, _compile=partial(_compile, model, cluster, plan, options, progress, batch))
+        vars(self).update(_model=model, _compile=compile)
         self.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compile for these inputs, then run. Later calls are calls of the compiled parallel module."""
+        """Compile for these inputs, then run. Later calls reach the parallel module that this object has become."""
         own = vars(self)
         hooks = {name: own[name] for name, value in own.items() if isinstance(value, OrderedDict) and "hooks" in name}
         compiled: nn.Module = self._compile((args, kwargs), self)
@@ -248,17 +245,3 @@ class LazyParallelModule(nn.Module):
 _AFTER_THE_FIRST_CALL = {name for name in vars(ParallelModule) if not name.startswith("_")} | {
     "graphs", "plan", "spec", "mesh", "unset",
 }  # fmt: skip
-
-
-def _compile(
-    model: nn.Module,
-    cluster: Cluster,
-    plan: Plan | None,
-    options: Options | None,
-    progress: Reporter,
-    batch: Batch,
-    example_inputs: Any,
-    into: nn.Module | None = None,
-) -> nn.Module:
-    with progress, defects_named(model):
-        return Compiler.compiled(model, cluster, example_inputs, plan, options, progress, batch, into)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
+from shardweave.compiler.capture import extend_backward
 from shardweave.compiler.capture_errors import refuse_open_sizes
 from shardweave.compiler.compiler import Compiler, check_world, control_of
 from shardweave.cost_model import OLD_OPTION_NAMES, Cluster, Options
@@ -46,19 +47,18 @@ from shardweave.runtime import (
 from shardweave.sharding import copied, draws, graph_outputs, info
 
 aten = torch.ops.aten
-TAG, BACKWARD = "partitioner_tag", "is_backward"
 
 
 @dataclass(frozen=True)
 class Source:
-    """An input of Dynamo's graph: the user's name for it, and its kind."""
+    """An input of Dynamo's graph: the user's name for it, and its kind (parameter, buffer or input)."""
 
     name: str
     kind: str
 
 
 def sources_of(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Source]:
-    """Where each input of a graph comes from, by the user's names."""
+    """The source of each input of Dynamo's graph."""
     found: list[Source] = []
     for node, value in zip((node for node in gm.graph.nodes if node.op == "placeholder"), example_inputs):
         text = str(node.meta["grapharg"].source.name) if "grapharg" in node.meta else ""
@@ -80,7 +80,7 @@ def captured_from(joint: fx.GraphModule, sources: Sequence[Source], num_forward:
         what = node.meta["desc"]
         if type(what).__name__ == "TangentAOTInput":
             tangents[node.name] = described.index(what.output)
-            node.meta[TAG] = BACKWARD
+            node.meta["partitioner_tag"] = "is_backward"
         elif type(what).__name__ == "PlainAOTInput":
             source = sources[what.idx]
             primals.append(source.name)
@@ -93,10 +93,8 @@ def captured_from(joint: fx.GraphModule, sources: Sequence[Source], num_forward:
         raise CaptureError("the graph returns something that is not a tensor, which is not supported")
     gradients = {name: value for name, value in zip(primals, values[num_forward:]) if value is not None}
     graph.graph.output_node().args = ([*values[:num_forward], *gradients.values()],)
-    _specialise(graph.graph)
-    for node in graph.graph.nodes:  # what Dynamo rewrites, such as a product with a Python float, loses its tag
-        if any(argument.meta.get(TAG) == BACKWARD for argument in node.all_input_nodes) and node.op != "output":
-            node.meta[TAG] = BACKWARD
+    _fix_sizes(graph.graph)
+    extend_backward(graph.graph)
     graph.graph.lint()
     graph.recompile()
     outputs = tuple(f"output{index}" for index in range(num_forward))
@@ -125,12 +123,13 @@ def bind(
     inputs: Mapping[str, str] | None = None,
     checks: int | None = 0,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """This rank's graphs of a step, in AOTAutograd's calling convention: whole inputs, a gradient for each.
+    """This rank's graphs of a step in AOTAutograd's calling convention: whole inputs, a gradient for each.
 
-    A step that draws random numbers has its first seed made of `seed`, on which the ranks agree, and of its own graph.
-    In each call the ranks agree that all of them run this graph. In the first calls, `checks` many, they compare the
-    values of `inputs`, a mapping from placeholders to the user's names. Where `checks` is negative they do neither.
+    The first seed of a step that draws random numbers is made of `seed`, which all ranks share, and of the graph's
+    hash. In each call the ranks check that all of them run this graph. In the first `checks` calls they compare the
+    values of `inputs`, a mapping from placeholders to the user's names. If `checks` is negative they do neither.
     """
+    # 1. Split the joint graph's inputs, and bind the graphs to this rank's process groups.
     assert step.backward is not None
     given = _placeholders(joint.graph)
     num_tangents = sum(type(node.meta["desc"]).__name__ == "TangentAOTInput" for node in given)
@@ -138,26 +137,26 @@ def bind(
     device = next(node.meta["val"].device.type for node in given if isinstance(node.meta["val"], Tensor))
     mesh = _runtime_mesh(step.spec.mesh, device, timeout, dist.group.WORLD if dist.is_initialized() else None)
     forward, backward = mesh.bind(step.forward), mesh.bind(step.backward)
-
-    _fold(forward.graph, mesh.coordinates)
+    # 2. The forward: write the coordinates as numbers, ask for the seed, take this rank's part of whole inputs.
+    _fold_constants(forward.graph, mesh.coordinates)
     if step.spec.draws:
-        _draw_seed(forward, Seeds(hash_seeds(seed, int(step.spec.graph_hash[:16], 16))))
-    _take_parts(forward.graph, primals, mesh)
-    _agree(forward, step.spec.graph_hash, primals, inputs or {}, mesh, checks)
+        _seed_forward(forward, Seeds(hash_seeds(seed, int(step.spec.graph_hash[:16], 16))))
+    _take_whole_inputs(forward.graph, primals, mesh)
+    _insert_agreement(forward, step.spec.graph_hash, primals, inputs or {}, mesh, checks)
     values = graph_outputs(forward.graph)
-    _return(forward, [value for value in values if isinstance(value, fx.Node)])
-
-    _fold(backward.graph, [*mesh.coordinates, *values[num_forward:]])  # what is saved follows the coordinates
-    _take_parts(backward.graph, tangents, mesh)
+    _set_outputs(forward, [value for value in values if isinstance(value, fx.Node)])
+    # 3. The backward takes the coordinates, then the saved values, then the tangents.
+    _fold_constants(backward.graph, [*mesh.coordinates, *values[num_forward:]])
+    _take_whole_inputs(backward.graph, tangents, mesh)
     gradients = iter(graph_outputs(backward.graph))
     wanted = graph_outputs(joint.graph)[num_forward:]
-    _return(backward, [None if value is None else next(gradients) for value in wanted])
+    _set_outputs(backward, [None if value is None else next(gradients) for value in wanted])
     return forward, backward
 
 
 @lru_cache(maxsize=4)
 def _runtime_mesh(mesh: Mesh, device: str, timeout: timedelta | None, _: object) -> RuntimeMesh:
-    """The running world as a mesh; the same one for all steps, as each makes process groups."""
+    """The running world as a mesh. All steps share it, since each mesh makes process groups."""
     return RuntimeMesh(mesh, device, timeout)
 
 
@@ -165,18 +164,15 @@ def _placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
-def _write(node: fx.Node, value: int) -> None:
-    """Write a number in the place of a node."""
+def _replace_by_number(node: fx.Node, value: int) -> None:
+    """Replace a node by a number."""
     for user in list(node.users):
         user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), lambda leaf: value if leaf is node else leaf)
     node.graph.erase_node(node)
 
 
-def _specialise(graph: fx.Graph) -> None:
-    """Replace symbolic sizes by their current values, which Dynamo's guards then check.
-
-    A step is planned for its sizes: others compile another one.
-    """
+def _fix_sizes(graph: fx.Graph) -> None:
+    """Replace symbolic sizes by their current values. Dynamo's guards check these: other sizes compile another step."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     fake = FakeTensorMode()
@@ -192,29 +188,29 @@ def _specialise(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
-            _write(node, int(value))
+            _replace_by_number(node, int(value))
         else:
             node.meta["val"] = pytree.tree_map_only(Tensor, fixed, value)
 
 
-def _return(module: fx.GraphModule, values: Sequence[fx.Node | None]) -> None:
+def _set_outputs(module: fx.GraphModule, values: Sequence[fx.Node | None]) -> None:
     module.graph.output_node().args = (tuple(values),)
     module.graph.lint()
     module.recompile()
 
 
-def _fold(graph: fx.Graph, first: Sequence[Any]) -> None:
-    """Write the first placeholders that have a number, and the integer arithmetic on them, as numbers."""
+def _fold_constants(graph: fx.Graph, first: Sequence[Any]) -> None:
+    """Replace the first placeholders, where their value is a number, and the arithmetic on them, by numbers."""
     known = {node: value for node, value in zip(_placeholders(graph), first) if isinstance(value, int)}
     for node in list(graph.nodes):
         if node in known:
-            _write(node, known[node])
+            _replace_by_number(node, known[node])
         elif node.target in (operator.add, operator.mul) and not node.all_input_nodes:
-            _write(node, node.target(*node.args))
+            _replace_by_number(node, node.target(*node.args))
 
 
 class _NextSeed(nn.Module):
-    """The seed of a call. The graph asks for it, as AOTAutograd passes only the user's tensors."""
+    """The seed of a call. The graph calls this module for it, as AOTAutograd passes only the user's tensors."""
 
     def __init__(self, seeds: Seeds) -> None:
         super().__init__()
@@ -224,20 +220,20 @@ class _NextSeed(nn.Module):
         return self.seeds()
 
 
-def _draw_seed(module: fx.GraphModule, seeds: Seeds) -> None:
-    """Let the forward graph ask for its seed where it would take it; CaptureError where the backward needs it, too."""
+def _seed_forward(module: fx.GraphModule, seeds: Seeds) -> None:
+    """Let the forward graph call for its seed instead of taking it; CaptureError if the backward needs it, too."""
     (seed,) = (node for node in _placeholders(module.graph) if node.name == SEED)
     if module.graph.output_node() in seed.users:
         raise CaptureError(
             "the model draws random numbers in its backward, which torch.compile cannot do with this backend: "
             "draw them in the forward, or use compile_parallel"
         )
-    seed.replace_all_uses_with(_asked(module, seeds))
+    seed.replace_all_uses_with(_insert_seed(module, seeds))
     module.graph.erase_node(seed)
 
 
-def _asked(module: fx.GraphModule, seeds: Seeds) -> fx.Node:
-    """A node that asks for the seed of a call, before all others."""
+def _insert_seed(module: fx.GraphModule, seeds: Seeds) -> fx.Node:
+    """Insert a call for the seed before all other calls."""
     module.add_submodule("seeds", _NextSeed(seeds))
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
     with module.graph.inserting_before(first):
@@ -247,11 +243,11 @@ def _asked(module: fx.GraphModule, seeds: Seeds) -> fx.Node:
 
 
 def seed_draws(module: fx.GraphModule, seeds: Seeds) -> None:
-    """Let all ranks draw the same numbers in a graph that each computes whole."""
+    """Let all ranks draw the same random numbers in a graph that each rank computes whole."""
     drawing = [node for node in module.graph.nodes if draws(node)]
     if not drawing:
         return
-    seed = _asked(module, seeds)
+    seed = _insert_seed(module, seeds)
     for index, node in enumerate(drawing):
         with module.graph.inserting_before(node):
             again = module.graph.call_function(seeded, (node.target, seed, index, 0, *node.args), node.kwargs)
@@ -261,7 +257,7 @@ def seed_draws(module: fx.GraphModule, seeds: Seeds) -> None:
     module.recompile()
 
 
-def _agree(
+def _insert_agreement(
     module: fx.GraphModule,
     graph_hash: str,
     whole: Sequence[fx.Node],
@@ -269,7 +265,7 @@ def _agree(
     mesh: RuntimeMesh,
     checks: int | None,
 ) -> None:
-    """Let the ranks agree on each call of a graph that takes `whole` inputs, and compare the user's inputs."""
+    """Insert the ranks' agreement on a call into a graph that takes `whole` inputs."""
     group = group_of_calls(mesh)
     pairs = zip(_placeholders(module.graph), whole, strict=True)
     found = [(node, inputs[given.name]) for node, given in pairs if given.name in inputs]
@@ -281,10 +277,10 @@ def _agree(
         module.graph.call_module("agreed_call", tuple(node for node, _ in found)).meta["val"] = None
 
 
-def _take_parts(graph: fx.Graph, whole: Sequence[fx.Node], mesh: RuntimeMesh) -> None:
-    """Let the last placeholders of a graph be given as `whole` ones: this rank's part of each is taken first.
+def _take_whole_inputs(graph: fx.Graph, whole: Sequence[fx.Node], mesh: RuntimeMesh) -> None:
+    """Let the last placeholders of a graph take `whole` values, and insert the ops that select this rank's part.
 
-    Numbers that are written in the graph by now are taken, too, and not used.
+    Placeholders for numbers, which are constants of the graph by now, are added and not used.
     """
     coordinates = mesh.mesh.coordinates(mesh.rank)
     tensors = [given for given in whole if isinstance(given.meta["val"], Tensor)]
@@ -323,9 +319,8 @@ def shardweave(
 ) -> Callable[..., Any]:
     """The backend that ``torch.compile(..., backend="shardweave")`` calls for each graph of the model.
 
-    Each graph is planned for itself, and for the sizes of its inputs: other sizes compile another step. A model that
-    is one graph (``fullgraph=True``) gets the best plan; in a broken one, forced names must be found in every graph
-    that trains.
+    Each graph gets a plan of its own, for the sizes of its inputs: other sizes compile another step. A model that is
+    one graph (``fullgraph=True``) gets the best plan. Names in ``force`` must be in every graph that trains.
 
     Parameters
     ----------
@@ -361,7 +356,7 @@ def shardweave(
         check_world(request.cluster)
         partition = _Partition(request, sources_of(gm, example_inputs))
         with torch._functorch.config.patch(donated_buffer=False):  # retain_graph=True may run a backward again
-            compiled: Callable[..., Any] = aot_autograd(fw_compiler=_compiled, partition_fn=partition)(
+            compiled: Callable[..., Any] = aot_autograd(fw_compiler=_compile_whole, partition_fn=partition)(
                 gm, example_inputs
             )
             return compiled
@@ -403,8 +398,8 @@ class _Request:
         return cls(Cluster.of(cluster), asked, given.get("inspect"))
 
 
-def _compiled(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """A graph as AOTAutograd calls it. Every rank computes the graph of a call without gradients whole."""
+def _compile_whole(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """A graph as AOTAutograd calls it. Without gradients, every rank computes the whole graph."""
     run = boxed(gm, copy.deepcopy(gm.graph))
 
     def call(arguments: list[Any]) -> Any:
@@ -428,13 +423,13 @@ class _Partition:
         from torch._functorch.partitioners import default_partition
         from torch.utils._python_dispatch import _disable_current_modes
 
-        # Ranks talk to each other here: with real tensors, and without the Python dispatcher, which calls gloo with the
-        # GIL held, while gloo's thread may want it to let an earlier collective's tensors go.
+        # The ranks communicate here, so tensors must be real. The Python dispatcher must be off: it calls gloo while it
+        # holds the GIL, which gloo's thread may need to free the tensors of an earlier collective.
         with _disable_current_modes(), no_python_dispatcher():
-            compiler = self._captured(joint, num_fwd_outputs)
+            compiler = self._capture(joint, num_fwd_outputs)
             if compiler.annotated.ops:
-                return self._spread(compiler, joint, num_fwd_outputs)
-        # Between two graph breaks there may be nothing to spread.
+                return self._shard(compiler, joint, num_fwd_outputs)
+        # Without ops to shard, such as between two graph breaks, every rank computes the whole graph.
         whole: tuple[fx.GraphModule, fx.GraphModule] = default_partition(
             joint, joint_inputs, num_fwd_outputs=num_fwd_outputs
         )
@@ -446,8 +441,8 @@ class _Partition:
                 seed_draws(module, Seeds(hash_seeds(first, index)))
         return whole
 
-    def _captured(self, joint: fx.GraphModule, num_forward: int) -> _WholeCompiler:
-        """The compiler of this graph; what goes wrong on one rank is raised on all. Collective."""
+    def _capture(self, joint: fx.GraphModule, num_forward: int) -> _WholeCompiler:
+        """The compiler of this graph; an error of one rank is raised on all. Collective."""
         found: list[_WholeCompiler] = []
 
         def start() -> None:
@@ -459,11 +454,11 @@ class _Partition:
         run_on_all_ranks(groups, "the capture of the model", start)
         return found[0]
 
-    def _spread(
+    def _shard(
         self, compiler: _WholeCompiler, joint: fx.GraphModule, num_forward: int
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         plan = compiler.agreed_plan()
-        compiled = compiler.lowered_together(plan)
+        compiled = compiler.lower_on_all_ranks(plan)
         if self.request.inspect is not None:
             self.request.inspect(plan, compiled.graphs)
         timeout = self.request.options.collective_timeout
@@ -479,7 +474,7 @@ class _Partition:
 
 
 class _WholeCompiler(Compiler):
-    """Compiles a step whose parameters rest whole on every rank."""
+    """Compiles a step whose parameters are whole on every rank."""
 
     def __init__(self, captured: Captured, request: _Request) -> None:
         self._given = captured

@@ -1,8 +1,8 @@
-"""Baselines: what other systems do with a model, as plans of the same compiler (``sw.baselines``).
+"""Baselines: the strategies of other systems, as plans of the same compiler (``sw.baselines``).
 
-Each is options that leave the planner no choice, or only what the system itself chooses. The compiler does the rest as
-for any plan, so a baseline has what this compiler gives to all: gathers ahead of their use, reductions behind the
-backward. What is compared are strategies, not programs. `shardweave.compare` plans with each.
+A baseline is a set of options that leaves the planner no choice, or only the choices of that system. The compiler
+lowers it as any plan, so that gathers are prefetched and reductions overlap with the backward. `shardweave.compare`
+compares strategies in this way, not programs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardweave.planner import Plan
 from shardweave.report import Progress
 
 _PLAIN = {"sub_batches": 1, "buckets": False, "keep_gathered": False}
-"""The planner's plan within the choices that a system has."""
+"""Options that switch off overlap which a system does not have."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Baseline:
     name : str
         The system.
     setting : str
-        What tells it from others of the same system.
+        Distinguishes baselines of the same system.
     source : str
         Where the system is described.
     options : mapping
-        Fields of `Options` that are its own; all others are left to the user.
+        The fields of `Options` that the system decides; the user sets the others.
 
     Examples
     --------
@@ -61,7 +61,7 @@ class Baseline:
         return f"{self.name} {self.setting}".strip()
 
     def over(self, options: Options | None = None) -> Options:
-        """The user's options, replaced by the system's. Overlap that the system does not have is switched off."""
+        """The user's options with those of the system. Overlap that the system does not have is switched off."""
         return replace(options or Options(), **{**_PLAIN, **self.options})
 
     def plan(
@@ -73,12 +73,12 @@ class Baseline:
         options: Options | None = None,
         progress: Progress | bool | None = None,
     ) -> Plan:
-        """The plan that the system would make; as `shardweave.plan`.
+        """The plan of the system; parameters as for `shardweave.plan`.
 
         Raises
         ------
         PlanError
-            The model, its batch or the cluster do not admit it: names what does not divide.
+            The model, its batch or the cluster do not admit it: the error names the size that does not divide.
         """
         return make_plan(model, cluster, example_inputs, options=self.over(options), progress=progress)
 
@@ -108,18 +108,18 @@ def fsdp(reshard: bool = True) -> Baseline:
 
 
 def hsdp(degree: int | None = None) -> Baseline:
-    """FSDP's hybrid sharding: states sharded over `degree` devices (by default a node's), alike in all such groups."""
-    return _data("FSDP", _over("hybrid", degree), "arXiv 2304.11277", _of("hsdp", degree))
+    """FSDP's hybrid sharding: states are sharded over `degree` devices (by default a node) and replicated."""
+    return _grouped("FSDP", "hybrid", "arXiv 2304.11277", "hsdp", degree)
 
 
 def mics(degree: int | None = None) -> Baseline:
     """MiCS: states are sharded over a group of `degree` devices, by default a node."""
-    return _data("MiCS", _over("groups", degree), "arXiv 2205.00119", _of("mics", degree))
+    return _grouped("MiCS", "groups", "arXiv 2205.00119", "mics", degree)
 
 
 def hpz(degree: int | None = None) -> Baseline:
-    """ZeRO++'s secondary partition: states over all devices, parameters gathered from `degree` of them, a node's."""
-    return _data("ZeRO++", _over("secondary partition", degree), "arXiv 2306.10209", _of("hpz", degree))
+    """ZeRO++'s secondary partition: parameters are gathered from `degree` devices, by default a node."""
+    return _grouped("ZeRO++", "secondary partition", "arXiv 2306.10209", "hpz", degree)
 
 
 def megatron(degree: int, sequence_parallel: bool = True, zero: Literal[0, 1, 2, 3] = 0) -> Baseline:
@@ -128,7 +128,7 @@ def megatron(degree: int, sequence_parallel: bool = True, zero: Literal[0, 1, 2,
     Parameters
     ----------
     degree : int
-        Of tensor parallelism.
+        The degree of tensor parallelism.
     sequence_parallel : bool
         Whether the sums between layers are scattered (arXiv 2205.05198).
     zero : int
@@ -163,14 +163,14 @@ def osdp(slices: int = 1) -> Baseline:
     Parameters
     ----------
     slices : int
-        Into how many an op is split, one gathered at a time; 1 is OSDP without operator splitting.
+        The number of slices of an op, of which one is gathered at a time; 1 is OSDP without operator splitting.
     """
     setting = f"{slices} slices" if slices > 1 else ""
     return Baseline("OSDP", setting, "arXiv 2209.13258", {"force": {"*": ("dp", "zdp")}, "operator_slices": slices})
 
 
 def all_for(cluster: ClusterLike) -> tuple[Baseline, ...]:
-    """Every baseline that the sizes of a cluster admit; those that mean the same there only once.
+    """All baselines that the sizes of a cluster admit, equal ones once.
 
     Examples
     --------
@@ -186,19 +186,16 @@ def all_for(cluster: ClusterLike) -> tuple[Baseline, ...]:
     found = [ddp(), zero(1), zero(2), fsdp(), fsdp(reshard=False)]
     found += [hsdp(), hpz()] if 1 < node < world else []
     found += [mics(size) for size in sizes if size not in (node, world)]
-    found += [megatron(t, parallel, zero) for t in sizes for parallel in (False, True) for zero in _stages(world // t)]
+    for t in sizes:  # without data parallelism there is nothing that ZeRO could shard over
+        stages: tuple[Literal[0, 1], ...] = (0, 1) if world > t else (0,)
+        found += [megatron(t, parallel, zero) for parallel in (False, True) for zero in stages]
     found += [axonn(*grid) for grid in _grids([1, *sizes])]
     found += [oases(t) for t in sizes] + [merak(t) for t in sizes]
     return (*found, osdp(), osdp(slices=4))
 
 
-def _stages(data: int) -> tuple[Literal[0, 1], ...]:
-    """Without data parallelism there is nothing that ZeRO could shard over."""
-    return (0, 1) if data > 1 else (0,)
-
-
 def _grids(sizes: list[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Every cut of the devices into runs for x, y, z and data, but for those that are Megatron-LM's or MiCS's."""
+    """All splits of the devices into x, y, z and data, except those that equal a setting of Megatron-LM or MiCS."""
     for first, x in enumerate(sizes):
         for second, xy in enumerate(sizes[first:], first):
             for xyz in sizes[second:]:
@@ -214,9 +211,6 @@ def _tensor(name: str, setting: str, source: str, word: str, **options: Any) -> 
     return Baseline(name, setting, source, {"force": {"*": word}, "sequence_parallel": False, **options})
 
 
-def _of(word: str, degree: int | None) -> str:
-    return word if degree is None else f"{word}:{degree}"
-
-
-def _over(what: str, degree: int | None) -> str:
-    return f"{what} of {'a node' if degree is None else degree}"
+def _grouped(name: str, setting: str, source: str, word: str, degree: int | None) -> Baseline:
+    setting = f"{setting} of {'a node' if degree is None else degree}"
+    return _data(name, setting, source, word if degree is None else f"{word}:{degree}")

@@ -11,7 +11,6 @@ interfaces.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import random
 import warnings
@@ -27,7 +26,7 @@ from torch import Tensor, fx, nn
 from shardweave.compiler.capture_errors import readable_errors, refuse_effects, refuse_values, refused, where
 from shardweave.compiler.dynamo_workarounds import traceable
 from shardweave.compiler.guards import after_a_call, reads_of, recorded_effects
-from shardweave.compiler.mixed_precision import cast, take_as_cast, take_as_given, working_copies
+from shardweave.compiler.mixed_precision import cast, cast_inputs_inside, take_cast_parameters, working_copies
 from shardweave.ir import (
     TENSOR_OUTPUT,
     CallTree,
@@ -39,11 +38,12 @@ from shardweave.ir import (
     canonical_arguments,
     leaf_names,
 )
+from shardweave.runtime import copy_with_tensors
 
 
 @contextlib.contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Whatever happens inside, also an error, `model` and the process' own state are afterwards as they were.
+    """Restore `model` and the state of the process afterwards, also after an error.
 
     Of the model: each module's class, attributes, parameters, buffers, submodules and hooks, the contents of its
     attributes that are dicts, lists or sets, and each tensor's ``requires_grad`` and ``grad``. Of the process: the
@@ -77,7 +77,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
                 tensor.grad = gradient
         for found, before in names:
             for name in set(found) - before:
-                if name.startswith("__"):  # as all that Dynamo installs; another thread may have added others
+                if name.startswith("__"):  # Dynamo's names; another thread may have added others
                     del found[name]
         random.setstate(python)
         torch.set_rng_state(cpu)
@@ -126,7 +126,7 @@ def _restore(container: Any, before: dict[Any, Any] | list[Any] | set[Any]) -> N
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether these are the same object, or pairs of the same objects."""
+    """Whether both are the same object, or pairs of the same objects."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
     return one is other
@@ -158,11 +158,13 @@ def capture(model: nn.Module, example_inputs: Any, precision: Precision | None =
     CaptureError
         With the user's source line, where the model branches on data or has nothing to train.
     """
+    # 1. Bring the arguments into the order of the signature, and name them.
     args, kwargs = as_call(example_inputs)
     signature = inspect.signature(model.forward)
     args, kwargs = canonical_arguments(signature, args, kwargs)
     names = leaf_names(signature, args, kwargs)
     leaves, spec = pytree.tree_flatten((args, kwargs))
+    # 2. Refuse what cannot be trained.
     for name, leaf in zip(names, leaves):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise CaptureError(
@@ -178,11 +180,12 @@ def capture(model: nn.Module, example_inputs: Any, precision: Precision | None =
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise CaptureError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to train")
+    # 3. Trace, describe the inputs and outputs, and move the casts of mixed precision to them.
     graph, out_spec, reads = _joint_graph(model, args, kwargs, precision)
-    captured = _describe(graph, out_spec, model, signature, spec, names, leaves)
+    captured = _captured_step(graph, out_spec, model, signature, spec, names, leaves)
     given = {name: leaf.dtype for name, leaf in zip(names, leaves) if isinstance(leaf, Tensor)}
-    take_as_given(graph.graph, {node: given[name] for node, name in captured.inputs.items()})
-    take_as_cast(graph.graph, captured.parameters, captured.gradients)
+    cast_inputs_inside(graph.graph, {node: given[name] for node, name in captured.inputs.items()})
+    take_cast_parameters(graph.graph, captured.parameters, captured.gradients)
     graph.recompile()
     policy = precision or Precision()
     dtypes = {name: policy.dtypes(model.get_parameter(name).dtype) for name in captured.parameters.values()}
@@ -199,17 +202,17 @@ def _joint_graph(
     with readable_errors(model), preserved(model), contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
-        # Dynamo takes a size that differs from an earlier capture's for dynamic; a step has the sizes of its inputs.
+        # Dynamo makes a size dynamic that differs from an earlier capture's; a step has the sizes of its inputs.
         stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True))
-        # oneDNN's recurrent layer is one op, whose workspace a generated graph is not given; without it, plain ops.
-        warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")  # asked for by no one here
+        # Without oneDNN, recurrent layers are plain ops. Its one op needs a workspace that a generated graph lacks.
+        warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         if any(parameter.is_meta for parameter in model.parameters()):
             model = _off_meta(model, fake)
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: _fake_like(t, fake), (args, kwargs))
         if precision is not None and precision.cast_forward_inputs and precision.param_dtype is not None:
-            args, kwargs = cast((args, kwargs), precision.param_dtype)  # the graph will cast them: see take_as_given
+            args, kwargs = cast((args, kwargs), precision.param_dtype)  # see cast_inputs_inside
         stack.enter_context(traceable(model))
         stack.enter_context(working_copies(model, precision, fake))
         # Not under `fake`: Dynamo makes its own mode, and under another one it mistakes buffers that are views.
@@ -230,10 +233,10 @@ def _joint_graph(
 
 
 def _name_once(module: nn.Module) -> None:
-    """Let a module give each parameter and buffer of a submodule that it has twice under its first name alone.
+    """Let `named_parameters` list the tensors of a module that is registered twice under its first name only.
 
-    AOTAutograd puts traced tensors in their place, by all names, and would put back the traced ones of the first name.
-    Tensors that several modules share keep all names.
+    AOTAutograd replaces tensors by traced ones under each name, and would restore the traced one of the first name.
+    Tensors that several modules share keep all names. Buffers are handled alike.
     """
 
     def members(kind: str) -> Callable[..., Iterator[tuple[str, Tensor]]]:
@@ -253,20 +256,14 @@ def _name_once(module: nn.Module) -> None:
 
 
 def _fake_like(tensor: Tensor, fake: Any) -> Tensor:
-    """A contiguous fake tensor of its shape: a step does not depend on how an example was cut from another tensor."""
+    """A contiguous fake tensor of its shape, so that a step does not depend on the strides of the example."""
     with fake:
         return torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
 
 
 def _off_meta(model: nn.Module, fake: Any) -> nn.Module:
-    """A copy of a meta model whose tensors are fake ones on the CPU: the ops of a device that exists are captured."""
-    memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.is_meta:
-            value = _fake_like(tensor, fake)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-    return copy.deepcopy(model, memo)
+    """A copy of a meta model with fake tensors on the CPU, so that the ops of a real device are captured."""
+    return copy_with_tensors(model, lambda _, x: _fake_like(x, fake) if x.is_meta else x.detach().clone())
 
 
 def _first_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
@@ -275,8 +272,8 @@ def _first_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     return {name: first.setdefault(tensor, name) for name, tensor in named}
 
 
-def _describe(
-    graph: fx.GraphModule,
+def _captured_step(
+    module: fx.GraphModule,
     out_spec: pytree.TreeSpec,
     model: nn.Module,
     signature: inspect.Signature,
@@ -284,31 +281,28 @@ def _describe(
     names: tuple[str, ...],
     leaves: Sequence[Any],
 ) -> Captured:
-    for node in graph.graph.nodes:
+    """The captured step of AOTAutograd's joint graph, whose inputs and outputs are described in ``meta["desc"]``."""
+    graph = module.graph
+    for node in graph.nodes:
         refuse_values(model, node)
         refuse_effects(model, node)
+    # 1. Name the inputs. A tied tensor that comes in twice becomes one input.
     tied = _first_names(model.named_parameters(remove_duplicate=False))
     shared = _first_names(model.named_buffers(remove_duplicate=False))
-    aliases: dict[str, tuple[str, ...]] = {}
-    for name, first in tied.items():
-        if name != first:
-            aliases[first] = (*aliases.get(first, ()), name)
     parameters: dict[str, str] = {}
     buffers: dict[str, str] = {}
     inputs: dict[str, str] = {}
     tangents: dict[str, int] = {}
     by_name: dict[str, fx.Node] = {}
-    duplicates: dict[fx.Node, str] = {}
-    for node in list(graph.graph.nodes):
-        if node.op != "placeholder":
-            continue
+    for node in graph.find_nodes(op="placeholder"):
         described = node.meta["desc"]
         kind = type(described).__name__
         if kind in ("ParamAOTInput", "BufferAOTInput"):
             first_names, found = (tied, parameters) if kind == "ParamAOTInput" else (shared, buffers)
             name = first_names.get(described.target, described.target)
             if name in by_name:
-                duplicates[node] = name
+                node.replace_all_uses_with(by_name[name])
+                graph.erase_node(node)
             else:
                 by_name[name] = node
                 found[node.name] = name
@@ -316,19 +310,20 @@ def _describe(
             if isinstance(leaves[described.idx], Tensor):
                 inputs[node.name] = names[described.idx]
             else:  # a number is a constant of the captured graph
-                graph.graph.erase_node(node)
+                graph.erase_node(node)
         elif kind == "TangentAOTInput":
-            # Of a changed parameter it has none, which is refused below.
+            # The tangent of a changed parameter has no such index; step 2 refuses the change.
             tangents[node.name] = getattr(described.output, "idx", -1)
         else:
             raise CaptureError(
                 f"the captured graph has an input of the kind {kind} ({described}), which is not supported"
             )
-    output = graph.graph.output_node()
-    values: dict[str, Any] = {}
+    # 2. Sort the outputs: new values of buffers, results of the forward, gradients. Add the gradients of tied names.
+    output = graph.output_node()
+    gradient_of: dict[str, Any] = {}
     mutated: dict[str, Any] = {}
     returned: list[Any] = []
-    for value, described in zip(output.args[0], output.meta["desc"]):  # type: ignore[arg-type]
+    for value, described in zip(output.args[0], output.meta.pop("desc")):  # type: ignore[arg-type]
         kind = type(described).__name__
         if kind == "InputMutationAOTOutput":
             target = getattr(described.mutated_input, "target", "")
@@ -340,51 +335,57 @@ def _describe(
         elif kind == "PlainAOTOutput":
             returned.append(value)
         elif kind == "GradAOTOutput":
-            name = described.grad_of.target
-            first = tied.get(name, name)
-            if values.get(first) is not None and value is not None:
-                with graph.graph.inserting_before(output):
-                    both = graph.graph.call_function(torch.ops.aten.add.Tensor, (values[first], value))
-                both.meta.update(val=value.meta["val"], partitioner_tag="is_backward")
-                value = both
-            values[first] = value if value is not None else values.get(first)
-    for node, name in duplicates.items():
-        node.replace_all_uses_with(by_name[name])
-        graph.graph.erase_node(node)
+            name = tied.get(described.grad_of.target, described.grad_of.target)
+            before = gradient_of.get(name)
+            if before is not None and value is not None:
+                with graph.inserting_before(output):
+                    total = graph.call_function(torch.ops.aten.add.Tensor, (before, value))
+                total.meta.update(val=value.meta["val"], partitioner_tag="is_backward")
+                value = total
+            gradient_of[name] = before if value is None else value
+    # 3. Return the tensors among these: a constant of the forward is no output of the graph.
     gradients = tuple(name for name in parameters.values() if model.get_parameter(name).requires_grad)
-    tensors = [value for value in returned if isinstance(value, fx.Node)]
-    output.args = ([*mutated.values(), *tensors, *(values.get(name) for name in gradients)],)
-    output.meta.pop("desc")
-    # A tangent's output counts constants too; ours counts tensors.
-    order = {
-        index: position for position, index in enumerate(i for i, v in enumerate(returned) if isinstance(v, fx.Node))
-    }
-    tree = CallTree(
-        signature,
-        spec,
-        names,
-        tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)),
-        tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves),
-        out_spec,
-        tuple(TENSOR_OUTPUT if isinstance(value, fx.Node) else value for value in returned),
-    )
-    for node in graph.graph.nodes:  # what a custom function's backward draws has lost its tag
-        late = any(argument.meta.get("partitioner_tag") == "is_backward" for argument in node.all_input_nodes)
-        if late and node.op != "output":
-            node.meta["partitioner_tag"] = "is_backward"
-    graph.graph.set_codegen(fx.graph.CodeGen())  # flat arguments, in the placeholders' order
-    graph.graph.lint()
-    graph.recompile()
+    positions = [index for index, value in enumerate(returned) if isinstance(value, fx.Node)]
+    tensors = [returned[index] for index in positions]
+    output.args = ([*mutated.values(), *tensors, *(gradient_of.get(name) for name in gradients)],)
+    extend_backward(graph)
+    graph.set_codegen(fx.graph.CodeGen())  # flat arguments, in the placeholders' order
+    graph.lint()
+    module.recompile()
+    # 4. Describe the step.
+    aliases: dict[str, tuple[str, ...]] = {}
+    for name, first in tied.items():
+        if name != first:
+            aliases[first] = (*aliases.get(first, ()), name)
     return Captured(
-        graph,
+        module,
         parameters,
         buffers,
         inputs,
-        {name: order[index] for name, index in tangents.items()},
+        {name: positions.index(index) for name, index in tangents.items()},
         tuple(f"output{index}" for index in range(len(tensors))),
         gradients,
         tuple(mutated),
         aliases,
-        tree,
+        CallTree(
+            signature,
+            spec,
+            names,
+            tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)),
+            tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+            out_spec,
+            tuple(TENSOR_OUTPUT if isinstance(value, fx.Node) else value for value in returned),
+        ),
         model.training,
     )
+
+
+def extend_backward(graph: fx.Graph) -> None:
+    """Tag the users of backward nodes as backward.
+
+    Random draws in the backward of a custom function, and products that Dynamo rewrites, have lost the tag.
+    """
+    for node in graph.nodes:
+        late = any(argument.meta.get("partitioner_tag") == "is_backward" for argument in node.all_input_nodes)
+        if late and node.op != "output":
+            node.meta["partitioner_tag"] = "is_backward"

@@ -32,14 +32,14 @@ _SHARDED = "build the model anew and pass it before it is sharded; a plan shards
 
 
 def refuse_wrapped(model: object, lazy: type[nn.Module]) -> None:
-    """`CaptureError` where `model` is no plain module, or has a part that is compiled, wrapped or sharded already.
+    """Raise CaptureError if `model` is not a plain module, or has a part that is compiled, wrapped or sharded already.
 
-    A part that `torch.compile` made is captured as what it was made from, so only a whole model is refused there.
+    Submodules under `torch.compile` are captured as the modules that they wrap; only a whole model is refused.
 
     Parameters
     ----------
     model : object
-        What a user passes as the model.
+        The argument that the user passes as the model.
     lazy : type
         The class of parallel modules that are not compiled yet.
     """
@@ -68,7 +68,7 @@ def refuse_wrapped(model: object, lazy: type[nn.Module]) -> None:
 
 
 def _modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The module and those below it; `named_modules` is refused by a parallel module that is not compiled yet."""
+    """As `named_modules`, which a parallel module that is not compiled yet refuses."""
     yield name, module
     for own, child in module._modules.items():
         if child is not None:
@@ -95,18 +95,17 @@ INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib",
 
 
 @contextlib.contextmanager
-def defects_named(model: nn.Module) -> Iterator[None]:
-    """While this runs, an error of shardweave's own code that is meant for nobody becomes an `InternalError`.
+def internal_errors(model: nn.Module) -> Iterator[None]:
+    """While this runs, an unexpected error in shardweave's own code becomes an `InternalError`.
 
-    An error that is raised in a user's code (the model, a function that gives a batch), or by what that calls, is left
-    as it is.
+    Errors in a user's code (the model, a function that returns a batch), or in functions that this code calls, pass.
     """
     try:
         yield
     except ParallelError:
         raise
     except Exception as error:
-        if (place := _own_place(error)) is None:
+        if (place := _defect_location(error)) is None:
             raise
         told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise InternalError(
@@ -116,8 +115,8 @@ def defects_named(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def _own_place(error: Exception) -> str | None:
-    """The last line of shardweave's that `error` came through; None where code of a user's came after it."""
+def _defect_location(error: Exception) -> str | None:
+    """The last line of shardweave in the traceback of `error`; None if a user's code comes after it."""
     found = None
     place = error.__traceback__
     while place is not None:
@@ -131,7 +130,7 @@ def _own_place(error: Exception) -> str | None:
 
 
 def refused(model: nn.Module, reason: str, module: str = "", line: str = "", way_out: str = _WAY_OUT) -> CaptureError:
-    """The error that says why, in which module, at which line, and what to change."""
+    """An error with the reason, the module, the source line and the way out."""
     where = f"in {module} ({type(model.get_submodule(module)).__name__}), " if module else ""
     hints = [hint for word, hint in HINTS.items() if word in line]
     return CaptureError(
@@ -143,7 +142,7 @@ def refused(model: nn.Module, reason: str, module: str = "", line: str = "", way
 def readable_errors(model: nn.Module) -> Iterator[None]:
     """Turn whatever a capture raises into a `CaptureError`."""
     try:
-        # Without `verbose` Dynamo takes the tracebacks off its errors, and with them the module it was in.
+        # Without `verbose` Dynamo removes the tracebacks of its errors, which name the module.
         with torch._dynamo.config.patch(verbose=True):
             yield
     except CaptureError:
@@ -155,7 +154,7 @@ def readable_errors(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_values(model: nn.Module, node: fx.Node) -> None:
-    """`CaptureError` where a number or a size of the graph depends on the values of tensors."""
+    """Raise CaptureError where a number or a size of the graph depends on the values of tensors."""
     for value in pytree.tree_leaves(node.meta.get("val")):
         sizes = value.shape if isinstance(value, Tensor) else (value,)
         if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
@@ -164,7 +163,7 @@ def refuse_values(model: nn.Module, node: fx.Node) -> None:
 
 
 def refuse_effects(model: nn.Module, node: fx.Node) -> None:
-    """`CaptureError` where an op does more than to compute: it checks values, or prints."""
+    """Raise CaptureError where an op has a side effect: it checks values, or prints."""
     if node.target is torch.ops.higher_order.with_effects:
         what = f"{node.args[1]} acts beside the graph: it checks the values of tensors, or says them"
         way_out = "Write that line with ops that only compute, then compile again."
@@ -172,7 +171,7 @@ def refuse_effects(model: nn.Module, node: fx.Node) -> None:
 
 
 def refuse_open_sizes(graph: fx.Graph) -> None:
-    """`CaptureError` where a size of one of Dynamo's graphs is known only when it runs, even for given inputs."""
+    """Raise CaptureError where a size in Dynamo's graph depends on the values of tensors."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     for node in graph.nodes:
@@ -189,6 +188,7 @@ def where(model: nn.Module, node: fx.Node) -> tuple[str, str]:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
+    """The error and the chain of its causes."""
     found = [error]
     while (inner := found[-1].__cause__) is not None and inner not in found:
         found.append(inner)
@@ -196,7 +196,7 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _reason(chain: list[BaseException]) -> tuple[str, str]:
-    """Why, in few words, and the way out."""
+    """The reason, and the way out."""
     text = str(chain[0])
     if raised := re.search(r"(?:raised exception|: got) (\w+)\((.*?)\)\n", text, re.DOTALL):
         return f"it raises {raised[1]}: {raised[2]}", _RAISED
@@ -211,11 +211,11 @@ def _reason(chain: list[BaseException]) -> tuple[str, str]:
 
 
 def _line(chain: list[BaseException]) -> str:
-    """The user's line at which Dynamo stood, or that an error's text names."""
+    """The user's line that Dynamo traced last, or that an error's text names."""
     frames: list[Any] = []
     for error in chain:
         frames += getattr(error, "real_stack", None) or []
-    # Where a `finally` ran between, only the traced exception's own traceback knows the line that raised it.
+    # After a `finally`, only the traceback of the traced exception has the line that raised it.
     for local in _locals_of(chain):
         raised: Any = getattr(local.get("curr_exc"), "__traceback__", None)
         frames += [one.frame_summary for one in raised.extract_tb()] if hasattr(raised, "extract_tb") else []
@@ -235,13 +235,13 @@ def _locals_of(chain: list[BaseException]) -> Iterator[dict[str, Any]]:
 
 
 def _user_line(text: str) -> str:
-    """The last source line that a trace names, for a message; nothing where it names none."""
+    """The last source line in a stack trace, for a message; empty if there is none."""
     lines = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.+)', text)
     return "".join(f"\n  {file}:{line} in {function}: {code.strip()}" for file, line, function, code in lines[-1:])
 
 
 def _module_of(model: nn.Module, chain: list[BaseException]) -> str:
-    """The innermost module that Dynamo was in, from the frames of its interpreter."""
+    """The innermost module that Dynamo traced, from the frames of its interpreter."""
     paths: list[str] = []
     for local in _locals_of(chain):
         stack: Any = getattr(local.get("self"), "nn_module_stack", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -17,42 +17,6 @@ from shardweave.ir import InfeasibleError, ParallelError, readable_bytes, readab
 from shardweave.planner import Plan, micro_batch_counts
 from shardweave.report import Progress, Report, Reporter
 
-if TYPE_CHECKING:
-    from shardweave.report import Report
-
-def comparison_report(comparison: Comparison, every: bool = False) -> Report:
-    """The planner's own plan, then the fastest setting of each system, or `every` one; how much longer each takes."""
-    own, best = comparison.own, comparison.best
-    assert own.plan is not None
-    title = f"{own.plan.cluster.name}, {own.plan.cluster.world_size} devices: {readable_seconds(own.step_time)} a step"
-    gained = "no baseline fits" if best is None else f"{100 * comparison.gain:+.1f} % for {best.baseline}"
-    shown = comparison.baselines if every else _of_each_system(comparison.baselines)
-    lines = title, f"the best of {len(comparison.baselines)} baselines: {gained}"
-    columns = ("system", "micro-batches ", "a step ", "longer ", "exposed comm. ", "memory ", "source, or why not")
-    return Report(lines, columns, tuple(_row(entry, own) for entry in (own, *shown)))
-
-
-def _of_each_system(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    first: dict[str, Entry] = {}
-    for entry in entries:
-        first.setdefault(entry.baseline.name, entry)
-    return tuple(first.values())
-
-
-def _row(entry: Entry, own: Entry) -> tuple[str, ...]:
-    if entry.plan is None:
-        return str(entry.baseline), "", "", "", "", "", entry.reason
-    return (
-        str(entry.baseline),
-        str(entry.plan.micro_batches),
-        readable_seconds(entry.step_time),
-        f"{100 * (entry.step_time / own.step_time - 1):+.1f} %",
-        readable_seconds(entry.plan.exposed_communication),
-        readable_bytes(entry.plan.peak_memory),
-        entry.baseline.source,
-    )
-
-
 OWN = Baseline("shardweave", "", "the planner's own plan")
 
 
@@ -64,9 +28,9 @@ class Entry:
     ----------
     baseline : Baseline
     plan : Plan, optional
-        The one at the number of micro-batches that is fastest in simulation; None where no number fits.
+        The fastest plan over the numbers of micro-batches; None where no number fits.
     times : mapping of int to float
-        Seconds a step, simulated, by the number of micro-batches where there is a plan.
+        Simulated seconds a step of each number of micro-batches that has a plan.
     reason : str
         Why there is no plan.
     """
@@ -83,6 +47,21 @@ class Entry:
     def step_time(self) -> float:
         """Seconds; infinite where there is no plan."""
         return self.plan.step_time if self.plan is not None else float("inf")
+
+    def row(self, own: Entry) -> tuple[str, ...]:
+        """The cells of the entry in `Comparison.explain`; `own` is the planner's own plan."""
+        name = str(self.baseline)
+        if self.plan is None:
+            return name, "", "", "", "", "", self.reason
+        return (
+            name,
+            str(self.plan.micro_batches),
+            readable_seconds(self.step_time),
+            f"{100 * (self.step_time / own.step_time - 1):+.1f} %",
+            readable_seconds(self.plan.exposed_communication),
+            readable_bytes(self.plan.peak_memory),
+            self.baseline.source,
+        )
 
 
 @dataclass(frozen=True)
@@ -113,9 +92,19 @@ class Comparison:
         return f"<Comparison of {self.own.plan!r} with {len(self.baselines)} baselines{best}>"
 
     def explain(self, every: bool = False) -> Report:
-        """A row for each system, of its fastest setting; or one for every setting."""
-
-        return comparison_report(self, every)
+        """A table: the planner's own plan, then the fastest setting of each system, or `every` setting."""
+        own, best = self.own, self.best
+        assert own.plan is not None
+        cluster = own.plan.cluster
+        title = f"{cluster.name}, {cluster.world_size} devices: {readable_seconds(own.step_time)} a step"
+        gained = "no baseline fits" if best is None else f"{100 * self.gain:+.1f} % for {best.baseline}"
+        fastest: dict[str, Entry] = {}
+        for entry in self.baselines:
+            fastest.setdefault(entry.baseline.name, entry)
+        shown = self.baselines if every else tuple(fastest.values())
+        lines = title, f"the best of {len(self.baselines)} baselines: {gained}"
+        columns = ("system", "micro-batches ", "a step ", "longer ", "exposed comm. ", "memory ", "source, or why not")
+        return Report(lines, columns, tuple(entry.row(own) for entry in (own, *shown)))
 
     def __str__(self) -> str:
         return str(self.explain())
@@ -138,14 +127,14 @@ def compare(
     Parameters
     ----------
     model, cluster, example_inputs, options
-        As for `shardweave.plan`. What is the baselines' own replaces what `options` say of it.
+        As for `shardweave.plan`. The options of a baseline replace those of `options`.
     baselines : sequence of Baseline, optional
         By default all that the cluster's sizes admit, `baselines.all_for`: on many devices these are a hundred.
     micro_batches : sequence of int, optional
         The numbers to try; by default the planner's own choice for its plan, and for the baselines all powers of two
         that divide the batch, where the model returns a loss.
     progress : callable or bool, optional
-        As for `shardweave.plan`; `Event.planned` is the baseline whose turn it is.
+        As for `shardweave.plan`; `Event.planned` is the baseline that is planned now.
 
     Returns
     -------
@@ -199,7 +188,7 @@ def _entry(compiler: Compiler, baseline: Baseline, counts: Iterable[int | None])
         try:
             plans.append(compiler.with_(options=replace(options, micro_batches=count)).plan())
         except ParallelError as error:
-            # That a part of the batch does not divide says less than what was missing before it was cut so small.
+            # A later count often fails since the batch does not divide; the first reason says more.
             reason = str(error) if not reason or isinstance(error, InfeasibleError) else reason
     best = min(plans, key=lambda plan: plan.step_time, default=None)
     return Entry(baseline, best, {plan.micro_batches: plan.step_time for plan in plans}, "" if plans else reason)

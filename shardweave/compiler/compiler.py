@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from shardweave.compiler.capture import capture
-from shardweave.compiler.dynamo_workarounds import collected_later
+from shardweave.compiler.dynamo_workarounds import gc_paused
 from shardweave.compiler.guards import index_checks
-from shardweave.compiler.sweep import Sweep, What, sweep
+from shardweave.compiler.sweep import Sweep, SweepTarget, sweep
 from shardweave.cost_model import Cluster, ClusterLike, Options
 from shardweave.distributed import Control, control, run_on_all_ranks
 from shardweave.ir import Captured, ParallelError, PlanError, readable_bytes
@@ -66,24 +66,24 @@ class Compiler:
         with self.progress:
             self.progress("capture")
             if batch == "local" and self.cluster.world_size > 1:
-                self._start_for_all_ranks(model, example_inputs)
+                self._capture_global_batch(model, example_inputs)
             else:
-                self._start(model, example_inputs)
+                self._capture_step(model, example_inputs)
 
-    def _start(self, model: nn.Module, example_inputs: Any) -> None:
+    def _capture_step(self, model: nn.Module, example_inputs: Any) -> None:
         self.captured = self._capture(model, example_inputs)
         self.steps = Steps(self.captured, self.options)
 
     def _samples(self, model: nn.Module, example_inputs: Any) -> Samples:
-        """The batch of the step of these inputs, which becomes this compiler's."""
-        self._start(model, example_inputs)
+        """Capture the step of these inputs; returns its samples."""
+        self._capture_step(model, example_inputs)
         return Samples.of(self.annotated.captured, self.annotated.classes)
 
-    def _start_for_all_ranks(self, model: nn.Module, example_inputs: Any) -> None:
+    def _capture_global_batch(self, model: nn.Module, example_inputs: Any) -> None:
         """Capture the step of the global batch from one rank's local batch.
 
-        Which inputs have a batch dimension is known of a captured step: it is supposed of those that have as many rows
-        as the first. Where that is not clear, or wrong, it is found in the step of one rank's batch.
+        A captured step says which inputs have a batch dimension. Before the capture, those with as many rows as the
+        first one are taken for them. If that is ambiguous or wrong, the step of one rank's batch is captured first.
         """
         ranks = self.cluster.world_size
         having, clear = inputs_with_first_size(model, example_inputs)
@@ -91,10 +91,10 @@ class Compiler:
         if clear:
             try:
                 found = self._samples(model, global_example(model, example_inputs, ranks, having))
-            except ParallelError:  # with too few or too many rows in some input
+            except ParallelError:  # some input got too few or too many rows
                 found = None
         if found is None or set(found.inputs) != having:
-            having = frozenset(self._samples(model, example_inputs).inputs) or having  # of one row, nothing is known
+            having = frozenset(self._samples(model, example_inputs).inputs) or having  # a batch of one row says nothing
             found = self._samples(model, global_example(model, example_inputs, ranks, having))
         if set(found.inputs) != having:
             raise PlanError(
@@ -129,11 +129,11 @@ class Compiler:
         Parameters
         ----------
         weigh : bool
-            With what each choice for the whole step is worth, which takes as long again.
+            Also measure the gain of each choice for the whole step, which doubles the time of planning.
         start : Plan, optional
-            A plan of the same model, to begin with.
+            A plan of the same model, at which the search starts.
         """
-        with self.progress, collected_later():
+        with self.progress, gc_paused():
             found = self.search.best(weigh, start)
         return found.with_model(lambda sums: self.search.timeline(found, sums), self._resolved)
 
@@ -155,7 +155,7 @@ class Compiler:
 
     def _resolved(self, start: Plan, changes: dict[str, Any]) -> Plan:
         """A plan with other options, from an earlier one."""
-        # What changes the capture, or is no matter of the plan
+        # These change the capture, or do not matter to the plan.
         fixed = {"precision", "replicate_unknown_ops", "timeout", "check_inputs"}
         known = {each.name for each in fields(Options)} - fixed
         if unknown := [name for name in changes if name not in known]:
@@ -173,7 +173,7 @@ class Compiler:
             other._evaluated_whole = deque(maxlen=MAX_CACHED_SIMULATIONS)
         return other
 
-    def sweep(self, what: What) -> Sweep:
+    def sweep(self, what: SweepTarget) -> Sweep:
         """The plans of a sweep."""
 
         def planned(cluster: Cluster, limit: int | None, start: Plan | None) -> Plan:
@@ -207,6 +207,7 @@ class Compiler:
 
         The module `into`, where there is one, becomes the parallel module.
         """
+        # 1. Capture on each rank.
         control = control_of(options)
         made: list[Compiler] = []
 
@@ -218,30 +219,32 @@ class Compiler:
             return made[0].digest(), tuple(name for name, tensor in named_tensors(model) if tensor.is_meta)
 
         digests, without_values = zip(*run_on_all_ranks(control, "the capture of the model", start))
+        # 2. Compare the captures of the ranks.
         if len(set(without_values)) > 1:
-            raise ParallelError(unlike_values(without_values))
+            raise ParallelError(meta_mismatch_message(without_values))
         if len(set(digests)) > 1:
             meant = run_on_all_ranks(control, "the comparison of the ranks' batches", lambda: batch)
             if len(set(meant)) > 1:
                 raise ParallelError(f"the ranks compile with different meanings of batch= ({meant}): give all the same")
             mine = made[0].options, made[0].model_key
             given = run_on_all_ranks(control, "the comparison of the ranks' models", lambda: mine)
-            raise ParallelError(unlike([each for each in given if each is not None]))
+            raise ParallelError(mismatch_message([each for each in given if each is not None]))
+        # 3. Plan, lower, place the parameters.
         return made[0].compile(model, plan, into)
 
     def digest(self) -> str:
-        """A fingerprint of the options and of the model's names and shapes, which have to be the same on all ranks."""
-        text = repr((_in_words(self.options), self.model_key.to_dict(), self.batch))
+        """A hash of the options and of the model's names and shapes, which all ranks must share."""
+        text = repr((_option_reprs(self.options), self.model_key.to_dict(), self.batch))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def compile(self, model: nn.Module, plan: Plan | None, into: nn.Module | None = None) -> ParallelModule:
-        """The step of a plan, or of the best one, for the captured `model`, on the running world. Collective.
+        """The parallel module of the captured `model` with this plan, or with the best one. Collective.
 
         The module `into`, where there is one, becomes the parallel module.
         """
         control = control_of(self.options)
         chosen = plan or self.agreed_plan()
-        lowered = self.lowered_together(chosen)
+        lowered = self.lower_on_all_ranks(chosen)
         made = chosen.with_timeline(lambda sums: self.lowering.timeline(lowered, sums, chosen))
         call = self.captured.call
         assert call is not None
@@ -269,7 +272,7 @@ class Compiler:
         return modules[0]
 
     def agreed_plan(self) -> Plan:
-        """Rank 0's plan on all ranks, or its error: a time limit could end elsewhere on each. Collective."""
+        """Rank 0's plan, or its error, on all ranks: a time limit would give each rank another plan. Collective."""
         if self.cluster.world_size == 1:
             return self.plan()
 
@@ -287,26 +290,26 @@ class Compiler:
         assert answer is not None
         return Plan.from_dict(answer)
 
-    def lowered_together(self, plan: Plan) -> Compiled:
-        """The generated step of a plan; an error of one rank is raised on all. Collective."""
+    def lower_on_all_ranks(self, plan: Plan) -> Compiled:
+        """Lower a plan; an error of one rank is raised on all. Collective."""
         found: list[Compiled] = []
         run_on_all_ranks(control_of(self.options), "generating the step", lambda: found.append(self.lower(plan)))
         return found[0]
 
 
 def control_of(options: Options | None) -> Control | None:
-    """The groups in which the running ranks agree, with the timeout of the options. Collective at the first call."""
+    """The control groups of the running world, with the timeout of the options. Collective at the first call."""
     return control(options.collective_timeout if options is not None else None)
 
 
-def _in_words(options: Options) -> dict[str, str]:
+def _option_reprs(options: Options) -> dict[str, str]:
     return {each.name: repr(getattr(options, each.name)) for each in fields(options)}
 
 
-def unlike_values(without: Sequence[Sequence[str]]) -> str:
+def meta_mismatch_message(without: Sequence[Sequence[str]]) -> str:
     """The error message for ranks that have values for different tensors. `without` has each rank's missing names.
 
-    >>> unlike_values([(), ("up.weight",)]).split(". ")[0]
+    >>> meta_mismatch_message([(), ("up.weight",)]).split(". ")[0]
     'the ranks hold different tensors on the meta device: rank 0 has values for all, rank 1 has none for up.weight'
     """
     told = [
@@ -322,16 +325,16 @@ def unlike_values(without: Sequence[Sequence[str]]) -> str:
     )
 
 
-def unlike(given: Sequence[tuple[Options, ModelKey]]) -> str:
+def mismatch_message(given: Sequence[tuple[Options, ModelKey]]) -> str:
     """The error message for options or models that differ between ranks, given in the order of ranks.
 
     >>> key = ModelKey({"up.weight": (8, 4)})
-    >>> unlike([(Options(), key), (Options(time_limit=5.0), key)])
+    >>> mismatch_message([(Options(), key), (Options(time_limit=5.0), key)])
     'the ranks compile with different options (time_limit is 30.0 on rank 0 and 5.0 on rank 1): give all the same'
     """
-    options, key = _in_words(given[0][0]), given[0][1]
+    options, key = _option_reprs(given[0][0]), given[0][1]
     for rank, (others, other) in enumerate(given):
-        theirs = _in_words(others)
+        theirs = _option_reprs(others)
         changed = [f"{name} is {options[name]} on rank 0 and {theirs[name]} on rank {rank}" for name in options
                    if options[name] != theirs[name]]  # fmt: skip
         if changed:

@@ -13,7 +13,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from torch import nn
 
 from shardweave.ir import CaptureError
 
-# What is said of a line that stops a capture, by a word in it.
 HINTS = {
     "layerdrop": "Which layers run is drawn anew in each step: set layerdrop to 0 in the model's config.",
     "skip_the_layer": "Which layers run is drawn anew in each step: set layerdrop to 0 in the model's config.",
@@ -30,13 +28,14 @@ HINTS = {
     ".backward(": "Call backward outside of the model; where a forward needs gradients, torch.func.grad is captured.",
     "print(": "Take the print out (what a logger or warnings.warn says is left out by itself).",
 }
+"""The way out for a source line that stops a capture, by a word in that line."""
 
 
 @contextlib.contextmanager
 def traceable(model: nn.Module) -> Iterator[None]:
-    """While this runs, Dynamo passes over logging and traces recurrent layers and the models of `transformers`.
+    """While this runs, Dynamo skips logging, and traces recurrent layers and the models of `transformers`.
 
-    The model is afterwards as it was.
+    The model is restored afterwards.
     """
     _refuse_lost_dropout(model)
     with (
@@ -49,7 +48,7 @@ def traceable(model: nn.Module) -> Iterator[None]:
 
 
 def _logging_functions() -> set[Callable[..., Any]]:
-    """Every method of a logger that says something, also those that libraries add (`warning_once`); `warnings.warn`."""
+    """All methods of loggers that log, also those that libraries add (`warning_once`), and `warnings.warn`."""
     kept: set[Callable[..., Any]] = set(torch._dynamo.config.ignore_logging_functions)
     loggers = [value for value in logging.Logger.manager.loggerDict.values() if isinstance(value, logging.Logger)]
     for kind in {base for logger in [logging.getLogger(), *loggers] for base in type(logger).__mro__} - {object}:
@@ -71,7 +70,7 @@ def _refuse_lost_dropout(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _without_checks() -> Iterator[None]:
-    """Leave out the checks of values that torch's distributions and transformers make, by their own switches."""
+    """Switch off the checks of values in torch's distributions and in transformers."""
     switch = "TRANSFORMERS_DISABLE_TORCH_CHECK"
     distributions = torch.distributions.Distribution
     validates = distributions._validate_args
@@ -89,8 +88,10 @@ def _without_checks() -> Iterator[None]:
 
 
 class _Collector:
-    """What is being collected now: transformers' own is a ContextVar, or under Dynamo a variable that forgets the outer
-    model's collection when an inner one ends."""
+    """Stands for transformers' ContextVar of the current collection.
+
+    Under Dynamo, that one forgets the outer model's collection when an inner one ends.
+    """
 
     def __init__(self) -> None:
         self.current: Any = None
@@ -112,9 +113,9 @@ _INSTALLED = "_output_capturing_hooks_installed"
 
 @contextlib.contextmanager
 def _output_hooks(model: nn.Module) -> Iterator[None]:
-    """Install, and take off again, the hooks by which transformers 5 collects hidden states and attentions.
+    """Install the hooks by which transformers 5 collects hidden states and attentions, and remove them afterwards.
 
-    A model installs them in its first call that collects, behind a lock, which is not traced.
+    A model installs them in its first call that collects, under a lock that Dynamo cannot trace.
     """
     library: Any = sys.modules.get("transformers.utils.output_capturing")
     if library is None:
@@ -127,12 +128,9 @@ def _output_hooks(model: nn.Module) -> Iterator[None]:
     collector = library._active_collector
     library._active_collector = _Collector()
     try:
-        for (
-            module
-        ) in before:  # an outer model comes first, and installs those of its inner models, whether there or not
-            if isinstance(module, PreTrainedModel) and not any(
-                hasattr(inner, _INSTALLED) for inner in module.modules()
-            ):
+        for module in before:  # an outer model comes first, and installs the hooks of its inner models again
+            installed = any(hasattr(inner, _INSTALLED) for inner in module.modules())
+            if isinstance(module, PreTrainedModel) and not installed:
                 library.maybe_install_capturing_hooks(module)
         yield
     finally:
@@ -146,7 +144,7 @@ def _output_hooks(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_input_gradients(model: nn.Module) -> Iterator[None]:
-    """Let transformers' audio encoders not ask for their input's gradient, which only old checkpointing needed."""
+    """Switch off the input gradients of transformers' audio encoders, which only old checkpointing needed."""
     asking = [
         module
         for module in model.modules()
@@ -161,13 +159,13 @@ def _no_input_gradients(model: nn.Module) -> Iterator[None]:
             module._requires_grad = True  # type: ignore[assignment]
 
 
-@contextmanager
-def collected_later() -> Iterator[None]:
-    """Collect no garbage inside: a quarter of planning would be looking through graphs that are all still in use.
+@contextlib.contextmanager
+def gc_paused() -> Iterator[None]:
+    """Pause garbage collection: it took a quarter of planning, for graphs that are all still in use.
 
     Examples
     --------
-    >>> with collected_later():
+    >>> with gc_paused():
     ...     gc.isenabled()
     False
     """

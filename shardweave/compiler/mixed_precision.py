@@ -1,6 +1,6 @@
-"""A model as a capture sees it under mixed precision: parameters in their working dtype, casts at both ends.
+"""Mixed precision in a capture: parameters in their working dtype, and casts of inputs and outputs.
 
-And what casts its parameters itself, as ``torch.autocast`` does, for the same in other words.
+A model that casts its parameters itself, as under ``torch.autocast``, is brought to the same form.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ CAST = torch.ops.aten._to_copy.default
 
 @contextlib.contextmanager
 def working_copies(model: nn.Module, precision: Precision | None, fake: Any) -> Iterator[None]:
-    """While this runs, `model` has fake parameters of its working dtype, and casts its outputs.
+    """While this runs, `model` has fake parameters in the working dtype, and casts its outputs.
 
-    The model is afterwards as it was. Buffers stay as they are.
+    The parameters are restored afterwards. Buffers are not changed.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def working_copies(model: nn.Module, precision: Precision | None, fake: Any) -> 
     try:
         for module, name, master in owned:
             if master in copies:
-                setattr(module, name, copies[master])  # so, as recurrent layers keep a list of theirs
+                setattr(module, name, copies[master])  # setattr, as recurrent layers keep a list of theirs
         if (output := precision.output_dtype) is not None:
             hooks.append(model.register_forward_hook(lambda _, inputs, result: cast(result, output)))
         yield
@@ -68,8 +68,8 @@ def cast(values: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
 
 
-def take_as_given(graph: fx.Graph, given: Mapping[str, torch.dtype]) -> None:
-    """Let a captured graph take its inputs in the dtypes in which they are given, and cast them itself.
+def cast_inputs_inside(graph: fx.Graph, given: Mapping[str, torch.dtype]) -> None:
+    """Let a captured graph take its inputs in the dtypes in which users pass them, and cast them itself.
 
     Parameters
     ----------
@@ -88,10 +88,10 @@ def take_as_given(graph: fx.Graph, given: Mapping[str, torch.dtype]) -> None:
         node.meta["val"] = value.to(given[node.name])
 
 
-def take_as_cast(graph: fx.Graph, parameters: Mapping[str, str], gradients: Sequence[str]) -> None:
+def take_cast_parameters(graph: fx.Graph, parameters: Mapping[str, str], gradients: Sequence[str]) -> None:
     """Make a captured graph take parameters in the dtype that it casts them to, and return gradients in that dtype.
 
-    That is what ``torch.autocast`` in a model comes to. So each rank casts its part, and less is gathered.
+    With ``torch.autocast`` in a model, each rank then casts its shard before it is gathered.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ def take_as_cast(graph: fx.Graph, parameters: Mapping[str, str], gradients: Sequ
     for node in [node for node in graph.nodes if node.name in parameters]:
         casts, place = list(node.users), places.get(parameters[node.name])
         gradient = None if place is None else results[place]
-        if not casts or not all(_casts(user, node) for user in casts):
+        if not casts or not all(_is_cast_of(user, node) for user in casts):
             continue
         if len({user.meta["val"].dtype for user in casts}) > 1 or (
             gradient is not None and gradient.target is not CAST
@@ -123,10 +123,10 @@ def take_as_cast(graph: fx.Graph, parameters: Mapping[str, str], gradients: Sequ
                 graph.erase_node(gradient)
 
 
-def _casts(user: fx.Node, node: fx.Node) -> bool:
-    """Whether `user` is `node` in another dtype, and nothing else."""
+def _is_cast_of(user: fx.Node, node: fx.Node) -> bool:
+    """Whether `user` is `node` in another dtype, on the same device with the same strides."""
     if user.target is not CAST:
         return False
     made, own = user.meta["val"], node.meta["val"]
-    alike = (made.device, made.stride()) == (own.device, own.stride())
-    return alike and made.dtype != own.dtype and own.is_floating_point() and made.is_floating_point()
+    same_memory = (made.device, made.stride()) == (own.device, own.stride())
+    return same_memory and made.dtype != own.dtype and own.is_floating_point() and made.is_floating_point()

@@ -3,7 +3,7 @@
 OSDP (arXiv 2209.13258, Algorithm 1) plans for one batch size after another until none fits, and takes the plan with
 the most samples a second. Larger batches mostly spend less on communication for each sample, until memory forces
 slower plans. So the batch size is doubled here until nothing fits or nothing is gained. Then the interval between the
-last size that fits and the first that does not is halved a few times. Sweeps print as tables and draw themselves.
+last size that fits and the first that does not is halved a few times.
 """
 
 from __future__ import annotations
@@ -21,86 +21,17 @@ from shardweave.report import Report
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-if TYPE_CHECKING:
-    from shardweave.report import Report
 
-def explain(sweep: Sweep) -> Report:
-    """Each point: its limit, what its plan takes and holds, and whether another one is both faster and smaller."""
-    best = {id(plan) for plan in sweep.pareto}
-    open_batch = any(point.batch for point in sweep.points)
-    batch = ("batch ",) if open_batch else ()
-    columns = ("cluster", *batch, "memory limit ", "step ", "memory ", "exposed comm. ", "tokens/s ", "gap ", "")
-    rows = tuple(_row(point, point.plan is not None and id(point.plan) in best) for point in sweep.points)
-    title = f"{len(sweep.plans)} of {len(sweep.points)} points have a plan; * nothing is both faster and smaller"
-    return Report((title,), columns, rows)
-
-
-def _row(point: Point, is_best: bool) -> tuple[str, ...]:
-    cluster = f"{point.cluster.name} ({point.cluster.world_size})"
-    of_batch = (str(point.batch),) if point.batch else ()
-    limit = readable_bytes(point.memory_limit) if point.memory_limit else "the device's"
-    plan = point.plan
-    if plan is None:
-        return cluster, *of_batch, limit, "-", "-", "-", "-", "-", "nothing fits"
-    return (
-        cluster,
-        *of_batch,
-        limit,
-        readable_seconds(plan.step_time),
-        readable_bytes(plan.peak_memory),
-        readable_seconds(plan.exposed_communication),
-        f"{plan.tokens_per_second:,.0f}",
-        f"{100 * plan.gap:.2g} %",
-        "*" if is_best else "",
-    )
-
-
-def plot(sweep: Sweep, path: str | os.PathLike[str]) -> None:
-    """Step time over memory, of a sample where the batch size is open."""
-    figure = draw(sweep)
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-
-
-def draw(sweep: Sweep) -> Figure:
-    """The points, one colour a cluster, and the curve of those that nothing is both faster and smaller than."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4))
-    axes = figure.add_subplot()
-    planned = [point for point in sweep.points if point.plan is not None]
-    for name, devices in dict.fromkeys((point.cluster.name, point.cluster.world_size) for point in planned):
-        own = [point for point in planned if (point.cluster.name, point.cluster.world_size) == (name, devices)]
-        memory, times = [point.memory / 2**30 for point in own], [point.seconds * 1e3 for point in own]
-        axes.scatter(memory, times, label=f"{name}, {devices} devices", zorder=2)
-        for point in own:
-            if point.batch:
-                axes.annotate(str(point.batch), (point.memory / 2**30, point.seconds * 1e3), xytext=(4, 4),
-                              textcoords="offset points")  # fmt: skip
-    best = {id(plan) for plan in sweep.pareto}
-    curve = sorted((point for point in planned if id(point.plan) in best), key=lambda point: point.memory)
-    axes.step(
-        [point.memory / 2**30 for point in curve],
-        [point.seconds * 1e3 for point in curve],
-        where="post",
-        color="0.6",
-        zorder=1,
-    )
-    axes.set_xlabel("memory a device (GiB)")
-    axes.set_ylabel("time a sample (ms)" if any(point.batch for point in planned) else "step time (ms)")
-    axes.legend(frameon=False)
-    return figure
-
-
-What = Literal["memory", "batch"] | Sequence[float | str] | Sequence[ClusterLike]
+SweepTarget = Literal["memory", "batch"] | Sequence[float | str] | Sequence[ClusterLike]
 MEMORY_CURVE_POINTS = 8
 """The number of memory limits of a sweep over ``"memory"``, the first and the last one included."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One planning: its memory limit (0 for the device's memory), cluster, and the plan or why there is none.
+    """A memory limit (0 for the device's memory) and a cluster, with the plan or the reason why there is none.
 
-    `batch` is the batch size where that is open, else 0.
+    `batch` is the batch size in a sweep over batch sizes, else 0.
     """
 
     memory_limit: int
@@ -114,13 +45,33 @@ class Point:
 
     @property
     def seconds(self) -> float:
-        """Seconds a step, or a sample where the batch size is open; infinite without a plan."""
+        """Seconds a step, or a sample in a sweep over batch sizes; infinite without a plan."""
         return self.plan.step_time / (self.batch or 1) if self.plan is not None else math.inf
 
     @property
     def memory(self) -> int:
         """The plan's peak memory, bytes a device."""
         return self.plan.peak_memory if self.plan is not None else 0
+
+    def row(self, is_best: bool) -> tuple[str, ...]:
+        """The cells of the point in `Sweep.explain`."""
+        cluster = f"{self.cluster.name} ({self.cluster.world_size})"
+        batch = (str(self.batch),) if self.batch else ()
+        limit = readable_bytes(self.memory_limit) if self.memory_limit else "the device's"
+        plan = self.plan
+        if plan is None:
+            return cluster, *batch, limit, "-", "-", "-", "-", "-", "nothing fits"
+        return (
+            cluster,
+            *batch,
+            limit,
+            readable_seconds(plan.step_time),
+            readable_bytes(plan.peak_memory),
+            readable_seconds(plan.exposed_communication),
+            f"{plan.tokens_per_second:,.0f}",
+            f"{100 * plan.gap:.2g} %",
+            "*" if is_best else "",
+        )
 
 
 @dataclass(frozen=True)
@@ -147,7 +98,10 @@ class Sweep:
 
     @property
     def pareto(self) -> tuple[Plan, ...]:
-        """The plans than which no other is both as fast (for each sample) and as small, from the smallest on."""
+        """The Pareto curve: plans with no other one that is as fast and as small, in the order of their memory.
+
+        In a sweep over batch sizes, the time is that of one sample.
+        """
         found: list[Plan] = []
         least = math.inf
         for point in sorted(self.points, key=lambda point: (point.memory, point.seconds)):
@@ -158,7 +112,7 @@ class Sweep:
 
     @property
     def best(self) -> Plan:
-        """The fastest plan: of clusters of one price, the shape to take; of batch sizes, the fastest for each sample.
+        """The fastest plan; in a sweep over batch sizes, the fastest for each sample.
 
         Raises
         ------
@@ -172,7 +126,7 @@ class Sweep:
 
     @property
     def batch(self) -> int:
-        """The batch size of the best plan; 0 where it is not open."""
+        """The batch size of the best plan; 0 in a sweep that is not over batch sizes."""
         return self._best.batch
 
     @property
@@ -180,31 +134,58 @@ class Sweep:
         return min(self.points, key=lambda point: (point.seconds, point.memory))
 
     def explain(self) -> Report:
-        """The points as a table."""
-        # As `Plan.explain`: a report knows plans, a plan no report.
-
-        return explain(self)
+        """A table of the points; a star marks the plans of the Pareto curve."""
+        best = {id(plan) for plan in self.pareto}
+        batch = ("batch ",) if self._has_batches else ()
+        columns = ("cluster", *batch, "memory limit ", "step ", "memory ", "exposed comm. ", "tokens/s ", "gap ", "")
+        rows = tuple(point.row(id(point.plan) in best) for point in self.points)
+        title = f"{len(self.plans)} of {len(self.points)} points have a plan; * nothing is both faster and smaller"
+        return Report((title,), columns, rows)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw step time over memory, and the curve that nothing is below, into a picture."""
+        """Save a picture of step time over memory, with the Pareto curve. matplotlib draws it."""
+        self._figure().savefig(path, dpi=150, bbox_inches="tight")
 
-        plot(self, path)
+    @property
+    def _has_batches(self) -> bool:
+        return any(point.batch for point in self.points)
+
+    def _figure(self) -> Figure:
+        """The points, one colour a cluster, and the Pareto curve."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 4))
+        axes = figure.add_subplot()
+        planned = [(point, point.memory / 2**30, point.seconds * 1e3) for point in self.points if point.plan]
+        for name, devices in dict.fromkeys((point.cluster.name, point.cluster.world_size) for point, _, _ in planned):
+            own = [each for each in planned if (each[0].cluster.name, each[0].cluster.world_size) == (name, devices)]
+            axes.scatter([x for _, x, _ in own], [y for _, _, y in own], label=f"{name}, {devices} devices", zorder=2)
+            for point, memory, time in own:
+                if point.batch:
+                    axes.annotate(str(point.batch), (memory, time), xytext=(4, 4), textcoords="offset points")
+        best = {id(plan) for plan in self.pareto}
+        curve = sorted((memory, time) for point, memory, time in planned if id(point.plan) in best)
+        axes.step([x for x, _ in curve], [y for _, y in curve], where="post", color="0.6", zorder=1)
+        axes.set_xlabel("memory a device (GiB)")
+        axes.set_ylabel("time a sample (ms)" if self._has_batches else "step time (ms)")
+        axes.legend(frameon=False)
+        return figure
 
 
-Planned = Callable[[Cluster, int | None, Plan | None], Plan]
-"""Plans on a cluster, under a memory limit, beginning at a plan."""
+PlanFunction = Callable[[Cluster, int | None, Plan | None], Plan]
+"""Plans for a cluster and a memory limit, and starts its search at an earlier plan."""
 
 
-def sweep(what: What, cluster: Cluster, planned: Planned) -> Sweep:
-    """The points of a sweep, each planned from the one before.
+def sweep(what: SweepTarget, cluster: Cluster, planned: PlanFunction) -> Sweep:
+    """The points of a sweep. The search for each plan starts at the plan of the point before.
 
     Raises
     ------
     PlanError
-        `what` is none of its kinds.
+        `what` is not a target of a sweep.
     """
     if what == "memory":
-        return Sweep(_each_the_fastest([*_falling(cluster, planned)]))
+        return Sweep(_with_fastest_plans([*_memory_curve(cluster, planned)]))
     if isinstance(what, str) or not isinstance(what, Sequence) or not what:
         raise PlanError(
             f"sweep must be 'memory', 'batch', memory limits, or clusters, got {what!r}: for example "
@@ -217,7 +198,7 @@ def sweep(what: What, cluster: Cluster, planned: Planned) -> Sweep:
             found.append(_point(cluster, _bytes(each), last, planned))
         else:
             found.append(_point(Cluster.of(each), None, None, planned))
-    return Sweep(_each_the_fastest(found))
+    return Sweep(_with_fastest_plans(found))
 
 
 def _bytes(limit: float | str) -> int:
@@ -227,8 +208,8 @@ def _bytes(limit: float | str) -> int:
         raise PlanError(f"a memory limit of a sweep is in bytes, or a size such as '20GB': {error}") from error
 
 
-def _each_the_fastest(points: Sequence[Point]) -> tuple[Point, ...]:
-    """The points, each with the fastest plan found that fits it: one of less memory is a plan for more, too."""
+def _with_fastest_plans(points: Sequence[Point]) -> tuple[Point, ...]:
+    """The points, each with the fastest of all plans on its cluster that fits its memory limit."""
     found = []
     for point in points:
         same = [other.plan for other in points if other.plan is not None and other.cluster is point.cluster]
@@ -241,11 +222,11 @@ def _each_the_fastest(points: Sequence[Point]) -> tuple[Point, ...]:
     return tuple(found)
 
 
-def _falling(cluster: Cluster, planned: Planned) -> Iterator[Point]:
-    """Memory limits from that of the fastest plan down to the smallest possible, in equal ratios."""
+def _memory_curve(cluster: Cluster, planned: PlanFunction) -> Iterator[Point]:
+    """Points from the memory of the fastest plan down to the smallest possible memory, in equal ratios."""
     first = planned(cluster, None, None)
     yield Point(first.memory_limit, cluster, first)
-    least = _smallest(cluster, planned)
+    least = _smallest_memory(cluster, planned)
     ratio = (least / first.peak_memory) ** (1 / (MEMORY_CURVE_POINTS - 1))
     last = first
     for index in range(1, MEMORY_CURVE_POINTS):
@@ -255,8 +236,8 @@ def _falling(cluster: Cluster, planned: Planned) -> Iterator[Point]:
         last = point.plan or last
 
 
-def _smallest(cluster: Cluster, planned: Planned) -> int:
-    """The smallest memory that some plan does with."""
+def _smallest_memory(cluster: Cluster, planned: PlanFunction) -> int:
+    """The peak memory of the plan that needs the least, in bytes."""
     try:
         return planned(cluster, 1, None).peak_memory
     except InfeasibleError as error:
@@ -265,7 +246,7 @@ def _smallest(cluster: Cluster, planned: Planned) -> int:
         return error.needed_bytes
 
 
-def _point(cluster: Cluster, limit: int | None, start: Plan | None, planned: Planned) -> Point:
+def _point(cluster: Cluster, limit: int | None, start: Plan | None, planned: PlanFunction) -> Point:
     try:
         plan = planned(cluster, limit, start)
     except InfeasibleError as error:
@@ -274,10 +255,10 @@ def _point(cluster: Cluster, limit: int | None, start: Plan | None, planned: Pla
 
 
 MIN_DOUBLING_GAIN = 0.01
-"""The part of a sample's time that twice the batch has to save for four times of it to be looked at."""
+"""Doubling of the batch size stops when it saves less than this fraction of a sample's time."""
 
 MAX_HALVINGS = 3
-"""How often sizes between one that fits and one that does not are halved."""
+"""Halvings of the interval between the largest batch size that fits and the smallest that does not."""
 
 
 def batches(cluster: Cluster, memory_limit: int, planned: Callable[[int], Plan]) -> Sweep:
@@ -286,9 +267,9 @@ def batches(cluster: Cluster, memory_limit: int, planned: Callable[[int], Plan])
     Parameters
     ----------
     memory_limit : int
-        Of the plans.
+        The limit of all plans, in bytes a device.
     planned : callable
-        From a number of samples, a global batch, to its plan.
+        Takes a global batch size, in samples, and returns its plan.
     """
     points: dict[int, Point] = {}
 
@@ -302,11 +283,13 @@ def batches(cluster: Cluster, memory_limit: int, planned: Callable[[int], Plan])
             points[size] = Point(memory_limit, cluster, plan, "", size)
         return points[size].seconds
 
+    # 1. Start with one sample a device, or with fewer where that does not fit. `low` fits, `high` does not.
     low, high = cluster.world_size, 0
     last = seconds(low)
     while last == math.inf and low > 1:
         low, high = low // 2, low
         last = seconds(low)
+    # 2. Double until nothing fits or little is gained.
     while not high and last < math.inf:
         found = seconds(2 * low)
         if found == math.inf:
@@ -315,9 +298,10 @@ def batches(cluster: Cluster, memory_limit: int, planned: Callable[[int], Plan])
             low, gained, last = 2 * low, found <= last * (1 - MIN_DOUBLING_GAIN), found
             if not gained:
                 break
+    # 3. Halve the interval between the last size that fits and the first that does not.
     for _ in range(MAX_HALVINGS if last < math.inf else 0):
         middle = (low + high) // 2
-        middle -= middle % min(cluster.world_size, low)  # of which each device has as many
+        middle -= middle % min(cluster.world_size, low)  # all devices get the same number of samples
         if not low < middle < high:
             break
         low, high = (low, middle) if seconds(middle) == math.inf else (middle, high)

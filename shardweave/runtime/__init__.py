@@ -11,7 +11,7 @@ from shardweave.runtime.execute import boxed
 from shardweave.runtime.initialise import initialise, initialised
 from shardweave.runtime.launch import WorkerPool, launch
 from shardweave.runtime.module import ParallelModule, Step, agreed_seed, become_parallel, compare_graphs
-from shardweave.runtime.module_tree import named_tensors
+from shardweave.runtime.module_tree import copy_with_tensors, named_tensors
 
 __all__ = [
     "Batch",
@@ -25,6 +25,7 @@ __all__ = [
     "become_parallel",
     "boxed",
     "compare_graphs",
+    "copy_with_tensors",
     "group_of_calls",
     "initialise",
     "initialised",

@@ -1,12 +1,11 @@
 """Initial values of a model on the meta device: drawn as one device draws them, one module at a time, on every rank.
 
-Initialisers run on CPU tensors that take memory only while they are used. This is the only module that touches torch's
+Initialisers run on CPU tensors that have memory only while they are used. This is the only module that touches torch's
 dispatch modes and the size of storages.
 """
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -18,26 +17,26 @@ from torch.utils._pytree import tree_iter
 
 from shardweave.distributed import Control, control, control_of, run_on_all_ranks
 from shardweave.ir import Layout, ParallelError
-from shardweave.runtime.module import ParallelModule, _from_all
-from shardweave.runtime.module_tree import named_tensors
+from shardweave.runtime.module import ParallelModule, gather_values
+from shardweave.runtime.module_tree import copy_with_tensors, named_tensors
 from shardweave.runtime.parameters import local_part, local_tensor
 from shardweave.runtime.tensor import gather
 
-Named = list[tuple[str, torch.Tensor]]
+NamedTensors = list[tuple[str, torch.Tensor]]
+Init = Callable[[nn.Module], object]
 
 
-class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A copy of `model` whose tensors are on the CPU, without memory until an op meets one of them.
+class LazyStorageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A copy of `model` on the CPU whose tensors get memory, and a value, at the first op on them inside this mode.
 
-    Inside of this mode, the first op on a tensor (or on a view of it) gives it memory, and `fetch` its value. Only
-    what an op really meets gets any: a loop over the names of all parameters does not count. `release` takes it away.
+    Tensors that no op takes get none, so a loop over all parameters allocates nothing. `release` frees the memory.
 
     Parameters
     ----------
     model : nn.Module
-        Stays as it is; on the meta device or not.
+        Is not changed; may be on the meta device.
     fetch : callable
-        From a key and a name to the value that the tensor has now; None for one that has none yet.
+        Takes the id of a storage and a tensor's name; returns the tensor's value, or None if it has none yet.
 
     Attributes
     ----------
@@ -49,93 +48,81 @@ class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._fetch = fetch
         self._sizes: dict[int, int] = {}
-        self._members: dict[int, Named] = {}
-        self._whole: dict[int, torch.UntypedStorage] = {}
+        self._tensors: dict[int, NamedTensors] = {}
+        self._allocated: dict[int, torch.UntypedStorage] = {}
         self._written: set[int] = set()
         storages: dict[int, torch.UntypedStorage] = {}
-        made: dict[int, Any] = {}  # deepcopy's memo: it takes these for the model's own tensors
-        for name, tensor in named_tensors(model):
-            if id(tensor) in made:
-                continue
+
+        def unallocated(name: str, tensor: torch.Tensor) -> torch.Tensor:
             size = tensor.untyped_storage().nbytes()
-            storage = storages.setdefault(
-                key_of(tensor), torch.empty(size, dtype=torch.uint8, device="cpu").untyped_storage()
-            )
+            storage = storages.setdefault(storage_id(tensor), torch.empty(size, dtype=torch.uint8).untyped_storage())
             value = torch.empty(0, dtype=tensor.dtype, device="cpu")
             value.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-            twin = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-            twin.__dict__.update(tensor.__dict__)
-            made[id(tensor)] = twin
-            self._members.setdefault(id(storage), []).append((name, twin))
+            self._tensors.setdefault(id(storage), []).append((name, value))
             self._sizes[id(storage)] = size
             storage.resize_(0)
-        self.model = copy.deepcopy(model, made)
+            return value
 
-    def release(self, done: Callable[[int, Named], object]) -> None:
-        """Take all memory back; before, `done` gets the key of each tensor that was written, and its names."""
-        while self._whole:
-            key, storage = self._whole.popitem()
+        self.model = copy_with_tensors(model, unallocated)
+
+    def release(self, done: Callable[[int, NamedTensors], object]) -> None:
+        """Free all memory. Before that, `done` gets the id of each storage that was written, and its named tensors."""
+        while self._allocated:
+            key, storage = self._allocated.popitem()
             if key in self._written:
-                done(key, [(name, tensor.detach()) for name, tensor in self._members[key]])
+                done(key, self._tensors[key])
             storage.resize_(0)
         self._written.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         for value in tree_iter((args, kwargs)):
-            if isinstance(value, torch.Tensor) and key_of(value) in self._members:
-                self._fill(key_of(value), value.untyped_storage())
-        for argument, value in zip(func._schema.arguments, args):
-            self._note_write(argument, value)
-        for argument in func._schema.arguments[len(args) :]:
-            self._note_write(argument, (kwargs or {}).get(argument.name))
-        return func(*args, **(kwargs or {}))
+            if isinstance(value, torch.Tensor) and storage_id(value) in self._tensors:
+                self._allocate(storage_id(value), value.untyped_storage())
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[index] if index < len(args) else kwargs.get(argument.name)
+                self._written.update(storage_id(x) for x in tree_iter(written) if isinstance(x, torch.Tensor))
+        return func(*args, **kwargs)
 
-    def _note_write(self, argument: Any, value: Any) -> None:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            self._written.update(key_of(tensor) for tensor in tree_iter(value) if isinstance(tensor, torch.Tensor))
-
-    def _fill(self, key: int, storage: torch.UntypedStorage) -> None:
-        if key in self._whole:
+    def _allocate(self, key: int, storage: torch.UntypedStorage) -> None:
+        if key in self._allocated:
             return
         storage.resize_(self._sizes[key])
-        self._whole[key] = storage
-        for name, tensor in self._members[key]:
+        self._allocated[key] = storage
+        for name, tensor in self._tensors[key]:
             value = self._fetch(key, name)
             if value is not None:
-                tensor.detach().copy_(value)
-            else:  # not a number: what is left of it shows that nobody initialised it
-                tensor.detach().fill_(torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0)
+                tensor.copy_(value)
+            else:  # an entry that is still NaN afterwards was not initialised
+                tensor.fill_(torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0)
 
 
-def key_of(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
     """The identity of a tensor's storage, which its views share."""
     return id(tensor.untyped_storage())
-
-
-Init = Callable[[nn.Module], object]
-Turn = tuple[nn.Module, Init]
 
 
 def initialise(parallel: nn.Module, model: nn.Module, seed: int = 0, init: Init | None = None) -> None:
     """Initialise the parameters and buffers of `parallel`, bit for bit as `initialised` does.
 
-    Every rank draws all of them on the CPU with the same random numbers, keeps its own parts and lets the rest go
-    after each module: of a model that was built under ``torch.device("meta")`` no more than one module's tensors are
-    ever whole. Collective. torch's own random state stays as it is.
+    Every rank draws all values on the CPU with the same random numbers, module by module, and keeps its own parts. No
+    more than one module's tensors are whole at a time, if the model was built under ``torch.device("meta")``.
+    Collective. torch's own random state is not changed.
 
     Parameters
     ----------
     parallel : ParallelModule
-        What `compile_parallel` made of `model`.
+        The result of `compile_parallel` for `model`.
     model : nn.Module
-        The model, on the meta device or not; it stays as it is. Tensors of it that have values (buffers that were
-        not made on the meta device) keep them, unless an initialiser writes them.
+        The model, on the meta device or not; it is not changed. Tensors that have values (buffers that were not made
+        on the meta device) keep them, unless an initialiser writes them.
     seed : int
         The same on all ranks.
     init : callable, optional
-        Initialises the tensors of one module; called as ``model.apply(init)`` does, instead of what is the default:
-        ``_init_weights``, in `transformers`' order, for its models, ``reset_parameters()`` in the order of
-        ``model.modules()`` for all other modules.
+        Initialises the tensors of one module; called as ``model.apply(init)`` does. By default models of
+        `transformers` are initialised by ``_init_weights`` in that library's order, other modules by
+        ``reset_parameters()`` in the order of ``model.modules()``.
 
     Raises
     ------
@@ -153,14 +140,16 @@ def initialise(parallel: nn.Module, model: nn.Module, seed: int = 0, init: Init 
     >>> torch.equal(parallel.get_parameter("0.weight"), sw.initialised(model, seed=1)[0].weight)
     True
     """
-    run_on_all_ranks(control_for(parallel), "initialise", lambda: fill(compiled_module(parallel), model, seed, init))
+    run_on_all_ranks(
+        control_for(parallel), "initialise", lambda: initialise_tensors(compiled_module(parallel), model, seed, init)
+    )
 
 
 def initialised(model: nn.Module, seed: int = 0, init: Init | None = None) -> nn.Module:
-    """A copy of `model`, on the CPU and whole, with first values: what `initialise` gives to many devices.
+    """A whole copy of `model` on the CPU, with the initial values that `initialise` gives to many devices.
 
-    It is what ``torch.manual_seed(seed)``, ``model.to_empty(device="cpu")`` and the initialisers, called one after
-    another, give. A tensor that several modules share has the value from the first of them.
+    They are those of ``torch.manual_seed(seed)``, ``model.to_empty(device="cpu")`` and the initialisers, called one
+    after another. A tensor that several modules share has the value from the first of them.
 
     Parameters
     ----------
@@ -181,49 +170,50 @@ def initialised(model: nn.Module, seed: int = 0, init: Init | None = None) -> nn
     >>> torch.equal(initialised(nn.Linear(8, 8, device="meta"), seed=3).weight, model.weight)
     True
     """
-    made: dict[int, Any] = {}  # deepcopy's memo: it takes these for the model's own tensors
-    for _, tensor in named_tensors(model):
-        if id(tensor) not in made:
-            value = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu().clone()
-            made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-    result = copy.deepcopy(model, made)
-    places = dict(named_tensors(result))
-    _draw(model, seed, init, lambda name: places[name].detach(), lambda name, whole: places[name].copy_(whole))
+    result = copy_with_tensors(
+        model, lambda _, x: torch.empty_like(x, device="cpu") if x.is_meta else x.detach().cpu().clone()
+    )
+    tensors = dict(named_tensors(result))
+    _run_initialisers(
+        model, seed, init, lambda name: tensors[name].detach(), lambda name, value: tensors[name].copy_(value)
+    )
     return result
 
 
-def fill(
+def initialise_tensors(
     parallel: ParallelModule, model: nn.Module, seed: int, init: Init | None, only: Collection[str] | None = None
 ) -> None:
-    """As `initialise`; with `only` just these names, by the modules that have them. Collective."""
-    places, theirs = dict(named_tensors(parallel)), dict(named_tensors(model))
-    different = [
+    """As `initialise`; with `only`, the modules with these names run, and the other tensors are kept. Collective."""
+    # 1. Compare the ranks' seeds and models.
+    ours, theirs = dict(named_tensors(parallel)), dict(named_tensors(model))
+    different = sorted(
         name
-        for name in {**places, **theirs}
-        if name not in places or name not in theirs or places[name].shape != theirs[name].shape
-    ]
-    seeds = _from_all((seed, sorted(different)), parallel.mesh.timeout)
+        for name in {**ours, **theirs}
+        if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape
+    )
+    given = gather_values((seed, different), parallel.mesh.timeout)
     if different:
         raise ParallelError(
-            f"{', '.join(sorted(different))}: not in both the compiled and the given model, or in another shape: give "
-            "the model that was compiled"
+            f"{', '.join(different)}: not in both the compiled and the given model, or in another shape: give the "
+            "model that was compiled"
         )
-    if any(other != seeds[0] for other in seeds):
-        listed = [other for other, _ in seeds]
-        raise ParallelError(f"initialise expects one seed and one model on all ranks, got the seeds {listed}")
+    if any(other != given[0] for other in given):
+        seeds = [other for other, _ in given]
+        raise ParallelError(f"initialise expects one seed and one model on all ranks, got the seeds {seeds}")
+    # 2. Run the initialisers, and keep this rank's part of each value.
     coordinates = parallel.mesh.mesh.coordinates(parallel.mesh.rank)
 
     def layout(name: str) -> Layout:
         return parallel.layout_of(name, theirs[name].shape)
 
     def read(name: str) -> torch.Tensor:
-        return gather(places[name], layout(name), parallel.mesh, name)
+        return gather(ours[name], layout(name), parallel.mesh, name)
 
-    def keep(name: str, whole: torch.Tensor) -> None:
+    def write(name: str, value: torch.Tensor) -> None:
         if only is None or name in only:
-            local_tensor(places[name]).detach().copy_(local_part(whole, layout(name), coordinates))
+            local_tensor(ours[name]).detach().copy_(local_part(value, layout(name), coordinates))
 
-    _draw(model, seed, init, read, keep, only)
+    _run_initialisers(model, seed, init, read, write, only)
     parallel.unset.clear() if only is None else parallel.unset.difference_update(only)
 
 
@@ -244,47 +234,50 @@ def control_for(parallel: nn.Module) -> Control | None:
     return control_of(found.mesh) if isinstance(found, ParallelModule) else control()
 
 
-def _draw(
+def _run_initialisers(
     model: nn.Module,
     seed: int,
     init: Init | None,
     read: Callable[[str], torch.Tensor],
-    keep: Callable[[str, torch.Tensor], object],
+    write: Callable[[str, torch.Tensor], object],
     only: Collection[str] | None = None,
 ) -> None:
-    """Run the initialisers of `model`; call `keep` with the tensors of each module after its initialiser."""
+    """Run the initialisers of `model` on a lazy copy; `write` each module's values after its initialiser.
+
+    A module that uses a tensor of another module gets its value from `read`.
+    """
     given = dict(named_tensors(model))
-    made: set[int] = set()
-    owned: set[int] = set()
-    own: set[int] = set()  # of the module whose turn it is
+    initialised: set[int] = set()  # storages that some module has written
+    owned: set[int] = set()  # storages that one of their own modules has written
+    own: set[int] = set()  # storages of the module that is initialised now
 
     def fetch(key: int, name: str) -> torch.Tensor | None:
         if key in own & owned:
             return None
-        if key in made:
+        if key in initialised:
             return read(name)
         return None if given[name].is_meta else given[name].detach()
 
-    def done(key: int, values: Named) -> None:
-        if key in own & owned:  # the module drew numbers as it would by itself, but the first owner's count
+    def done(key: int, values: NamedTensors) -> None:
+        if key in own & owned:  # a shared tensor: the values of its first module count
             return
-        unfinished[key] = any(bool(whole.isnan().any()) for _, whole in values)
-        for name, whole in values:
-            keep(name, whole)
-        made.add(key)
+        unfinished[key] = any(bool(value.isnan().any()) for _, value in values)
+        for name, value in values:
+            write(name, value)
+        initialised.add(key)
         owned.update({key} & own)
 
-    hollow = Hollow(model, fetch)
-    wanted = {name: key_of(tensor) for name, tensor in named_tensors(hollow.model) if only is None or name in only}
+    lazy = LazyStorageMode(model, fetch)
+    wanted = {name: storage_id(tensor) for name, tensor in named_tensors(lazy.model) if only is None or name in only}
     unfinished = {key: given[name].is_meta for name, key in wanted.items()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(seed)
-        for module, start in _turns(hollow.model, init):
-            own = {key_of(tensor) for tensor in _direct(module)}
+        for module, initialiser in _initialisers(lazy.model, init):
+            own = {storage_id(x) for x in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
             if only is None or not own.isdisjoint(wanted.values()):
-                with hollow:
-                    start(module)
-                hollow.release(done)
+                with lazy:
+                    initialiser(module)
+                lazy.release(done)
     missing = [name for name, key in wanted.items() if unfinished[key]]
     if missing:
         raise ParallelError(
@@ -293,39 +286,26 @@ def _draw(
         )
 
 
-def _turns(model: nn.Module, init: Init | None) -> Iterator[Turn]:
-    """Every module once, in the order of initialisation, with what initialises it."""
+def _initialisers(model: nn.Module, init: Init | None) -> Iterator[tuple[nn.Module, Init]]:
+    """Each module once, with its initialiser, in the order of initialisation."""
+    library: Any = sys.modules.get("transformers.modeling_utils")  # not imported here
     seen: set[nn.Module] = set()
 
-    def visit(module: nn.Module, owner: Any) -> Iterator[Turn]:
+    def visit(module: nn.Module, pretrained: Any) -> Iterator[tuple[nn.Module, Init]]:
         if module in seen:
             return
         seen.add(module)
-        owner = module if _is_pretrained(module) else owner
-        last = init or (owner and owner._init_weights)
-        if not last and isinstance(module, nn.MultiheadAttention):  # its own name for it; it writes its child's too
-            last = _reset_attention
+        if library is not None and isinstance(module, library.PreTrainedModel):
+            pretrained = module
+        after_children = init or (pretrained and pretrained._init_weights)
+        if not after_children and isinstance(module, nn.MultiheadAttention):  # it writes its child's tensors, too
+            after_children = nn.MultiheadAttention._reset_parameters
         reset = getattr(module, "reset_parameters", None)
-        if not last and reset is not None:
+        if not after_children and reset is not None:
             yield module, lambda _: reset()
         for child in module.children():
-            yield from visit(child, owner)
-        if last:
-            yield module, last
+            yield from visit(child, pretrained)
+        if after_children:
+            yield module, after_children
 
     return visit(model, None)
-
-
-def _is_pretrained(module: nn.Module) -> bool:
-    """Whether `module` is a model of `transformers`; without importing it."""
-    library: Any = sys.modules.get("transformers.modeling_utils")
-    return library is not None and isinstance(module, library.PreTrainedModel)
-
-
-def _reset_attention(module: nn.MultiheadAttention) -> None:
-    module._reset_parameters()
-
-
-def _direct(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)

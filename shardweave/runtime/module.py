@@ -355,7 +355,7 @@ class ParallelModule(nn.Module):
         ParallelError
             On all ranks, if they give different seeds: replicas of a value would draw different numbers.
         """
-        seeds = _from_all(seed, self.mesh.timeout)
+        seeds = gather_values(seed, self.mesh.timeout)
         if len(set(seeds)) > 1:
             raise ParallelError(f"manual_seed expects one seed on all ranks, got {seeds}: give all the same")
         self._seeds = Seeds(seed)
@@ -578,7 +578,7 @@ def compare_graphs(step: Step, timeout: timedelta | None = None) -> int:
         A seed on which the ranks agree: rank 0's of torch.
     """
     mine = step.spec.graph_hash or sha256(step.forward.code.encode()).hexdigest()
-    hashes, seeds = zip(*_from_all((mine, torch.initial_seed()), timeout), strict=True)
+    hashes, seeds = zip(*gather_values((mine, torch.initial_seed()), timeout), strict=True)
     if len(set(hashes)) > 1:
         ranks = {value: [rank for rank, other in enumerate(hashes) if other == value] for value in hashes}
         listed = "; ".join(f"ranks {ranks[value]}: {value[:12]}" for value in ranks)
@@ -591,10 +591,10 @@ def compare_graphs(step: Step, timeout: timedelta | None = None) -> int:
 
 def agreed_seed(timeout: timedelta | None = None) -> int:
     """The seed that rank 0 gave torch. Collective."""
-    return int(_from_all(torch.initial_seed(), timeout)[0])
+    return int(gather_values(torch.initial_seed(), timeout)[0])
 
 
-def _from_all(value: Any, timeout: timedelta | None = None) -> list[Any]:
+def gather_values(value: Any, timeout: timedelta | None = None) -> list[Any]:
     """The values of all ranks, in their order; `value` alone where no other rank runs."""
     return gather_from_ranks(value, "a comparison of what the ranks were given", timeout)
 

@@ -15,7 +15,7 @@ import functools
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -355,6 +355,21 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters and buffers, under all names that each has."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
+
+
+def copy_with_tensors(model: nn.Module, replace: Callable[[str, torch.Tensor], torch.Tensor]) -> nn.Module:
+    """A deep copy of `model` in which `replace`, called with names and tensors, returns the values of all tensors.
+
+    Tied tensors stay tied, and keep the attributes that users gave them.
+    """
+    memo: dict[int, Any] = {}  # deepcopy's: it takes these for copies of the model's tensors
+    for name, tensor in named_tensors(model):
+        if id(tensor) not in memo:
+            value = replace(name, tensor)
+            made = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+            vars(made).update(vars(tensor))
+            memo[id(tensor)] = made
+    return copy.deepcopy(model, memo)
 
 
 def submodule(root: nn.Module, path: str) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import nn
 
 import shardweave as sw
 from shardweave.demo.model import GPT
-from shardweave.runtime.initialise import Hollow
+from shardweave.runtime.initialise import LazyStorageMode
 from shardweave.runtime.launch import WorkerPool
 from tests.models import TODAY, ZOO, Case, gpt, llama
 
@@ -149,16 +149,16 @@ def test_an_own_initialiser_is_applied_as_torch_does() -> None:
 # On ranks.
 
 
-class Counted(Hollow):
-    """Counts how many bytes are whole at a time."""
+class Counted(LazyStorageMode):
+    """Records the most bytes allocated at a time."""
 
     largest = 0
 
-    def _fill(self, key: int, storage: torch.UntypedStorage) -> None:
-        super()._fill(key, storage)
-        for key, members in self._members.items():
-            assert key in self._whole or not any(tensor.untyped_storage().nbytes() for _, tensor in members)
-        Counted.largest = max(Counted.largest, sum(storage.nbytes() for storage in self._whole.values()))
+    def _allocate(self, key: int, storage: torch.UntypedStorage) -> None:
+        super()._allocate(key, storage)
+        for key, tensors in self._tensors.items():
+            assert key in self._allocated or not any(tensor.untyped_storage().nbytes() for _, tensor in tensors)
+        Counted.largest = max(Counted.largest, sum(storage.nbytes() for storage in self._allocated.values()))
 
 
 def largest_module(model: nn.Module) -> int:
@@ -191,7 +191,7 @@ def assert_initialised(build: Callable[[], nn.Module], batch: Any, force: Any, i
 def initialises(names: list[str], plans: list[str]) -> None:
     from shardweave.runtime import initialise
 
-    initialise.__globals__["Hollow"] = Counted  # this process is forked for this run
+    initialise.__globals__["LazyStorageMode"] = Counted  # this process is forked for this run
     for name in names:
         case: Case = CASES[name]
         for plan in plans:
@@ -210,7 +210,7 @@ def test_ranks_have_their_parts_of_it(pool: WorkerPool, names: list[str], plans:
 def odd_ones() -> None:
     from shardweave.runtime import initialise
 
-    initialise.__globals__["Hollow"] = Counted
+    initialise.__globals__["LazyStorageMode"] = Counted
     assert_initialised(Scaled, {"x": torch.randn(8, 8)}, {"*": "zdp"}, own_init)
     assert_initialised(Recomputed, {"x": torch.randn(8, 8)}, {"*": "zdp"})
     model = on_meta(Computed)

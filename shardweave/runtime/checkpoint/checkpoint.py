@@ -2,10 +2,10 @@
 
 They are checkpoints of ``torch.distributed.checkpoint``, with checksums beside them.
 
-- *Folders.* A save of ``name`` is written to ``.name.saving``, which takes its place when all ranks are done, so that
-  one whole checkpoint exists whatever ends the program. Between two renames the older one is ``.name.old``.
+- A save of ``name`` is written to the folder ``.name.saving``, which replaces ``name`` when all ranks are done. Between
+  two renames the previous checkpoint is ``.name.old``. So a whole checkpoint exists whenever the program ends.
 - A load reads everything first, and changes the model only when all ranks have read their parts.
-- Saves in the background run one at a time, and their errors are raised by the next save or `Saving.wait`.
+- Saves in the background run one at a time; the next save or `Saving.wait` raises their errors.
 """
 
 from __future__ import annotations
@@ -33,27 +33,28 @@ from shardweave.runtime.checkpoint.state import Part, StatePath, Values, Writer,
 from shardweave.runtime.module import ParallelModule
 
 
-def hidden_beside(target: Path) -> Path:
-    """Where a save to `target` is written."""
+def _unfinished(target: Path) -> Path:
+    """The folder to which a save to `target` is written."""
     return target.with_name(f".{target.name}.saving")
 
 
-def _old_beside(target: Path) -> Path:
+def _previous(target: Path) -> Path:
+    """The place of the previous checkpoint while a save to `target` replaces it."""
     return target.with_name(f".{target.name}.old")
 
 
-def settle(target: Path) -> None:
-    """Clean up after an interrupted save: restore the old checkpoint, delete a partial one."""
-    old, hidden = _old_beside(target), hidden_beside(target)
-    if old.exists() and not target.exists():
-        os.rename(old, target)
-    for rest in (old, hidden):
-        if rest.exists():
-            shutil.rmtree(rest)
+def _recover(target: Path) -> None:
+    """Clean up after an interrupted save: restore the previous checkpoint, delete an unfinished one."""
+    previous, unfinished = _previous(target), _unfinished(target)
+    if previous.exists() and not target.exists():
+        os.rename(previous, target)
+    for folder in (previous, unfinished):
+        if folder.exists():
+            shutil.rmtree(folder)
     if target.exists():
         _check_is_folder(target)
-        own = (METADATA, CHECKSUMS)
-        others = [entry.name for entry in target.iterdir() if entry.name not in own and entry.suffix != SUFFIX]
+        names = [entry.name for entry in target.iterdir()]
+        others = [name for name in names if name not in (METADATA, CHECKSUMS) and not name.endswith(SUFFIX)]
         if others:
             raise ParallelError(
                 f"{target} holds more than a checkpoint ({', '.join(sorted(others)[:5])}), which saving over it would "
@@ -61,20 +62,20 @@ def settle(target: Path) -> None:
             )
 
 
-def install(hidden: Path, target: Path) -> None:
-    """Put `hidden` in the place of `target`. Ended between the renames, the old one is found where it is then."""
-    old = _old_beside(target)
-    _sync(hidden)
+def _commit(unfinished: Path, target: Path) -> None:
+    """Replace `target` by the finished save. `_find_checkpoint` knows the state between the two renames."""
+    previous = _previous(target)
+    _sync(unfinished)
     if target.exists():
-        os.rename(target, old)
+        os.rename(target, previous)
     try:
-        os.rename(hidden, target)
+        os.rename(unfinished, target)
     except OSError:
-        if old.exists():
-            os.rename(old, target)
+        if previous.exists():
+            os.rename(previous, target)
         raise
     _sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)  # the new one is in place; what stays is removed, or named, by the next save
+    shutil.rmtree(previous, ignore_errors=True)  # the next save removes what is left, or says why it cannot
 
 
 def _check_is_folder(target: Path) -> None:
@@ -83,7 +84,7 @@ def _check_is_folder(target: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
+    """Flush the directory entries of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -91,19 +92,19 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def find(target: Path) -> Path:
-    """The checkpoint at `target`, or the one before it where a save was ended between its renames.
+def _find_checkpoint(target: Path) -> Path:
+    """The checkpoint at `target`, or the previous one if a save ended between its renames.
 
     Raises
     ------
     CheckpointNotFound
         If there is none.
     ParallelError
-        If there is one without its metadata, or a file. That is not reported as a checkpoint that was not found:
-        a program that begins anew then would save over what is left of it.
+        If its metadata are missing, or `target` is a file. This is no CheckpointNotFound, on which a program may start
+        again and save over the damaged checkpoint.
     """
-    old = _old_beside(target)
-    source = old if old.exists() and not target.exists() else target
+    previous = _previous(target)
+    source = previous if previous.exists() and not target.exists() else target
     if (source / METADATA).exists():
         return source
     if source.exists():
@@ -125,10 +126,10 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
 ) -> Saving:
-    """Save a parallel model, and the state of its optimizer, as a checkpoint that any plan and world can go on from.
+    """Save a parallel model and the state of its optimizer. Any plan and any number of ranks can load the checkpoint.
 
-    Collective: all ranks call it, with the same folder, on a file system that they share. A checkpoint that is there
-    already stays whole until this one is. What a failed save left is removed by the next one to the same folder.
+    Collective: all ranks call it, with the same folder, on a file system that they share. A checkpoint in `folder` is
+    replaced when the new one is complete. The next save to the same folder removes the files of a failed save.
 
     Parameters
     ----------
@@ -138,25 +139,25 @@ def save_checkpoint(
     parallel : ParallelModule
         Its parameters, persistent buffers and the state of its random draws are saved.
     optimizer : torch.optim.Optimizer, optional
-        One on the model's parameters. Its state and its groups with their hyperparameters are saved.
+        An optimizer of the model's parameters. Its state and its groups with their hyperparameters are saved.
     extra : mapping, optional
-        Plain Python values, tensors and NumPy arrays, such as the step or a scheduler's state. Rank 0's is kept. Other
-        classes have to be allowed, here and where it is loaded, with ``torch.serialization.add_safe_globals``.
+        Plain Python values, tensors and NumPy arrays of rank 0, such as the step or a scheduler's state. Other classes
+        must be allowed with ``torch.serialization.add_safe_globals``, here and at the load.
     asynchronous : bool
-        Return as soon as the tensors are copied to memory, and write in the background. What is saved is the state at
+        Return as soon as the tensors are copied to memory, and write in the background. The checkpoint has the state at
         the call. The next save or load waits for it.
 
     Returns
     -------
     Saving
-        Its `wait` returns when the checkpoint is in place: at once, unless `asynchronous`.
+        Its `wait` returns when the checkpoint is complete: at once, unless `asynchronous`.
 
     Raises
     ------
     ParallelError
-        On all ranks, if something cannot be saved, if the disk is full or the folder cannot be written, or if the
-        folder holds anything but a checkpoint. Also if the save before this one failed in the background. Nothing is
-        saved then, and the checkpoint that was there stays as it was.
+        On all ranks, if a value cannot be saved, if the disk is full or the folder cannot be written, if the folder has
+        other files than a checkpoint, or if the previous save failed in the background. Nothing is saved then, and the
+        checkpoint in `folder` is not changed.
 
     Examples
     --------
@@ -171,10 +172,10 @@ def save_checkpoint(
         values = states.collect(parallel, optimizer, extra or {}, asynchronous)
         return str(Path(folder).resolve())
 
-    where = run_checkpoint_step(group, prepare)
-    if len(set(where)) > 1:
-        raise ParallelError(f"the ranks give different folders to save to, {sorted(set(where))}: give all the same")
-    target = Path(where[0])
+    folders = run_checkpoint_step(group, prepare)
+    if len(set(folders)) > 1:
+        raise ParallelError(f"the ranks give different folders to save to, {sorted(set(folders))}: give all the same")
+    target = Path(folders[0])
     saving = Saving(target, lambda: _write(values, target, group, parallel.mesh.rank))
     saving.start()
     if not asynchronous:
@@ -185,169 +186,169 @@ def save_checkpoint(
 def load_checkpoint(
     folder: str | os.PathLike[str], parallel: ParallelModule, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Load a checkpoint into a parallel model, and its optimizer, whatever plan and number of ranks saved it.
+    """Load a checkpoint into a parallel model and its optimizer. Any plan and any number of ranks may have saved it.
 
-    Collective. Every byte that is read is compared with the checksums that `save_checkpoint` wrote; there is one
-    warning for a checkpoint without them, of an older version or of torch alone. No code in a checkpoint is run.
+    Collective. Every byte is compared with the checksums that `save_checkpoint` wrote. A checkpoint without checksums,
+    from an older version or from torch alone, is loaded with one warning. No code in a checkpoint is run.
 
     Parameters
     ----------
     folder : path
-        What `save_checkpoint` was given.
+        The folder of `save_checkpoint`.
     parallel : ParallelModule
         Gets the values; names, shapes and dtypes must be those of the checkpoint.
     optimizer : torch.optim.Optimizer, optional
-        One of the same kind, on the same parameters, gets the state and the hyperparameters. Without one only the
-        model is loaded.
+        An optimizer of the same class and parameters, which gets the state and the hyperparameters. Without it only
+        the model is loaded.
 
     Returns
     -------
     dict
-        What was saved as `extra`, on every rank.
+        The saved `extra`, on every rank.
 
     Raises
     ------
     CheckpointNotFound
         On all ranks, if there is no checkpoint.
     ParallelError
-        On all ranks, if it is of another model or optimizer, or if one of its files is missing, damaged or from
-        elsewhere. Model and optimizer are then as they were.
+        On all ranks, if the checkpoint is of another model or optimizer, or if a file is missing, damaged or from
+        another save. Model and optimizer are not changed then.
 
     Examples
     --------
     >>> step = load_checkpoint("runs/1000", parallel, optimizer)["step"]  # doctest: +SKIP
     """
     group = checkpoint_group(parallel.mesh)
-    first = parallel.mesh.rank == 0
-    targets: dict[StatePath, Part | None] = {}
-    found: dict[StatePath, Any] = {}
-    state: dict[str, dict[str, torch.Tensor]] = {}
+    is_first = parallel.mesh.rank == 0
 
+    # 1. Rank 0 finds the folder for all ranks: a save by another program may come between two looks.
     def locate() -> str:
         finish_saving()
-        return str(find(Path(folder).resolve())) if first else ""
+        return str(_find_checkpoint(Path(folder).resolve())) if is_first else ""
 
-    # One for all: another program's save may come between two looks.
     source = Path(run_checkpoint_step(group, locate)[0])
-    files: CheckpointFiles | None = None
+
+    # 2. Open the checkpoint, and compare its names, shapes and dtypes with the model's.
+    opened: list[CheckpointFiles] = []
+    targets: dict[StatePath, Part | None] = {}
 
     def compare() -> None:
-        nonlocal files
-        files = CheckpointFiles.open(source)
-        if first:
-            files.check_folder()
-        targets.update(states.model_targets(parallel, files.metadata))
+        opened.append(CheckpointFiles.open(source))
+        if is_first:
+            opened[0].check_folder()
+        targets.update(states.model_targets(parallel, opened[0].metadata))
 
     run_checkpoint_step(group, compare)
-    assert files is not None  # compare() raises, or makes it
-    stored = files
-    if first and stored.segments is None:
+    (files,) = opened
+    if is_first and files.segments is None:
         warnings.warn(
             f"the checkpoint {source} has no checksums (it was written by an older shardweave, or by torch alone): "
             "whether its values are those that were saved cannot be checked",
             stacklevel=2,
         )
 
+    # 3. Read the objects, then the tensors of the optimizer and the model, into new memory.
+    objects: dict[StatePath, Any] = {}
+    optimizer_state: dict[str, dict[str, torch.Tensor]] = {}
+
     def read_all() -> None:
-        objects = (states.KIND, states.GROUPS, states.SEEDS, states.EXTRA)
-        there = stored.metadata.state_dict_metadata
-        found.update(read(stored, {place: None for place in objects if name_of(place) in there}))
+        names = files.metadata.state_dict_metadata
+        paths = (states.KIND, states.GROUPS, states.SEEDS, states.EXTRA)
+        objects.update(read(files, {path: None for path in paths if name_of(path) in names}))
         if optimizer is not None:
-            states.check_optimizer(parallel, optimizer, found)
-            more, tensors = states.optimizer_targets(parallel, optimizer, stored.metadata)
+            states.check_optimizer(parallel, optimizer, objects)
+            more, tensors = states.optimizer_targets(parallel, optimizer, files.metadata)
             targets.update(more)
-            state.update(tensors)
-        found.update(read(stored, targets))
+            optimizer_state.update(tensors)
+        objects.update(read(files, targets))
         states.check_shared(parallel, targets)
 
     run_checkpoint_step(group, read_all)
 
+    # 4. All ranks have read their parts: fill the optimizer and the model.
     def restore() -> None:
         if optimizer is not None:
-            states.restore(optimizer, states.parameter_names(parallel, optimizer), found, state)
-        states.fill(parallel, targets)
+            names = states.parameter_names(parallel, optimizer)
+            states.restore_optimizer(optimizer, names, objects, optimizer_state)
+        states.fill_model(parallel, targets)
 
     run_checkpoint_step(group, restore)
     parallel.unset.difference_update(parallel.state_dict())
-    if states.SEEDS in found:
-        parallel._seeds = Seeds(*found[states.SEEDS])
-    extra: dict[str, Any] = found.get(states.EXTRA, {})
+    if states.SEEDS in objects:
+        parallel._seeds = Seeds(*objects[states.SEEDS])
+    extra: dict[str, Any] = objects.get(states.EXTRA, {})
     return extra
 
 
 def _write(values: Values, target: Path, group: dist.ProcessGroup | None, rank: int) -> None:
-    """Write to the hidden folder, and put it in place."""
-    hidden = hidden_beside(target)
+    """Write `values` to the unfinished folder, and commit it. Collective."""
+    unfinished = _unfinished(target)
     wanted_bytes = sum(len(value) if isinstance(value, bytes) else value.local.nbytes for value in values.values())
 
-    def clean() -> None:
+    def make_folder() -> None:
         if rank == 0:
             try:
-                settle(target)
-                hidden.mkdir(parents=True)
+                _recover(target)
+                unfinished.mkdir(parents=True)
             except OSError as error:
                 raise ParallelError(
                     f"the folder {error.filename or target} cannot be written: {error.strerror or error}. Save to "
                     "another folder, or have this one made writable"
                 ) from error
 
-    def look() -> None:
-        if not hidden.is_dir():
+    def check_folder() -> None:
+        if not unfinished.is_dir():
             raise ParallelError(
-                f"this rank does not see {hidden}: checkpoints go to a file system that all ranks share"
+                f"this rank does not see {unfinished}: checkpoints go to a file system that all ranks share"
             )
 
     def write() -> None:
-        save({}, storage_writer=ChecksummedWriter(hidden, wanted_bytes), planner=Writer(values), **_of(group))
+        if group is None:  # not by catch_warnings, which other threads would see
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        writer = ChecksummedWriter(unfinished, wanted_bytes)
+        save({}, storage_writer=writer, planner=Writer(values), process_group=group, no_dist=group is None)
 
-    def place() -> None:
+    def commit() -> None:
         if rank == 0:
-            install(hidden, target)
+            _commit(unfinished, target)
 
     try:
-        for action in (clean, look, write, place):
+        for action in (make_folder, check_folder, write, commit):
             run_checkpoint_step(group, action, uses_group=action is write)
     except ParallelError:
-        if rank == 0:  # what is half written takes room, perhaps on a disk that is full
-            shutil.rmtree(hidden, ignore_errors=True)
+        if rank == 0:  # unfinished files take room, perhaps on a full disk
+            shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
 
-def _of(group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """How torch is told the group."""
-    if group is None:  # not by catch_warnings, which other threads would see
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-    return {"process_group": group, "no_dist": group is None}
-
-
 class Saving:
-    """A save, perhaps still under way; `save_checkpoint` makes them.
+    """A save that may still be running; `save_checkpoint` returns it.
 
     Attributes
     ----------
     folder : Path
-        Where the checkpoint is once `wait` has returned.
+        The checkpoint, once `wait` has returned.
     """
 
     def __init__(self, folder: Path, work: Callable[[], None]) -> None:
         self.folder = folder
         self._work = work
         self._error: ParallelError | None = None
-        self._told = False
+        self._reported = False
         self._thread: threading.Thread | None = None
 
     def wait(self) -> None:
-        """Return when the checkpoint is in place.
+        """Return when the checkpoint is complete.
 
         Raises
         ------
         ParallelError
-            If it could not be saved. What was in `folder` before is still there.
+            If it could not be saved. A checkpoint that was in `folder` before is still there.
         """
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
-            self._told = True
+            self._reported = True
             raise self._error
 
     @property
@@ -358,16 +359,16 @@ class Saving:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # kept for wait(): in a thread nobody would see it
+        except BaseException as error:  # `wait` raises it
             kept = " The checkpoint that was there before is as it was." if os.path.isdir(self.folder) else ""
             told = str(error).removesuffix(".")
             kind = LostRankError if isinstance(error, LostRankError) else ParallelError
             self._error = kind(f"the checkpoint {self.folder} could not be saved: {told}.{kept}")
             self._error.__cause__ = error
-        self._work = _nothing  # lets go of the copies
+        del self._work  # frees the copies
 
     def start(self) -> None:
-        """Begin, in a thread; `finish_saving` waits for it."""
+        """Begin in a thread; `finish_saving` waits for it."""
         global _last
         _last = self
         self._thread = threading.Thread(target=self._run, name="shardweave-checkpoint")
@@ -378,20 +379,16 @@ _last: Saving | None = None
 
 
 def finish_saving() -> None:
-    """Wait for a save in the background; its ParallelError, unless `Saving.wait` has raised it already."""
+    """Wait for a save in the background, and raise its error unless `Saving.wait` has raised it."""
     global _last
     saving, _last = _last, None
-    if saving is not None and not saving._told:
+    if saving is not None and not saving._reported:
         saving.wait()
 
 
-def _nothing() -> None:
-    """The work of a save that is done."""
-
-
 @atexit.register
-def _tell() -> None:
-    """The error of a save that nobody waited for, on the way out."""
+def _print_unraised_error() -> None:
+    """At exit, print the error of a save for which nobody waited."""
     try:
         finish_saving()
     except ParallelError as error:

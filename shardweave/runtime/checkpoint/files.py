@@ -13,7 +13,6 @@ Paths that a file gives, such as the file names in an index: they are followed o
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pathlib
@@ -24,10 +23,11 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 
 from shardweave.ir import ParallelError
@@ -299,7 +300,7 @@ class CheckpointFiles:
             if os.fstat(file.fileno()).st_size < end:
                 raise ParallelError(f"{path} is damaged: it ends before byte {end:,}, where {what} does. {_WAY_OUT}")
             try:
-                return load_object(_FileView(file, start, end))
+                return load_object(_create_file_view(file, start, end - start))
             except Exception as error:  # unpickling damaged bytes raises what it likes
                 if isinstance(error, ParallelError):
                     raise ParallelError(f"{what} of the checkpoint {self.folder}: {error}") from error
@@ -307,31 +308,6 @@ class CheckpointFiles:
                     f"the checkpoint {self.folder} is damaged: {what} cannot be read "
                     f"({type(error).__name__}: {error}). {_WAY_OUT}"
                 ) from error
-
-
-class _FileView(io.RawIOBase):
-    """The bytes ``[start, end)`` of an open file as a file."""
-
-    def __init__(self, file: BinaryIO, start: int, end: int) -> None:
-        self._file, self._start, self._end = file, start, end
-        self.seek(0)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._end - self._start}[whence]
-        return self._file.seek(self._start + base + offset) - self._start
-
-    def tell(self) -> int:
-        return self._file.tell() - self._start
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)
-        return self._file.readinto(view[: max(0, self._end - self._file.tell())])  # type: ignore[attr-defined,no-any-return]
 
 
 def load_object(file: Any) -> Any:
@@ -393,7 +369,7 @@ def _failed_write(path: Path, error: OSError, wanted_bytes: int) -> str:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _opened(path: Path) -> Iterator[BufferedReader]:
     try:
         with path.open("rb") as file:
             yield file
@@ -401,13 +377,13 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         raise ParallelError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _check(path: Path, file: BinaryIO, segments: list[Segment], what: str) -> None:
+def _check(path: Path, file: BufferedReader, segments: list[Segment], what: str) -> None:
     """Compare segments of a file with their checksums."""
     buffer = memoryview(bytearray(min(_BUFFER_BYTES, max((end - start for start, end, _ in segments), default=0))))
     for start, end, crc32 in segments:
         file.seek(start)
         found, left = 0, end - start
-        while left and (count := file.readinto(buffer[:left])):  # type: ignore[attr-defined]
+        while left and (count := file.readinto(buffer[:left])):
             found, left = zlib.crc32(buffer[:count], found), left - count
         if left or found != crc32:
             raise ParallelError(
@@ -482,7 +458,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         return _CLASSES[module, name]
 
 
-def _metadata_of(path: Path, file: BinaryIO) -> Metadata:
+def _metadata_of(path: Path, file: BufferedReader) -> Metadata:
     """Unpickle ``.metadata`` and check its contents."""
     try:
         found = _MetadataUnpickler(file).load()

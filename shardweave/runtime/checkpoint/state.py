@@ -41,26 +41,35 @@ from shardweave.runtime.parameters import local_tensor, ranges
 from shardweave.runtime.tensor import distribute
 
 StatePath = tuple[str, ...]
-"""Where a value stands in the nested state dict; joined by dots, its name in the checkpoint."""
+"""The keys of a value in the nested state dict. Joined by dots, they are its name in the checkpoint."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor that a rank holds: where it starts in the whole tensor and in the rank's part, and its size."""
+    """A box of a tensor that a rank holds: offsets in the whole tensor, starts in the rank's part, and sizes."""
 
     offsets: tuple[int, ...]
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """The view of it in the rank's part."""
-        return local[tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))]
+        """The view of the box in the rank's part."""
+        return local[_slices(self.starts, self.sizes)]
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The index of the box in the whole tensor."""
+        return _slices(self.offsets, self.sizes)
+
+
+def _slices(starts: Iterable[int], sizes: Iterable[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 def pieces(layout: Layout, coordinates: Mapping[str, int]) -> list[Piece]:
     """The boxes that make up the part at `coordinates` (by axis name) of a tensor with `layout`.
 
-    A device that has no rows of a padded dimension has none.
+    The list is empty for a device that has no rows of a padded dimension.
 
     Examples
     --------
@@ -71,7 +80,7 @@ def pieces(layout: Layout, coordinates: Mapping[str, int]) -> list[Piece]:
     Piece(offsets=(3, 0), starts=(0, 0), sizes=(3, 5))
     Piece(offsets=(9, 0), starts=(3, 0), sizes=(3, 5))
     """
-    dims: list[list[tuple[slice, int]]] = []  # of each dimension the pieces, and where each starts in the part
+    dims: list[list[tuple[slice, int]]] = []  # the pieces of each dimension, with their starts in the part
     for runs in ranges(layout, coordinates):
         starts = accumulate((run.stop - run.start for run in runs), initial=0)
         found = zip(runs, starts)
@@ -95,7 +104,7 @@ class Part:
     coordinates: Mapping[str, int]
 
     def chunks(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
-        """The description of each piece, and the view of it."""
+        """The description and the view of each piece."""
         return [
             (ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)), piece.of(self.local))
             for piece in pieces(self.layout, self.coordinates)
@@ -107,9 +116,9 @@ Values = Mapping[StatePath, Part | bytes]
 
 
 def is_writer(path: StatePath, layout: Layout, mesh: Mesh, rank: int) -> bool:
-    """Whether, of all ranks that hold the same part of the tensor at `path`, this one writes it.
+    """Whether this rank writes its part of the tensor at `path`: one of the ranks that hold the same part does.
 
-    The ranks take turns from tensor to tensor, without talking about it.
+    A hash of the name spreads the tensors over these ranks without communication.
 
     Examples
     --------
@@ -122,17 +131,17 @@ def is_writer(path: StatePath, layout: Layout, mesh: Mesh, rank: int) -> bool:
     copies = [axis for axis in mesh.axes if axis not in layout.shard_axes]
     for axis in copies:
         index = index * axis.size + axis.coordinate(rank)
-    turn = int.from_bytes(sha256(name_of(path).encode()).digest()[:8])
-    return index == turn % math.prod(axis.size for axis in copies)
+    hashed = int.from_bytes(sha256(name_of(path).encode()).digest()[:8])
+    return index == hashed % math.prod(axis.size for axis in copies)
 
 
 def name_of(path: StatePath) -> str:
-    """The name in the checkpoint of what stands at `path`, as torch's own planners flatten a state dict."""
+    """The name of a value in the checkpoint, as torch's planners flatten a state dict."""
     return ".".join(path)
 
 
 class Writer(DefaultSavePlanner):
-    """Has each rank write `values`, which no other rank does; torch's planner checks that every tensor is covered."""
+    """Lets each rank write its own `values`. torch's planner checks that every tensor is covered."""
 
     def __init__(self, values: Values) -> None:
         super().__init__()
@@ -140,7 +149,7 @@ class Writer(DefaultSavePlanner):
         self._tensors: dict[MetadataIndex, torch.Tensor] = {}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Do nothing: the written values are known already."""
+        """Do nothing: the values are given to ``__init__``."""
 
     def create_local_plan(self) -> SavePlan:
         items = []
@@ -166,7 +175,7 @@ class Writer(DefaultSavePlanner):
 
 
 def read(files: CheckpointFiles, targets: Mapping[StatePath, Part | None]) -> dict[StatePath, Any]:
-    """Fill the parts of `targets` from a checkpoint, reading each chunk once. Objects that are no tensors are returned.
+    """Fill the parts of `targets` from a checkpoint, and return the objects; each chunk is read once.
 
     Raises
     ------
@@ -194,12 +203,9 @@ def read(files: CheckpointFiles, targets: Mapping[StatePath, Part | None]) -> di
     for index in sorted(wanted, key=files.place):
         chunk = files.tensor(index)
         for item, view in wanted[index]:
-            _box(view, item.dest_offsets, item.lengths).copy_(_box(chunk, item.storage_offsets, item.lengths))
+            source = chunk[_slices(item.storage_offsets, item.lengths)]
+            view[_slices(item.dest_offsets, item.lengths)].copy_(source)
     return objects
-
-
-def _box(tensor: torch.Tensor, offsets: torch.Size, lengths: torch.Size) -> torch.Tensor:
-    return tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
 
 
 MODEL, STATE = "model", ("optimizer", "state")
@@ -209,9 +215,9 @@ KIND, GROUPS, SEEDS, EXTRA = ("optimizer", "kind"), ("optimizer", "param_groups"
 def collect(
     parallel: ParallelModule, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], copy: bool
 ) -> Values:
-    """The values that this rank writes: its part of each tensor, unless another rank writes it; rank 0 also objects.
+    """The values that this rank writes: its parts of tensors, on rank 0 also the objects.
 
-    With `copy`, parts are copied to the CPU, so that training may go on.
+    With `copy`, parts are copied to the CPU, so that training can continue.
     """
     check_values(parallel)
     mesh, rank = parallel.mesh.mesh, parallel.mesh.rank
@@ -247,7 +253,7 @@ def collect(
 
 
 def check_values(parallel: ParallelModule) -> None:
-    """Raise ParallelError if a tensor has no value yet, as the model was on the meta device."""
+    """Raise ParallelError if a tensor has no value yet because the model was on the meta device."""
     if unset := sorted(parallel.unset.intersection(parallel.state_dict())):
         raise ParallelError(
             f"{_some(unset)} {'has' if len(unset) == 1 else 'have'} no value: the model was on the meta device. Give "
@@ -269,12 +275,12 @@ def parameter_names(parallel: ParallelModule, optimizer: torch.optim.Optimizer) 
 
 
 def paths_of(metadata: Metadata) -> dict[str, StatePath]:
-    """The path of every name in a checkpoint; a name is its own path where the writer noted none."""
+    """The path of every name in a checkpoint; a name without a recorded path is its own path."""
     return {name: (metadata.planner_data or {}).get(name, (name,)) for name in metadata.state_dict_metadata}
 
 
 def model_targets(parallel: ParallelModule, metadata: Metadata) -> dict[StatePath, Part | None]:
-    """Fresh tensors on the CPU for this rank's parts of the model, which a checkpoint fills; then `fill` the model.
+    """New tensors on the CPU for this rank's parts of the model. `read` fills them, `fill_model` copies them.
 
     Raises
     ------
@@ -314,7 +320,7 @@ def model_targets(parallel: ParallelModule, metadata: Metadata) -> dict[StatePat
 
 
 def check_shared(parallel: ParallelModule, targets: Mapping[StatePath, Part | None]) -> None:
-    """ParallelError if a tensor that the model has under several names has several values in the checkpoint."""
+    """Raise ParallelError if a tied tensor has different values under its names in the checkpoint."""
     seen: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in parallel.state_dict(keep_vars=True).items():
         part = targets[MODEL, name]
@@ -325,12 +331,12 @@ def check_shared(parallel: ParallelModule, targets: Mapping[StatePath, Part | No
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """To compare: NaN differs from itself."""
+    """The bytes of a tensor, to compare: NaN differs from itself."""
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
 @torch.no_grad()
-def fill(parallel: ParallelModule, targets: Mapping[StatePath, Part | None]) -> None:
+def fill_model(parallel: ParallelModule, targets: Mapping[StatePath, Part | None]) -> None:
     """Copy the loaded values into the model."""
     for name, tensor in parallel.state_dict(keep_vars=True).items():
         part = targets[MODEL, name]
@@ -341,7 +347,7 @@ def fill(parallel: ParallelModule, targets: Mapping[StatePath, Part | None]) -> 
 def check_optimizer(
     parallel: ParallelModule, optimizer: torch.optim.Optimizer, objects: Mapping[StatePath, Any]
 ) -> None:
-    """ParallelError if the checkpoint's optimizer is of another kind, or has other parameters in its groups."""
+    """Raise ParallelError if the checkpoint's optimizer is of another class, or has other parameters in its groups."""
     if KIND not in objects or GROUPS not in objects:
         raise ParallelError("the checkpoint has no optimizer: load it without one, or save it with one")
     if objects[KIND] != type(optimizer).__name__:
@@ -364,10 +370,10 @@ def check_optimizer(
 def optimizer_targets(
     parallel: ParallelModule, optimizer: torch.optim.Optimizer, metadata: Metadata
 ) -> tuple[dict[StatePath, Part | None], dict[str, dict[str, torch.Tensor]]]:
-    """Fresh tensors for an optimizer's state, which a checkpoint fills: as parts by path, and by parameter and key.
+    """New tensors for an optimizer's state, which `read` fills: as parts by path, and by parameter and key.
 
-    What has the shape of its parameter lies as the parameter does, as optimizers make it; the rest is replicated.
-    Scalars (a `step`) are plain tensors, also those of parameters that are scalars themselves.
+    States of their parameter's shape get its layout; others are replicated. Scalars (a `step`) are plain tensors, also
+    those of scalar parameters.
     """
     mesh = parallel.mesh
     parameters = dict(parallel.named_parameters())
@@ -400,13 +406,13 @@ def optimizer_targets(
     return targets, state
 
 
-def restore(
+def restore_optimizer(
     optimizer: torch.optim.Optimizer,
     names: Iterable[str],
     objects: Mapping[StatePath, Any],
     state: dict[str, dict[str, torch.Tensor]],
 ) -> None:
-    """Give the optimizer the state that was read, and its groups' hyperparameters."""
+    """Load the state and the hyperparameters of the groups into the optimizer."""
     values: dict[str, dict[str, Any]] = {name: dict(tensors) for name, tensors in state.items()}
     for path, value in objects.items():
         if path[:2] == STATE:

@@ -1,6 +1,6 @@
-"""Weights in files: each rank reads its own part of a model, and all ranks write one in HuggingFace's format together.
+"""Weights in HuggingFace's file formats: each rank reads only its own part, and all ranks write one model together.
 
-Names, shapes and dtypes of a file are read at once, values piece by piece.
+Names, shapes and dtypes of a file are read first, values piece by piece.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -24,44 +23,34 @@ from torch import nn
 from shardweave.distributed import run_on_all_ranks
 from shardweave.ir import ParallelError
 from shardweave.runtime.checkpoint.files import path_inside
-from shardweave.runtime.checkpoint.state import check_values
-from shardweave.runtime.initialise import compiled_module, control_for, fill
-from shardweave.runtime.module import ParallelModule, _from_all
-from shardweave.runtime.parameters import local_tensor, ranges
+from shardweave.runtime.checkpoint.state import Piece, check_values, pieces
+from shardweave.runtime.initialise import compiled_module, control_for, initialise_tensors
+from shardweave.runtime.module import ParallelModule, gather_values
+from shardweave.runtime.parameters import local_tensor
 from shardweave.runtime.tensor import gather
 
 INDEX = "model.safetensors.index.json"
-WHOLE = "model.safetensors"
-Part = list[list[slice]]
-"""A part of a tensor: the contiguous pieces of each dimension; see `parameters.ranges`."""
+SINGLE_FILE = "model.safetensors"
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: `read` takes a slice of each dimension and touches no more of the file than that."""
+    """A tensor in a file: `read` takes an index and reads only that part of the file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[tuple[slice, ...]], torch.Tensor]
 
-    def pieces(self, part: Part) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-        """The pieces of `part` that are not empty, each with its place within it."""
-        ends = [accumulate((piece.stop - piece.start for piece in pieces), initial=0) for pieces in part]
-        places = [[slice(*bounds) for bounds in pairwise(of)] for of in ends]
-        for place, index in zip(product(*places), product(*part)):
-            if all(piece.stop > piece.start for piece in index):
-                yield place, self.read(index)
-
 
 def open_checkpoint(path: Path, files: ExitStack) -> dict[str, Stored]:
-    """The tensors of a checkpoint, by name; their values are not read. Files stay open as long as `files`.
+    """The tensors of a checkpoint, by name; their values are not read yet. `files` keeps the files open.
 
     Raises
     ------
     ParallelError
-        For a file with something else in it, or one that is cut off, or whose index leads out of its folder.
+        If a file has other contents, is cut off, or its index names a file outside of its folder.
     Exception
-        Whatever the libraries raise that read files.
+        Any error of the libraries that read the files.
     """
     return _open_folder(path, files) if path.is_dir() else _open_file(path, files)
 
@@ -97,9 +86,9 @@ def _open_folder(path: Path, files: ExitStack) -> dict[str, Stored]:
                 f"{INDEX} and the files that it lists do not agree about {', '.join(sorted(set(disagree)))}"
             )
         return found
-    if (path / WHOLE).exists():
-        return _open_file(path / WHOLE, files)
-    raise ParallelError(f"the folder has neither {WHOLE} nor {INDEX}: name the file itself")
+    if (path / SINGLE_FILE).exists():
+        return _open_file(path / SINGLE_FILE, files)
+    raise ParallelError(f"the folder has neither {SINGLE_FILE} nor {INDEX}: name the file itself")
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -115,7 +104,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def _check_length(path: Path) -> None:
-    """Compare the length of a safetensors file with what its header says, to tell a download that was cut off."""
+    """Compare the length of a safetensors file with its header, to detect a download that was cut off."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header_size = int.from_bytes(file.read(8), "little")
@@ -142,36 +131,35 @@ def _at(tensor: Any, index: tuple[slice, ...]) -> torch.Tensor:
 
 
 def _dtype(piece: Any) -> torch.dtype:
-    """The dtype of a file's slice, from an empty part of it; a scalar has none, and is read."""
+    """The dtype of a file's slice, from an empty part of it; of a scalar, from its value."""
     return _at(piece, (slice(0, 0),) if piece.get_shape() else ()).dtype
 
 
-Tied = tuple[list[str], torch.Tensor]
-"""A tensor of a state dict, with all its names there."""
+TiedTensor = tuple[list[str], torch.Tensor]
+"""A tensor of a state dict, with all its names."""
 
 
 def load_weights(parallel: nn.Module, path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
-    """Fill `parallel` from a file of the whole model's weights, each rank reading its own part only. Collective.
+    """Load a file of the whole model's weights into `parallel`; each rank reads only its own part. Collective.
 
-    Values are cast to the parameters' dtypes. Of a tied parameter, one of the names is enough.
+    Values are cast to the parameters' dtypes. The file needs one of the names of a tied parameter.
 
     Parameters
     ----------
     parallel : ParallelModule
-        What `compile_parallel` returned.
+        The result of `compile_parallel`.
     path : path
         A ``.safetensors`` file; a folder with ``model.safetensors``, or with several files and
-        ``model.safetensors.index.json``; or what ``torch.save`` made of a state dict.
+        ``model.safetensors.index.json``; or a state dict that ``torch.save`` wrote.
     model : nn.Module, optional
-        The model that `parallel` was compiled from, where it was on the meta device and has buffers that no file
-        holds (those that are not persistent, such as a rotary embedding's frequencies): its modules' initialisers
-        compute them, see `initialise`.
+        The model that `parallel` was compiled from. It is needed if it was on the meta device and has buffers that are
+        not persistent, such as a rotary embedding's frequencies: the initialisers compute them, see `initialise`.
 
     Raises
     ------
     ParallelError
-        On all ranks, and before anything is changed: if the file cannot be read, lacks a tensor, has one that the
-        model has not, or has one of another shape or of another kind of dtype; or if a buffer is left without a value.
+        On all ranks, before anything is changed: if the file cannot be read, lacks a tensor, has one that the model
+        lacks, or has one of another shape or kind of dtype; or if a buffer would have no value.
 
     Examples
     --------
@@ -198,20 +186,20 @@ def _load(parallel: ParallelModule, path: Path, model: nn.Module | None) -> None
         try:
             stored = open_checkpoint(path, files)
             problems += _mismatches(parallel, tensors, stored)
-        except Exception as error:  # unpickling raises what it likes
+        except Exception as error:  # unpickling may raise anything
             told = str(error) if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"
             problems.append(f"it cannot be read ({told})")
-        _raise_together(parallel, problems, f"{path} cannot be loaded")
+        _raise_on_all_ranks(parallel, problems, f"{path} cannot be loaded")
         if left and model is not None:
-            fill(parallel, model, 0, None, left)
+            initialise_tensors(parallel, model, 0, None, left)
         try:
             for names, tensor in tensors:
                 found = stored[next(name for name in names if name in stored)]
-                for place, piece in found.pieces(_part(parallel, names[0], tensor)):
-                    local_tensor(tensor.detach())[place].copy_(piece)
+                for piece in _local_pieces(parallel, names[0], tensor):
+                    piece.of(local_tensor(tensor.detach())).copy_(found.read(piece.index))
         except Exception as error:
             problems.append(f"reading failed on the way, after some of it was loaded ({type(error).__name__}: {error})")
-        _raise_together(parallel, problems, f"{path} is not loaded")
+        _raise_on_all_ranks(parallel, problems, f"{path} is not loaded")
     parallel.unset -= known
 
 
@@ -221,23 +209,23 @@ def save_weights(
     """Write the whole model's weights as HuggingFace does, one file at a time. Collective; rank 0 writes.
 
     Small models make ``model.safetensors``; larger ones ``model-00001-of-000NN.safetensors`` and so on, and
-    ``model.safetensors.index.json``. Tied parameters are written once. No rank ever holds more than one file's tensors.
+    ``model.safetensors.index.json``. Tied parameters are written once. A rank holds at most one file's tensors.
 
     Parameters
     ----------
     parallel : ParallelModule
-        What `compile_parallel` returned.
+        The result of `compile_parallel`.
     folder : path
-        Made here; it must not be there yet, or be empty. It appears when all is written.
+        A new or empty folder. It appears when all files are written.
     max_shard_bytes : float
-        The most that a file has of tensors; a tensor that is larger has a file of its own.
+        The most bytes of tensors in a file; a larger tensor gets a file of its own.
     config : optional
-        ``model.config`` of a model of `transformers`: written as ``config.json``, for ``from_pretrained(folder)``.
+        ``model.config`` of a model of `transformers`, written as ``config.json`` for ``from_pretrained(folder)``.
 
     Raises
     ------
     ParallelError
-        On all ranks: if the folder has something in it, or it cannot be written; then nothing is left behind.
+        On all ranks, if the folder is not empty or cannot be written. No files are left then.
     """
 
     def save() -> None:
@@ -254,7 +242,7 @@ def _save(parallel: ParallelModule, folder: Path, max_shard_bytes: float, config
     problem: list[str] = []
 
     def attempt(write: Callable[[], object]) -> None:
-        """On rank 0, until something fails: then it only goes on with the others' gathers, and all raise at the end."""
+        """Run `write` on rank 0. After a failure it only takes part in the gathers; all ranks raise at the end."""
         if first and not problem:
             try:
                 write()
@@ -271,10 +259,10 @@ def _save(parallel: ParallelModule, folder: Path, max_shard_bytes: float, config
         scratch.mkdir(parents=True)
 
     attempt(begin)
-    _raise_together(parallel, problem, "nothing is saved")
+    _raise_on_all_ranks(parallel, problem, "nothing is saved")
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
-        name = WHOLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         whole: dict[str, torch.Tensor] = {}
         for key, tensor in shard:
             value = gather(tensor, parallel.layout_of(key, tensor.shape), parallel.mesh, key)
@@ -293,11 +281,11 @@ def _save(parallel: ParallelModule, folder: Path, max_shard_bytes: float, config
         os.replace(scratch, folder)
 
     attempt(finish)
-    _raise_together(parallel, problem, "nothing is saved")
+    _raise_on_all_ranks(parallel, problem, "nothing is saved")
 
 
 def _shards(parallel: ParallelModule, limit: float) -> list[list[tuple[str, torch.Tensor]]]:
-    """The tensors of each file: in the model's order, filled one after another."""
+    """The tensors of each file, in the model's order."""
     shards: list[list[tuple[str, torch.Tensor]]] = [[]]
     size = 0
     for names, tensor in _by_tensor(parallel):
@@ -313,20 +301,19 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _by_tensor(parallel: ParallelModule) -> list[Tied]:
-    """The tensors of a state dict, each once, with all of its names."""
-    found: dict[int, Tied] = {}
+def _by_tensor(parallel: ParallelModule) -> list[TiedTensor]:
+    """Each tensor of the state dict, with all its names."""
+    found: dict[int, TiedTensor] = {}
     for name, tensor in parallel.state_dict(keep_vars=True).items():
         found.setdefault(id(tensor), ([], tensor))[0].append(name)
     return list(found.values())
 
 
-def _part(parallel: ParallelModule, name: str, tensor: torch.Tensor) -> Part:
-    """This rank's part of a tensor."""
-    return ranges(parallel.layout_of(name, tensor.shape), parallel.mesh.mesh.coordinates(parallel.mesh.rank))
+def _local_pieces(parallel: ParallelModule, name: str, tensor: torch.Tensor) -> list[Piece]:
+    return pieces(parallel.layout_of(name, tensor.shape), parallel.mesh.mesh.coordinates(parallel.mesh.rank))
 
 
-def _mismatches(parallel: ParallelModule, tensors: list[Tied], stored: Mapping[str, Stored]) -> Iterator[str]:
+def _mismatches(parallel: ParallelModule, tensors: list[TiedTensor], stored: Mapping[str, Stored]) -> Iterator[str]:
     """The differences between the file's tensors and the model's. Tied tensors have to be equal in the file."""
     if missing := [" or ".join(names) for names, _ in tensors if stored.keys().isdisjoint(names)]:
         yield f"it lacks {', '.join(missing)}"
@@ -337,10 +324,10 @@ def _mismatches(parallel: ParallelModule, tensors: list[Tied], stored: Mapping[s
         wrong = [f"{name} {text}" for name in present if (text := _difference(stored[name], tensor))]
         yield from wrong
         if not wrong and len(present) > 1:
-            part = _part(parallel, names[0], tensor)
+            indices = [piece.index for piece in _local_pieces(parallel, names[0], tensor)]
+            first = stored[present[0]]
             for other in present[1:]:
-                pairs = zip(stored[present[0]].pieces(part), stored[other].pieces(part))
-                if not all(torch.equal(one, another) for (_, one), (_, another) in pairs):
+                if not all(torch.equal(first.read(index), stored[other].read(index)) for index in indices):
                     yield f"{present[0]} and {other} are one tensor in the model, and differ there"
 
 
@@ -352,9 +339,9 @@ def _difference(stored: Stored, tensor: torch.Tensor) -> str:
     return ""
 
 
-def _raise_together(parallel: ParallelModule, problems: list[str], what: str) -> None:
-    """ParallelError on all ranks if one has problems: the first such rank's. Collective."""
-    everywhere = _from_all(problems, parallel.mesh.timeout)
+def _raise_on_all_ranks(parallel: ParallelModule, problems: list[str], what: str) -> None:
+    """Raise ParallelError on all ranks with the problems of the first rank that has some. Collective."""
+    everywhere = gather_values(problems, parallel.mesh.timeout)
     for rank, found in enumerate(everywhere):
         if found:
             where = "" if found == everywhere[0] else f" (on rank {rank})"
