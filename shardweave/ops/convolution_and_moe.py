@@ -1,4 +1,4 @@
-"""Products that are one op for a rule: the two gradients of a convolution, and products with one of many weights a row.
+"""The two gradients of a convolution, and the matmuls of a mixture of experts, each as an op with its own rule.
 
 ``aten.convolution_backward`` computes both gradients, and takes the input and the weight for both. Here each gradient
 is an op of its own that takes what it depends on, and the shape of its result, so that each can be sharded by itself.
@@ -10,7 +10,7 @@ so that everything outside of them keeps the order of the tokens, and each has a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,25 +28,22 @@ _LIBRARY.define(f"conv_input_grad(Tensor grad, Tensor weight, SymInt[] input_siz
 _LIBRARY.define(f"conv_weight_grad(Tensor grad, Tensor input, SymInt[] weight_size, {_OPTIONS}) -> Tensor")
 
 
-def _input_grad(grad: Tensor, weight: Tensor, input_size: Sequence[int], *options: Any) -> Tensor:
-    """The gradient of a convolution's input, whose values are not needed: as in ``torch.nn.grad.conv2d_input``."""
-    shape_only = grad.new_empty(1).expand(input_size)
-    result: Tensor
-    result, _, _ = aten.convolution_backward.default(grad, shape_only, weight, None, *options, [True, False, False])
-    return result
+def _gradient(index: int) -> Callable[..., Tensor]:
+    """The gradient of a convolution's input (index 0) or weight (index 1), of which only the size is needed."""
+
+    def gradient(grad: Tensor, other: Tensor, size: Sequence[int], *options: Any) -> Tensor:
+        operands = [other, other]
+        operands[index] = grad.new_empty(1).expand(size)
+        mask = [index == 0, index == 1, False]
+        result: Tensor = aten.convolution_backward.default(grad, *operands, None, *options, mask)[index]
+        return result
+
+    return gradient
 
 
-def _weight_grad(grad: Tensor, input: Tensor, weight_size: Sequence[int], *options: Any) -> Tensor:
-    """The gradient of a convolution's weight, whose values are not needed."""
-    shape_only = grad.new_empty(1).expand(weight_size)
-    result: Tensor
-    _, result, _ = aten.convolution_backward.default(grad, input, shape_only, None, *options, [False, True, False])
-    return result
-
-
-for _name, _function in (("conv_input_grad", _input_grad), ("conv_weight_grad", _weight_grad)):
-    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardweave::{_name}", _function, lib=_LIBRARY)
+for _index, _name in enumerate(("conv_input_grad", "conv_weight_grad")):
+    _LIBRARY.impl(_name, _gradient(_index), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardweave::{_name}", _gradient(_index), lib=_LIBRARY)
 
 
 def _flops(grad: Sequence[int], kernel: Sequence[int], applied: Sequence[int]) -> int:
