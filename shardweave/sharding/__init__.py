@@ -39,7 +39,13 @@ from shardweave.sharding.graphs import (
     tensor_shape,
     tensors,
 )
-from shardweave.sharding.layer_structure import Fold, Run, find_runs, fold, layers_of_ops
+from shardweave.sharding.layer_structure import (
+    DeduplicatedStep,
+    LayerRun,
+    deduplicate_layers,
+    find_layer_runs,
+    layers_of_ops,
+)
 from shardweave.sharding.parallel_ops import (
     ColumnRowStrategies,
     Op,
@@ -74,11 +80,11 @@ __all__ = [
     "LINEAR_IN_EACH",
     "EVERY",
     "LINEAR_IN_FIRST",
-    "Fold",
+    "DeduplicatedStep",
     "Op",
     "Role",
     "Rule",
-    "Run",
+    "LayerRun",
     "Samples",
     "accept_own_partials",
     "alias_of",
@@ -99,9 +105,9 @@ __all__ = [
     "find_classes",
     "find_ops",
     "find_rule",
-    "find_runs",
+    "find_layer_runs",
     "inputs_with_first_size",
-    "fold",
+    "deduplicate_layers",
     "follow",
     "gathers_parameter",
     "graph_outputs",

@@ -2,11 +2,11 @@
 
 Layers are modules with consecutive numbers (``blocks.3``). A *run* is a stretch of identical layers. Their nodes are
 pairwise the same op on arguments of the same shapes, which come from the layer itself, from its neighbours or from
-outside of all layers. `fold` removes all but the first few layers of a run and makes the layers on both sides of the
-gap neighbours. Costs and layouts of a layer that is kept hold for the layers that were removed. So a step of a hundred
-layers is priced, sharded and simulated as fast as one of four.
+outside of all layers. `deduplicate_layers` removes all but the first few layers of a run, and makes the layers on both
+sides of the gap neighbours. Costs and layouts of a layer that is kept hold for the removed layers too. A step of a
+hundred layers is therefore priced, sharded and simulated as fast as a step of four.
 
-`Fold.stands_for` maps a layer that is kept to the removed ones.
+`DeduplicatedStep.stands_for` maps a layer that is kept to the removed ones.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ LayerOptions = Callable[[str], Hashable]
 
 
 @dataclass(frozen=True)
-class Run:
+class LayerRun:
     """Equal layers, in the order of the model."""
 
     layers: tuple[Layer, ...]
 
 
-def find_runs(captured: Captured, options: LayerOptions = lambda name: None) -> list[Run]:
+def find_layer_runs(captured: Captured, options: LayerOptions = lambda name: None) -> list[LayerRun]:
     """The runs of two and more equal layers of a captured step."""
     layers = _Layers(captured.graph.graph, _states(captured), options)
     first, last = len(captured.mutated_buffers), len(captured.mutated_buffers) + len(captured.outputs)
@@ -50,19 +50,19 @@ def layers_of_ops(graph: fx.Graph) -> dict[str, Layer]:
 
 
 @dataclass(frozen=True)
-class Fold:
+class DeduplicatedStep:
     """A step from which layers were removed.
 
     Parameters
     ----------
     captured : Captured
         The step of the layers that are kept.
-    runs : tuple of (Run, int)
+    runs : tuple of (LayerRun, int)
         The runs, and how many layers of each are kept.
     """
 
     captured: Captured
-    runs: tuple[tuple[Run, int], ...]
+    runs: tuple[tuple[LayerRun, int], ...]
 
     @property
     def stands_for(self) -> dict[Layer, tuple[Layer, ...]]:
@@ -70,8 +70,8 @@ class Fold:
         return {run.layers[left - 1]: run.layers[left:] for run, left in self.runs if left < len(run.layers)}
 
 
-def fold(captured: Captured, left: Mapping[Run, int]) -> Fold:
-    """Keep only the first layers of each run in `left`, at least one. Other runs keep all layers.
+def deduplicate_layers(captured: Captured, kept_counts: Mapping[LayerRun, int]) -> DeduplicatedStep:
+    """Keep only so many of the first layers of each run, at least one. Other runs keep all layers.
 
     Examples
     --------
@@ -79,19 +79,19 @@ def fold(captured: Captured, left: Mapping[Run, int]) -> Fold:
     >>> from shardweave.compiler.capture import capture
     >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(9)), torch.nn.Flatten(0))
     >>> captured = capture(model, torch.zeros(2, 4))
-    >>> (run,) = find_runs(captured)
+    >>> (run,) = find_layer_runs(captured)
     >>> run.layers[0], run.layers[-1]
     ('1', '7')
-    >>> folded = fold(captured, {run: 2})
+    >>> folded = deduplicate_layers(captured, {run: 2})
     >>> [name for name in folded.captured.gradients if name.endswith("bias")], folded.stands_for["2"]
     (['0.bias', '1.bias', '2.bias', '8.bias'], ('3', '4', '5', '6', '7'))
     """
     layers = _Layers(captured.graph.graph, _states(captured))
-    gone = {layer for run, count in left.items() for layer in run.layers[count:]}
+    gone = {layer for run, count in kept_counts.items() for layer in run.layers[count:]}
     gone_states = {name for name in _states(captured).values() if layer_of(name) in gone}
     names = (*captured.mutated_buffers, *captured.outputs, *captured.gradients)
     results = zip(names, graph_outputs(captured.graph.graph), strict=True)
-    closed = [(run.layers[count - 1], run.layers[-1]) for run, count in left.items() if count < len(run.layers)]
+    closed = [(run.layers[count - 1], run.layers[-1]) for run, count in kept_counts.items() if count < len(run.layers)]
     kept = [value for name, value in results if name not in gone_states]
     graph = module_of(captured.graph, layers.without(gone, closed, kept))
 
@@ -106,7 +106,7 @@ def fold(captured: Captured, left: Mapping[Run, int]) -> Fold:
         gradients=tuple(name for name in captured.gradients if name not in gone_states),
         mutated_buffers=tuple(name for name in captured.mutated_buffers if name not in gone_states),
     )
-    return Fold(smaller, tuple((run, min(count, len(run.layers))) for run, count in left.items()))
+    return DeduplicatedStep(smaller, tuple((run, min(count, len(run.layers))) for run, count in kept_counts.items()))
 
 
 def _states(captured: Captured) -> dict[str, str]:
@@ -140,7 +140,7 @@ class _Layers:
         latest = max(node.all_input_nodes, key=self.position.__getitem__)
         return self.of.get(latest, "")
 
-    def runs(self, shared: Sequence[Any]) -> list[Run]:
+    def runs(self, shared: Sequence[Any]) -> list[LayerRun]:
         """Stretches of equal layers with consecutive numbers. A layer that computes a `shared` value is in none."""
         found: list[list[Layer]] = []
         before: Hashable = None
@@ -152,7 +152,7 @@ class _Layers:
             else:
                 found.append([layer])
             before = code
-        return [Run(tuple(run)) for run in found if len(run) > 1]
+        return [LayerRun(tuple(run)) for run in found if len(run) > 1]
 
     def _code(self, layer: Layer) -> Hashable | None:
         """A key that equal layers share; None if the layer cannot be removed.

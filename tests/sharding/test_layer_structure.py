@@ -25,7 +25,7 @@ from shardweave.planner.problem.build_problem import Costing
 from shardweave.planner.search.evaluation import Decision
 from shardweave.planner.search.layer_problem import unfold
 from shardweave.sharding.graphs import copied
-from shardweave.sharding.layer_structure import find_runs, fold
+from shardweave.sharding.layer_structure import deduplicate_layers, find_layer_runs
 
 SMALL = GPTConfig(vocabulary=32, context=8, layers=6, heads=2, width=16, bias=True, tied=True)
 BATCH = 8
@@ -56,9 +56,9 @@ def described(graph: fx.Graph) -> list[Any]:
 @pytest.mark.parametrize("left", [1, 2, 3, 4])
 def test_a_folded_step_is_that_of_a_model_with_fewer_layers(left: int) -> None:
     """Four inner layers of six are equal; with so many of them left it is a model of two more."""
-    (run,) = find_runs(captured(6))
+    (run,) = find_layer_runs(captured(6))
     assert run.layers == ("blocks.1", "blocks.2", "blocks.3", "blocks.4")
-    folded, smaller = fold(captured(6), {run: left}), captured(left + 2)
+    folded, smaller = deduplicate_layers(captured(6), {run: left}), captured(left + 2)
     assert described(folded.captured.graph.graph) == described(smaller.graph.graph)
     assert len(folded.captured.gradients) == len(smaller.gradients)
     assert folded.stands_for == ({run.layers[left - 1]: run.layers[left:]} if left < 4 else {})
@@ -66,8 +66,8 @@ def test_a_folded_step_is_that_of_a_model_with_fewer_layers(left: int) -> None:
 
 def test_the_graph_that_is_folded_stays_as_it_is() -> None:
     before = described(captured(6).graph.graph)
-    (run,) = find_runs(captured(6))
-    fold(captured(6), {run: 1})
+    (run,) = find_layer_runs(captured(6))
+    deduplicate_layers(captured(6), {run: 1})
     assert described(captured(6).graph.graph) == before
 
 
@@ -102,7 +102,7 @@ class Blocks(nn.Module):
 
 
 def runs_of(model: nn.Module, said: Any = lambda name: None) -> list[tuple[str, ...]]:
-    return [run.layers for run in find_runs(capture(model, torch.zeros(4, 8)), said)]
+    return [run.layers for run in find_layer_runs(capture(model, torch.zeros(4, 8)), said)]
 
 
 def test_layers_that_differ_end_a_run() -> None:
@@ -130,13 +130,13 @@ def test_layers_of_which_the_options_differ_are_not_equal() -> None:
 def test_the_unfolded_problem_is_that_of_the_whole_step(nodes: int) -> None:
     cluster, options = sw.Cluster.preset("dgx-a100", nodes=nodes), sw.Options(memory_limit=10**9)
     step = captured(7)
-    (run,) = find_runs(step)
+    (run,) = find_layer_runs(step)
 
     def costed(part: Captured) -> Any:
         annotated = annotate(replace(part, graph=copied(part.graph)), options)
         return Costing(annotated, cluster, options, {}).build()
 
-    folded = fold(step, {run: 2})
+    folded = deduplicate_layers(step, {run: 2})
     found = unfold(costed(folded.captured), folded.stands_for, {"blocks.2": "blocks.1"})
     whole = costed(step)
     assert found is not None and [op.name for op in found.problem.ops] == [op.name for op in whole.problem.ops]

@@ -40,7 +40,7 @@ from shardweave.ir import Assignment, OverlapConfig, PlanError, RecomputeMode, S
 from shardweave.passes import Annotated, Compiled, RepeatedLayers, Shards, layer_multiplicity, lower
 from shardweave.planner.search.layer_problem import Steps, inside, renamed
 from shardweave.planner.search.plan import Plan
-from shardweave.sharding import Run, layer_of, layers_of_ops
+from shardweave.sharding import LayerRun, layer_of, layers_of_ops
 
 MAX_CACHED_SHARDED_GRAPHS = 8
 """The number of decisions whose sharded graphs are cached: a plan under a similar limit asks for the same ones."""
@@ -551,7 +551,7 @@ class PlanEvaluator:
         They are equal, so it makes no difference which ones are left out; the first ones are sharded once for plans
         whose stretches differ in their lengths alone.
         """
-        left: dict[Run, int] = {}
+        left: dict[LayerRun, int] = {}
         alike: list[tuple[Sequence[str], int]] = []
         places: dict[str, str] = {}
         runs = self.steps.runs(options) if not options.ablation.flat_parameter else []  # it has all layers
@@ -570,12 +570,12 @@ class PlanEvaluator:
 class _Few(NamedTuple):
     """What is left of each run, what is decided of that, and how many more of each stretch there are."""
 
-    left: dict[Run, int]
+    left: dict[LayerRun, int]
     decision: Decision
     alike: RepeatedLayers
 
 
-def _lengths(decision: Decision, run: Run) -> list[int]:
+def _lengths(decision: Decision, run: LayerRun) -> list[int]:
     """Of the stretches of a run, cut where what is decided changes."""
     names = [name for name in (*decision.strategies, *decision.joins) if inside(name, run.layers[0])]
     said = [

@@ -18,7 +18,15 @@ from shardweave.planner.problem.build_problem import Costed, Costing, Variable
 from shardweave.planner.problem.problem import Edge
 from shardweave.planner.problem.problem import Op as Row
 from shardweave.planner.problem.step_choices import with_modes, with_outputs, with_slices
-from shardweave.sharding import Fold, Run, checkpoint_of, copied, covers, find_runs, fold
+from shardweave.sharding import (
+    DeduplicatedStep,
+    LayerRun,
+    checkpoint_of,
+    copied,
+    covers,
+    deduplicate_layers,
+    find_layer_runs,
+)
 
 Layer = str
 
@@ -51,7 +59,7 @@ def unfold(
     costed : Costed
         Of the folded step.
     stands_for : mapping of layer to layers
-        `Fold.stands_for`.
+        `DeduplicatedStep.stands_for`.
     before : mapping of layer to layer
         The layer before each of these, which is in the folded step and in the same run.
     """
@@ -129,15 +137,15 @@ class Steps:
 
     def __init__(self, captured: Captured, options: Options) -> None:
         self.captured, self.options = captured, options
-        self._runs: dict[Hashable, list[Run]] = {}
-        self._folded: dict[Hashable, tuple[Fold, Annotated]] = {}
+        self._runs: dict[Hashable, list[LayerRun]] = {}
+        self._folded: dict[Hashable, tuple[DeduplicatedStep, Annotated]] = {}
 
     @cached_property
     def whole(self) -> Annotated:
         """The whole step, annotated."""
         return annotate(replace(self.captured, graph=copied(self.captured.graph)), self.options)
 
-    def runs(self, options: Options) -> list[Run]:
+    def runs(self, options: Options) -> list[LayerRun]:
         """The runs of layers that are equal and of which the options say the same."""
         overlap = options.overlap
         chosen = overlap.recompute, overlap.operator_slices, overlap.keep_gathered, overlap.exclude_from_sub_batches
@@ -147,17 +155,17 @@ class Steps:
             return tuple(pattern for pattern in patterns if covers(pattern, name))
 
         if patterns not in self._runs:
-            self._runs[patterns] = find_runs(self.captured, said)
+            self._runs[patterns] = find_layer_runs(self.captured, said)
         return self._runs[patterns]
 
-    def folded(self, left: Mapping[Run, int]) -> tuple[Fold, Annotated]:
+    def folded(self, left: Mapping[LayerRun, int]) -> tuple[DeduplicatedStep, Annotated]:
         """The step with so many layers of each run, annotated."""
         left = {run: count for run, count in left.items() if count < len(run.layers)}
         if not left:
-            return Fold(self.whole.captured, ()), self.whole
+            return DeduplicatedStep(self.whole.captured, ()), self.whole
         key = frozenset(left.items())
         if key not in self._folded:
-            found = fold(self.captured, left)
+            found = deduplicate_layers(self.captured, left)
             self._folded[key] = found, annotate(found.captured, self.options)
         return self._folded[key]
 
@@ -166,7 +174,7 @@ class Steps:
 class LayerProblem:
     """A folded step with its problem."""
 
-    fold: Fold
+    fold: DeduplicatedStep
     annotated: Annotated
     costing: Costing
     costed: Costed

@@ -43,7 +43,7 @@ from shardweave.planner.search.solver_cache import MAX_CANDIDATES_MODEST, Cached
 from shardweave.planner.solver.branch_and_bound import Progress
 from shardweave.planner.solver.solver import alternatives
 from shardweave.report import Reporter
-from shardweave.sharding import Fold, Run, info, last_match, layer_of
+from shardweave.sharding import DeduplicatedStep, LayerRun, info, last_match, layer_of
 
 MIN_EXPOSED_RATIO = 0.02
 """Overlap options are tried only if exposed communication is more than this part of the step's time."""
@@ -257,7 +257,7 @@ class Planning:
         left = FIRST_KEPT_LAYERS
         while True:
             self.progress("annotate")
-            counts: dict[Run, int] = {run: min(left, len(run.layers)) for run in runs}
+            counts: dict[LayerRun, int] = {run: min(left, len(run.layers)) for run in runs}
             fold, annotated = self.steps.folded(counts)
             if not annotated.ops:
                 raise PlanError(f"{self.model} has no matrix product with a parameter: there is nothing to spread")
@@ -462,7 +462,7 @@ def _tokens(annotated: Annotated) -> int:
     return int(torch.Size(first.shape[:2] if is_sequence else first.shape[:1]).numel())
 
 
-def _model_flops(annotated: Annotated, fold: Fold) -> float:
+def _model_flops(annotated: Annotated, fold: DeduplicatedStep) -> float:
     """Of the whole model: a layer counts for all that it stands for."""
     times = {layer: 1 + len(others) for layer, others in fold.stands_for.items()}
     found = 0.0
