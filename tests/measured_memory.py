@@ -19,7 +19,7 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model import Timeline
 from shardweave.cost_model.options import Options
-from shardweave.runtime.inputs import localize
+from shardweave.runtime.inputs import check_inputs, local_input
 from tests.models import TODAY, ZOO, Case
 from tests.peak_memory import held_bytes, measured_peak
 
@@ -72,7 +72,9 @@ def measure(case: Case, parallel: Any) -> Figures:
     """Train for three steps on this rank, and measure the last: by then the optimizer has its states."""
     optimizer = ADAMW(parallel.parameters())
     batch = case.batch(0)
-    parts = localize(parallel._flatten((), batch), parallel.spec.inputs, parallel._coordinates)
+    specs = parallel.spec.inputs
+    values = check_inputs(parallel._flatten((), batch), specs)
+    parts = [local_input(value, spec, parallel._coordinates) for value, spec in zip(values, specs, strict=True)]
     named = dict(zip(batch, parts, strict=True)) if len(batch) == len(parts) else batch
     inputs = {name: value.clone() for name, value in named.items()}  # a part would keep the memory of the whole
     del parts, named

@@ -1,9 +1,9 @@
-"""Guards: what Dynamo read of a model's Python state in a capture, what a forward changes of it, and checks of indices.
+"""Guards: the Python values that a capture has read of a model, the values that a forward writes, checks of indices.
 
 This is the only module that reads Dynamo's guards and side effects.
 
-Where an index is made only of integers of the call, each rank checks it before the step begins, and all ranks raise the
-error. A rank that computes other rows would not see an index that is out of range, and would wait for the others.
+An index that is computed from integer inputs only is checked on each rank before the step, and all ranks raise the
+error. Otherwise a rank that computes other rows would not see an index that is out of range, and would wait for others.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from shardweave.ir import PLAIN_TYPES, Captured, CaptureError, Read, Reads
 from shardweave.ops import IndexChecks, IndexRange
 from shardweave.sharding import argument, describe, info, shape
 
-_TORCHS = re.compile(
+_TORCH_ATTRIBUTES = re.compile(
     r"(?:_parameters|_buffers|_modules|__dict__)(?:'\])?$|_(?:parameters|buffers)(?:'\])?\[|_hooks|__mro__"
 )
-"""Attributes of torch's own modules that are guarded in place."""
-_KEYS = {"DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"}
-_LENGTHS = {"SEQUENCE_LENGTH", "LIST_LENGTH", "TUPLE_LENGTH", "DICT_LENGTH"}
+"""Guards on torch's own attributes, which are no constants of a step."""
+_KEY_GUARDS = {"DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"}
+_LENGTH_GUARDS = {"SEQUENCE_LENGTH", "LIST_LENGTH", "TUPLE_LENGTH", "DICT_LENGTH"}
 
 
 @dataclass(frozen=True)
-class _Written:
-    """A write of a forward: an attribute, an item or a global, and its value if that is a constant."""
+class _Write:
+    """A write of a forward to an attribute, an item or a global, with the value if that is a constant."""
 
     source: str
-    """The expression of the written place, in the form of a guard."""
+    """The expression that is written, in the form of a guard."""
     read_as: tuple[str, ...]
-    """Patterns of the expressions by which it is read."""
+    """Patterns of the expressions that read it."""
     is_constant: bool
     value: Any
     depends: bool
-    """Whether the value depends on what goes into the graph."""
+    """Whether the value depends on inputs of the graph."""
     owner: Any
-    """Dynamo's source of what holds it; None for the globals of the user's module."""
+    """Dynamo's source of the object that is written; None for the globals of the user's module."""
     key: Any
-    """Its attribute of the owner, or its key."""
+    """The name of the attribute, or the key of the item."""
     is_attribute: bool
 
 
 @dataclass(frozen=True)
 class Change:
-    """A constant that a forward reads and writes: its place, its value after a call, and the words of the error."""
+    """A constant that a forward reads and writes, its value after a call, and the error to raise for it."""
 
     owner: Any
     key: Any
@@ -70,14 +70,14 @@ class Change:
 class Effects:
     """The side effects of a forward."""
 
-    written: list[_Written] = field(default_factory=list)
+    written: list[_Write] = field(default_factory=list)
     lengths: list[tuple[Any, int]] = field(default_factory=list)
-    """Dynamo's sources of lists, dicts and sets that are changed in place, with their lengths after a call."""
+    """Dynamo's sources of containers that are changed in place, with their lengths after a call."""
 
 
 @contextlib.contextmanager
 def recorded_effects() -> Iterator[Effects]:
-    """While this runs, what Dynamo traces of writes to attributes is noted."""
+    """While this runs, record the writes to attributes and containers that Dynamo traces."""
     from torch._dynamo.output_graph import OutputGraph
 
     effects = Effects()
@@ -86,14 +86,14 @@ def recorded_effects() -> Iterator[Effects]:
 
     @functools.wraps(inner)
     def noted(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        effects.written.clear()  # Dynamo may have begun anew
+        effects.written.clear()  # Dynamo may have restarted
         effects.lengths.clear()
         for item, attributes in graph.side_effects.store_attr_mutations.items():
-            if _is_given(item):
-                effects.written.extend(_attribute(item.source, name, each) for name, each in attributes.items())
+            if _is_from_outside(item):
+                effects.written.extend(_attribute_write(item.source, name, each) for name, each in attributes.items())
         tensors = {each.source.name: each.fake for each in graph.tracked_fakes}
         for container in graph.side_effects._get_modified_vars():
-            if _is_given(container):
+            if _is_from_outside(container):
                 _note_items(effects, container, tensors)
         return inner(graph, *args, **kwargs)
 
@@ -101,24 +101,24 @@ def recorded_effects() -> Iterator[Effects]:
         yield effects
 
 
-def _is_given(variable: Any) -> bool:
-    """Whether a variable of Dynamo's is an object from outside of the forward, and not what that has made."""
+def _is_from_outside(variable: Any) -> bool:
+    """Whether a variable of Dynamo is an object that existed before the forward."""
     if variable.source is None:
         return False
     return type(list(_chain(variable.source))[-1]).__name__ in ("LocalSource", "GlobalSource")
 
 
-def _attribute(owner: Any, name: str, value: Any) -> _Written:
+def _attribute_write(owner: Any, name: str, value: Any) -> _Write:
     source = owner.name
-    if source == f"G[{name!r}]":  # a global: the variable is the name itself
-        return _written(source, (re.escape(source),), value, None, name, False)
+    if source == f"G[{name!r}]":  # a global
+        return _write_of(source, (re.escape(source),), value, None, name, False)
     own, item = re.escape(source), re.escape(f"[{name!r}]")
     reads = rf"{own}\.{name}", rf"{own}\.__dict__{item}", rf"dict\(type\({own}\)(\.__mro__\[\d+\])?\.__dict__\){item}"
-    return _written(f"{source}.{name}", reads, value, owner, name, True)
+    return _write_of(f"{source}.{name}", reads, value, owner, name, True)
 
 
 def _note_items(effects: Effects, container: Any, tensors: Mapping[str, Any]) -> None:
-    """Note the items of a list, dict or set that is changed in place; `tensors` are the graph's inputs by source."""
+    """Record the items of a container that is changed in place; `tensors` are the graph's inputs by source."""
     items, source = getattr(container, "items", None), container.source.name
     if isinstance(items, dict):
         named: list[tuple[Any, Any]] = [(getattr(key, "vt", key), value) for key, value in items.items()]
@@ -129,13 +129,13 @@ def _note_items(effects: Effects, container: Any, tensors: Mapping[str, Any]) ->
         return
     for key, value in pairs:
         place = f"{source}[{key!r}]"
-        if not _is_as_it_was(value, place, tensors):
-            effects.written.append(_written(place, (re.escape(place),), value, container.source, key, False))
+        if not _is_unchanged(value, place, tensors):
+            effects.written.append(_write_of(place, (re.escape(place),), value, container.source, key, False))
     effects.lengths.append((container.source, len(items)))
 
 
-def _is_as_it_was(value: Any, place: str, tensors: Mapping[str, Any]) -> bool:
-    """Whether a variable of Dynamo is the object that is already at `place`, or that tensor, written in place."""
+def _is_unchanged(value: Any, place: str, tensors: Mapping[str, Any]) -> bool:
+    """Whether a variable of Dynamo is the object that was at `place` before, possibly a tensor written in place."""
     if getattr(getattr(value, "source", None), "name", None) == place:
         return True
     if getattr(value, "proxy", None) is None or place not in tensors:
@@ -143,14 +143,14 @@ def _is_as_it_was(value: Any, place: str, tensors: Mapping[str, Any]) -> bool:
     return value.proxy.node.meta.get("example_value") is tensors[place]
 
 
-def _written(
+def _write_of(
     source: str, read_as: tuple[str, ...], value: Any, owner: Any, key: Any, is_attribute: bool
-) -> _Written:
+) -> _Write:
     if value.is_python_constant():
-        return _Written(source, read_as, True, value.as_python_constant(), False, owner, key, is_attribute)
+        return _Write(source, read_as, True, value.as_python_constant(), False, owner, key, is_attribute)
     proxy = getattr(value, "proxy", None)
     depends = proxy is None or _depends(proxy.node)
-    return _Written(source, read_as, False, None, depends, owner, key, is_attribute)
+    return _Write(source, read_as, False, None, depends, owner, key, is_attribute)
 
 
 def _depends(node: fx.Node) -> bool:
@@ -168,7 +168,7 @@ def _depends(node: fx.Node) -> bool:
 
 @contextlib.contextmanager
 def after_a_call(changes: Sequence[Change]) -> Iterator[None]:
-    """While this runs, the values that a forward changes are those after a call."""
+    """While this runs, the constants that a forward changes have their values after a call."""
     missing = object()
     with contextlib.ExitStack() as stack:
         for change in changes:
@@ -190,36 +190,38 @@ def _set(value: Any, owner: Any, name: str) -> None:
 def reads_of(module: Any, model: nn.Module, effects: Effects) -> tuple[Reads, list[Change]]:
     """The Python values that the capture of `module` read of `model` and its globals, and those that a call changes.
 
-    A forward that changes what it reads may do the same ever after, as one that sets a default at its first call does:
-    to know, capture it `after_a_call`.
+    A forward that changes a value which it reads, such as a default that its first call sets, may do the same in all
+    later calls. A capture `after_a_call` shows whether it does.
 
     Raises
     ------
     CaptureError
-        The model's forward reads a value that it computes from tensors, such as a state that it keeps.
+        The model's forward reads a value that it computes from tensors, such as a state.
     """
+    # 1. Turn Dynamo's guards into expressions.
     from torch._dynamo.convert_frame import get_traced_fn
 
     graph = module._dynamo_bytecode_flatten.out.graph_capture_output.output_graph
     function, _ = get_traced_fn(model)
     free = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    writer = _Writer(function.__code__.co_varnames[0], function.__globals__, graph.import_sources, free)
+    expressions = _SourceExpressions(function.__code__.co_varnames[0], function.__globals__, graph.import_sources, free)
     touched: dict[str, Any] = {}
     for guard in graph.guards:
         source = guard.originating_source
-        writer.add(source, guard)
+        expressions.add(source, guard)
         touched.setdefault(source.name, source)
-    reads = Reads(list(writer.reads.values()), writer.names)
-    lost = [source.name for source, length in effects.lengths if _length(writer.look(source, model)) != length]
+    reads = Reads(list(expressions.reads.values()), expressions.names)
+    # 2. Compare the writes with them. A write that nothing reads is lost, with a warning.
+    lost = [source.name for source, length in effects.lengths if _length(expressions.value_of(source, model)) != length]
     changes: list[Change] = []
     for written in effects.written:
         read = [name for name in touched if any(re.fullmatch(pattern, name) for pattern in written.read_as)]
         for name in read:
-            changes += _changed(model, writer, written, touched[name])
+            changes += _changed(model, expressions, written, touched[name])
         if not read and written.depends:
             lost.append(written.source)
     if lost:
-        names = ", ".join(sorted({writer.shown(source) for source in lost}))
+        names = ", ".join(sorted({expressions.shown(source) for source in lost}))
         warnings.warn(
             f"the forward of {type(model).__name__} writes {names}, which a captured step does not do: return what you "
             "need of it as an output. Where the forward's result depends on what earlier calls wrote there, keep that "
@@ -229,12 +231,12 @@ def reads_of(module: Any, model: nn.Module, effects: Effects) -> tuple[Reads, li
     return reads, changes
 
 
-def _changed(model: nn.Module, writer: _Writer, written: _Written, source: Any) -> list[Change]:
-    """The change of the value at `source`, if a call changes it."""
-    read = writer.look(source, model)
+def _changed(model: nn.Module, expressions: _SourceExpressions, written: _Write, source: Any) -> list[Change]:
+    """The change of the value at `source`; empty if a call does not change it."""
+    read = expressions.value_of(source, model)
     if (written.is_constant and _same(read, written.value)) or not (written.is_constant or written.depends):
-        return []  # as it was, or a constant that is computed once and kept
-    shown = writer.shown(source.name)
+        return []  # unchanged, or a constant that is computed once
+    shown = expressions.shown(source.name)
     comparable = written.is_constant and isinstance(read, PLAIN_TYPES)
     was = f" ({read!r} now, {written.value!r} after a call)" if comparable else ""
     is_buffer = any(read is buffer for buffer in model.buffers())
@@ -246,7 +248,7 @@ def _changed(model: nn.Module, writer: _Writer, written: _Written, source: Any) 
         else f"Make {shown} a buffer (register_buffer with a tensor, written in place), and what depends on it "
         "tensor operations such as torch.where; or pass it to the call as a tensor.",
     )
-    owner = writer.globals if written.owner is None else writer.look(written.owner, model)
+    owner = expressions.globals if written.owner is None else expressions.value_of(written.owner, model)
     if not written.is_constant or owner is None:
         raise error
     return [Change(owner, written.key, written.is_attribute, written.value, shown, error)]
@@ -260,8 +262,8 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and isinstance(one, PLAIN_TYPES) and bool(one == other)
 
 
-class _Writer:
-    """Turns Dynamo's sources into expressions that a `Reads` looks up."""
+class _SourceExpressions:
+    """Turns Dynamo's sources into expressions for `Reads`."""
 
     def __init__(
         self,
@@ -277,18 +279,18 @@ class _Writer:
         self._short: dict[str, str] = {}
 
     def add(self, source: Any, guard: Any) -> None:
-        """Record the user's objects that a guard keeps alive."""
+        """Record the read that a guard stands for, if it is of a user's object."""
         kind, name = guard.create_fn_name(), source.name
         chain = list(_chain(source))
-        if not name or kind == "TENSOR_MATCH" or _TORCHS.search(name) or not self._is_users(chain):
+        if not name or kind == "TENSOR_MATCH" or _TORCH_ATTRIBUTES.search(name) or not self._is_of_user(chain):
             return
         expression, before = self._expression(source)
         shown = self.shown(name)
         given = getattr(guard.create_fn, "keywords", {})
         positional = getattr(guard.create_fn, "args", ())
-        if kind in _LENGTHS:
+        if kind in _LENGTH_GUARDS:
             self._note(f"len({expression})", before, f"len({shown})")
-        elif kind in _KEYS:
+        elif kind in _KEY_GUARDS:
             key = given.get("key", positional[0] if positional else None)
             if isinstance(key, PLAIN_TYPES):
                 self._note(f"({key!r} in {expression})", before, f"{key!r} in {shown}")
@@ -303,8 +305,8 @@ class _Writer:
     def _note(self, expression: str, before: tuple[str, ...], shown: str) -> None:
         self.reads.setdefault(expression, Read((*before, expression), shown))
 
-    def _is_users(self, chain: list[Any]) -> bool:
-        """Whether the root of a source is the model, or a global of the user's module that is not torch's."""
+    def _is_of_user(self, chain: list[Any]) -> bool:
+        """Whether the root of a source is the model, or a global of the user's module that is not of a library."""
         root = chain[-1]
         kind = type(root).__name__
         if kind == "LocalSource":
@@ -316,10 +318,10 @@ class _Writer:
             return not _is_library(sys.modules[self.imports[name]])
         if name.startswith("__") or _is_library(sys.modules.get(self.globals.get("__name__", ""))):
             return False
-        return not any(_is_library(self.look(link, None)) for link in chain)
+        return not any(_is_library(self.value_of(link, None)) for link in chain)
 
     def _expression(self, source: Any) -> tuple[str, tuple[str, ...]]:
-        """A source as an expression, and the statements that it needs before: what several have in common is one."""
+        """A source as an expression, with the statements before it that compute common subexpressions."""
         name = source.name
         base = getattr(source, "base", None)
         if base is None:
@@ -342,7 +344,7 @@ class _Writer:
             if source.local_name == self.self_name:
                 return "model"
             cell = self.free[source.local_name]
-            if isinstance(cell.cell_contents, (nn.Module, Tensor)):  # not kept: a step keeps no model
+            if isinstance(cell.cell_contents, (nn.Module, Tensor)):  # a step must not keep the model alive
                 return f"closed_over_{source.local_name}"
             self.names[f"cell_{source.local_name}"] = cell
             return f"cell_{source.local_name}.cell_contents"
@@ -352,7 +354,7 @@ class _Writer:
             return f"module_{name}"
         return f"G[{source.global_name!r}]"
 
-    def look(self, source: Any, model: nn.Module | None) -> Any:
+    def value_of(self, source: Any, model: nn.Module | None) -> Any:
         """The current value of a source; None if it cannot be looked up."""
         expression, before = self._expression(source)
         space: dict[str, Any] = {**self.names, "model": model}
@@ -360,24 +362,24 @@ class _Writer:
             for line in before:
                 exec(line, space)  # an expression of Dynamo's own
             return eval(expression, space)
-        except Exception:  # whatever a user's property raises: then it is no constant either
+        except Exception:  # a property of a user that raises an error is no constant
             return None
 
     def shown(self, name: str) -> str:
-        """A source's name as a user writes it."""
+        """A source's name in the user's terms."""
         text = name.replace(f"L['{self.self_name}']", "model")
         for alias, module in self.imports.items():
             text = text.replace(f"G['{alias}']", module)
         text = re.sub(r"[GL]\['(\w+)'\]", r"\1", text)
         found = 1
-        while found:  # the attribute of a class's attribute has one inside another
+        while found:  # these are nested for attributes of a class's attribute
             text, found = re.subn(r"dict\(type\(([^()]*)\)(?:\.__mro__\[\d+\])?\.__dict__\)\['(\w+)'\]", r"\1.\2", text)
         text = re.sub(r"(?:\.__dict__\['_(?:modules|buffers)'\]|\._(?:modules|buffers))\['(\w+)'\]", r".\1", text)
         return re.sub(r"\.__dict__\['(\w+)'\]", r".\1", text)
 
 
 def _is_library(module: object) -> bool:
-    """Whether a module is installed, or of Python itself: what libraries keep for themselves may change at any time."""
+    """Whether a module is installed or Python's own. The state of libraries may change at any time."""
     if not isinstance(module, types.ModuleType):
         return False
     file = getattr(module, "__file__", None)
@@ -385,7 +387,7 @@ def _is_library(module: object) -> bool:
 
 
 def _chain(source: Any) -> Iterator[Any]:
-    """A source and the sources that contain it, from the inside out."""
+    """A source and its bases, the innermost first."""
     while source is not None:
         yield source
         source = getattr(source, "base", None)
@@ -399,8 +401,9 @@ ALONG_DIM = {
 
 
 def index_checks(captured: Captured) -> IndexChecks | None:
-    """The checks of an annotated step; None where there is nothing to check."""
-    given = _made_of_integers(captured)
+    """The checks of an annotated step; None without any."""
+    # 1. Find the lookups of the forward whose index depends on integer inputs only.
+    given = _integers_of_inputs(captured)
     found: dict[tuple[fx.Node, int, int], str] = {}
     for node in captured.graph.graph.nodes:
         if node.op != "call_function" or info(node).backward:
@@ -410,6 +413,7 @@ def index_checks(captured: Captured) -> IndexChecks | None:
                 found.setdefault((index, low, high), describe(node))
     if not found:
         return None
+    # 2. Copy the part of the graph that computes these indices.
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     needed = {index for index, _, _ in found}
     for node in reversed(list(captured.graph.graph.nodes)):
@@ -429,8 +433,8 @@ def index_checks(captured: Captured) -> IndexChecks | None:
     return IndexChecks(fx.GraphModule(held, graph, "Indices"), checks)
 
 
-def _made_of_integers(captured: Captured) -> set[fx.Node]:
-    """The integers that depend on integers of the call's inputs, and on nothing else but constants."""
+def _integers_of_inputs(captured: Captured) -> set[fx.Node]:
+    """The integer nodes that depend on integer inputs, and otherwise on constants only."""
     known: set[fx.Node] = set()
     of_inputs: set[fx.Node] = set()
     for node in captured.graph.graph.nodes:
@@ -441,21 +445,21 @@ def _made_of_integers(captured: Captured) -> set[fx.Node]:
             if node.name in captured.inputs:
                 known.add(node)
                 of_inputs.add(node)
-        elif (node.op == "get_attr" or _repeats(node)) and known.issuperset(node.all_input_nodes):
+        elif (node.op == "get_attr" or _is_deterministic(node)) and known.issuperset(node.all_input_nodes):
             known.add(node)
             if not of_inputs.isdisjoint(node.all_input_nodes):
                 of_inputs.add(node)
     return of_inputs
 
 
-def _repeats(node: fx.Node) -> bool:
-    """Whether an op gives the same again."""
+def _is_deterministic(node: fx.Node) -> bool:
+    """Whether an op gives equal results for equal inputs."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def _lookups(node: fx.Node) -> list[tuple[fx.Node, int, int]]:
-    """The indices of an op, each with its lowest allowed value and its exclusive upper bound."""
+    """The indices of a lookup, each with its lowest allowed value and its exclusive upper bound."""
     if node.target is aten.embedding.default:
         return [(argument(node, "indices"), 0, shape(argument(node, "weight"))[0])]
     if node.target in ALONG_DIM:

@@ -1,15 +1,15 @@
-"""Calls of a step: all ranks pass what it takes, and what was meant by it, or all of them raise.
+"""Checks of a step's calls: all ranks pass valid inputs in the same mode, or all of them raise an error.
 
-Each call begins with one small collective, in which a rank whose call is not the compiled one tells the others, as
-these would wait for it in the step's own collectives. In the first calls a hash of each input is exchanged besides: it
-shows whether ranks that should pass the same do so.
+Each call begins with one small collective. A rank whose inputs are wrong tells the others there, which would otherwise
+wait for it in the step's collectives. In the first calls the ranks also exchange a hash of each input, to find ranks
+that pass other values where all must pass the same.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -20,13 +20,14 @@ from torch import nn
 from shardweave.distributed import RuntimeMesh, collective, control_of
 from shardweave.ir import InputError, ParallelError, StepSpec, ValueSpec
 from shardweave.ops import IndexChecks
-from shardweave.runtime.inputs import LocalBatch, checked, localized
+from shardweave.runtime.inputs import LocalBatch, check_inputs, local_input
 
 Batch = Literal["global", "local"]
 """The meaning of a call's batch: the global batch (or this rank's part of it), or this rank's own samples."""
 
+
 def group_of_calls(mesh: RuntimeMesh) -> dist.ProcessGroup | None:
-    """The group in which all ranks agree on calls; None where no other rank runs. Collective at the first time."""
+    """The group in which all ranks agree on calls; None without other ranks. Collective at the first call."""
     groups = control_of(mesh)
     return None if groups is None else groups.exchange
 
@@ -42,21 +43,21 @@ class _Report:
 
 
 @dataclass
-class Calls:
-    """The inputs of a step's calls, on which the ranks agree.
+class CallChecks:
+    """Checks the inputs of each call, and agrees on them with the other ranks.
 
     Parameters
     ----------
     spec : StepSpec
     mesh : RuntimeMesh
     group : ProcessGroup, optional
-        Of `group_of_calls`.
+        The result of `group_of_calls`.
     local : LocalBatch, optional
-        Where each rank passes its own samples; None where ranks pass the global batch, or their part of it.
+        For ``batch="local"``; None if ranks pass the global batch, or their part of it.
     checks : int, optional
-        In how many calls hashes are compared; None for all of them. Where it is negative, ranks do not agree at all.
+        The number of calls in which hashes are compared; None for all calls. If negative, ranks do not agree at all.
     indices : IndexChecks, optional
-        What indices among the inputs are checked for, on a CPU; a GPU does it itself.
+        Ranges of indices among the inputs. They are checked on a CPU; a GPU's kernels check them.
     """
 
     spec: StepSpec
@@ -71,9 +72,9 @@ class Calls:
     def _agrees(self) -> bool:
         return self.group is not None and ranks_agree(self.checks)
 
-    def fresh(self) -> Calls:
+    def fresh(self) -> CallChecks:
         """The checks of a copy of the module."""
-        return Calls(self.spec, self.mesh, self.group, self.local, self.checks, self.indices)
+        return replace(self)
 
     def __call__(
         self, flatten: Callable[[], Sequence[object]], running: Callable[[], Mapping[str, bool]]
@@ -83,9 +84,9 @@ class Calls:
         Parameters
         ----------
         flatten : callable
-            Gives the tensors of the call; it may raise.
+            Returns the tensors of the call; it may raise an error.
         running : callable
-            How this rank runs the step, which has to be the same on all of them; it may raise.
+            Returns the mode in which this rank runs the step, which all ranks must share; it may raise an error.
 
         Raises
         ------
@@ -102,10 +103,10 @@ class Calls:
         try:
             state = running()
             shapes = None if self.local is None else [self.local.shape(spec) for spec in self.spec.inputs]
-            values = checked(flatten(), self.spec.inputs, self.mesh.device_type, shapes)
+            values = check_inputs(flatten(), self.spec.inputs, self.mesh.device_type, shapes)
             self._check_indices(values)
             parts = [] if self.local is not None else self._localized(values)
-        except Exception as error:  # whatever it is, the other ranks have to hear of it
+        except Exception as error:  # the other ranks must be told, whatever the error is
             if not self._agrees:
                 raise
             caught = error
@@ -116,13 +117,13 @@ class Calls:
         return self._localized(self.local.parts(values))
 
     def _check_indices(self, values: Sequence[torch.Tensor]) -> None:
-        """IndexRangeError where an index is out of range. Of a part of the batch, copies stand for the other parts."""
+        """Raise IndexRangeError if an index is out of range. A part of the batch is repeated to the global shape."""
         if self.indices is None or self.mesh.device_type != "cpu":
             return
         whole = []
         for value, spec in zip(values, self.spec.inputs, strict=True):
             shape = spec.layout.global_shape
-            if value.is_floating_point() or value.is_complex():  # which no index is made of
+            if value.is_floating_point() or value.is_complex():  # no index is made of it
                 value = value.new_empty(()).expand(shape)
             elif tuple(value.shape) != shape:
                 value = value.repeat([size // length for size, length in zip(shape, value.shape, strict=True)])
@@ -131,7 +132,7 @@ class Calls:
 
     def _localized(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         coordinates = self.spec.mesh.coordinates(self.mesh.rank)
-        return [localized(value, spec, coordinates) for value, spec in zip(values, self.spec.inputs, strict=True)]
+        return [local_input(value, spec, coordinates) for value, spec in zip(values, self.spec.inputs, strict=True)]
 
     def _agree(
         self,
@@ -140,12 +141,14 @@ class Calls:
         running: Mapping[str, bool],
         caught: Exception | None,
     ) -> None:
+        # 1. One all-reduce. It is enough if all ranks are in the same mode and no hashes are due.
         hashing = self.checks is None or self._done < self.checks
         self._done += 1
         flags = (hashing, *running.values())
         code = 0 if caught is not None else 1 + sum(flag << place for place, flag in enumerate(flags))
         if _same_on_all_ranks(code, self.group) and code and not hashing:
             return
+        # 2. Exchange errors, modes and hashes.
         hashes = self._hashes(values, parts) if hashing and caught is None else ()
         if caught is None:
             mine = _Report(None, ParallelError, running, hashes)
@@ -156,33 +159,33 @@ class Calls:
         reports: list[Any] = [None] * dist.get_world_size(self.group)
         with collective("comparing the inputs of a call", self.group):
             dist.all_gather_object(reports, mine, group=self.group)
-        self._refuse_failed(reports, caught)
-        self._refuse_unlike(reports)
-        self._refuse_other_values(reports)
+        self._raise_failures(reports, caught)
+        self._check_modes(reports)
+        self._check_values(reports)
 
-    def _refuse_failed(self, reports: Sequence[_Report], caught: Exception | None) -> None:
-        ranks = _by(report.error for report in reports)
+    def _raise_failures(self, reports: Sequence[_Report], caught: Exception | None) -> None:
+        ranks = _ranks_by_value(report.error for report in reports)
         failed = {error: which for error, which in ranks.items() if error is not None}
         if not failed:
             return
         if caught is not None and len(ranks) == 1:
             raise caught
-        told = "; ".join(f"on {_ranks(which)}: {error}" for error, which in failed.items())
+        told = "; ".join(f"on {_rank_text(which)}: {error}" for error, which in failed.items())
         kinds = {report.kind for report in reports if report.error is not None}
         kind = kinds.pop() if len(kinds) == 1 else ParallelError
         raise kind(f"no rank runs this call, as it fails {told}") from caught
 
-    def _refuse_unlike(self, reports: Sequence[_Report]) -> None:
+    def _check_modes(self, reports: Sequence[_Report]) -> None:
         for what in reports[0].running:
-            ranks = _by(report.running[what] for report in reports)
+            ranks = _ranks_by_value(report.running[what] for report in reports)
             if len(ranks) > 1:
                 raise ParallelError(
-                    f"{_ranks(ranks[True])} call the step {what}, and {_ranks(ranks[False])} do not, so that their "
-                    "collectives would not meet: all ranks call it in the same way, in the same order"
+                    f"{_rank_text(ranks[True])} call the step {what}, and {_rank_text(ranks[False])} do not, so that "
+                    "their collectives would not meet: all ranks call it in the same way, in the same order"
                 )
 
     def _hashes(self, values: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> tuple[tuple[str, str], ...]:
-        """For each input the hash of the passed value, if that is global, and the hash of this rank's part."""
+        """For each input the hash of its value, if that is global, and the hash of this rank's part."""
         if self.local is not None:
             return tuple((_hash(value), "") for value in values)
         pairs = zip(values, parts, self.spec.inputs, strict=True)
@@ -191,48 +194,49 @@ class Calls:
             for value, part, spec in pairs
         )
 
-    def _refuse_other_values(self, reports: Sequence[_Report]) -> None:
-        """InputError where the ranks' hashes say that they do not mean the same global batch."""
+    def _check_values(self, reports: Sequence[_Report]) -> None:
+        """Raise InputError if the hashes show that the ranks do not pass the same global batch."""
         if not all(len(report.hashes) == len(self.spec.inputs) for report in reports):
             return
         same_everywhere = []
         for index, spec in enumerate(self.spec.inputs):
             found = {rank: report.hashes[index] for rank, report in enumerate(reports)}
             if self.local is not None:
-                ranks = _by(whole for whole, _ in found.values())
+                ranks = _ranks_by_value(whole for whole, _ in found.values())
                 same_everywhere += [len(ranks) == 1] if spec.rows else []
                 if not spec.rows and len(ranks) > 1:
                     raise InputError(
                         f'with batch="local" each rank passes its own samples, but the input {spec.name!r} has no '
                         "batch dimension, and must be the same on all ranks; "
-                        f"{_listed(ranks.values())} pass different values. "
-                        f"The inputs with a batch dimension are {self._having()}"
+                        f"{_all_text(ranks.values())} pass different values. "
+                        f"The inputs with a batch dimension are {self._batched_names()}"
                     )
                 continue
-            whole = _by_key({rank: whole for rank, (whole, _) in found.items() if whole})
+            whole = _group_ranks({rank: whole for rank, (whole, _) in found.items() if whole})
             if len(whole) > 1:
-                raise InputError(self._meanings(spec, f"{_listed(whole.values())} pass different values of its global "
-                                                      f"shape {spec.layout.global_shape}"))  # fmt: skip
+                shape = spec.layout.global_shape
+                what = f"{_all_text(whole.values())} pass different values of its global shape {shape}"
+                raise InputError(self._mismatch(spec, what))
             places: dict[tuple[int, ...], dict[int, str]] = {}
             for rank, (_, part) in found.items():
                 at = tuple(axis.coordinate(rank) for axis in spec.layout.shard_axes)
                 places.setdefault(at, {})[rank] = part
             for part_of in places.values():
-                if len(unlike := _by_key(part_of)) > 1:
-                    raise InputError(self._meanings(spec, f"{_listed(unlike.values())} have the same part of the batch "
-                                                          "and pass different values for it"))  # fmt: skip
+                if len(ranks := _group_ranks(part_of)) > 1:
+                    same_part = "have the same part of the batch and pass different values for it"
+                    raise InputError(self._mismatch(spec, f"{_all_text(ranks.values())} {same_part}"))
         if same_everywhere and all(same_everywhere) and self._done == 1:
             warnings.warn(
-                f'all ranks pass the same batch ({self._having()}), but with batch="local" each rank passes samples '
-                "of its own. Give the loader a sampler of this rank: parallel.sampler(dataset), or "
+                f'all ranks pass the same batch ({self._batched_names()}), but with batch="local" each rank passes '
+                "samples of its own. Give the loader a sampler of this rank: parallel.sampler(dataset), or "
                 "DistributedSampler(dataset, world_size, rank)",
                 stacklevel=4,
             )
 
-    def _having(self) -> str:
+    def _batched_names(self) -> str:
         return ", ".join(spec.name for spec in self.spec.inputs if spec.rows) or "none"
 
-    def _meanings(self, spec: ValueSpec, what: str) -> str:
+    def _mismatch(self, spec: ValueSpec, what: str) -> str:
         return (
             f"the input {spec.name!r} is not the same global batch on all ranks: {what}. The model was compiled with "
             'batch="global": every rank passes the same whole batch, or its own part of it, as a loader gives it with '
@@ -243,18 +247,18 @@ class Calls:
 
 
 class AgreedCall(nn.Module):
-    """The agreement of the ranks on a call, in a graph that takes whole inputs: they run the same graph on the same.
+    """Checks that all ranks run the same graph on the same inputs; part of a graph that takes whole inputs.
 
     Parameters
     ----------
     names : sequence of str
-        What the user calls the inputs.
+        The user's names of the inputs.
     graph_hash : str
-        Of the generated step.
+        The hash of the generated step.
     group : ProcessGroup
-        Of `group_of_calls`.
+        The result of `group_of_calls`.
     checks : int, optional
-        In how many calls inputs are compared; None for all of them.
+        The number of calls in which inputs are compared; None for all calls.
     """
 
     def __init__(self, names: Sequence[str], graph_hash: str, group: dist.ProcessGroup, checks: int | None) -> None:
@@ -263,7 +267,7 @@ class AgreedCall(nn.Module):
         self._done = 0
 
     def forward(self, *values: torch.Tensor) -> None:
-        """Collective. InputError on all ranks if one runs or compiles another graph, or passes different values."""
+        """Raise InputError on all ranks if one runs or compiles another graph, or passes other values. Collective."""
         agree_on_graph(self.group, self.graph_hash)
         if self.checks is not None and self._done >= self.checks:
             return
@@ -272,9 +276,9 @@ class AgreedCall(nn.Module):
         with collective("comparing the inputs of a call", self.group):
             dist.all_gather_object(found, tuple(map(_hash, values)), group=self.group)
         for index, name in enumerate(self.names):
-            if len(ranks := _by(hashes[index] for hashes in found)) > 1:
+            if len(ranks := _ranks_by_value(hashes[index] for hashes in found)) > 1:
                 raise InputError(
-                    f"the input {name!r} is not the same global batch on all ranks: {_listed(ranks.values())} pass "
+                    f"the input {name!r} is not the same global batch on all ranks: {_all_text(ranks.values())} pass "
                     "different values. A model under torch.compile takes the whole global batch on every rank. If each "
                     "rank reads samples of its own, as under DistributedDataParallel, use "
                     'shardweave.compile_parallel(..., batch="local"), or read the same on all ranks: see docs/inputs.md'
@@ -282,17 +286,17 @@ class AgreedCall(nn.Module):
 
 
 def agree_on_graph(group: dist.ProcessGroup, graph_hash: str | None) -> None:
-    """Make sure that all ranks run the same graph, or that all of them compile one. Collective.
+    """Check that all ranks run the same graph, or that all of them compile one. Collective.
 
-    Without it a rank that ``torch.compile`` lets compile again, for a batch of another size, would wait for the others
-    in the collectives of planning, and these for it in the collectives of the step.
+    Otherwise a rank that compiles again, for a batch of another size, would wait for the others in the collectives of
+    planning, and they would wait for it in the collectives of the step.
 
     Parameters
     ----------
     group : ProcessGroup
-        Of `group_of_calls`.
+        The result of `group_of_calls`.
     graph_hash : str, optional
-        Of the step that this rank runs; None where it compiles one.
+        The hash of the step that this rank runs; None if it compiles one.
 
     Raises
     ------
@@ -305,10 +309,10 @@ def agree_on_graph(group: dist.ProcessGroup, graph_hash: str | None) -> None:
     found: list[str | None] = [None] * dist.get_world_size(group)
     with collective("agreeing on a call of the model", group):
         dist.all_gather_object(found, graph_hash, group=group)
-    told = [
-        f"on {_ranks(ranks)} {'another graph is compiled' if each is None else f'the compiled graph {each[:8]} runs'}"
-        for each, ranks in _by(found).items()
-    ]
+    told = []
+    for each, ranks in _ranks_by_value(found).items():
+        does = "another graph is compiled" if each is None else f"the compiled graph {each[:8]} runs"
+        told.append(f"on {_rank_text(ranks)} {does}")
     raise InputError(
         f"the ranks do not call the model alike: {', '.join(told)}. A model under torch.compile takes the whole global "
         "batch on every rank: give each rank a batch of the same shapes and dtypes, in the same order, or use "
@@ -317,12 +321,12 @@ def agree_on_graph(group: dist.ProcessGroup, graph_hash: str | None) -> None:
 
 
 def ranks_agree(checks: int | None) -> bool:
-    """Whether ranks agree on each call: not for negative `checks`, which `Options(check_inputs="never")` gives."""
+    """Whether ranks agree on each call. `checks` is negative for ``Options(check_inputs="never")``."""
     return checks is None or checks >= 0
 
 
 def _same_on_all_ranks(code: int, group: dist.ProcessGroup | None) -> bool:
-    """Whether all ranks have the same `code`, by one all-reduce of two numbers. Collective."""
+    """Whether all ranks have the same `code`; one all-reduce of two numbers."""
     most = torch.tensor([code, -code])
     with collective("agreeing on a call of the model", group):
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
@@ -334,33 +338,34 @@ def _hash(value: torch.Tensor) -> str:
     return blake2b(data.numpy().data, digest_size=16).hexdigest()
 
 
-def _by(values: Iterable[Any]) -> dict[Any, list[int]]:
-    """The ranks that have each value."""
-    return _by_key(dict(enumerate(values)))
+def _ranks_by_value(values: Iterable[Any]) -> dict[Any, list[int]]:
+    """The ranks of each value; `values` are in the order of ranks."""
+    return _group_ranks(dict(enumerate(values)))
 
 
-def _by_key(values: Mapping[int, Any]) -> dict[Any, list[int]]:
+def _group_ranks(values: Mapping[int, Any]) -> dict[Any, list[int]]:
+    """The ranks of each value; `values` are by rank."""
     found: dict[Any, list[int]] = {}
     for rank, value in values.items():
         found.setdefault(value, []).append(rank)
     return found
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _rank_text(ranks: Sequence[int]) -> str:
     """Ranks in words.
 
-    >>> _ranks([3]), _ranks([0, 2])
+    >>> _rank_text([3]), _rank_text([0, 2])
     ('rank 3', 'ranks 0, 2')
     """
     listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
 
 
-def _listed(groups: Iterable[Sequence[int]]) -> str:
+def _all_text(groups: Iterable[Sequence[int]]) -> str:
     """Groups of ranks in words.
 
-    >>> _listed([[0, 1], [2], [3]])
+    >>> _all_text([[0, 1], [2], [3]])
     'ranks 0, 1 and rank 2 and rank 3'
     """
-    listed = [_ranks(group) for group in groups]
+    listed = [_rank_text(group) for group in groups]
     return " and ".join(listed[:4]) + (" and others" if len(listed) > 4 else "")

@@ -1,6 +1,6 @@
-"""Runs a generated step: local tensors through the forward graph, and autograd's tangents through the backward one.
+"""Runs a generated step: local tensors through the forward graph, and autograd's tangents through the backward graph.
 
-The seams to autograd: a call of a generated step as one node, which takes parameters and gives their gradients.
+For autograd a call of the step is one node, which takes the parameters and returns their gradients.
 """
 
 from __future__ import annotations
@@ -19,27 +19,34 @@ from torch.utils._pytree import tree_leaves
 
 from shardweave.distributed import COLLECTIVES, RuntimeMesh, group_of, lost_rank, raise_if_rank_lost
 from shardweave.ir import META, LostRankError, ParallelError, StepSpec, ValueSpec, axes_size
-from shardweave.runtime.grad_accumulation import Boxed, Gradients, MicroBatchRunner, cut, in_places, joined
+from shardweave.runtime.grad_accumulation import (
+    Boxed,
+    Gradients,
+    MicroBatchRunner,
+    join_steps,
+    local_parameters,
+    split_steps,
+)
 from shardweave.runtime.parameters import local_tensor
-from shardweave.runtime.tensor import like, untraced
+from shardweave.runtime.tensor import as_gradient_of, untraced
 
 
 def boxed(constants: fx.GraphModule, graph: fx.Graph, mesh: RuntimeMesh | None = None) -> Boxed:
-    """The code of `graph`, which it takes over, with its arguments in one list.
+    """The compiled code of `graph`, with its arguments in one list. It takes `graph` over.
 
-    A collective of it that loses a rank raises a LostRankError, which names it; so does each call afterwards. Where it
-    fails on one rank by something else, that rank raises its error, and the others, which would wait for it, a
-    ParallelError with the rank and the cause; so does each call of it afterwards. Where all ranks fail at the same op,
-    all raise their own errors, and can go on.
+    - If a collective loses a rank, this call and all later ones raise a LostRankError that names the rank.
+    - If this rank alone fails, it raises its error. The other ranks, which would wait for it, raise a ParallelError
+      with the rank and the cause, in this call and in all later ones.
+    - If all ranks fail at the same op, each raises its own error, and later calls run.
 
     Parameters
     ----------
     constants : GraphModule
         Holds the tensors of `graph`.
     graph : Graph
-        Of `RuntimeMesh.bound`.
+        The result of `RuntimeMesh.bound`.
     mesh : RuntimeMesh, optional
-        The mesh it is bound to; where it is not given, the other ranks do not hear of a failure.
+        The mesh that `graph` is bound to. Without it, other ranks are not told of a failure.
 
     Examples
     --------
@@ -63,13 +70,13 @@ def boxed(constants: fx.GraphModule, graph: fx.Graph, mesh: RuntimeMesh | None =
             )
         try:
             return run(arguments)
-        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        except Exception as error:  # the other ranks must not wait for this one, whatever the error is
             node = _raised_at(error, module.graph)
             found = _failure(error, node, mesh)
             if mesh is not None and not isinstance(found, LostRankError):
-                alike = found is error and node is not None and mesh.all_failed_at(node.name)
+                all_failed = found is error and node is not None and mesh.all_failed_at(node.name)
                 _wait_for_started(error, module.graph)
-                if not alike:
+                if not all_failed:
                     mesh.close(error)
             if found is error:
                 raise
@@ -79,7 +86,7 @@ def boxed(constants: fx.GraphModule, graph: fx.Graph, mesh: RuntimeMesh | None =
 
 
 def _failure(error: Exception, node: fx.Node | None, mesh: RuntimeMesh | None) -> Exception:
-    """The exception for an `error` at a node: itself, or a LostRankError if a collective failed with a rank."""
+    """The exception to raise for an `error` at a node: itself, or one that names the rank that caused it."""
     if not isinstance(error, RuntimeError) or node is None or not _is_collective(node):
         return error
     if mesh is not None and (elsewhere := mesh.failure()) is not None:
@@ -103,10 +110,9 @@ def _lost(error: RuntimeError, node: fx.Node) -> LostRankError | None:
 
 
 def _wait_for_started(error: Exception, graph: fx.Graph) -> None:
-    """Wait for the collectives that were under way when `graph` raised `error`.
+    """Wait for the collectives that were running when `graph` raised `error`.
 
-    The other ranks start these, too, as all start the same in one order. Until they are waited for they keep the
-    connections open that `RuntimeMesh.close` is to close.
+    The other ranks start them too. Until then they keep the connections open that `RuntimeMesh.close` closes.
     """
     started = {node.name for node in graph.nodes if _is_collective(node) and node.target is not _WAIT}
     place = error.__traceback__
@@ -115,7 +121,7 @@ def _wait_for_started(error: Exception, graph: fx.Graph) -> None:
             value = place.tb_frame.f_locals[name]
             for tensor in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(tensor, torch.Tensor):
-                    with contextlib.suppress(RuntimeError):  # another rank has failed before it came to start this one
+                    with contextlib.suppress(RuntimeError):  # another rank failed before it started this one
                         _WAIT(tensor)
         place = place.tb_next
 
@@ -125,7 +131,7 @@ def _is_collective(node: fx.Node) -> bool:
 
 
 def _raised_at(error: Exception, graph: fx.Graph) -> fx.Node | None:
-    """The node in whose line of generated code `error` was raised."""
+    """The node whose line of generated code raised `error`."""
     lines = []
     place = error.__traceback__
     while place is not None:
@@ -146,24 +152,24 @@ def _boxed_definition(_: fx.graph.CodeGen, free_vars: list[str], annotation: str
 
 
 class Executor:
-    """A step bound to this rank: its graphs with real groups, and where its parameters and buffers are found.
+    """A step bound to this rank: its graphs with real process groups, its parameters and buffers.
 
     Parameters
     ----------
     spec : StepSpec
         The calling convention.
     coordinates : tuple of int
-        What both graphs take first.
+        The first arguments of both graphs.
     forward, backward : callable
-        The boxed graphs of a step that is run once; no backward for a step that trains nothing.
+        The boxed graphs; no backward for a step that trains nothing.
     parameters, buffers : callable
-        The current tensors of `spec.parameters` and `spec.buffers`, in order.
+        Return the current tensors of `spec.parameters` and `spec.buffers`, in order.
     sources : sequence of set of int
-        For each gradient that `backward` gives, the outputs that it comes from; see `tangents_of_gradients`.
+        For each gradient of `backward`, the outputs that it depends on; see `tangents_of_gradients`.
     seeds : callable, optional
-        Gives each call its seed, the same on all ranks; None for a step that draws no random numbers.
+        Returns the seed of a call, the same on all ranks; None for a step that draws no random numbers.
     runner : callable, optional
-        Makes the step's forms for several runs before the optimizer's; None where it has none.
+        Makes the `MicroBatchRunner` of a step that accumulates gradients.
     """
 
     def __init__(
@@ -184,37 +190,38 @@ class Executor:
         self._seeds, self._make_runner = seeds, runner
         self._runner: MicroBatchRunner | None = None
         self.syncs = True
-        """Whether gradients go to the states after each call, or are added up until they do."""
+        """Whether a backward reduces its gradients, or accumulates them, as under `ParallelModule.no_sync`."""
         self._tangent: torch.Tensor | None = None
-        self._reached: frozenset[int] = frozenset()  # the outputs whose tangents gradients that add up come from
+        self._sources_of_sums: frozenset[int] = frozenset()
+        """The outputs whose tangents the accumulated gradients come from."""
 
     @property
     def runner(self) -> MicroBatchRunner:
-        """The forms of the step for several runs, made when they are first needed."""
+        """The graphs for gradient accumulation, made at their first use."""
         if self._runner is None:
             if self._make_runner is None:
                 raise ParallelError("this step was generated without forms that add gradients up: compile the model")
             self._runner = self._make_runner()
         return self._runner
 
-    def on(
+    def with_tensors(
         self,
         parameters: Callable[[], list[torch.Tensor]],
         buffers: Callable[[], list[torch.Tensor]],
         seeds: Callable[[], int] | None,
     ) -> Executor:
-        """The same step on other tensors; gradients that add up are not shared."""
+        """The same step with other tensors, and without accumulated gradients."""
         given = self.forward, self.backward, parameters, buffers, self.sources, seeds, self._make_runner
         return Executor(self.spec, self.coordinates, *given)
 
-    def drop_sums(self) -> None:
-        """Forget gradients that are not yet where the states rest."""
-        self._reached = frozenset()
+    def drop_accumulated(self) -> None:
+        """Forget accumulated gradients that are not reduced yet."""
+        self._sources_of_sums = frozenset()
         if self._runner is not None:
             self._runner.drop()
 
     def tangent(self) -> torch.Tensor:
-        """The tangent of the loss that is expected: the last one."""
+        """The expected tangent of the loss: that of the last call, 1 at first."""
         if self._tangent is None:
             (loss,) = [output for output in self.spec.outputs if output.differentiable]
             device = local_tensor(self.parameters()[0]).device
@@ -222,20 +229,20 @@ class Executor:
         return self._tangent
 
     def expect(self, tangent: torch.Tensor) -> None:
-        """Expect this tangent of the loss next time, unless nothing could be made of it."""
+        """Expect this tangent of the loss in the next call, unless it is zero or not finite."""
         usable = torch.isfinite(tangent) & (tangent != 0)
         self._tangent = torch.where(usable, tangent, self.tangent()).detach()
 
     @property
-    def adds_up(self) -> bool:
-        """Whether gradients of earlier runs are accumulated and not yet reduced."""
+    def accumulates(self) -> bool:
+        """Whether there are accumulated gradients that are not reduced yet."""
         return self._runner is not None and self._runner.sums is not None
 
     def _trains(self, parameters: Sequence[torch.Tensor]) -> bool:
         return self.backward is not None and torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
 
     def running(self) -> dict[str, bool]:
-        """How the next call runs the step, in words: ranks that do so differently would not meet in its collectives.
+        """The mode of the next call, in words. All ranks need the same mode, or their collectives would not match.
 
         Raises
         ------
@@ -245,17 +252,17 @@ class Executor:
         parameters = self.parameters()
         trains = self._trains(parameters)
         pairs = zip(self.spec.parameters, parameters, strict=True)
-        thawed = [spec.name for spec, parameter in pairs if parameter.requires_grad and not spec.trainable]
-        if trains and thawed:
+        unfrozen = [spec.name for spec, parameter in pairs if parameter.requires_grad and not spec.trainable]
+        if trains and unfrozen:
             raise ParallelError(
-                f"{', '.join(thawed[:5])}: {len(thawed)} parameters require a gradient that were frozen when the step "
-                "was compiled, so that it has no gradient for them. Compile the model with them unfrozen, and freeze "
-                "them by requires_grad_(False) until they are to be trained; or keep them frozen"
+                f"{', '.join(unfrozen[:5])}: {len(unfrozen)} parameters require a gradient that were frozen when the "
+                "step was compiled, so that it has no gradient for them. Compile the model with them unfrozen, and "
+                "freeze them by requires_grad_(False) until they are to be trained; or keep them frozen"
             )
         return {
             "with gradients": trains,
             "outside of no_sync()": self.syncs,
-            "after others under no_sync()": self.adds_up,
+            "after others under no_sync()": self.accumulates,
         }
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -265,12 +272,13 @@ class Executor:
         several = self.spec.micro_batches > 1
         if not trains:
             with torch.no_grad():
-                return self.run_parts(parameters, inputs, None)[0] if several else self.run(parameters, inputs)[0]
-        seam = MicroBatches if several else Step
-        return list(seam.apply(self, inputs, parameters, *self.trained(parameters)))  # type: ignore[no-untyped-call]
+                run = self.run_micro_batches if several else self.run
+                return run(parameters, inputs)[0]
+        function = _MicroBatchesFunction if several else _StepFunction
+        return list(function.apply(self, inputs, parameters, *self.trained(parameters)))  # type: ignore[no-untyped-call]
 
     def trained(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of `parameters`, those that some loss gives a gradient: autograd, and hooks, shall not hear of the others."""
+        """The `parameters` that some output depends on. Autograd and hooks must not see the others."""
         trainable = [p for spec, p in zip(self.spec.parameters, parameters, strict=True) if spec.trainable]
         return [parameter for parameter, sources in zip(trainable, self.sources, strict=True) if sources]
 
@@ -279,7 +287,7 @@ class Executor:
     ) -> tuple[list[Any], list[Any]]:
         """Run the forward: the outputs and the saved values. Buffers that the step changes are updated.
 
-        With `several`, as one of several runs before the optimizer's.
+        With `several`, the graphs for gradient accumulation run.
         """
         buffers = self.buffers()
         local = [local_tensor(buffer) for buffer in buffers]
@@ -288,12 +296,12 @@ class Executor:
             returned, saved = self.runner.forward(parameters, local, inputs, None, self._seed(), keeps=not self.syncs)
         else:
             first = [*self.coordinates, *self._seed()]
-            results = list(self.forward([*first, *in_places(parameters, self.spec), *local, *inputs]))
+            results = list(self.forward([*first, *local_parameters(parameters, self.spec), *local, *inputs]))
             returned, saved = results[:count], results[count:]
         return self._written(returned, saved)
 
     def _written(self, returned: list[Any], saved: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Write the buffers' new values, keeping old ones that the backward needs; the outputs and the saved values."""
+        """Update the buffers; the outputs and the saved values, with copies of old values that the backward needs."""
         mutated = len(self.spec.mutated_buffers)
         if mutated:
             by_name = dict(zip((buffer.name for buffer in self.spec.buffers), self.buffers(), strict=True))
@@ -306,27 +314,29 @@ class Executor:
     def _seed(self) -> list[int]:
         return [] if self._seeds is None else [self._seeds()]
 
-    def run_parts(
-        self, parameters: Sequence[torch.Tensor], inputs: list[torch.Tensor], tangent: torch.Tensor | None
+    def run_micro_batches(
+        self, parameters: Sequence[torch.Tensor], inputs: list[torch.Tensor], tangent: torch.Tensor | None = None
     ) -> tuple[list[Any], Gradients, bool]:
-        """Run micro-batch after micro-batch, each forward and, with a tangent for the loss, backward.
+        """Run one micro-batch after another: its forward and, with a tangent of the loss, its backward.
 
         Returns
         -------
         outputs : list of Tensor
-            Of the whole batch.
+            The outputs of the whole batch.
         gradients : list of Tensor or None
-            Where the states rest, or the sums of the micro-batches' where those are.
-        closed : bool
+            The gradients, or their sums over the micro-batches, which are not reduced yet.
+        is_reduced : bool
             Which of the two.
         """
+        # 1. Split the inputs, and compute the values that are summed over the whole batch first.
         (axis,) = self.spec.mesh.micro_batch_axes
         layouts = self.spec.micro_batch_layouts
-        cuts = [cut(value, lies, axis) for value, lies in zip(inputs, layouts, strict=False)]
-        pieces = [list(piece) for piece in zip(*cuts, strict=True)]
+        splits = [split_steps(value, layout, axis) for value, layout in zip(inputs, layouts, strict=False)]
+        pieces = [list(piece) for piece in zip(*splits, strict=True)]
         buffers, seed = [local_tensor(buffer) for buffer in self.buffers()], self._seed()
         totals = self.runner.totals(parameters, buffers, pieces, seed)
-        closes = self.syncs and not self.adds_up
+        # 2. Run the micro-batches. The last backward reduces, unless there are sums of earlier calls.
+        reduces = self.syncs and not self.accumulates
         sums: Gradients | None = None
         parts = []
         for step, piece in enumerate(pieces):
@@ -336,30 +346,38 @@ class Executor:
             if tangent is not None:
                 arguments = [*saved, tangent.clone()]
                 saved.clear()
-                sums = self.runner.backward(arguments, step, sums, last and closes)
+                sums = self.runner.backward(arguments, step, sums, last and reduces)
             mutated = len(self.spec.mutated_buffers)
             parts.append(returned[mutated:])
+        # 3. Update the buffers, and join the outputs.
         self._written(returned, [])
         if tangent is None and self.syncs:
             self.runner.release()
         outputs = layouts[len(inputs) :]
-        return [joined(part, lies, axis) for part, lies in zip(zip(*parts), outputs, strict=True)], sums or [], closes
+        joined = [join_steps(part, layout, axis) for part, layout in zip(zip(*parts), outputs, strict=True)]
+        return joined, sums or [], reduces
 
     def gradients(
         self, saved: list[Any], tangents: Sequence[torch.Tensor | None], several: bool, syncs: bool
     ) -> Gradients:
-        """The gradient of each parameter that is trained, as a DTensor; None for all while they are only added up.
+        """The gradients of the trained parameters, as DTensors; all None while gradients only accumulate.
 
-        `tangents` are those of all outputs; None for one that the user's loss does not need, and what only such outputs
-        need has None for a gradient. A tangent of an output that is spread over data axes belongs to a loss of this
-        rank's part alone: such losses are averaged over the data ranks, as DistributedDataParallel does.
-        `several` says whether the forward was one of several runs, `syncs` whether it is the last of them.
+        A tangent is None for an output that the user's loss does not depend on, and a gradient is None if all outputs
+        that it depends on have no tangent. The tangent of an output that is sharded over data axes belongs to a loss of
+        this rank's part alone. Such losses are averaged over the data ranks, as under DistributedDataParallel.
+
+        Parameters
+        ----------
+        several : bool
+            The forward ran the graphs for gradient accumulation.
+        syncs : bool
+            This call reduces the gradients.
         """
         assert self.backward is not None
         given = {index: tangent for index, tangent in enumerate(tangents) if tangent is not None}
         taken = {tangent.data_ptr() for tangent in given.values()}
         found: Gradients = [None] * len(self.sources)
-        if given:  # else what the user computes from the outputs gives them no gradient at all
+        if given:  # without any tangent, no parameter gets a gradient
             arguments = [*saved]
             saved.clear()
             for index, output in enumerate(self.spec.outputs):
@@ -368,14 +386,14 @@ class Executor:
                     tangent = given[index] if index in given else _zeros(output, next(iter(given.values())).device)
                     arguments.append((tangent if ranks == 1 else tangent / ranks).contiguous())
             if several:
-                found = self._added_up(arguments, syncs)
+                found = self._accumulated(arguments, syncs)
             else:
                 boxed = [*self.coordinates, *arguments]
                 arguments.clear()
                 found = list(self.backward(boxed))
-        return self._returned(found, frozenset(given), syncs, taken)
+        return self._for_autograd(found, frozenset(given), syncs, taken)
 
-    def _added_up(self, arguments: list[Any], syncs: bool) -> Gradients:
+    def _accumulated(self, arguments: list[Any], syncs: bool) -> Gradients:
         runner = self.runner
         before, runner.sums = runner.sums, None
         found = runner.backward(arguments, None, before, syncs)
@@ -383,34 +401,34 @@ class Executor:
             runner.sums = found
         return found
 
-    def finished(self, found: Gradients, closed: bool, syncs: bool, factor: torch.Tensor) -> Gradients:
-        """The gradients of a call's micro-batches, times `factor`, as `gradients` gives them."""
+    def scaled(self, found: Gradients, is_reduced: bool, syncs: bool, factor: torch.Tensor) -> Gradients:
+        """The gradients of a call's micro-batches times `factor`, as `gradients` returns them."""
         if values := [value for value in found if value is not None]:
             torch._foreach_mul_(values, factor)
-        if not closed:
+        if not is_reduced:
             self.runner.add(found)
             found = self.runner.finish() if syncs else found
         loss = frozenset(index for index, output in enumerate(self.spec.outputs) if output.differentiable)
-        return self._returned(found, loss, syncs, set())
+        return self._for_autograd(found, loss, syncs, set())
 
-    def _returned(self, found: Gradients, given: frozenset[int], syncs: bool, taken: set[int]) -> Gradients:
-        """Gradients as autograd takes them, with those that wait to be summed with them.
+    def _for_autograd(self, found: Gradients, given: frozenset[int], syncs: bool, taken: set[int]) -> Gradients:
+        """Gradients as autograd takes them, with the accumulated ones added.
 
-        `given` are the outputs whose tangents they come from, `taken` where memory is that is not theirs.
+        `given` are the outputs whose tangents they come from. `taken` has the addresses of memory of other tensors.
         """
         parameters = self.trained(self.parameters())
-        self._reached |= given
+        self._sources_of_sums |= given
         if not syncs:
             return [None] * len(parameters)
-        if self.adds_up:
+        if self.accumulates:
             found = _summed(found, self.runner.finish())
-        reached, self._reached = self._reached, frozenset()
+        reached, self._sources_of_sums = self._sources_of_sums, frozenset()
         mine = [
             None if gradient is None or sources.isdisjoint(reached) else _owned(gradient, taken)
             for gradient, sources in zip(found, self.sources, strict=True)
             if sources
         ]
-        return [None if g is None else like(g, parameter) for g, parameter in zip(mine, parameters, strict=True)]
+        return [None if g is None else as_gradient_of(g, p) for g, p in zip(mine, parameters, strict=True)]
 
 
 def _summed(found: Gradients, more: Gradients) -> Gradients:
@@ -418,9 +436,9 @@ def _summed(found: Gradients, more: Gradients) -> Gradients:
 
 
 def _owned(gradient: torch.Tensor, taken: set[int]) -> torch.Tensor:
-    """`gradient` in memory of its own, not at `taken`: users and later backwards write to gradients in place.
+    """`gradient` in memory of its own, not at `taken`, as users and later backwards write to gradients in place.
 
-    Parameters that are added have one gradient, and that of a sum is one number, expanded.
+    Two parameters that are added share a gradient, and the gradient of a sum is an expanded number.
     """
     gradient = gradient.contiguous()
     if gradient.data_ptr() in taken:
@@ -433,32 +451,32 @@ def _zeros(output: ValueSpec, device: torch.device) -> torch.Tensor:
     return torch.zeros(output.layout.local_shape, dtype=getattr(torch, output.dtype), device=device)
 
 
-_ONCE = (
+_RUN_TWICE = (
     "this step has been run backward already, and what it saved is freed: call the module again, or add "
     "the losses up before one backward"
 )
-
-
-_INSIDE = (
+_USE_TORCH_FUNC = (
     "compute what needs such derivatives inside the model's forward, with torch.func (torch.func.grad, "
     "torch.func.jvp), which is captured, and compile the model with it; docs/how-it-works.md has an example"
 )
+_NO_GRADIENT = (None, None, None)
+"""The gradients of the first arguments of these functions: the executor and two lists."""
 
 
-class Step(torch.autograd.Function):
-    """The seam to autograd: one node that takes the DTensor parameters and gives their gradients.
+class _StepFunction(torch.autograd.Function):
+    """A call of a step as one node of autograd, which takes the DTensor parameters and returns their gradients.
 
-    What the forward graph saves is held in a plain list and not by autograd, so that the backward graph frees each
-    value after its last use; so a step can be run backward once only.
+    The saved values are in a plain list, so that the backward graph frees each after its last use. So a step can run
+    backward once only.
     """
 
     @staticmethod
     def forward(
         ctx: Any, executor: Executor, inputs: list[torch.Tensor], parameters: list[torch.Tensor], *_: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.several = not executor.syncs or executor.adds_up
+        ctx.several = not executor.syncs or executor.accumulates
         outputs, saved = executor.run(parameters, inputs, ctx.several)
-        # an output that held itself through its own autograd node would never be freed
+        # An output that held itself through its own autograd node would never be freed.
         ctx.saved = [x.detach() if any(x is output for output in outputs) else x for x in saved]
         ctx.executor, ctx.syncs = executor, executor.syncs
         ctx.inputs = [x for x in inputs if any(x is other for other in saved)]
@@ -469,26 +487,23 @@ class Step(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        _check_first_order(tangents)
-        _check_tangents(ctx.executor, tangents)
-        if ctx.saved is None:
-            raise ParallelError(_ONCE)
-        if ctx.versions != _versions([*ctx.executor.parameters(), *ctx.inputs]):
+        executor: Executor = ctx.executor
+        _check_backward(executor, tangents, ctx.saved)
+        if ctx.versions != _versions([*executor.parameters(), *ctx.inputs]):
             raise ParallelError(
                 "a parameter or an input was changed in place between forward and backward, so the gradients would "
                 "belong to neither value: call backward before optimizer.step(), and before inputs are written to"
             )
         saved, ctx.saved, ctx.inputs = ctx.saved, None, None
-        executor: Executor = ctx.executor
-        return (None, None, None, *executor.gradients(saved, tangents, ctx.several, ctx.syncs))
+        return *_NO_GRADIENT, *executor.gradients(saved, tangents, ctx.several, ctx.syncs)
 
 
-class MicroBatches(torch.autograd.Function):
-    """The seam for a call of several micro-batches.
+class _MicroBatchesFunction(torch.autograd.Function):
+    """A call of several micro-batches as one node of autograd.
 
-    Each runs backward right after its forward, so that only its own activations are held: with the tangent that the
-    loss had last time, 1 at first. What its own tangent differs by is made up for when it is known, as gradients are
-    linear in it.
+    Each micro-batch runs backward right after its forward, so that only its own activations are in memory. The backward
+    starts from the tangent that the loss had in the last call. As gradients are linear in the tangent, they are scaled
+    when the real one is known.
     """
 
     @staticmethod
@@ -496,24 +511,21 @@ class MicroBatches(torch.autograd.Function):
         ctx: Any, executor: Executor, inputs: list[torch.Tensor], parameters: list[torch.Tensor], *_: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.executor, ctx.syncs, ctx.tangent = executor, executor.syncs, executor.tangent()
-        outputs, ctx.found, ctx.closed = executor.run_parts(parameters, inputs, ctx.tangent)
+        outputs, ctx.found, ctx.is_reduced = executor.run_micro_batches(parameters, inputs, ctx.tangent)
         _mark(ctx, executor, outputs)
         return tuple(outputs)
 
     @staticmethod
     @untraced
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        _check_first_order(tangents)
-        _check_tangents(ctx.executor, tangents)
-        if ctx.found is None:
-            raise ParallelError(_ONCE)
-        found, ctx.found = ctx.found, None
         executor: Executor = ctx.executor
+        _check_backward(executor, tangents, ctx.found)
+        found, ctx.found = ctx.found, None
         (tangent,) = [x for x, spec in zip(tangents, executor.spec.outputs, strict=True) if spec.differentiable]
-        if tangent is None:  # what the user computes from the loss gives it no gradient at all
-            return (None, None, None, *(None for _ in executor.trained(executor.parameters())))
+        if tangent is None:  # the user's loss does not depend on the step's
+            return *_NO_GRADIENT, *(None for _ in executor.trained(executor.parameters()))
         executor.expect(tangent)
-        return (None, None, None, *executor.finished(found, ctx.closed, ctx.syncs, tangent / ctx.tangent))
+        return *_NO_GRADIENT, *executor.scaled(found, ctx.is_reduced, ctx.syncs, tangent / ctx.tangent)
 
 
 def _mark(ctx: Any, executor: Executor, outputs: Sequence[torch.Tensor]) -> None:
@@ -524,11 +536,11 @@ def _mark(ctx: Any, executor: Executor, outputs: Sequence[torch.Tensor]) -> None
 
 
 def refuse_transforms(executor: Executor, arguments: object) -> None:
-    """`ParallelError` where a call with these arguments is differentiated in a way that its step does not hear of."""
+    """Raise ParallelError for a call inside a transform of torch.func, or with tensors of forward-mode autograd."""
     if torch._C._functorch.maybe_current_level() is not None:
         raise ParallelError(
             "a compiled step is called inside a transform of torch.func (grad, vjp, jvp, vmap, hessian, ...), which "
-            f"cannot see into it: call it outside of the transform, or {_INSIDE}"
+            f"cannot see into it: call it outside of the transform, or {_USE_TORCH_FUNC}"
         )
     if forward_ad._current_level < 0:
         return
@@ -536,29 +548,27 @@ def refuse_transforms(executor: Executor, arguments: object) -> None:
         if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
             raise ParallelError(
                 "a compiled step is called with a dual tensor of torch.autograd.forward_ad, but it has a backward "
-                f"and no forward-mode derivative: {_INSIDE}"
+                f"and no forward-mode derivative: {_USE_TORCH_FUNC}"
             )
 
 
-def _check_first_order(tangents: Sequence[torch.Tensor | None]) -> None:
-    """Refuse second derivatives (``create_graph=True``) and batched gradients."""
-    if torch.is_grad_enabled():  # inside a backward, that is what create_graph=True says
+def _check_backward(executor: Executor, tangents: Sequence[torch.Tensor | None], saved: object) -> None:
+    """Raise ParallelError for second derivatives, batched gradients, unknown gradients, or a second backward."""
+    if torch.is_grad_enabled():  # create_graph=True
         raise ParallelError(
             "create_graph=True asks for gradients that can be differentiated again, but the backward of a compiled "
             "step is a generated graph without a derivative: second-order terms, such as those of a gradient penalty "
-            f"or a Hessian-vector product, would be lost. If gradients are all you need, leave it out; else {_INSIDE}"
+            "or a Hessian-vector product, would be lost. If gradients are all you need, leave it out; else "
+            f"{_USE_TORCH_FUNC}"
         )
     functorch = torch._C._functorch
     batched = any(tangent is not None and functorch.is_legacy_batchedtensor(tangent) for tangent in tangents)
     if batched or functorch.maybe_current_level() is not None:
         raise ParallelError(
             "the backward of a compiled step is run inside vmap (is_grads_batched=True, or vectorize=True of "
-            f"torch.autograd.functional), which cannot see into it: run one backward after another, or {_INSIDE}"
+            "torch.autograd.functional), which cannot see into it: run one backward after another, or "
+            f"{_USE_TORCH_FUNC}"
         )
-
-
-def _check_tangents(executor: Executor, tangents: Sequence[torch.Tensor | None]) -> None:
-    """Refuse a gradient of an output that the step has none for."""
     pairs = zip(tangents, executor.spec.outputs, strict=True)
     if asked := [spec.name for tangent, spec in pairs if tangent is not None and spec.left_out]:
         raise ParallelError(
@@ -566,6 +576,8 @@ def _check_tangents(executor: Executor, tangents: Sequence[torch.Tensor | None])
             "backward starts there and at nothing else: compute the whole loss in the model, or none of it; or detach "
             "the output, if no gradient is wanted through it"
         )
+    if saved is None:
+        raise ParallelError(_RUN_TWICE)
 
 
 def _versions(tensors: list[torch.Tensor]) -> list[int]:

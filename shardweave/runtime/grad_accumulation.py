@@ -1,6 +1,6 @@
 """Gradient accumulation: the generated step runs once for each micro-batch, on its slices of the inputs.
 
-Values are cut along a time axis and joined again. A `MicroBatchRunner` runs the micro-batches of a step, which share
+Values are split along a time axis and joined again. A `MicroBatchRunner` runs the micro-batches of a step, which share
 gathered parameters and accumulate gradients.
 """
 
@@ -13,15 +13,15 @@ import torch
 from torch import fx
 
 from shardweave.ir import Axis, Layout, StepSpec
-from shardweave.runtime.parameters import COMBINE, in_place
-from shardweave.runtime.tensor import part_of
+from shardweave.runtime.parameters import REDUCE_OPS, padded
+from shardweave.runtime.tensor import part_for_step
 
 
-def cut(value: torch.Tensor, layout: Layout, axis: Axis) -> list[torch.Tensor]:
-    """The steps of a rank's `value` along a time axis. A value that is not on the axis is the same in all steps.
+def split_steps(value: torch.Tensor, layout: Layout, axis: Axis) -> list[torch.Tensor]:
+    """Split a rank's `value` along a time axis. A value that is not on the axis is the same in all steps.
 
     >>> micro = Axis("micro", 2, 4, "time")
-    >>> cut(torch.arange(4), Layout(((micro, 2),)), micro)
+    >>> split_steps(torch.arange(4), Layout(((micro, 2),)), micro)
     [tensor([0, 1]), tensor([2, 3])]
     """
     if axis not in layout.shard_axes:
@@ -32,20 +32,20 @@ def cut(value: torch.Tensor, layout: Layout, axis: Axis) -> list[torch.Tensor]:
     return [step.flatten(dim, dim + 1).contiguous() for step in steps]
 
 
-def joined(parts: Sequence[torch.Tensor], layout: Layout, axis: Axis) -> torch.Tensor:
-    """The value whose steps along a time axis are `parts`: side by side, or combined where it is partial over the axis.
+def join_steps(parts: Sequence[torch.Tensor], layout: Layout, axis: Axis) -> torch.Tensor:
+    """Join the steps of a value along a time axis: concatenated, or reduced where it is partial over the axis.
 
     >>> micro = Axis("micro", 2, 4, "time")
-    >>> joined([torch.tensor([0, 1]), torch.tensor([2, 3])], Layout(((micro, 2),)), micro)
+    >>> join_steps([torch.tensor([0, 1]), torch.tensor([2, 3])], Layout(((micro, 2),)), micro)
     tensor([0, 1, 2, 3])
-    >>> joined([torch.tensor(1), torch.tensor(2)], Layout((), ((micro, "sum"),)), micro)
+    >>> join_steps([torch.tensor(1), torch.tensor(2)], Layout((), ((micro, "sum"),)), micro)
     tensor(3)
     """
     combine = dict(layout.partial).get(axis)
     if combine is not None:
         total = parts[0]
         for part in parts[1:]:
-            total = COMBINE[combine](total, part)
+            total = REDUCE_OPS[combine](total, part)
         return total
     if axis not in layout.shard_axes:
         return parts[-1]
@@ -56,12 +56,12 @@ def joined(parts: Sequence[torch.Tensor], layout: Layout, axis: Axis) -> torch.T
 
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
-"""Takes its arguments as one list, which it empties: so each argument lives no longer than the graph needs it."""
+"""Takes its arguments as one list, which it empties, so that the graph frees each argument after its last use."""
 Gradients = list[torch.Tensor | None]
-"""Local ones, one a parameter that is trained; None for those that get none."""
+"""The local gradients of the trained parameters; None for those without one."""
 
 
-class Forms(Protocol):
+class AccumulationGraphs(Protocol):
     """The graphs of a step of several micro-batches (see `passes.codegen.MicroBatchGraphs`)."""
 
     gathered_parameters: Sequence[str]
@@ -77,98 +77,101 @@ class Forms(Protocol):
 
 
 class MicroBatchRunner:
-    """The forms of one step, bound to this rank, and the values that its micro-batches share.
+    """Runs the micro-batches of one step on this rank, and holds the values that they share.
 
     Parameters
     ----------
-    forms : Forms
+    graphs : AccumulationGraphs
     spec : StepSpec
     coordinates : tuple of int
-        Of this rank.
+        The coordinates of this rank.
     bind : callable
-        From a graph to one that this rank can run.
+        Binds a graph to this rank's process groups.
     """
 
     def __init__(
-        self, forms: Forms, spec: StepSpec, coordinates: Sequence[int], bind: Callable[[fx.GraphModule], Boxed]
+        self,
+        graphs: AccumulationGraphs,
+        spec: StepSpec,
+        coordinates: Sequence[int],
+        bind: Callable[[fx.GraphModule], Boxed],
     ) -> None:
-        self.forms, self.spec, self.coordinates, self._bind = forms, spec, tuple(coordinates), bind
+        self.graphs, self.spec, self.coordinates, self._bind = graphs, spec, tuple(coordinates), bind
         self._bound: dict[fx.GraphModule, Boxed] = {}
-        self._working: list[torch.Tensor] = []
+        self._gathered: list[torch.Tensor] = []
         self._gathered_from: list[tuple[torch.Tensor, int]] = []
         self.sums: Gradients | None = None
-        """Gradients of micro-batches whose sum has not been reduced to the states."""
+        """Accumulated gradients that are not reduced yet."""
 
     def forward(
         self,
         parameters: Sequence[torch.Tensor],
-        rest: Sequence[Any],
+        buffers: Sequence[Any],
         inputs: Sequence[torch.Tensor],
         step: int | None,
         seed: Sequence[int],
         keeps: bool,
     ) -> tuple[list[Any], list[Any]]:
-        """Run one forward: its results, the buffers' new values first, and the saved values.
+        """Run one forward: the new values of buffers with the outputs, and the saved values.
 
         Parameters
         ----------
-        rest : sequence
+        buffers : sequence
             The local buffers.
         inputs : sequence of Tensor
-            Those of the micro-batch, then the totals.
+            The inputs of the micro-batch, then the totals.
         step : int, optional
-            Which micro-batch it is.
+            The index of the micro-batch.
         keeps : bool
-            Parameters that it gathers are kept for the next micro-batch.
+            Keep gathered parameters for the next micro-batch.
         """
-        fresh = not self._is_gathered(parameters)
-        given = [] if fresh else self._working
+        gathers = not self._is_gathered(parameters)
+        given = [] if gathers else self._gathered
         where = [*self.coordinates, *([] if step is None else [step]), *seed]
-        run = self._run(self.forms.forward(fresh, keeps))
-        results = list(run([*where, *in_places(parameters, self.spec), *rest, *inputs, *given]))
-        if fresh and keeps and self.forms.gathered_parameters:
-            count = len(self.forms.gathered_parameters)
-            self._working, results = results[-count:], results[:-count]
+        run = self._run(self.graphs.forward(gathers, keeps))
+        results = list(run([*where, *local_parameters(parameters, self.spec), *buffers, *inputs, *given]))
+        if gathers and keeps and self.graphs.gathered_parameters:
+            count = len(self.graphs.gathered_parameters)
+            self._gathered, results = results[-count:], results[:-count]
             self._gathered_from = [(parameter, parameter._version) for parameter in parameters]
         returned = len(self.spec.mutated_buffers) + len(self.spec.outputs)
         return results[:returned], results[returned:]
 
     def _is_gathered(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether the gathered parameters are up to date."""
-        if not self._working or len(parameters) != len(self._gathered_from):
-            return False
-        return all(
-            now is then and now._version == version
-            for now, (then, version) in zip(parameters, self._gathered_from, strict=True)
+        current = [(parameter, parameter._version) for parameter in parameters]
+        known = self._gathered_from
+        return bool(self._gathered) and len(current) == len(known) and all(
+            now is then and version == old for (now, version), (then, old) in zip(current, known)
         )
 
     def totals(
         self,
         parameters: Sequence[torch.Tensor],
-        rest: Sequence[Any],
+        buffers: Sequence[Any],
         pieces: Sequence[Sequence[torch.Tensor]],
         seed: Sequence[int],
     ) -> list[torch.Tensor]:
         """The values that are summed over all micro-batches before the first one runs."""
-        if self.forms.whole_batch_sums is None:
+        if self.graphs.whole_batch_sums is None:
             return []
-        run = self._run(self.forms.whole_batch_sums)
+        run = self._run(self.graphs.whole_batch_sums)
         sums: list[torch.Tensor] = []
         for step, inputs in enumerate(pieces):
             where = [*self.coordinates, step, *seed]
-            parts = run([*where, *in_places(parameters, self.spec), *rest, *inputs])
+            parts = run([*where, *local_parameters(parameters, self.spec), *buffers, *inputs])
             sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else list(parts)
         return sums
 
-    def backward(self, arguments: list[Any], step: int | None, before: Gradients | None, closes: bool) -> Gradients:
-        """One backward: the gradients where the states rest if it `closes`, else their sums with those `before`.
+    def backward(self, arguments: list[Any], step: int | None, before: Gradients | None, reduces: bool) -> Gradients:
+        """Run one backward, and add the sums `before`. The gradients are reduced if it `reduces`.
 
-        `arguments` are what the forward saved, then the tangents. These lists are emptied, so that a value lives no
-        longer than the graph needs it.
+        `arguments` are the saved values of the forward, then the tangents. The lists are emptied, so that the graph
+        frees each value after its last use.
         """
         held = {x.untyped_storage().data_ptr() for x in arguments if isinstance(x, torch.Tensor)}
         adds = before is not None
-        run = self._run(self.forms.backward(adds, closes))
+        run = self._run(self.graphs.backward(adds, reduces))
         where = [*self.coordinates, *([] if step is None else [step])]
         found = [] if before is None else [value for value in before if value is not None]
         boxed = [*where, *arguments, *found]
@@ -177,14 +180,14 @@ class MicroBatchRunner:
         if before is not None:
             before.clear()
         results = list(run(boxed))
-        if closes:
+        if reduces:
             self.release()
         elif not adds:
             results = _owned(results, held)
         return results
 
     def add(self, sums: Gradients) -> None:
-        """Add sums to those that are still to be brought to the states."""
+        """Add to the accumulated gradients."""
         if self.sums is None:
             self.sums = sums
             return
@@ -192,19 +195,19 @@ class MicroBatchRunner:
         torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
 
     def finish(self) -> Gradients:
-        """Bring the sums to the states."""
+        """Reduce the accumulated gradients."""
         assert self.sums is not None
         sums = self.sums
         self.drop()
         times = [0] * len(self.spec.mesh.micro_batch_axes)
-        return list(self._run(self.forms.finish)([*self.coordinates, *times, *(x for x in sums if x is not None)]))
+        return list(self._run(self.graphs.finish)([*self.coordinates, *times, *(x for x in sums if x is not None)]))
 
     def release(self) -> None:
-        """Free the parameters that were gathered for several micro-batches."""
-        self._working, self._gathered_from = [], []
+        """Free the gathered parameters."""
+        self._gathered, self._gathered_from = [], []
 
     def drop(self) -> None:
-        """Forget sums and gathered parameters."""
+        """Forget accumulated gradients and gathered parameters."""
         self.sums = None
         self.release()
 
@@ -214,14 +217,14 @@ class MicroBatchRunner:
         return self._bound[graph]
 
 
-def in_places(parameters: Sequence[torch.Tensor], spec: StepSpec) -> list[torch.Tensor]:
+def local_parameters(parameters: Sequence[torch.Tensor], spec: StepSpec) -> list[torch.Tensor]:
     """This rank's parts of the parameters, as the graphs take them."""
     pairs = zip(parameters, spec.parameters, strict=True)
-    return [in_place(part_of(parameter), known.layout) for parameter, known in pairs]
+    return [padded(part_for_step(parameter), known.layout) for parameter, known in pairs]
 
 
 def _owned(results: Gradients, held: set[int]) -> Gradients:
-    """Sums that may be added to in place: copies of what shares its memory with anything else."""
+    """Copy gradients that share memory with other tensors, so that sums can be added in place."""
     owned: Gradients = []
     for value in results:
         if value is not None:

@@ -31,55 +31,31 @@ from shardweave.runtime.parameters import local_part, ranges
 from shardweave.runtime.tensor import distribute
 
 
-def localize(
-    values: Sequence[object], specs: Sequence[ValueSpec], coordinates: Mapping[str, int], device_type: str = "cpu"
-) -> list[torch.Tensor]:
-    """This rank's contiguous part of each input.
-
-    Parameters
-    ----------
-    values : sequence of Tensor
-        For each spec the global tensor, or the part of it that this rank holds.
-    specs : sequence of ValueSpec
-        What the step was compiled for.
-    coordinates : mapping of str to int
-        This rank's coordinate on each axis.
-    device_type : str
-        Where the tensors must lie.
-
-    Raises
-    ------
-    InputError
-        If the number of inputs, a shape, a dtype or a device is another one, or an input requires a gradient.
-
-    Examples
-    --------
-    >>> from shardweave.ir import Axis, Layout
-    >>> tokens = ValueSpec("tokens", Layout(((Axis("gpu0", 2), 2), (3,))), "int64")
-    >>> localize([torch.arange(12).view(4, 3)], [tokens], {"gpu0": 1})
-    [tensor([[ 6,  7,  8],
-            [ 9, 10, 11]])]
-    >>> localize([torch.zeros(3, 3, dtype=torch.int64)], [tokens], {"gpu0": 1})
-    Traceback (most recent call last):
-    shardweave.ir.errors.InputError: input 'tokens' must have the global shape (4, 3) or this rank's part of it, \
-(2, 3), but has (3, 3). The step was compiled for these shapes: pass one of them, or compile for the new one
-    """
-    whole = checked(values, specs, device_type)
-    return [localized(value, spec, coordinates) for value, spec in zip(whole, specs, strict=True)]
-
-
-def checked(
+def check_inputs(
     values: Sequence[object],
     specs: Sequence[ValueSpec],
     device_type: str = "cpu",
     shapes: Sequence[tuple[int, ...]] | None = None,
 ) -> list[torch.Tensor]:
-    """The tensors of a call, which are those that the step was compiled for.
+    """The tensors of a call; InputError if they are not those that the step was compiled for.
 
     Parameters
     ----------
     shapes : sequence of tuple of int, optional
-        What each must be on this rank; by default global, or this rank's part.
+        The shape of each on this rank; by default the global shape, or that of this rank's part.
+
+    Examples
+    --------
+    >>> from shardweave.ir import Axis, Layout
+    >>> tokens = ValueSpec("tokens", Layout(((Axis("gpu0", 2), 2), (3,))), "int64")
+    >>> (value,) = check_inputs([torch.arange(12).view(4, 3)], [tokens])
+    >>> local_input(value, tokens, {"gpu0": 1})
+    tensor([[ 6,  7,  8],
+            [ 9, 10, 11]])
+    >>> check_inputs([torch.zeros(3, 3, dtype=torch.int64)], [tokens])
+    Traceback (most recent call last):
+    shardweave.ir.errors.InputError: input 'tokens' must have the global shape (4, 3) or this rank's part of it, \
+(2, 3), but has (3, 3). The step was compiled for these shapes: pass one of them, or compile for the new one
     """
     if len(values) != len(specs):
         names = ", ".join(spec.name for spec in specs)
@@ -109,9 +85,9 @@ def checked(
     return found
 
 
-def localized(value: torch.Tensor, spec: ValueSpec, coordinates: Mapping[str, int]) -> torch.Tensor:
+def local_input(value: torch.Tensor, spec: ValueSpec, coordinates: Mapping[str, int]) -> torch.Tensor:
     """This rank's contiguous part of a checked input, which is global or that part."""
-    if tuple(value.shape) == spec.layout.local_shape:  # first: where nothing is sharded, it is the global shape too
+    if tuple(value.shape) == spec.layout.local_shape:  # also the global shape of a replicated input
         return value.contiguous()
     return local_part(value, spec.layout, coordinates).contiguous()
 
@@ -138,110 +114,109 @@ functional = torch.ops._c10d_functional
 
 
 class LocalBatch:
-    """How the samples that the ranks of a step pass are brought to where they are computed, and back.
+    """Brings the samples that each rank passes to the ranks that compute them, and the outputs back.
 
-    In the order of the step, the samples of one rank stay together, in their own order, as far as the plan's parts of
-    the batch allow; ranks that compute one part lie side by side in it.
+    In the batch of the step, the samples of a rank stay together, in their order, as far as the plan's parts of the
+    batch allow. The samples of ranks that compute the same part are neighbours.
 
     Parameters
     ----------
     spec : StepSpec
-        Of the global batch.
+        The calling convention for the global batch.
     mesh : RuntimeMesh
-        Makes the groups; all ranks have to make this object together.
+        Makes the process groups; all ranks must make this object together.
     whole : bool
-        The step returns whole outputs, and so does a call: in the order of the ranks.
+        The step and a call return whole outputs, in the order of the ranks.
 
     Raises
     ------
     ParallelError
-        If a part of the batch ends inside a sample, or an output that is differentiated is cut and has no batch
-        dimension.
+        If a part of the batch ends inside a sample, or a differentiable output is sharded and has no batch dimension.
     """
 
     def __init__(self, spec: StepSpec, mesh: RuntimeMesh, whole: bool) -> None:
         self.spec, self.mesh, self.whole = spec, mesh, whole
         self.ranks = range(spec.mesh.world_size)
-        having = [value for value in spec.inputs if value.rows]
-        if not having:
+        batched = [value for value in spec.inputs if value.rows]
+        if not batched:
             raise ParallelError("the step has no input with a batch dimension, of which ranks could pass parts")
-        spread = next((value for value in having if value.layout.shard_axes), having[0])
-        digits = _in_samples(spread)
+        spread = next((value for value in batched if value.layout.shard_axes), batched[0])
+        digits = _digits_in_samples(spread)
         self.samples = spread.layout.global_shape[0] // spread.rows
         self._own = {rank: self._samples_of(rank, digits) for rank in self.ranks}
-        for value in having:
-            _in_samples(value)
+        for value in batched:
+            _digits_in_samples(value)
         for output in spec.outputs:
-            if output.differentiable and output.layout.shard_axes and not self._is_own(output):
+            if output.differentiable and output.layout.shard_axes and not self._has_own_rows(output):
                 raise ParallelError(
                     f"the output {output.name}, from which a loss is computed, lies as {output.layout}, so that no "
                     'rank can be given the rows of its own batch: compile with Options(outputs="part") or "whole"'
                 )
-        axes = {self._sharing(value.layout) for value in (*having, *filter(self._is_own, spec.outputs))}
+        axes = {self._copy_axes(value.layout) for value in (*batched, *filter(self._has_own_rows, spec.outputs))}
         for names in sorted(axes, key=lambda found: [axis.name for axis in found]):
             if names:
                 mesh.group_over(names)
 
     def shape(self, value: ValueSpec) -> tuple[int, ...]:
-        """The shape of what each rank passes for an input."""
+        """The shape of an input on each rank."""
         whole = value.layout.global_shape
         return (whole[0] // len(self.ranks), *whole[1:]) if value.rows else whole
 
     def parts(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's part of each input with a batch dimension; the other inputs unchanged."""
-        having = [index for index, spec in enumerate(self.spec.inputs) if spec.rows]
-        axes = [self._sharing(self.spec.inputs[index].layout) for index in having]
-        gathered = self._gathered([values[index] for index in having], axes)
+        batched = [index for index, spec in enumerate(self.spec.inputs) if spec.rows]
+        axes = [self._copy_axes(self.spec.inputs[index].layout) for index in batched]
+        gathered = self._all_gather([values[index] for index in batched], axes)
         parts = list(values)
-        for index, value, over in zip(having, gathered, axes, strict=True):
+        for index, value, over in zip(batched, gathered, axes, strict=True):
             spec = self.spec.inputs[index]
-            needed = _places(_in_samples(spec), self._coordinates(self.mesh.rank))
-            parts[index] = _rearranged(value, self._given(over), needed, spec.rows).contiguous()
+            needed = _sample_order(_digits_in_samples(spec), self._coordinates(self.mesh.rank))
+            parts[index] = _select_rows(value, self._samples_of_group(over), needed, spec.rows).contiguous()
         return parts
 
     def returned(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs of a call: of outputs with a batch dimension, the rows of this rank's samples."""
+        """The outputs of a call. Outputs with a batch dimension have the rows of this rank's samples."""
         given = list(values)
-        own = [index for index, spec in enumerate(self.spec.outputs) if self._is_own(spec) and not self.whole]
+        own = [index for index, spec in enumerate(self.spec.outputs) if self._has_own_rows(spec) and not self.whole]
         moved = [index for index in own if self.spec.outputs[index].differentiable and given[index].requires_grad]
         if moved:
-            for index, value in zip(moved, _OwnRows.apply(self, moved, *(given[index] for index in moved))):  # type: ignore[no-untyped-call]
+            for index, value in zip(moved, _OwnRowsFunction.apply(self, moved, *(given[index] for index in moved))):  # type: ignore[no-untyped-call]
                 given[index] = value
         for index, spec in enumerate(self.spec.outputs):
             if index in own and index not in moved:
                 given[index] = self.own_rows(given[index], spec)
             elif self.whole and spec.rows and not spec.layout.shard_axes:
                 order = [sample for rank in self.ranks for sample in self._own[rank]]
-                given[index] = _rearranged(given[index], range(self.samples), order, spec.rows)
+                given[index] = _select_rows(given[index], range(self.samples), order, spec.rows)
             elif spec.layout.shard_axes and index not in own:
                 given[index] = distribute(given[index], spec.layout, self.mesh)
         return given
 
     def own_rows(self, value: torch.Tensor, spec: ValueSpec) -> torch.Tensor:
         """The rows of an output that belong to this rank's samples."""
-        have = _places(_in_samples(spec), self._coordinates(self.mesh.rank))
-        return _rearranged(value, have, self._own[self.mesh.rank], spec.rows)
+        have = _sample_order(_digits_in_samples(spec), self._coordinates(self.mesh.rank))
+        return _select_rows(value, have, self._own[self.mesh.rank], spec.rows)
 
     def tangents(self, values: Sequence[torch.Tensor], specs: Sequence[ValueSpec]) -> list[torch.Tensor]:
         """Tangents of the step's outputs from tangents of each rank's rows, averaged over all ranks.
 
-        The step averages over the axes that an output is spread over; it is left to average over the others.
+        The step itself averages over the axes that shard an output; this averages over the others.
         """
-        axes = [self._sharing(spec.layout) for spec in specs]
+        axes = [self._copy_axes(spec.layout) for spec in specs]
         found = []
-        for value, spec, over in zip(self._gathered(values, axes), specs, axes, strict=True):
-            needed = _places(_in_samples(spec), self._coordinates(self.mesh.rank))
-            found.append(_rearranged(value, self._given(over), needed, spec.rows) / axes_size(over))
+        for value, spec, over in zip(self._all_gather(values, axes), specs, axes, strict=True):
+            needed = _sample_order(_digits_in_samples(spec), self._coordinates(self.mesh.rank))
+            found.append(_select_rows(value, self._samples_of_group(over), needed, spec.rows) / axes_size(over))
         return found
 
-    def _is_own(self, spec: ValueSpec) -> bool:
-        """Whether each rank can be given its own samples' rows of an output."""
+    def _has_own_rows(self, spec: ValueSpec) -> bool:
+        """Whether an output can be returned as the rows of each rank's own samples."""
         if not spec.rows or not set(spec.layout.shard_axes) <= set(self.spec.data_axes):
             return False
         in_front = {digit for digit in spec.layout.dims[0] if isinstance(digit, Axis)}
-        return in_front == set(spec.layout.shard_axes) and _divides(spec)
+        return in_front == set(spec.layout.shard_axes) and _has_whole_samples(spec)
 
-    def _sharing(self, layout: Layout) -> tuple[Axis, ...]:
+    def _copy_axes(self, layout: Layout) -> tuple[Axis, ...]:
         """The axes along which ranks hold the same part of a value."""
         return tuple(axis for axis in self.mesh.mesh.innermost_first if axis not in layout.shard_axes)
 
@@ -249,21 +224,21 @@ class LocalBatch:
         return self.spec.mesh.coordinates(rank)
 
     def _samples_of(self, rank: int, digits: tuple[Digit, ...]) -> list[int]:
-        """Where in the global batch the samples stand that a rank passes."""
-        axes = self._sharing(Layout((digits,)))
-        part = _places(digits, self._coordinates(rank))
+        """The indices in the global batch of the samples that a rank passes."""
+        axes = self._copy_axes(Layout((digits,)))
+        part = _sample_order(digits, self._coordinates(rank))
         at, each = self.spec.mesh.group_ranks(axes, rank).index(rank), len(part) // axes_size(axes)
         return part[at * each : (at + 1) * each]
 
-    def _given(self, axes: Sequence[Axis]) -> list[int]:
-        """The samples that the ranks of this rank's group over `axes` pass, in their order."""
+    def _samples_of_group(self, axes: Sequence[Axis]) -> list[int]:
+        """The samples that the ranks of this rank's group over `axes` pass, in order."""
         group = self.spec.mesh.group_ranks(axes, self.mesh.rank)
         return [sample for rank in group for sample in self._own[rank]]
 
-    def _gathered(self, values: Sequence[torch.Tensor], axes: Sequence[tuple[Axis, ...]]) -> list[torch.Tensor]:
+    def _all_gather(self, values: Sequence[torch.Tensor], axes: Sequence[tuple[Axis, ...]]) -> list[torch.Tensor]:
         """All-gather each value over its axes, along the first dimension.
 
-        Values that are gathered over the same axes travel as one, byte by byte.
+        Values with the same axes are sent as one buffer of bytes.
         """
         found = list(values)
         for over in dict.fromkeys(axes):
@@ -286,8 +261,8 @@ class LocalBatch:
         return found
 
 
-class _OwnRows(torch.autograd.Function):
-    """Each rank's own rows of the step's outputs; one node for all outputs, so that ranks gather in one order."""
+class _OwnRowsFunction(torch.autograd.Function):
+    """Selects this rank's rows of the outputs. It is one node for all outputs, so that ranks gather in one order."""
 
     @staticmethod
     def forward(ctx: Any, batch: LocalBatch, which: Sequence[int], *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -306,16 +281,16 @@ class _OwnRows(torch.autograd.Function):
         return None, None, *found
 
 
-def _divides(spec: ValueSpec) -> bool:
-    """Whether no part of the batch ends inside a sample."""
+def _has_whole_samples(spec: ValueSpec) -> bool:
+    """Whether all parts of the batch consist of whole samples."""
     digits = spec.layout.dims[0]
     last = digits[-1] if digits and isinstance(digits[-1], int) else 1
     return last % spec.rows == 0
 
 
-def _in_samples(spec: ValueSpec) -> tuple[Digit, ...]:
+def _digits_in_samples(spec: ValueSpec) -> tuple[Digit, ...]:
     """The digits of a value's first dimension, counted in samples."""
-    if not _divides(spec):
+    if not _has_whole_samples(spec):
         raise ParallelError(
             f"{spec.name} has {spec.rows} rows for each sample and lies as {spec.layout}: a part of the batch ends "
             "inside a sample. Use a larger batch on each rank, or pass this input with its samples in a dimension "
@@ -327,16 +302,16 @@ def _in_samples(spec: ValueSpec) -> tuple[Digit, ...]:
     return digits
 
 
-def _places(digits: tuple[Digit, ...], coordinates: Mapping[str, int]) -> list[int]:
+def _sample_order(digits: tuple[Digit, ...], coordinates: Mapping[str, int]) -> list[int]:
     """The samples of the part at `coordinates`, in the order in which it holds them."""
     (runs,) = ranges(Layout((digits,)), coordinates)
     return [sample for run in runs for sample in range(run.start, run.stop)]
 
 
-def _rearranged(value: torch.Tensor, have: Sequence[int], want: Sequence[int], rows: int) -> torch.Tensor:
-    """The rows of the samples `want` from a value with the rows of the samples `have`.
+def _select_rows(value: torch.Tensor, have: Sequence[int], want: Sequence[int], rows: int) -> torch.Tensor:
+    """Select the rows of the samples `want` from a value with the rows of the samples `have`.
 
-    >>> _rearranged(torch.arange(6), [4, 0, 2], [0, 2], 2)
+    >>> _select_rows(torch.arange(6), [4, 0, 2], [0, 2], 2)
     tensor([2, 3, 4, 5])
     """
     place = {sample: index for index, sample in enumerate(have)}

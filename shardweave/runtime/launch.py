@@ -32,7 +32,7 @@ from shardweave.ir import LaunchError
 Result = TypeVar("Result")
 
 _GRACE_SECONDS = 0.3
-"""How long a first report of failure waits for one that tells more: peers of a killed rank report it first."""
+"""Seconds to wait after a first failure: the peers of a killed rank report before its own end is seen."""
 
 
 def launch(
@@ -46,13 +46,13 @@ def launch(
     Parameters
     ----------
     fn : callable
-        What every rank runs. A function of a notebook's cell will do.
+        The function that every rank runs; a notebook's cell may define it.
     nprocs : int
         Number of ranks.
     args : sequence
-        Its arguments, the same on every rank.
+        The arguments, the same on every rank.
     timeout : float
-        Seconds after which the ranks are ended.
+        Seconds after which the ranks are killed.
 
     Returns
     -------
@@ -62,7 +62,7 @@ def launch(
     Raises
     ------
     LaunchError
-        If a rank raises (with its traceback), is killed, returns what cannot be pickled, or is not done in time.
+        If a rank raises an error (with its traceback), is killed, returns a value that cannot be pickled, or is late.
 
     Examples
     --------
@@ -72,16 +72,16 @@ def launch(
     """
     try:
         importable = b"__main__" not in pickle.dumps((fn, args))
-    except Exception:  # whatever an object's __reduce__ raises: it cannot travel, so it has to be inherited
+    except Exception:  # it cannot be pickled, so ranks must be forked from this process
         importable = False
     if importable:
         with WorkerPool() as pool:
             return pool.run(fn, *args, nprocs=nprocs, timeout=timeout)
-    return _fork(fn, args, nprocs, timeout)
+    return [pickle.loads(result) for result in _fork_ranks(fn, args, nprocs, timeout)]
 
 
 class WorkerPool:
-    """A clean process that imports once what runs need, and forks the ranks of each run.
+    """A clean process that imports torch once, and forks the ranks of each run.
 
     The process starts at the first run and ends with `close`, or with its owner.
 
@@ -98,7 +98,7 @@ class WorkerPool:
         self._connection: Connection | None = None
 
     def run(self, fn: Callable[..., Result], *args: Any, nprocs: int = 4, timeout: float = 120.0) -> list[Result]:
-        """As `launch`; `fn` and `args` must pickle, and `fn` must be importable by its module's name.
+        """As `launch`; `fn` and `args` must be picklable, so `fn` must be importable by its module's name.
 
         A run that fails leaves the pool usable.
         """
@@ -113,7 +113,7 @@ class WorkerPool:
         except (EOFError, OSError) as error:
             self.close()
             raise LaunchError(f"the process that starts the ranks of {fn!r} ended early") from error
-        except BaseException:  # an interrupt: the answer is still to come, and must not be taken for the next run's
+        except BaseException:  # an interrupt: a later answer must not be taken for that of the next run
             self.close()
             raise
         if not succeeded:
@@ -160,8 +160,8 @@ _PICKLE = (
 
 
 def _serve(descriptor: int) -> None:
-    """The life of a pool's process: a run for each job received, until its owner goes away."""
-    # What a DTensor's first op and a capture need: imported here once, and not by every rank.
+    """The main loop of a pool's process: a run for each job received, until its owner ends."""
+    # Imports of a capture and of a DTensor's first op, done here once and not by every rank.
     import torch._dynamo
     import torch._functorch.aot_autograd
     import torch.distributed.tensor.experimental  # noqa: F401
@@ -178,8 +178,8 @@ def _serve(descriptor: int) -> None:
         answer: tuple[bool, list[bytes] | str]
         try:
             fn, args = pickle.loads(call)
-            gc.freeze()  # or each rank's collector would go through all of this process, and so copy it
-            answer = True, _fork_pickled(fn, args, nprocs, timeout)
+            gc.freeze()  # or each rank's garbage collection would touch, and so copy, all memory of this process
+            answer = True, _fork_ranks(fn, args, nprocs, timeout)
         except LaunchError as error:
             answer = False, str(error)
         except BaseException:
@@ -188,11 +188,7 @@ def _serve(descriptor: int) -> None:
         connection.send_bytes(pickle.dumps(answer))
 
 
-def _fork(fn: Callable[..., Result], args: Sequence[Any], nprocs: int, timeout: float) -> list[Result]:
-    return [pickle.loads(result) for result in _fork_pickled(fn, args, nprocs, timeout)]
-
-
-def _fork_pickled(fn: Callable[..., Any], args: Sequence[Any], nprocs: int, timeout: float) -> list[bytes]:
+def _fork_ranks(fn: Callable[..., Any], args: Sequence[Any], nprocs: int, timeout: float) -> list[bytes]:
     """Fork `nprocs` ranks of this process, and return their pickled results."""
     if nprocs < 1:
         raise LaunchError(f"nprocs must be at least 1, got {nprocs}")
@@ -222,7 +218,7 @@ def _fork_pickled(fn: Callable[..., Any], args: Sequence[Any], nprocs: int, time
 
 
 def _collect(readers: list[Connection], ranks: list[ForkProcess], timeout: float) -> list[bytes]:
-    """The results of all ranks, or the LaunchError that tells most about the first failure."""
+    """The results of all ranks; LaunchError with the most telling failure."""
     deadline = time.monotonic() + timeout
     results: dict[int, bytes] = {}
     failure = ""
@@ -240,9 +236,9 @@ def _collect(readers: list[Connection], ranks: list[ForkProcess], timeout: float
         for rank in [rank for rank, reader in pending.items() if reader in ready]:
             try:
                 succeeded, payload = pickle.loads(pending.pop(rank).recv_bytes())
-            except EOFError:  # no report: the process itself was ended, which tells more than its peers' complaints
+            except EOFError:  # no report: the process was killed, which explains its peers' errors
                 ranks[rank].join()
-                raise LaunchError(f"rank {rank} of {len(ranks)} ended {_how(ranks[rank].exitcode)}") from None
+                raise LaunchError(f"rank {rank} of {len(ranks)} ended {_exit_reason(ranks[rank].exitcode)}") from None
             if succeeded:
                 results[rank] = payload
             elif not failure:
@@ -253,7 +249,7 @@ def _collect(readers: list[Connection], ranks: list[ForkProcess], timeout: float
     return [results[rank] for rank in range(len(ranks))]
 
 
-def _how(code: int | None) -> str:
+def _exit_reason(code: int | None) -> str:
     if code is not None and code < 0:
         return f"by signal {signal.Signals(-code).name}: it was killed (perhaps for want of memory) or crashed"
     return f"with exit status {code} before it returned"
@@ -268,7 +264,7 @@ def _rank_main(
     timeout: float,
     writer: Connection,
 ) -> None:
-    """The whole life of a rank. It leaves by `os._exit`: the parent's exit handlers are not its own."""
+    """The main function of a rank. It ends by `os._exit`, without the exit handlers of the parent."""
     _die_with_parent()
     answer: tuple[bool, bytes | str]
     try:
@@ -299,7 +295,7 @@ def _run_rank(
     from shardweave.runtime.checkpoint.checkpoint import finish_saving
 
     torch.set_num_threads(1)  # also because OpenMP's threads do not survive a fork
-    _keep_to_a_core(rank, nprocs)
+    _pin_to_core(rank, nprocs)
     port = listener.getsockname()[1]
     os.environ.update(
         RANK=str(rank),
@@ -325,11 +321,11 @@ def _run_rank(
     return result
 
 
-def _keep_to_a_core(rank: int, nprocs: int) -> None:
-    """Where ranks share cores, all threads of a rank share one.
+def _pin_to_core(rank: int, nprocs: int) -> None:
+    """Pin all threads of a rank to one core if ranks share cores.
 
-    A thread of gloo's spins as long as another holds the lock of a connection, which lasts if that one has no core:
-    collectives of four ranks on two cores then take five times as long.
+    A thread of gloo spins while another holds the lock of a connection, which takes long if that one has no core:
+    collectives of four ranks on two cores took five times as long.
     """
     if sys.platform == "linux":
         cores = sorted(os.sched_getaffinity(0))
@@ -338,6 +334,6 @@ def _keep_to_a_core(rank: int, nprocs: int) -> None:
 
 
 def _die_with_parent() -> None:
-    """Where the system can do it: no rank outlives the process that waits for it."""
+    """On Linux, end this process with its parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

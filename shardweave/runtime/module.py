@@ -27,9 +27,9 @@ from torch.utils.data import DistributedSampler
 from shardweave.distributed import RuntimeMesh, collective, gather_from_ranks
 from shardweave.ir import ConstantsCheck, InputError, Layout, ParallelError, Reads, StepSpec, ValueSpec, axes_size
 from shardweave.ops import IndexChecks, Seeds, all_reduced
-from shardweave.runtime.call_checks import Batch, Calls, group_of_calls
+from shardweave.runtime.call_checks import Batch, CallChecks, group_of_calls
 from shardweave.runtime.execute import Executor, boxed, refuse_transforms
-from shardweave.runtime.grad_accumulation import Boxed, Forms, MicroBatchRunner
+from shardweave.runtime.grad_accumulation import AccumulationGraphs, Boxed, MicroBatchRunner
 from shardweave.runtime.inputs import LocalBatch
 from shardweave.runtime.module_tree import Finder, adopt, shard_whole, submodule, without_values
 from shardweave.runtime.parameters import local_tensor
@@ -114,7 +114,7 @@ class Step(Protocol):
     def spec(self) -> StepSpec: ...
 
     @property
-    def micro_batch_graphs(self) -> Callable[[], Forms] | None: ...
+    def micro_batch_graphs(self) -> Callable[[], AccumulationGraphs] | None: ...
 
 
 _COMPILED = ("spec", "graphs", "plan", "mesh", "_coordinates", "_flatten", "_unflatten", "_layouts", "_execute",
@@ -228,7 +228,7 @@ class ParallelModule(nn.Module):
             None if make is None else lambda: MicroBatchRunner(make(), self.spec, self.mesh.coordinates, self._bound),
         )
         self._local = LocalBatch(self.spec, self.mesh, whole) if batch == "local" and self.mesh.mesh.axes else None
-        self._calls = Calls(self.spec, self.mesh, group_of_calls(self.mesh), self._local, check_inputs, checks)
+        self._calls = CallChecks(self.spec, self.mesh, group_of_calls(self.mesh), self._local, check_inputs, checks)
         self.register_load_state_dict_pre_hook(_shard_whole)  # type: ignore[no-untyped-call]
         self.register_state_dict_pre_hook(_take_replaced)  # type: ignore[no-untyped-call]
         self._take_attributes(model, attributes)
@@ -324,7 +324,7 @@ class ParallelModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those under `no_sync` too, which an optimizer's ``zero_grad`` does not know of."""
         super().zero_grad(set_to_none)
-        self._execute.drop_sums()
+        self._execute.drop_accumulated()
 
     def _shown(self, value: torch.Tensor, spec: ValueSpec) -> torch.Tensor:
         """An output as a user sees it: this rank's part of the batch; a DTensor where it is spread further."""
@@ -467,7 +467,7 @@ class ParallelModule(nn.Module):
         memo[id(self)] = twin
         vars(twin).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
         twin._calls = self._calls.fresh()
-        twin._execute = self._execute.on(
+        twin._execute = self._execute.with_tensors(
             Finder(twin, self.spec.parameters, "_parameters", self.mesh),
             Finder(twin, self.spec.buffers, "_buffers", self.mesh),
             (lambda: twin._seeds()) if self.spec.draws else None,

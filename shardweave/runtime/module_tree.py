@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from shardweave.distributed import RuntimeMesh
 from shardweave.ir import Layout, ParallelError, ParameterSpec
 from shardweave.runtime.parameters import local_shard
-from shardweave.runtime.tensor import ParallelTensor, Place, distribute, keep_whole, whole_of_first
+from shardweave.runtime.tensor import ParallelTensor, Place, broadcast_from_rank_0, distribute, mark_replicated
 
 _SHARED = (
     str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, types.BuiltinFunctionType, torch.dtype,
@@ -321,7 +321,7 @@ class Finder:
                 f"step was compiled for {spec.layout}: put a whole, plain tensor there, or write its values with "
                 "parameter.data.copy_(whole)"
             )
-        keep_whole(tensor, Place(spec.layout, self._mesh), spec.name)
+        mark_replicated(tensor, Place(spec.layout, self._mesh), spec.name)
         return tensor
 
 
@@ -341,7 +341,7 @@ def _place(name: str, tensor: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -
     if tensor.is_meta:
         local = torch.empty(layout.local_shape, dtype=tensor.dtype, device=mesh.device_type)
     else:
-        local = local_shard(whole_of_first(tensor, mesh, name), layout, _coordinates(mesh))
+        local = local_shard(broadcast_from_rank_0(tensor, mesh, name), layout, _coordinates(mesh))
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(distribute(local, layout, mesh), requires_grad=tensor.requires_grad)
     return local if layout.is_replicated else distribute(local, layout, mesh)

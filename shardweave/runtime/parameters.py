@@ -1,7 +1,7 @@
-"""From a layout to DTensor's placements, and from whole tensors to shards and back; see `tensor` for DTensors of them.
+"""From a layout to DTensor's placements, and from whole tensors to shards and back.
 
 This module and `tensor` are the only ones that touch DTensor's private interfaces: `_StridedShard`, the constructor
-from a spec, and the local tensor without autograd around it.
+from a spec, and the local tensor without autograd.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from shardweave.ops import unpad
 
 _FLAG = "use_strided_shard_as_shard_order"
 STRIDES_ARE_PLACES: dict[str, Any] = {_FLAG: False} if _FLAG in DTensorSpec.__dataclass_fields__ else {}
-"""By default DTensor takes strided shards for plain ones cut in another order. That is not what a fused projection's
-are: ``full_tensor()`` was wrong or failed for ``(3, x, y, 2)`` on two axes (torch 2.13)."""
+"""By default DTensor takes strided shards for plain shards in another order of axes. For a fused projection that is
+wrong: ``full_tensor()`` was wrong or failed for ``(3, x, y, 2)`` on two axes (torch 2.13)."""
 
-COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+REDUCE_OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "own": torch.add,
     "max": torch.maximum,
@@ -34,8 +34,8 @@ COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
     """The DTensor placement of `layout` on each axis of `mesh`, in the mesh's order.
 
-    DTensor cuts a dimension axis by axis in the order of its mesh. An axis that finds more digits of the dimension
-    outside of it than were cut before is a strided shard; their product is its split factor.
+    DTensor splits a dimension axis by axis in the order of its mesh. If other digits than the axes before stand outside
+    of an axis in the dimension, its shard is strided; the product of these digits is the split factor.
 
     Raises
     ------
@@ -68,10 +68,7 @@ def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
 
 
 def local_part(full: torch.Tensor, layout: Layout, coordinates: Mapping[str, int]) -> torch.Tensor:
-    """The part of a whole tensor at `coordinates`: a view where possible, else a copy; see `local_shard`.
-
-    Of a dimension that is padded it has no more than its own rows.
-    """
+    """The part of a whole tensor at `coordinates`, without padding: a view where possible; see `local_shard`."""
     if tuple(full.shape) != layout.global_shape:
         raise LayoutError(f"a tensor of shape {tuple(full.shape)} cannot lie as {layout}, {layout.global_shape}")
     if (padding := layout.padding) is not None:
@@ -80,7 +77,7 @@ def local_part(full: torch.Tensor, layout: Layout, coordinates: Mapping[str, int
         dims = [*layout.dims]
         dims[padding.dim] = normalise([full.shape[padding.dim]])
         layout = Layout(tuple(dims))
-    digits, index = _places(layout, coordinates)
+    digits, index = _digit_index(layout, coordinates)
     if layout.is_replicated:
         return full
     return full.reshape(digits)[index].reshape(layout.local_shape)
@@ -89,7 +86,7 @@ def local_part(full: torch.Tensor, layout: Layout, coordinates: Mapping[str, int
 def local_shard(full: torch.Tensor, layout: Layout, coordinates: Mapping[str, int]) -> torch.Tensor:
     """A contiguous copy of the part of `full` that `layout` puts on the device at `coordinates` (by axis name).
 
-    It has the layout's local shape, with zeros where the part does not fill its place.
+    It has the layout's local shape, with zeros as padding.
 
     Raises
     ------
@@ -103,11 +100,11 @@ def local_shard(full: torch.Tensor, layout: Layout, coordinates: Mapping[str, in
     tensor([2, 3, 6, 7])
     """
     part = local_part(full, layout, coordinates)
-    return in_place(part.clone(memory_format=torch.contiguous_format), layout)
+    return padded(part.clone(memory_format=torch.contiguous_format), layout)
 
 
 def part_shape(layout: Layout, coordinates: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of the part at `coordinates`: the local shape, but where it does not fill its place.
+    """The shape of the part at `coordinates` without padding.
 
     >>> from shardweave.ir import Padding
     >>> layout = Layout(((Axis("gpu0", 3), 3), (5,)), padding=Padding(0, 7, (3,)))
@@ -119,15 +116,15 @@ def part_shape(layout: Layout, coordinates: Mapping[str, int]) -> tuple[int, ...
     return tuple(sum(run.stop - run.start for run in runs) for runs in ranges(layout, coordinates))
 
 
-def own_part(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The view of a device's own part, of `shape`, at the front of a tensor of its layout's local shape."""
+def unpadded(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The view of the part, of `shape`, in a padded tensor of its layout's local shape."""
     return local[tuple(slice(size) for size in shape)] if tuple(local.shape) != tuple(shape) else local
 
 
-def in_place(part: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """A device's own part in a tensor of its layout's local shape: the inverse of `own_part`, and a view as that is.
+def padded(part: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The padded tensor of a part: the inverse of `unpadded`, also a view.
 
-    A part that somebody else has made may have too little memory behind it: it is copied, with zeros behind it.
+    A part without memory for the padding behind it is copied, and padded with zeros.
     """
     shape = layout.local_shape
     if tuple(part.shape) == shape:
@@ -136,14 +133,14 @@ def in_place(part: torch.Tensor, layout: Layout) -> torch.Tensor:
     if part.is_contiguous() and end * part.element_size() <= part.untyped_storage().nbytes():
         return part.as_strided(shape, torch.empty(shape, device="meta").stride())
     result = part.new_zeros(shape)
-    own_part(result, part.shape).copy_(part)
+    unpadded(result, part.shape).copy_(part)
     return result
 
 
 def ranges(layout: Layout, coordinates: Mapping[str, int]) -> list[list[slice]]:
     """The contiguous pieces of each dimension of a whole tensor that make up the part at `coordinates`, in order.
 
-    The part is their product, as `layout` cuts each dimension by itself. A piece of a padded dimension may be empty.
+    The part is their product, as `layout` splits each dimension by itself. A piece of a padded dimension may be empty.
 
     Examples
     --------
@@ -159,7 +156,7 @@ def ranges(layout: Layout, coordinates: Mapping[str, int]) -> list[list[slice]]:
 
 
 def _runs(digits: Sequence[Digit], coordinates: Mapping[str, int]) -> list[slice]:
-    """The pieces of one dimension: one for each way to step through the digits outside of the innermost axis."""
+    """The pieces of one dimension: one for each index of the digits outside of the innermost axis."""
     outside, length = list(digits), 1
     while outside and isinstance(step := outside[-1], int):
         length *= step
@@ -172,9 +169,9 @@ def _runs(digits: Sequence[Digit], coordinates: Mapping[str, int]) -> list[slice
 
 
 def assemble(shards: Mapping[int, torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tensor:
-    """The whole tensor from its parts on ranks: the inverse of `local_shard`; partial results are combined.
+    """The whole tensor from its parts on ranks: the inverse of `local_shard`. Partial results are reduced.
 
-    What lies behind a part in its place does not matter.
+    The values of padding do not matter.
 
     Parameters
     ----------
@@ -193,20 +190,20 @@ def assemble(shards: Mapping[int, torch.Tensor], layout: Layout, mesh: Mesh) -> 
     tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
     first = next(iter(shards.values()))
-    digits, _ = _places(layout, dict.fromkeys((axis.name for axis in layout.shard_axes), 0))
+    digits, _ = _digit_index(layout, dict.fromkeys((axis.name for axis in layout.shard_axes), 0))
     full = first.new_empty(digits)
     filled: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
     for rank, shard in shards.items():
         if tuple(shard.shape) != layout.local_shape:
             raise LayoutError(f"rank {rank} has a part of {tuple(shard.shape)}, but {layout} has {layout.local_shape}")
-        _, index = _places(layout, mesh.coordinates(rank))
+        _, index = _digit_index(layout, mesh.coordinates(rank))
         place = tuple(axis.coordinate(rank) for axis in layout.shard_axes)
         term = tuple(axis.coordinate(rank) for axis in layout.partial_axes)
         terms = filled.setdefault(place, set())
         if term in terms:
             continue
         part = shard.reshape(full[index].shape)
-        full[index] = COMBINE[layout.partial[0][1]](full[index], part) if terms else part
+        full[index] = REDUCE_OPS[layout.partial[0][1]](full[index], part) if terms else part
         terms.add(term)
     expected = math.prod(axis.size for axis in (*layout.shard_axes, *layout.partial_axes))
     if sum(map(len, filled.values())) != expected:
@@ -217,11 +214,11 @@ def assemble(shards: Mapping[int, torch.Tensor], layout: Layout, mesh: Mesh) -> 
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor itself, without autograd around it; a plain tensor as it is."""
+    """The local tensor of a DTensor, without autograd; a plain tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _places(layout: Layout, coordinates: Mapping[str, int]) -> tuple[list[int], tuple[slice | int, ...]]:
+def _digit_index(layout: Layout, coordinates: Mapping[str, int]) -> tuple[list[int], tuple[slice | int, ...]]:
     """The sizes of all digits, and the index into them that selects the part at `coordinates`."""
     digits = [digit for dim in layout.dims for digit in dim]
     sizes = [digit if isinstance(digit, int) else digit.size for digit in digits]

@@ -1,16 +1,16 @@
-"""Parallel tensors: DTensors whose every op gives one device's numbers, or raises a ParallelError.
+"""Parallel tensors: DTensors on which every op gives the result of one device, or raises a ParallelError.
 
-Parameters, their gradients and the optimizer's states are such tensors. What an op does is decided here and not by
-DTensor's own rules, which know neither strided nor padded layouts in every op, move a parameter's data in place
-without effect, and draw other random numbers on each rank. There are four cases:
+Parameters, their gradients and the optimizer's states are such tensors. Their ops do not use DTensor's rules. These do
+not know strided and padded layouts in every op, ignore assignments to a parameter's data, and draw other random numbers
+on each rank. There are four cases:
 
-- An elementwise op on tensors that lie alike runs on this rank's parts, without communication.
-- A sum or a norm of whole tensors is taken of the parts, then reduced over the ranks.
-- Every other op runs on whole tensors, which are gathered for it; what it writes is cut into parts again. A view of a
-  sharded tensor is such a copy, that remembers where it came from: what is written to it reaches the tensor.
-- An op of a parallel tensor and a plain one, as of a parameter and activations, runs on the whole, plain values. Its
-  gradient is averaged over the ranks, as DistributedDataParallel averages: one device's gradient where all ranks
-  computed the same, the mean over the ranks' batches where they did not.
+- An elementwise op on tensors of equal layouts runs on this rank's parts, without communication.
+- A sum or a norm of whole tensors is computed of the parts, then reduced over the ranks.
+- Every other op runs on gathered tensors; tensors that it writes are sharded again. A view of a sharded tensor is a
+  copy that knows its base: writes to the copy are written to the base.
+- An op of a parallel tensor and a plain one, such as of a parameter and activations, runs on the gathered values. Its
+  gradient is averaged over the ranks, as under DistributedDataParallel: it is one device's gradient if all ranks
+  computed the same, else the mean over the ranks' batches.
 
 Every op that gathers is collective: all ranks must call it.
 """
@@ -41,11 +41,11 @@ from shardweave.ops import all_reduced
 from shardweave.runtime.parameters import (
     STRIDES_ARE_PLACES,
     assemble,
-    in_place,
     local_part,
-    own_part,
+    padded,
     part_shape,
     placements,
+    unpadded,
 )
 
 aten = torch.ops.aten
@@ -60,7 +60,7 @@ _UNTAGGED_POINTWISE = {
 _RESIZING = {"resize_", "resize_as_", "set_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_"}
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 _WAIT_SECONDS = 20.0
-_WHOLE = "_shardweave_place"
+_PLACE_ATTRIBUTE = "_shardweave_place"
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ class Place:
 
 @dataclass(frozen=True)
 class View:
-    """The origin of a copy of a part of a sharded tensor: writes to the copy are written there."""
+    """The base of a view of a sharded tensor, and the ops that lead from the base to the view."""
 
     base: ParallelTensor
     steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
@@ -98,14 +98,14 @@ class View:
         return self
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The view of the whole base."""
+        """The view of the gathered base."""
         for step in self.steps:
             whole = step(whole)
         return whole
 
 
 class ParallelTensor(DTensor):
-    """A sharded tensor; see this module. `distribute` makes them."""
+    """A sharded tensor, see the docstring of the module; `distribute` makes them."""
 
     __slots__ = ()
     place: Place
@@ -113,7 +113,7 @@ class ParallelTensor(DTensor):
 
     @classmethod
     def of(cls, local: torch.Tensor, place: Place, spec: DTensorSpec | None = None) -> ParallelTensor:
-        """A tensor with `local`, this rank's own rows, as its part."""
+        """A tensor with `local` as this rank's part, without padding."""
         if spec is None:
             shape = torch.Size(place.layout.global_shape)
             whole = torch.empty(shape, device="meta") if place.layout.shard_axes else local
@@ -128,9 +128,9 @@ class ParallelTensor(DTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        computes = func not in (torch.autograd.grad, torch.autograd.backward)  # which ask for these very tensors
-        if computes and _meets_plain((*args, *kwargs.values())) and not _writes_parallel(func, args):
-            args, kwargs = tree_map(_plain, (args, kwargs))
+        computes = func not in (torch.autograd.grad, torch.autograd.backward)  # need parallel tensors
+        if computes and _has_plain_tensor((*args, *kwargs.values())) and not _writes_parallel(func, args):
+            args, kwargs = tree_map(_gathered, (args, kwargs))
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -144,30 +144,30 @@ class ParallelTensor(DTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The tensor without autograd, sharing its memory. A whole tensor may be assigned: rank 0's counts."""
+        """The tensor without autograd, sharing its memory. If a whole tensor is assigned, rank 0's values are taken."""
         return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if value.dtype != self.dtype or value.shape != self.shape:
             raise ParallelError(
-                f"a parallel tensor is {tuple(self.shape)} of {self.dtype}, what is assigned to its data "
+                f"a parallel tensor is {tuple(self.shape)} of {self.dtype}, the tensor assigned to its data is "
                 f"{tuple(value.shape)} of {value.dtype}: the step was compiled for the former. Assign a whole tensor "
                 "like it, or compile a model in the new shape and dtype"
             )
         if isinstance(value, ParallelTensor) and value.place.layout == self.place.layout:
             self._local_tensor = value._local_tensor
             return
-        local = self.place.part(whole_of_first(value.detach(), self.place.mesh)).contiguous()
+        local = self.place.part(broadcast_from_rank_0(value.detach(), self.place.mesh)).contiguous()
         self._local_tensor = local.clone() if local.data_ptr() == value.data_ptr() else local
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole tensor on every rank, a plain one. Collective. Its gradient is averaged over the ranks."""
-        whole: torch.Tensor = _Whole.apply(self)  # type: ignore[no-untyped-call]
+        """The gathered tensor, a plain one, on every rank. Collective. Its gradient is averaged over the ranks."""
+        whole: torch.Tensor = _GatherFunction.apply(self)  # type: ignore[no-untyped-call]
         return whole
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """A tensor with memory of its own, its gradient and attributes copied too."""
+        """A copy with memory of its own, and copies of the gradient and the attributes."""
         if id(self) in memo:
             known: torch.Tensor = memo[id(self)]
             return known
@@ -185,7 +185,7 @@ class ParallelTensor(DTensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As a plain DTensor: files are read without this package."""
+        """Pickle a plain DTensor, so that files are read without this package."""
         made = DTensor(self._local_tensor, self._spec, requires_grad=self.requires_grad)  # type: ignore[no-untyped-call]
         for name, value in vars(self).items():
             if name not in ("place", "view_of"):
@@ -193,13 +193,13 @@ class ParallelTensor(DTensor):
         return made.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-class _Whole(torch.autograd.Function):
-    """A parallel tensor as a plain one."""
+class _GatherFunction(torch.autograd.Function):
+    """Gathers a parallel tensor, and averages its gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: ParallelTensor) -> torch.Tensor:
         ctx.place = tensor.place
-        return gather(_fresh(tensor), tensor.place.layout, tensor.place.mesh)
+        return gather(_up_to_date(tensor), tensor.place.layout, tensor.place.mesh)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -207,16 +207,16 @@ class _Whole(torch.autograd.Function):
         mesh = place.mesh
         total = gradient.clone(memory_format=torch.contiguous_format)
         group = mesh.world_group()
-        with _waiting("a gradient", mesh), collective("the all_reduce of a gradient", group):
+        with _warn_if_slow("a gradient", mesh), collective("the all_reduce of a gradient", group):
             dist.all_reduce(total, group=group)
         return ParallelTensor.of(place.part(total / mesh.mesh.world_size).contiguous(), place)
 
 
 def distribute(local: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.Tensor:
-    """A DTensor of `layout` with `local` as this rank's part, which is shared; no communication.
+    """A DTensor of `layout` with `local` as this rank's part, which shares its memory; no communication.
 
-    `local` has the layout's local shape; of a padded dimension the DTensor has the rank's own rows of it, as DTensors
-    have uneven shards. On a mesh without axes it is `local` itself.
+    `local` has the layout's local shape. The DTensor has it without padding, as DTensors have uneven shards. On a mesh
+    without axes the result is `local` itself.
 
     Raises
     ------
@@ -228,7 +228,7 @@ def distribute(local: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.
     if mesh.device_mesh is None:
         return local
     _register_state_hook()
-    return ParallelTensor.of(own_part(local, part_shape(layout, mesh.mesh.coordinates(mesh.rank))), Place(layout, mesh))
+    return ParallelTensor.of(unpadded(local, part_shape(layout, mesh.mesh.coordinates(mesh.rank))), Place(layout, mesh))
 
 
 @cache
@@ -253,53 +253,47 @@ def _make_states_parallel(optimizer: torch.optim.Optimizer, *_: object) -> None:
                 state[key] = ParallelTensor.of(value._local_tensor, parameter.place, parameter._spec)
 
 
-def like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """`local` as a DTensor with the layout of `parameter`: a gradient for it. Plain if the parameter is plain.
-
-    Behind its own part `local` may have more, as it has the layout's local shape.
-    """
+def as_gradient_of(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient of `parameter`, of its type and layout, from this rank's part `local` with or without padding."""
     if not isinstance(parameter, ParallelTensor):
-        place = whole_place(parameter)
+        place = place_of_replicated(parameter)
         return local if place is None else gather(local, place.layout, place.mesh)
-    return ParallelTensor.of(own_part(local, parameter._local_tensor.shape), parameter.place, parameter._spec)
+    return ParallelTensor.of(unpadded(local, parameter._local_tensor.shape), parameter.place, parameter._spec)
 
 
-def keep_whole(parameter: torch.Tensor, place: Place, name: str) -> None:
-    """Let a plain parameter, which a user put in the place of a parallel one, stand for it: whole on every rank.
+def mark_replicated(parameter: torch.Tensor, place: Place, name: str) -> None:
+    """Mark a plain parameter, which a user put in the place of a parallel one, and give it rank 0's values. Collective.
 
-    Its values become rank 0's. Collective.
+    It stays whole on every rank; `place` says which part the step takes.
     """
     with torch.no_grad():
-        parameter.copy_(whole_of_first(parameter, place.mesh, name))
-    setattr(parameter, _WHOLE, place)
+        parameter.copy_(broadcast_from_rank_0(parameter, place.mesh, name))
+    setattr(parameter, _PLACE_ATTRIBUTE, place)
 
 
-def whole_place(parameter: torch.Tensor) -> Place | None:
-    """Where the step has the parameter that this plain one stands for, see `keep_whole`; None for any other tensor."""
-    place: Place | None = getattr(parameter, _WHOLE, None)
+def place_of_replicated(parameter: torch.Tensor) -> Place | None:
+    """The place given to `mark_replicated`; None for other tensors."""
+    place: Place | None = getattr(parameter, _PLACE_ATTRIBUTE, None)
     return place
 
 
-def part_of(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter or buffer, without autograd around it."""
+def part_for_step(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter or buffer, without autograd."""
     if isinstance(parameter, DTensor):
         return parameter._local_tensor
-    place = whole_place(parameter)
+    place = place_of_replicated(parameter)
     return parameter if place is None else place.part(parameter.detach()).contiguous()
 
 
 def gather(tensor: torch.Tensor, layout: Layout, mesh: RuntimeMesh, name: str = "") -> torch.Tensor:
-    """All-gather `tensor` of `layout` on every rank, into memory of its own; `name` is for an error.
-
-    Collective.
-    """
-    local = in_place(tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach(), layout)
+    """All-gather `tensor` of `layout` into new memory on every rank. Collective. Errors show `name`."""
+    local = padded(tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach(), layout)
     if not layout.shard_axes:
         return local.clone()
     group = mesh.group_over(layout.shard_axes)
     parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())]
     what = name or f"a tensor of shape {layout.global_shape}"
-    with _waiting(what, mesh), collective(f"the all_gather of {what}", group):
+    with _warn_if_slow(what, mesh), collective(f"the all_gather of {what}", group):
         dist.all_gather(parts, local.contiguous(), group=group)
     return assemble(dict(zip(dist.get_process_group_ranks(group), parts, strict=True)), layout, mesh.mesh)
 
@@ -326,13 +320,13 @@ def _run(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _unscale(func, args, kwargs, mesh)
     drawn = torch.Tag.nondeterministic_seeded in func.tags
     if not drawn and not any(tensor.view_of for tensor in parallel):
-        if (elementwise(func) or _masked(func, args)) and (place := _common(args, kwargs, written)):
+        if (elementwise(func) or _is_masked_write(func, args)) and (place := _common_places(args, kwargs, written)):
             return _run_on_parts(func, args, kwargs, place)
-        if (reduced := _reduced(name, args, kwargs)) is not None:
+        if (reduced := _run_reduction(name, args, kwargs)) is not None:
             return reduced
     if name in _RESIZING:
         raise ParallelError(f"{name} would change the shape of a parallel tensor: make a new tensor from full_tensor()")
-    return _run_whole(func, args, kwargs, written, mesh, drawn)
+    return _run_gathered(func, args, kwargs, written, mesh, drawn)
 
 
 def _written(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -354,7 +348,7 @@ def _as_parallel(
     func: Op,
     written: list[torch.Tensor],
 ) -> ParallelTensor:
-    """Another kind of tensor of an op as a parallel one."""
+    """A plain tensor or DTensor of an op as a parallel tensor."""
     into = any(tensor is other for other in written)
     if isinstance(tensor, DTensor):
         for other in parallel:
@@ -368,15 +362,15 @@ def _as_parallel(
         shapes = ", ".join(str(tuple(other.shape)) for other in parallel[:3])
         raise ParallelError(
             f"{func} meets a {type(tensor).__name__} of shape {tuple(tensor.shape)} and parallel tensors ({shapes}), "
-            "which lie spread over the ranks: use parameter.full_tensor(), a plain tensor on every rank"
+            "which are sharded over the ranks: use parameter.full_tensor(), a plain tensor on every rank"
         )
-    return ParallelTensor.of(whole_of_first(tensor, mesh), Place(Layout.replicated(tensor.shape), mesh))
+    return ParallelTensor.of(broadcast_from_rank_0(tensor, mesh), Place(Layout.replicated(tensor.shape), mesh))
 
 
-def _common(args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]) -> list[Place] | None:
-    """For each tensor of the op's lists (one for an op on tensors) where its parts meet; None if they do not.
+def _common_places(args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]) -> list[Place] | None:
+    """The common place of the tensors at each index of the op's lists (one for an op on tensors); None without one.
 
-    Tensors that are whole on every rank are cut for it, unless they are written to.
+    Replicated tensors are sharded to that place, unless they are written.
     """
     lists = [
         items
@@ -405,7 +399,7 @@ def _common(args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.T
 
 
 def _run_on_parts(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], places: list[Place]) -> Any:
-    """Run an elementwise op on tensors of one layout."""
+    """Run an elementwise op on this rank's parts."""
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != places[0].mesh.device_type:
         raise ParallelError(
@@ -461,7 +455,7 @@ def elementwise(op: Op) -> bool:
     return any(torch.Tag.pointwise in tag and torch.Tag.nondeterministic_seeded not in tag for tag in tags)
 
 
-def _masked(func: Op, args: tuple[Any, ...]) -> bool:
+def _is_masked_write(func: Op, args: tuple[Any, ...]) -> bool:
     """Whether the op is ``tensor[mask] = number``, with a mask of the tensor's shape."""
     if func is not aten.index_put_.default or len(args[1]) != 1:
         return False
@@ -474,13 +468,13 @@ def _masked(func: Op, args: tuple[Any, ...]) -> bool:
     )
 
 
-def _reduced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A sum, mean or norm of whole tensors, from the parts; None for any other op."""
+def _run_reduction(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Reduce whole tensors (sum, mean, norm) from their parts; None for other ops."""
     if name == "_foreach_norm":
-        power, dtype = _bound(args[1:], kwargs, ("ord", "dtype"), (2, None))
+        power, dtype = _values(args[1:], kwargs, ("ord", "dtype"), (2, None))
         return _norms(list(args[0]), float(power), dtype)
     if name == "linalg_vector_norm":
-        power, dim, keeps, dtype = _bound(args[1:], kwargs, ("ord", "dim", "keepdim", "dtype"), (2, None, False, None))
+        power, dim, keeps, dtype = _values(args[1:], kwargs, ("ord", "dim", "keepdim", "dtype"), (2, None, False, None))
         return None if dim is not None or keeps else _norms([args[0]], float(power), dtype)[0]
     if name not in ("sum", "mean") or len(args) > 1 or "dim" in kwargs:
         return None
@@ -489,7 +483,7 @@ def _reduced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return ParallelTensor.of(_all_reduced(total, tensor.place), tensor.place.replicated(()))
 
 
-def _bound(
+def _values(
     args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str], defaults: Sequence[Any]
 ) -> Iterator[Any]:
     given = dict(zip(names, args)) | kwargs
@@ -497,10 +491,10 @@ def _bound(
 
 
 def _norms(tensors: list[ParallelTensor], power: float, dtype: torch.dtype | None) -> list[ParallelTensor]:
-    """The norm of each tensor, with one collective for those that are spread over the same axes."""
+    """The norm of each tensor, with one collective for all tensors that are sharded over the same axes."""
     parts = [tensor._local_tensor for tensor in tensors]
     least = math.inf if power < 0 else 0.0
-    some = [part if part.numel() else part.new_full((), least) for part in parts]  # nothing has no maximum
+    some = [part if part.numel() else part.new_full((), least) for part in parts]  # an empty tensor has no maximum
     norms = [torch.linalg.vector_norm(part, power, dtype=dtype) for part in some]
     groups: dict[tuple[Axis, ...], list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -523,13 +517,14 @@ def _norms(tensors: list[ParallelTensor], power: float, dtype: torch.dtype | Non
 def _all_reduced(value: torch.Tensor, place: Place, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
     if place.layout.shard_axes:
         group = place.mesh.group_over(place.layout.shard_axes)
-        with _waiting("a sum over a tensor", place.mesh), collective("the all_reduce of a sum over a tensor", group):
+        what = "a sum over a tensor"
+        with _warn_if_slow(what, place.mesh), collective(f"the all_reduce of {what}", group):
             return all_reduced(value, op, group)
     return value
 
 
 def _unscale(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: RuntimeMesh) -> None:
-    """Unscale gradients in place, and tell all ranks whether any of them has one that is not finite."""
+    """Unscale gradients in place. All ranks see whether a gradient of any rank is not finite."""
     gradients, found, *scale = args
     found = found._local_tensor if isinstance(found, DTensor) else found
     func([grad._local_tensor for grad in gradients], found, *scale, **kwargs)
@@ -540,7 +535,7 @@ def _unscale(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Runt
             dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
 
 
-def _run_whole(
+def _run_gathered(
     func: Op,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -549,8 +544,9 @@ def _run_whole(
     drawn: bool,
 ) -> Any:
     """Run any op on gathered tensors. Tensors that it writes are sharded again."""
+    # 1. Gather the arguments; of a view that is written, gather the base.
     wholes: dict[int, torch.Tensor] = {}
-    bases: dict[int, torch.Tensor] = {}  # of written views, the whole of what they are views of
+    bases: dict[int, torch.Tensor] = {}  # the gathered bases of written views
     sharded: dict[int, ParallelTensor] = {}
     for leaf in tree_leaves((args, kwargs)):
         if not isinstance(leaf, ParallelTensor) or id(leaf) in wholes:
@@ -563,10 +559,12 @@ def _run_whole(
             wholes[id(leaf)] = gather(leaf, leaf.place.layout, mesh)
             sharded[id(leaf)] = leaf
         else:
-            wholes[id(leaf)] = _fresh(leaf)._local_tensor
+            wholes[id(leaf)] = _up_to_date(leaf)._local_tensor
+    # 2. Run the op, with the random numbers of rank 0.
     given, named = tree_map(lambda x: wholes.get(id(x), x), (args, kwargs))
     with _agreed_random(kwargs.get("generator"), mesh) if drawn else contextlib.nullcontext():
         result = func(*given, **named)
+    # 3. Write the results back into this rank's parts.
     originals = {id(wholes[id(leaf)]): leaf for leaf in written if id(leaf) in wholes}
     for leaf in written:
         if not isinstance(leaf, ParallelTensor):
@@ -578,6 +576,7 @@ def _run_whole(
             leaf.view_of = View(base, leaf.view_of.steps, base._local_tensor._version)
         elif id(leaf) in sharded:
             leaf._local_tensor.copy_(leaf.place.part(wholes[id(leaf)]))
+    # 4. Wrap the results; views remember their base.
     source = args[0] if args and isinstance(args[0], ParallelTensor) else None
     is_view = source is not None and not written and any(r.alias_info is not None for r in func._schema.returns)
     count = iter(range(len(tree_leaves(result))))
@@ -604,8 +603,8 @@ def _view_step(
     return lambda whole: [x for x in tree_leaves(func(whole, *args, **kwargs)) if isinstance(x, torch.Tensor)][index]
 
 
-def _fresh(tensor: ParallelTensor) -> ParallelTensor:
-    """`tensor` itself; a copy of a part of a sharded tensor is made again where that one has changed."""
+def _up_to_date(tensor: ParallelTensor) -> ParallelTensor:
+    """`tensor` itself. The copy in a view is updated if its base has changed."""
     view = tensor.view_of
     if view is not None and view.base._local_tensor._version != view.version:
         whole = gather(view.base, view.base.place.layout, view.base.place.mesh)
@@ -617,11 +616,11 @@ def _fresh(tensor: ParallelTensor) -> ParallelTensor:
 # -- parallel tensors and plain ones
 
 
-def _meets_plain(values: tuple[Any, ...]) -> bool:
-    """Whether a plain tensor is among the arguments; a number that needs no gradient is none."""
+def _has_plain_tensor(values: tuple[Any, ...]) -> bool:
+    """Whether a plain tensor is among the arguments. Scalars count only if they require a gradient."""
     for value in values:
         if isinstance(value, (list, tuple)):
-            if _meets_plain(tuple(value)):
+            if _has_plain_tensor(tuple(value)):
                 return True
         elif (
             isinstance(value, torch.Tensor)
@@ -633,7 +632,7 @@ def _meets_plain(values: tuple[Any, ...]) -> bool:
 
 
 def _writes_parallel(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a function of torch changes its first argument, a parallel tensor, in place."""
+    """Whether a function of torch writes its first argument, a parallel tensor."""
     name = getattr(func, "__name__", "")
     writes = name in ("__setitem__", "__set__") or (
         name.startswith("__i") and name.endswith("__") and name != "__invert__"
@@ -645,36 +644,33 @@ def _writes_parallel(func: Any, args: tuple[Any, ...]) -> bool:
     return writes and isinstance(first, ParallelTensor)
 
 
-def _plain(value: Any) -> Any:
+def _gathered(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, ParallelTensor) else value
 
 
-def whole_of_first(value: torch.Tensor, mesh: RuntimeMesh, name: str = "") -> torch.Tensor:
-    """Rank 0's values of a whole tensor, in memory of its own, on the mesh's device; `name` is for an error.
-
-    Collective.
-    """
+def broadcast_from_rank_0(value: torch.Tensor, mesh: RuntimeMesh, name: str = "") -> torch.Tensor:
+    """Rank 0's values of a whole tensor, in new memory on the mesh's device. Collective. Errors show `name`."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     whole = value.detach().to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
     if mesh.device_mesh is not None and whole.numel():
         what = name or f"values of shape {tuple(value.shape)}"
-        with _waiting(what, mesh), collective(f"the broadcast of rank 0's {what}", world_group(mesh)):
-            flat = whole.view(-1).view(torch.uint8)  # as bytes: backends lack some dtypes
+        with _warn_if_slow(what, mesh), collective(f"the broadcast of rank 0's {what}", world_group(mesh)):
+            flat = whole.view(-1).view(torch.uint8)  # bytes, as backends lack some dtypes
             dist.broadcast(flat, src=0, group=world_group(mesh))
     return whole
 
 
 @contextlib.contextmanager
 def _agreed_random(generator: torch.Generator | None, mesh: RuntimeMesh) -> Iterator[None]:
-    """Draw rank 0's random numbers on all ranks. Where a rank's generator differed, it is left as it was."""
+    """Draw rank 0's random numbers on all ranks. The generator of a rank whose state differed is restored."""
     if generator is None:
         device = torch.device(mesh.device_type)
         generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[
             torch.cuda.current_device()
         ]  # fmt: skip
     mine = generator.get_state()
-    first = whole_of_first(mine.to(mesh.device_type), mesh).to(mine.device)
+    first = broadcast_from_rank_0(mine.to(mesh.device_type), mesh).to(mine.device)
     same = torch.equal(first, mine)
     generator.set_state(first)
     try:
@@ -685,13 +681,13 @@ def _agreed_random(generator: torch.Generator | None, mesh: RuntimeMesh) -> Iter
 
 
 @contextlib.contextmanager
-def _waiting(what: str, mesh: RuntimeMesh) -> Iterator[None]:
-    """Warn on stderr when other ranks do not join a collective that the user's code called."""
+def _warn_if_slow(what: str, mesh: RuntimeMesh) -> Iterator[None]:
+    """Warn on stderr if other ranks do not join a collective of the user's code within `_WAIT_SECONDS`."""
 
     def tell() -> None:
         print(
             f"shardweave: rank {mesh.rank} has waited {_WAIT_SECONDS:.0f} s for the other ranks, to exchange {what}. "
-            "Parameters lie spread over the ranks: code that computes with them has to be called on all ranks, not on "
+            "Parameters are sharded over the ranks: code that computes with them has to be called on all ranks, not on "
             "one alone. For one rank, take parallel.full_state_dict() on all of them first",
             file=sys.stderr,
             flush=True,

@@ -20,15 +20,15 @@ from shardweave.runtime.checkpoint.state import pieces
 from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.parameters import (
     assemble,
-    in_place,
     local_part,
     local_shard,
     local_tensor,
-    own_part,
+    padded,
     part_shape,
     placements,
+    unpadded,
 )
-from shardweave.runtime.tensor import distribute, like
+from shardweave.runtime.tensor import as_gradient_of, distribute
 from tests.passes.harness import examples
 
 CUBE = Mesh.of_levels([("gpu", 4), ("node", 2)])
@@ -130,10 +130,10 @@ def test_uneven_parts_are_dtensors(layout: Layout) -> None:
         assert torch.equal(part, _cut(full, layout, rank))
         place = local_shard(full, layout, coordinates)
         assert place.is_contiguous() and tuple(place.shape) == layout.local_shape
-        mine = own_part(place, part.shape)
+        mine = unpadded(place, part.shape)
         assert torch.equal(mine, part) and mine.is_contiguous()
-        assert in_place(mine, layout).data_ptr() == place.data_ptr() and in_place(mine, layout).shape == place.shape
-        assert torch.equal(own_part(in_place(mine.clone(), layout), part.shape), part)
+        assert padded(mine, layout).data_ptr() == place.data_ptr() and padded(mine, layout).shape == place.shape
+        assert torch.equal(unpadded(padded(mine.clone(), layout), part.shape), part)
         shards[rank] = place
         place[place == 0] = -1  # behind a part may be anything
         for piece in pieces(layout, coordinates):
@@ -215,7 +215,7 @@ def optimise(mesh: Mesh, index: int, max_norm: float) -> None:
     for step in range(3):
         for seed, layout in enumerate(LAYOUTS):
             whole[seed].grad = values(layout, 100 * step + seed)
-            parts[seed].grad = like(local_tensor(make(running, layout, 100 * step + seed)), parts[seed])
+            parts[seed].grad = as_gradient_of(local_tensor(make(running, layout, 100 * step + seed)), parts[seed])
         norms = [torch.nn.utils.clip_grad_norm_(parameters, max_norm) for parameters in (whole, parts)]
         total = norms[1].full_tensor() if isinstance(norms[1], DTensor) else norms[1]
         torch.testing.assert_close(total, norms[0])
