@@ -1,6 +1,6 @@
 """What runs a generated step: `ParallelModule`, the executor, parameters, inputs, checkpoints, and the launcher of
-local ranks. A plan and two graphs are all that it needs: it knows no planner. May import `ir`, `distributed`, `ops`,
-`sharding`, `cost_model` and `report`.
+local ranks. It needs a plan and two graphs, and no planner. May import `ir`, `distributed`, `ops`, `sharding`,
+`cost_model` and `report`.
 """
 
 import shardweave.ops  # noqa: F401  (registers the ops that generated graphs call)

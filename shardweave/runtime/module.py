@@ -1,7 +1,7 @@
 """The parallel model: an `nn.Module` with the model's own parameter names, whose call runs a generated step.
 
-A parameter that no loss of a call depends on gets no gradient, as on one device. Changes that a user makes to the
-module tree after compiling, and that the generated step would not follow, are refused.
+A parameter that the loss does not depend on gets no gradient, as on one device. Changes of the module tree after
+compiling that the generated step would ignore raise an error.
 """
 
 from __future__ import annotations
@@ -31,15 +31,21 @@ from shardweave.runtime.call_checks import Batch, CallChecks, group_of_calls
 from shardweave.runtime.execute import Executor, boxed, refuse_transforms
 from shardweave.runtime.grad_accumulation import AccumulationGraphs, Boxed, MicroBatchRunner
 from shardweave.runtime.inputs import LocalBatch
-from shardweave.runtime.module_tree import Finder, adopt, shard_whole, submodule, without_values
+from shardweave.runtime.module_tree import (
+    TensorLookup,
+    copy_module_tree,
+    meta_tensor_names,
+    shard_state_dict,
+    submodule,
+)
 from shardweave.runtime.parameters import local_tensor
 from shardweave.runtime.tensor import ParallelTensor, distribute, gather, untraced
 
-_AGAIN = "Make the change on the model and compile it again"
+_RECOMPILE = "Make the change on the model and compile it again"
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Submodule:
     path: str
     parent: nn.Module
     name: str
@@ -48,11 +54,11 @@ class _Seen:
     hooks: tuple[int, ...]
 
 
-class Watch:
-    """The submodules of `root` as they were when the step was compiled.
+class ModuleTreeGuard:
+    """Checks that the submodules of `root` are those with which the step was compiled.
 
     >>> root = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    >>> watch = Watch(root)
+    >>> watch = ModuleTreeGuard(root)
     >>> root[1] = nn.GELU()
     >>> watch.check()
     Traceback (most recent call last):
@@ -62,14 +68,14 @@ computing the former. Make the change on the model and compile it again
 
     def __init__(self, root: nn.Module) -> None:
         self._seen = [
-            _Seen(f"{path}.{name}".lstrip("."), parent, name, module, module.training, _hooks(module))
+            _Submodule(f"{path}.{name}".lstrip("."), parent, name, module, module.training, _hooks(module))
             for path, parent in root.named_modules()
             for name, module in parent._modules.items()
             if module is not None
         ]
 
     def check(self) -> None:
-        """ParallelError where a submodule is another one, in another mode, or has other hooks."""
+        """Raise ParallelError if a submodule was replaced, or its mode or hooks have changed."""
         for seen in self._seen:
             module = seen.parent._modules.get(seen.name)
             if module is not seen.module:
@@ -78,13 +84,13 @@ computing the former. Make the change on the model and compile it again
                 is_now = "is gone" if module is None else f"is {other} now"
                 raise ParallelError(
                     f"{seen.path!r} was a {was} when the step was compiled, and {is_now}: the step goes on computing "
-                    f"the former. {_AGAIN}"
+                    f"the former. {_RECOMPILE}"
                 )
             if module.training is not seen.training:
                 modes = ("evaluation", "training")
                 raise ParallelError(
                     f"{seen.path!r} was in {modes[seen.training]} mode when the step was compiled, and is in "
-                    f"{modes[module.training]} mode now, which the step does not hear of. {_AGAIN}"
+                    f"{modes[module.training]} mode now, which the step does not hear of. {_RECOMPILE}"
                 )
             if (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or seen.hooks) and _hooks(
                 module
@@ -117,11 +123,11 @@ class Step(Protocol):
     def micro_batch_graphs(self) -> Callable[[], AccumulationGraphs] | None: ...
 
 
-_COMPILED = ("spec", "graphs", "plan", "mesh", "_coordinates", "_flatten", "_unflatten", "_layouts", "_execute",
-             "_local", "_calls", "_watch", "_unchanged")  # fmt: skip
-"""Attributes of a parallel module that are of its step and not of its parameters' values."""
-_OWN = (*_COMPILED, "unset", "_seeds")
-"""All attributes of a parallel module that are not the model's."""
+_STEP_ATTRIBUTES = ("spec", "graphs", "plan", "mesh", "_coordinates", "_flatten", "_unflatten", "_layouts", "_execute",
+             "_local", "_calls", "_tree_guard", "_constants")  # fmt: skip
+"""Attributes of a parallel module that belong to its compiled step."""
+_ATTRIBUTES = (*_STEP_ATTRIBUTES, "unset", "_seeds")
+"""The attributes of a parallel module that the model does not have."""
 Flatten = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[object]]
 Unflatten = Callable[[list[torch.Tensor]], Any]
 
@@ -129,43 +135,43 @@ Unflatten = Callable[[list[torch.Tensor]], Any]
 class ParallelModule(nn.Module):
     """`model` trained by a generated step: each call runs this rank's part of it.
 
-    It looks like the model: it is of a subclass of the model's class, has the model's attributes, methods and
-    submodules (of their own classes), and keeps no reference to the model or its tensors. Names of this class hide
-    those of the model; a warning says which.
+    Its class is a subclass of the model's class. It has the model's attributes, methods and submodules (of their own
+    classes), and keeps no reference to the model or its tensors. Names of this class hide those of the model; a warning
+    lists them.
 
-    Every rank of the running ``torch.distributed`` world makes one, and all call it together. Parameters are DTensors
-    at rest where the plan has them, under the model's own names, with rank 0's values; a model on the meta device
-    gives parameters without values, which `load_state_dict` fills. Any ``torch.optim`` optimizer takes them. A call
+    Every rank of the running ``torch.distributed`` world makes one, and all ranks call it together. Parameters are
+    DTensors, sharded as the plan says, under the model's own names, with rank 0's values. A model on the meta device
+    makes parameters without values, which `load_state_dict` fills. Any ``torch.optim`` optimizer takes them. A call
     takes the global batch or this rank's part of it, or with ``batch="local"`` samples of this rank's own. The gradient
-    of a loss that the model computes is that of the global batch; losses computed outside, from this rank's part of
+    of a loss that the model computes is that of the global batch. Losses computed outside, from this rank's part of
     the outputs, are averaged over the ranks that have other parts.
 
     Parameters
     ----------
     model : nn.Module
-        Gives the names and the values; it is not kept.
+        The model with the names and the values; it is not kept.
     step : Step
         The generated graphs and their calling convention.
     flatten : callable, optional
-        From a call's ``(args, kwargs)`` to the tensors of ``spec.inputs``; by default `args` are these tensors.
+        Maps a call's ``(args, kwargs)`` to the tensors of ``spec.inputs``; by default `args` are these tensors.
     unflatten : callable, optional
-        From the outputs to what a call returns; by default the one output, or the tuple of them.
+        Maps the outputs to the result of a call; by default the one output, or the tuple of all.
     graphs : mapping, optional
-        The graph after each stage, for the user to look at.
+        The graph after each stage, for the user.
     plan : object, optional
-        The plan, for the user to look at.
+        The plan, for the user.
     reads : Reads, optional
-        The Python values of the model that are constants of the step: a call after one has changed is an error.
+        The Python values of the model that are constants of the step. A call after a change of one is an error.
     timeout : timedelta, optional
-        How long a rank waits for the others in one collective; by default as ``init_process_group`` was told.
+        The timeout of collectives; by default that of ``init_process_group``.
     checks : IndexChecks, optional
-        What indices among the inputs are checked for.
+        The ranges of indices among the inputs.
     batch : {"global", "local"}
-        What a call passes: see `compile_parallel`.
+        The meaning of the batch: see `compile_parallel`.
     whole : bool
         The step returns its outputs whole on every rank.
     check_inputs : int, optional
-        In how many calls the ranks compare hashes of their inputs; None for all calls.
+        The number of calls in which the ranks compare hashes of their inputs; None for all calls.
 
     Raises
     ------
@@ -199,6 +205,8 @@ class ParallelModule(nn.Module):
         check_inputs: int | None = 3,
         reads: Reads | None = None,
     ) -> None:
+        # 1. Agree with the other ranks on the graphs, and bind the graphs to process groups. All groups are made before
+        # anything can fail on one rank alone.
         vars(self).update(vars(nn.Module()))  # the model's own __init__ is not called
         self.training = model.training
         self.spec = step.spec
@@ -210,40 +218,43 @@ class ParallelModule(nn.Module):
         self._coordinates = self.spec.mesh.coordinates(self.mesh.rank)
         self._flatten = flatten or _positional
         self._unflatten = unflatten or _one_or_all
-        forward = self._bound(step.forward)  # all process groups are made before anything can fail on one rank alone
+        forward = self._bound(step.forward)
         backward = None if step.backward is None else self._bound(step.backward)
-        self._layouts, attributes = adopt(self, model, (*self.spec.parameters, *self.spec.buffers), self.mesh)
-        self.unset = without_values(model)
-        """Names of tensors that nobody has given a value yet: see `initialise`, `load_weights`, `load_state_dict`."""
+        # 2. Copy the module tree, with sharded parameters.
+        specs = (*self.spec.parameters, *self.spec.buffers)
+        self._layouts, attributes = copy_module_tree(self, model, specs, self.mesh)
+        self.unset = meta_tensor_names(model)
+        """Names of tensors without values: see `initialise`, `load_weights`, `load_state_dict`."""
+        # 3. Set up the calls.
         make = step.micro_batch_graphs
         self._execute = Executor(
             self.spec,
             self.mesh.coordinates,
             forward,
             backward,
-            Finder(self, self.spec.parameters, "_parameters", self.mesh),
-            Finder(self, self.spec.buffers, "_buffers", self.mesh),
-            () if step.backward is None else tangents_of_gradients(_alone(step), self.spec),
+            TensorLookup(self, self.spec.parameters, "_parameters", self.mesh),
+            TensorLookup(self, self.spec.buffers, "_buffers", self.mesh),
+            () if step.backward is None else tangents_of_gradients(_single_run_backward(step), self.spec),
             (lambda: self._seeds()) if self.spec.draws else None,
             None if make is None else lambda: MicroBatchRunner(make(), self.spec, self.mesh.coordinates, self._bound),
         )
         self._local = LocalBatch(self.spec, self.mesh, whole) if batch == "local" and self.mesh.mesh.axes else None
         self._calls = CallChecks(self.spec, self.mesh, group_of_calls(self.mesh), self._local, check_inputs, checks)
-        self.register_load_state_dict_pre_hook(_shard_whole)  # type: ignore[no-untyped-call]
-        self.register_state_dict_pre_hook(_take_replaced)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_shard_state_dict)  # type: ignore[no-untyped-call]
+        self.register_state_dict_pre_hook(_check_replaced_parameters)  # type: ignore[no-untyped-call]
         self._take_attributes(model, attributes)
-        self._watch = Watch(self)
-        self._unchanged = None if reads is None else ConstantsCheck(reads, model, self)
+        self._tree_guard = ModuleTreeGuard(self)
+        self._constants = None if reads is None else ConstantsCheck(reads, model, self)
 
     def _take_attributes(self, model: nn.Module, attributes: dict[str, Any]) -> None:
-        """The model's own attributes, as far as this module has none of their names."""
+        """Take over the model's own attributes, except those whose names this module has."""
         own = vars(self)
-        hooks = [name for name in attributes if name in own and "state_dict" in name]  # a step has the others in it
+        hooks = [name for name in attributes if name in own and "state_dict" in name]  # the step runs the other hooks
         for name in hooks:
             own[name].update(attributes[name])
         users = {name for name in dir(type(model)) if not hasattr(nn.Module, name)}
         users |= {*model._modules, *model._parameters, *model._buffers, *(attributes.keys() - vars(nn.Module()).keys())}
-        names = {name for name in (*vars(ParallelModule), *_OWN) if not name.startswith("_")}
+        names = {name for name in (*vars(ParallelModule), *_ATTRIBUTES) if not name.startswith("_")}
         if hidden := sorted((users & names) - {"forward", "train", "zero_grad", "extra_repr"}):
             warnings.warn(
                 f"{type(model).__name__} has {', '.join(hidden)} of its own, hidden by those of ParallelModule: its "
@@ -254,18 +265,18 @@ class ParallelModule(nn.Module):
 
     @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step on the batch, as `compile_parallel` was told what that is: see docs/inputs.md. Collective.
+        """Run the step on a batch (see docs/inputs.md). Collective.
 
         Raises
         ------
         InputError
-            On all ranks, if a tensor has another shape or dtype on one of them than the step was compiled for; in the
+            On all ranks, if a tensor on one of them has another shape or dtype than the step was compiled for; in the
             first calls also if ranks pass different tensors where they should pass the same.
         IndexRangeError
-            If an index lies outside of what it looks up: a token that an embedding has no row for.
+            If an index is out of range, such as a token without a row in the embedding.
         ParallelError
-            If the model was on the meta device and a tensor has no value yet; if a Python value that is a constant of
-            the step has changed, such as an attribute that the model's forward reads.
+            If a tensor of a model from the meta device has no value yet; if a Python value that is a constant of the
+            step has changed, such as an attribute that the model's forward reads.
         """
 
         def given() -> Sequence[object]:
@@ -277,20 +288,20 @@ class ParallelModule(nn.Module):
         if self._local is not None:
             return self._unflatten(self._local.returned(outputs))
         return self._unflatten(
-            [self._shown(value, spec) for value, spec in zip(outputs, self.spec.outputs, strict=True)]
+            [self._as_user_output(value, spec) for value, spec in zip(outputs, self.spec.outputs, strict=True)]
         )
 
     def _running(self) -> Mapping[str, bool]:
-        """How the next call runs the step, which has to be the same on all ranks; ParallelError if it cannot."""
+        """The mode of the next call, which all ranks must share; ParallelError if the step cannot run."""
         if self.unset and (read := self.unset & {spec.name for spec in (*self.spec.parameters, *self.spec.buffers)}):
             raise ParallelError(
                 f"{', '.join(sorted(read)[:5])}: no values for {len(read)} tensors that the step reads, as the model "
                 "was on the meta device. Give them some by shardweave.initialise, load_weights, load_checkpoint or "
                 "load_state_dict before the first call"
             )
-        self._watch.check()
-        if self._unchanged is not None:
-            self._unchanged.check(self)
+        self._tree_guard.check()
+        if self._constants is not None:
+            self._constants.check(self)
         return self._execute.running()
 
     def _bound(self, graph: fx.GraphModule) -> Boxed:
@@ -298,11 +309,11 @@ class ParallelModule(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add gradients up in the calls inside, as DistributedDataParallel's: their forward and backward both.
+        """Accumulate the gradients of calls inside, as in DistributedDataParallel; forward and backward must be inside.
 
-        The gradients are in no ``.grad`` yet. They are added up where the plan has them (`Strategy.gradients`) until
-        the backward of a call outside brings their sum to the states, and parameters that are gathered once a step
-        are gathered for the first call alone. `zero_grad` of this module forgets them.
+        The gradients are not in ``.grad`` yet. They accumulate with the layout of `Strategy.gradients`, and the
+        backward of the next call outside reduces the sum. Parameters that the plan gathers once a step are gathered in
+        the first call only. `zero_grad` of this module forgets the accumulated gradients.
 
         >>> model = nn.Linear(4, 1, bias=False)
         >>> import shardweave as sw
@@ -322,18 +333,18 @@ class ParallelModule(nn.Module):
             self._execute.syncs = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, those under `no_sync` too, which an optimizer's ``zero_grad`` does not know of."""
+        """Forget all gradients, also those accumulated under `no_sync`, which an optimizer's ``zero_grad`` keeps."""
         super().zero_grad(set_to_none)
         self._execute.drop_accumulated()
 
-    def _shown(self, value: torch.Tensor, spec: ValueSpec) -> torch.Tensor:
-        """An output as a user sees it: this rank's part of the batch; a DTensor where it is spread further."""
+    def _as_user_output(self, value: torch.Tensor, spec: ValueSpec) -> torch.Tensor:
+        """An output as a user sees it: this rank's part of the batch; a DTensor if other axes shard it."""
         if spec.differentiable or set(spec.layout.shard_axes) <= set(self.spec.data_axes):
             return value
         return distribute(value, spec.layout, self.mesh)
 
     def train(self, mode: bool = True) -> ParallelModule:
-        """Stay in the mode of the capture; ParallelError for the other one, whose graph is not this one."""
+        """Accept the mode of the capture; raise ParallelError for the other one, which needs another graph."""
         if mode != self.training:
             now, wanted = ("training", "evaluation") if self.training else ("evaluation", "training")
             raise ParallelError(
@@ -344,11 +355,11 @@ class ParallelModule(nn.Module):
         return self
 
     def manual_seed(self, seed: int) -> None:
-        """Let the next call draw as the first one after this seed does. Collective: all ranks call it, with one seed.
+        """Seed the random numbers of the following calls. Collective: all ranks call it with the same seed.
 
-        Random ops (dropout) draw from a seed of the module's own, not from torch's generators. The first one is what
-        ``torch.manual_seed`` set on rank 0 before compiling. `load_checkpoint` goes on where the saved run stood; to go
-        on without it, give another seed than the one that the run began with, such as ``seed + step``.
+        Random ops (dropout) use a seed of the module, not torch's generators. At first it is the seed that
+        ``torch.manual_seed`` set on rank 0 before compiling. `load_checkpoint` restores the state of the saved run. To
+        continue without it, set another seed than at the start, such as ``seed + step``.
 
         Raises
         ------
@@ -362,15 +373,12 @@ class ParallelModule(nn.Module):
 
     @property
     def data_world_size(self) -> int:
-        """The number of parts of the batch that ranks pass: the data parallel degree, or one part for each rank.
-
-        The second with ``batch="local"``.
-        """
+        """The number of parts of the batch: the data parallel degree, or with ``batch="local"`` one for each rank."""
         return self.spec.mesh.world_size if self._local is not None else axes_size(self.spec.data_axes)
 
     @property
     def data_rank(self) -> int:
-        """Which of these parts is this rank's, in ``[0, data_world_size)``."""
+        """The index of this rank's part, in ``[0, data_world_size)``."""
         if self._local is not None:
             return self.mesh.rank
         index = 0
@@ -381,12 +389,12 @@ class ParallelModule(nn.Module):
     def sampler(self, dataset: Sized, **options: Any) -> DistributedSampler[Any]:
         """A sampler for this rank's part of `dataset`; `options` as for DistributedSampler (`shuffle`, `seed`, ...).
 
-        A loader with it and a batch size of the global one over `data_world_size` gives this rank's part of a batch.
+        Use it in a loader whose batch size is the global one divided by `data_world_size`.
         """
         return DistributedSampler(dataset, self.data_world_size, self.data_rank, **options)  # type: ignore[arg-type]
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a global batch: of the targets of a loss that is computed outside, for example.
+        """This rank's part of a global batch, for example of the targets of a loss that is computed outside.
 
         Raises
         ------
@@ -412,7 +420,7 @@ class ParallelModule(nn.Module):
         Returns
         -------
         Tensor
-            The norm before; a plain tensor, the same on all ranks. It costs one all-reduce, whatever the layouts are.
+            The norm before; a plain tensor, the same on all ranks. It costs one all-reduce for any layouts.
         """
         found = {name: parameter for name, parameter in self.named_parameters() if parameter.grad is not None}
         parts = [local_tensor(parameter.grad) for parameter in found.values() if parameter.grad is not None]
@@ -438,7 +446,7 @@ class ParallelModule(nn.Module):
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The state dict of the unsharded model: whole, plain tensors on every rank. Collective."""
+        """The state dict of the unsharded model: gathered, plain tensors on every rank. Collective."""
         whole: dict[torch.Tensor, torch.Tensor] = {}
         state = self.state_dict(keep_vars=True)
         for name, tensor in state.items():
@@ -461,18 +469,18 @@ class ParallelModule(nn.Module):
         return ", ".join(filter(None, (where, super().extra_repr())))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
-        """A copy with parameters and buffers of its own, as weight averaging needs. The compiled step is shared."""
-        memo.update({id(vars(self)[name]): vars(self)[name] for name in _COMPILED})
+        """A copy with its own parameters and buffers, as weight averaging needs. The compiled step is shared."""
+        memo.update({id(vars(self)[name]): vars(self)[name] for name in _STEP_ATTRIBUTES})
         twin: ParallelModule = object.__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
         twin._calls = self._calls.fresh()
         twin._execute = self._execute.with_tensors(
-            Finder(twin, self.spec.parameters, "_parameters", self.mesh),
-            Finder(twin, self.spec.buffers, "_buffers", self.mesh),
+            TensorLookup(twin, self.spec.parameters, "_parameters", self.mesh),
+            TensorLookup(twin, self.spec.buffers, "_buffers", self.mesh),
             (lambda: twin._seeds()) if self.spec.draws else None,
         )
-        twin._watch = Watch(twin)
+        twin._tree_guard = ModuleTreeGuard(twin)
         return twin
 
     def __copy__(self) -> ParallelModule:
@@ -497,7 +505,7 @@ class ParallelModule(nn.Module):
         return tensor
 
 
-for _name in _OWN:  # plain attributes of the class, so that a property of the model's class does not take their place
+for _name in _ATTRIBUTES:  # class attributes, so that properties of the model's class do not take their place
     setattr(ParallelModule, _name, None)
 
 
@@ -505,17 +513,17 @@ _classes: WeakKeyDictionary[type[nn.Module], type[ParallelModule]] = WeakKeyDict
 
 
 def become_parallel(module: nn.Module, model: nn.Module, step: Step, **how: Any) -> ParallelModule:
-    """Make an existing module the parallel module of `model`: it takes the class and the attributes of one.
+    """Turn an existing module into the parallel module of `model`.
 
     Parameters
     ----------
     module : nn.Module
-        Loses what it has, unless this fails: then it stays as it is.
+        Its class and attributes are replaced. After an error they are restored.
     model, step, **how
         As for `ParallelModule`.
     """
     kind, attributes = type(module), vars(module).copy()
-    object.__setattr__(module, "__class__", parallel_class(type(model)))  # whatever the class of either says of it
+    object.__setattr__(module, "__class__", parallel_class(type(model)))  # bypasses __setattr__ of both classes
     made = cast(ParallelModule, module)
     vars(made).clear()
     try:
@@ -530,14 +538,10 @@ def become_parallel(module: nn.Module, model: nn.Module, step: Step, **how: Any)
 
 def parallel_class(model_class: type[nn.Module]) -> type[ParallelModule]:
     """The class of the parallel module of a model of `model_class`: a subclass of both."""
-    if model_class not in _classes:
-        _classes[model_class] = _make_class(model_class)
-    return _classes[model_class]
-
-
-def _make_class(model_class: type[nn.Module]) -> type[ParallelModule]:
     if model_class is nn.Module or issubclass(model_class, (ParallelModule, torch.jit.ScriptModule)):
         return ParallelModule
+    if model_class in _classes:
+        return _classes[model_class]
 
     @functools.wraps(model_class.forward)
     def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
@@ -547,35 +551,36 @@ def _make_class(model_class: type[nn.Module]) -> type[ParallelModule]:
     made: type[ParallelModule] = types.new_class(
         f"Parallel{model_class.__name__}", (ParallelModule, model_class), exec_body=lambda space: space.update(names)
     )
+    _classes[model_class] = made
     return made
 
 
-def _take_replaced(module: nn.Module, *_: object) -> None:
-    """Before a state dict is made: what users put in the place of parameters becomes parallel."""
+def _check_replaced_parameters(module: nn.Module, *_: object) -> None:
+    """Before a state dict is made, check and mark parameters that users have replaced."""
     assert isinstance(module, ParallelModule)
     module._execute.parameters()
 
 
-def _shard_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _shard_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     assert isinstance(module, ParallelModule)
-    shard_whole(state, prefix, module._layouts, module.mesh)
+    shard_state_dict(state, prefix, module._layouts, module.mesh)
     module.unset -= {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
 
 
-def _alone(step: Step) -> fx.GraphModule:
-    """The backward that takes no sums of gradients before it."""
+def _single_run_backward(step: Step) -> fx.GraphModule:
+    """The backward that takes no accumulated gradients."""
     assert step.backward is not None
     several = step.micro_batch_graphs is not None and step.spec.micro_batches > 1
     return step.micro_batch_graphs().backward(False, True) if several else step.backward  # type: ignore[misc]
 
 
 def compare_graphs(step: Step, timeout: timedelta | None = None) -> int:
-    """ParallelError on all ranks if they have generated different graphs: their collectives would not meet.
+    """Raise ParallelError on all ranks if they have generated different graphs, whose collectives would not match.
 
     Returns
     -------
     int
-        A seed on which the ranks agree: rank 0's of torch.
+        A seed that all ranks share: torch's initial seed on rank 0.
     """
     mine = step.spec.graph_hash or sha256(step.forward.code.encode()).hexdigest()
     hashes, seeds = zip(*gather_values((mine, torch.initial_seed()), timeout), strict=True)
@@ -590,12 +595,12 @@ def compare_graphs(step: Step, timeout: timedelta | None = None) -> int:
 
 
 def agreed_seed(timeout: timedelta | None = None) -> int:
-    """The seed that rank 0 gave torch. Collective."""
+    """torch's initial seed on rank 0. Collective."""
     return int(gather_values(torch.initial_seed(), timeout)[0])
 
 
 def gather_values(value: Any, timeout: timedelta | None = None) -> list[Any]:
-    """The values of all ranks, in their order; `value` alone where no other rank runs."""
+    """The values of all ranks, in order. Collective."""
     return gather_from_ranks(value, "a comparison of what the ranks were given", timeout)
 
 
@@ -610,9 +615,9 @@ def _one_or_all(outputs: list[torch.Tensor]) -> Any:
 
 
 def tangents_of_gradients(backward: fx.GraphModule, spec: StepSpec) -> list[frozenset[int]]:
-    """For each gradient that `backward` returns, the outputs of the step (by index) whose tangents it is made of.
+    """For each gradient that `backward` returns, the indices of the outputs whose tangents it depends on.
 
-    A gradient that is the same whatever the tangents are (zeros, of an embedding that looks up nothing) comes from any.
+    A gradient that depends on no tangent (zeros, of an embedding that looks up nothing) counts as dependent on all.
 
     Examples
     --------
@@ -633,9 +638,6 @@ def tangents_of_gradients(backward: fx.GraphModule, spec: StepSpec) -> list[froz
         if node not in found:
             found[node] = frozenset(index for argument in node.all_input_nodes for index in found[argument])
     every = frozenset(differentiable)
-    return [found[value] or every if isinstance(value, fx.Node) else frozenset() for value in _results(backward)]
-
-
-def _results(module: fx.GraphModule) -> Iterator[object]:
-    (returned,) = module.graph.output_node().args
-    yield from returned if isinstance(returned, (list, tuple)) else (returned,)
+    (returned,) = backward.graph.output_node().args
+    values = returned if isinstance(returned, (list, tuple)) else (returned,)
+    return [found[value] or every if isinstance(value, fx.Node) else frozenset() for value in values]

@@ -1,11 +1,11 @@
 """The module tree of a parallel module: the model's classes, attributes and methods, with tensors of its own.
 
-`Skeleton` copies a tree of modules without its tensors. The copy shares with the model what knows nothing of its
-modules and tensors (a configuration, a tokenizer), and copies what does (a list of blocks, a bound method, a function
-that closes over a module), so that it never computes with the model's tensors and does not keep them alive.
+`ModuleTreeCopy` copies a tree of modules without its tensors. Objects that lead to modules or tensors of the model (a
+list of blocks, a bound method, a function that closes over a module) are copied, so that the copy never computes with
+the model's tensors and does not keep them alive. Other objects (a configuration, a tokenizer) are shared.
 
-`adopt` gives such a tree the model's parameters and buffers, as DTensors under the model's own names. `Finder` and the
-other functions find tensors by name and load values into them.
+`copy_module_tree` puts the model's parameters and buffers into the copy, as DTensors under the model's own names.
+`TensorLookup` finds tensors by name.
 """
 
 from __future__ import annotations
@@ -32,45 +32,45 @@ _SHARED = (
     torch.device, torch.Generator, fx.Graph, fx.Node,
 )  # fmt: skip
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_TORCHS = frozenset(vars(nn.Module()))
-"""Attributes that each module has one of its own of: tensors, submodules and hooks by name."""
+_MODULE_DICTS = frozenset(vars(nn.Module()))
+"""Attributes of every module: its tensors, submodules and hooks by name."""
 
 
-class Skeleton:
-    """Copies the modules of `model`, with other tensors in the place of its own.
+class ModuleTreeCopy:
+    """Copies the modules of `model`, with other tensors.
 
     Parameters
     ----------
     model : nn.Module
-        Stays as it is.
+        Is not changed.
     root : nn.Module
-        An empty module that takes the place of `model` itself.
+        An empty module that becomes the copy of `model` itself.
     tensors : mapping of Tensor to Tensor
-        What stands for each parameter and buffer.
+        The new tensor for each parameter and buffer.
     """
 
     def __init__(self, model: nn.Module, root: nn.Module, tensors: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        self._made: dict[int, Any] = {id(old): new for old, new in tensors.items()}
+        self._copies: dict[int, Any] = {id(old): new for old, new in tensors.items()}
         for module in model.modules():
-            self._made[id(module)] = _empty(module)
-        self._made[id(model)] = root
-        self._targets = frozenset(self._made)
-        self._reaching = _reaching([*model.modules(), *tensors], self._targets)
+            self._copies[id(module)] = _empty(module)
+        self._copies[id(model)] = root
+        self._targets = frozenset(self._copies)
+        self._to_copy = _objects_leading_to([*model.modules(), *tensors], self._targets)
         for module in model.modules():
             if module is not model:
-                vars(self._made[id(module)]).update(self.attributes(module))
+                vars(self._copies[id(module)]).update(self.attributes(module))
         for old, new in tensors.items():
-            self._adorn(old, new)
+            self._copy_attributes_and_hooks(old, new)
 
     def attributes(self, module: nn.Module) -> dict[str, Any]:
-        """The attributes of `module`, as its copy has them."""
+        """The attributes of the copy of `module`."""
         return {
-            name: copy.copy(value) if name in _TORCHS and id(value) not in self._reaching else self._copied(value)
+            name: copy.copy(value) if name in _MODULE_DICTS and id(value) not in self._to_copy else self._copied(value)
             for name, value in vars(module).items()
         }
 
-    def _adorn(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Give a tensor the attributes and hooks that users gave to the one that it stands for."""
+    def _copy_attributes_and_hooks(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Copy the attributes and hooks that users gave to a tensor."""
         vars(new).update({name: self._copied(value) for name, value in vars(old).items()})
         for kind in _HOOKS:
             register: Any = new.register_hook if kind == "_backward_hooks" else new.register_post_accumulate_grad_hook
@@ -78,10 +78,10 @@ class Skeleton:
                 register(self._copied(hook))
 
     def _copied(self, value: Any) -> Any:
-        """`value` itself, or a copy of it where it leads to the model's modules or tensors."""
-        if id(value) in self._made:
-            return self._made[id(value)]
-        if id(value) not in self._reaching:
+        """`value` itself, or a copy if it leads to the model's modules or tensors."""
+        if id(value) in self._copies:
+            return self._copies[id(value)]
+        if id(value) not in self._to_copy:
             return value
         if isinstance(value, types.FunctionType):
             return self._copied_function(value)
@@ -97,9 +97,9 @@ class Skeleton:
             return self._keep(value, type(value)(*items) if hasattr(value, "_fields") else type(value)(items))
         try:
             twin = copy.copy(value)
-        except Exception:  # whatever an object's __copy__ or __reduce__ raises: it cannot have a copy, and is shared
+        except Exception:  # an object without a copy is shared
             return value
-        self._made[id(value)] = twin
+        self._copies[id(value)] = twin
         if isinstance(twin, dict):
             items = [(self._copied(key), self._copied(item)) for key, item in value.items()]
             twin.clear()
@@ -109,7 +109,7 @@ class Skeleton:
             twin.clear()
             twin.update(items) if isinstance(twin, set) else twin.extend(items)
         elif isinstance(twin, frozenset):
-            twin = self._made[id(value)] = type(value)(map(self._copied, value))
+            twin = self._copies[id(value)] = type(value)(map(self._copied, value))
         if hasattr(twin, "__dict__"):
             vars(twin).update({name: self._copied(item) for name, item in vars(value).items()})
         return twin
@@ -118,30 +118,30 @@ class Skeleton:
         cells = tuple(types.CellType() for _ in value.__closure__ or ())
         twin = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
         twin.__kwdefaults__ = value.__kwdefaults__
-        self._made[id(value)] = functools.update_wrapper(twin, value, updated=())
+        self._copies[id(value)] = functools.update_wrapper(twin, value, updated=())
         vars(twin).pop("__wrapped__", None)
         for cell, old in zip(cells, value.__closure__ or (), strict=True):
-            if (content := _content(old)) is not _EMPTY:
+            if (content := _cell_content(old)) is not _EMPTY:
                 cell.cell_contents = self._copied(content)
         return twin
 
     def _keep(self, value: Any, twin: Any) -> Any:
-        self._made[id(value)] = twin
+        self._copies[id(value)] = twin
         return twin
 
 
 _EMPTY = object()
 
 
-def _content(cell: types.CellType) -> Any:
+def _cell_content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # of a variable that has no value yet
+    except ValueError:  # a variable without a value
         return _EMPTY
 
 
 def _empty(module: nn.Module) -> nn.Module:
-    """A module of the same class without attributes; a plain one where the class holds its state elsewhere."""
+    """A module of the same class without attributes; a plain nn.Module for ScriptModules."""
     kind = nn.Module if isinstance(module, torch.jit.ScriptModule) else type(module)
     twin: nn.Module = object.__new__(kind)
     if kind is nn.Module:
@@ -149,7 +149,7 @@ def _empty(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _reaching(starts: list[Any], targets: frozenset[int]) -> set[int]:
+def _objects_leading_to(starts: list[Any], targets: frozenset[int]) -> set[int]:
     """The ids of all objects that lead from `starts` to `targets`."""
     parents: dict[int, list[int]] = {}
     seen: dict[int, Any] = {}
@@ -178,7 +178,7 @@ def _items(value: Any) -> Iterator[Any]:
     if isinstance(value, types.MethodType):
         yield value.__self__
     elif isinstance(value, types.FunctionType):
-        yield from (content for cell in value.__closure__ or () if (content := _content(cell)) is not _EMPTY)
+        yield from (content for cell in value.__closure__ or () if (content := _cell_content(cell)) is not _EMPTY)
     elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, weakref.ref):
@@ -196,23 +196,22 @@ def _items(value: Any) -> Iterator[Any]:
         yield from attributes.values()
 
 
-def adopt(
+def copy_module_tree(
     target: nn.Module, model: nn.Module, specs: Iterable[ParameterSpec], mesh: RuntimeMesh
 ) -> tuple[dict[str, Layout], dict[str, Any]]:
-    """Give `target` the model's tree of modules, and in it its parameters and buffers at the layouts of `specs`.
+    """Copy the model's module tree into `target`, with parameters and buffers in the layouts of `specs`.
 
-    Values are rank 0's; on the meta device there are none, and the tensors are left unset. Tensors that no spec names
-    are replicated. What the model shares between names is shared here. Collective, unless the model is on the meta
-    device.
+    Values are rank 0's. Tensors on the meta device get no values. Tensors without a spec are replicated. Tied tensors
+    stay tied. Collective, unless the model is on the meta device.
 
-    The tree's dictionaries are filled directly, as a model may name a part of itself like one of target's methods.
+    The dictionaries of `target` are filled directly, as a submodule may have the name of a method of `target`.
 
     Returns
     -------
     layouts : dict of str to Layout
-        Where each DTensor lies, by every name that it has.
+        The layout of each DTensor, by all its names.
     attributes : dict of str to object
-        Those that the model itself has, for `target` to have as far as it has none of that name.
+        The other attributes of the model itself.
 
     Raises
     ------
@@ -231,28 +230,28 @@ def adopt(
                     f"the step was compiled for {name!r} of shape {layout.global_shape}, but this model has it of "
                     f"shape {tuple(tensor.shape)}: compile the step for this model"
                 )
-            adopted[tensor], places[tensor] = _place(name, tensor, layout, mesh), layout
+            adopted[tensor], places[tensor] = _distributed(name, tensor, layout, mesh), layout
         if isinstance(adopted[tensor], DTensor):
             layouts[name] = places[tensor]
     if wanted:
         raise ParallelError(
             f"the step was compiled for another model: this one has no {', '.join(sorted(wanted))}; compile it again"
         )
-    attributes = Skeleton(model, target, adopted).attributes(model)
+    attributes = ModuleTreeCopy(model, target, adopted).attributes(model)
     for tree in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         vars(target)[tree] = attributes.pop(tree)
     return layouts, attributes
 
 
-def without_values(model: nn.Module) -> set[str]:
-    """The names of the tensors that are on the meta device."""
+def meta_tensor_names(model: nn.Module) -> set[str]:
+    """The names of the tensors on the meta device."""
     return {name for name, tensor in named_tensors(model) if tensor.is_meta}
 
 
-class Finder:
-    """Finds the current tensors of `specs`, in order: users may put others in their place.
+class TensorLookup:
+    """Looks up the current tensors of `specs`, in order. Users may have replaced some.
 
-    A plain parameter that a user has put there stays whole on every rank, with rank 0's values. That is collective.
+    A plain parameter that replaces a DTensor stays whole on every rank, and gets rank 0's values. That is collective.
     """
 
     def __init__(
@@ -277,7 +276,7 @@ class Finder:
         return getattr(submodule(root, path), self._kind), leaf
 
     def __call__(self) -> list[torch.Tensor]:
-        """The tensors.
+        """The current tensors.
 
         Raises
         ------
@@ -300,7 +299,7 @@ class Finder:
         return found
 
     def _checked(self, spec: ParameterSpec, tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that was not there before, or not so."""
+        """Check a tensor that was replaced since the last call."""
         if tensor is None:
             raise ParallelError(
                 f"{spec.name!r} was deleted, or set to None, but the step was compiled with it: put a tensor of shape "
@@ -312,47 +311,43 @@ class Finder:
                 f"of shape {tuple(tensor.shape)} and {tensor.dtype} now: compile the model in these (model.to(...) "
                 "before compile_parallel, or Options(precision=...) for another dtype of the computation)"
             )
-        lies = isinstance(tensor, ParallelTensor) and tensor.place.layout == spec.layout
-        if lies or self._mesh.device_mesh is None or not isinstance(tensor, nn.Parameter):
+        has_layout = isinstance(tensor, ParallelTensor) and tensor.place.layout == spec.layout
+        if has_layout or self._mesh.device_mesh is None or not isinstance(tensor, nn.Parameter):
             return tensor
         if isinstance(tensor, DTensor):
             raise ParallelError(
-                f"{spec.name!r} was replaced by a {type(tensor).__name__} that lies as {tensor.placements}, but the "
-                f"step was compiled for {spec.layout}: put a whole, plain tensor there, or write its values with "
+                f"{spec.name!r} was replaced by a {type(tensor).__name__} with the placements {tensor.placements}, but "
+                f"the step was compiled for {spec.layout}: put a whole, plain tensor there, or write its values with "
                 "parameter.data.copy_(whole)"
             )
         mark_replicated(tensor, Place(spec.layout, self._mesh), spec.name)
         return tensor
 
 
-def shard_whole(state: dict[str, Any], prefix: str, layouts: Mapping[str, Layout], mesh: RuntimeMesh) -> None:
-    """Put this rank's parts in the place of the whole tensors of a state dict that is about to be loaded."""
+def shard_state_dict(state: dict[str, Any], prefix: str, layouts: Mapping[str, Layout], mesh: RuntimeMesh) -> None:
+    """Replace the whole tensors of a state dict by this rank's parts, before it is loaded."""
     for name, layout in layouts.items():
         value = state.get(prefix + name)
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             continue
-        if tuple(value.shape) == layout.global_shape:  # of any other shape torch complains by itself
+        if tuple(value.shape) == layout.global_shape:  # torch raises an error for other shapes
             part = local_shard(value.detach(), layout, mesh.mesh.coordinates(mesh.rank))
             state[prefix + name] = distribute(part.to(mesh.device_type), layout, mesh)
 
 
-def _place(name: str, tensor: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.Tensor:
+def _distributed(name: str, tensor: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.Tensor:
     """This rank's part of rank 0's `tensor`: a DTensor parameter, or a buffer (plain where it is replicated)."""
     if tensor.is_meta:
         local = torch.empty(layout.local_shape, dtype=tensor.dtype, device=mesh.device_type)
     else:
-        local = local_shard(broadcast_from_rank_0(tensor, mesh, name), layout, _coordinates(mesh))
+        local = local_shard(broadcast_from_rank_0(tensor, mesh, name), layout, mesh.mesh.coordinates(mesh.rank))
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(distribute(local, layout, mesh), requires_grad=tensor.requires_grad)
     return local if layout.is_replicated else distribute(local, layout, mesh)
 
 
-def _coordinates(mesh: RuntimeMesh) -> dict[str, int]:
-    return mesh.mesh.coordinates(mesh.rank)
-
-
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers, under all names that each has."""
+    """The parameters and buffers, each under all its names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
@@ -373,7 +368,7 @@ def copy_with_tensors(model: nn.Module, replace: Callable[[str, torch.Tensor], t
 
 
 def submodule(root: nn.Module, path: str) -> nn.Module:
-    """The module at `path` below `root`, whatever attributes hide it."""
+    """The module at `path` below `root`, also if an attribute hides it."""
     for name in filter(None, path.split(".")):
         child = root._modules[name]
         assert child is not None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from shardweave.runtime.launch import WorkerPool
-from shardweave.runtime.module_tree import Skeleton
+from shardweave.runtime.module_tree import ModuleTreeCopy
 
 
 class Block(nn.Module):
@@ -196,7 +196,7 @@ def test_a_skeleton_holds_nothing_of_the_model() -> None:
     old = weakref.ref(model["net"].head.weight)
     tensors = {p: nn.Parameter(p.detach().clone()) for p in model.parameters()}
     copied = nn.ModuleDict()
-    attributes = Skeleton(model, copied, tensors).attributes(model)
+    attributes = ModuleTreeCopy(model, copied, tensors).attributes(model)
     vars(copied).update(attributes)
     assert copied["net"].config is model["net"].config
     copied["net"].extra = nn.Linear(2, 2)
