@@ -115,8 +115,7 @@ class _Module:
 
 def _restore(container: Any, before: dict[Any, Any] | list[Any] | set[Any]) -> None:
     """Restore the contents of a container. One that is unchanged is not written, as a write may have side effects."""
-    now, then = (list(each.items()) if isinstance(each, dict) else list(each) for each in (container, before))
-    if len(now) == len(then) and all(_same(one, other) for one, other in zip(now, then, strict=True)):
+    if _identities(container) == _identities(before):
         return
     container.clear()
     if isinstance(before, list):
@@ -125,11 +124,8 @@ def _restore(container: Any, before: dict[Any, Any] | list[Any] | set[Any]) -> N
         container.update(before)
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether both are the same object, or pairs of the same objects."""
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-    return one is other
+def _identities(container: Any) -> list[int]:
+    return [id(x) for pair in container.items() for x in pair] if isinstance(container, dict) else [*map(id, container)]
 
 
 def _globals(model: nn.Module) -> Iterator[dict[str, Any]]:

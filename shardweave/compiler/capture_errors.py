@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sysconfig
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,14 +119,12 @@ def internal_errors(model: nn.Module) -> Iterator[None]:
 def _defect_location(error: Exception) -> str | None:
     """The last line of shardweave in the traceback of `error`; None if a user's code comes after it."""
     found = None
-    place = error.__traceback__
-    while place is not None:
-        file = place.tb_frame.f_code.co_filename
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
         if file.startswith(_OWN):
-            found = f"{file.removeprefix(_OWN)[1:]}:{place.tb_lineno}"
+            found = f"{file.removeprefix(_OWN)[1:]}:{line}"
         elif not file.startswith((*INSTALLED, "<")):
             found = None
-        place = place.tb_next
     return found
 
 
@@ -226,12 +225,10 @@ def _line(chain: list[BaseException]) -> str:
 
 
 def _locals_of(chain: list[BaseException]) -> Iterator[dict[str, Any]]:
-    """The local variables of each of torch's frames that the errors came through."""
+    """The local variables of each frame in the errors' tracebacks."""
     for error in chain:
-        trace = error.__traceback__
-        while trace is not None:
-            yield trace.tb_frame.f_locals
-            trace = trace.tb_next
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            yield frame.f_locals
 
 
 def _user_line(text: str) -> str:

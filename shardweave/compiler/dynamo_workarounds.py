@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -71,20 +72,14 @@ def _refuse_lost_dropout(model: nn.Module) -> None:
 @contextlib.contextmanager
 def _without_checks() -> Iterator[None]:
     """Switch off the checks of values in torch's distributions and in transformers."""
-    switch = "TRANSFORMERS_DISABLE_TORCH_CHECK"
     distributions = torch.distributions.Distribution
     validates = distributions._validate_args
     distributions.set_default_validate_args(False)
-    before = os.environ.get(switch)
-    os.environ[switch] = "1"
     try:
-        yield
+        with mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1"):
+            yield
     finally:
         distributions.set_default_validate_args(validates)
-        if before is None:
-            del os.environ[switch]
-        else:
-            os.environ[switch] = before
 
 
 class _Collector:
@@ -125,16 +120,14 @@ def _output_hooks(model: nn.Module) -> Iterator[None]:
 
     before = {module: dict(module._forward_hooks) for module in model.modules()}
     marked = {module for module in before if hasattr(module, _INSTALLED)}
-    collector = library._active_collector
-    library._active_collector = _Collector()
     try:
-        for module in before:  # an outer model comes first, and installs the hooks of its inner models again
-            installed = any(hasattr(inner, _INSTALLED) for inner in module.modules())
-            if isinstance(module, PreTrainedModel) and not installed:
-                library.maybe_install_capturing_hooks(module)
-        yield
+        with mock.patch.object(library, "_active_collector", _Collector()):
+            for module in before:  # an outer model comes first, and installs the hooks of its inner models again
+                installed = any(hasattr(inner, _INSTALLED) for inner in module.modules())
+                if isinstance(module, PreTrainedModel) and not installed:
+                    library.maybe_install_capturing_hooks(module)
+            yield
     finally:
-        library._active_collector = collector
         for module, hooks in before.items():
             module._forward_hooks.clear()
             module._forward_hooks.update(hooks)
@@ -145,18 +138,12 @@ def _output_hooks(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _no_input_gradients(model: nn.Module) -> Iterator[None]:
     """Switch off the input gradients of transformers' audio encoders, which only old checkpointing needed."""
-    asking = [
-        module
-        for module in model.modules()
-        if type(module).__module__.startswith("transformers.") and getattr(module, "_requires_grad", None) is True
-    ]
-    for module in asking:
-        module._requires_grad = False  # type: ignore[assignment]
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            of_library = type(module).__module__.startswith("transformers.")
+            if of_library and getattr(module, "_requires_grad", None) is True:
+                stack.enter_context(mock.patch.object(module, "_requires_grad", False))
         yield
-    finally:
-        for module in asking:
-            module._requires_grad = True  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

@@ -6,10 +6,10 @@ For autograd a call of the step is one node, which takes the parameters and retu
 from __future__ import annotations
 
 import contextlib
-import copy
 import linecache
+import traceback
 from collections.abc import Callable, Sequence
-from types import MethodType
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,12 +52,10 @@ def boxed(constants: fx.GraphModule, graph: fx.Graph, mesh: RuntimeMesh | None =
     --------
     >>> double = fx.symbolic_trace(lambda x: [x + x])
     >>> arguments = [torch.ones(())]
-    >>> boxed(double, copy.deepcopy(double.graph))(arguments), arguments
+    >>> boxed(double, double.graph)(arguments), arguments
     ([tensor(2.)], [])
     """
-    generator = copy.copy(graph._codegen)
-    generator.gen_fn_def = MethodType(_boxed_definition, generator)  # type: ignore[method-assign]
-    graph.set_codegen(generator)
+    graph.set_codegen(fx.graph._BoxedCodeGen())
     module = fx.GraphModule(constants, graph)
     run: Boxed = module.forward
 
@@ -115,15 +113,13 @@ def _wait_for_started(error: Exception, graph: fx.Graph) -> None:
     The other ranks start them too. Until then they keep the connections open that `RuntimeMesh.close` closes.
     """
     started = {node.name for node in graph.nodes if _is_collective(node) and node.target is not _WAIT}
-    place = error.__traceback__
-    while place is not None:
-        for name in started & place.tb_frame.f_locals.keys():
-            value = place.tb_frame.f_locals[name]
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for name in started & frame.f_locals.keys():
+            value = frame.f_locals[name]
             for tensor in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(tensor, torch.Tensor):
                     with contextlib.suppress(RuntimeError):  # another rank failed before it started this one
                         _WAIT(tensor)
-        place = place.tb_next
 
 
 def _is_collective(node: fx.Node) -> bool:
@@ -132,11 +128,8 @@ def _is_collective(node: fx.Node) -> bool:
 
 def _raised_at(error: Exception, graph: fx.Graph) -> fx.Node | None:
     """The node whose line of generated code raised `error`."""
-    lines = []
-    place = error.__traceback__
-    while place is not None:
-        lines.append(linecache.getline(place.tb_frame.f_code.co_filename, place.tb_lineno))
-        place = place.tb_next
+    places = traceback.walk_tb(error.__traceback__)
+    lines = [linecache.getline(frame.f_code.co_filename, number) for frame, number in places]
     names = [line.split("=")[0].split(":")[0].strip() for line in lines]
     nodes = {node.name: node for node in graph.nodes}
     return next((nodes[name] for name in reversed(names) if name in nodes), None)
@@ -145,12 +138,7 @@ def _raised_at(error: Exception, graph: fx.Graph) -> fx.Node | None:
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
-def _boxed_definition(_: fx.graph.CodeGen, free_vars: list[str], annotation: str, **__: object) -> str:
-    names = [variable.split(":")[0].split("=")[0].strip() for variable in free_vars if variable != "self"]
-    unpack = f"\n    {', '.join(names)}, = boxed" if names else ""
-    return f"def forward(self, boxed){annotation}:{unpack}\n    boxed.clear()"
-
-
+@dataclass
 class Executor:
     """A step bound to this rank: its graphs with real process groups, its parameters and buffers.
 
@@ -168,51 +156,34 @@ class Executor:
         For each gradient of `backward`, the outputs that it depends on; see `tangents_of_gradients`.
     seeds : callable, optional
         Returns the seed of a call, the same on all ranks; None for a step that draws no random numbers.
-    runner : callable, optional
+    make_runner : callable, optional
         Makes the `MicroBatchRunner` of a step that accumulates gradients.
     """
 
-    def __init__(
-        self,
-        spec: StepSpec,
-        coordinates: tuple[int, ...],
-        forward: Boxed,
-        backward: Boxed | None,
-        parameters: Callable[[], list[torch.Tensor]],
-        buffers: Callable[[], list[torch.Tensor]],
-        sources: Sequence[frozenset[int]],
-        seeds: Callable[[], int] | None = None,
-        runner: Callable[[], MicroBatchRunner] | None = None,
-    ) -> None:
-        self.spec, self.coordinates = spec, coordinates
-        self.forward, self.backward = forward, backward
-        self.parameters, self.buffers, self.sources = parameters, buffers, sources
-        self._seeds, self._make_runner = seeds, runner
-        self._runner: MicroBatchRunner | None = None
-        self.syncs = True
-        """Whether a backward reduces its gradients, or accumulates them, as under `ParallelModule.no_sync`."""
-        self._tangent: torch.Tensor | None = None
-        self._sources_of_sums: frozenset[int] = frozenset()
-        """The outputs whose tangents the accumulated gradients come from."""
+    spec: StepSpec
+    coordinates: tuple[int, ...]
+    forward: Boxed
+    backward: Boxed | None
+    parameters: Callable[[], list[torch.Tensor]]
+    buffers: Callable[[], list[torch.Tensor]]
+    sources: Sequence[frozenset[int]]
+    seeds: Callable[[], int] | None = None
+    make_runner: Callable[[], MicroBatchRunner] | None = None
+    syncs: bool = field(default=True, init=False)
+    """Whether a backward reduces its gradients, or accumulates them, as under `ParallelModule.no_sync`."""
+    _runner: MicroBatchRunner | None = field(default=None, init=False)
+    _tangent: torch.Tensor | None = field(default=None, init=False)
+    _sources_of_sums: frozenset[int] = field(default=frozenset(), init=False)
+    """The outputs whose tangents the accumulated gradients come from."""
 
     @property
     def runner(self) -> MicroBatchRunner:
         """The graphs for gradient accumulation, made at their first use."""
         if self._runner is None:
-            if self._make_runner is None:
+            if self.make_runner is None:
                 raise ParallelError("this step was generated without forms that add gradients up: compile the model")
-            self._runner = self._make_runner()
+            self._runner = self.make_runner()
         return self._runner
-
-    def with_tensors(
-        self,
-        parameters: Callable[[], list[torch.Tensor]],
-        buffers: Callable[[], list[torch.Tensor]],
-        seeds: Callable[[], int] | None,
-    ) -> Executor:
-        """The same step with other tensors, and without accumulated gradients."""
-        given = self.forward, self.backward, parameters, buffers, self.sources, seeds, self._make_runner
-        return Executor(self.spec, self.coordinates, *given)
 
     def drop_accumulated(self) -> None:
         """Forget accumulated gradients that are not reduced yet."""
@@ -312,7 +283,7 @@ class Executor:
         return returned[mutated:], saved
 
     def _seed(self) -> list[int]:
-        return [] if self._seeds is None else [self._seeds()]
+        return [] if self.seeds is None else [self.seeds()]
 
     def run_micro_batches(
         self, parameters: Sequence[torch.Tensor], inputs: list[torch.Tensor], tangent: torch.Tensor | None = None

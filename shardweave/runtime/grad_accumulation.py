@@ -7,6 +7,7 @@ gathered parameters and accumulate gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -76,6 +77,7 @@ class AccumulationGraphs(Protocol):
     def finish(self) -> fx.GraphModule: ...
 
 
+@dataclass
 class MicroBatchRunner:
     """Runs the micro-batches of one step on this rank, and holds the values that they share.
 
@@ -89,19 +91,15 @@ class MicroBatchRunner:
         Binds a graph to this rank's process groups.
     """
 
-    def __init__(
-        self,
-        graphs: AccumulationGraphs,
-        spec: StepSpec,
-        coordinates: Sequence[int],
-        bind: Callable[[fx.GraphModule], Boxed],
-    ) -> None:
-        self.graphs, self.spec, self.coordinates, self._bind = graphs, spec, tuple(coordinates), bind
-        self._bound: dict[fx.GraphModule, Boxed] = {}
-        self._gathered: list[torch.Tensor] = []
-        self._gathered_from: list[tuple[torch.Tensor, int]] = []
-        self.sums: Gradients | None = None
-        """Accumulated gradients that are not reduced yet."""
+    graphs: AccumulationGraphs
+    spec: StepSpec
+    coordinates: tuple[int, ...]
+    bind: Callable[[fx.GraphModule], Boxed]
+    sums: Gradients | None = field(default=None, init=False)
+    """Accumulated gradients that are not reduced yet."""
+    _bound: dict[fx.GraphModule, Boxed] = field(default_factory=dict, init=False)
+    _gathered: list[torch.Tensor] = field(default_factory=list, init=False)
+    _gathered_from: list[tuple[torch.Tensor, int]] = field(default_factory=list, init=False)
 
     def forward(
         self,
@@ -213,7 +211,7 @@ class MicroBatchRunner:
 
     def _run(self, graph: fx.GraphModule) -> Boxed:
         if graph not in self._bound:
-            self._bound[graph] = self._bind(graph)
+            self._bound[graph] = self.bind(graph)
         return self._bound[graph]
 
 

@@ -101,7 +101,7 @@ def _typed(value: object, spec: ValueSpec, device_type: str) -> torch.Tensor:
             f".to(torch.{spec.dtype}), or compile for the new dtype"
         )
     if value.device.type != device_type:
-        raise InputError(f"input {spec.name!r} must lie on {device_type}, but lies on {value.device}: move it there")
+        raise InputError(f"input {spec.name!r} must be on {device_type}, but is on {value.device}: move it there")
     if value.requires_grad and torch.is_grad_enabled():
         raise InputError(
             f"input {spec.name!r} requires a gradient, but a compiled step has gradients of parameters only: "
@@ -149,8 +149,8 @@ class LocalBatch:
         for output in spec.outputs:
             if output.differentiable and output.layout.shard_axes and not self._has_own_rows(output):
                 raise ParallelError(
-                    f"the output {output.name}, from which a loss is computed, lies as {output.layout}, so that no "
-                    'rank can be given the rows of its own batch: compile with Options(outputs="part") or "whole"'
+                    f"the output {output.name}, from which a loss is computed, has the layout {output.layout}, so that "
+                    'no rank can be given the rows of its own batch: compile with Options(outputs="part") or "whole"'
                 )
         axes = {self._copy_axes(value.layout) for value in (*batched, *filter(self._has_own_rows, spec.outputs))}
         for names in sorted(axes, key=lambda found: [axis.name for axis in found]):
@@ -292,7 +292,7 @@ def _digits_in_samples(spec: ValueSpec) -> tuple[Digit, ...]:
     """The digits of a value's first dimension, counted in samples."""
     if not _has_whole_samples(spec):
         raise ParallelError(
-            f"{spec.name} has {spec.rows} rows for each sample and lies as {spec.layout}: a part of the batch ends "
+            f"{spec.name} has {spec.rows} rows for each sample and the layout {spec.layout}: a part of the batch ends "
             "inside a sample. Use a larger batch on each rank, or pass this input with its samples in a dimension "
             "of their own"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import math
 import types
@@ -459,7 +460,7 @@ class ParallelModule(nn.Module):
         path, _, leaf = name.rpartition(".")
         module = submodule(self, path)
         tensor = module._parameters.get(leaf, module._buffers.get(leaf))
-        return tensor.place.layout if isinstance(tensor, ParallelTensor) else Layout.replicated(shape)
+        return tensor.sharding.layout if isinstance(tensor, ParallelTensor) else Layout.replicated(shape)
 
     def extra_repr(self) -> str:
         """The ranks, then the representation of the model's class."""
@@ -475,10 +476,11 @@ class ParallelModule(nn.Module):
         memo[id(self)] = twin
         vars(twin).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
         twin._calls = self._calls.fresh()
-        twin._execute = self._execute.with_tensors(
-            TensorLookup(twin, self.spec.parameters, "_parameters", self.mesh),
-            TensorLookup(twin, self.spec.buffers, "_buffers", self.mesh),
-            (lambda: twin._seeds()) if self.spec.draws else None,
+        twin._execute = dataclasses.replace(
+            self._execute,
+            parameters=TensorLookup(twin, self.spec.parameters, "_parameters", self.mesh),
+            buffers=TensorLookup(twin, self.spec.buffers, "_buffers", self.mesh),
+            seeds=(lambda: twin._seeds()) if self.spec.draws else None,
         )
         twin._tree_guard = ModuleTreeGuard(twin)
         return twin

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from shardweave.distributed import RuntimeMesh
 from shardweave.ir import Layout, ParallelError, ParameterSpec
 from shardweave.runtime.parameters import local_shard
-from shardweave.runtime.tensor import ParallelTensor, Place, broadcast_from_rank_0, distribute, mark_replicated
+from shardweave.runtime.tensor import ParallelTensor, Sharding, broadcast_from_rank_0, distribute, mark_replicated
 
 _SHARED = (
     str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, types.BuiltinFunctionType, torch.dtype,
@@ -311,7 +311,7 @@ class TensorLookup:
                 f"of shape {tuple(tensor.shape)} and {tensor.dtype} now: compile the model in these (model.to(...) "
                 "before compile_parallel, or Options(precision=...) for another dtype of the computation)"
             )
-        has_layout = isinstance(tensor, ParallelTensor) and tensor.place.layout == spec.layout
+        has_layout = isinstance(tensor, ParallelTensor) and tensor.sharding.layout == spec.layout
         if has_layout or self._mesh.device_mesh is None or not isinstance(tensor, nn.Parameter):
             return tensor
         if isinstance(tensor, DTensor):
@@ -320,7 +320,7 @@ class TensorLookup:
                 f"the step was compiled for {spec.layout}: put a whole, plain tensor there, or write its values with "
                 "parameter.data.copy_(whole)"
             )
-        mark_replicated(tensor, Place(spec.layout, self._mesh), spec.name)
+        mark_replicated(tensor, Sharding(spec.layout, self._mesh), spec.name)
         return tensor
 
 

@@ -51,7 +51,7 @@ def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
     (_StridedShard(dim=0, sf=3), Replicate())
     """
     if layout.partial:
-        raise LayoutError(f"parameters rest whole or sharded, but {layout} is a partial result: reduce it first")
+        raise LayoutError(f"parameters are whole or sharded, but {layout} is a partial result: reduce it first")
     where = {digit: dim for dim, digits in enumerate(layout.dims) for digit in digits if isinstance(digit, Axis)}
     result: list[Placement] = []
     cut: set[Axis] = set()
@@ -70,7 +70,8 @@ def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
 def local_part(full: torch.Tensor, layout: Layout, coordinates: Mapping[str, int]) -> torch.Tensor:
     """The part of a whole tensor at `coordinates`, without padding: a view where possible; see `local_shard`."""
     if tuple(full.shape) != layout.global_shape:
-        raise LayoutError(f"a tensor of shape {tuple(full.shape)} cannot lie as {layout}, {layout.global_shape}")
+        shape = layout.global_shape
+        raise LayoutError(f"a tensor of shape {tuple(full.shape)} cannot have the layout {layout} of shape {shape}")
     if (padding := layout.padding) is not None:
         pieces = [full[(slice(None),) * padding.dim + (rows,)] for rows in ranges(layout, coordinates)[padding.dim]]
         full = pieces[0] if len(pieces) == 1 else torch.cat(pieces, padding.dim)
@@ -207,7 +208,7 @@ def assemble(shards: Mapping[int, torch.Tensor], layout: Layout, mesh: Mesh) -> 
         terms.add(term)
     expected = math.prod(axis.size for axis in (*layout.shard_axes, *layout.partial_axes))
     if sum(map(len, filled.values())) != expected:
-        raise LayoutError(f"ranks {sorted(shards)} do not hold all {expected} parts of a tensor that lies as {layout}")
+        raise LayoutError(f"ranks {sorted(shards)} do not hold all {expected} parts of a tensor of layout {layout}")
     full = full.reshape(layout.padded_shape)
     padding = layout.padding
     return full if padding is None else unpad(full, padding.dim, padding.size, padding.levels)

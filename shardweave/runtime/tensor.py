@@ -60,26 +60,22 @@ _UNTAGGED_POINTWISE = {
 _RESIZING = {"resize_", "resize_as_", "set_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_"}
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 _WAIT_SECONDS = 20.0
-_PLACE_ATTRIBUTE = "_shardweave_place"
+_SHARDING_ATTRIBUTE = "_shardweave_sharding"
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class Sharding:
     """The layout of a tensor and the mesh of its ranks."""
 
     layout: Layout
     mesh: RuntimeMesh
 
-    def __deepcopy__(self, _: dict[int, Any]) -> Place:
+    def __deepcopy__(self, _: dict[int, Any]) -> Sharding:
         return self
 
     @property
     def coordinates(self) -> dict[str, int]:
         return self.mesh.mesh.coordinates(self.mesh.rank)
-
-    def replicated(self, shape: Sequence[int]) -> Place:
-        """The place of a tensor of `shape` that is whole on these ranks."""
-        return Place(Layout.replicated(shape), self.mesh)
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole tensor: a view, or a copy where the part is none."""
@@ -108,22 +104,27 @@ class ParallelTensor(DTensor):
     """A sharded tensor, see the docstring of the module; `distribute` makes them."""
 
     __slots__ = ()
-    place: Place
+    sharding: Sharding
     view_of: View | None
 
     @classmethod
-    def of(cls, local: torch.Tensor, place: Place, spec: DTensorSpec | None = None) -> ParallelTensor:
+    def of(cls, local: torch.Tensor, sharding: Sharding, spec: DTensorSpec | None = None) -> ParallelTensor:
         """A tensor with `local` as this rank's part, without padding."""
         if spec is None:
-            shape = torch.Size(place.layout.global_shape)
-            whole = torch.empty(shape, device="meta") if place.layout.shard_axes else local
+            shape = torch.Size(sharding.layout.global_shape)
+            whole = torch.empty(shape, device="meta") if sharding.layout.shard_axes else local
             meta = TensorMeta(shape, whole.stride(), local.dtype)
-            where = placements(place.layout, place.mesh.mesh)
-            assert place.mesh.device_mesh is not None
-            spec = DTensorSpec(place.mesh.device_mesh, where, meta, **STRIDES_ARE_PLACES)
+            where = placements(sharding.layout, sharding.mesh.mesh)
+            assert sharding.mesh.device_mesh is not None
+            spec = DTensorSpec(sharding.mesh.device_mesh, where, meta, **STRIDES_ARE_PLACES)
         made = cls(local.detach() if local.requires_grad else local, spec, requires_grad=False)
-        made.place, made.view_of = place, None
+        made.sharding, made.view_of = sharding, None
         return made
+
+    @classmethod
+    def replicated(cls, whole: torch.Tensor, mesh: RuntimeMesh) -> ParallelTensor:
+        """A tensor that is whole on every rank of `mesh`."""
+        return cls.of(whole, Sharding(Layout.replicated(whole.shape), mesh))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -155,10 +156,10 @@ class ParallelTensor(DTensor):
                 f"{tuple(value.shape)} of {value.dtype}: the step was compiled for the former. Assign a whole tensor "
                 "like it, or compile a model in the new shape and dtype"
             )
-        if isinstance(value, ParallelTensor) and value.place.layout == self.place.layout:
+        if isinstance(value, ParallelTensor) and value.sharding.layout == self.sharding.layout:
             self._local_tensor = value._local_tensor
             return
-        local = self.place.part(broadcast_from_rank_0(value.detach(), self.place.mesh)).contiguous()
+        local = self.sharding.part(broadcast_from_rank_0(value.detach(), self.sharding.mesh)).contiguous()
         self._local_tensor = local.clone() if local.data_ptr() == value.data_ptr() else local
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
@@ -176,7 +177,7 @@ class ParallelTensor(DTensor):
                 "only parallel tensors that a user made, as parameters are, can be deep-copied, as torch says of all "
                 "tensors: detach() it first"
             )
-        made = ParallelTensor.of(self._local_tensor.detach().clone(), self.place, self._spec)
+        made = ParallelTensor.of(self._local_tensor.detach().clone(), self.sharding, self._spec)
         made.requires_grad_(self.requires_grad)
         memo[id(self)] = made
         if self.grad is not None:
@@ -188,7 +189,7 @@ class ParallelTensor(DTensor):
         """Pickle a plain DTensor, so that files are read without this package."""
         made = DTensor(self._local_tensor, self._spec, requires_grad=self.requires_grad)  # type: ignore[no-untyped-call]
         for name, value in vars(self).items():
-            if name not in ("place", "view_of"):
+            if name not in ("sharding", "view_of"):
                 setattr(made, name, value)
         return made.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
@@ -198,18 +199,18 @@ class _GatherFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: ParallelTensor) -> torch.Tensor:
-        ctx.place = tensor.place
-        return gather(_up_to_date(tensor), tensor.place.layout, tensor.place.mesh)
+        ctx.sharding = tensor.sharding
+        return gather(_up_to_date(tensor), tensor.sharding.layout, tensor.sharding.mesh)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        place: Place = ctx.place
-        mesh = place.mesh
+        sharding: Sharding = ctx.sharding
+        mesh = sharding.mesh
         total = gradient.clone(memory_format=torch.contiguous_format)
         group = mesh.world_group()
         with _warn_if_slow("a gradient", mesh), collective("the all_reduce of a gradient", group):
             dist.all_reduce(total, group=group)
-        return ParallelTensor.of(place.part(total / mesh.mesh.world_size).contiguous(), place)
+        return ParallelTensor.of(sharding.part(total / mesh.mesh.world_size).contiguous(), sharding)
 
 
 def distribute(local: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.Tensor:
@@ -228,7 +229,8 @@ def distribute(local: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.
     if mesh.device_mesh is None:
         return local
     _register_state_hook()
-    return ParallelTensor.of(unpadded(local, part_shape(layout, mesh.mesh.coordinates(mesh.rank))), Place(layout, mesh))
+    sharding = Sharding(layout, mesh)
+    return ParallelTensor.of(unpadded(local, part_shape(layout, sharding.coordinates)), sharding)
 
 
 @cache
@@ -250,39 +252,39 @@ def _make_states_parallel(optimizer: torch.optim.Optimizer, *_: object) -> None:
                 and value.shape == parameter.shape
                 and value.placements == parameter.placements
             ):
-                state[key] = ParallelTensor.of(value._local_tensor, parameter.place, parameter._spec)
+                state[key] = ParallelTensor.of(value._local_tensor, parameter.sharding, parameter._spec)
 
 
 def as_gradient_of(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """The gradient of `parameter`, of its type and layout, from this rank's part `local` with or without padding."""
     if not isinstance(parameter, ParallelTensor):
-        place = place_of_replicated(parameter)
-        return local if place is None else gather(local, place.layout, place.mesh)
-    return ParallelTensor.of(unpadded(local, parameter._local_tensor.shape), parameter.place, parameter._spec)
+        sharding = sharding_in_step(parameter)
+        return local if sharding is None else gather(local, sharding.layout, sharding.mesh)
+    return ParallelTensor.of(unpadded(local, parameter._local_tensor.shape), parameter.sharding, parameter._spec)
 
 
-def mark_replicated(parameter: torch.Tensor, place: Place, name: str) -> None:
-    """Mark a plain parameter, which a user put in the place of a parallel one, and give it rank 0's values. Collective.
+def mark_replicated(parameter: torch.Tensor, sharding: Sharding, name: str) -> None:
+    """Mark a plain parameter that a user has put there, and give it rank 0's values. Collective.
 
-    It stays whole on every rank; `place` says which part the step takes.
+    It stays whole on every rank; `sharding` says which part the step takes.
     """
     with torch.no_grad():
-        parameter.copy_(broadcast_from_rank_0(parameter, place.mesh, name))
-    setattr(parameter, _PLACE_ATTRIBUTE, place)
+        parameter.copy_(broadcast_from_rank_0(parameter, sharding.mesh, name))
+    setattr(parameter, _SHARDING_ATTRIBUTE, sharding)
 
 
-def place_of_replicated(parameter: torch.Tensor) -> Place | None:
-    """The place given to `mark_replicated`; None for other tensors."""
-    place: Place | None = getattr(parameter, _PLACE_ATTRIBUTE, None)
-    return place
+def sharding_in_step(parameter: torch.Tensor) -> Sharding | None:
+    """The sharding given to `mark_replicated`; None for other tensors."""
+    sharding: Sharding | None = getattr(parameter, _SHARDING_ATTRIBUTE, None)
+    return sharding
 
 
 def part_for_step(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter or buffer, without autograd."""
     if isinstance(parameter, DTensor):
         return parameter._local_tensor
-    place = place_of_replicated(parameter)
-    return parameter if place is None else place.part(parameter.detach()).contiguous()
+    sharding = sharding_in_step(parameter)
+    return parameter if sharding is None else sharding.part(parameter.detach()).contiguous()
 
 
 def gather(tensor: torch.Tensor, layout: Layout, mesh: RuntimeMesh, name: str = "") -> torch.Tensor:
@@ -304,7 +306,7 @@ def gather(tensor: torch.Tensor, layout: Layout, mesh: RuntimeMesh, name: str = 
 def _run(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     parallel = [tensor for tensor in tensors if type(tensor) is ParallelTensor]
-    mesh = parallel[0].place.mesh
+    mesh = parallel[0].sharding.mesh
     written = _written(func, args, kwargs)
     if len(parallel) < len(tensors):
         replaced = {}
@@ -320,8 +322,9 @@ def _run(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _unscale(func, args, kwargs, mesh)
     drawn = torch.Tag.nondeterministic_seeded in func.tags
     if not drawn and not any(tensor.view_of for tensor in parallel):
-        if (elementwise(func) or _is_masked_write(func, args)) and (place := _common_places(args, kwargs, written)):
-            return _run_on_parts(func, args, kwargs, place)
+        on_parts = elementwise(func) or _is_masked_write(func, args)
+        if on_parts and (shardings := _common_shardings(args, kwargs, written)):
+            return _run_on_parts(func, args, kwargs, shardings)
         if (reduced := _run_reduction(name, args, kwargs)) is not None:
             return reduced
     if name in _RESIZING:
@@ -330,7 +333,7 @@ def _run(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _written(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an op changes in place."""
+    """The tensors that an op changes."""
     if not func._schema.is_mutable:
         return []
     found = []
@@ -353,24 +356,26 @@ def _as_parallel(
     if isinstance(tensor, DTensor):
         for other in parallel:
             if other.shape == tensor.shape and other.placements == tensor.placements:
-                return ParallelTensor.of(tensor._local_tensor, other.place)
+                return ParallelTensor.of(tensor._local_tensor, other.sharding)
         if all(placement.is_replicate() for placement in tensor.placements):
-            return ParallelTensor.of(tensor._local_tensor, Place(Layout.replicated(tensor.shape), mesh))
+            return ParallelTensor.replicated(tensor._local_tensor, mesh)
         if not into:
-            return ParallelTensor.of(tensor.full_tensor(), Place(Layout.replicated(tensor.shape), mesh))
+            return ParallelTensor.replicated(tensor.full_tensor(), mesh)
     if into or not written:
         shapes = ", ".join(str(tuple(other.shape)) for other in parallel[:3])
         raise ParallelError(
             f"{func} meets a {type(tensor).__name__} of shape {tuple(tensor.shape)} and parallel tensors ({shapes}), "
             "which are sharded over the ranks: use parameter.full_tensor(), a plain tensor on every rank"
         )
-    return ParallelTensor.of(broadcast_from_rank_0(tensor, mesh), Place(Layout.replicated(tensor.shape), mesh))
+    return ParallelTensor.replicated(broadcast_from_rank_0(tensor, mesh), mesh)
 
 
-def _common_places(args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]) -> list[Place] | None:
-    """The common place of the tensors at each index of the op's lists (one for an op on tensors); None without one.
+def _common_shardings(
+    args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]
+) -> list[Sharding] | None:
+    """The common sharding of the tensors at each index of the op's lists (one for an op on tensors); None without one.
 
-    Replicated tensors are sharded to that place, unless they are written.
+    Replicated tensors are sharded to that sharding, unless they are written.
     """
     lists = [
         items
@@ -385,9 +390,9 @@ def _common_places(args: tuple[Any, ...], kwargs: dict[str, Any], written: list[
     found = []
     for column in columns:
         arrays = [tensor for tensor in column if tensor.dim()] or column[:1]
-        spread = next((tensor for tensor in arrays if tensor.place.layout.shard_axes), arrays[0]).place
+        spread = next((tensor for tensor in arrays if tensor.sharding.layout.shard_axes), arrays[0]).sharding
         for tensor in arrays:
-            layout = tensor.place.layout
+            layout = tensor.sharding.layout
             if layout != spread.layout and (
                 layout.shard_axes or tensor.shape != arrays[0].shape or any(tensor is other for other in written)
             ):
@@ -398,39 +403,40 @@ def _common_places(args: tuple[Any, ...], kwargs: dict[str, Any], written: list[
     return found
 
 
-def _run_on_parts(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], places: list[Place]) -> Any:
+def _run_on_parts(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], shardings: list[Sharding]) -> Any:
     """Run an elementwise op on this rank's parts."""
     device = kwargs.get("device")
-    if device is not None and torch.device(device).type != places[0].mesh.device_type:
+    if device is not None and torch.device(device).type != shardings[0].mesh.device_type:
         raise ParallelError(
-            f"a parallel tensor lies on {places[0].mesh.device_type} and cannot be moved to {device}: compile the "
+            f"a parallel tensor is on {shardings[0].mesh.device_type} and cannot be moved to {device}: compile the "
             "model there, or move parameter.full_tensor()"
         )
 
-    def local(value: Any, place: Place) -> Any:
+    def local(value: Any, sharding: Sharding) -> Any:
         if not isinstance(value, ParallelTensor):
             return value
-        if value.place.layout == place.layout or not value.dim():
+        if value.sharding.layout == sharding.layout or not value.dim():
             return value._local_tensor
-        return place.part(value._local_tensor)
+        return sharding.part(value._local_tensor)
 
     def locals_of(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            return [local(item, place) for item, place in zip(value, places)] if len(value) == len(places) else value
-        return local(value, places[0])
+            same_length = len(value) == len(shardings)
+            return [local(item, sharding) for item, sharding in zip(value, shardings)] if same_length else value
+        return local(value, shardings[0])
 
     result = func(*map(locals_of, args), **{key: locals_of(value) for key, value in kwargs.items()})
     if func._schema.is_mutable:
         first = args[0]
         return first if result is not None else None
     if isinstance(result, (list, tuple)):
-        return [ParallelTensor.of(value, place) for value, place in zip(result, places, strict=True)]
+        return [ParallelTensor.of(value, sharding) for value, sharding in zip(result, shardings, strict=True)]
     specs = [
         value._spec
         for value in tree_leaves((args, kwargs))
-        if isinstance(value, ParallelTensor) and value.place is places[0] and value.dtype == result.dtype
+        if isinstance(value, ParallelTensor) and value.sharding is shardings[0] and value.dtype == result.dtype
     ]
-    return ParallelTensor.of(result, places[0], specs[0] if specs else None)
+    return ParallelTensor.of(result, shardings[0], specs[0] if specs else None)
 
 
 @cache
@@ -480,7 +486,7 @@ def _run_reduction(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return None
     tensor: ParallelTensor = args[0]
     total = tensor._local_tensor.sum(**kwargs) if name == "sum" else tensor._local_tensor.sum(**kwargs) / tensor.numel()
-    return ParallelTensor.of(_all_reduced(total, tensor.place), tensor.place.replicated(()))
+    return ParallelTensor.replicated(_all_reduced(total, tensor.sharding), tensor.sharding.mesh)
 
 
 def _values(
@@ -498,37 +504,37 @@ def _norms(tensors: list[ParallelTensor], power: float, dtype: torch.dtype | Non
     norms = [torch.linalg.vector_norm(part, power, dtype=dtype) for part in some]
     groups: dict[tuple[Axis, ...], list[int]] = {}
     for index, tensor in enumerate(tensors):
-        if tensor.place.layout.shard_axes:
-            groups.setdefault(tensor.place.layout.shard_axes, []).append(index)
+        if tensor.sharding.layout.shard_axes:
+            groups.setdefault(tensor.sharding.layout.shard_axes, []).append(index)
     for members in groups.values():
         values = torch.stack([norms[index].to(torch.float64) for index in members])
         if math.isinf(power):
             op = dist.ReduceOp.MAX if power > 0 else dist.ReduceOp.MIN
-            values = _all_reduced(values, tensors[members[0]].place, op)
+            values = _all_reduced(values, tensors[members[0]].sharding, op)
         elif power == 0:
-            values = _all_reduced(values, tensors[members[0]].place)
+            values = _all_reduced(values, tensors[members[0]].sharding)
         else:
-            values = _all_reduced(values.pow(power), tensors[members[0]].place).pow(1 / power)
+            values = _all_reduced(values.pow(power), tensors[members[0]].sharding).pow(1 / power)
         for index, value in zip(members, values):
             norms[index] = value.to(norms[index].dtype)
-    return [ParallelTensor.of(n, t.place.replicated(())) for n, t in zip(norms, tensors, strict=True)]
+    return [ParallelTensor.replicated(n, t.sharding.mesh) for n, t in zip(norms, tensors, strict=True)]
 
 
-def _all_reduced(value: torch.Tensor, place: Place, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-    if place.layout.shard_axes:
-        group = place.mesh.group_over(place.layout.shard_axes)
+def _all_reduced(value: torch.Tensor, sharding: Sharding, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    if sharding.layout.shard_axes:
+        group = sharding.mesh.group_over(sharding.layout.shard_axes)
         what = "a sum over a tensor"
-        with _warn_if_slow(what, place.mesh), collective(f"the all_reduce of {what}", group):
+        with _warn_if_slow(what, sharding.mesh), collective(f"the all_reduce of {what}", group):
             return all_reduced(value, op, group)
     return value
 
 
 def _unscale(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: RuntimeMesh) -> None:
-    """Unscale gradients in place. All ranks see whether a gradient of any rank is not finite."""
+    """Unscale gradients in-sharding. All ranks see whether a gradient of any rank is not finite."""
     gradients, found, *scale = args
     found = found._local_tensor if isinstance(found, DTensor) else found
     func([grad._local_tensor for grad in gradients], found, *scale, **kwargs)
-    axes = {axis for grad in gradients for axis in grad.place.layout.shard_axes}
+    axes = {axis for grad in gradients for axis in grad.sharding.layout.shard_axes}
     if axes:
         group = mesh.group_over(axis for axis in mesh.mesh.axes if axis in axes)
         with collective("the all_reduce of whether gradients are finite", group):
@@ -553,10 +559,10 @@ def _run_gathered(
             continue
         if leaf.view_of is not None and any(leaf is other for other in written):
             base = leaf.view_of.base
-            bases[id(leaf)] = gather(base, base.place.layout, mesh)
+            bases[id(leaf)] = gather(base, base.sharding.layout, mesh)
             wholes[id(leaf)] = leaf.view_of.of(bases[id(leaf)])
-        elif leaf.place.layout.shard_axes:
-            wholes[id(leaf)] = gather(leaf, leaf.place.layout, mesh)
+        elif leaf.sharding.layout.shard_axes:
+            wholes[id(leaf)] = gather(leaf, leaf.sharding.layout, mesh)
             sharded[id(leaf)] = leaf
         else:
             wholes[id(leaf)] = _up_to_date(leaf)._local_tensor
@@ -571,11 +577,11 @@ def _run_gathered(
             continue
         if leaf.view_of is not None:
             base = leaf.view_of.base
-            base._local_tensor.copy_(base.place.part(bases[id(leaf)]))
+            base._local_tensor.copy_(base.sharding.part(bases[id(leaf)]))
             leaf._local_tensor.copy_(wholes[id(leaf)])
             leaf.view_of = View(base, leaf.view_of.steps, base._local_tensor._version)
         elif id(leaf) in sharded:
-            leaf._local_tensor.copy_(leaf.place.part(wholes[id(leaf)]))
+            leaf._local_tensor.copy_(leaf.sharding.part(wholes[id(leaf)]))
     # 4. Wrap the results; views remember their base.
     source = args[0] if args and isinstance(args[0], ParallelTensor) else None
     is_view = source is not None and not written and any(r.alias_info is not None for r in func._schema.returns)
@@ -587,8 +593,8 @@ def _run_gathered(
             return value
         if id(value) in originals:
             return originals[id(value)]
-        made = ParallelTensor.of(value, Place(Layout.replicated(value.shape), mesh))
-        if is_view and source is not None and (source.view_of is not None or source.place.layout.shard_axes):
+        made = ParallelTensor.replicated(value, mesh)
+        if is_view and source is not None and (source.view_of is not None or source.sharding.layout.shard_axes):
             base, before = (source, ()) if source.view_of is None else (source.view_of.base, source.view_of.steps)
             step = _view_step(func, given[1:], named, index)
             made.view_of = View(base, (*before, step), base._local_tensor._version)
@@ -607,7 +613,7 @@ def _up_to_date(tensor: ParallelTensor) -> ParallelTensor:
     """`tensor` itself. The copy in a view is updated if its base has changed."""
     view = tensor.view_of
     if view is not None and view.base._local_tensor._version != view.version:
-        whole = gather(view.base, view.base.place.layout, view.base.place.mesh)
+        whole = gather(view.base, view.base.sharding.layout, view.base.sharding.mesh)
         tensor._local_tensor.copy_(view.of(whole))
         tensor.view_of = View(view.base, view.steps, view.base._local_tensor._version)
     return tensor

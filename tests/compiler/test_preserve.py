@@ -141,7 +141,7 @@ STEPS = [
     "shardweave.compiler.compiler.ParallelModule.__init__",
     "shardweave.runtime.module.compare_graphs",
     "shardweave.runtime.module.RuntimeMesh",
-    "shardweave.runtime.module.adopt",
+    "shardweave.runtime.module.copy_module_tree",
     "shardweave.runtime.module.Executor",
 ]
 """What is made to fail, one after another: each is called on the way to a parallel module."""

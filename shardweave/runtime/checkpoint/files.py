@@ -1,14 +1,12 @@
-"""The files of a checkpoint: written with checksums, and read without trusting what they say.
+"""The files of a checkpoint: written with checksums, and read without trust in their contents.
 
 A checkpoint is a folder of ``torch.distributed.checkpoint``: ``*.distcp`` files with the values, and ``.metadata``, a
-pickle that says what they hold. Beside them `save_checkpoint` writes ``checksums.json``, which that format ignores:
+pickle that describes them. `save_checkpoint` also writes ``checksums.json``, which that format ignores:
 
-- Every file is listed there with its segments, one for each tensor chunk or object, and the CRC-32 of each segment.
-  It is computed from the bytes on their way to the file. A rank that loads checks the segments that it reads.
-- ``.metadata`` is unpickled with the few classes that such metadata consist of. Nothing else is imported or called.
-- Paths in ``.metadata`` must lie in the checkpoint's folder.
-
-Paths that a file gives, such as the file names in an index: they are followed only within its folder.
+- It lists the segments of every file, one for each tensor chunk or object, with their CRC-32. Checksums are computed
+  from the bytes that are passed to the file. A rank that loads checks the segments that it reads.
+- ``.metadata`` is unpickled with the few classes that such metadata need. Nothing else is imported or called.
+- Paths in ``.metadata`` or in an index of weights are followed only within the folder of that file.
 """
 
 from __future__ import annotations
@@ -49,20 +47,12 @@ from shardweave.ir import ParallelError
 def path_inside(folder: Path, name: str) -> Path:
     """The file called `name` in `folder`.
 
-    Links are followed as long as they stay in the folder. Those of Hugging Face's download cache, which go from
-    ``snapshots/<revision>`` to ``blobs``, are followed as well.
-
-    Parameters
-    ----------
-    folder : Path
-        Where the file lies that says `name`.
-    name : str
-        A relative path.
+    Links are followed within the folder, and from ``snapshots/<revision>`` to ``blobs`` of Hugging Face's cache.
 
     Raises
     ------
     ParallelError
-        If it is absolute, has ``..`` in it, or is a link to somewhere else.
+        If `name` is absolute, has ``..`` in it, or is a link out of the folder.
 
     Examples
     --------
@@ -77,7 +67,7 @@ def path_inside(folder: Path, name: str) -> Path:
     if not any(target.is_relative_to(allowed) for allowed in roots):
         raise ParallelError(
             f"{name!r} in {folder} is a link to {target}, outside of the folder, and is not followed: put the file "
-            "itself there, or name the folder that it lies in"
+            "itself there, or name the folder that it is in"
         )
     return path
 
@@ -138,7 +128,7 @@ class _ChecksummedStream:
 
 
 class _ChecksummedFiles(FileSystem):
-    """The file system of torch's writer, which notes the segments of each file by its name."""
+    """The file system of torch's writer, which records the segments of each file by its name."""
 
     def __init__(self, wanted_bytes: int) -> None:
         self.segments: dict[str, list[Segment]] = {}
@@ -161,13 +151,9 @@ class _ChecksummedFiles(FileSystem):
 
 
 class ChecksummedWriter(FileSystemWriter):
-    """Writes a checkpoint as torch does, and ``checksums.json`` beside it.
+    """Writes a checkpoint as torch does, and ``checksums.json``.
 
-    Parameters
-    ----------
-    folder : Path
-    wanted_bytes : int
-        What this rank will write, for the error when the disk is full.
+    Errors show `wanted_bytes`, the bytes that this rank has to write.
     """
 
     def __init__(self, folder: Path, wanted_bytes: int) -> None:
@@ -204,30 +190,17 @@ class ChecksummedWriter(FileSystemWriter):
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """A checkpoint that is read.
-
-    Parameters
-    ----------
-    folder : Path
-    metadata : Metadata
-        What it holds, and where.
-    segments : mapping of str to list of Segment, or None
-        Of each file; None for a checkpoint without checksums.
-    """
+    """The files of a checkpoint that is read."""
 
     folder: Path
     metadata: Metadata
+    """The description of the values and their places in the files."""
     segments: Mapping[str, list[Segment]] | None
+    """The segments of each file; None for a checkpoint without checksums."""
 
     @classmethod
     def open(cls, folder: Path) -> CheckpointFiles:
-        """Read ``.metadata`` and the checksums.
-
-        Raises
-        ------
-        ParallelError
-            If one of them is damaged, or has what does not belong there.
-        """
+        """Read ``.metadata`` and the checksums; ParallelError if one of them is damaged or has unexpected contents."""
         segments = _read_checksums(folder)
         path = folder / METADATA
         with _opened(path) as file:
@@ -237,13 +210,7 @@ class CheckpointFiles:
             return cls(folder, _metadata_of(path, file), segments)
 
     def check_folder(self) -> None:
-        """Compare the files that are there, and their sizes, with those that were written.
-
-        Raises
-        ------
-        ParallelError
-            Names each file that is missing, of another size, or from elsewhere.
-        """
+        """Raise ParallelError if files are missing, have another size than was written, or are from another save."""
         sizes = {
             file.name: file.stat().st_size
             for file in self.folder.iterdir()
@@ -270,9 +237,9 @@ class CheckpointFiles:
         return found.relative_path, found.offset
 
     def tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """The chunk at `index`, on the CPU; of the shape and dtype that the metadata say."""
+        """The chunk at `index`, on the CPU, with the shape and dtype of the metadata."""
         stored = self.metadata.state_dict_metadata[index.fqn]
-        assert isinstance(stored, TensorStorageMetadata)  # chunks are asked for by what the metadata list
+        assert isinstance(stored, TensorStorageMetadata)  # `index` is of a chunk in the metadata
         sizes = next(chunk.sizes for chunk in stored.chunks if index.offset in (None, chunk.offsets))
         found = self._load(index)
         here = (tuple(found.shape), found.dtype) if isinstance(found, torch.Tensor) else type(found).__name__
@@ -301,7 +268,7 @@ class CheckpointFiles:
                 raise ParallelError(f"{path} is damaged: it ends before byte {end:,}, where {what} does. {_WAY_OUT}")
             try:
                 return load_object(_create_file_view(file, start, end - start))
-            except Exception as error:  # unpickling damaged bytes raises what it likes
+            except Exception as error:  # unpickling damaged bytes may raise anything
                 if isinstance(error, ParallelError):
                     raise ParallelError(f"{what} of the checkpoint {self.folder}: {error}") from error
                 raise ParallelError(
@@ -311,12 +278,9 @@ class CheckpointFiles:
 
 
 def load_object(file: Any) -> Any:
-    """Load what `torch.save` wrote: plain types, tensors, NumPy arrays, and classes that the user has allowed.
+    """Load a file of `torch.save` with plain types, tensors, NumPy arrays, and classes that the user has allowed.
 
-    Raises
-    ------
-    ParallelError
-        Names the other classes and functions in it.
+    ParallelError names any other classes and functions in it.
     """
     with torch.serialization.safe_globals(_numpy_globals()):
         try:
@@ -447,7 +411,7 @@ _CLASSES: Mapping[tuple[str, str], Any] = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of checkpoint metadata and nothing else."""
+    """Unpickles the classes of checkpoint metadata and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _CLASSES:
@@ -463,7 +427,7 @@ def _metadata_of(path: Path, file: BufferedReader) -> Metadata:
     try:
         found = _MetadataUnpickler(file).load()
         problem = _problem_of(path.parent, found)
-    except Exception as error:  # unpickling damaged bytes raises what it likes
+    except Exception as error:  # unpickling damaged bytes may raise anything
         told = str(error) if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"
         raise ParallelError(f"{path} cannot be read: {told}") from error
     if problem:
@@ -493,7 +457,7 @@ def _problem_of(folder: Path, found: object) -> str | None:
             ends = [offset + length for offset, length in zip(chunk.offsets, chunk.sizes)]
             fits = len(chunk.offsets) == len(chunk.sizes) == len(size)
             if not fits or min([*chunk.offsets, *chunk.sizes, 0]) < 0 or any(e > n for e, n in zip(ends, size)):
-                return f"a chunk of {name!r}, {tuple(chunk.sizes)} at {tuple(chunk.offsets)}, lies outside of {size}"
+                return f"a chunk of {name!r}, {tuple(chunk.sizes)} at {tuple(chunk.offsets)}, is outside of {size}"
         if sum(prod(chunk.sizes) for chunk in stored.chunks) != prod(size):
             return f"the chunks of {name!r} do not make up its shape {size}"
     for index, place in found.storage_data.items():

@@ -429,8 +429,8 @@ def _state_layout(parallel: ParallelModule, path: StatePath, value: torch.Tensor
     if isinstance(parameter, DTensor) and (value.shape, value.placements) == (parameter.shape, parameter.placements):
         return parallel.layout_of(path[2], parameter.shape)
     raise ParallelError(
-        f"the optimizer's {path[3]!r} of {path[2]!r}, of shape {tuple(value.shape)}, lies as {value.placements}; "
-        "checkpoints take what lies as its parameter does, or is replicated"
+        f"the optimizer's {path[3]!r} of {path[2]!r}, of shape {tuple(value.shape)}, has the placements "
+        f"{value.placements}; checkpoints take states with the placements of their parameter, or replicated ones"
     )
 
 

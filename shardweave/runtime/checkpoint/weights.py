@@ -335,7 +335,7 @@ def _difference(stored: Stored, tensor: torch.Tensor) -> str:
     if stored.shape != tuple(tensor.shape):
         return f"has the shape {stored.shape} there, and {tuple(tensor.shape)} in the model"
     if stored.dtype != tensor.dtype and not (stored.dtype.is_floating_point and tensor.is_floating_point()):
-        return f"is of {stored.dtype} there, which does not turn into the model's {tensor.dtype}"
+        return f"is of {stored.dtype} there, which is not converted into the model's {tensor.dtype}"
     return ""
 
 
