@@ -1,9 +1,7 @@
-"""How long a collective takes, and what it takes of each link: by measurement where there is one, else by formula.
+"""How long a collective takes, and how much of each link it uses: as measured, or by an alpha-beta formula.
 
-The formulas of the forms are in `forms`. The table of a profiled cluster (`Cluster.detect(profile=True)`) goes before
-them, as in AMSP (arXiv 2311.00257, section IV-A).
-
-The forms of the collectives, each as a latency and seconds a byte: alpha-beta over the group's placement.
+The table of a profiled cluster (`Cluster.detect(profile=True)`) goes before the formulas, as in AMSP (arXiv 2311.00257,
+section IV-A).
 
 For a group of `G` ranks whose whole buffer has `N` bytes (Thakur, Rabenseifner and Gropp 2005, section 4):
 
@@ -13,20 +11,20 @@ For a group of `G` ranks whose whole buffer has `N` bytes (Thakur, Rabenseifner 
     tree, all-reduce                     start + 2 * depth                           + 2 N / (0.9 rate)
     tree, all-gather or reduce-scatter   start + depth, recursive doubling or halving, the outermost level first
     tree, broadcast                      start + depth, binomial: every round passes all N bytes on
-    pairs, all-to-all                    start + the hops                            + what leaves / the rank's own rate
-    hierarchical                         one collective a stage; see `hierarchical`
+    pairs, all-to-all                    start + the hops                            + bytes that leave / rank's rate
+    hierarchical                         one collective a stage; see `_hierarchical`
 
 The ring enters each unit of a level once, so as few of its hops as possible cross a level (NCCL's
-``src/graph/tuning.cc`` counts them in the same way). A tree's depth is the logarithm of the units at each level; its
+``src/graph/tuning.cc`` counts them in the same way). A tree's depth is the logarithm of the units at each level. Its
 0.9 of the rate, up and down at once, is NCCL's ("busBw*.9" and ratio .5 there; Sanders, Speck and Traeff 2009 for the
-two trees). Within a node NCCL chains its devices, in a protocol of shorter hops for small messages; for 8 devices that
-is 7 hops of 0.5 us where the depth is 3 of 3.4 us, so that the price stays on the safe side.
+two trees). Within a node NCCL chains its devices, in a protocol of shorter hops for small messages. For 8 devices that
+is 7 hops of 0.5 us where the depth is 3 of 3.4 us, so the formula does not underestimate it.
 
 The rate is the least over the levels that the group crosses. All groups of a step run their collective at the same time
-and share each entrance of a level, so of the links of an entrance a group gets the part of its members among the
-devices behind it (AxoNN, arXiv 2305.13525, equation 10), and no more than one group can drive
-(`Level.group_bandwidth`): ``min(cap, total / n)`` for `n` groups, where equation 10 divides the rate that one group
-reaches alone and so prices 4 and 8 groups a third too slow.
+and share the links by which a unit enters a level. A group gets the part of its members among the unit's devices
+(AxoNN, arXiv 2305.13525, equation 10), and no more than one group can drive (`Level.group_bandwidth`):
+``min(cap, total / n)`` for `n` groups. Equation 10 divides the rate that one group reaches alone, which makes 4 and 8
+groups a third too slow.
 """
 
 from __future__ import annotations
@@ -41,56 +39,61 @@ from shardweave.cost_model.machine import Machine
 from shardweave.cost_model.measured_tables import COLLECTIVE_KINDS
 from shardweave.ir import Axis, ClusterError, axes_size
 
-FORMS = dict.fromkeys(COLLECTIVE_KINDS, ("ring", "tree", "hierarchical")) | {"all_to_all": ("pairs", "hierarchical")}
-"""The forms that each kind is priced in."""
+ALGORITHMS = dict.fromkeys(COLLECTIVE_KINDS, ("ring", "tree", "hierarchical")) | {
+    "all_to_all": ("pairs", "hierarchical")
+}
+"""The algorithms that each kind of collective has a formula for."""
 
-_TREE_RATE = 0.9  # NCCL src/graph/tuning.cc
+_TREE_RATE_SHARE = 0.9
+"""The part of a link's rate that a tree all-reduce reaches: NCCL's ``src/graph/tuning.cc``."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """A form's price: ``latency + beta * bytes`` seconds.
+class AlphaBetaCost:
+    """The cost of an algorithm by the alpha-beta model: ``latency + seconds_per_byte * bytes``.
 
     Parameters
     ----------
-    form : str
-        One of `FORMS`.
+    algorithm : str
+        One of `ALGORITHMS`.
     latency : float
-        Seconds in which it waits for hops, and no link is busy.
-    beta : float
-        Seconds a byte.
-    links : tuple of float
+        Seconds of its hops, in which no link is busy.
+    seconds_per_byte : float
+    link_seconds_per_byte : tuple of float
         For each level of the cluster, the seconds a byte for which it would fill its links there on its own.
     """
 
-    form: str
+    algorithm: str
     latency: float
-    beta: float
-    links: tuple[float, ...]
+    seconds_per_byte: float
+    link_seconds_per_byte: tuple[float, ...]
 
     def seconds(self, num_bytes: float) -> float:
         """Seconds of a buffer of `num_bytes`."""
-        return self.latency + self.beta * num_bytes
+        return self.latency + self.seconds_per_byte * num_bytes
 
 
-class _Entrance(NamedTuple):
-    """A level that a group crosses: `members` behind an entrance, `link` bytes/s of it theirs, at most `rate` used."""
+class _CrossedLevel(NamedTuple):
+    """A level that a group crosses.
 
-    level: int
+    Its members in one unit of the level below have `link` bytes/s of the unit's links, and can use at most `rate`.
+    """
+
+    index: int
     extent: int
     members: int
     link: float
     rate: float
 
 
-def library_forms(kind: str, cluster: Machine) -> tuple[str, ...]:
-    """The forms among which the cluster's library takes one by itself.
+def library_algorithms(kind: str, cluster: Machine) -> tuple[str, ...]:
+    """The algorithms among which the cluster's library chooses by itself.
 
     NCCL (``src/graph/tuning.cc``) takes the ring or, for an all-reduce, the tree where it expects that to be faster.
     gloo has a ring (``allreduce.cc``, ``allgather.cc``) and, for a broadcast, a binomial tree (``broadcast.cc``).
 
     >>> from shardweave.cost_model import Cluster
-    >>> library_forms("all_reduce", Cluster.preset("dgx-a100")), library_forms("all_reduce", Cluster.local(4))
+    >>> library_algorithms("all_reduce", Cluster.preset("dgx-a100")), library_algorithms("all_reduce", Cluster.local(4))
     (('ring', 'tree'), ('ring',))
     """
     if kind == "all_to_all":
@@ -100,33 +103,33 @@ def library_forms(kind: str, cluster: Machine) -> tuple[str, ...]:
     return ("ring", "tree") if cluster.library == "nccl" and kind == "all_reduce" else ("ring",)
 
 
-def lines(kind: str, form: str, extents: Sequence[int], cluster: Machine) -> list[Line]:
-    """The prices of a form over a group that spans `extents` units of each level; the least of them counts.
+def alpha_beta_costs(kind: str, algorithm: str, extents: Sequence[int], cluster: Machine) -> list[AlphaBetaCost]:
+    """The costs of an algorithm over a group that spans `extents` units of each level; the least of them counts.
 
     Raises
     ------
     ClusterError
-        Where `kind` is unknown or has no such form.
+        Where `kind` is unknown or has no such algorithm.
 
     Examples
     --------
     >>> from shardweave.cost_model import Cluster
     >>> cluster = Cluster.preset("dgx-a100", nodes=2)
-    >>> [line.form for line in lines("all_gather", "ring", (8, 2), cluster)]
+    >>> [cost.algorithm for cost in alpha_beta_costs("all_gather", "ring", (8, 2), cluster)]
     ['ring']
     """
     if kind not in COLLECTIVE_KINDS:
         raise ClusterError(f"no collective is called {kind!r}; there are {', '.join(COLLECTIVE_KINDS)}")
-    if form not in FORMS[kind]:
-        raise ClusterError(f"{kind} has no form {form!r}; it has {', '.join(FORMS[kind])}")
+    if algorithm not in ALGORITHMS[kind]:
+        raise ClusterError(f"{kind} has no algorithm {algorithm!r}; it has {', '.join(ALGORITHMS[kind])}")
     if math.prod(extents) == 1:
-        return [Line(form, 0.0, 0.0, (0.0,) * len(extents))]
-    if form == "hierarchical":
+        return [AlphaBetaCost(algorithm, 0.0, 0.0, (0.0,) * len(extents))]
+    if algorithm == "hierarchical":
         return _hierarchical(kind, extents, cluster)
-    return [{"ring": _ring, "tree": _tree, "pairs": _pairs}[form](kind, extents, cluster)]
+    return [{"ring": _ring, "tree": _tree, "pairs": _pairs}[algorithm](kind, extents, cluster)]
 
 
-def _entrances(extents: Sequence[int], cluster: Machine) -> list[_Entrance]:
+def _crossed_levels(extents: Sequence[int], cluster: Machine) -> list[_CrossedLevel]:
     """The levels that a group crosses, innermost first."""
     crossed, members, devices = [], 1, 1
     for index, (level, extent) in enumerate(zip(cluster.levels, extents, strict=True)):
@@ -134,7 +137,7 @@ def _entrances(extents: Sequence[int], cluster: Machine) -> list[_Entrance]:
             peers = (extent - 1) / (level.size - 1) if level.links == "mesh" else 1.0
             link = members * peers * level.share(devices)
             cap = math.inf if level.group_bandwidth is None else level.group_bandwidth
-            crossed.append(_Entrance(index, extent, members, link, min(link, cap)))
+            crossed.append(_CrossedLevel(index, extent, members, link, min(link, cap)))
         members *= extent
         devices *= level.size
     return crossed
@@ -150,103 +153,116 @@ def _hops(extents: Sequence[int], cluster: Machine) -> float:
 
 
 def _rounds(extent: int) -> int:
+    """The logarithm of `extent` to base 2, rounded up."""
     return (extent - 1).bit_length()
 
 
-def _ring(kind: str, extents: Sequence[int], cluster: Machine) -> Line:
+def _ring(kind: str, extents: Sequence[int], cluster: Machine) -> AlphaBetaCost:
     group, phases = math.prod(extents), 2 if kind == "all_reduce" else 1
     volume = 1.0 if kind == "broadcast" else phases * (group - 1) / group
-    crossed = _entrances(extents, cluster)
+    crossed = _crossed_levels(extents, cluster)
     latency = cluster.device.collective_latency + phases * _hops(extents, cluster)
-    return _line("ring", latency, volume / min(e.rate for e in crossed), [(e, volume) for e in crossed], cluster)
+    beta = volume / min(level.rate for level in crossed)
+    return _cost("ring", latency, beta, [(level, volume) for level in crossed], cluster)
 
 
-def _tree(kind: str, extents: Sequence[int], cluster: Machine) -> Line:
-    crossed = _entrances(extents, cluster)
+def _tree(kind: str, extents: Sequence[int], cluster: Machine) -> AlphaBetaCost:
+    crossed = _crossed_levels(extents, cluster)
     depth = sum(_rounds(extent) * level.latency for level, extent in zip(cluster.levels, extents, strict=True))
     start = cluster.device.collective_latency
     if kind == "all_reduce":
-        volume = 2 / _TREE_RATE
-        beta = volume / min(e.rate for e in crossed)
-        return _line("tree", start + 2 * depth, beta, [(e, volume) for e in crossed], cluster)
-    if kind == "broadcast":  # at each level one process sends, which has its own line and no other
-        volumes = [(e, float(_rounds(e.extent))) for e in crossed]
-        own = [cluster.levels[e.level].efficiency * cluster.levels[e.level].bandwidth for e in crossed]
-        beta = sum(volume / min(e.rate, one) for (e, volume), one in zip(volumes, own, strict=True))
-        return _line("tree", start + depth, beta, volumes, cluster)
+        volume = 2 / _TREE_RATE_SHARE
+        beta = volume / min(level.rate for level in crossed)
+        return _cost("tree", start + 2 * depth, beta, [(level, volume) for level in crossed], cluster)
+    if kind == "broadcast":  # at each level one process sends, over its own line only
+        volumes = [(level, float(_rounds(level.extent))) for level in crossed]
+        lines = [cluster.levels[level.index].efficiency * cluster.levels[level.index].bandwidth for level in crossed]
+        beta = sum(volume / min(level.rate, line) for (level, volume), line in zip(volumes, lines, strict=True))
+        return _cost("tree", start + depth, beta, volumes, cluster)
     group, outside = math.prod(extents), 1
     volumes = []
-    for e in reversed(crossed):  # each member sends to its own peers what has come to it from the levels further out
-        volumes.append((e, e.members * outside * (e.extent - 1) / group))
-        outside *= e.extent
-    return _line("tree", start + depth, sum(volume / e.rate for e, volume in volumes), volumes, cluster)
+    for level in reversed(crossed):  # each member sends its peers what it has received from the levels further out
+        volumes.append((level, level.members * outside * (level.extent - 1) / group))
+        outside *= level.extent
+    return _cost("tree", start + depth, sum(volume / level.rate for level, volume in volumes), volumes, cluster)
 
 
-def _pairs(kind: str, extents: Sequence[int], cluster: Machine) -> Line:
+def _pairs(kind: str, extents: Sequence[int], cluster: Machine) -> AlphaBetaCost:
     """The part of a rank's bytes that leaves its unit goes through the rank's share of each level's links."""
     group = math.prod(extents)
-    volumes = [(e, e.members * (group - e.members) / group) for e in _entrances(extents, cluster)]
+    volumes = [(level, level.members * (group - level.members) / group) for level in _crossed_levels(extents, cluster)]
     latency = cluster.device.collective_latency + _hops(extents, cluster)
-    return _line("pairs", latency, max(volume / e.rate for e, volume in volumes), volumes, cluster)
+    return _cost("pairs", latency, max(volume / level.rate for level, volume in volumes), volumes, cluster)
 
 
-def _line(form: str, latency: float, beta: float, volumes: Sequence[tuple[_Entrance, float]], cluster: Machine) -> Line:
-    """A line with what of the links it fills: `volumes` are bytes through one entrance for each byte of the buffer."""
+def _cost(
+    algorithm: str, latency: float, beta: float, volumes: Sequence[tuple[_CrossedLevel, float]], cluster: Machine
+) -> AlphaBetaCost:
+    """A cost with its use of links: `volumes` are the bytes that enter a unit for each byte of the buffer."""
     links = [0.0] * len(cluster.levels)
-    for entrance, volume in volumes:
-        links[entrance.level] = volume / entrance.link
-    return Line(form, latency, beta, tuple(links))
+    for level, volume in volumes:
+        links[level.index] = volume / level.link
+    return AlphaBetaCost(algorithm, latency, beta, tuple(links))
 
 
-def _hierarchical(kind: str, extents: Sequence[int], cluster: Machine) -> list[Line]:
-    """One collective for each of several stages, every stage one level or some neighbours, in its best flat form.
+def _hierarchical(kind: str, extents: Sequence[int], cluster: Machine) -> list[AlphaBetaCost]:
+    """One collective for each of several stages. A stage is one level or some neighbours, in its best flat algorithm.
 
     An all-reduce scatters inside, reduces the parts across and gathers inside; a broadcast scatters, broadcasts the
     parts and gathers; an all-to-all exchanges inside and then across. A stage works on the part of the buffer that the
-    stages inside it leave. One stage over all levels is a flat form, so that hierarchical is never dearer than these.
+    stages inside it leave. One stage over all levels is a flat algorithm, so hierarchical never costs more than these.
     """
     crossed = [index for index, extent in enumerate(extents) if extent > 1]
-    found: list[Line] = []
-    for stages in _cuts(crossed):
-        sums = [Line("hierarchical", 0.0, 0.0, (0.0,) * len(extents))]
+    found: list[AlphaBetaCost] = []
+    for stages in _partitions(crossed):
+        totals = [AlphaBetaCost("hierarchical", 0.0, 0.0, (0.0,) * len(extents))]
         for inside, levels in enumerate(stages):
-            part = tuple(extent if index in levels else 1 for index, extent in enumerate(extents))
-            left = math.prod(extents[index] for stage in stages[:inside] for index in stage)
-            for step, share in _steps(kind, left, last=inside == len(stages) - 1):
-                flats = [line for form in FORMS[step][:-1] for line in lines(step, form, part, cluster)]
-                sums = _least([_plus(one, line, share) for one in sums for line in flats])
-        found += sums
-    return _least(found)
+            stage_extents = tuple(extent if index in levels else 1 for index, extent in enumerate(extents))
+            parts = math.prod(extents[index] for stage in stages[:inside] for index in stage)
+            for step in _stage_collectives(kind, last=inside == len(stages) - 1):
+                share = 1.0 if kind == "all_to_all" else 1 / parts
+                flat = [
+                    cost
+                    for algorithm in ALGORITHMS[step][:-1]
+                    for cost in alpha_beta_costs(step, algorithm, stage_extents, cluster)
+                ]
+                totals = _lower_envelope([_added(total, cost, share) for total in totals for cost in flat])
+        found += totals
+    return _lower_envelope(found)
 
 
-def _cuts(levels: Sequence[int]) -> Iterator[list[Sequence[int]]]:
-    """All ways to cut a sequence into neighbours, that without a cut included."""
+def _partitions(levels: Sequence[int]) -> Iterator[list[Sequence[int]]]:
+    """All ways to cut a sequence into stages of neighbours, that without a cut included."""
     yield [levels]
     for at in range(1, len(levels)):
-        for rest in _cuts(levels[at:]):
-            yield [levels[:at], *rest]
+        for others in _partitions(levels[at:]):
+            yield [levels[:at], *others]
 
 
-def _steps(kind: str, left: int, *, last: bool) -> list[tuple[str, float]]:
-    """The collectives of one stage, and the part of the whole buffer that each works on."""
-    if kind == "all_to_all":
-        return [(kind, 1.0)]
-    if last or kind in ("all_gather", "reduce_scatter"):
-        return [(kind, 1 / left)]
-    return [("reduce_scatter", 1 / left), ("all_gather", 1 / left)]
+def _stage_collectives(kind: str, *, last: bool) -> tuple[str, ...]:
+    """The collectives of one stage of a hierarchical collective."""
+    return (
+        (kind,) if last or kind in ("all_to_all", "all_gather", "reduce_scatter") else ("reduce_scatter", "all_gather")
+    )
 
 
-def _plus(one: Line, other: Line, share: float) -> Line:
-    links = tuple(a + share * b for a, b in zip(one.links, other.links, strict=True))
-    return Line(one.form, one.latency + other.latency, one.beta + share * other.beta, links)
+def _added(total: AlphaBetaCost, cost: AlphaBetaCost, share: float) -> AlphaBetaCost:
+    """`total` and then `cost` on a `share` of the bytes."""
+    pairs = zip(total.link_seconds_per_byte, cost.link_seconds_per_byte, strict=True)
+    return AlphaBetaCost(
+        total.algorithm,
+        total.latency + cost.latency,
+        total.seconds_per_byte + share * cost.seconds_per_byte,
+        tuple(one + share * other for one, other in pairs),
+    )
 
 
-def _least(found: list[Line]) -> list[Line]:
-    """The lines that are the least at some size: from the least latency on, each with a smaller beta."""
-    kept: list[Line] = []
-    for line in sorted(found, key=lambda line: (line.latency, line.beta)):
-        if not kept or line.beta < kept[-1].beta:
-            kept.append(line)
+def _lower_envelope(costs: list[AlphaBetaCost]) -> list[AlphaBetaCost]:
+    """The costs that may be the least at some size: in the order of latencies, each with fewer seconds a byte."""
+    kept: list[AlphaBetaCost] = []
+    for cost in sorted(costs, key=lambda cost: (cost.latency, cost.seconds_per_byte)):
+        if not kept or cost.seconds_per_byte < kept[-1].seconds_per_byte:
+            kept.append(cost)
     return kept
 
 
@@ -254,17 +270,16 @@ def _least(found: list[Line]) -> list[Line]:
 class Demand:
     """The demand of a collective on the links, for models in which several collectives run at the same time.
 
-    For `latency` seconds it uses no link. Then it is a fluid that flows for `transfer` seconds if it is let: it needs
-    ``use[level]`` of the capacity of each level meanwhile. Several that run at the same time, on the same ranks, all go
-    at full speed while at every level their uses add up to at most 1; where they add up to more, they share the level
-    and go slower.
+    For `latency` seconds it uses no link. Then it moves bytes for `transfer` seconds, and uses ``use[level]`` of the
+    capacity of each level meanwhile. Collectives that run at the same time go at full speed while at every level their
+    uses add up to at most 1. Where they add up to more, they share the level and are slower.
 
     Parameters
     ----------
     latency : float
         Seconds.
     transfer : float
-        Seconds when it has its links for itself; ``latency + transfer == collective_seconds(...)``.
+        Seconds when nothing else uses its links; ``latency + transfer == collective_seconds(...)``.
     use : mapping of str to float
         By the level's name, for the levels that it crosses: in (0, 1].
     """
@@ -275,12 +290,12 @@ class Demand:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole when nothing else uses its links."""
+        """Seconds of latency and transfer, when nothing else uses its links."""
         return self.latency + self.transfer
 
 
 def collective_seconds(
-    kind: str, num_bytes: float, axes: Sequence[Axis], cluster: Machine, form: str | None = None
+    kind: str, num_bytes: float, axes: Sequence[Axis], cluster: Machine, algorithm: str | None = None
 ) -> float:
     """Seconds that a collective takes when nothing else uses its links.
 
@@ -294,14 +309,14 @@ def collective_seconds(
         The group, as axes of the cluster's mesh; none means no communication and 0 seconds.
     cluster : Machine
         The machine.
-    form : str, optional
-        One of ``FORMS[kind]``, priced by its formula. Left out, what was measured (`Cluster.measured`); where nothing
-        was, the fastest of the forms that the cluster's library takes by itself.
+    algorithm : str, optional
+        One of ``ALGORITHMS[kind]``, by its formula. By default the measured time (`Cluster.measured`); without one,
+        the time of the fastest algorithm that the cluster's library chooses by itself.
 
     Raises
     ------
     ClusterError
-        Where `kind` is unknown or has no such form, or an axis does not fit the cluster.
+        Where `kind` is unknown or has no such algorithm, or an axis does not fit the cluster.
 
     Examples
     --------
@@ -312,43 +327,45 @@ def collective_seconds(
     >>> across = collective_seconds("all_reduce", 1e9, mesh.axes[3:], cluster)
     >>> across > 4 * inside
     True
-    >>> collective_seconds("all_reduce", 1e9, mesh.axes, cluster, form="ring") < 1.2 * across
+    >>> collective_seconds("all_reduce", 1e9, mesh.axes, cluster, algorithm="ring") < 1.2 * across
     True
     """
-    found = _lines(kind, tuple(axes), cluster, form)
-    if form is None and cluster.measured is not None and axes:
-        measured = _measured(kind, num_bytes, tuple(axes), cluster, found)
+    costs = _costs(kind, tuple(axes), cluster, algorithm)
+    if algorithm is None and axes:
+        measured = _measured_seconds(kind, num_bytes, tuple(axes), cluster, costs)
         if measured is not None:
             return measured
-    return min(line.latency + line.beta * num_bytes for line in found)
+    return min(cost.seconds(num_bytes) for cost in costs)
 
 
-def collective_form(kind: str, num_bytes: float, axes: Sequence[Axis], cluster: Machine) -> str:
-    """Which form `collective_seconds` prices by itself: one of `FORMS`, ``"measured"``, or "" for a group of one.
+def collective_algorithm(kind: str, num_bytes: float, axes: Sequence[Axis], cluster: Machine) -> str:
+    """The algorithm that `collective_seconds` takes by default.
+
+    One of `ALGORITHMS`, or ``"measured"``, or "" for a group of one rank.
 
     Examples
     --------
     >>> from shardweave.cost_model import Cluster
     >>> cluster = Cluster.preset("dgx-a100", nodes=16)
-    >>> [collective_form("all_reduce", size, cluster.mesh().axes, cluster) for size in (1e3, 1e9)]
+    >>> [collective_algorithm("all_reduce", size, cluster.mesh().axes, cluster) for size in (1e3, 1e9)]
     ['tree', 'ring']
     """
-    found = _lines(kind, tuple(axes), cluster, None)
+    costs = _costs(kind, tuple(axes), cluster, None)
     if axes_size(axes) == 1:
         return ""
-    if cluster.measured is not None and _measured(kind, num_bytes, tuple(axes), cluster, found) is not None:
+    if _measured_seconds(kind, num_bytes, tuple(axes), cluster, costs) is not None:
         return "measured"
-    return min(found, key=lambda line: line.seconds(num_bytes)).form
+    return min(costs, key=lambda cost: cost.seconds(num_bytes)).algorithm
 
 
 def collective_demand(
-    kind: str, num_bytes: float, axes: Sequence[Axis], cluster: Machine, form: str | None = None
+    kind: str, num_bytes: float, axes: Sequence[Axis], cluster: Machine, algorithm: str | None = None
 ) -> Demand:
     """The demand of a collective on the links of each level. Arguments and errors are those of `collective_seconds`.
 
-    All groups over `axes` are one collective here: together they have all links of the machine. A collective that one
-    group's cap holds back (`Level.group_bandwidth`), or a slower level, leaves the rest of a link to others. Of a
-    measured collective the seconds are measured, and the formula says which part of them is latency.
+    All groups over `axes` count as one collective: together they have all links of the machine. A collective that is
+    limited by `Level.group_bandwidth`, or by a slower level, leaves the rest of a link to others. The formula says
+    which part of a measured time is latency.
 
     Examples
     --------
@@ -360,13 +377,13 @@ def collective_demand(
     >>> demand.seconds == collective_seconds("all_gather", 1e9, cluster.mesh().axes, cluster)
     True
     """
-    line = min(_lines(kind, tuple(axes), cluster, form), key=lambda line: line.seconds(num_bytes))
-    seconds, priced = collective_seconds(kind, num_bytes, axes, cluster, form), line.seconds(num_bytes)
-    if line.beta == 0:
+    cost = min(_costs(kind, tuple(axes), cluster, algorithm), key=lambda cost: cost.seconds(num_bytes))
+    seconds, by_formula = collective_seconds(kind, num_bytes, axes, cluster, algorithm), cost.seconds(num_bytes)
+    if cost.seconds_per_byte == 0:
         return Demand(seconds, 0.0, {})
-    latency = seconds * (line.latency / priced) if priced > 0 else seconds
-    used = zip(cluster.levels, line.links, strict=True)
-    use = {level.name: min(1.0, link / line.beta) for level, link in used if link > 0}
+    latency = seconds * (cost.latency / by_formula) if by_formula > 0 else seconds
+    used = zip(cluster.levels, cost.link_seconds_per_byte, strict=True)
+    use = {level.name: min(1.0, link / cost.seconds_per_byte) for level, link in used if link > 0}
     return Demand(latency, seconds - latency, use)
 
 
@@ -410,22 +427,20 @@ def group_extents(axes: tuple[Axis, ...], cluster: Machine) -> tuple[int, ...]:
     return tuple(extents)
 
 
-def _measured(
-    kind: str, num_bytes: float, axes: tuple[Axis, ...], cluster: Machine, found: tuple[Line, ...]
+def _measured_seconds(
+    kind: str, num_bytes: float, axes: tuple[Axis, ...], cluster: Machine, costs: tuple[AlphaBetaCost, ...]
 ) -> float | None:
     if cluster.measured is None:
         return None
     members = group_extents(axes, cluster)
     return cluster.measured.collectives.seconds(
-        kind, num_bytes, members, lambda size: min(line.seconds(size) for line in found)
+        kind, num_bytes, members, lambda size: min(cost.seconds(size) for cost in costs)
     )
 
 
 @cache
-def _lines(kind: str, axes: tuple[Axis, ...], cluster: Machine, form: str | None) -> tuple[Line, ...]:
-    """The prices among which the least counts: of `form`, or of the forms that the library takes."""
-    if kind not in COLLECTIVE_KINDS:
-        raise ClusterError(f"no collective is called {kind!r}; there are {', '.join(COLLECTIVE_KINDS)}")
-    forms = library_forms(kind, cluster) if form is None else (form,)
+def _costs(kind: str, axes: tuple[Axis, ...], cluster: Machine, algorithm: str | None) -> tuple[AlphaBetaCost, ...]:
+    """The costs among which the least counts: of `algorithm`, or of those that the library chooses from."""
+    algorithms = library_algorithms(kind, cluster) if algorithm is None else (algorithm,)
     extents = group_extents(axes, cluster)
-    return tuple(line for one in forms for line in lines(kind, one, extents, cluster))
+    return tuple(cost for each in algorithms for cost in alpha_beta_costs(kind, each, extents, cluster))

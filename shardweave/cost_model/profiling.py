@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from shardweave.cost_model.collectives import group_extents, library_forms, lines
+from shardweave.cost_model.collectives import alpha_beta_costs, group_extents, library_algorithms
 from shardweave.cost_model.machine import M, Machine
 from shardweave.cost_model.measured_tables import COLLECTIVE_KINDS, CollectiveTable, Curve
 from shardweave.ir import Axis, ClusterError, axes_size
@@ -58,11 +58,11 @@ def fitted_links(cluster: M) -> M:
         crossed = [index for index, extent in enumerate(curve.members) if extent > 1]
         if len(crossed) != 1:
             continue
-        (line,) = lines(curve.kind, library_forms(curve.kind, unit)[0], curve.members, unit)
-        hops = line.latency - unit.device.collective_latency  # of one second each
+        (cost,) = alpha_beta_costs(curve.kind, library_algorithms(curve.kind, unit)[0], curve.members, unit)
+        hops = cost.latency - unit.device.collective_latency  # of one second each
         for size, seconds in zip(curve.bytes, curve.seconds, strict=True):
             row = np.zeros(1 + 2 * count)
-            row[0], row[1 + crossed[0]], row[1 + count + crossed[0]] = 1, hops, line.beta * size
+            row[0], row[1 + crossed[0]], row[1 + count + crossed[0]] = 1, hops, cost.seconds_per_byte * size
             rows.append(row / seconds)
     if not rows:
         return cluster

@@ -1,4 +1,4 @@
-"""The laws that every form of every collective keeps, on any machine, and what was measured of shared adapters."""
+"""The laws that every algorithm of every collective keeps, on any machine, and what was measured of shared adapters."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 
 from shardweave.cost_model import Cluster, Device, Level, collective_seconds
 from shardweave.cost_model.collectives import (
-    FORMS,
+    ALGORITHMS,
+    alpha_beta_costs,
+    collective_algorithm,
     collective_demand,
-    collective_form,
     crossed_level,
     group_extents,
-    library_forms,
-    lines,
+    library_algorithms,
 )
 from shardweave.cost_model.measured_tables import COLLECTIVE_KINDS
 from shardweave.cost_model.profiling import placements
 from shardweave.ir.errors import ClusterError
 
 PRESETS = {name: Cluster.preset(name, nodes=4) for name in Cluster.presets()}
-ALL = [(kind, form) for kind in COLLECTIVE_KINDS for form in (None, *FORMS[kind])]
+ALL = [(kind, algorithm) for kind in COLLECTIVE_KINDS for algorithm in (None, *ALGORITHMS[kind])]
 DEVICE = Device("any", {"float32": 1e12}, 2**30, 1e11, collective_latency=1e-6)
 
 calls = st.sampled_from(ALL)
@@ -59,7 +59,7 @@ def machines(draw: st.DrawFn) -> Cluster:
 def test_time_grows_with_bytes_and_latency_and_falls_with_bandwidth(
     cluster: Cluster, call: tuple[str, str | None], size: int, data: st.DataObject
 ) -> None:
-    kind, form = call
+    kind, algorithm = call
     axes = tuple(axis for axis in cluster.mesh().axes if data.draw(st.booleans()))
     at = data.draw(st.integers(0, len(cluster.levels) - 1))
     more = data.draw(st.floats(1, 10))
@@ -67,12 +67,12 @@ def test_time_grows_with_bytes_and_latency_and_falls_with_bandwidth(
 
     def changed(**fields: float | None) -> float:
         levels = (*cluster.levels[:at], replace(level, **fields), *cluster.levels[at + 1 :])  # type: ignore[arg-type]
-        return collective_seconds(kind, size, axes, replace(cluster, levels=levels), form)
+        return collective_seconds(kind, size, axes, replace(cluster, levels=levels), algorithm)
 
-    seconds = collective_seconds(kind, size, axes, cluster, form)
+    seconds = collective_seconds(kind, size, axes, cluster, algorithm)
     most = seconds * (1 + 1e-9)
     assert 0 <= seconds < math.inf and (seconds > 0) == bool(axes)
-    assert collective_seconds(kind, size * more, axes, cluster, form) * (1 + 1e-9) >= seconds
+    assert collective_seconds(kind, size * more, axes, cluster, algorithm) * (1 + 1e-9) >= seconds
     assert changed(latency=level.latency * more + 1e-7) * (1 + 1e-9) >= seconds
     assert changed(bandwidth=level.bandwidth * more) <= most
     assert changed(efficiency=min(1.0, level.efficiency * more)) <= most
@@ -89,7 +89,11 @@ def test_hierarchical_is_never_dearer_than_the_best_flat_form(
     cluster: Cluster, kind: str, size: int, data: st.DataObject
 ) -> None:
     axes = tuple(axis for axis in cluster.mesh().axes if data.draw(st.booleans()))
-    flat = [collective_seconds(kind, size, axes, cluster, form) for form in FORMS[kind] if form != "hierarchical"]
+    flat = [
+        collective_seconds(kind, size, axes, cluster, algorithm)
+        for algorithm in ALGORITHMS[kind]
+        if algorithm != "hierarchical"
+    ]
     assert collective_seconds(kind, size, axes, cluster, "hierarchical") <= min(flat) * (1 + 1e-9)
 
 
@@ -113,7 +117,7 @@ def test_a_hierarchical_all_reduce_is_cheaper_where_one_ring_cannot_fill_the_ada
 @given(
     st.lists(st.tuples(rates, latencies), min_size=2, max_size=2),
     st.sampled_from([2, 4, 6, 8]),
-    st.sampled_from([(kind, form) for kind, form in ALL if form != "hierarchical"]),
+    st.sampled_from([(kind, algorithm) for kind, algorithm in ALL if algorithm != "hierarchical"]),
     sizes,
 )
 def test_a_group_inside_a_node_is_never_slower_than_one_across(
@@ -164,15 +168,15 @@ def test_equal_placements_cost_the_same(
 def test_demand_is_the_time_and_no_more_than_the_links(
     cluster: Cluster, call: tuple[str, str | None], size: int, data: st.DataObject
 ) -> None:
-    kind, form = call
+    kind, algorithm = call
     axes = tuple(axis for axis in cluster.mesh().axes if data.draw(st.booleans()))
-    demand = collective_demand(kind, size, axes, cluster, form)
+    demand = collective_demand(kind, size, axes, cluster, algorithm)
     assert demand.latency >= 0 and demand.transfer >= 0
-    assert demand.seconds == pytest.approx(collective_seconds(kind, size, axes, cluster, form))
+    assert demand.seconds == pytest.approx(collective_seconds(kind, size, axes, cluster, algorithm))
     crossed = zip(cluster.levels, group_extents(axes, cluster), strict=True)
     assert set(demand.use) == {level.name for level, extent in crossed if extent > 1}
     assert all(0 < use <= 1 for use in demand.use.values())
-    if axes and form == "ring" and all(level.group_bandwidth is None for level in cluster.levels):
+    if axes and algorithm == "ring" and all(level.group_bandwidth is None for level in cluster.levels):
         assert max(demand.use.values()) == pytest.approx(1)
 
 
@@ -211,16 +215,16 @@ def test_groups_that_share_a_nodes_adapters_as_measured(groups: int) -> None:
 
 def test_the_library_chooses_trees_for_small_all_reduces_only() -> None:
     nccl, gloo = PRESETS["dgx-a100"], PRESETS["local-cpu"]
-    names = [collective_form("all_reduce", size, nccl.mesh().axes, nccl) for size in (2**10, 2**30)]
+    names = [collective_algorithm("all_reduce", size, nccl.mesh().axes, nccl) for size in (2**10, 2**30)]
     assert names == ["tree", "ring"]
-    assert [collective_form(kind, 2**10, gloo.mesh().axes, gloo) for kind in COLLECTIVE_KINDS] == [
+    assert [collective_algorithm(kind, 2**10, gloo.mesh().axes, gloo) for kind in COLLECTIVE_KINDS] == [
         "ring",
         "ring",
         "ring",
         "pairs",
         "tree",
     ]
-    assert collective_form("all_reduce", 2**10, (), nccl) == ""
+    assert collective_algorithm("all_reduce", 2**10, (), nccl) == ""
 
 
 @settings(deadline=None)
@@ -229,10 +233,12 @@ def test_without_a_form_the_best_of_the_librarys_counts(
     cluster: Cluster, kind: str, size: int, data: st.DataObject
 ) -> None:
     axes = tuple(axis for axis in cluster.mesh().axes if data.draw(st.booleans()))
-    best = min(collective_seconds(kind, size, axes, cluster, form) for form in library_forms(kind, cluster))
+    best = min(
+        collective_seconds(kind, size, axes, cluster, algorithm) for algorithm in library_algorithms(kind, cluster)
+    )
     assert collective_seconds(kind, size, axes, cluster) == best
     if axes:
-        assert collective_seconds(kind, size, axes, cluster, collective_form(kind, size, axes, cluster)) == best
+        assert collective_seconds(kind, size, axes, cluster, collective_algorithm(kind, size, axes, cluster)) == best
         assert crossed_level(axes, cluster)
 
 
@@ -240,15 +246,16 @@ def test_trees_by_hand() -> None:
     """On 2 nodes of 4: 3 rounds, two inside and one across; the rates are 1 inside and 4 * 0.1 across for all four."""
     levels = (Level("gpu", 4, 1.0, 0.01), Level("node", 2, 0.1, 0.1))
     cluster = Cluster("any", levels, replace(DEVICE, collective_latency=1.0))
-    (reduced,) = lines("all_reduce", "tree", (4, 2), cluster)
-    assert (reduced.latency, reduced.beta) == pytest.approx((1 + 2 * (2 * 0.01 + 0.1), 2 / 0.9 / 0.4))
-    (gathered,) = lines("all_gather", "tree", (4, 2), cluster)  # an eighth across from each, then 3 times a quarter
-    assert (gathered.latency, gathered.beta) == pytest.approx((1 + 0.12, 1 / 8 / 0.1 + 2 * 3 / 8 / 1.0))
-    (sent,) = lines("broadcast", "tree", (4, 2), cluster)  # one process sends, with a line of 0.1 across
-    assert (sent.latency, sent.beta) == pytest.approx((1 + 0.12, 1 / 0.1 + 2 / 1.0))
+    (reduced,) = alpha_beta_costs("all_reduce", "tree", (4, 2), cluster)
+    assert (reduced.latency, reduced.seconds_per_byte) == pytest.approx((1 + 2 * (2 * 0.01 + 0.1), 2 / 0.9 / 0.4))
+    # an eighth across from each, then 3 times a quarter
+    (gathered,) = alpha_beta_costs("all_gather", "tree", (4, 2), cluster)
+    assert (gathered.latency, gathered.seconds_per_byte) == pytest.approx((1 + 0.12, 1 / 8 / 0.1 + 2 * 3 / 8 / 1.0))
+    (sent,) = alpha_beta_costs("broadcast", "tree", (4, 2), cluster)  # one process sends, with a line of 0.1 across
+    assert (sent.latency, sent.seconds_per_byte) == pytest.approx((1 + 0.12, 1 / 0.1 + 2 / 1.0))
 
 
 def test_a_form_that_a_kind_does_not_have_is_an_error() -> None:
     cluster = PRESETS["perlmutter"]
-    with pytest.raises(ClusterError, match="all_to_all has no form 'ring'; it has pairs, hierarchical"):
+    with pytest.raises(ClusterError, match="all_to_all has no algorithm 'ring'; it has pairs, hierarchical"):
         collective_seconds("all_to_all", 1, cluster.mesh().axes, cluster, "ring")

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardweave.cost_model import Cluster, CollectiveTable, Curve, Measured, collective_seconds
-from shardweave.cost_model.collectives import collective_demand, collective_form
+from shardweave.cost_model.collectives import collective_algorithm, collective_demand
 from shardweave.cost_model.profiling import fitted_links
 from shardweave.ir.errors import ClusterError
 
@@ -84,12 +84,14 @@ CURVE = Curve("all_reduce", (4, 1), (1e3, 1e6), (1e-3, 5e-3))
 def test_the_table_goes_before_the_formula_where_it_has_kind_and_placement() -> None:
     cluster, axes = carrying(LOCAL, CURVE), LOCAL.mesh().axes
     assert collective_seconds("all_reduce", 1e6, axes, cluster) == 5e-3
-    assert collective_form("all_reduce", 1e6, axes, cluster) == "measured"
+    assert collective_algorithm("all_reduce", 1e6, axes, cluster) == "measured"
     assert collective_demand("all_reduce", 1e6, axes, cluster).seconds == pytest.approx(5e-3)
     beyond = collective_seconds("all_reduce", 2e6, axes, LOCAL) / collective_seconds("all_reduce", 1e6, axes, LOCAL)
     assert collective_seconds("all_reduce", 2e6, axes, cluster) == pytest.approx(5e-3 * beyond)
-    for kind, group, form in (("all_gather", axes, None), ("all_reduce", axes[:1], None), ("all_reduce", axes, "ring")):
-        assert collective_seconds(kind, 1e6, group, cluster, form) == collective_seconds(kind, 1e6, group, LOCAL, form)
+    for call in (("all_gather", axes, None), ("all_reduce", axes[:1], None), ("all_reduce", axes, "ring")):
+        kind, group, algorithm = call
+        expected = collective_seconds(kind, 1e6, group, LOCAL, algorithm)
+        assert collective_seconds(kind, 1e6, group, cluster, algorithm) == expected
     assert collective_seconds("all_reduce", 1e6, (), cluster) == 0
 
 

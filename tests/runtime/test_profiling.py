@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardweave.cost_model import Cluster, Measured, collective_seconds, measured_tables, profiling
 from shardweave.cost_model import cluster as cluster_module
 from shardweave.cost_model.cluster import profiled
-from shardweave.cost_model.collectives import collective_form, group_extents
+from shardweave.cost_model.collectives import collective_algorithm, group_extents
 from shardweave.cost_model.measured_tables import COLLECTIVE_KINDS
 from shardweave.cost_model.profiling import placements
 from shardweave.distributed.process_groups import RuntimeMesh
@@ -62,7 +62,7 @@ def test_a_profile_covers_the_groups_of_the_world_on_all_ranks_alike(
     assert "not measured" not in measured.covered
 
     for axes in placements(cluster):
-        assert collective_form("all_reduce", 1e5, axes, cluster) == "measured"
+        assert collective_algorithm("all_reduce", 1e5, axes, cluster) == "measured"
         curve = curves["all_reduce", group_extents(axes, cluster)]
         assert collective_seconds("all_reduce", 65536, axes, cluster) == curve.seconds[1]
     assert cluster.levels[0] != Cluster.detect().levels[0], "the links are fitted to what was measured"
@@ -84,7 +84,7 @@ def test_what_there_was_no_time_for_is_said_and_priced_by_formula(pool: WorkerPo
     assert cluster.measured is not None and not cluster.measured.collectives.curves
     for kind in COLLECTIVE_KINDS:
         assert f"not measured: {kind} in groups of 2 cpu: the 0 s were over" in cluster.measured.covered
-    assert collective_form("all_reduce", 1e5, cluster.mesh().axes, cluster) == "ring"
+    assert collective_algorithm("all_reduce", 1e5, cluster.mesh().axes, cluster) == "ring"
     assert cluster.levels == Cluster.local(2).levels
     assert not list(tmp_path.glob("cluster-*")), "or it would be read back when there is time"
 
