@@ -1,11 +1,10 @@
 """A device's streams: one that computes, and one for each group of ranks, whose collectives share the links.
 
-Collectives of one group run one after another, in their order, as a communicator runs them. Those of different groups
-run at the same time. A collective first takes its latency, which nothing shares; then its bytes take a part of the
-links of one or more levels, all of those of its slowest one while it is alone. Where the parts of all come to more
-than the links have, all are slowed down alike, and what one cannot use for the sake of another level is left to the
-others: max-min fairness (Bertsekas and Gallager, Data Networks, 6.5.2), as flows over TCP and packets on InfiniBand
-approximate it. Compute and collectives slow each other down, by a factor each, while both run.
+Collectives of one group run one after another, as a communicator runs them. Those of different groups run at the same
+time. A collective has two phases: its latency, in which it uses no link, and its transfer, which uses a part of the
+links of one or more levels. If the parts of all transfers add up to more than a level has, they share it with max-min
+fairness (Bertsekas and Gallager, Data Networks, 6.5.2), as flows over TCP and packets on InfiniBand do nearly. Compute
+and collectives slow each other down, by a factor each, while both run.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from dataclasses import dataclass, field
 from shardweave.cost_model.collectives import Demand
 from shardweave.cost_model.machine import Device
 
-_DONE = 1e-12
-"""A phase counts as done when less than this part of it is left, which is rounding."""
+_ROUNDING_SHARE = 1e-12
+"""A phase has ended when less than this part of the collective's seconds is left: a rounding error."""
 
 
 @dataclass(frozen=True)
@@ -35,22 +34,22 @@ class Contention:
 
     @classmethod
     def of(cls, device: Device) -> Contention:
-        """On a device."""
+        """The factors of a device."""
         return cls(device.overlap_slowdown, device.collective_slowdown)
 
 
 @dataclass(eq=False)
 class Transfer:
-    """A collective, from its start on.
+    """A running collective.
 
     Parameters
     ----------
     group : str
-        Whose collectives run in their order.
+        The group of ranks. Its collectives run one after another.
     demand : Demand
-        Its latency, its bytes' seconds when it is alone, and the part of each level's links that they use then.
+        The latency, the seconds of the transfer alone, and its use of each level's links.
     cause, owner, name : str
-        For the reader: see `timeline.Event`.
+        As in `timeline.Event`.
     """
 
     group: str
@@ -61,7 +60,7 @@ class Transfer:
     begin: float = 0.0
     end: float | None = None
     left: float = field(init=False)
-    """Seconds that the rest of the current phase would take alone."""
+    """Seconds that are left of the current phase, if it runs alone."""
     moving: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -69,7 +68,7 @@ class Transfer:
 
 
 def fair_rates(usages: Sequence[Mapping[str, float]]) -> list[float]:
-    """The part of its full speed at which each of several transfers moves: max-min fair.
+    """The max-min fair rate of each transfer, as a part of its full speed.
 
     Parameters
     ----------
@@ -78,22 +77,23 @@ def fair_rates(usages: Sequence[Mapping[str, float]]) -> list[float]:
 
     Examples
     --------
-    Two share a link; a third one does not cross it. What the link of "a" keeps the second from using on "b" is left
-    to the third.
+    The first two share "a". The second is at half speed, so that it leaves "b" to the third.
 
     >>> fair_rates([{"a": 1.0}, {"a": 1.0, "b": 1.0}, {"b": 0.5}])
     [0.5, 0.5, 1.0]
     """
     if len(usages) < 2:
         return [1.0] * len(usages)
-    asked: defaultdict[str, float] = defaultdict(float)
+    # 1. Nearly always the links suffice for full speed.
+    total: defaultdict[str, float] = defaultdict(float)
     for usage in usages:
         for level, part in usage.items():
-            asked[level] += part
-    if max(asked.values(), default=0.0) <= 1.0:  # as nearly always
+            total[level] += part
+    if max(total.values(), default=0.0) <= 1.0:
         return [1.0] * len(usages)
+    # 2. Else raise all rates together. A rate stops rising at full speed, or when one of its links is full.
     rates = [0.0] * len(usages)
-    free = dict.fromkeys((level for usage in usages for level in usage), 1.0)
+    free = dict.fromkeys(total, 1.0)
     rising = set(range(len(usages)))
     while rising:
         wanted = {level: sum(usages[i].get(level, 0.0) for i in rising) for level in free}
@@ -109,24 +109,25 @@ def fair_rates(usages: Sequence[Mapping[str, float]]) -> list[float]:
 
 
 NO_CONTENTION = Contention()
+"""Compute and collectives do not slow each other down."""
 
 
 class Streams:
-    """The time of one device.
+    """The simulated time of one device.
 
     Parameters
     ----------
     contention : Contention
-        What compute and collectives take beside each other.
+        How compute and collectives slow each other down.
     launch : float
-        Seconds that the host takes for each collective before it starts. The host does nothing else, and never waits.
+        Seconds that the host takes to launch a collective. The host does nothing else, and never waits.
 
     Examples
     --------
     >>> streams = Streams(Contention(compute=2.0))
     >>> gather = Transfer("gpu0", Demand(latency=1.0, transfer=2.0, use={"gpu": 1.0}))
     >>> began = streams.start(gather)
-    >>> streams.compute(1.0)  # of these seconds none is alone
+    >>> streams.compute(1.0)  # beside the collective
     2.0
     >>> streams.wait(gather), streams.now, streams.busy["gpu"]
     (1.0, 3.0, 2.0)
@@ -136,20 +137,20 @@ class Streams:
         self.now = 0.0
         self.contention, self.launch = contention, launch
         self.launched = 0.0
-        """Until when the host has been busy."""
+        """The time at which the host has launched all collectives."""
         self.ended = 0
-        """How many collectives are done."""
+        """The number of collectives that have ended."""
         self.loads: list[tuple[float, dict[str, float]]] = []
-        """From when on which part of each level's links is busy."""
+        """The part of each level's links that is busy from a time on."""
         self._queues: dict[str, deque[Transfer]] = {}
         self._rates: dict[Transfer, float] = {}
 
     def start(self, transfer: Transfer) -> float:
-        """Put a collective on its group's stream; the seconds that the device waited for the host to launch it."""
+        """Put a collective on its group's stream; returns the seconds that the device waits for its launch."""
         begin = self.now
         self.launched += self.launch
         while self.now < self.launched:
-            self._pass(min(self.launched - self.now, self._next_end()))
+            self._advance(min(self.launched - self.now, self._next_end()))
         queue = self._queues.setdefault(transfer.group, deque())
         queue.append(transfer)
         if len(queue) == 1:
@@ -157,7 +158,7 @@ class Streams:
         return self.now - begin
 
     def compute(self, seconds: float) -> float:
-        """Compute for what takes `seconds` alone; the seconds that it does take."""
+        """Run kernels that take `seconds` alone; returns the seconds that they take beside the collectives."""
         begin, slowdown = self.now, self.contention.compute
         while seconds > 0:
             if not self._queues:
@@ -165,24 +166,24 @@ class Streams:
                 break
             span = min(seconds * slowdown, self._next_end() * self.contention.collectives)
             last = span >= seconds * slowdown
-            self._pass(span, self.contention.collectives)
+            self._advance(span, self.contention.collectives)
             seconds = 0.0 if last else seconds - span / slowdown
         return self.now - begin
 
     def wait(self, transfer: Transfer) -> float:
-        """Let time pass until a collective that was started is done; the seconds that passed."""
+        """Wait for a started collective; returns the seconds until it has ended."""
         begin = self.now
         while transfer.end is None:
-            self._pass(self._next_end())
+            self._advance(self._next_end())
         return self.now - begin
 
     def advance(self) -> None:
-        """Let time pass until the next of the running collectives ends its latency or its bytes."""
-        self._pass(self._next_end())
+        """Wait until the next running collective ends a phase."""
+        self._advance(self._next_end())
 
     @property
     def busy(self) -> Mapping[str, float]:
-        """Seconds for which all of a level's links have been busy; half of them for twice as long counts the same."""
+        """Seconds of each level's links at full use: half of the links for two seconds count as one second."""
         found: defaultdict[str, float] = defaultdict(float)
         ends = [at for at, _ in self.loads[1:]]
         for (begin, load), end in zip(self.loads, [*ends, self.now]):
@@ -192,16 +193,16 @@ class Streams:
 
     @property
     def is_running(self) -> bool:
-        """Whether something was started and is not done."""
+        """Whether a started collective has not ended."""
         return bool(self._queues)
 
     @property
     def running(self) -> list[Transfer]:
-        """The collectives under way, in the order of groups."""
+        """The started collectives that have not ended, by group."""
         return [transfer for queue in self._queues.values() for transfer in queue]
 
     def _begin(self, transfer: Transfer) -> None:
-        """The group has come to this one."""
+        """Begin the first phase of a collective."""
         transfer.begin = self.now
         if transfer.left <= 0:
             self._next_phase(transfer)
@@ -209,10 +210,10 @@ class Streams:
             self._rates[transfer] = 1.0
 
     def _next_phase(self, transfer: Transfer) -> None:
-        """Go from latency to transfer, and from there to the end; then the next collective of its group begins."""
+        """Go from latency to transfer, or from transfer to the end; then the next collective of the group begins."""
         if not transfer.moving and transfer.demand.transfer > 0:
             transfer.moving, transfer.left = True, transfer.demand.transfer
-            self._share()
+            self._share_links()
             return
         transfer.end = self.now
         self.ended += 1
@@ -220,14 +221,14 @@ class Streams:
         queue = self._queues[transfer.group]
         queue.popleft()
         if transfer.moving:
-            self._share()
+            self._share_links()
         if queue:
             self._begin(queue[0])
         else:
             del self._queues[transfer.group]
 
-    def _share(self) -> None:
-        """Share the links anew: a transfer has begun to move bytes, or ended."""
+    def _share_links(self) -> None:
+        """Share the links anew, after a transfer has begun or ended."""
         moving = [queue[0] for queue in self._queues.values() if queue and queue[0].moving and queue[0].end is None]
         usages = [transfer.demand.use for transfer in moving]
         rates = fair_rates(usages)
@@ -241,16 +242,16 @@ class Streams:
         self.loads.append((self.now, load))
 
     def _next_end(self) -> float:
-        """Seconds until the next of the running collectives ends a phase."""
+        """Seconds until the next running collective ends a phase."""
         return min((transfer.left / rate for transfer, rate in self._rates.items()), default=math.inf)
 
-    def _pass(self, span: float, slowdown: float = 1.0) -> None:
-        """Let `span` seconds pass, no more than until the next end of a phase; each takes so many times as long."""
+    def _advance(self, span: float, slowdown: float = 1.0) -> None:
+        """Let `span` seconds pass, at most until the next end of a phase; collectives take `slowdown` times as long."""
         self.now += span
         ended = []
         for transfer, rate in self._rates.items():
             transfer.left -= rate * span / slowdown
-            if transfer.left <= _DONE * transfer.demand.seconds:
+            if transfer.left <= _ROUNDING_SHARE * transfer.demand.seconds:
                 ended.append(transfer)
         for transfer in ended:
             self._next_phase(transfer)

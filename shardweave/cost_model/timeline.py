@@ -3,9 +3,9 @@
 A `StreamOp` is one request of a step to a stream: a kernel, the start of a collective, or a wait. `replay` runs a list
 of them again. A `Timeline` records when each of them ran on which stream, and the memory in use.
 
-The export has the format of Google's "Trace Event Format", which https://ui.perfetto.dev opens: ``X`` is a span,
-``C`` a counter, ``M`` a name; times are in microseconds. Spans of one thread may not overlap, so each group of ranks
-has a thread of its own. The picture has the streams above and memory below, on one time axis.
+The export has Google's "Trace Event Format", which https://ui.perfetto.dev opens: ``X`` is a span, ``C`` a counter,
+``M`` a name; times are in microseconds. Spans of one thread may not overlap, so each group of ranks has its own thread.
+The picture has the streams above and memory below, on one time axis.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class StreamOp(NamedTuple):
     Parameters
     ----------
     part : int
-        Which of the step's graphs it is of, in the order in which they are played.
+        The number of its graph, in the order in which the graphs run.
     op : str
         The module or parameter that it belongs to.
     seconds : float
-        Of a kernel alone.
+        The time of a kernel alone.
     transfer : Transfer, optional
-        The collective; None of a kernel.
+        The collective; None for a kernel.
     waits : bool
-        Whether it waits for the collective, not starts it.
+        It waits for the collective; else it starts it.
     """
 
     part: int
@@ -56,7 +56,7 @@ class StreamOp(NamedTuple):
 
 
 class ReplayTimes(NamedTuple):
-    """Seconds of a simulated stretch, and the part of them in which kernels ran."""
+    """Seconds of replayed operations, and the part of them in which kernels ran."""
 
     seconds: float
     compute: float
@@ -67,7 +67,7 @@ def replay(stream_ops: Sequence[StreamOp], device: Device) -> ReplayTimes:
 
     Examples
     --------
-    A kernel takes twice as long beside a collective of three seconds, of which one is left then.
+    A kernel takes twice as long beside a collective of three seconds.
 
     >>> from shardweave.cost_model import Cluster
     >>> from shardweave.cost_model import Machine
@@ -79,39 +79,39 @@ def replay(stream_ops: Sequence[StreamOp], device: Device) -> ReplayTimes:
     """
     streams = Streams(Contention.of(device), device.collective_host_seconds)
     started: dict[Transfer, Transfer] = {}
-    compute = ahead = 0.0
+    compute = pending = 0.0  # neighbouring kernels run as one
     for op in stream_ops:
         if op.transfer is None:
-            ahead += op.seconds
+            pending += op.seconds
             continue
-        compute, ahead = compute + streams.compute(ahead), 0.0
+        compute, pending = compute + streams.compute(pending), 0.0
         if op.waits:
             streams.wait(started[op.transfer])
         else:
             started[op.transfer] = Transfer(op.transfer.group, op.transfer.demand)
             streams.start(started[op.transfer])
-    compute += streams.compute(ahead)
+    compute += streams.compute(pending)
     while streams.is_running:
         streams.advance()
     return ReplayTimes(streams.now, compute)
 
 
 COMPUTE = "compute"
-"""The name of the stream that computes; the others are called after the cluster's levels."""
+"""The name of the compute stream. The other streams have the names of the cluster's levels."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that takes time on a stream.
+    """A kernel, a collective or a wait on a stream.
 
     Parameters
     ----------
     name : str
-        The node's, or the collective's kind and owner.
+        The name of the node, or the kind and the owner of the collective.
     stream : str
         `COMPUTE` or the name of a level.
     start, seconds : float
-        When it began after the start of the step, and how long it took.
+        Its start, counted from the start of the step, and its duration, in seconds.
     phase : str
         ``"forward"``, ``"backward"`` or ``"optimizer"``.
     kind : str
@@ -121,11 +121,11 @@ class Event:
     op : str
         The module or parameter that it belongs to.
     flops, bytes : int
-        What it computed, what it moved (the whole buffer).
+        The FLOPs of a kernel, the bytes of a collective's whole buffer.
     alone : float
-        Seconds that it would take alone: compute without a slowdown, a collective with its links for itself.
+        Seconds without any contention: compute without a slowdown, a collective that shares no link.
     group : str
-        Whose collective it is: those of one group come one after another, those of several may overlap.
+        The group of ranks of a collective. Collectives of different groups may overlap.
     """
 
     name: str
@@ -155,7 +155,7 @@ class Timeline:
     cluster : str
         The name of the machine.
     events : tuple of Event
-        In the order in which they were issued.
+        In the order in which the step issues them.
     streams : tuple of str
         `COMPUTE`, then the levels of the cluster from the innermost.
     step_time : float
@@ -163,16 +163,15 @@ class Timeline:
     memory : MemoryCurve
         Bytes in use.
     busy : mapping of str to float
-        Seconds for which all the links of each level have been in use; half of them count half.
+        Seconds of each level's links at full use; half of the links count half.
     loads : tuple of (float, tuple of float)
-        From when on, which part of each level's links was in use.
+        The part of each level's links in use from a time on.
     stream_ops : tuple of StreamOp
-        What was asked of the streams.
+        The requests to the streams, for `replay`.
     micro_batches : int
-        Into how many parts the step's batch is cut; the timeline shows all of them.
+        The number of micro-batches of the step. The timeline shows all of them.
     reduces_gradients : bool
-        Whether gradients are brought to the optimizer's states, as in a training step; without, they stay where they
-        are added up.
+        Whether the gradients are reduced, as in a training step. Else they stay accumulated on each rank.
 
     Notes
     -----
@@ -210,7 +209,7 @@ class Timeline:
 
     @property
     def compute_time(self) -> float:
-        """Seconds in which the compute stream computes, optimizer step and slowdown by communication included."""
+        """Seconds of kernels and of the optimizer step, with the slowdown by collectives."""
         return sum(event.seconds for event in self.events if event.kind == "compute")
 
     @property
@@ -220,20 +219,20 @@ class Timeline:
 
     @property
     def communication_time(self) -> float:
-        """Seconds of all collectives, hidden or not, each as if it were alone."""
+        """Seconds of all collectives, hidden or exposed, each without contention."""
         return sum(event.alone for event in self.events if event.stream != COMPUTE)
 
     @property
     def slowdown_time(self) -> float:
-        """The part of `compute_time` that compute takes longer because communication runs beside it, in seconds."""
+        """Seconds by which collectives slow down the kernels: a part of `compute_time`."""
         return self.compute_time - sum(event.alone for event in self.events if event.kind == "compute")
 
     @property
     def utilisation(self) -> dict[str, float]:
-        """The part of the step, in [0, 1], for which each stream is in use: of a level, all its links."""
+        """The part of the step, in [0, 1], for which each stream, or all links of a level, are in use."""
         used = {COMPUTE: self.compute_time, **self.busy}
-        whole = self.step_time or 1.0
-        return {name: min(1.0, used.get(name, 0.0) / whole) for name in self.streams}
+        seconds = self.step_time or 1.0
+        return {name: min(1.0, used.get(name, 0.0) / seconds) for name in self.streams}
 
     @property
     def peak_memory(self) -> int:
@@ -262,7 +261,7 @@ class Timeline:
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
     def memory_report(self, count: int = 8) -> str:
-        """A report of the memory peak: bytes, time, bytes by kind, and the `count` largest values."""
+        """A report of the peak of memory: bytes, time, bytes by kind, and the `count` largest values."""
         phase, running = self._at(self.memory.peak_seconds)
         during = f", in the {phase} of {running}" if phase else ""
         lines = [
@@ -277,7 +276,7 @@ class Timeline:
         return "\n".join(lines)
 
     def _at(self, seconds: float) -> tuple[str, str]:
-        """The phase, and what computes or is waited for, at a moment; empty where nothing does."""
+        """The phase and the op on the compute stream at a time; both are "" if it is idle."""
         for event in self.events:
             if event.stream == COMPUTE and event.start <= seconds < event.end:
                 return event.phase, event.op or event.name
@@ -293,21 +292,21 @@ class Timeline:
         memory_limit : int, optional
             Bytes, drawn as a line.
         """
-
         return draw(self, path, memory_limit)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the step as a Chrome trace, which https://ui.perfetto.dev opens."""
+        Path(path).write_text(
+            json.dumps({"traceEvents": trace_events(self), "displayTimeUnit": "ms"}), encoding="utf-8"
+        )
 
-        Path(path).write_text(json.dumps({"traceEvents": rows(self), "displayTimeUnit": "ms"}), encoding="utf-8")
 
-
-def rows(timeline: Timeline) -> list[dict[str, Any]]:
+def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
     """The spans of all streams, and counters of memory by kind and of each level's load."""
-    return [*_names(timeline), *_spans(timeline), *_memory(timeline), *_links(timeline)]
+    return [*_names(timeline), *_spans(timeline), *_memory_counters(timeline), *_link_counters(timeline)]
 
 
-def threads(timeline: Timeline) -> dict[tuple[str, str], int]:
+def _thread_numbers(timeline: Timeline) -> dict[tuple[str, str], int]:
     """The number of the thread of each stream and group: compute, then the levels from the innermost."""
     used = {(event.stream, event.group): None for event in timeline.events} | {(COMPUTE, ""): None}
     return {key: number for number, key in enumerate(sorted(used, key=lambda key: timeline.streams.index(key[0])))}
@@ -316,7 +315,7 @@ def threads(timeline: Timeline) -> dict[tuple[str, str], int]:
 def _names(timeline: Timeline) -> list[dict[str, Any]]:
     title = f"one rank (simulated): {timeline.title}"
     found: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}]
-    for (stream, group), number in threads(timeline).items():
+    for (stream, group), number in _thread_numbers(timeline).items():
         title = stream if stream == COMPUTE else f"{stream} links, {group}"
         thread = {"ph": "M", "pid": 0, "tid": number}
         found.append({**thread, "name": "thread_name", "args": {"name": title}})
@@ -325,7 +324,7 @@ def _names(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def _spans(timeline: Timeline) -> list[dict[str, Any]]:
-    numbers = threads(timeline)
+    numbers = _thread_numbers(timeline)
     return [
         {
             "ph": "X",
@@ -342,9 +341,9 @@ def _spans(timeline: Timeline) -> list[dict[str, Any]]:
     ]
 
 
-def _memory(timeline: Timeline) -> list[dict[str, Any]]:
+def _memory_counters(timeline: Timeline) -> list[dict[str, Any]]:
     curve = timeline.memory
-    last = np.append(np.diff(curve.seconds) > 0, True)  # of the changes at one moment only the last counts
+    last = np.append(np.diff(curve.seconds) > 0, True)  # the last change at each time
     used = [kind for k, kind in enumerate(curve.kinds) if curve.bytes[:, k].any()]
     columns = [curve.kinds.index(kind) for kind in used]
     return [
@@ -353,7 +352,7 @@ def _memory(timeline: Timeline) -> list[dict[str, Any]]:
     ]
 
 
-def _links(timeline: Timeline) -> list[dict[str, Any]]:
+def _link_counters(timeline: Timeline) -> list[dict[str, Any]]:
     levels = timeline.streams[1:]
     used = [k for k in range(len(levels)) if any(load[k] for _, load in timeline.loads)]
     return [
@@ -365,7 +364,7 @@ def _counter(name: str, at: float, args: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "C", "pid": 0, "name": name, "ts": at * 1e6, "args": args}
 
 
-_COLOURS = {  # of what a stream does
+_EVENT_COLOURS = {
     "forward": "#4C78A8",
     "backward": "#2F4B6E",
     "optimizer": "#8C6BB1",
@@ -374,7 +373,7 @@ _COLOURS = {  # of what a stream does
     "gradient traffic": "#E69F37",
     "activation traffic": "#D1495B",
 }
-_MEMORY = {
+_MEMORY_COLOURS = {
     "parameters": "#59A14F",
     "optimizer": "#8C6BB1",
     "copies": "#7DBE76",
@@ -438,7 +437,7 @@ def _draw_streams(axes: Axes, timeline: Timeline, streams: Sequence[str], scale:
             axes.broken_barh(
                 bars,
                 (row - 0.36 + 0.72 * lane / len(groups), 0.72 / len(groups)),
-                facecolor=_COLOURS[colour],
+                facecolor=_EVENT_COLOURS[colour],
                 edgecolor="#C8786E" if wait else "white",
                 linewidth=0.0 if len(spans) > 400 else 0.3,
                 hatch="////" if wait and len(spans) <= 400 else None,
@@ -446,11 +445,11 @@ def _draw_streams(axes: Axes, timeline: Timeline, streams: Sequence[str], scale:
             )
     axes.set_yticks(range(len(streams)), [s if s == COMPUTE else f"{s} links" for s in streams])
     axes.set_ylim(len(streams) - 0.5, -0.5)
-    _legend(axes, [(name, _COLOURS[name]) for name in _COLOURS if name in present])
+    _legend(axes, [(name, _EVENT_COLOURS[name]) for name in _EVENT_COLOURS if name in present])
 
 
 def _merged(events: Sequence[Event], timeline: Timeline) -> dict[str, list[tuple[float, float]]]:
-    """By colour the (start, seconds) of neighbouring events in one: gaps below a pixel would hide them."""
+    """The (start, seconds) of spans by colour. Compute events less than a pixel apart become one span."""
     merged: dict[str, list[tuple[float, float]]] = {}
     pixel = timeline.step_time / 4000
     for event in events:
@@ -467,12 +466,12 @@ def _draw_memory(axes: Axes, timeline: Timeline, limit: int | None, scale: float
     curve = timeline.memory
     peak = curve.peak
     size, unit = _unit(max(peak, limit or 0), (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)))
-    used = [k for k in range(len(curve.kinds)) if curve.bytes[:, k].max() > 2e-3 * peak]  # others would not be seen
+    used = [k for k in range(len(curve.kinds)) if curve.bytes[:, k].max() > 2e-3 * peak]  # smaller ones are invisible
     shown = _outline(curve)
     times, floor = curve.seconds[shown] / scale, np.zeros(len(shown))
     for k in used:
         roof = floor + curve.bytes[shown][:, k] / size
-        axes.fill_between(times, floor, roof, color=_MEMORY[curve.kinds[k]], step="post", linewidth=0)
+        axes.fill_between(times, floor, roof, color=_MEMORY_COLOURS[curve.kinds[k]], step="post", linewidth=0)
         floor = roof
     at = int(curve.total.argmax())
     when, high = curve.seconds[at] / scale, peak / size
@@ -502,11 +501,11 @@ def _draw_memory(axes: Axes, timeline: Timeline, limit: int | None, scale: float
         )
     axes.set_ylim(0, max(high, (limit or 0) / size) * 1.12 or 1.0)
     axes.set_ylabel(f"memory ({unit})", color=_INK, fontsize=9)
-    _legend(axes, [(curve.kinds[k], _MEMORY[curve.kinds[k]]) for k in reversed(used)])
+    _legend(axes, [(curve.kinds[k], _MEMORY_COLOURS[curve.kinds[k]]) for k in reversed(used)])
 
 
 def _outline(curve: MemoryCurve, pixels: int = 2000) -> list[int]:
-    """The rows to draw: of those that fall into one pixel the largest, so that no peak is lost, and the last."""
+    """The rows of the curve to draw: the largest and the last of each pixel, so that no peak is lost."""
     total, end = curve.total, curve.seconds[-1] or 1.0
     pixel = np.floor(curve.seconds / end * pixels)
     edges = [0, *(np.flatnonzero(np.diff(pixel)) + 1).tolist(), len(total)]
@@ -539,7 +538,7 @@ def _legend(axes: Axes, entries: Sequence[tuple[str, str]]) -> None:
 
 
 def _unit(value: float, units: Sequence[tuple[str, float]]) -> tuple[float, str]:
-    """The first of `units` that `value` reaches, as (scale, name); the last where it reaches none."""
+    """The first of `units` that `value` reaches, or else the last one, as (scale, name)."""
     for name, scale in units:
         if value >= scale:
             return scale, name
