@@ -1,10 +1,10 @@
 """Scratch memory: allocations of kernels, collectives and optimizers beside their results, and the rounding of sizes.
 
-The figures of the CPU are measured: torch 2.13's allocator was asked for every block while each op of the models in
-`tests/models` ran (`tests.peak_memory.changes`), and what it gave is explained by the kernels' sources, which lie in
-``aten/src/ATen/native`` and are named at each formula. Those of a GPU are read from the sources. cuBLAS' workspace
-(8 MiB a stream, 32 MiB on Hopper: ``aten/src/ATen/cuda/CublasHandlePool.cpp``), cuDNN's and NCCL's buffers are not
-here: a plan's reserve is for them.
+The formulas of the CPU were measured: they give the bytes that torch 2.13's allocator handed out while each op of the
+models in `tests/models` ran (`tests.peak_memory.changes`). Each formula names the kernel's source in
+``aten/src/ATen/native``. The formulas of a GPU are read from the sources. The workspaces of cuBLAS (8 MiB a stream, 32
+MiB on Hopper: ``aten/src/ATen/cuda/CublasHandlePool.cpp``), cuDNN and NCCL are not included: a plan's reserve is for
+them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import fx
 from shardweave.cost_model.machine import Device
 from shardweave.sharding import is_start, op_arguments, op_of, tensor_bytes
 
-_BLOCK = {"cuda": 512, "cpu": 1}
-"""Sizes are multiples of it: ``kMinBlockSize`` of c10/cuda/CUDACachingAllocator.cpp. The CPU's allocator aligns to 64
-bytes (c10/core/alignment.h) and says of a block just what was asked for, which is what measurements see."""
-_CHANNELS = 16
+_BLOCK_BYTES = {"cuda": 512, "cpu": 1}
+"""Allocated sizes are multiples of it: ``kMinBlockSize`` of c10/cuda/CUDACachingAllocator.cpp. The CPU's allocator
+aligns to 64 bytes (c10/core/alignment.h), but reports the size that was asked for, so measurements see no rounding."""
+_CHANNEL_BLOCK = 16
 """oneDNN's blocked layouts pad channels to a multiple of this, with AVX-512."""
 
 
@@ -30,23 +30,21 @@ def allocated_bytes(num_bytes: int, device: Device) -> int:
     """Bytes of the block that the allocator of `device` gives for `num_bytes`.
 
     >>> from shardweave.cost_model import Cluster
-    >>> from shardweave.cost_model import Machine
     >>> [allocated_bytes(1000, Cluster.preset(name).device) for name in ("dgx-a100", "local-cpu")]
     [1024, 1000]
     """
-    block = _BLOCK[device.allocator]
+    block = _BLOCK_BYTES[device.allocator]
     return -(-num_bytes // block) * block
 
 
 def scratch_bytes(node: fx.Node, device: Device) -> int:
-    """Bytes that `node` takes only while it runs, beside its results.
+    """Bytes that `node` allocates beside its results, and frees when it ends.
 
     Examples
     --------
-    A product takes none, the gradient of a batch norm as much as its input on a CPU.
+    A matrix product needs none.
 
     >>> from shardweave.cost_model import Cluster
-    >>> from shardweave.cost_model import Machine
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
     >>> x.meta["val"] = torch.empty(8, 8, device="meta")
@@ -63,7 +61,7 @@ def scratch_bytes(node: fx.Node, device: Device) -> int:
 
 
 def sent_copy_bytes(start: fx.Node, device: Device) -> int:
-    """Bytes of a copy that a collective keeps from its start to its wait.
+    """Bytes of a copy that a collective holds from its start to its wait.
 
     Gloo has no reduce-scatter and reduces a copy of the whole input (ProcessGroupGloo.cpp,
     ``reduce_scatter_tensor_coalesced``); NCCL needs none.
@@ -73,26 +71,25 @@ def sent_copy_bytes(start: fx.Node, device: Device) -> int:
 
 
 def optimizer_scratch_bytes(sizes: list[int], states: float, alone: bool, device: Device) -> int:
-    """Bytes that an optimizer's step takes beside parameters, gradients and states.
+    """Bytes that an optimizer's step allocates beside parameters, gradients and states.
 
-    Adam makes the root of its second moment and divides it, for one parameter after another: two temporaries, and the
-    last parameter's quotient is freed after the next one's (``torch/optim/adam.py``, ``_single_tensor_adam``). That
-    is torch's way with DTensors everywhere, and with all on a CPU. Plain tensors on a GPU are updated together
-    (``_multi_tensor_adam``): one temporary of all. Optimizers with less than two states work in place (``sgd.py``).
+    Adam takes the root of its second moment and divides it, for one parameter after another: two temporaries, and the
+    quotient of one parameter is freed after that of the next (``torch/optim/adam.py``, ``_single_tensor_adam``). So
+    torch updates DTensors, and any tensors on a CPU. Plain tensors on a GPU are updated together
+    (``_multi_tensor_adam``): one temporary for each. Optimizers with less than two states work in place (``sgd.py``).
 
     Parameters
     ----------
     sizes : list of int
         Bytes of each trainable parameter on this device, in their order.
     states : float
-        Bytes of states for each of a parameter.
+        Bytes of optimizer state for each byte of a parameter.
     alone : bool
-        Whether there is one device only, so that parameters are plain tensors.
+        There is only one device, so parameters are plain tensors.
 
     Examples
     --------
     >>> from shardweave.cost_model import Cluster
-    >>> from shardweave.cost_model import Machine
     >>> optimizer_scratch_bytes([10, 6, 8], 2.0, False, Cluster.local(2).device)
     22
     """
@@ -110,20 +107,20 @@ def _name(node: fx.Node) -> str:
 
 
 def _value(node: fx.Node, position: int) -> Any:
-    """The value of an argument, or the argument itself; of an op that draws, of its own arguments."""
+    """The value of an argument: ``meta["val"]`` of a node, else the argument itself."""
     args, _ = op_arguments(node)
     argument = args[position] if position < len(args) else None
     return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
 
 
 def _attention(node: fx.Node) -> int:
-    """FlashAttentionKernel.cpp: for each thread a block of scores, two statistics a row, and a block of the result."""
+    """FlashAttentionKernel.cpp: a block of scores, two statistics a row, and a block of the result."""
     rows, columns, width = _attention_block(node, query=0)
     return 4 * rows * (columns + 2 + width)
 
 
 def _attention_backward(node: fx.Node) -> int:
-    """The same, where a thread holds a block of scores and of their gradient, and a sum a row."""
+    """FlashAttentionKernel.cpp: a block of scores and one of their gradient, and a sum a row."""
     rows, columns, _ = _attention_block(node, query=1)
     return 4 * rows * (2 * columns + 1)
 
@@ -137,15 +134,15 @@ def _attention_block(node: fx.Node, query: int) -> tuple[int, int, int]:
 def _convolution(node: fx.Node) -> int:
     """mkldnn/Conv.cpp: oneDNN's blocked copies. The plain result is allocated after the operands' copies are freed.
 
-    The copy of an image with few channels is left out, as oneDNN reads it where it lies.
+    oneDNN makes no copy of an image with few channels.
     """
     given, weight, result = _value(node, 0), _value(node, 1), node.meta["val"]
     plain = tensor_bytes(result)
-    if _taps(weight) == 1:
+    if _is_pointwise(weight):
         return 0
     if _grouped(node):
         return tensor_bytes(given) + tensor_bytes(weight)
-    operands = _padded(given) + _padded_weight(weight) if given.shape[1] >= _CHANNELS else 0
+    operands = _padded(given) + _padded_weight(weight) if given.shape[1] >= _CHANNEL_BLOCK else 0
     return _padded(result) + max(operands, plain) - plain
 
 
@@ -153,7 +150,7 @@ def _input_gradient(node: fx.Node) -> int:
     """The same for the gradient, and a contiguous input whose shape alone is needed (`ops.convolution_and_moe`)."""
     gradient, weight, result = _value(node, 0), _value(node, 1), node.meta["val"]
     plain = tensor_bytes(result)
-    if _taps(weight) == 1:
+    if _is_pointwise(weight):
         return plain
     if _grouped(node):
         return plain + tensor_bytes(gradient) + tensor_bytes(weight)
@@ -161,13 +158,13 @@ def _input_gradient(node: fx.Node) -> int:
 
 
 def _weight_gradient(node: fx.Node) -> int:
-    """Blocked copies of gradient, input and result; where the kernel has one tap, of the result only."""
+    """Blocked copies of gradient, input and result; of the result only for a 1x1 kernel."""
     gradient, given, result = _value(node, 0), _value(node, 1), node.meta["val"]
-    if _taps(result) == 1:
+    if _is_pointwise(result):
         return tensor_bytes(result)
     if _grouped(node):
         return tensor_bytes(given)
-    if max(gradient.shape[1], given.shape[1]) < _CHANNELS:
+    if max(gradient.shape[1], given.shape[1]) < _CHANNEL_BLOCK:
         return tensor_bytes(gradient) + tensor_bytes(given) + tensor_bytes(result)
     return _padded(gradient) + _padded(given) + _padded_weight(result)
 
@@ -176,25 +173,25 @@ def _grouped(node: fx.Node) -> bool:
     return bool(_value(node, 8) != 1)
 
 
-def _taps(weight: torch.Tensor) -> int:
-    taps: int = math.prod(weight.shape[2:])
-    return taps
+def _is_pointwise(weight: torch.Tensor) -> bool:
+    """A convolution of one tap, such as a 1x1 kernel."""
+    return math.prod(weight.shape[2:]) == 1
 
 
 def _padded(image: torch.Tensor) -> int:
     """Bytes of an image with its channels, the second dimension, in blocks."""
     channels = max(1, int(image.shape[1]))
-    return tensor_bytes(image) // channels * _whole(channels)
+    return tensor_bytes(image) // channels * _padded_channels(channels)
 
 
 def _padded_weight(weight: torch.Tensor) -> int:
     """Bytes of a weight with its channels, the first two dimensions, in blocks."""
-    made, taken = max(1, int(weight.shape[0])), max(1, int(weight.shape[1]))
-    return tensor_bytes(weight) // (made * taken) * _whole(made) * _whole(taken)
+    outputs, inputs = max(1, int(weight.shape[0])), max(1, int(weight.shape[1]))
+    return tensor_bytes(weight) // (outputs * inputs) * _padded_channels(outputs) * _padded_channels(inputs)
 
 
-def _whole(channels: int) -> int:
-    return -(-channels // _CHANNELS) * _CHANNELS
+def _padded_channels(channels: int) -> int:
+    return -(-channels // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
 
 
 def _expert_mm(node: fx.Node) -> int:
@@ -225,7 +222,7 @@ def _dequantize(node: fx.Node) -> int:
 
 
 def _sum_dequantized(node: fx.Node) -> int:
-    """The blocks of the sum and of the addend, and the addend's codes; then, once these are freed, the result."""
+    """The blocks of the sum and of the addend, and the addend's codes. The result is allocated after they are freed."""
     scales, result = _value(node, 1), node.meta["val"]
     one = tensor_bytes(scales) * int(_value(node, 3)) // int(scales.shape[0])
     codes = int(result.numel()) if _value(node, 0).dtype == torch.uint8 else 0
@@ -262,7 +259,7 @@ def _flash_backward(node: fx.Node) -> int:
     return 4 * batch * heads * rows * (width + 1)
 
 
-_OWN: dict[str, Callable[[fx.Node], int]] = {  # the same on any device
+_ANY_DEVICE: dict[str, Callable[[fx.Node], int]] = {
     "quantize_blocks": _quantize,
     "dequantize_blocks": _dequantize,
     "sum_dequantized": _sum_dequantized,
@@ -270,7 +267,7 @@ _OWN: dict[str, Callable[[fx.Node], int]] = {  # the same on any device
     "from_ordered_bits": _from_ordered_bits,
 }
 _CPU: dict[str, Callable[[fx.Node], int]] = {
-    **_OWN,
+    **_ANY_DEVICE,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "convolution": _convolution,
@@ -283,7 +280,7 @@ _CPU: dict[str, Callable[[fx.Node], int]] = {
     "_safe_softmax": lambda node: int(_value(node, 0).numel()),  # attention.cpp: which entries are minus infinity
 }
 _CUDA: dict[str, Callable[[fx.Node], int]] = {
-    **_OWN,
+    **_ANY_DEVICE,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_backward,  # planned for GPUs on a laptop
 }

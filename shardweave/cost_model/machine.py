@@ -128,7 +128,7 @@ class Device:
         Part of `memory_bandwidth` that a pointwise kernel reaches; 0.7 to 0.9 on GPUs.
     matmul_half : mapping of str to float
         By dtype, the size ``h`` of a dimension at which a product reaches half of `matmul_efficiency`: a product of
-        ``m k, k n`` reaches the part ``m / (m + h) * n / (n + h) * k / (k + h)`` of it (`node_cost.matmul_seconds`).
+        ``m k, k n`` reaches the part ``m / (m + h) * n / (n + h) * k / (k + h)`` of it (`node_cost.formula_seconds`).
         That of float32 stands in for dtypes not listed; without it, 0: every shape reaches the same.
     memory_half : float
         The bytes at which a kernel reaches half of `memory_efficiency`, its launch apart.

@@ -24,10 +24,12 @@ MEMORY_KINDS = (
     "parameters", "optimizer", "copies", "buffers", "inputs", "saved", "gathered", "working", "scratch", "gradients",
     "outputs",
 )  # fmt: skip
-"""What memory is used for, in the order in which plots stack it. *Copies* are parameters as a step computes
-with them, gathered or in another dtype, which the backward needs, too; *saved* is what else it needs of the forward;
-*gathered* a parameter that is whole (or less sharded) for a while; *working* every other value on its way; *scratch*
-what kernels, collectives and the optimizer take beside their results (`kernel_scratch.py`)."""
+"""The kinds of memory, in the order in which plots stack them.
+
+*Copies* are gathered or cast parameters that are kept for the backward. *Saved* values are the other values that are
+kept for the backward. *Gathered* parameters are freed after their use. *Working* is every other intermediate value.
+*Scratch* is what kernels, collectives and the optimizer allocate beside their results (`kernel_scratch.py`).
+"""
 
 Storage = tuple[fx.Node, int]
 """A piece of memory: the node that computes it, and which of the node's outputs it is."""
@@ -40,11 +42,11 @@ class Liveness:
     Parameters
     ----------
     where : mapping of Node to tuple of Storage
-        In which storages each node's value lies.
+        The storages of each node's value.
     born : mapping of Node to tuple of Storage
-        What each node allocates.
+        The storages that each node allocates.
     dead : mapping of Node to tuple of Storage
-        What no node after this one uses. Whoever holds a storage from outside keeps it all the same.
+        The storages that each node is the last to use. A caller may still hold them.
     """
 
     where: Mapping[fx.Node, tuple[Storage, ...]]
@@ -53,14 +55,14 @@ class Liveness:
 
 
 class MicroBatchSharing(NamedTuple):
-    """The storages that a graph which runs once for each micro-batch shares between its runs.
+    """The values that the micro-batches of a graph share.
 
     Parameters
     ----------
     shared : frozenset of str
-        Nodes that the first run computes and all runs use: their memory is in use from the beginning to the end.
+        Nodes that the first micro-batch computes and all use. Their memory is in use all the time.
     sums : frozenset of str
-        Placeholders with the sums of the gradients so far, which are freed after their last use.
+        Placeholders with the accumulated gradients, which are freed after their last use.
     """
 
     shared: frozenset[str] = frozenset()
@@ -75,7 +77,7 @@ class MicroBatchSharing(NamedTuple):
 
 
 NO_SHARING = MicroBatchSharing()
-"""The `MicroBatchSharing` of a graph that runs once."""
+"""The `MicroBatchSharing` of a graph that runs once a step."""
 
 
 def storage_bytes(storage: Storage) -> int:
@@ -85,14 +87,14 @@ def storage_bytes(storage: Storage) -> int:
 
 
 def liveness(graph: fx.Graph, given: Mapping[fx.Node, tuple[Storage, ...]] | None = None) -> Liveness:
-    """The storages of `graph`, in one pass over its nodes.
+    """The storages of `graph` and their lifetimes.
 
     Parameters
     ----------
     graph : fx.Graph
         Its nodes carry ``meta["val"]`` with local shapes.
     given : mapping of Node to tuple of Storage, optional
-        Placeholders that lie in storages of another graph: what the forward saved for the backward.
+        The storages of placeholders that another graph has allocated, as the saved values of a backward.
 
     Examples
     --------
@@ -119,11 +121,11 @@ def liveness(graph: fx.Graph, given: Mapping[fx.Node, tuple[Storage, ...]] | Non
             if own:
                 born[node] = own
         used = [node, *node.all_input_nodes]
-        if is_wait(node):  # until now the collective may have been reading its input
+        if is_wait(node):  # the collective reads its input until then
             used += [source for start in node.all_input_nodes if is_start(start) for source in start.all_input_nodes]
         for value in used:
             for storage in where[value]:
-                last.pop(storage, None)  # so that the order of `last` is that of the last uses
+                last.pop(storage, None)  # keeps `last` in the order of the last uses
                 last[storage] = node
     dead: dict[fx.Node, tuple[Storage, ...]] = {}
     for storage, node in last.items():
@@ -132,16 +134,16 @@ def liveness(graph: fx.Graph, given: Mapping[fx.Node, tuple[Storage, ...]] | Non
 
 
 def output_storages(value: object, found: Liveness) -> tuple[Storage, ...]:
-    """The storages of the nodes in `value`, a part of a graph's output."""
+    """The storages of the nodes in a part `value` of a graph's output."""
     return tuple(storage for node in node_nodes(value) for storage in found.where[node])
 
 
 def peak_live_bytes(
     graph: fx.Graph, costs: NodeCosts, sharing: MicroBatchSharing = NO_SHARING
 ) -> tuple[int, fx.Node | None]:
-    """The most bytes that a graph holds at once in its order, with what kernels and collectives take, and where.
+    """The peak of memory of a graph in its order of nodes, scratch included, and the node at which it is reached.
 
-    All that it takes is there from the beginning, all that it gives stays; `sharing` says what is otherwise.
+    Placeholders and constants are in use all the time, results until the end. Accumulated gradients are freed.
 
     Examples
     --------
@@ -183,7 +185,7 @@ def _storages(node: fx.Node, where: Mapping[fx.Node, tuple[Storage, ...]]) -> tu
     base = alias_of(node)
     if base is None:
         return tuple((node, index) for index, _ in enumerate(tensors(node.meta.get("val"))))
-    if node.target is operator.getitem and alias_of(base) is None:  # one of the outputs of a kernel that has several
+    if node.target is operator.getitem and alias_of(base) is None:  # one of several outputs of a kernel
         index = node.args[1]
         value = base.meta.get("val")
         if isinstance(index, int) and isinstance(value, list | tuple):
@@ -193,7 +195,7 @@ def _storages(node: fx.Node, where: Mapping[fx.Node, tuple[Storage, ...]]) -> tu
 
 
 class Change(NamedTuple):
-    """From `seconds` on, so many more `bytes` (fewer where below 0) are in use for `kind`, by the value `owner`."""
+    """At `seconds`, the value `owner` allocates `bytes` of `kind`; it frees them if `bytes` is negative."""
 
     seconds: float
     kind: str
@@ -205,8 +207,7 @@ class Change(NamedTuple):
 class MemoryCurve:
     """Bytes in use over time, by kind.
 
-    ``bytes[i, k]`` are in use for ``kinds[k]`` from ``seconds[i]`` on until ``seconds[i + 1]``, and ``changes[i - 1]``
-    led there.
+    ``bytes[i, k]`` of ``kinds[k]`` are in use from ``seconds[i]`` until ``seconds[i + 1]``, after ``changes[i - 1]``.
     """
 
     seconds: NDArray[np.float64]
@@ -216,7 +217,7 @@ class MemoryCurve:
 
     @classmethod
     def of(cls, changes: Sequence[Change], end: float) -> MemoryCurve:
-        """The curve of changes in the order in which they happen, until `end`.
+        """The curve of `changes`, in the order in which they happen, until `end`.
 
         >>> MemoryCurve.of([Change(0.0, "saved", 5), Change(1.0, "saved", -2)], 2.0).total.tolist()
         [0, 5, 3, 3]
@@ -242,7 +243,7 @@ class MemoryCurve:
 
     @property
     def peak_seconds(self) -> float:
-        """When the peak is first reached."""
+        """The time at which the peak is first reached."""
         return float(self.seconds[self._peak_row])
 
     @property
@@ -250,15 +251,15 @@ class MemoryCurve:
         return int(self.total.argmax())
 
     def at_peak(self) -> dict[str, int]:
-        """The parts of the peak, largest first."""
+        """The bytes of each kind at the peak, largest first."""
         return self._by_kind(self._peak_row)
 
     def at_rest(self) -> dict[str, int]:
-        """The memory in use between steps, largest first."""
+        """The bytes of each kind between steps, largest first."""
         return self._by_kind(-1)
 
     def largest_at_peak(self, count: int) -> list[tuple[str, str, int]]:
-        """The `count` largest values in use at the peak: whose, what for, and bytes.
+        """The `count` largest values at the peak: owner, kind and bytes.
 
         >>> curve = MemoryCurve.of([Change(0.0, "saved", 5, "x"), Change(1.0, "saved", 7, "y")], 2.0)
         >>> curve.largest_at_peak(1)

@@ -1,9 +1,9 @@
 """The cost of each node of a graph in seconds and bytes, and the time of the optimizer's step.
 
-A node's cost depends on its op and on the shapes, strides and dtypes of its arguments, not on its name. Each distinct
-node is priced once: a model of 96 layers has some hundred distinct nodes among tens of thousands.
+A node's cost depends on its op and on the shapes, strides and dtypes of its arguments, not on its name. The cost of
+equal nodes is computed once: a model of 96 layers has some hundred distinct nodes among tens of thousands.
 
-Compute time is a time measured on the device, or a roofline with efficiency curves:
+Compute time is measured on the device, or given by a roofline with efficiency curves:
 
     t = launch_latency + max(FLOPs / rate, (bytes + memory_half) / (memory_bandwidth * memory_efficiency))
     rate = peak * matmul_efficiency * m / (m + h) * n / (n + h) * k / (k + h)
@@ -11,13 +11,13 @@ Compute time is a time measured on the device, or a roofline with efficiency cur
 (Williams, Waterman and Patterson 2009.) The curve of a product is Hockney's half-performance length (Hockney and
 Jesshope, Parallel Computers 2, 1988, section 1.3.2) for each of its loops: ``m`` rows take as long as ``m + h`` rows
 at full rate. That is the average cost of padding to whole tiles and of filling a pipeline. Each constant is a figure
-of the `Device`, with its source in the preset. `Device.memory_times` replaces the second term where a profile
-measured it: data that fits a cache, or memory that is not new, moves much faster.
+of the `Device`, with its source in the preset. `Device.memory_times`, if a profile measured it, replaces the second
+term: data that fits a cache moves much faster.
 
-Where the cluster carries measured op times, a measured op takes its time. An op that was measured at other shapes takes
-the time of the nearest shape, scaled by the formula's ratio of the two. The formula holds for all other ops.
+An op that the cluster has a measured time for takes that time. An op that was measured at other shapes takes the time
+of the nearest shape, scaled by the formula's ratio of the two. The formula holds for all other ops.
 
-The optimizer's step takes its passes over memory, and the work of torch on the host for each parameter.
+The optimizer's step takes its reads and writes of memory, and the time of torch on the host for each parameter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardweave.cost_model.collectives import Demand, collective_demand
 from shardweave.cost_model.kernel_scratch import allocated_bytes, scratch_bytes, sent_copy_bytes
 from shardweave.cost_model.machine import Machine
 from shardweave.cost_model.measured_tables import interpolated
-from shardweave.cost_model.op_work import Product, Work, node_work
+from shardweave.cost_model.op_work import Work, node_work
 from shardweave.ir import Collective
 from shardweave.sharding import info, is_start, tensor_bytes, tensors
 
@@ -43,14 +43,14 @@ from shardweave.sharding import info, is_start, tensor_bytes, tensors
 def node_seconds(node: fx.Node, cluster: Machine) -> float:
     """Seconds that `node` takes on one device of `cluster`; 0 where it runs no kernel (see `node_work`).
 
-    Collectives are not compute: `collectives.collective_seconds` gives their time.
+    Of a collective this is 0: see `collectives.collective_seconds`.
     """
     work = node_work(node)
     return 0.0 if work is None else work_seconds(work, cluster)
 
 
 def work_seconds(work: Work, cluster: Machine) -> float:
-    """Seconds of one kernel that does `work`: measured where `cluster` has a time for it, else by the formula."""
+    """Seconds of one kernel that does `work`: the measured time if `cluster` has one, else by the formula."""
     if cluster.measured is None or not work.signature:
         return formula_seconds(work, cluster)
     return _measured_seconds(work, cluster)
@@ -70,35 +70,28 @@ def _measured_seconds(work: Work, cluster: Machine) -> float:
 
 
 def formula_seconds(work: Work, cluster: Machine) -> float:
-    """Seconds of one kernel that does `work`, by the formula alone."""
-    return matmul_seconds(work.computed * work.flops, work.num_bytes, work.dtype, cluster, work.product)
+    """Seconds of one kernel that does `work`, by the formula alone.
 
-
-def matmul_seconds(
-    flops: float, num_bytes: float, dtype: str, cluster: Machine, product: Product | None = None
-) -> float:
-    """Seconds of one kernel that does `flops` in `dtype` and moves `num_bytes`; with 0 FLOPs, of any other kernel.
-
-    Of a `product` small dimensions are computed at a lower rate; without one, at the rate of large ones.
+    A product with small dimensions is computed at a lower rate. Work without a product is computed at the full rate.
 
     Examples
     --------
     >>> from shardweave.cost_model import Cluster
     >>> cluster = Cluster.preset("dgx-a100")
-    >>> matmul_seconds(2 * 4096**3, 3 * 2 * 4096**2, "bfloat16", cluster) < 1e-3
+    >>> formula_seconds(Work(2 * 4096**3, 3 * 2 * 4096**2, "bfloat16"), cluster) < 1e-3
     True
     """
     device = cluster.device
-    arithmetic = flops / (device.peak(dtype) * device.matmul_efficiency)
-    if product is not None:
-        half = device.half_dimension(dtype)
-        for size in product:
+    arithmetic = work.computed * work.flops / (device.peak(work.dtype) * device.matmul_efficiency)
+    if work.product is not None:
+        half = device.half_dimension(work.dtype)
+        for size in work.product:
             arithmetic *= (size + half) / size if size else 1.0
-    return device.launch_latency + max(arithmetic, bytes_seconds(num_bytes, cluster))
+    return device.launch_latency + max(arithmetic, bytes_seconds(work.num_bytes, cluster))
 
 
 def bytes_seconds(num_bytes: float, cluster: Machine) -> float:
-    """Seconds for reading or writing `num_bytes` of a device's memory, as one kernel: as measured, or at its rate."""
+    """Seconds of one kernel that reads or writes `num_bytes` of memory: as measured, or at the device's bandwidth."""
     device = cluster.device
     rate = device.memory_bandwidth * device.memory_efficiency
     if not num_bytes:
@@ -109,11 +102,11 @@ def bytes_seconds(num_bytes: float, cluster: Machine) -> float:
     return (num_bytes + device.memory_half) / rate
 
 
-Place = tuple[str, bool]
-"""The name of an op (its module's), and whether it is its backward."""
+OpPass = tuple[str, bool]
+"""The name of an op (that of its module), and whether it is the backward."""
 
 
-def flops_by_op(graphs: fx.Graph | Iterable[fx.Graph]) -> Counter[Place]:
+def flops_by_op(graphs: fx.Graph | Iterable[fx.Graph]) -> Counter[OpPass]:
     """The FLOPs of `graphs` by op: products, convolutions and attention (`node_work`).
 
     Parameters
@@ -122,7 +115,7 @@ def flops_by_op(graphs: fx.Graph | Iterable[fx.Graph]) -> Counter[Place]:
         A joint graph, or a forward and a backward one. Its nodes carry their values in ``meta["val"]``: global ones
         (an annotated graph), or one device's (a sharded one).
     """
-    found: Counter[Place] = Counter()
+    found: Counter[OpPass] = Counter()
     for graph in [graphs] if isinstance(graphs, fx.Graph) else graphs:
         for node in graph.nodes:
             if (work := node_work(node)) is not None and work.flops:
@@ -130,11 +123,11 @@ def flops_by_op(graphs: fx.Graph | Iterable[fx.Graph]) -> Counter[Place]:
     return found
 
 
-def sharded_share(whole: Counter[Place], local: Counter[Place], devices: int) -> float:
-    """FLOPs of the step on one device, over those that all devices do together: 1 where nothing is done twice.
+def sharded_share(whole: Counter[OpPass], local: Counter[OpPass], devices: int) -> float:
+    """FLOPs of the step on one device, divided by those of all devices: 1 if no FLOP is repeated.
 
-    It is not capped. Above 1, the sharded step does less than the whole one: it must have dropped or split an op in a
-    way that the counting does not see, and the numbers of one of them are wrong.
+    It is not capped. A value above 1 means that the sharded step does less than the whole one, so one of the counts is
+    wrong.
 
     Examples
     --------
@@ -145,8 +138,8 @@ def sharded_share(whole: Counter[Place], local: Counter[Place], devices: int) ->
     return whole.total() / together if together else 1.0
 
 
-def replicated_ops(whole: Counter[Place], local: Counter[Place], devices: int) -> list[tuple[Place, float]]:
-    """The ops that devices compute redundantly, largest first, each with its share of all devices' FLOPs.
+def replicated_ops(whole: Counter[OpPass], local: Counter[OpPass], devices: int) -> list[tuple[OpPass, float]]:
+    """The ops that several devices repeat, largest first, each with the repeated part of all devices' FLOPs.
 
     Examples
     --------
@@ -155,8 +148,8 @@ def replicated_ops(whole: Counter[Place], local: Counter[Place], devices: int) -
     [(('down', False), 0.3333333333333333)]
     """
     together = devices * local.total()
-    excess = {place: (devices * count - whole[place]) / together for place, count in local.items()}
-    return sorted(((place, part) for place, part in excess.items() if part > 0), key=lambda item: -item[1])
+    excess = {op: (devices * count - whole[op]) / together for op, count in local.items()}
+    return sorted(((op, part) for op, part in excess.items() if part > 0), key=lambda item: -item[1])
 
 
 class NodeCost(NamedTuple):
@@ -165,16 +158,16 @@ class NodeCost(NamedTuple):
     Parameters
     ----------
     seconds : float
-        Of its kernel; 0 where it runs none.
+        The time of its kernel; 0 without a kernel.
     kernel : bool
-        Whether it runs one.
+        It runs a kernel.
     flops : int
     sizes : tuple of int
-        Bytes of each tensor of its value, as the allocator rounds them.
+        Allocated bytes of each tensor of its value.
     scratch : int
-        Bytes that it takes while it runs.
+        Bytes that it allocates and frees while it runs.
     held : int
-        Bytes that a collective takes from its start to its wait, beside its input and its result.
+        Bytes that a collective holds from its start to its wait, beside its input and its result.
     """
 
     seconds: float
@@ -212,21 +205,19 @@ class NodeCosts:
         found = self._nodes.get(node)
         if found is None:
             key = node_key(node)
-            found = self._distinct.get(key)
-            if found is None:
-                found = self._distinct[key] = self._price(node)
-            self._nodes[node] = found
+            if key not in self._distinct:
+                self._distinct[key] = self._compute(node)
+            found = self._nodes[node] = self._distinct[key]
         return found
 
     def collective(self, what: Collective) -> Demand:
         """The demand of a collective on the links."""
         key = what.kind, what.bytes, what.axes
-        found = self._collectives.get(key)
-        if found is None:
-            found = self._collectives[key] = collective_demand(what.kind, what.bytes, what.axes, self.cluster)
-        return found
+        if key not in self._collectives:
+            self._collectives[key] = collective_demand(what.kind, what.bytes, what.axes, self.cluster)
+        return self._collectives[key]
 
-    def _price(self, node: fx.Node) -> NodeCost:
+    def _compute(self, node: fx.Node) -> NodeCost:
         device = self.cluster.device
         sizes = tuple(allocated_bytes(tensor_bytes(value), device) for value in tensors(node.meta.get("val")))
         work = node_work(node)
@@ -239,49 +230,50 @@ class NodeCosts:
 def node_key(node: fx.Node) -> Hashable:
     """The key of a node's cost, with its value. Equal nodes of equal layers have equal keys."""
     if node.op != "call_function":
-        return node.op, _signed(node)
+        return node.op, _argument_key(node)
     what = info(node).collective
     kind = None if what is None else (what.kind, what.axes)
-    kwargs = tuple((name, _signed(value)) for name, value in node.kwargs.items()) if node.kwargs else ()
-    return node.target, _signed(node), _signed(node.args), kwargs, kind
+    kwargs = tuple((name, _argument_key(value)) for name, value in node.kwargs.items()) if node.kwargs else ()
+    return node.target, _argument_key(node), _argument_key(node.args), kwargs, kind
 
 
-def _signed(value: Any) -> Hashable:
+def _argument_key(value: Any) -> Hashable:
     if isinstance(value, fx.Node):
-        return _shown(value.meta.get("val"))
+        return _value_key(value.meta.get("val"))
     if isinstance(value, list | tuple):
-        return tuple([_signed(item) for item in value])
+        return tuple([_argument_key(item) for item in value])
     if isinstance(value, bool | int | float):
         return type(value), value  # 1, 1.0 and True are equal, and not the same to an op
     return value if isinstance(value, Hashable) else repr(value)
 
 
-def _shown(value: Any) -> Hashable:
+def _value_key(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, value.stride()
     if isinstance(value, list | tuple):
-        return tuple([_shown(item) for item in value])
+        return tuple([_value_key(item) for item in value])
     return type(value).__name__
 
 
-_STATES = (0.0, 1.0, 2.0)
-_PASSES = (3.0, 8.0, 20.0)
-"""Reads and writes of a parameter's size in a step of SGD, of momentum, of AdamW: counted in torch 2.13's
-``torch/optim/sgd.py`` and ``adam.py`` (``_single_tensor_adam``), an in-place op reading what it writes."""
+_STATE_COPIES = (0.0, 1.0, 2.0)
+"""Optimizer states for each parameter: of SGD, SGD with momentum, AdamW."""
+_READS_AND_WRITES = (3.0, 8.0, 20.0)
+"""How often a step of these optimizers reads or writes as many bytes as a parameter has: counted in torch 2.13's
+``torch/optim/sgd.py`` and ``adam.py`` (``_single_tensor_adam``). An in-op op reads and writes."""
 _HOST_SECONDS = (1.0e-5, 4.3e-5, 1.6e-4)
-"""Torch's seconds on the host for each parameter that is a DTensor, measured with torch 2.13 on one core of an AMD
-EPYC, 50 parameters of 16 elements."""
+"""Torch's seconds on the host for each DTensor parameter in a step of these optimizers, measured with torch 2.13 on one
+core of an AMD EPYC, 50 parameters of 16 elements."""
 
 
 def optimizer_seconds(sizes: Sequence[int], states: float, cluster: Machine) -> float:
-    """Seconds of an optimizer's step: on a GPU the host runs ahead of the device, on a CPU it is the device.
+    """Seconds of an optimizer's step. A GPU works beside the host; on a CPU both are one.
 
     Parameters
     ----------
     sizes : sequence of int
         Bytes of each trainable parameter on this device.
     states : float
-        Bytes of states for each of a parameter: 0 for SGD, 1 for momentum, 2 for AdamW.
+        Bytes of state for each byte of a parameter: 0 for SGD, 1 for momentum, 2 for AdamW.
 
     Examples
     --------
@@ -292,28 +284,28 @@ def optimizer_seconds(sizes: Sequence[int], states: float, cluster: Machine) -> 
     """
     if cluster.device.allocator == "cpu":
         return sum(optimizer_loads(size, states, cluster)[1] for size in sizes)
-    return max(_host_seconds(states) * len(sizes), bytes_seconds(_passes(states) * sum(sizes), cluster))
+    return max(_host_seconds(states) * len(sizes), bytes_seconds(_reads_and_writes(states) * sum(sizes), cluster))
 
 
 def optimizer_loads(size: int, states: float, cluster: Machine) -> tuple[float, float]:
-    """Seconds that one parameter of so many bytes adds to the host's work and to the device's, which go on at once.
+    """Seconds of the host and of the device for one parameter of `size` bytes. Host and device work at the same time.
 
-    On a CPU, which is both, one parameter comes after another, in kernels that read two tensors and write one.
+    On a CPU all seconds are the device's, in kernels that read two tensors and write one.
 
     >>> from shardweave.cost_model import Cluster
     >>> host, device = optimizer_loads(2**20, 2.0, Cluster.preset("dgx-a100"))
     >>> max(host, device) == optimizer_seconds([2**20], 2.0, Cluster.preset("dgx-a100"))
     True
     """
-    passes, host = _passes(states), _host_seconds(states)
+    traffic, host = _reads_and_writes(states), _host_seconds(states)
     if cluster.device.allocator == "cpu":
-        return 0.0, host + passes / 3 * bytes_seconds(3 * size, cluster)
-    return host, bytes_seconds(passes * size, cluster)
+        return 0.0, host + traffic / 3 * bytes_seconds(3 * size, cluster)
+    return host, bytes_seconds(traffic * size, cluster)
 
 
-def _passes(states: float) -> float:
-    return float(np.interp(states, _STATES, _PASSES))
+def _reads_and_writes(states: float) -> float:
+    return float(np.interp(states, _STATE_COPIES, _READS_AND_WRITES))
 
 
 def _host_seconds(states: float) -> float:
-    return float(np.interp(states, _STATES, _HOST_SECONDS))
+    return float(np.interp(states, _STATE_COPIES, _HOST_SECONDS))

@@ -2,7 +2,7 @@
 
 FLOPs are those of matmuls, convolutions and attention, as `torch.utils.flop_counter` counts them, and of shardweave's
 own ops, by local shapes. The efficiency of a product depends on its dimensions. Every op reads its inputs and writes
-its outputs once, as the generated code runs its ops one by one, unfused.
+its outputs once, as generated code runs its ops unfused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ShapeOf = Callable[[fx.Node], Shape]
 
 
 class Product(NamedTuple):
-    """A product ``m k, k n -> m n`` (one of a batch of them)."""
+    """The dimensions of a product ``m k, k n -> m n``, or of one product of a batch."""
 
     m: int
     n: int
@@ -43,17 +43,16 @@ class Product(NamedTuple):
 
 
 def product_of(node: fx.Node, shape_of: ShapeOf = tensor_shape) -> Product | None:
-    """The product that `node` computes; None where it computes none, or where none of its loops is tiled.
+    """The matrix product that `node` computes; None if it computes none, or one that is bound by memory.
 
-    Attention is its first product, scores from queries and keys; a convolution the product of its filters with the
-    places that they are applied at (the implicit matrix product of cuDNN: Chetlur et al. 2014, arXiv 1410.0759,
-    section 3), forward and backward alike; experts multiply equal parts of the rows. Products with a vector and
-    convolutions with a filter a channel are bound by memory and have no tiles.
+    Of attention it is the product of queries and keys. Of a convolution, forward or backward, it is the implicit matrix
+    product of cuDNN (Chetlur et al. 2014, arXiv 1410.0759, section 3): filters by positions. Experts multiply equal
+    parts of the rows. Products with a vector and depthwise convolutions are bound by memory.
 
     Parameters
     ----------
     shape_of : callable
-        The shape of a node's value; that of ``node.meta["val"]`` if not given.
+        The shape of a node's value; by default that of ``node.meta["val"]``.
 
     Examples
     --------
@@ -64,10 +63,8 @@ def product_of(node: fx.Node, shape_of: ShapeOf = tensor_shape) -> Product | Non
     >>> product_of(y, lambda source: (4, 8, 8))
     Product(m=8, n=8, k=8)
     """
-    read = _reader(op_of(node))
-    if read is None:
-        return None
-    return read(_Call(node, op_arguments(node)[0], shape_of))
+    read = _product_reader(op_of(node))
+    return None if read is None else read(_Call(node, op_arguments(node)[0], shape_of))
 
 
 class _Call:
@@ -87,7 +84,7 @@ class _Call:
 
 
 def _matrices(first: int) -> Callable[[_Call], Product]:
-    """The work of an op whose arguments from `first` on are the two factors."""
+    """The product of an op whose arguments `first` and ``first + 1`` are the two matrices."""
 
     def read(call: _Call) -> Product:
         left, right = call.shape(first), call.shape(first + 1)
@@ -97,7 +94,7 @@ def _matrices(first: int) -> Callable[[_Call], Product]:
 
 
 def _attention(first: int) -> Callable[[_Call], Product]:
-    """The work of an op whose arguments from `first` on are queries and keys."""
+    """The product of an op whose arguments `first` and ``first + 1`` are queries and keys."""
 
     def read(call: _Call) -> Product:
         queries, keys = call.shape(first), call.shape(first + 1)
@@ -106,11 +103,12 @@ def _attention(first: int) -> Callable[[_Call], Product]:
     return read
 
 
-def _filters(weight: Shape, places: Shape, groups: int) -> Product | None:
+def _filters(weight: Shape, output: Shape, groups: int) -> Product | None:
+    """The product of a convolution whose filters are applied at each position of `output`."""
     filters = weight[0] // groups
     if filters < 2:
         return None
-    return Product(places[0] * math.prod(places[2:]), filters, math.prod(weight[1:]))
+    return Product(output[0] * math.prod(output[2:]), filters, math.prod(weight[1:]))
 
 
 def _convolution(call: _Call) -> Product | None:
@@ -139,7 +137,7 @@ def _expert_outer(call: _Call) -> Product:
     return Product(m, n, max(1, rows // (call.value(3, 1) * call.value(4, 1))))
 
 
-_READERS: dict[str, Callable[[_Call], Product | None]] = {  # the names of shardweave's own ops: they need no import
+_PRODUCT_READERS: dict[str, Callable[[_Call], Product | None]] = {  # by name: this room does not import ops
     "aten::mm": _matrices(0),
     "aten::bmm": _matrices(0),
     "aten::addmm": _matrices(1),
@@ -155,17 +153,25 @@ _READERS: dict[str, Callable[[_Call], Product | None]] = {  # the names of shard
 
 
 @cache
-def _reader(target: Any) -> Callable[[_Call], Product | None] | None:
+def _product_reader(target: Any) -> Callable[[_Call], Product | None] | None:
     name = target._schema.name
     if name.startswith("aten::_scaled_dot_product_"):
         return _attention(1 if name.endswith("_backward") else 0)
-    return _READERS.get(name)
+    return _PRODUCT_READERS.get(name)
 
 
-_LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")  # read of a table what they return
-_EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided")
-_BLOCK = 128  # keys that a flash kernel looks at together
-_COUNTED_AS = {  # ops that the registry lacks, with the arguments of one that it has
+_LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
+"""Ops that read only as many bytes of a table as they return."""
+_UNINITIALIZED = (
+    "aten::empty",
+    "aten::empty_like",
+    "aten::new_empty",
+    "aten::empty_strided",
+    "aten::new_empty_strided",
+)
+_FLASH_BLOCK_KEYS = 128
+"""The number of keys in a block of a flash attention kernel."""
+_SAME_FLOPS_AS = {  # ops without a formula in the registry, and an op with a formula and the same arguments
     "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
     "_scaled_dot_product_fused_attention_overrideable": "_scaled_dot_product_flash_attention",
@@ -180,19 +186,19 @@ class Work:
     Parameters
     ----------
     flops : int
-        Floating point operations; 0 for what is no product.
+        Floating point operations of products; 0 for other ops.
     num_bytes : int
         Bytes that it reads and writes.
     dtype : str
-        What it computes in, by torch's name.
+        The dtype that it computes in, by torch's name.
     product : Product, optional
-        The dimensions of its product, where it is one: small ones are computed less efficiently.
+        The dimensions of its product: small ones are computed less efficiently.
     signature : str
-        What a measured time is found by (`sharding.signature`); empty where the work is of no op in particular.
+        The key of its measured time (`sharding.signature`); "" if it is of no op in particular.
     computed : float
-        The part of `flops` that the kernel computes. Causal attention is counted as if no key were masked, and its
-        kernels leave out the blocks that are (FlashAttention-2, arXiv 2307.08691, section 3.1): of ``n`` blocks of 128
-        queries and as many of keys, each query block computes those up to its own, ``(n + 1) / 2`` on average.
+        The part of `flops` that the kernel computes. `flops` of causal attention include masked keys, and its kernels
+        skip masked blocks (FlashAttention-2, arXiv 2307.08691, section 3.1): with ``n`` blocks of 128 keys, a block of
+        queries computes ``(n + 1) / 2`` of them on average.
     """
 
     flops: int = 0
@@ -204,7 +210,7 @@ class Work:
 
     @property
     def op(self) -> str:
-        """The op's name, of a work with a signature.
+        """The name of the op in the signature.
 
         >>> Work(signature="aten.mm.default(float32[8,8], float32[8,8])").op
         'aten.mm.default'
@@ -213,9 +219,9 @@ class Work:
 
 
 def node_work(node: fx.Node) -> Work | None:
-    """The work of `node` by the local shapes in ``node.meta["val"]``; None where it runs no kernel.
+    """The work of `node` by the local shapes in ``node.meta["val"]``; None if it runs no kernel.
 
-    Views, waits, starts of collectives, placeholders and arithmetic on numbers run none.
+    Views, waits, starts of collectives, placeholders and arithmetic on numbers run no kernel.
 
     Examples
     --------
@@ -233,12 +239,12 @@ def node_work(node: fx.Node) -> Work | None:
     if node.op != "call_function" or is_wait(node) or is_start(node) or node.target is operator.getitem:
         return None
     target = op_of(node)
-    if not isinstance(target, torch._ops.OpOverload) or (alias_of(node) is not None and not _writes(target)):
+    if not isinstance(target, torch._ops.OpOverload) or (alias_of(node) is not None and not _mutates(target)):
         return None
     value = node.meta.get("val")
     outputs = list(tensors(value))
     name = target._schema.name
-    if name in _EMPTY or (not outputs and not _writes(target)):
+    if name in _UNINITIALIZED or (not outputs and not _mutates(target)):
         return None
     inputs = [tensor_bytes(source.meta.get("val")) for source in node.all_input_nodes]
     written = tensor_bytes(value)
@@ -251,26 +257,19 @@ def node_work(node: fx.Node) -> Work | None:
 
 
 def _causal_part(keys: int) -> float:
-    """The share of the blocks of scores that are not fully masked."""
-    blocks = max(1.0, keys / _BLOCK)
+    """The part of the blocks of scores that are not fully masked."""
+    blocks = max(1.0, keys / _FLASH_BLOCK_KEYS)
     return (blocks + 1) / (2 * blocks)
 
 
 def _is_causal(node: fx.Node) -> bool:
-    place = _place_of_causal(op_of(node))
+    names = [argument.name for argument in op_of(node)._schema.arguments]
     args, kwargs = op_arguments(node)
-    return bool(kwargs.get("is_causal", args[place] if -1 < place < len(args) else False))
-
-
-@cache
-def _place_of_causal(target: Any) -> int:
-    """The position of the argument ``is_causal`` of an op; -1 if it has none."""
-    names = [argument.name for argument in target._schema.arguments]
-    return names.index("is_causal") if "is_causal" in names else -1
+    return bool({**dict(zip(names, args)), **kwargs}.get("is_causal", False))
 
 
 def _flops(node: fx.Node, value: object) -> int:
-    count = _counter(op_of(node))
+    count = _flop_formula(op_of(node))
     if count is None:
         return 0
     args, kwargs = fx.node.map_arg(op_arguments(node), lambda source: source.meta.get("val"))
@@ -278,9 +277,9 @@ def _flops(node: fx.Node, value: object) -> int:
 
 
 @cache
-def _counter(target: Any) -> Callable[..., int] | None:
+def _flop_formula(target: Any) -> Callable[..., int] | None:
     packet = target.overloadpacket
-    name = _COUNTED_AS.get(packet.__name__)
+    name = _SAME_FLOPS_AS.get(packet.__name__)
     if name is not None and packet not in flop_registry:
         packet = getattr(torch.ops.aten, name)
     found: Callable[..., int] | None = flop_registry.get(packet, _VECTOR_PRODUCTS.get(packet))
@@ -291,7 +290,7 @@ def _vector_product(left: torch.Tensor, right: torch.Tensor, **_: object) -> int
     return 2 * left.numel()
 
 
-_VECTOR_PRODUCTS = {torch.ops.aten.mv: _vector_product, torch.ops.aten.dot: _vector_product}  # the registry has neither
+_VECTOR_PRODUCTS = {torch.ops.aten.mv: _vector_product, torch.ops.aten.dot: _vector_product}  # not in the registry
 
 
 def _dtype(node: fx.Node, outputs: list[torch.Tensor]) -> str:
@@ -303,7 +302,7 @@ def _dtype(node: fx.Node, outputs: list[torch.Tensor]) -> str:
 
 
 @cache
-def _writes(target: Any) -> bool:
+def _mutates(target: Any) -> bool:
     return any(
         argument.alias_info is not None and argument.alias_info.is_write for argument in target._schema.arguments
     )

@@ -21,7 +21,6 @@ from shardweave.cost_model import (
     OpTime,
     Product,
     Work,
-    matmul_seconds,
     node_seconds,
     node_work,
     work_seconds,
@@ -134,10 +133,10 @@ def test_half_of_the_efficiency_is_reached_at_the_half_dimension() -> None:
     cluster = replace(CLUSTER, device=replace(PLAIN, matmul_half={"float32": 128.0}, memory_bandwidth=1e30))
     large = 2**40
     for dims in [(128, large, large), (large, 128, large), (large, large, 128)]:
-        flops = 2.0 * dims[0] * dims[1] * dims[2]
-        seconds = matmul_seconds(flops, 0, "float32", cluster, Product(*dims))
+        flops = 2 * dims[0] * dims[1] * dims[2]
+        seconds = formula_seconds(Work(flops, 0, "float32", Product(*dims)), cluster)
         assert seconds == pytest.approx(2 * flops / (1e13 * PLAIN.matmul_efficiency))
-        assert matmul_seconds(flops, 0, "float64", cluster, Product(*dims)) == seconds  # float32 stands in
+        assert formula_seconds(Work(flops, 0, "float64", Product(*dims)), cluster) == seconds  # float32 stands in
 
 
 @pytest.mark.parametrize(
@@ -271,9 +270,9 @@ def test_a_lookup_reads_only_its_rows() -> None:
 
 def test_the_roofline_has_its_two_sides() -> None:
     device = CLUSTER.device
-    arithmetic = matmul_seconds(1e15, 1.0, "bfloat16", CLUSTER) - device.launch_latency
+    arithmetic = formula_seconds(Work(10**15, 1, "bfloat16"), CLUSTER) - device.launch_latency
     assert arithmetic == pytest.approx(1e15 / (device.flops["bfloat16"] * device.matmul_efficiency))
-    traffic = matmul_seconds(1.0, 1e12, "bfloat16", CLUSTER) - device.launch_latency
+    traffic = formula_seconds(Work(1, 10**12, "bfloat16"), CLUSTER) - device.launch_latency
     assert traffic == pytest.approx(1e12 / (device.memory_bandwidth * device.memory_efficiency))
 
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardweave as sw
-from shardweave.cost_model import Cluster, Device, Product, device_profile, matmul_seconds
+from shardweave.cost_model import Cluster, Device, Product, Work, device_profile
 from shardweave.cost_model.device_profile import fitted, profile_device, profile_slowdown
-from shardweave.cost_model.node_cost import bytes_seconds
+from shardweave.cost_model.node_cost import bytes_seconds, formula_seconds
 from shardweave.ir.errors import ClusterError
 from tests.passes.harness import examples
 
@@ -59,7 +59,7 @@ def made(device: Device, where: str) -> dict[str, float]:
             for m, n, k in device_profile._shapes(device_profile._LARGE[where]):
                 size = getattr(torch, dtype).itemsize
                 work = 2 * m * n * k, size * (m * k + k * n + m * n)
-                times[f"{dtype}:{m},{n},{k}"] = matmul_seconds(*work, dtype, cluster, Product(m, n, k))
+                times[f"{dtype}:{m},{n},{k}"] = formula_seconds(Work(*work, dtype, Product(m, n, k)), cluster)
     return times
 
 
@@ -94,7 +94,9 @@ def test_the_live_device_is_measured_and_kept(cache: Path, monkeypatch: pytest.M
     assert found.launch_latency > 0 and found.memory == base.memory
     assert found.overlap_slowdown == base.overlap_slowdown  # one rank has nobody to talk to
     cluster = replace(Cluster.local(1), device=found)
-    small, large = (matmul_seconds(2 * n**3, 12 * n**2, "float32", cluster, Product(n, n, n)) for n in (64, 1024))
+    small, large = (
+        formula_seconds(Work(2 * n**3, 12 * n**2, "float32", Product(n, n, n)), cluster) for n in (64, 1024)
+    )
     assert 0 < small < large
     assert len(list(cache.glob("device-*.json"))) == 1
     monkeypatch.setattr(device_profile, "_measure", lambda *_: pytest.fail("it is kept"))
