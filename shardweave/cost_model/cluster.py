@@ -16,7 +16,14 @@ import yaml
 
 from shardweave.cost_model import measured_tables
 from shardweave.cost_model.cluster_description import build, short_repr
-from shardweave.cost_model.device_profile import from_all, from_first, is_first, live_device, profile_device, running
+from shardweave.cost_model.device_profile import (
+    broadcast_object,
+    current_device,
+    gather_objects,
+    is_distributed,
+    is_rank_zero,
+    profile_device,
+)
 from shardweave.cost_model.machine import Device, Level, M, Machine
 from shardweave.cost_model.measured_tables import Measured, hardware
 from shardweave.cost_model.profiling import PATIENCE, fitted_links, profile_collectives
@@ -63,19 +70,19 @@ def running_machine() -> RunningMachine:
     ClusterError
         Where several ranks were started but torch.distributed is not initialised, or they do not divide over nodes.
     """
-    world = dist.get_world_size() if running() else int(os.environ.get("WORLD_SIZE", "1"))
-    if not running() and world > 1:
+    world = dist.get_world_size() if is_distributed() else int(os.environ.get("WORLD_SIZE", "1"))
+    if not is_distributed() and world > 1:
         raise ClusterError(
             f"WORLD_SIZE is {world} but torch.distributed is not initialised: "
             "call torch.distributed.init_process_group() before Cluster.detect()"
         )
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if running() else world
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if is_distributed() else world
     if local < 1 or world % local:
         raise ClusterError(
             f"{world} ranks do not divide over nodes of LOCAL_WORLD_SIZE={local}; "
             "start the same number of ranks on every node, or describe the machine in a YAML file"
         )
-    if live_device().type == "cpu":
+    if current_device().type == "cpu":
         return RunningMachine(local, world // local)
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     return RunningMachine(local, world // local, gpu.name, int(gpu.total_memory))
@@ -98,7 +105,7 @@ def profiled(cluster: M, seconds: float = 30.0) -> M:
     ClusterError
         On all ranks, with the rank and its cause: where one fails, or does not come within a minute.
     """
-    if not running():
+    if not is_distributed():
         alone = Measured(key=_key(cluster, [hardware()]), covered="one rank: there are no collectives to measure")
         return replace(cluster, measured=alone, device=profile_device(cluster.device))
     found: list[M] = []
@@ -118,12 +125,12 @@ def _measured(cluster: M, seconds: float) -> M:
     world = dist.new_group(timeout=PATIENCE)
     try:
         with collective("a step of profiling the cluster", world, dedicated=True):
-            key = _key(cluster, from_all(hardware(), world))
-            measured = from_first(measured_tables.read(key) if is_first(world) else None, world)
+            key = _key(cluster, gather_objects(hardware(), world))
+            measured = broadcast_object(measured_tables.read(key) if is_rank_zero(world) else None, world)
             if measured is None:
                 table, coverage = profile_collectives(cluster, world, seconds=seconds)
-                measured = from_first(Measured(table, key=key, covered=coverage.text(cluster)), world)
-                if is_first(world) and table.curves:
+                measured = broadcast_object(Measured(table, key=key, covered=coverage.text(cluster)), world)
+                if is_rank_zero(world) and table.curves:
                     measured_tables.write(measured)
             return replace(cluster, measured=measured, device=profile_device(cluster.device, group=world))
     finally:

@@ -79,7 +79,7 @@ class _CrossedLevel(NamedTuple):
     Its members in one unit of the level below have `link` bytes/s of the unit's links, and can use at most `rate`.
     """
 
-    index: int
+    level_index: int
     extent: int
     members: int
     link: float
@@ -176,7 +176,8 @@ def _tree(kind: str, extents: Sequence[int], cluster: Machine) -> AlphaBetaCost:
         return _cost("tree", start + 2 * depth, beta, [(level, volume) for level in crossed], cluster)
     if kind == "broadcast":  # at each level one process sends, over its own line only
         volumes = [(level, float(_rounds(level.extent))) for level in crossed]
-        lines = [cluster.levels[level.index].efficiency * cluster.levels[level.index].bandwidth for level in crossed]
+        sending = [cluster.levels[level.level_index] for level in crossed]
+        lines = [level.efficiency * level.bandwidth for level in sending]
         beta = sum(volume / min(level.rate, line) for (level, volume), line in zip(volumes, lines, strict=True))
         return _cost("tree", start + depth, beta, volumes, cluster)
     group, outside = math.prod(extents), 1
@@ -201,7 +202,7 @@ def _cost(
     """A cost with its use of links: `volumes` are the bytes that enter a unit for each byte of the buffer."""
     links = [0.0] * len(cluster.levels)
     for level, volume in volumes:
-        links[level.index] = volume / level.link
+        links[level.level_index] = volume / level.link
     return AlphaBetaCost(algorithm, latency, beta, tuple(links))
 
 

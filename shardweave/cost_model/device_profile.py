@@ -1,6 +1,6 @@
-"""Measurements on the live device: rates of products and memory, launch latency, overlapped compute, and times of ops.
+"""Profiles of this rank's device: rates of products and memory, launch latency, and compute beside collectives.
 
-`profiled_ops` runs each distinct op and shape of generated graphs once and keeps the times.
+`profiled_ops` measures the ops of generated graphs, each distinct op and shape once.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,61 +29,81 @@ from shardweave.cost_model.op_work import Work, node_work
 from shardweave.ir import ClusterError
 from shardweave.sharding import op_arguments, op_of, tensor_bytes
 
-_WARM_UP = 2
+T = TypeVar("T")
+aten = torch.ops.aten
+
+# Timing of calls
+_WARM_UP_CALLS = 2
 _BATCH_SECONDS = 1e-3
-_MOST_CALLS, _MOST_BATCHES, _FEWEST_BATCHES = 100, 9, 3
-_SHARED_SECONDS = 0.03  # several turns of ranks that share a core: Linux gives each about 3 ms at a time
+_MAX_CALLS_PER_BATCH = 100
+_MIN_BATCHES, _MAX_BATCHES = 3, 9
+_SHARED_CORE_SECONDS = 0.03
+"""Linux gives each of the ranks that share a core about 3 ms at a time; this is several of their turns."""
+
+# Profiles of ops
+_OP_SECONDS = 0.05
+_FREE_MEMORY_SHARE = 0.5
+"""The part of the free memory that the tensors of one op may take."""
+_FLOPS_PER_BYTE = 10
+"""FLOPs that count as much as a byte in the order of profiling: the balance of a CPU core, or of float32 on GPUs."""
+
+# Profiles of devices
+_LARGE_DIMENSION = {"cpu": 512, "cuda": 4096}
+_TENSOR_BYTES = {"cpu": tuple(2**k for k in (16, 18, 20, 22, 23, 24, 25)), "cuda": (2**24, 2**26, 2**28)}
+"""Bytes of each of the three tensors of a pointwise op. On CPUs they go from sizes that fit a cache to large ones."""
+_MAX_TRAFFIC_SHARE = 0.5
+"""A product shows the rate of arithmetic if its memory traffic takes less than this part of its time."""
+_TRAINING_DTYPES = ("bfloat16", "float16", "float32")
+"""The first of them that was measured gives `Device.matmul_efficiency` where peaks are known."""
+_ALL_REDUCE_BYTES = {"cpu": 2**20, "cuda": 2**26}
+_ALL_REDUCES_IN_FLIGHT = 8
+_SLOWDOWN_ROUNDS = 6
 
 
-def live_device() -> torch.device:
+def current_device() -> torch.device:
     """The device of this rank: its current GPU, or the CPU where there is no GPU or the world uses gloo alone."""
-    if torch.cuda.is_available() and not (running() and dist.get_backend() == "gloo"):
+    if torch.cuda.is_available() and not (is_distributed() and dist.get_backend() == "gloo"):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-def running() -> bool:
+def is_distributed() -> bool:
     """Whether this process is one of a torch.distributed world."""
     return dist.is_available() and dist.is_initialized()
 
 
 def call_seconds(call: Callable[[], Any], device: torch.device, budget: float = 0.1) -> float:
-    """Seconds of one call: the median over batches of calls, once warm.
+    """Seconds of one call: the median over batches of calls, after a warm-up.
 
-    Ranks may share the cores of a CPU, and each then waits for its turn between calls. So in a world of several ranks
-    on CPUs it is the mean over several such turns: a median of short batches would leave the waiting out.
+    Ranks may share the cores of a CPU and wait for their turns. So in a world of several ranks on CPUs it is the mean
+    over several turns: a median of short batches would not include the waiting.
 
     Parameters
     ----------
     call : callable
-        Runs on `device`; what it returns is dropped.
+        Runs on `device`; its result is dropped.
     budget : float
-        Seconds to spend, about; a call that takes longer than that is still made a few times.
+        Seconds to spend, about; a longer call is still made a few times.
 
     Examples
     --------
     >>> call_seconds(lambda: torch.ones(8) + 1, torch.device("cpu"), budget=1e-3) > 0
     True
     """
-    _span(call, _WARM_UP, device)
-    if device.type == "cpu" and running() and dist.get_world_size() > 1:
-        return _shared_seconds(call, device, min(budget, _SHARED_SECONDS))
-    once = max(_span(call, 1, device), 1e-9)
-    calls = max(1, min(_MOST_CALLS, int(_BATCH_SECONDS / once)))
-    batches = max(_FEWEST_BATCHES, min(_MOST_BATCHES, int(budget / (calls * once))))
-    return max(median(_span(call, calls, device) for _ in range(batches)) / calls, 1e-9)  # no clock is finer
+    _elapsed_seconds(call, _WARM_UP_CALLS, device)
+    if device.type == "cpu" and is_distributed() and dist.get_world_size() > 1:
+        done, calls, spent = 0, _MIN_BATCHES, 0.0
+        while spent < min(budget, _SHARED_CORE_SECONDS):
+            spent += _elapsed_seconds(call, calls, device)
+            done, calls = done + calls, min(2 * calls, _MAX_CALLS_PER_BATCH)
+        return spent / done
+    once = max(_elapsed_seconds(call, 1, device), 1e-9)
+    calls = max(1, min(_MAX_CALLS_PER_BATCH, int(_BATCH_SECONDS / once)))
+    batches = max(_MIN_BATCHES, min(_MAX_BATCHES, int(budget / (calls * once))))
+    return max(median(_elapsed_seconds(call, calls, device) for _ in range(batches)) / calls, 1e-9)
 
 
-def _shared_seconds(call: Callable[[], Any], device: torch.device, least: float) -> float:
-    """The mean of a call over at least `least` seconds."""
-    done, batch, spent = 0, _FEWEST_BATCHES, 0.0
-    while spent < least:
-        spent += _span(call, batch, device)
-        done, batch = done + batch, min(2 * batch, _MOST_CALLS)
-    return spent / done
-
-
-def _span(call: Callable[[], Any], calls: int, device: torch.device) -> float:
+def _elapsed_seconds(call: Callable[[], Any], calls: int, device: torch.device) -> float:
     if device.type == "cuda":
         event: Any = torch.cuda.Event
         begin, end = event(enable_timing=True), event(enable_timing=True)
@@ -100,55 +121,50 @@ def _span(call: Callable[[], Any], calls: int, device: torch.device) -> float:
 
 
 def start_together(group: dist.ProcessGroup | None = None) -> None:
-    """Wait for all ranks, so that all measure at the same time: they may share cores and memory."""
-    if running():
+    """Wait for all ranks, so that they measure at the same time, as they compute: they may share cores and memory."""
+    if is_distributed():
         dist.barrier(group)
 
 
-def from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """The first rank's `value`, which can be pickled, on all ranks."""
-    if not running():
+def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """The `value` of rank 0, which can be pickled, on all ranks."""
+    if not is_distributed():
         return value
     held = [value]
     dist.broadcast_object_list(held, group=group, group_src=0)
     return held[0]
 
 
-def from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Each rank's `value`, which can be pickled, on all ranks."""
-    if not running():
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The `value` of each rank, which can be pickled, on all ranks."""
+    if not is_distributed():
         return [value]
     held: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(held, value, group=group)
     return held
 
 
-def is_first(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether this rank is the first of its world: the one that keeps files."""
-    return not running() or dist.get_rank(group) == 0
+def is_rank_zero(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether this is rank 0, which writes the cache."""
+    return not is_distributed() or dist.get_rank(group) == 0
 
 
-def median_of_all(seconds: Mapping[str, float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
-    """For each name that any rank measured, the median of the ranks that did: the same on all ranks.
+def median_over_ranks(seconds: Mapping[str, float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
+    """The median over the ranks that measured a name, for each name; the same on all ranks.
 
-    >>> median_of_all({"mm": 2.0})
+    >>> median_over_ranks({"mm": 2.0})
     {'mm': 2.0}
     """
     found: dict[str, list[float]] = {}
-    for part in from_all(dict(seconds), group):
+    for part in gather_objects(dict(seconds), group):
         for name, value in part.items():
             found.setdefault(name, []).append(value)
     return {name: median(values) for name, values in found.items()}
 
 
-_MEMORY_SHARE = 0.5  # of what is free, for the tensors of one op
-_FLOPS_A_BYTE = 10  # weighs the two for the order of profiling: the balance of a CPU core or of float32 on a GPU
-_OP_SECONDS = 0.05  # for one op, about
-
-
 @dataclass(frozen=True)
-class _Case:
-    """A distinct op and shape: one of its nodes, and in how many places it stands."""
+class _DistinctOp:
+    """A distinct op and shape: one of its nodes, and the number of such nodes."""
 
     node: fx.Node
     work: Work
@@ -156,7 +172,7 @@ class _Case:
 
     @property
     def weight(self) -> float:
-        return self.count * (self.work.flops / _FLOPS_A_BYTE + self.work.num_bytes)
+        return self.count * (self.work.flops / _FLOPS_PER_BYTE + self.work.num_bytes)
 
 
 def profile_ops(
@@ -167,29 +183,29 @@ def profile_ops(
     group: dist.ProcessGroup | None = None,
     cache: bool = True,
 ) -> OpTable:
-    """Measured times of all ops of `graphs`. Times that this machine measured before come from the cache.
+    """Measured times of all ops of `graphs`. Earlier measurements of this machine come from the cache.
 
-    Inputs are made outside of the timed part: random numbers, zeros for integers (valid as indices), spread evenly
-    where they choose experts or rows of an embedding. In a torch.distributed world all ranks measure at the same time,
-    as they compute at the same time, and all get the medians over the ranks.
+    Inputs are made before the timing: random numbers, and zeros for integers (valid as indices), or evenly spread
+    indices of experts and of rows of an embedding. In a torch.distributed world all ranks measure at the same time, and
+    all get the medians over the ranks.
 
     Parameters
     ----------
     graphs : iterable of Graph or GraphModule
         Their nodes carry local shapes in ``meta["val"]``.
     device : torch.device or str, optional
-        That of this rank if not given.
+        By default that of this rank.
     seconds_budget : float
         Time to spend; ops with most FLOPs and bytes come first.
     group : ProcessGroup, optional
-        All ranks if not given.
+        By default all ranks.
     cache : bool
-        Whether to read and to keep times in `measured_tables.cache_directory`, under a key of hardware and versions.
+        Read and write times in `measured_tables.cache_directory`, under a key of hardware and versions.
 
     Returns
     -------
     OpTable
-        With the times of the graphs' ops; its `skipped` names those that could not be run alone, and why.
+        The times of the graphs' ops; its `skipped` names those that could not be run alone, and why.
 
     Examples
     --------
@@ -202,19 +218,23 @@ def profile_ops(
     >>> list(table.times), table.seconds("aten.mm.default(float32[8,8], float32[8,8])") > 0
     (['aten.mm.default(float32[8,8], float32[8,8])'], True)
     """
-    where = live_device() if device is None else torch.device(device)
-    cases = _cases(graphs)
-    name = f"ops-{measured_tables.key_of({'format': 1, 'device': where.type, 'ranks': from_all(hardware(), group)})}"
-    kept = OpTable.from_dict(from_first(_kept_times(name) if cache and is_first(group) else {}, group))
+    where = current_device() if device is None else torch.device(device)
+    cases = _distinct_ops(graphs)
+    # 1. Read the times that are in the cache.
+    key = {"format": 1, "device": where.type, "ranks": gather_objects(hardware(), group)}
+    name = f"ops-{measured_tables.key_of(key)}"
+    kept = (_cached(name, OpTable.from_dict, group) if cache else None) or OpTable()
+    # 2. Measure the other ops on all ranks.
     start_together(group)
-    mine, skipped = _run_all([case for case in cases if case.work.signature not in kept.times], where, seconds_budget)
+    mine, skipped = _time_ops([case for case in cases if case.work.signature not in kept.times], where, seconds_budget)
     reasons: dict[str, str] = {}
-    for part in reversed(from_all(skipped, group)):
+    for part in reversed(gather_objects(skipped, group)):
         reasons.update(part)
+    # 3. Add the medians over the ranks to the cache.
     works = {case.work.signature: case.work for case in cases}
-    times = median_of_all(mine, group)
+    times = median_over_ranks(mine, group)
     new = OpTable.of([OpTime(seconds, works[signature]) for signature, seconds in times.items()])
-    if cache and times and is_first(group):
+    if cache and times and is_rank_zero(group):
         measured_tables.store(name, kept.merged(new).to_dict())
     found = kept.merged(new).times
     return OpTable(
@@ -237,26 +257,21 @@ def profiled_ops(
     return replace(cluster, measured=replace(measured, ops=table))
 
 
-def _kept_times(name: str) -> dict[str, Any]:
-    try:
-        return OpTable.from_dict(measured_tables.load(name)).to_dict()
-    except ClusterError:
-        return {}
-
-
-def _cases(graphs: Iterable[fx.Graph | fx.GraphModule]) -> list[_Case]:
-    """The distinct ops and shapes of `graphs`, heaviest first; of equal ones, in their order."""
-    found: dict[str, _Case] = {}
+def _distinct_ops(graphs: Iterable[fx.Graph | fx.GraphModule]) -> list[_DistinctOp]:
+    """The distinct ops and shapes of `graphs`, heaviest first."""
+    found: dict[str, _DistinctOp] = {}
     for graph in graphs:
         for node in graph.graph.nodes if isinstance(graph, fx.GraphModule) else graph.nodes:
             if (work := node_work(node)) is not None:
                 count = found[work.signature].count + 1 if work.signature in found else 1
-                found[work.signature] = _Case(node, work, count)
+                found[work.signature] = _DistinctOp(node, work, count)
     return sorted(found.values(), key=lambda case: -case.weight)
 
 
-def _run_all(cases: Sequence[_Case], device: torch.device, budget: float) -> tuple[dict[str, float], dict[str, str]]:
-    """Seconds by signature, and why others have none."""
+def _time_ops(
+    cases: Sequence[_DistinctOp], device: torch.device, budget: float
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Seconds by signature, and the reason for each op without."""
     until = time.perf_counter() + budget
     seconds: dict[str, float] = {}
     skipped: dict[str, str] = {}
@@ -267,36 +282,36 @@ def _run_all(cases: Sequence[_Case], device: torch.device, budget: float) -> tup
                 skipped[signature] = f"the {budget:g} s for profiling were over"
                 continue
             try:
-                seconds[signature] = _run(case.node, device)
-            except Exception as error:  # whatever an op raises that is run apart from its graph
+                seconds[signature] = _time_op(case.node, device)
+            except Exception as error:  # an op that runs apart from its graph may raise anything
                 skipped[signature] = f"it cannot be run alone: {str(error).splitlines()[0] if str(error) else error!r}"
     return seconds, skipped
 
 
-def _run(node: fx.Node, device: torch.device) -> float:
-    inputs: dict[fx.Node, Any] = {}  # not those that only say under which seed an op draws
+def _time_op(node: fx.Node, device: torch.device) -> float:
+    inputs: dict[fx.Node, Any] = {}  # without the seed of an op that draws random numbers
     fx.node.map_arg(op_arguments(node), lambda source: inputs.setdefault(source, source.meta.get("val")))
     needed = sum(map(tensor_bytes, inputs.values())) + tensor_bytes(node.meta.get("val"))
-    free = _free_bytes(device) * _MEMORY_SHARE
+    free = _free_bytes(device) * _FREE_MEMORY_SHARE
     if needed > free:
         raise MemoryError(f"its tensors take {needed} bytes, expected at most {int(free)}: half of what is free")
     made: dict[fx.Node, Any] = {source: _value(source, held, device) for source, held in inputs.items()}
     args, kwargs = fx.node.map_arg(op_arguments(node), made.__getitem__)
     args, kwargs = tree_map_only(torch.device, lambda _: device, (args, kwargs))
     target = op_of(node)
-    _spread(target, args)
+    _spread_indices(target, args)
     return call_seconds(lambda: target(*args, **kwargs), device, _OP_SECONDS)
 
 
 def _value(source: fx.Node, held: object, device: torch.device) -> object:
     if isinstance(held, torch.Tensor):
-        return _tensor(held, device)
+        return _example_tensor(held, device)
     if isinstance(held, int | float):
         return held
     raise ClusterError(f"its input {source.name}: expected a tensor or a number, got {type(held).__name__}")
 
 
-def _tensor(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _example_tensor(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor with the shape and strides of `like`: numbers from 0.1 to 1, zeros for integers, or True."""
     length = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride())) if like.numel() else 0
     flat = torch.zeros(length, dtype=like.dtype, device=device)
@@ -307,8 +322,8 @@ def _tensor(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     return flat.as_strided(like.shape, like.stride())
 
 
-def _spread(target: Any, args: Sequence[Any]) -> None:
-    """Give the rows of an embedding, and the experts of rows, even shares; all the same would be another time."""
+def _spread_indices(target: Any, args: Sequence[Any]) -> None:
+    """Spread indices evenly over the rows of an embedding, or over experts: equal indices take another time."""
     name = target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
     if name == "aten::embedding":
         index, choices = args[1], args[0].shape[0]
@@ -320,7 +335,7 @@ def _spread(target: Any, args: Sequence[Any]) -> None:
         index, choices = args[2], args[3] * (args[4] if len(args) > 4 else 1)
     else:
         return
-    # A step without a common factor comes to every choice; near the golden ratio of them, neighbours are far apart.
+    # A step without a common factor reaches every choice. Near the golden ratio, neighbours are far apart.
     step = max(1, int(choices * 0.618))
     while math.gcd(step, choices) > 1:
         step += 1
@@ -340,18 +355,6 @@ def _free_bytes(device: torch.device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 // ranks
 
 
-aten = torch.ops.aten
-
-_LARGE = {"cpu": 512, "cuda": 4096}  # a product of this size, cubed, is a large one
-_SIZES = {"cpu": tuple(2**k for k in (16, 18, 20, 22, 23, 24, 25)), "cuda": (2**24, 2**26, 2**28)}
-"""Bytes of each of the three tensors of a pointwise op. On CPUs they go from sizes that fit a cache to large ones."""
-_MOST_TRAFFIC = 0.5  # of a product's time, for it to tell of arithmetic
-_TRAINED = ("bfloat16", "float16", "float32")  # the first that was measured sets the efficiency where peaks are known
-_OVERLAP_BYTES = {"cpu": 2**20, "cuda": 2**26}  # of each of the all-reduces that run beside compute, as in a step
-_OVERLAP_CALLS = 8
-_ROUNDS = 6
-
-
 def profile_device(
     base: Device,
     device: torch.device | str | None = None,
@@ -360,74 +363,72 @@ def profile_device(
     group: dist.ProcessGroup | None = None,
     cache: bool = True,
 ) -> Device:
-    """`base` with the figures of the live device, all ranks measuring at the same time: they may share its cores.
+    """`base` with measured figures. All ranks measure at the same time, as they may share cores.
 
-    Of each dtype of `base` a large product, smaller ones and skinny ones give the rate and `Device.matmul_half`;
-    pointwise ones the memory's rate, `memory_half` and `memory_times`; an op on one number the launch latency;
-    and in a world of several ranks, compute beside all-reduces gives `Device.overlap_slowdown`.
+    For each dtype of `base`, products of several shapes give the rate and `Device.matmul_half`. Pointwise ops give the
+    rate of memory, `memory_half` and `memory_times`. An op on one number gives the launch latency. In a world of
+    several ranks, compute beside all-reduces gives `Device.overlap_slowdown`.
 
-    On a CPU, whose peak nobody knows, `flops` and `memory_bandwidth` become what was reached, with efficiencies of 1.
-    On a GPU the datasheet's memory bandwidth and its peak of the dtype that is trained in stay, and the efficiencies
-    become the parts of them that were reached; other dtypes' peaks are such that their product with the efficiency is
-    what was measured. A dtype that cannot be multiplied here keeps its figures.
+    The peak of a CPU is unknown: `flops` and `memory_bandwidth` become the measured rates, with efficiencies of 1. On a
+    GPU the memory bandwidth and the peak of the training dtype stay those of the datasheet, and the efficiencies become
+    the measured parts of them. The peaks of other dtypes become their measured rates divided by the efficiency. A dtype
+    without matrix products on this device keeps its figures.
 
     Parameters
     ----------
     base : Device
-        What is known, as from a preset: the dtypes, the memory, and on GPUs the peaks.
+        The known figures, as of a preset: the dtypes, the memory, and on GPUs the peaks.
     device : torch.device or str, optional
-        That of this rank if not given.
+        By default that of this rank.
     seconds_budget : float
-        Time to spend; a dtype whose turn does not come keeps its figures.
+        Time to spend; a dtype for which no time is left keeps its figures.
     group : ProcessGroup, optional
-        All ranks if not given.
+        By default all ranks.
     cache : bool
-        Whether to read and to keep figures in `measured_tables.cache_directory`, under a key of hardware and versions.
+        Read and write figures in `measured_tables.cache_directory`, under a key of hardware and versions.
 
     Returns
     -------
     Device
         The same on all ranks.
     """
-    where = live_device() if device is None else torch.device(device)
-    what = {"format": 2, "device": where.type, "base": describe(base), "ranks": from_all(hardware(), group)}
-    name = f"device-{measured_tables.key_of(what)}"
-    kept = from_first(_kept(name) if cache and is_first(group) else None, group)
+    where = current_device() if device is None else torch.device(device)
+    key = {"format": 2, "device": where.type, "base": describe(base), "ranks": gather_objects(hardware(), group)}
+    name = f"device-{measured_tables.key_of(key)}"
+    kept = _cached(name, _device_of, group) if cache else None
     if kept is not None:
-        return Device(**kept)
+        return kept
     start_together(group)
-    times = median_of_all(_measure(base, where, seconds_budget), group)
-    found = _described(base, where, times)
-    if running() and dist.get_world_size(group) > 1:
+    times = median_over_ranks(_time_kernels(base, where, seconds_budget), group)
+    found = _fit_device(base, where, times)
+    if is_distributed() and dist.get_world_size(group) > 1:
         found = replace(found, overlap_slowdown=profile_slowdown(where, group=group))
-    if cache and is_first(group):
+    if cache and is_rank_zero(group):
         measured_tables.store(name, describe(found))
     return found
 
 
-def profile_slowdown(
-    device: torch.device | str | None = None, *, group: dist.ProcessGroup | None = None, rounds: int = _ROUNDS
-) -> float:
+def profile_slowdown(device: torch.device | str | None = None, *, group: dist.ProcessGroup | None = None) -> float:
     """The factor by which matrix products slow down while all-reduces of all ranks run; at least 1. Collective.
 
-    Alone, all ranks compute at the same time; then they compute for as long as some all-reduces are in flight, of sizes
-    as in a step: much larger ones keep the cores busier. Means are compared, as a thread of the collective that takes a
-    rank's core for a while shows in few products, but long ones.
+    All ranks compute at the same time, first alone, then as long as some all-reduces are in flight. The all-reduces
+    have sizes as in a step: larger ones keep the cores busier. Means are compared, since a collective's thread that
+    takes a rank's core makes few products long.
 
     Raises
     ------
     ClusterError
-        Where torch.distributed does not run.
+        If torch.distributed does not run.
     """
-    if not running():
+    if not is_distributed():
         raise ClusterError(
             "profile_slowdown: expected a running torch.distributed world, as it times compute beside an all-reduce; "
             "call torch.distributed.init_process_group() first"
         )
-    where = live_device() if device is None else torch.device(device)
-    size = _LARGE[where.type] // 2
+    where = current_device() if device is None else torch.device(device)
+    size = _LARGE_DIMENSION[where.type] // 2
     left = torch.ones(size, size, device=where, dtype=torch.bfloat16 if where.type == "cuda" else torch.float32)
-    buffers = [torch.zeros(_OVERLAP_BYTES[where.type] // 4, device=where) for _ in range(_OVERLAP_CALLS)]
+    buffers = [torch.zeros(_ALL_REDUCE_BYTES[where.type] // 4, device=where) for _ in range(_ALL_REDUCES_IN_FLIGHT)]
 
     def once() -> float:
         _synchronize(where)
@@ -441,7 +442,7 @@ def profile_slowdown(
         once()
         alone: list[float] = []
         beside: list[float] = []
-        for _ in range(rounds):
+        for _ in range(_SLOWDOWN_ROUNDS):
             start_together(group)
             alone += [once() for _ in range(8)]
             start_together(group)
@@ -451,30 +452,34 @@ def profile_slowdown(
                 seconds = once()
                 if works[-1].is_completed():
                     break
-                beside.append(seconds)  # they ran all the while
+                beside.append(seconds)  # the all-reduces ran all the time
             for work in works:
                 work.wait()
-    found = median_of_all({"alone": fmean(alone)} | ({"beside": fmean(beside)} if beside else {}), group)
+    found = median_over_ranks({"alone": fmean(alone)} | ({"beside": fmean(beside)} if beside else {}), group)
     return max(1.0, found["beside"] / found["alone"]) if "beside" in found else 1.0
 
 
 def _synchronize(device: torch.device) -> None:
-    """Wait for this stream; not for the collective's."""
+    """Wait for the compute stream, not for the collective's."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
-def _kept(name: str) -> dict[str, object] | None:
-    try:
-        raw = build(Device, measured_tables.load(name), "device", keep=("flops",))
-        Device(**raw)
-    except ClusterError:
-        return None
-    return raw
+def _cached(name: str, parse: Callable[[object], T], group: dist.ProcessGroup | None) -> T | None:
+    """What rank 0 has in its cache under `name`, on all ranks; None if there is nothing, or the file is damaged."""
+    found = None
+    if is_rank_zero(group):
+        with suppress(ClusterError):
+            found = parse(measured_tables.load(name))
+    return cast("T | None", broadcast_object(found, group))
 
 
-def _shapes(large: int) -> list[tuple[int, int, int]]:
-    """(m, n, k) of the products to run: the large one, smaller ones, and each dimension small by itself."""
+def _device_of(data: object) -> Device:
+    return Device(**build(Device, data, "device", keep=("flops",)))
+
+
+def _product_shapes(large: int) -> list[tuple[int, int, int]]:
+    """(m, n, k) of the products to measure: cubes, and products with one small dimension."""
     few, some = large // 32, large // 8
     shapes = [(size, size, size) for size in (large, large // 2, some)]
     for size in (few, some):
@@ -482,18 +487,18 @@ def _shapes(large: int) -> list[tuple[int, int, int]]:
     return shapes
 
 
-def _measure(base: Device, device: torch.device, budget: float) -> dict[str, float]:
-    """Seconds by the kind of run: ``launch``, ``memory:<bytes>`` and ``<dtype>:<m>,<n>,<k>``."""
+def _time_kernels(base: Device, device: torch.device, budget: float) -> dict[str, float]:
+    """Seconds of kernels, by name: ``launch``, ``memory:<bytes>`` and ``<dtype>:<m>,<n>,<k>``."""
     until = time.perf_counter() + budget
     with torch.no_grad():
         one = torch.ones(1, device=device)
         found = {"launch": call_seconds(lambda: aten.add.Tensor(one, one), device)}
-        for size in _SIZES[device.type]:
+        for size in _TENSOR_BYTES[device.type]:
             left, right = (torch.ones(size // 4, device=device) for _ in range(2))
             found[f"memory:{3 * size}"] = call_seconds(partial(aten.add.Tensor, left, right), device)
-        for dtype in sorted(base.flops, key=lambda name: (name not in _TRAINED, name)):
+        for dtype in sorted(base.flops, key=lambda name: (name not in _TRAINING_DTYPES, name)):
             kind = getattr(torch, dtype, None)
-            for m, n, k in _shapes(_LARGE[device.type]) if isinstance(kind, torch.dtype) else ():
+            for m, n, k in _product_shapes(_LARGE_DIMENSION[device.type]) if isinstance(kind, torch.dtype) else ():
                 if time.perf_counter() > until:
                     return found
                 try:
@@ -504,12 +509,14 @@ def _measure(base: Device, device: torch.device, budget: float) -> dict[str, flo
     return found
 
 
-def _described(base: Device, device: torch.device, times: dict[str, float]) -> Device:
-    """The device that these times tell of."""
+def _fit_device(base: Device, device: torch.device, times: dict[str, float]) -> Device:
+    """`base` with the figures that fit the `times` of `_time_kernels`."""
+    # 1. Memory: seconds without the launch.
     latency = times["launch"]
     sizes = dict(sorted((float(name[7:]), s) for name, s in times.items() if name.startswith("memory:")))
     nets = [max(s - latency, 1e-2 * s) for s in sizes.values()]
-    bandwidth, memory_half = fitted([((size,), net) for size, net in zip(sizes, nets, strict=True)])
+    bandwidth, memory_half = fit_rate_and_half([((size,), net) for size, net in zip(sizes, nets, strict=True)])
+    # 2. Products, by dtype: without those that are bound by memory.
     rates: dict[str, float] = {}
     halves = dict(base.matmul_half)
     for dtype in base.flops:
@@ -521,14 +528,15 @@ def _described(base: Device, device: torch.device, times: dict[str, float]) -> D
             m, n, k = map(int, dims.split(","))
             net = max(seconds - latency, 1e-2 * seconds)
             traffic = getattr(torch, dtype).itemsize * (m * k + k * n + m * n) / bandwidth
-            if traffic < _MOST_TRAFFIC * net or m == n == k == _LARGE[device.type]:
+            if traffic < _MAX_TRAFFIC_SHARE * net or m == n == k == _LARGE_DIMENSION[device.type]:
                 points.append(((m, n, k), net))
         if points:
-            rate, halves[dtype] = fitted(points)
+            rate, halves[dtype] = fit_rate_and_half(points)
             rates[dtype] = 2 * rate
+    # 3. Efficiencies: parts of the known peaks of a GPU.
     efficiency = memory_efficiency = 1.0
     if device.type != "cpu":
-        trained = next((dtype for dtype in _TRAINED if dtype in rates), "float32")
+        trained = next((dtype for dtype in _TRAINING_DTYPES if dtype in rates), "float32")
         efficiency = min(1.0, rates.get(trained, base.matmul_efficiency * base.peak(trained)) / base.peak(trained))
         memory_efficiency = min(1.0, bandwidth / base.memory_bandwidth)
     reached = {dtype: rates.get(dtype, peak * base.matmul_efficiency) for dtype, peak in base.flops.items()}
@@ -546,10 +554,10 @@ def _described(base: Device, device: torch.device, times: dict[str, float]) -> D
     )
 
 
-def fitted(points: Sequence[tuple[Sequence[float], float]]) -> tuple[float, float]:
-    """The rate ``r`` and the half ``h`` for which ``prod(d + h for d in dims) / r`` is nearest to the seconds.
+def fit_rate_and_half(points: Sequence[tuple[Sequence[float], float]]) -> tuple[float, float]:
+    """The rate ``r`` and the half ``h`` for which ``prod(d + h for d in dims) / r`` fits the seconds best.
 
-    Nearest is in the mean of the logarithms' distances, so that one disturbed measurement counts as one.
+    The error is the mean distance of the logarithms, which limits the weight of a disturbed measurement.
 
     Parameters
     ----------
@@ -558,7 +566,7 @@ def fitted(points: Sequence[tuple[Sequence[float], float]]) -> tuple[float, floa
 
     Examples
     --------
-    >>> rate, half = fitted([((d, 512, 512), (d + 8) * 520 * 520 / 1e9) for d in (8, 64, 512)])
+    >>> rate, half = fit_rate_and_half([((d, 512, 512), (d + 8) * 520 * 520 / 1e9) for d in (8, 64, 512)])
     >>> bool(abs(rate / 1e9 - 1) < 0.1), bool(6.5 < half < 9.5)
     (True, True)
     """

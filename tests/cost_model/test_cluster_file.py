@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shardweave.cost_model import measured_tables
 from shardweave.cost_model.cluster import Cluster
-from shardweave.cost_model.device_profile import _kept_times
+from shardweave.cost_model.device_profile import _cached
 from shardweave.cost_model.measured_tables import CollectiveTable, Curve, Measured, OpTable, OpTime
 from shardweave.cost_model.op_work import Product, Work
 from shardweave.ir.errors import ClusterError
@@ -138,4 +138,4 @@ def test_damaged_measurements_are_measured_anew(tmp_path: Path, monkeypatch: pyt
         path.write_text(text)
         assert measured_tables.read("here") is None
         path.with_name("ops-here.json").write_text(text)
-        assert _kept_times("ops-here") == {}
+        assert _cached("ops-here", OpTable.from_dict, None) is None

@@ -1,4 +1,4 @@
-"""The live device: what a profile gives, the curve that is fitted, and agreement of ranks."""
+"""The live device: what a profile gives, the curve that is fit_rate_and_half, and agreement of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import shardweave as sw
 from shardweave.cost_model import Cluster, Device, Product, Work, device_profile
-from shardweave.cost_model.device_profile import fitted, profile_device, profile_slowdown
+from shardweave.cost_model.device_profile import fit_rate_and_half, profile_device, profile_slowdown
 from shardweave.cost_model.node_cost import bytes_seconds, formula_seconds
 from shardweave.ir.errors import ClusterError
 from tests.passes.harness import examples
@@ -33,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_fit_finds_the_curve_that_the_times_were_made_of(rate: float, half: float) -> None:
     shapes = [(512, 512, 512), (64, 64, 64), (16, 512, 512), (512, 16, 512), (512, 512, 64)]
     points = [(shape, (shape[0] + half) * (shape[1] + half) * (shape[2] + half) / rate) for shape in shapes]
-    found_rate, found_half = fitted(points)
+    found_rate, found_half = fit_rate_and_half(points)
     for shape, seconds in points:
         again = (shape[0] + found_half) * (shape[1] + found_half) * (shape[2] + found_half) / found_rate
         assert again == pytest.approx(seconds, rel=0.2)
@@ -43,7 +43,7 @@ def test_a_fit_finds_the_curve_that_the_times_were_made_of(rate: float, half: fl
 def test_one_disturbed_measurement_does_not_spoil_a_fit() -> None:
     points = [((size, 512, 512), (size + 8) * 520 * 520 / 1e9) for size in (8, 16, 64, 128, 256, 512)]
     points[-1] = points[-1][0], 10 * points[-1][1]
-    rate, half = fitted(points)
+    rate, half = fit_rate_and_half(points)
     assert rate == pytest.approx(1e9, rel=0.1)
     assert half == pytest.approx(8, rel=0.2)
 
@@ -52,11 +52,11 @@ def made(device: Device, where: str) -> dict[str, float]:
     """The times that a machine of these figures would give."""
     cluster = replace(Cluster.local(1), device=device)
     times = {"launch": device.launch_latency}
-    for size in device_profile._SIZES[where]:
+    for size in device_profile._TENSOR_BYTES[where]:
         times[f"memory:{3 * size}"] = device.launch_latency + bytes_seconds(3 * size, cluster)
     for dtype in device.flops:
         if dtype != "float8_e4m3fn":
-            for m, n, k in device_profile._shapes(device_profile._LARGE[where]):
+            for m, n, k in device_profile._product_shapes(device_profile._LARGE_DIMENSION[where]):
                 size = getattr(torch, dtype).itemsize
                 work = 2 * m * n * k, size * (m * k + k * n + m * n)
                 times[f"{dtype}:{m},{n},{k}"] = formula_seconds(Work(*work, dtype, Product(m, n, k)), cluster)
@@ -66,7 +66,7 @@ def made(device: Device, where: str) -> dict[str, float]:
 @pytest.mark.parametrize(("where", "truth"), [("cpu", BASE), ("cuda", GPU)])
 def test_the_figures_of_a_machine_come_back_from_its_times(where: str, truth: Device) -> None:
     start = replace(truth, matmul_half={}, matmul_efficiency=0.5, memory_efficiency=0.5, launch_latency=1.0)
-    found = device_profile._described(start, torch.device(where), made(truth, where))
+    found = device_profile._fit_device(start, torch.device(where), made(truth, where))
     assert found.launch_latency == truth.launch_latency
     for dtype in truth.flops:
         reached = truth.peak(dtype) * truth.matmul_efficiency
@@ -84,7 +84,7 @@ def test_the_figures_of_a_machine_come_back_from_its_times(where: str, truth: De
 
 def test_what_cannot_be_multiplied_keeps_its_figures() -> None:
     odd = replace(BASE, flops={"float32": 1e9, "no_such_dtype": 3e9})
-    found = device_profile._described(odd, torch.device("cpu"), {"launch": 1e-6, "memory:1000": 1e-5})
+    found = device_profile._fit_device(odd, torch.device("cpu"), {"launch": 1e-6, "memory:1000": 1e-5})
     assert found.flops == {"float32": 0.8e9, "no_such_dtype": pytest.approx(2.4e9)}
 
 
@@ -99,7 +99,7 @@ def test_the_live_device_is_measured_and_kept(cache: Path, monkeypatch: pytest.M
     )
     assert 0 < small < large
     assert len(list(cache.glob("device-*.json"))) == 1
-    monkeypatch.setattr(device_profile, "_measure", lambda *_: pytest.fail("it is kept"))
+    monkeypatch.setattr(device_profile, "_time_kernels", lambda *_: pytest.fail("it is kept"))
     assert profile_device(base, "cpu") == found
 
 

@@ -172,7 +172,7 @@ def _squares(*sizes: int) -> fx.Graph:
 
 def test_the_heaviest_ops_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
-    monkeypatch.setattr(device_profile, "_run", lambda node, device: order.append(node.meta["val"].shape[0]) or 1.0)
+    monkeypatch.setattr(device_profile, "_time_op", lambda node, device: order.append(node.meta["val"].shape[0]) or 1.0)
     profile_ops([_squares(8, 64, 16, 32)], "cpu")
     assert order == [64, 32, 16, 8]
 
@@ -186,7 +186,7 @@ def test_measured_times_are_kept_and_used_again(cache: Path, monkeypatch: pytest
         assert node.meta["val"].shape[0] == 16, "what is in the cache is not run again"
         return 7.0
 
-    monkeypatch.setattr(device_profile, "_run", run)
+    monkeypatch.setattr(device_profile, "_time_op", run)
     assert profile_ops([_squares(8)], "cpu") == first
     both = profile_ops([_squares(8, 16)], "cpu")
     assert {time.seconds for time in both.times.values()} == {7.0, *(time.seconds for time in first.times.values())}
@@ -194,9 +194,9 @@ def test_measured_times_are_kept_and_used_again(cache: Path, monkeypatch: pytest
     assert profile_ops([_squares(8)], "cpu") == first  # what other graphs need changes nothing
 
     file.write_text('{"half a')
-    monkeypatch.setattr(device_profile, "_run", lambda node, device: 9.0)
+    monkeypatch.setattr(device_profile, "_time_op", lambda node, device: 9.0)
     assert [time.seconds for time in profile_ops([_squares(8)], "cpu").times.values()] == [9.0]
-    monkeypatch.setattr(device_profile, "_run", lambda node, device: 11.0)
+    monkeypatch.setattr(device_profile, "_time_op", lambda node, device: 11.0)
     assert [time.seconds for time in profile_ops([_squares(8)], "cpu", cache=False).times.values()] == [11.0]
 
 
@@ -238,13 +238,13 @@ def test_rows_and_experts_are_chosen_evenly(
     target: Callable[[torch.Tensor], Any], shapes: tuple[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[torch.Tensor] = []
-    spread = device_profile._spread
+    spread = device_profile._spread_indices
 
     def spy(op: Any, args: Any) -> None:
         spread(op, args)
         chosen.extend(value for value in args if isinstance(value, torch.Tensor) and value.dtype == torch.int64)
 
-    monkeypatch.setattr(device_profile, "_spread", spy)
+    monkeypatch.setattr(device_profile, "_spread_indices", spy)
     traced = make_fx(target)(torch.zeros(32, dtype=torch.int64, device="meta"))
     for node in traced.graph.nodes:  # the tables are constants of the trace
         if node.op == "get_attr":
