@@ -2,10 +2,10 @@
 
 The time of a collective is its latency plus the transfer of its bytes. Independent collectives whose transfers are
 short against the latency are merged, until the transfer takes most of the time. A merge must save more than it delays:
-a gradient that waits for a later one has less of the backward left to hide under, and an op waits for all parameters
-that are gathered together with its own. To save memory, only parameters of one layer are gathered together.
+a gradient that waits for a later one overlaps with less of the backward, and an op waits for all parameters that are
+gathered together with its own. To save memory, only parameters of one layer are gathered together.
 
-A *flat* bucket has all parameters that are whole during a step, whatever it costs: the flat parameter of the first
+A *flat* bucket has all parameters that are not sharded during a step, at any cost: the flat parameter of the first
 version of FSDP, and fairscale's, around a whole model. It is gathered before the forward and held until its gradient is
 complete. The gradients are concatenated after the backward and reduce-scattered at once.
 """
@@ -47,18 +47,19 @@ class Bucket(Pass):
     ----------
     cluster : Cluster
         The machine that collectives are timed on.
-    borders : sequence of collections of str
+    cut_points : sequence of collections of str
         Sets of nodes at which the graph may be cut later, so that one side runs without the other: a backward from only
         some of the tangents, or the runs of a step that share gathered parameters. Only collectives on the same side of
-        each border are merged.
+        each set are merged.
     flat : mapping of str to StateSharding, optional
-        The sharding of each parameter, by its name. If given, parameters that are whole in a step have flat buckets.
+        The sharding of each parameter, by its name. If given, parameters that are not sharded during a step have flat
+        buckets.
     """
 
     name = "bucket"
     requires: ClassVar[frozenset[Property]] = frozenset({"local"})
     cluster: Cluster
-    borders: Sequence[Collection[str]] = ()
+    cut_points: Sequence[Collection[str]] = ()
     flat: Mapping[str, StateSharding] | None = None
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -66,26 +67,26 @@ class Bucket(Pass):
         prices = NodeCosts(self.cluster)
         place = {node: index for index, node in enumerate(graph.nodes)}
         copies: dict[str, tuple[fx.Node, Side]] = {}
-        for bucket in _buckets(graph, prices, sides(graph, self.borders), self._is_flat):
-            _MergedCollective(graph, bucket, place, copies if self._is_flat(bucket[0].what) else None).write()
+        for bucket in _buckets(graph, prices, sides(graph, self.cut_points), self._is_flat):
+            _MergedCollective(graph, bucket, place, copies if self._is_flat(bucket[0].collective) else None).write()
         sort_by_place(graph, place)
         remove_dead(graph)
         graph.lint()
         graph_module.recompile()
         return graph_module
 
-    def _is_flat(self, what: Collective) -> bool:
-        return self.flat is not None and not self.flat.get(what.owner, StateSharding()).parameter
+    def _is_flat(self, collective: Collective) -> bool:
+        return self.flat is not None and not self.flat.get(collective.owner, StateSharding()).parameter
 
 
 Side = tuple[frozenset[int], frozenset[int]]
 
 
-def sides(graph: fx.Graph, borders: Sequence[Collection[str]]) -> dict[fx.Node, Side]:
-    """For each node the borders that it depends on, and the borders that depend on it."""
+def sides(graph: fx.Graph, cut_points: Sequence[Collection[str]]) -> dict[fx.Node, Side]:
+    """For each node the cut points that it depends on, and those that depend on it, by index."""
     behind: dict[fx.Node, frozenset[int]] = {}
     before: dict[fx.Node, frozenset[int]] = {}
-    at = {node: frozenset(i for i, names in enumerate(borders) if node.name in names) for node in graph.nodes}
+    at = {node: frozenset(i for i, names in enumerate(cut_points) if node.name in names) for node in graph.nodes}
     for node in graph.nodes:
         behind[node] = at[node].union(*(behind[source] for source in node.all_input_nodes))
     for node in reversed(graph.nodes):
@@ -98,7 +99,7 @@ class _Member:
     """A start that may be merged: its note, and the compute before it could start or its result is used, in seconds."""
 
     start: fx.Node
-    what: Collective
+    collective: Collective
     seconds: float
     place: int
     side: Side
@@ -106,8 +107,10 @@ class _Member:
 
 def _candidate(node: fx.Node) -> Collective | None:
     """The collective that a node starts, if it may be merged."""
-    what = info(node).collective
-    return what if what is not None and what.cause != "activation" and what.kind in _KINDS else None
+    collective = info(node).collective
+    if collective is None or collective.cause == "activation" or collective.kind not in _KINDS:
+        return None
+    return collective
 
 
 def _buckets(
@@ -119,26 +122,26 @@ def _buckets(
     for backward in (False, True):
         nodes = [n for n in graph.nodes if n.op == "call_function" and info(n).backward == backward]
         # 1. The compute before each node, in seconds.
-        reached, now = {}, 0.0
+        start_seconds, elapsed = {}, 0.0
         for node in nodes:
-            reached[node] = now
-            now += prices.of(node).seconds if prices.of(node).kernel else 0.0
+            start_seconds[node] = elapsed
+            elapsed += prices.of(node).seconds if prices.of(node).kernel else 0.0
         # 2. Group the starts that may be merged.
         groups: dict[tuple[bool, Hashable], list[_Member]] = {}
         for index, node in enumerate(nodes):
-            what = _candidate(node)
-            if what is None:
+            collective = _candidate(node)
+            if collective is None:
                 continue
-            at = _first_use(node) if what.cause == "parameter" else _last_operand(node)
-            member = _Member(node, what, reached.get(at, 0.0), index, side[node])
-            same = what.kind, what.axes, what.cause, node.meta["val"].dtype, str(node.args[1:])
-            flat = is_flat(what)
-            layer = layer_of(what.owner) if what.cause == "parameter" and not flat else ""
-            groups.setdefault((flat, (same, layer, side[node], depth[what.cause][node])), []).append(member)
+            at = _first_use(node) if collective.cause == "parameter" else _last_operand(node)
+            member = _Member(node, collective, start_seconds.get(at, 0.0), index, side[node])
+            same = collective.kind, collective.axes, collective.cause, node.meta["val"].dtype, str(node.args[1:])
+            flat = is_flat(collective)
+            layer = layer_of(collective.owner) if collective.cause == "parameter" and not flat else ""
+            groups.setdefault((flat, (same, layer, side[node], depth[collective.cause][node])), []).append(member)
         # 3. Merge within each group where it pays.
         for (flat, _), members in groups.items():
             members.sort(key=lambda m: (m.seconds, m.place))
-            found += [members] if flat else _merge_where_it_pays(members, prices, now)
+            found += [members] if flat else _merge_where_it_pays(members, prices, elapsed)
     return [members for members in found if len(members) > 1]
 
 
@@ -146,39 +149,39 @@ def _depths(graph: fx.Graph, cause: str) -> dict[fx.Node, int]:
     """The most candidates of this cause on a path to each node: equal depths make members independent."""
     depth: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        ways = [depth[source] + int(_is_candidate(source, cause)) for source in node.all_input_nodes]
-        depth[node] = max(ways, default=0)
+        depths = [depth[source] + int(_is_candidate(source, cause)) for source in node.all_input_nodes]
+        depth[node] = max(depths, default=0)
     return depth
 
 
 def _is_candidate(node: fx.Node, cause: str) -> bool:
-    what = _candidate(node)
-    return what is not None and what.cause == cause
+    collective = _candidate(node)
+    return collective is not None and collective.cause == cause
 
 
 def _merge_where_it_pays(members: Sequence[_Member], prices: NodeCosts, end: float) -> list[list[_Member]]:
     """Runs of consecutive members that are cheaper as one collective."""
 
     def demand(size: int) -> Any:
-        return prices.collective(replace(members[0].what, bytes=size))
+        return prices.collective(replace(members[0].collective, bytes=size))
 
     runs: list[list[_Member]] = []
     size = 0
     for member in members:
-        mine = demand(member.what.bytes)
+        single = demand(member.collective.bytes)
         if runs:
-            before, both = demand(size), demand(size + member.what.bytes)
-            saved = before.seconds + mine.seconds - both.seconds
-            if member.what.cause == "parameter":
-                harm = both.transfer - before.transfer  # the first user of the bucket waits that much longer
+            before, both = demand(size), demand(size + member.collective.bytes)
+            saved = before.seconds + single.seconds - both.seconds
+            if member.collective.cause == "parameter":
+                delay = both.transfer - before.transfer  # the first user of the bucket waits that much longer
             else:
-                harm = max(0.0, both.seconds - max(end - member.seconds, mine.seconds))
-            if before.transfer < _FULL_BUCKET_RATIO * before.latency and saved > 0 and harm <= saved:
+                delay = max(0.0, both.seconds - max(end - member.seconds, single.seconds))
+            if before.transfer < _FULL_BUCKET_RATIO * before.latency and saved > 0 and delay <= saved:
                 runs[-1].append(member)
-                size += member.what.bytes
+                size += member.collective.bytes
                 continue
         runs.append([member])
-        size = member.what.bytes
+        size = member.collective.bytes
     return runs
 
 
@@ -221,14 +224,14 @@ class _MergedCollective:
         copies: dict[str, tuple[fx.Node, Side]] | None = None,
     ) -> None:
         self.graph, self.bucket, self.place, self.copies = graph, bucket, place, copies
-        self.first, self.what = bucket[0].start, bucket[0].what
+        self.first, self.collective = bucket[0].start, bucket[0].collective
         self.starts = [member.start for member in bucket]
         spots = [place[start] for start in self.starts]
-        self.spot = max(spots) if self.what.cause == "gradient" else min(spots)
+        self.spot = max(spots) if self.collective.cause == "gradient" else min(spots)
 
     def write(self) -> None:
         """Replace the collectives. The nodes that replace their waits take over the waits' names."""
-        first, kind = self.first, self.what.kind
+        first, kind = self.first, self.collective.kind
         waits = [next(iter(start.users)) for start in self.starts]
         assert all(is_wait(wait) for wait in waits)
         ranks = first.args[1] if kind == "all_gather" else first.args[2] if kind == "reduce_scatter" else 1
@@ -248,21 +251,21 @@ class _MergedCollective:
                 whole = self._call(aten.cat.default, flat)
             # 2. Start the one collective and wait for it.
             start = self._call(first.target, whole, *first.args[1:])
-            owners = f"{self.what.owner} and {len(self.bucket) - 1} more"
-            size = sum(member.what.bytes for member in self.bucket)
-            start.meta[META] = replace(info(start), collective=replace(self.what, bytes=size, owner=owners))
+            owners = f"{self.collective.owner} and {len(self.bucket) - 1} more"
+            size = sum(member.collective.bytes for member in self.bucket)
+            start.meta[META] = replace(info(start), collective=replace(self.collective, bytes=size, owner=owners))
             arrived = self._call(waits[0].target, start)
-            # 3. Cut the result, and let the users of each wait read its piece.
+            # 3. Split the result, and let the users of each wait read its piece.
             if kind == "all_gather":
                 arrived = self._call(reshape, arrived, [ranks, sum(sizes)])
             for member, wait, piece in zip(self.bucket, waits, self._cut(arrived, sizes, waits)):
                 value = self._replace_wait(wait, piece)
-                if self.copies is not None and self.what.cause == "parameter":
-                    self.copies[member.what.owner] = value, member.side
+                if self.copies is not None and self.collective.cause == "parameter":
+                    self.copies[member.collective.owner] = value, member.side
 
     def _cut(self, arrived: fx.Node, sizes: Sequence[int], waits: Sequence[fx.Node]) -> list[fx.Node]:
         """The piece of each member: a view, or for a flat all-gather a copy, so that the buffer can be freed."""
-        dim = int(self.what.kind == "all_gather")
+        dim = int(self.collective.kind == "all_gather")
         if self.copies is not None and dim:
             parts = self._call(aten.split_with_sizes_copy.default, arrived, sizes, dim)
             return [self._call(operator.getitem, parts, index) for index in range(len(sizes))]
@@ -274,11 +277,11 @@ class _MergedCollective:
     def _held_copies(self, shape: list[int]) -> list[fx.Node]:
         """Empty pieces of the gathered parameters that the backward reads. Reading them here holds the parameters.
 
-        Parameters on another side of a border are left out: the graph behind it runs without them.
+        Parameters on another side of a cut point are left out: the graph behind it runs without them.
         """
         copies, dtype, found = self.copies or {}, self.first.meta["val"].dtype, list[fx.Node]()
-        for member in (each for each in self.bucket if each.what.owner in copies):
-            copy, (behind, before) = copies[member.what.owner]
+        for member in (each for each in self.bucket if each.collective.owner in copies):
+            copy, (behind, before) = copies[member.collective.owner]
             lost = member.side[0] & (before - behind)
             for read in () if lost else _backward_reads(copy):
                 empty = self._call(reshape, self._call(aten.narrow.default, read, 0, 0, 0), shape)

@@ -21,7 +21,7 @@ from shardweave.passes.schedule import WAIT
 from shardweave.sharding import info
 
 
-def traffic_of(what: Collective, rest: StateSharding) -> Traffic:
+def traffic_of(collective: Collective, rest: StateSharding) -> Traffic:
     """The kind of traffic that a collective is, given how its parameter is sharded.
 
     >>> from shardweave.ir import Axis
@@ -32,10 +32,10 @@ def traffic_of(what: Collective, rest: StateSharding) -> Traffic:
     ...                            ("reduce_scatter", (gpu,), "gradient"), ("all_reduce", (node,), "gradient"))]
     ['gather', 'broadcast', 'scatter', 'reduce']
     """
-    if what.cause == "activation":
+    if collective.cause == "activation":
         return "activation"
-    axes = set(what.axes)
-    if what.cause == "parameter":
+    axes = set(collective.axes)
+    if collective.cause == "parameter":
         return "gather" if axes <= {*rest.parameter} else "broadcast"
     return "scatter" if axes & {*rest.parameter, *rest.gradient} else "reduce"
 
@@ -62,13 +62,13 @@ class DisableOverlap(Pass):
         graph = graph_module.graph
         for wait in graph.find_nodes(op="call_function", target=WAIT):
             start = wait.all_input_nodes[0]
-            what = info(start).collective
-            if what is None:
+            collective = info(start).collective
+            if collective is None:
                 continue
-            owner = what.owner.partition(" ")[0]  # the first member of a bucket: all are sharded over the same axes
-            if traffic_of(what, self.state_sharding.get(owner, StateSharding())) not in self.blocking:
+            owner = collective.owner.partition(" ")[0]  # of a bucket, the first: all are sharded over the same axes
+            if traffic_of(collective, self.state_sharding.get(owner, StateSharding())) not in self.blocking:
                 continue
-            if what.cause == "parameter":
+            if collective.cause == "parameter":
                 wait.prepend(start)
             else:
                 start.append(wait)

@@ -66,9 +66,9 @@ class KeepUnsharded(Pass):
 
     def _is_kept(self, node: fx.Node) -> bool:
         """Whether a node starts the all-gather of a parameter, or of one of its slices, that is kept."""
-        what = info(node).collective
-        if what is None or what.cause != "parameter":
+        collective = info(node).collective
+        if collective is None or collective.cause != "parameter":
             return False
         names = {axis.name for axis in self.axes}
         mine = next((step for axis, step in info(node).steps if axis in names), 0)
-        return mine < last_match(self.slices, what.owner, 0)
+        return mine < last_match(self.slices, collective.owner, 0)

@@ -46,7 +46,7 @@ class CollectiveStart:
 
     group: str
     demand: Demand
-    what: Collective
+    collective: Collective
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,10 @@ class Tasks:
         # 3. Times and collectives.
         transfers: list[CollectiveStart | None] = []
         for node in nodes:
-            what = collective(node) if is_start(node) else None
-            moved = None if what is None else CollectiveStart(group_name(what.axes), prices.collective(what), what)
-            transfers.append(moved)
+            moved = collective(node) if is_start(node) else None
+            transfers.append(
+                None if moved is None else CollectiveStart(group_name(moved.axes), prices.collective(moved), moved)
+            )
         started = [number.get(node.all_input_nodes[0], -1) if is_wait(node) else -1 for node in nodes]
         seconds = [prices.of(node).seconds if prices.of(node).kernel else 0.0 for node in nodes]
         scratch, sending = [prices.of(node).scratch for node in nodes], [prices.of(node).held for node in nodes]
@@ -490,7 +491,7 @@ class _ListScheduler:
         if self.tasks.started[task] < 0:
             self._wait_for_memory(self.born[task] + self.tasks.sending[task] + self.tasks.scratch[task])
         transfers = self.tasks.transfers[task]
-        if transfers is not None and transfers.what.cause == "gradient":
+        if transfers is not None and transfers.collective.cause == "gradient":
             while len(self.reductions_under_way) > self.reductions:
                 self._wait_for_oldest_reduction()
             self.reductions_under_way.extend(self.tasks.users[task])

@@ -371,9 +371,9 @@ class _Lowering:
         if overlap.buckets or ablation.flat_parameter:
             flat = step.state_sharding if ablation.flat_parameter else None
             # No bucket may reach across a tangent, or across what runs once a step and what runs for each micro-batch.
-            borders: list[Collection[str]] = [[tangent] for tangent in self.annotated.tangents]
-            borders += [step.gathered_once, step.accumulators.values()] if accumulates else []
-            passes.append(Bucket(self.cluster, borders, flat))
+            cut_points: list[Collection[str]] = [[tangent] for tangent in self.annotated.tangents]
+            cut_points += [step.gathered_once, step.accumulators.values()] if accumulates else []
+            passes.append(Bucket(self.cluster, cut_points, flat))
         if overlap.quantize:
             passes.append(Quantize(overlap.quantize))
         passes.append(self._schedule(sharded))

@@ -60,14 +60,14 @@ class Quantize(Pass):
         graph, known = graph_module.graph, dict[object, Any]()
         for wait in [node for node in graph.nodes if is_wait(node)]:
             (start,) = wait.all_input_nodes
-            what = info(start).collective
-            if what is None or not start.meta["val"].is_floating_point() or not start.meta["val"].numel():
+            collective = info(start).collective
+            if collective is None or not start.meta["val"].is_floating_point() or not start.meta["val"].numel():
                 continue
-            kind = what.kind, what.cause
+            kind = collective.kind, collective.cause
             if kind == ("all_gather", "parameter") and "parameters" in self.bits:
-                _Rewrite(graph, start, what, self.bits["parameters"], self.block, known).gather(wait)
+                _Rewrite(graph, start, collective, self.bits["parameters"], self.block, known).gather(wait)
             elif kind == ("reduce_scatter", "gradient") and start.args[1] == "sum" and "gradients" in self.bits:
-                _Rewrite(graph, start, what, self.bits["gradients"], self.block, known).reduce(wait)
+                _Rewrite(graph, start, collective, self.bits["gradients"], self.block, known).reduce(wait)
         remove_dead(graph)
         graph.lint()
         graph_module.recompile()
@@ -105,7 +105,7 @@ class _Rewrite:
 
     graph: fx.Graph
     start: fx.Node
-    what: Collective
+    collective: Collective
     bits: int
     block: int
     known: dict[object, Any]
@@ -117,7 +117,7 @@ class _Rewrite:
         sizes, dtype = sizes_of_parts(source, 1), wait.meta["val"].dtype
         with self.graph.inserting_before(wait):
             both = self._quantized(source, sizes)
-            moved = [self._moved("all_gather", each, self.what.axes) for each in both]
+            moved = [self._moved("all_gather", each, self.collective.axes) for each in both]
             self._replace(wait, self._call(own.dequantize_blocks.default, *moved, sizes, self.block, dtype))
 
     def reduce(self, wait: fx.Node) -> None:
@@ -126,10 +126,10 @@ class _Rewrite:
         A rank has one row for each rank of the group, ordered by their coordinates, the outermost axis first. A stage
         sends rows along the innermost axes that are left. It leaves one row for each coordinate of the other axes.
         """
-        source, rows = self.start.all_input_nodes[0], axes_size(self.what.axes)
+        source, rows = self.start.all_input_nodes[0], axes_size(self.collective.axes)
         sizes = sizes_of_parts(source, rows)
         with self.graph.inserting_before(wait):
-            for axes in stages(self.what.axes):
+            for axes in stages(self.collective.axes):
                 both, ranks = self._quantized(source, sizes), axes_size(axes)
                 rows //= ranks
                 moved = [self._moved("all_to_all", self._by_rank(each, rows, ranks), axes) for each in both]
@@ -156,9 +156,9 @@ class _Rewrite:
         start = self._call(target, part, *([ranks] if gathers else [[1] * ranks] * 2), group_name(axes))
         size = tensor_bytes((start if gathers else part).meta["val"])
         form = f"{'scales of ' if scales else ''}int{self.bits} blocks, ZeRO++ {'qwZ' if gathers else 'qgZ'}"
-        reason = f"{self.what.reason}, {form}" if self.what.reason else form
-        what = replace(self.what, kind=kind, axes=tuple(axes), bytes=size, reason=reason, scales=scales)
-        start.meta[META] = replace(info(start), collective=what)
+        reason = f"{self.collective.reason}, {form}" if self.collective.reason else form
+        collective = replace(self.collective, kind=kind, axes=tuple(axes), bytes=size, reason=reason, scales=scales)
+        start.meta[META] = replace(info(start), collective=collective)
         return self._call(c10d.wait_tensor.default, start)
 
     def _replace(self, wait: fx.Node, found: fx.Node) -> None:

@@ -91,8 +91,8 @@ class _Recomputation:
         if is_start(node):
             return False
         if is_wait(node) and self.modes[node] == "fine":
-            what = info(node.all_input_nodes[0]).collective
-            return what is not None and what.cause == "activation"
+            collective = info(node.all_input_nodes[0]).collective
+            return collective is not None and collective.cause == "activation"
         mine = region_of(node)
         return any(user in self.modes and region_of(user) != mine for user in node.users)
 

@@ -107,7 +107,7 @@ def recompute_barriers(tasks: Tasks) -> list[tuple[int, int]]:
 def transfer_cause(tasks: Tasks, task: int) -> str:
     """The cause of the collective that a task starts: "parameter", "gradient" or "activation"; "" without one."""
     transfers = tasks.transfers[task]
-    return transfers.what.cause if transfers is not None else ""
+    return transfers.collective.cause if transfers is not None else ""
 
 
 def candidate_keys(tasks: Tasks) -> Iterator[list[Key]]:
@@ -392,7 +392,7 @@ def _begins(tasks: Tasks, keys: Sequence[Key]) -> list[float]:
 def _starts(tasks: Tasks, *causes: str) -> list[tuple[int, CollectiveStart]]:
     """The tasks that start a collective of one of these causes, with the collective."""
     found = enumerate(tasks.transfers)
-    return [(task, moved) for task, moved in found if moved is not None and moved.what.cause in causes]
+    return [(task, moved) for task, moved in found if moved is not None and moved.collective.cause in causes]
 
 
 def _distinct(starts: Sequence[tuple[int, CollectiveStart]]) -> list[CollectiveStart]:

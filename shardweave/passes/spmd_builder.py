@@ -135,7 +135,7 @@ Cause = Literal["parameter", "gradient", "activation"]
 INPUT_SLICE = "step of an input"
 """The reason that a slice of an input is marked with. It needs no copy, as the input outlives the step."""
 _NEEDS_WHOLE_BATCH = (
-    "{op} needs the whole batch at once (its value lies at {layout}), so the batch cannot be computed in "
+    "{op} needs the whole batch at once (its value has the layout {layout}), so the batch cannot be computed in "
     "{parts}: use {option}=1, or move what needs the whole batch out of the model"
 )
 
@@ -327,8 +327,8 @@ class LocalGraph:
         """Start a collective and wait for it. The pass `Schedule` moves the two apart later."""
         value = node.meta["val"]
         whole = value.numel() * value.element_size() * (axes_size(step.axes) if kind == "all_gather" else 1)
-        what = Collective(kind, step.axes, whole, origin.op, origin.reason, origin.cause)
-        start = self.call(origin, target, node, *args, group_name(step.axes), collective=what)
+        collective = Collective(kind, step.axes, whole, origin.op, origin.reason, origin.cause)
+        start = self.call(origin, target, node, *args, group_name(step.axes), collective=collective)
         return self.call(origin, c10d.wait_tensor.default, start)
 
     def all_reduce(self, node: fx.Node, step: RedistributionStep, origin: Origin) -> fx.Node:

@@ -72,8 +72,8 @@ class _Unrolled:
 
     def _output(self, node: fx.Node) -> None:
         outputs = graph_outputs(node.graph)
-        if apart := [value.name for value in outputs if isinstance(value, fx.Node) and value in self.steps]:
-            raise VerifyError(f"the outputs {apart} differ between the steps of {self.axis}: bring them together")
+        if differing := [value.name for value in outputs if isinstance(value, fx.Node) and value in self.steps]:
+            raise VerifyError(f"the outputs {differing} differ between the steps of {self.axis}: join the steps")
         out = self.graph.output(fx.node.map_arg(tuple(outputs), self.shared.__getitem__))
         out.meta = dict(node.meta)
 
@@ -106,8 +106,8 @@ class _Unrolled:
         if outer == 1:
             return self._call(node, aten.cat.default, parts, dim)
         shape = list(parts[0].meta["val"].shape)
-        apart = [*shape[:dim], outer, inner, *shape[dim + 1 :]]
-        pieces = [self._call(node, aten.reshape.default, part, apart, last=False) for part in parts]
+        split_shape = [*shape[:dim], outer, inner, *shape[dim + 1 :]]
+        pieces = [self._call(node, aten.reshape.default, part, split_shape, last=False) for part in parts]
         whole = self._call(node, aten.cat.default, pieces, dim + 1, last=False)
         return self._call(node, aten.reshape.default, whole, list(node.meta["val"].shape))
 

@@ -59,7 +59,7 @@ def verify_memory(
     after: str,
     cluster: Cluster,
     limit: int | None,
-    beside: int = 0,
+    other_bytes: int = 0,
     repeated: MicroBatchSharing = NO_SHARING,
 ) -> None:
     """Check that the peak memory of a local graph, in its order, is within a limit.
@@ -70,7 +70,7 @@ def verify_memory(
         The machine, whose allocator rounds sizes.
     limit : int, optional
         Bytes that a device may use; None for no limit.
-    beside : int
+    other_bytes : int
         Bytes that the graph does not see: the optimizer's states, inputs and results of other micro-batches.
     repeated : MicroBatchSharing
         The storages that the last of several runs of the graph finds, where it runs once for each micro-batch.
@@ -81,10 +81,10 @@ def verify_memory(
         If the peak exceeds the limit. The error names the pass, the node at the peak, and the bytes.
     """
     most, node = peak_live_bytes(graph_module.graph, NodeCosts(cluster), repeated)
-    if limit is not None and most + beside > limit:
+    if limit is not None and most + other_bytes > limit:
         where = f" at {node.name} of {info(node).op}" if node is not None else ""
         raise VerifyError(
-            f"after {after}: {readable_bytes(most + beside)} ({most + beside:,} bytes) are held{where}, "
+            f"after {after}: {readable_bytes(most + other_bytes)} ({most + other_bytes:,} bytes) are held{where}, "
             f"the limit is {readable_bytes(limit)} ({limit:,} bytes)"
         )
 
@@ -108,13 +108,13 @@ def _pairs(graph: fx.Graph) -> Iterator[str]:
             yield f"{node.name} waits for {node.all_input_nodes[0].name}, which starts no collective"
         if not is_start(node):
             continue
-        what = info(node).collective
-        if what is None:
+        collective = info(node).collective
+        if collective is None:
             yield f"{node.name} starts a collective that nothing is noted of"
         elif len(node.users) != 1 or not all(map(is_wait, node.users)):
             yield (
-                f"the {what.kind} {node.name} of {what.owner} must be waited for once and read by nothing else, it has "
-                f"the users {[user.name for user in node.users]}"
+                f"the {collective.kind} {node.name} of {collective.owner} must be waited for once and read by nothing "
+                f"else, it has the users {[user.name for user in node.users]}"
             )
 
 
@@ -128,14 +128,14 @@ _KINDS = {
 
 def _notes(graph: fx.Graph) -> Iterator[str]:
     for node in graph.nodes:
-        what = info(node).collective
-        if what is None:
+        collective = info(node).collective
+        if collective is None:
             continue
-        whole = node if what.kind == "all_gather" else node.all_input_nodes[0]
+        whole = node if collective.kind == "all_gather" else node.all_input_nodes[0]
         does = _KINDS.get(node.target), node.args[-1], tensor_bytes(whole.meta["val"])
-        noted = what.kind, group_name(what.axes), what.bytes
+        noted = collective.kind, group_name(collective.axes), collective.bytes
         if does != noted:
-            yield f"{node.name} of {what.owner} does {does} (kind, group, bytes), and {noted} is noted"
+            yield f"{node.name} of {collective.owner} does {does} (kind, group, bytes), and {noted} is noted"
 
 
 _CHECKED_NODES: set[Hashable] = set()
@@ -186,8 +186,8 @@ def _layouts(graph: fx.Graph) -> Iterator[str]:
             )
         comes = frozenset[Axis]().union(*(differs[source] for source in _read(node)))
         if not layouts:
-            what = info(node).collective
-            differs[node] = comes - _made_equal(what)
+            collective = info(node).collective
+            differs[node] = comes - _made_equal(collective)
             continue
         axes = {axis for layout in layouts for axis in (*layout.shard_axes, *layout.partial_axes)}
         differs[node] = frozenset(axis for axis in axes if axis.kind == "space")
@@ -199,9 +199,10 @@ def _layouts(graph: fx.Graph) -> Iterator[str]:
             )
 
 
-def _made_equal(what: Collective | None) -> frozenset[Axis]:
+def _made_equal(collective: Collective | None) -> frozenset[Axis]:
     """The axes along which a value is the same after a collective."""
-    return frozenset(what.axes) if what is not None and what.kind in ("all_reduce", "all_gather") else frozenset()
+    made = collective is not None and collective.kind in ("all_reduce", "all_gather")
+    return frozenset(collective.axes) if collective is not None and made else frozenset()
 
 
 _APART = {torch.ops.aten.cat.default, operator.getitem}

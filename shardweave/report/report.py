@@ -184,7 +184,7 @@ def _shapes(node: fx.Node) -> str:
     return ", ".join(shapes)
 
 
-def _reason(what: Collective) -> str:
-    over = " ".join(axis.name for axis in what.axes)
-    size = f"{readable_bytes(what.bytes)} over {over} ({axes_size(what.axes)} devices)"
-    return f"{what.owner}: {what.kind} of {size}{what.reason and ', '}{what.reason}"
+def _reason(collective: Collective) -> str:
+    over = " ".join(axis.name for axis in collective.axes)
+    size = f"{readable_bytes(collective.bytes)} over {over} ({axes_size(collective.axes)} devices)"
+    return f"{collective.owner}: {collective.kind} of {size}{collective.reason and ', '}{collective.reason}"

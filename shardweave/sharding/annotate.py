@@ -235,12 +235,12 @@ def _check_supported(node: fx.Node) -> None:
     """Raise `RuleError` for a higher-order op, whose inner graph no rule sees, and for an op with sparse results."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         raise RuleError(
-            f"{describe(node)} is a program of its own inside the model, which has no rule: write it with plain ops "
+            f"{describe(node)} is a higher-order op, which has a graph of its own and no rule: write it with plain ops "
             "(for flex_attention: torch.nn.functional.scaled_dot_product_attention with a mask)"
         )
     if any(isinstance(value, torch.Tensor) and value.layout != torch.strided for value in _values(node)):
         raise RuleError(
-            f"{describe(node)} gives a sparse tensor, and only dense ones are spread: write it without one (for "
+            f"{describe(node)} computes a sparse tensor, and only dense tensors can be sharded: use a dense one (for "
             "embeddings: sparse=False)"
         )
 
@@ -434,14 +434,14 @@ def _check_unruled(unruled: Sequence[fx.Node], allow: bool) -> None:
     if floating and not allow:
         listed = "\n  ".join(sorted({describe(node) for node in floating}))
         raise RuleError(
-            f"no sharding rule for {len(floating)} op(s) on the way of activations; everything after them would be "
-            f"computed whole on every device:\n  {listed}\n"
+            f"no sharding rule for {len(floating)} op(s) that activations pass through; these ops, and all after them, "
+            f"would be replicated on every device:\n  {listed}\n"
             "Write these lines with other ops, add a rule with shardweave.rule(op, pattern), "
             "or allow it with Options(replicate_unknown_ops=True)."
         )
     if unruled:
         names = ", ".join(sorted({str(node.target) for node in unruled}))
-        warnings.warn(f"computed whole on every device, as they have no sharding rule: {names}", stacklevel=2)
+        warnings.warn(f"replicated on every device, because they have no sharding rule: {names}", stacklevel=2)
 
 
 def layer_of(name: str) -> str:

@@ -183,9 +183,9 @@ def test_a_sum_may_be_written_into_a_value_that_nothing_else_reads(step: fx.Grap
 def test_memory_beyond_the_limit_is_refused(step: fx.GraphModule) -> None:
     most, node = peak_live_bytes(step.graph, NodeCosts(CLUSTER))
     assert node is not None
-    verify_memory(step, "schedule", CLUSTER, most + 8, beside=8)
+    verify_memory(step, "schedule", CLUSTER, most + 8, other_bytes=8)
     with pytest.raises(VerifyError, match=f"^after schedule: .*{most + 8:,} bytes.* at {node.name} .*{most + 7:,}"):
-        verify_memory(step, "schedule", CLUSTER, most + 7, beside=8)
+        verify_memory(step, "schedule", CLUSTER, most + 7, other_bytes=8)
 
 
 @pytest.mark.parametrize("sub_batches", [1, 2])

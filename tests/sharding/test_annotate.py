@@ -150,7 +150,7 @@ def test_unruled_op_may_be_allowed() -> None:
     x = torch.randn(4, 4, dtype=torch.float64)
     model = Unruled().double()
     captured = capture(model, x)
-    with pytest.warns(UserWarning, match=r"computed whole on every device.*aten.linalg_matrix_exp.default"):
+    with pytest.warns(UserWarning, match=r"replicated on every device.*aten.linalg_matrix_exp.default"):
         annotate(captured, Options(replicate_unknown_ops=True))
     mesh = mesh_of(2)
     values = [*(value.detach() for value in model.parameters()), x, torch.ones((), dtype=torch.float64)]
