@@ -16,17 +16,17 @@ Ordered bits
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardweave.ops.library import register
+
 STEPS = {8: 127, 4: 7}
 """The number of steps from zero to the largest value of a block, by the bits of an element."""
-
-_LIBRARY: Any = torch.library.Library("shardweave", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def full_precision(dtype: torch.dtype) -> torch.dtype:
@@ -197,17 +197,9 @@ def _fake_from_ordered(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _BLOCKS = "Tensor payload, Tensor scales, int[] sizes, int block, ScalarType dtype"
-_OPS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "quantize_blocks(Tensor x, int[] sizes, int bits, int block) -> (Tensor, Tensor)": (
-        quantize_blocks,
-        _fake_quantize,
-    ),
-    f"dequantize_blocks({_BLOCKS}) -> Tensor": (dequantize_blocks, _fake_dequantize),
-    f"sum_dequantized({_BLOCKS}) -> Tensor": (sum_dequantized, _fake_sum),
-    "ordered_bits(Tensor x, bool largest) -> Tensor": (ordered_bits, _fake_ordered),
-    "from_ordered_bits(Tensor bits, ScalarType dtype) -> Tensor": (from_ordered_bits, _fake_from_ordered),
-}
-for _schema, (_kernel, _fake) in _OPS.items():
-    _LIBRARY.define(_schema)
-    _LIBRARY.impl(_schema.partition("(")[0], _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardweave::{_schema.partition('(')[0]}", _fake, lib=_LIBRARY)
+_QUANTIZE = "quantize_blocks(Tensor x, int[] sizes, int bits, int block) -> (Tensor, Tensor)"
+register(_QUANTIZE, quantize_blocks, _fake_quantize)
+register(f"dequantize_blocks({_BLOCKS}) -> Tensor", dequantize_blocks, _fake_dequantize)
+register(f"sum_dequantized({_BLOCKS}) -> Tensor", sum_dequantized, _fake_sum)
+register("ordered_bits(Tensor x, bool largest) -> Tensor", ordered_bits, _fake_ordered)
+register("from_ordered_bits(Tensor bits, ScalarType dtype) -> Tensor", from_ordered_bits, _fake_from_ordered)

@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from shardweave.ops.library import register
+
 aten = torch.ops.aten
 _OPTIONS = (
     "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups"
 )
 _TRANSPOSED = 3
 """The index of `transposed` among the options."""
-_LIBRARY: Any = torch.library.Library("shardweave", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(f"conv_input_grad(Tensor grad, Tensor weight, SymInt[] input_size, {_OPTIONS}) -> Tensor")
-_LIBRARY.define(f"conv_weight_grad(Tensor grad, Tensor input, SymInt[] weight_size, {_OPTIONS}) -> Tensor")
 
 
 def _gradient(index: int) -> Callable[..., Tensor]:
@@ -41,9 +40,13 @@ def _gradient(index: int) -> Callable[..., Tensor]:
     return gradient
 
 
-for _index, _name in enumerate(("conv_input_grad", "conv_weight_grad")):
-    _LIBRARY.impl(_name, _gradient(_index), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardweave::{_name}", _gradient(_index), lib=_LIBRARY)
+for _index, _schema in enumerate(
+    (
+        f"conv_input_grad(Tensor grad, Tensor weight, SymInt[] input_size, {_OPTIONS}) -> Tensor",
+        f"conv_weight_grad(Tensor grad, Tensor input, SymInt[] weight_size, {_OPTIONS}) -> Tensor",
+    )
+):
+    register(_schema, _gradient(_index), _gradient(_index))
 
 
 def _flops(grad: Sequence[int], kernel: Sequence[int], applied: Sequence[int]) -> int:

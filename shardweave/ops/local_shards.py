@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from shardweave.ir import IndexRangeError, Padding, VerifyError
+from shardweave.ops.library import register
 
-_LIBRARY: Any = torch.library.Library("shardweave", "FRAGMENT")  # type: ignore[no-untyped-call]
 _COORDINATE_PREFIX = "coord_"
 """The prefix of the placeholders that take a coordinate."""
 
@@ -98,8 +97,6 @@ def _only_in_graphs(value: Tensor) -> Tensor:
     return value.clone()
 
 
-
-
 def checked_index(index: Tensor, start: int, low: int, high: int, what: str) -> Tensor:
     """`index` counted from `start`, after a check that it is at least `low` and less than `high`.
 
@@ -169,15 +166,7 @@ def out_of_range(which: str, low: int, high: int, what: str) -> str:
     )
 
 
-def _fake_checked(index: Tensor, start: int, low: int, high: int, what: str) -> Tensor:
-    return torch.empty_like(index)
-
-
-for _schema, _kernel, _fake in (
-    ("pad(Tensor x, int dim, int size, int[] levels) -> Tensor", pad, _fake_pad),
-    ("unpad(Tensor x, int dim, int size, int[] levels) -> Tensor", unpad, _fake_unpad),
-    ("checked_index(Tensor index, SymInt start, int low, int high, str what) -> Tensor", checked_index, _fake_checked),
-):
-    _LIBRARY.define(_schema)
-    _LIBRARY.impl(_schema.partition("(")[0], _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardweave::{_schema.partition('(')[0]}", _fake, lib=_LIBRARY)
+_CHECKED_INDEX = "checked_index(Tensor index, SymInt start, int low, int high, str what) -> Tensor"
+register("pad(Tensor x, int dim, int size, int[] levels) -> Tensor", pad, _fake_pad)
+register("unpad(Tensor x, int dim, int size, int[] levels) -> Tensor", unpad, _fake_unpad)
+register(_CHECKED_INDEX, checked_index, lambda index, *_: torch.empty_like(index))

@@ -241,29 +241,31 @@ def batch_norm_with_update(
 # -- the backward
 
 
-def batch_norm_backward_in_training(
+def batch_norm_gradients(
     grad: Tensor,
     x: Tensor,
     weight: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
+    mean: Tensor | None,
+    invstd: Tensor | None,
     training: bool,
     eps: float,
     mask: list[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of batch norm in training, by sums that can be split along the batch."""
-    return _gradients(grad, x, weight, _wide(mean), _wide(invstd), mask, training=True)
+    """The gradients that `mask` asks for, by sums that can be split along the batch.
 
-
-def _gradients(
-    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, mask: list[bool], training: bool
-) -> tuple[Tensor | None, ...]:
-    """The gradients that `mask` asks for, in the dtypes of what they are gradients of.
-
-    In training the statistics depend on the input, too; in evaluation they are constants.
+    Each has the dtype of the tensor that it is a gradient of. In training the statistics depend on the input, too; in
+    evaluation they are constants.
     """
+    if training:
+        assert mean is not None and invstd is not None
+        mean, invstd = _wide(mean), _wide(invstd)
+    elif running_mean is None or running_var is None:
+        raise RuleError("a batch norm that evaluates has no running statistics: leave it in training mode")
+    else:
+        invstd = aten.rsqrt.default(_wide(running_var) + eps)
+        mean = _wide(running_mean)
     wide = _wide(grad)
     normalised = (_wide(x) - _along(mean, x)) * _along(invstd, x)
     of_bias, of_weight = _sum(wide), _sum(wide * normalised)
@@ -291,17 +293,15 @@ def batch_norm_backward(
     mask: list[bool],
 ) -> tuple[Tensor | None, ...]:
     """The op itself in training, without the running statistics, which it does not read; else pointwise ops."""
-    if training:
-        op = aten.native_batch_norm_backward.default
-        wide = weight if mean is None else _like_statistics(weight, mean)
-        results: tuple[Tensor | None, ...] = op(grad, x, wide, None, None, mean, invstd, True, eps, mask)
-        if wide is weight or weight is None:
-            return results
-        return results[0], *(None if value is None else value.to(weight.dtype) for value in results[1:])
-    if running_mean is None or running_var is None:
-        raise RuleError("a batch norm that evaluates has no running statistics: leave it in training mode")
-    invstd = aten.rsqrt.default(_wide(running_var) + eps)
-    return _gradients(grad, x, weight, _wide(running_mean), invstd, mask, training=False)
+    if not training:
+        return batch_norm_gradients(grad, x, weight, running_mean, running_var, mean, invstd, False, eps, mask)
+    wide = weight if mean is None else _like_statistics(weight, mean)
+    results: tuple[Tensor | None, ...] = aten.native_batch_norm_backward.default(
+        grad, x, wide, None, None, mean, invstd, True, eps, mask
+    )
+    if wide is weight or weight is None:
+        return results
+    return results[0], *(None if value is None else value.to(weight.dtype) for value in results[1:])
 
 
 @register_decomposition(aten.batch_norm_backward.default)
@@ -328,6 +328,6 @@ rule(aten._native_batch_norm_legit.no_stats, f"{_X}, c, c -> {_X}, c, c", decomp
 rule(
     aten.native_batch_norm_backward.default,
     f"{_X}, {_X}, c, c, c, c, c -> {_X}, c, c",
-    decompose=batch_norm_backward_in_training,
+    decompose=batch_norm_gradients,
     lower=lower_batch_norm_backward,
 )
