@@ -21,13 +21,13 @@ from shardweave.passes.schedule import WAIT
 from shardweave.sharding import info
 
 
-def traffic_of(collective: Collective, rest: StateSharding) -> Traffic:
+def traffic_of(collective: Collective, sharding: StateSharding) -> Traffic:
     """The kind of traffic that a collective is, given how its parameter is sharded.
 
     >>> from shardweave.ir import Axis
     >>> gpu, node = Axis("gpu0", 8, 1), Axis("node0", 4, 8)
-    >>> rest = StateSharding(parameter=(gpu,), states=(node,))
-    >>> [traffic_of(Collective(kind, axes, 8, "up.weight", "", cause), rest)
+    >>> sharding = StateSharding(parameter=(gpu,), states=(node,))
+    >>> [traffic_of(Collective(kind, axes, 8, "up.weight", "", cause), sharding)
     ...  for kind, axes, cause in (("all_gather", (gpu,), "parameter"), ("all_gather", (node,), "parameter"),
     ...                            ("reduce_scatter", (gpu,), "gradient"), ("all_reduce", (node,), "gradient"))]
     ['gather', 'broadcast', 'scatter', 'reduce']
@@ -36,8 +36,8 @@ def traffic_of(collective: Collective, rest: StateSharding) -> Traffic:
         return "activation"
     axes = set(collective.axes)
     if collective.cause == "parameter":
-        return "gather" if axes <= {*rest.parameter} else "broadcast"
-    return "scatter" if axes & {*rest.parameter, *rest.gradient} else "reduce"
+        return "gather" if axes <= {*sharding.parameter} else "broadcast"
+    return "scatter" if axes & {*sharding.parameter, *sharding.gradient} else "reduce"
 
 
 @dataclass(frozen=True)

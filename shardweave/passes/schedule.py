@@ -9,7 +9,7 @@ The scheduler tries several orders and takes the fastest one that fits into the 
    reduce-scatters that are drained late (AxoNN IV-B and IV-C, AMSP V-C) need no rule of their own: a collective starts
    as soon as its input is ready. `delayed_gathers` makes an exception where that would delay a collective of
    activations. The orders differ in how many gathers and reductions are under way at once.
-2. The best order is made thriftier: it computes ahead of its turn only as much as its memory is worth.
+2. The memory of the best order is reduced: it computes fewer tasks ahead of their turn, as long as it stays as fast.
 3. Where communication stays exposed, schedules from both ends (`bidirectional_schedules`) compete with it.
 
 Priorities
@@ -23,7 +23,7 @@ Bidirectional scheduling
     first, finds such gaps: read forward, its schedule starts every task as late as the step allows. The times of one
     schedule are the priorities of the next one, in the other direction ("justification": Valls, Ballestin and
     Quintanilla, European Journal of Operational Research 165, 2005). Here every process group, and the device itself,
-    is a machine that does one thing at a time. `list_scheduler.simulate_order` tells what an order really takes.
+    is a machine that does one thing at a time. `list_scheduler.simulate_order` computes the real time of an order.
 
 Delayed collectives
     Collectives of activations are on the critical path. An all-gather of a parameter that runs at the same time takes a
@@ -76,6 +76,24 @@ CAST = aten._to_copy.default
 
 SHAPING = (GLUE - {WAIT}) | {CAST, aten.add.Tensor, aten.add_.Tensor, aten.cat.default}
 """Ops that may stand between a value and the start of its collective."""
+GATHER_DEPTHS = (8, 4, 1)
+"""How many groups of parameters may be gathered ahead, where the user does not set `max_prefetch`: each is tried."""
+_SAME_TIME_RATIO = 1.005
+"""Orders whose times differ by less than this factor count as equally fast. The one that holds less is taken."""
+_MIN_MEMORY_SAVING = 0.1
+"""The search for an order that holds less stops when it can save less than this part of the peak."""
+_MAX_BIDIRECTIONAL_ORDERS = 4
+"""How many bidirectional schedules are tried, the fastest by their own estimate."""
+_MAX_LEAST_MEMORY_ORDERS = 4
+"""How many of the orders with the lowest peaks are tried again under still lower limits."""
+_MEMORY_STEP = 2**-7
+"""The part of the peak by which each such limit is lower than the last peak."""
+_EXCESS_MULTIPLES = (1, 2, 4)
+"""An order that exceeds the limit is tried again under limits lowered by these multiples of the excess."""
+_INFEASIBLE_RATIO = 1.0625
+"""Where even the lowest peak is this many times the limit, no order is searched that fits."""
+_MIN_OVERLAP_RATIO = 0.25
+"""A gradient reduction is delayed only to a collective of activations that takes at least this part of its time."""
 
 
 def recompute_barriers(tasks: Tasks) -> list[tuple[int, int]]:
@@ -135,10 +153,10 @@ def _by_segments(tasks: Tasks) -> list[Key]:
     # 1. Segments: each ends with a collective of activations, the last step of an op that runs in several.
     segments, segment = [], 0
     steps = [info(node).steps for node in tasks.nodes]
-    for task, mine in enumerate(steps):
+    for task, own_steps in enumerate(steps):
         segments.append(segment)
         following = steps[task + 1] if task + 1 < len(steps) else ()
-        complete = not mine or not following or following[-1][1] <= mine[-1][1]  # the last step of a node
+        complete = not own_steps or not following or following[-1][1] <= own_steps[-1][1]  # the last step of a node
         segment += complete and transfer_cause(tasks, task) == "activation"
     # 2. The tasks that the collective at the end of their segment depends on.
     leads = [False] * len(steps)
@@ -151,9 +169,10 @@ def _by_segments(tasks: Tasks) -> list[Key]:
             ending.add(segments[task])
     # 3. Keys. A segment without such a collective keeps its order.
     keys: list[Key] = []
-    for task, mine in enumerate(steps):
+    for task, own_steps in enumerate(steps):
         if segments[task] in ending:
-            keys.append((segments[task], 0 if leads[task] else 1, *(step for _, step in mine[:1] or (("", 0),)), task))
+            sub_batch = own_steps[0][1] if own_steps else 0
+            keys.append((segments[task], 0 if leads[task] else 1, sub_batch, task))
         else:
             keys.append((segments[task], task))
     return keys
@@ -367,7 +386,7 @@ def delayed_gathers(
     A set that delays nothing is left out. All-gathers start at most `max_ahead` groups ahead of their use.
     """
     begins = _begins(tasks, keys)
-    found = _delayed_into_gaps(tasks, begins, groups, max_ahead), _delayed_beside_activations(tasks, begins)
+    found = _delayed_into_gaps(tasks, begins, groups, max_ahead), _delayed_to_activations(tasks, begins)
     return [edges for edges in found if edges]
 
 
@@ -453,7 +472,7 @@ def _last_with_room(gaps: Sequence[_Gap], seconds: float, earliest: float, due: 
     return gap
 
 
-def _delayed_beside_activations(tasks: Tasks, begins: Sequence[float]) -> list[Edge]:
+def _delayed_to_activations(tasks: Tasks, begins: Sequence[float]) -> list[Edge]:
     """Each gradient reduction that can wait starts with the next collective of activations that is long enough."""
     activations = sorted(_starts(tasks, "activation"), key=lambda each: begins[each[0]])
     times = [begins[start] for start, _ in activations]
@@ -465,10 +484,10 @@ def _delayed_beside_activations(tasks: Tasks, begins: Sequence[float]) -> list[E
         ):
             continue
         following = activations[bisect.bisect_left(times, begins[start]) :]
-        long = moved.demand.seconds / 4  # shorter ones hide too little of it
-        beside = next((each for each in following if each[1].demand.seconds >= long), None)
-        if beside is not None and not _share_scarce_links(moved, beside[1]):
-            edges.append((beside[0], start))
+        least = _MIN_OVERLAP_RATIO * moved.demand.seconds
+        activation = next((each for each in following if each[1].demand.seconds >= least), None)
+        if activation is not None and not _share_scarce_links(moved, activation[1]):
+            edges.append((activation[0], start))
     return edges
 
 
@@ -477,23 +496,6 @@ def _is_needed(tasks: Tasks, start: int) -> bool:
     users = tasks.users[start]
     return any(tasks.transfers[u] is not None or tasks.seconds[u] > 0 or _is_needed(tasks, u) for u in users)
 
-
-GATHER_DEPTHS = (8, 4, 1)
-"""How many groups of parameters may be gathered ahead, where the user does not set `max_prefetch`: each is tried."""
-_SAME_TIME_RATIO = 1.005
-"""Orders whose times differ by less than this factor count as equally fast. The one that holds less is taken."""
-_MIN_MEMORY_SAVING = 0.1
-"""The search for an order that holds less stops when it can save less than this part of the peak."""
-_MAX_BIDIRECTIONAL_ORDERS = 4
-"""How many bidirectional schedules are tried, the fastest by their own estimate."""
-_MAX_LEAST_MEMORY_ORDERS = 4
-"""How many of the orders with the lowest peaks are tried again under still lower limits."""
-_MEMORY_STEP = 2**-7
-"""The part of the peak by which each such limit is lower than the last peak."""
-_EXCESS_MULTIPLES = (1, 2, 4)
-"""An order that exceeds the limit is tried again under limits lowered by these multiples of the excess."""
-_INFEASIBLE_RATIO = 1.0625
-"""Where even the lowest peak is this many times the limit, no order is searched that fits."""
 
 _OrderFinder = Callable[..., ScheduledOrder]
 """Makes an order; takes `compute_limit` and `communication_limit`, in bytes."""
@@ -529,7 +531,7 @@ class Schedule(Pass):
         reduction. Left out, the scheduler chooses: as many as save time and fit.
     memory_limit : int, optional
         Bytes that a device may use.
-    beside_bytes : int
+    other_bytes : int
         Bytes on a device that the graph does not see: the optimizer's states, inputs and results of other
         micro-batches.
     cross_pass : bool
@@ -546,7 +548,7 @@ class Schedule(Pass):
     cluster: Cluster
     max_prefetch: int | None = None
     memory_limit: int | None = None
-    beside_bytes: int = 0
+    other_bytes: int = 0
     cross_pass: bool = True
     repeated_layers: RepeatedLayers = ()
     repeated: MicroBatchSharing = NO_SHARING
@@ -558,8 +560,8 @@ class Schedule(Pass):
 
     def check(self, graph_module: fx.GraphModule) -> None:
         if fits(graph_module):
-            limit, beside = self.memory_limit, self.beside_bytes
-            verify_memory(graph_module, self.name, self.cluster, limit, beside, self.repeated)
+            limit, other_bytes = self.memory_limit, self.other_bytes
+            verify_memory(graph_module, self.name, self.cluster, limit, other_bytes, self.repeated)
 
     def scheduled(self, graph_module: fx.GraphModule) -> tuple[fx.GraphModule, bool]:
         """The graph in its order, and whether it keeps to the memory limit."""
@@ -580,7 +582,7 @@ class Schedule(Pass):
 
         # 1. Memory that is held from the beginning: inputs, shared storages, and what the graph does not see.
         order = [node for node in graph.nodes if node.op == "placeholder"]
-        held = self.beside_bytes + sum((1 + others(node)) * sum(prices.of(node).sizes) for node in order)
+        held = self.other_bytes + sum((1 + others(node)) * sum(prices.of(node).sizes) for node in order)
         shared, _ = self.repeated.storages(graph, liveness(graph))
         held += sum((1 + others(node)) * prices.of(node).sizes[index] for node, index in shared)
         # 2. Order the forward, then the backward with what the forward leaves behind. The limit is only given where the
@@ -635,14 +637,14 @@ class Schedule(Pass):
 
     def _orders(self, tasks: Tasks) -> Iterator[_OrderFinder]:
         """The orders that are tried, as functions of their memory limits."""
-        beside = Contention.of(self.cluster.device)
+        contention = Contention.of(self.cluster.device)
         depths = [(ahead, UNLIMITED) for ahead in GATHER_DEPTHS] + [(min(GATHER_DEPTHS), min(GATHER_DEPTHS))]
         if self.max_prefetch is not None:
             depths = [(self.max_prefetch, self.max_prefetch)]
 
         def order(tasks: Tasks, ahead: int, reductions: int) -> _OrderFinder:
             found = partial(
-                list_schedule, tasks, held, groups, max_prefetch=ahead, reductions=reductions, contention=beside
+                list_schedule, tasks, held, groups, max_prefetch=ahead, reductions=reductions, contention=contention
             )
             return partial(_found_with_late_waits, tasks, found)
 

@@ -258,10 +258,10 @@ def test_where_an_order_has_to_fit_what_other_micro_batches_return_is_there(monk
         compiled = compiler.lower(compiler.plan())
         given_and_returned = 4096 * (64 + 512) * 4 // 4 // count + 4  # of each of four devices, with the loss
         states = 8 * sum(parameter.numel() for parameter in model.parameters()) // 4
-        assert schedules[-1].beside_bytes == states + (count - 1) * given_and_returned
+        assert schedules[-1].other_bytes == states + (count - 1) * given_and_returned
         held, _ = peak_live_bytes(compiled.graphs["schedule"].graph, NodeCosts(cluster))
         peak = compiler.lowering.timeline(compiled).peak_memory
-        assert held + schedules[-1].beside_bytes == pytest.approx(peak, rel=0.05)
+        assert held + schedules[-1].other_bytes == pytest.approx(peak, rel=0.05)
 
 
 def test_an_order_holds_what_all_micro_batches_share_until_the_last_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,6 +280,6 @@ def test_an_order_holds_what_all_micro_batches_share_until_the_last_is_done(monk
         compiler = Compiler(Loss(*layers), cluster, torch.zeros(128, 256), asked, None)
         compiled = compiler.lower(compiler.plan())
         held, _ = peak_live_bytes(compiled.graphs["schedule"].graph, NodeCosts(cluster), schedules[-1].repeated)
-        assert held + schedules[-1].beside_bytes == pytest.approx(
+        assert held + schedules[-1].other_bytes == pytest.approx(
             compiler.lowering.timeline(compiled).peak_memory, rel=0.005
         )
