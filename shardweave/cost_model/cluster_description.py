@@ -1,4 +1,4 @@
-"""Plain types to frozen dataclasses and back, with errors that name the key: what cluster files are read with."""
+"""Conversion of cluster files: plain types to frozen dataclasses and back, with errors that name the key."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from typing import Any
 
 from shardweave.ir import ClusterError
 
-_LEAST, _MOST = 1e-30, 1e30  # what is computed from such figures is finite
-_BY_DTYPE = {"flops": "FLOP/s", "matmul_half": "a size"}  # fields that are mappings, and what they map dtypes to
+_MIN_FIGURE, _MAX_FIGURE = 1e-30, 1e30
+"""The limits of figures, so that costs computed from them are finite."""
+_FIELDS_BY_DTYPE = {"flops": "FLOP/s", "matmul_half": "a size"}
+"""Fields that map a dtype to a figure, and the figure's unit."""
 
 
 def check_number(
     key: str, value: object, *, whole: bool = False, zero: bool = False, low: float = 0.0, high: float = math.inf
 ) -> None:
-    """Raise an error unless a value is in ``(0, high]``; in ``[0, high]`` with `zero`, ``[low, high]`` with `low`.
+    """Raise an error unless a number is in ``(0, high]``; in ``[0, high]`` with `zero`, ``[low, high]`` with `low`.
 
     Raises
     ------
@@ -39,8 +41,10 @@ def check_number(
     assert isinstance(value, int | float)
     if not low <= value <= high or math.inf in (value, -value) or (value == 0 and not zero):  # NaN is in no range
         raise ClusterError(f"{key}: expected {expected}, got {short_repr(value)}")
-    if value and not (0.0 if zero else _LEAST) <= abs(value) <= _MOST:  # the least ones are as good as 0
-        raise ClusterError(f"{key}: expected a number between {_LEAST:g} and {_MOST:g}, got {short_repr(value)}")
+    if value and not (0.0 if zero else _MIN_FIGURE) <= abs(value) <= _MAX_FIGURE:  # tiny ones count as 0
+        raise ClusterError(
+            f"{key}: expected a number between {_MIN_FIGURE:g} and {_MAX_FIGURE:g}, got {short_repr(value)}"
+        )
 
 
 def short_repr(value: object) -> str:
@@ -56,7 +60,7 @@ def short_repr(value: object) -> str:
 
 
 def points(key: str, value: object) -> tuple[tuple[float, float], ...]:
-    """A list of pairs of numbers above 0, both rising, as tuples.
+    """A list of pairs of positive rising numbers, as tuples.
 
     Raises
     ------
@@ -71,7 +75,7 @@ def points(key: str, value: object) -> tuple[tuple[float, float], ...]:
     pairs = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
     if pairs is None or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in pairs):
         raise ClusterError(f"{key}: expected a list of pairs of numbers, got {short_repr(value)}")
-    found = [(_plain(key, first, float), _plain(key, second, float)) for first, second in pairs]
+    found = [(converted(key, first, float), converted(key, second, float)) for first, second in pairs]
     for pair in found:
         for number in pair:
             check_number(key, number)
@@ -82,12 +86,12 @@ def points(key: str, value: object) -> tuple[tuple[float, float], ...]:
 
 
 def build(kind: type, data: object, key: str, keep: Sequence[str] = ()) -> dict[str, Any]:
-    """The arguments for the dataclass `kind` out of the mapping `data`; fields in `keep` are passed as they are.
+    """The arguments of the dataclass `kind`, from the mapping `data`; fields in `keep` are not converted.
 
     Raises
     ------
     ClusterError
-        Where `data` is no mapping, has a key that `kind` does not know, or lacks one that it needs.
+        If `data` is no mapping, or has an unknown or a missing key.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     at = f"{key}." if key else ""
@@ -101,18 +105,20 @@ def build(kind: type, data: object, key: str, keep: Sequence[str] = ()) -> dict[
         if name not in data and not optional:
             raise ClusterError(f"{at}{name}: expected a value, got nothing: the key is missing")
     types = typing.get_type_hints(kind)
-    built = {name: value if name in keep else _plain(f"{at}{name}", value, types[name]) for name, value in data.items()}
-    for name, unit in _BY_DTYPE.items():
+    built = {
+        name: value if name in keep else converted(f"{at}{name}", value, types[name]) for name, value in data.items()
+    }
+    for name, unit in _FIELDS_BY_DTYPE.items():
         if name in built:
             figures = built[name]
             if not isinstance(figures, Mapping):
                 raise ClusterError(f"{at}{name}: expected a mapping of dtype to {unit}, got {short_repr(figures)}")
-            built[name] = {str(k): _plain(f"{at}{name}.{k}", v, float) for k, v in figures.items()}
+            built[name] = {str(k): converted(f"{at}{name}.{k}", v, float) for k, v in figures.items()}
     return built
 
 
-def _plain(key: str, value: object, kind: object) -> object:
-    """`value` as `kind`; YAML 1.1 reads ``312e12`` as text, and ``80e9`` bytes are a whole number."""
+def converted(key: str, value: object, kind: object) -> object:
+    """`value` as `kind`. YAML 1.1 reads ``312e12`` as text; ``80e9`` bytes are a whole number."""
     if kind not in (int, float, float | None):
         if kind is str and not isinstance(value, str):
             raise ClusterError(f"{key}: expected text, got {short_repr(value)}")
@@ -126,13 +132,13 @@ def _plain(key: str, value: object, kind: object) -> object:
             raise ClusterError(f"{key}: expected a number, got {short_repr(value)}") from None
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
-    if kind is not int and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MOST:
+    if kind is not int and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_FIGURE:
         return float(value)
     return value
 
 
 def describe(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass as plain types, without those that stand at their defaults.
+    """The fields of a dataclass as plain types, without those that have their default.
 
     >>> from shardweave.ir import Axis
     >>> describe(Axis("gpu0", 2))

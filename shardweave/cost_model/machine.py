@@ -1,18 +1,8 @@
-"""A machine's figures: the device, and the levels of links that join devices, innermost first.
+"""A machine: its device, and the levels of links that join devices, innermost first.
 
-A level says what *one device* can send through it. What a group of ranks gets out of a level is then
-the number of its members that stand behind one entrance of the level, times that device's share of the entrance.
-Groups that cross a level at the same time share its links, which is equation 10 of AxoNN (arXiv 2305.13525): of the
-links of a node each group gets the part of its members among the node's devices.
-
-A level of the machine: what one device can send through the links that join a level's units.
-
-The machine: a device, and the levels of links that join devices, innermost first.
-
-The one idea: a level says what *one device* can send through it. What a group of ranks gets out of a level is then
-the number of its members that stand behind one entrance of the level, times that device's share of the entrance.
-Groups that cross a level at the same time share its links, which is equation 10 of AxoNN (arXiv 2305.13525): of the
-links of a node each group gets the part of its members among the node's devices.
+A `Level` says what *one device* can send through the level's links. All devices of a unit (a node) share the links by
+which the unit enters a level. A group of ranks gets the part of its members among the unit's devices, which is equation
+10 of AxoNN (arXiv 2305.13525).
 """
 
 from __future__ import annotations
@@ -31,34 +21,36 @@ from shardweave.ir import ClusterError, Mesh, readable_bytes
 
 MAX_DEVICES = 2**24
 """The largest number of devices of a cluster."""
+MAX_BYTES = 2**63 - 1
+"""The largest number of bytes of a device: torch counts them in 64-bit integers."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """A level of the machine: `size` units of the level below, and the links that join them.
+    """A level of the machine: a unit of `size` units of the level below, and the links that join these.
 
     Parameters
     ----------
     name : str
-        What is counted (``"gpu"``, ``"node"``); the axes of the mesh are called ``gpu0``, ``gpu1``, ...
+        The name of a unit of the level below (``"gpu"``, ``"node"``). The mesh axes are ``gpu0``, ``gpu1``, ...
     size : int
-        How many units of the level below one unit of this level has; devices for the innermost.
+        The number of units of the level below in one unit; devices for the innermost.
     bandwidth : float
         Bytes/s in one direction, line rate, that one device can send through this level.
     latency : float
-        Seconds that one step of a ring takes between two units.
+        Seconds of one hop of a ring between two units.
     shared_bandwidth : float, optional
         Bytes/s, one direction, of all links by which one unit of the level below enters this level (the NICs of a
-        node). Its devices share them. Left out, each device has `bandwidth` for itself.
+        node). Its devices share them. By default each device has `bandwidth` for itself.
     efficiency : float
-        Part of the line rate that collectives reach.
+        The part of the line rate that collectives reach.
     links : {"switch", "mesh"}
         Through a switch a device has its full `bandwidth` to any peer. In a mesh it has ``1 / (size - 1)`` of it to
         each of its peers, so that a group of fewer gets less (the NVLinks of a Perlmutter node).
     group_bandwidth : float, optional
-        Bytes/s, as reached and not line rate, that *one* group gets through one entrance of this level even where
-        nothing else uses it: one ring or one process cannot drive all NICs of a node. Left out, a group is held back
-        by its members' `bandwidth` alone.
+        Bytes/s, as reached and not line rate, that *one* group gets through the links of a unit if no other group uses
+        them: one ring or one process cannot drive all NICs of a node. By default only the `bandwidth` of its members
+        limits a group.
 
     Examples
     --------
@@ -83,22 +75,17 @@ class Level:
         check_number(f"{key}.size", self.size, whole=True, high=MAX_DEVICES)
         check_number(f"{key}.bandwidth", self.bandwidth)
         check_number(f"{key}.latency", self.latency, zero=True)
-        if self.shared_bandwidth is not None:
-            check_number(f"{key}.shared_bandwidth", self.shared_bandwidth)
         check_number(f"{key}.efficiency", self.efficiency, high=1)
-        if self.group_bandwidth is not None:
-            check_number(f"{key}.group_bandwidth", self.group_bandwidth)
+        for name in ("shared_bandwidth", "group_bandwidth"):
+            if (value := getattr(self, name)) is not None:
+                check_number(f"{key}.{name}", value)
         if self.links not in ("switch", "mesh"):
             raise ClusterError(f"{key}.links: expected 'switch' or 'mesh', got {self.links!r}")
 
     def share(self, devices: int) -> float:
-        """Bytes/s that each of the `devices` of one unit below gets when all of them send through this level."""
+        """Bytes/s that each of the `devices` of a unit of the level below gets if all send through this level."""
         shared = math.inf if self.shared_bandwidth is None else self.shared_bandwidth / devices
         return self.efficiency * min(self.bandwidth, shared)
-
-
-MAX_BYTES = 2**63 - 1
-"""The largest number of bytes of a device: torch counts them in 64-bit integers."""
 
 
 @dataclass(frozen=True)
@@ -108,44 +95,44 @@ class Device:
     Parameters
     ----------
     name : str
-        For the reader.
+        The name in reports.
     flops : mapping of str to float
-        Peak FLOP/s of a dense matmul by dtype (``"float32"`` is required: it stands in for dtypes not listed).
+        Peak FLOP/s of a dense matmul by dtype. ``"float32"`` is required; it stands for dtypes not listed.
     memory : int
         Bytes.
     memory_bandwidth : float
         Bytes/s, line rate.
     launch_latency : float
-        Seconds that every kernel takes on top of its work.
+        Seconds of every kernel in addition to its work.
     collective_latency : float
-        Seconds that every collective takes on top of its ring's.
+        Seconds of every collective in addition to its hops.
     collective_host_seconds : float
-        Seconds that the host takes to launch a collective, one after another, ahead of the device: where it falls
-        behind, the device has nothing to do.
+        Seconds of the host to launch a collective. Launches follow each other, ahead of the device; if they fall
+        behind, the device waits.
     matmul_efficiency : float
-        Part of the peak that a large matmul reaches; 0.4 to 0.8 is what is seen in training.
+        The part of the peak that a large matmul reaches; 0.4 to 0.8 in training.
     memory_efficiency : float
-        Part of `memory_bandwidth` that a pointwise kernel reaches; 0.7 to 0.9 on GPUs.
+        The part of `memory_bandwidth` that a pointwise kernel reaches; 0.7 to 0.9 on GPUs.
     matmul_half : mapping of str to float
         By dtype, the size ``h`` of a dimension at which a product reaches half of `matmul_efficiency`: a product of
         ``m k, k n`` reaches the part ``m / (m + h) * n / (n + h) * k / (k + h)`` of it (`node_cost.formula_seconds`).
-        That of float32 stands in for dtypes not listed; without it, 0: every shape reaches the same.
+        That of float32 stands for dtypes not listed; without it, 0: every shape reaches the same efficiency.
     memory_half : float
-        The bytes at which a kernel reaches half of `memory_efficiency`, its launch apart.
+        The bytes at which a kernel, without its launch, reaches half of `memory_efficiency`.
     memory_times : sequence of (bytes, seconds)
-        What pointwise kernels took that moved as many bytes, their launch apart, for rising bytes: measured ones, in
-        place of `memory_bandwidth` between them (`node_cost.bytes_seconds`).
+        Measured seconds of pointwise kernels, without their launch, for rising bytes. They replace `memory_bandwidth`
+        (`node_cost.bytes_seconds`).
     overlap_slowdown : float
-        What a kernel's time is multiplied by while a collective runs: it takes cores and memory bandwidth too.
+        The factor of a kernel's time while a collective runs: a collective uses cores and memory bandwidth, too.
     collective_slowdown : float
-        What a collective's time is multiplied by while a kernel runs.
+        The factor of a collective's time while a kernel runs.
     allocator : {"cuda", "cpu"}
-        Whose memory it is: what torch rounds sizes to there, and what its kernels take besides (`kernel_scratch.py`).
+        The allocator of its memory: how sizes are rounded, and what scratch kernels need (`kernel_scratch.py`).
 
     Raises
     ------
     ClusterError
-        Where a figure is missing, negative or no number.
+        If a figure is missing, negative or no number.
 
     Examples
     --------
@@ -180,20 +167,18 @@ class Device:
         check_number("device.memory", self.memory, whole=True)
         check_number("device.memory", self.memory, whole=True, high=MAX_BYTES)
         check_number("device.memory_bandwidth", self.memory_bandwidth)
-        check_number("device.launch_latency", self.launch_latency, zero=True)
-        check_number("device.collective_latency", self.collective_latency, zero=True)
-        check_number("device.collective_host_seconds", self.collective_host_seconds, zero=True)
-        check_number("device.matmul_efficiency", self.matmul_efficiency, high=1)
-        check_number("device.memory_efficiency", self.memory_efficiency, high=1)
+        for name in ("launch_latency", "collective_latency", "collective_host_seconds", "memory_half"):
+            check_number(f"device.{name}", getattr(self, name), zero=True)
+        for name in ("matmul_efficiency", "memory_efficiency"):
+            check_number(f"device.{name}", getattr(self, name), high=1)
+        for name in ("overlap_slowdown", "collective_slowdown"):
+            check_number(f"device.{name}", getattr(self, name), low=1)
         if not isinstance(self.matmul_half, Mapping):
             given = short_repr(self.matmul_half)
             raise ClusterError(f"device.matmul_half: expected a mapping of dtype to a size, got {given}")
         for dtype, half in self.matmul_half.items():
             check_number(f"device.matmul_half.{dtype}", half, zero=True)
-        check_number("device.memory_half", self.memory_half, zero=True)
         object.__setattr__(self, "memory_times", points("device.memory_times", self.memory_times))
-        check_number("device.overlap_slowdown", self.overlap_slowdown, low=1)
-        check_number("device.collective_slowdown", self.collective_slowdown, low=1)
         if self.allocator not in ("cuda", "cpu"):
             raise ClusterError(f"device.allocator: expected 'cuda' or 'cpu', got {short_repr(self.allocator)}")
 
@@ -201,7 +186,7 @@ class Device:
         return f"<Device {self.name}: {readable_bytes(self.memory)}, {self.flops['float32']:.3g} FLOP/s in float32>"
 
     def peak(self, dtype: str) -> float:
-        """Peak FLOP/s for `dtype`; float32's where `dtype` is not listed."""
+        """Peak FLOP/s for `dtype`; that of float32 if `dtype` is not listed."""
         return self.flops.get(dtype, self.flops["float32"])
 
     def half_dimension(self, dtype: str) -> float:
@@ -211,10 +196,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """The figures of a machine, which all of the cost model reads; a `Cluster` is one that is loaded, named or found.
-
-    Its fields are those of `Cluster`, where they are described.
-    """
+    """The figures of a machine. `Cluster` describes the fields, and adds how a machine is loaded or detected."""
 
     name: str
     levels: tuple[Level, ...]
@@ -233,7 +215,7 @@ class Machine:
             raise ClusterError(f"levels: expected at most {MAX_DEVICES:,} devices, got {self.world_size:,}")
         if self.measured is not None:
             self.measured.collectives.check([(level.name, level.size) for level in self.levels])
-        # Computed once, as it keys the caches of costs; from the fingerprint, to be the same in every process.
+        # The hash is a key of caches, so it is computed once. It is the same in every process.
         object.__setattr__(self, "_hash", int(self.fingerprint, 16))
 
     def __repr__(self) -> str:
@@ -252,7 +234,7 @@ class Machine:
 
     @property
     def fingerprint(self) -> str:
-        """Twelve hex digits that differ where any figure does (names and sources do not count)."""
+        """A hash of all figures, without names and sources, in twelve hex digits."""
         figures = self.to_dict()
         del figures["name"], figures["device"]["name"]
         figures.pop("sources", None)
@@ -266,13 +248,12 @@ class Machine:
     def resized(self, **sizes: int) -> Self:
         """This cluster with other level sizes, as in ``cluster.resized(node=4)``.
 
-        What was measured holds where only the outermost level changes, as that leaves the groups that share a link
-        what they were; any other change drops it.
+        Measurements are kept if only the outermost level changes: the same groups share a link then.
 
         Raises
         ------
         ClusterError
-            Where there is no level of that name, or the size is no whole number above 0.
+            If there is no level of that name, or the size is no whole number above 0.
         """
         unknown = set(sizes) - {level.name for level in self.levels}
         if unknown:
@@ -301,4 +282,4 @@ class Machine:
 
 
 M = TypeVar("M", bound=Machine)
-"""A machine of the same class as one that is given."""
+"""A machine, for functions that return the class that they are given."""
