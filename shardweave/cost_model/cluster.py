@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ from shardweave.cost_model.device_profile import (
 )
 from shardweave.cost_model.machine import Device, Level, M, Machine
 from shardweave.cost_model.measured_tables import Measured, hardware
-from shardweave.cost_model.profiling import PATIENCE, fitted_links, profile_collectives
+from shardweave.cost_model.profiling import PROFILE_TIMEOUT, fit_links, profile_collectives
 from shardweave.distributed import collective, control, forget_failure, run_on_all_ranks
 from shardweave.ir import ClusterError, LostRankError
 
-_PRESETS = (  # the first whose words are all in torch's name of the GPU
+_PRESETS_OF_GPUS = (  # words of torch's name of the GPU, and the preset; the first match counts
     ("A100 40GB", "perlmutter"),
     ("A100", "dgx-a100"),
     ("A800", "dgx-a100"),
@@ -41,35 +41,8 @@ _PRESETS = (  # the first whose words are all in torch's name of the GPU
 )
 
 
-@dataclass(frozen=True)
-class RunningMachine:
-    """The machine that this program runs on, as detected.
-
-    Parameters
-    ----------
-    devices : int
-        Of each node.
-    nodes : int
-    gpu : str, optional
-        Torch's name of the GPUs; None where the ranks compute on CPUs.
-    memory : int
-        Bytes of a GPU.
-    """
-
-    devices: int
-    nodes: int
-    gpu: str | None = None
-    memory: int = 0
-
-
-def running_machine() -> RunningMachine:
-    """The machine of the running world, or of the ranks that a launcher has started.
-
-    Raises
-    ------
-    ClusterError
-        Where several ranks were started but torch.distributed is not initialised, or they do not divide over nodes.
-    """
+def _devices_and_nodes() -> tuple[int, int]:
+    """The devices of a node, and the nodes, of the running world, or of the ranks that a launcher has started."""
     world = dist.get_world_size() if is_distributed() else int(os.environ.get("WORLD_SIZE", "1"))
     if not is_distributed() and world > 1:
         raise ClusterError(
@@ -82,47 +55,47 @@ def running_machine() -> RunningMachine:
             f"{world} ranks do not divide over nodes of LOCAL_WORLD_SIZE={local}; "
             "start the same number of ranks on every node, or describe the machine in a YAML file"
         )
-    if current_device().type == "cpu":
-        return RunningMachine(local, world // local)
-    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return RunningMachine(local, world // local, gpu.name, int(gpu.total_memory))
+    return local, world // local
 
 
-def profiled(cluster: M, seconds: float = 30.0) -> M:
+def profile_cluster(cluster: M, seconds: float = 30.0) -> M:
     """`cluster`, the running world, with measurements: new ones, or cached ones of the same hardware and versions.
 
-    The measurements are those of rank 0 on all ranks. They are kept in `measured_tables.cache_directory`.
+    All ranks get the measurements of rank 0, which are saved in `measured_tables.cache_directory`.
 
     Parameters
     ----------
     cluster : Machine
-        The one that runs.
+        The machine that runs.
     seconds : float
-        Time that measuring may take.
+        The time that measuring may take.
 
     Raises
     ------
     ClusterError
-        On all ranks, with the rank and its cause: where one fails, or does not come within a minute.
+        On all ranks, with the rank and the cause, if a rank fails or takes no part for a minute.
     """
     if not is_distributed():
         alone = Measured(key=_key(cluster, [hardware()]), covered="one rank: there are no collectives to measure")
         return replace(cluster, measured=alone, device=profile_device(cluster.device))
     found: list[M] = []
     try:
-        run_on_all_ranks(control(PATIENCE), "profiling the cluster", lambda: found.append(_measured(cluster, seconds)))
+        run_on_all_ranks(
+            control(PROFILE_TIMEOUT), "profiling the cluster", lambda: found.append(_measured(cluster, seconds))
+        )
     except (RuntimeError, LostRankError) as error:
-        forget_failure()  # the groups are the profile's own: the world goes on without it
+        forget_failure()  # the groups serve the profile only: the world can still be used
         raise ClusterError(
             f"profiling the cluster failed on rank {dist.get_rank()} of {dist.get_world_size()}: expected every rank "
-            f"to call Cluster.detect(profile=True) and to take part within {PATIENCE.seconds} s a step, got: {error}"
+            f"to call Cluster.detect(profile=True) and to take part within {PROFILE_TIMEOUT.seconds} s a step, got: "
+            f"{error}"
         ) from error
-    return fitted_links(found[0]) if cluster.library == "gloo" else found[0]
+    return fit_links(found[0]) if cluster.library == "gloo" else found[0]
 
 
 def _measured(cluster: M, seconds: float) -> M:
-    """`cluster` with the measurements that all ranks make together."""
-    world = dist.new_group(timeout=PATIENCE)
+    """`cluster` with measurements. Collective."""
+    world = dist.new_group(timeout=PROFILE_TIMEOUT)
     try:
         with collective("a step of profiling the cluster", world, dedicated=True):
             key = _key(cluster, gather_objects(hardware(), world))
@@ -134,7 +107,7 @@ def _measured(cluster: M, seconds: float) -> M:
                     measured_tables.write(measured)
             return replace(cluster, measured=measured, device=profile_device(cluster.device, group=world))
     finally:
-        dist.destroy_process_group(world)  # where this rank has failed, the others then notice at once
+        dist.destroy_process_group(world)  # if this rank has failed, the others notice at once
 
 
 def _key(cluster: Machine, ranks: list[Any]) -> str:
@@ -143,19 +116,19 @@ def _key(cluster: Machine, ranks: list[Any]) -> str:
 
 
 def preset_of_gpu(name: str) -> str:
-    """The preset whose device has the figures of the GPU that torch calls `name`.
+    """The preset for the GPU that torch calls `name`.
 
     Raises
     ------
     ClusterError
-        Where none has.
+        If there is none.
 
     Examples
     --------
     >>> preset_of_gpu("NVIDIA A100-SXM4-40GB"), preset_of_gpu("NVIDIA H100 80GB HBM3")
     ('perlmutter', 'dgx-h100')
     """
-    for words, preset in _PRESETS:
+    for words, preset in _PRESETS_OF_GPUS:
         if all(word in name for word in words.split()):
             return preset
     raise ClusterError(
@@ -165,7 +138,7 @@ def preset_of_gpu(name: str) -> str:
 
 
 class _NoDuplicates(yaml.SafeLoader):
-    """Reads YAML in which no mapping has a key twice; PyYAML itself takes the last one."""
+    """Refuses YAML mappings with a repeated key, of which PyYAML takes the last value."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -180,22 +153,22 @@ class Cluster(Machine):
     Parameters
     ----------
     name : str
-        For the reader.
+        The name in reports.
     levels : tuple of Level
         Innermost first. Ranks are numbered along the innermost level first, as torchrun does.
     device : Device
-        All devices are equal.
+        The device of each rank: all are equal.
     sources : mapping of str to str
-        Where each figure is from, by its key in the file (``"device.memory"``); no part of a comparison.
+        The source of each figure, by its key in the file (``"device.memory"``); no part of a comparison.
     measured : Measured, optional
-        What was measured on the machine itself; it goes before the formulas.
+        Measurements of the machine itself, which replace the formulas.
     library : {"nccl", "gloo"}
-        Which library runs the collectives, as each has algorithms of its own; RCCL counts as NCCL.
+        The library of the collectives, since each has its own algorithms; RCCL counts as NCCL.
 
     Raises
     ------
     ClusterError
-        Where there is no level, or two have one name.
+        If there is no level, or two levels have the same name.
 
     Examples
     --------
@@ -208,12 +181,12 @@ class Cluster(Machine):
 
     @classmethod
     def from_dict(cls, data: object) -> Cluster:
-        """A cluster of plain types, as a YAML or JSON file gives them.
+        """The cluster that plain types describe, as they come from a YAML or JSON file.
 
         Raises
         ------
         ClusterError
-            Names the key, what was expected and what came.
+            If a value is wrong; names the key, the expected and the given value.
         """
         raw = build(cls, data, "", keep=("levels", "device", "sources", "measured"))
         if not isinstance(raw["levels"], list | tuple):
@@ -229,7 +202,7 @@ class Cluster(Machine):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
-        """The cluster described in a YAML (or JSON) file; `ClusterError` names the file and the key that is wrong."""
+        """The cluster that a YAML or JSON file describes; `ClusterError` names the file and the wrong key."""
         try:
             text = Path(path).read_text(encoding="utf-8")
             return cls.from_dict(yaml.load(text, Loader=_NoDuplicates))
@@ -237,7 +210,7 @@ class Cluster(Machine):
             raise ClusterError(f"{path}: expected a readable cluster file, got: {error.strerror or error}") from error
         except UnicodeDecodeError as error:
             raise ClusterError(f"{path}: expected a text file in UTF-8, got: {error}") from error
-        except (yaml.YAMLError, ValueError, RecursionError) as error:  # also too many digits, nested too deeply
+        except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: too many digits
             raise ClusterError(f"{path}: expected YAML, got: {error}") from error
         except ClusterError as error:
             raise ClusterError(f"{path}: {error} (docs/cluster.md lists every key)") from error
@@ -246,12 +219,12 @@ class Cluster(Machine):
     def of(cls, given: ClusterLike) -> Cluster:
         """The cluster of a value: a cluster, the name of a preset, or the path of a file that `load` reads.
 
-        A text is a path where it ends in ``.yaml``, ``.yml`` or ``.json``, or has a ``/``.
+        A text is a path if it ends in ``.yaml``, ``.yml`` or ``.json``, or contains a ``/``.
 
         Raises
         ------
         ClusterError
-            It is none of these; with the presets' names, those alone that are much like it where there are any.
+            If it is none of these; names similar presets.
 
         Examples
         --------
@@ -292,7 +265,7 @@ class Cluster(Machine):
         Raises
         ------
         ClusterError
-            Where no preset has that name, or `nodes` is no whole number above 0.
+            If no preset has that name, or `nodes` is no whole number above 0.
         """
         if name not in cls.presets():
             close = difflib.get_close_matches(str(name).lower(), cls.presets(), n=3, cutoff=0.5)
@@ -318,22 +291,23 @@ class Cluster(Machine):
         ----------
         profile : bool
             Also measure its collectives, in less than a minute, once for this hardware and these versions: the result
-            is kept in the cache directory (``SHARDWEAVE_CACHE``). All ranks must call it. `measured.covered` says what
+            is saved in the cache directory (``SHARDWEAVE_CACHE``). All ranks must call it. `measured.covered` says what
             was measured and what was not.
 
         Raises
         ------
         ClusterError
-            Where several ranks were started but torch.distributed is not initialised, where the ranks do not divide
-            over the nodes, where no preset knows this kind of GPU, or where a rank fails during the profile.
+            If several ranks were started but torch.distributed is not initialised, the ranks do not divide over the
+            nodes, no preset knows this kind of GPU, or a rank fails during the profile.
         """
-        found = running_machine()
-        if found.gpu is None:
-            cluster = cls.preset("local-cpu").resized(cpu=found.devices, node=found.nodes)
+        devices, nodes = _devices_and_nodes()
+        if current_device().type == "cpu":
+            cluster = cls.preset("local-cpu").resized(cpu=devices, node=nodes)
         else:
-            cluster = cls.preset(preset_of_gpu(found.gpu)).fitted(found.devices, found.nodes)
-            cluster = replace(cluster, device=replace(cluster.device, name=found.gpu, memory=found.memory))
-        return profiled(cluster) if profile else cluster
+            gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+            cluster = cls.preset(preset_of_gpu(gpu.name)).fitted(devices, nodes)
+            cluster = replace(cluster, device=replace(cluster.device, name=gpu.name, memory=int(gpu.total_memory)))
+        return profile_cluster(cluster) if profile else cluster
 
 
 ClusterLike = Cluster | str | os.PathLike[str]

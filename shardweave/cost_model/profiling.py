@@ -1,14 +1,13 @@
 """Profiling of collectives on the running world, and the latency and bandwidth of each level, fitted to it.
 
-The fitted figures are for what the measured table does not hold. Every kind of collective is measured, for every
+The fitted figures serve collectives that are not in the measured table. Every kind of collective is measured, for every
 placement of a group on the world's mesh, with sizes from 4 KiB on by factors of 4. The functional collectives are those
 that generated graphs call, and all groups of a placement run at the same time. All ranks begin each call together, as
-after an op that takes all of them equally long: calls in a row would meet warm threads.
+in a step: calls one after another would find the threads awake.
 
-A figure is the median of several batches of calls. Kinds, placements and sizes are measured in rounds, so that other
-work of the machine affects all of them alike. Where a smaller size is slower than a larger one, both are noise about
-one figure, which is taken for both. Decisions by the clock (how often to repeat, when the time is up) are made from
-numbers on which the ranks have agreed.
+A figure is the median of several samples. Kinds, placements and sizes are measured in rounds, so that other work of the
+machine affects all of them equally. If a smaller size is slower than a larger one, both get the mean. Decisions by the
+clock (how often to repeat, when the time is up) use numbers that are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -30,15 +29,29 @@ from numpy.typing import NDArray
 from shardweave.cost_model.collectives import alpha_beta_costs, group_extents, library_algorithms
 from shardweave.cost_model.machine import M, Machine
 from shardweave.cost_model.measured_tables import COLLECTIVE_KINDS, CollectiveTable, Curve
-from shardweave.ir import Axis, ClusterError, axes_size
+from shardweave.ir import Axis, ClusterError, axes_size, readable_bytes
+
+c10d = torch.ops._c10d_functional
+
+PROFILE_TIMEOUT = timedelta(seconds=60)
+"""The time that a rank waits for the others in one step of the profile."""
+_BUFFER_BYTES = {"cpu": tuple(4**k * 1024 for k in range(1, 9)), "cuda": tuple(4**k * 1024 for k in range(1, 10))}
+"""Bytes of the whole buffer: from 4 KiB to 64 MiB, and to 256 MiB on GPUs."""
+_FIRST_SAMPLES_SHARE = 0.5
+"""The part of the time for one sample of each size. More samples take the rest."""
+_NEXT_SIZE_CALLS = 16
+"""The first sample of the next size, of 4 times the bytes, takes about as long as this number of calls."""
+_SAMPLE_SECONDS = 0.03
+_MAX_CALLS_PER_SAMPLE = 8
+_MAX_ROUNDS = 9
 
 
-def fitted_links(cluster: M) -> M:
-    """`cluster` with the links that explain its measured collectives best.
+def fit_links(cluster: M) -> M:
+    """`cluster` with the latencies and bandwidths that fit its measured collectives best.
 
-    A price is linear in the start's latency and, for each level, in a hop's latency and in the seconds a byte. Fitted
-    are the constants, none negative, with the least sum of squared relative errors over all points of groups that cross
-    one level. Levels that were not measured keep theirs.
+    The time of a collective is linear in the latency of its start and, for each level, in the latency of a hop and in
+    the seconds a byte. The fit has the least sum of squared relative errors over all points of groups that cross one
+    level, without negative figures. Levels that were not measured keep theirs.
 
     Examples
     --------
@@ -46,14 +59,15 @@ def fitted_links(cluster: M) -> M:
     >>> from shardweave.cost_model import CollectiveTable, Curve, Measured
     >>> curves = [Curve("all_reduce", (n, 1), (1e3, 1e6, 1e9), tuple(
     ...     1e-4 + 2 * (n - 1) * 1e-5 + 2 * (n - 1) / n * size / 5e9 for size in (1e3, 1e6, 1e9))) for n in (2, 4)]
-    >>> fitted = fitted_links(replace(Cluster.local(4), measured=Measured(CollectiveTable(tuple(curves)))))
+    >>> fitted = fit_links(replace(Cluster.local(4), measured=Measured(CollectiveTable(tuple(curves)))))
     >>> f"{fitted.levels[0].bandwidth:.2e} {fitted.levels[0].latency:.2e} {fitted.device.collective_latency:.2e}"
     '5.00e+09 1.00e-05 1.00e-04'
     """
     if cluster.measured is None:
         return cluster
+    # 1. Write an equation for each point: its formula, divided by its seconds, is 1.
     count = len(cluster.levels)
-    rows, unit = [], _unit(cluster)
+    rows, unit = [], _with_unit_hops(cluster)
     for curve in cluster.measured.collectives.curves:
         crossed = [index for index, extent in enumerate(curve.members) if extent > 1]
         if len(crossed) != 1:
@@ -66,8 +80,9 @@ def fitted_links(cluster: M) -> M:
             rows.append(row / seconds)
     if not rows:
         return cluster
+    # 2. Solve them, and write the figures into the levels.
     matrix = np.array(rows)
-    constants = _non_negative(matrix)
+    constants = _non_negative_least_squares(matrix)
     levels = []
     for index, level in enumerate(cluster.levels):
         latency, slower = float(constants[1 + index]), float(constants[1 + count + index])
@@ -79,16 +94,16 @@ def fitted_links(cluster: M) -> M:
     return replace(cluster, levels=tuple(levels), device=device)
 
 
-def _unit(cluster: M) -> M:
-    """`cluster` with hops of one second each, so that a price's latency counts them."""
+def _with_unit_hops(cluster: M) -> M:
+    """`cluster` with hops of one second each, so that the latency of a collective is the number of its hops."""
     levels = tuple(replace(level, latency=1.0) for level in cluster.levels)
     return replace(cluster, levels=levels, device=replace(cluster.device, collective_latency=0.0), measured=None)
 
 
-def _non_negative(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The `x >= 0` with the least ``|matrix @ x - 1|``: the best of the unbounded solutions of all sets of unknowns.
+def _non_negative_least_squares(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The ``x >= 0`` with the least ``|matrix @ x - 1|``. It tries all sets of unknowns that are not 0.
 
-    >>> _non_negative(np.array([[1.0, 0.0], [0.0, 4.0]])).tolist()
+    >>> _non_negative_least_squares(np.array([[1.0, 0.0], [0.0, 4.0]])).tolist()
     [1.0, 0.25]
     """
     columns = [index for index in range(matrix.shape[1]) if matrix[:, index].any()]
@@ -103,24 +118,9 @@ def _non_negative(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
     return best
 
 
-PATIENCE = timedelta(seconds=60)
-"""How long a rank waits for the others in one step of the profile before it fails."""
-
-SIZES = {"cpu": tuple(4**k * 1024 for k in range(1, 9)), "cuda": tuple(4**k * 1024 for k in range(1, 10))}
-"""Bytes of the whole buffer: from 4 KiB to 64 MiB, and to 256 MiB on GPUs."""
-
-_FIRST_PART = 0.5  # of the time, to find the sizes that can be measured; the rest is for more samples of them
-_GROWTH = 16  # calls of this size, for the next one: three of four times the bytes
-_BATCH_SECONDS = 0.03
-_MOST_CALLS = 8
-_MOST_TURNS = 9
-
-c10d = torch.ops._c10d_functional
-
-
 @dataclass(frozen=True)
 class Coverage:
-    """What a profile covers, printed for users."""
+    """What a profile has measured, and what it has not."""
 
     curves: tuple[Curve, ...]
     missed: tuple[tuple[str, tuple[int, ...], str], ...]
@@ -132,16 +132,16 @@ class Coverage:
         lines = [f"collectives measured in {self.seconds:.0f} s, all groups of a placement at the same time:"]
         for members in dict.fromkeys(curve.members for curve in self.curves):
             mine = [curve for curve in self.curves if curve.members == members]
-            spans = ", ".join(f"{c.kind} {_size(c.bytes[0])} to {_size(c.bytes[-1])}" for c in mine)
-            lines.append(f"  groups of {_place(members, names)}: {spans}")
+            spans = ", ".join(f"{c.kind} {_size_text(c.bytes[0])} to {_size_text(c.bytes[-1])}" for c in mine)
+            lines.append(f"  groups of {_placement_text(members, names)}: {spans}")
         for kind, members, why in self.missed:
-            lines.append(f"  not measured: {kind} in groups of {_place(members, names)}: {why}")
+            lines.append(f"  not measured: {kind} in groups of {_placement_text(members, names)}: {why}")
         lines.append("  outside these sizes, and for other groups and kinds: by formula")
         return "\n".join(lines)
 
 
 def placements(cluster: Machine) -> list[tuple[Axis, ...]]:
-    """Axes for each distinct count of members per level that a group over the mesh can have; fewest levels first.
+    """The axes of one group for each distinct count of members per level; groups of the fewest levels first.
 
     Examples
     --------
@@ -166,20 +166,18 @@ def placements(cluster: Machine) -> list[tuple[Axis, ...]]:
 
 
 def profile_collectives(
-    cluster: Machine, world: dist.ProcessGroup, *, seconds: float = 30.0, sizes: Sequence[int] | None = None
+    cluster: Machine, world: dist.ProcessGroup, *, seconds: float = 30.0
 ) -> tuple[CollectiveTable, Coverage]:
-    """Measure the collectives of all placements; every rank of the running world must call it.
+    """Measure the collectives of all placements. All ranks of the running world must call it.
 
     Parameters
     ----------
     cluster : Machine
-        The running world, as `Cluster.detect` sees it.
+        The running world, as `Cluster.detect` finds it.
     world : ProcessGroup
-        All ranks, with a timeout: in it the ranks agree.
+        A group of all ranks, with a timeout, in which the ranks agree.
     seconds : float
-        Time that may be spent, in all. Each kind and placement gets an equal part of what is left of the first half.
-    sizes : sequence of int, optional
-        Bytes of the whole buffer; `SIZES` if not given.
+        Time to spend. Each kind and placement gets an equal part of the rest of the first half.
 
     Returns
     -------
@@ -189,33 +187,34 @@ def profile_collectives(
     Raises
     ------
     ClusterError
-        Where a rank fails or does not come: after `PATIENCE`, never a hang.
+        If a rank fails or does not take part within `PROFILE_TIMEOUT`.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
-    agree = _Agreement(world, device)
-    begin = agree.now()
+    agree = _RankAgreement(world, device)
+    begin, first_end = agree.now(), _FIRST_SAMPLES_SHARE * seconds
+    # 1. Take a first sample of each kind and placement, at rising sizes.
     groups = placements(cluster)
     left = [(axes, kind) for axes in groups for kind in COLLECTIVE_KINDS]
     found: list[tuple[_Samples, str, tuple[int, ...]]] = []
     missed, made = [], []
     for axes in groups:
         members = group_extents(axes, cluster)
-        spent = agree.now() - begin
-        if spent > _FIRST_PART * seconds:
+        if agree.now() - begin > first_end:
             missed += [(kind, members, f"the {seconds:g} s were over") for kind in COLLECTIVE_KINDS]
             continue
-        made.append(_own_group(axes, cluster))
+        made.append(_group_over(axes, cluster))
         for kind in COLLECTIVE_KINDS:
             now = agree.now()
-            share = (_FIRST_PART * seconds - (now - begin)) / max(1, len(left))
+            share = (first_end - (now - begin)) / max(1, len(left))
             left.remove((axes, kind))
             samples = _Samples(kind, made[-1], device)
-            stopped = _sizes(samples, agree, sizes or SIZES[device.type], now + share)
+            stopped = _measure_sizes(samples, agree, _BUFFER_BYTES[device.type], now + share)
             found.append((samples, kind, members))
             if stopped:
                 missed.append((kind, members, stopped))
+    # 2. Take more samples of all of them in rounds, while the time lasts.
     turn = [(samples, size) for samples, _, _ in found for size in samples.seconds]
-    for _ in range(_MOST_TURNS):
+    for _ in range(_MAX_ROUNDS):
         if agree.now() + sum(samples.expected(size) for samples, size in turn) > begin + seconds:
             break
         for samples, size in turn:
@@ -226,17 +225,17 @@ def profile_collectives(
     return CollectiveTable(curves), Coverage(curves, tuple(missed), agree.now() - begin)
 
 
-def never_falling(values: Sequence[float]) -> list[float]:
-    """The sequence that never falls and is nearest to `values` (above 0) in their logarithms.
+def isotonic_fit(values: Sequence[float]) -> list[float]:
+    """The sequence that never falls and is nearest to the positive `values` in their logarithms.
 
-    Neighbours that fall are pooled into their mean (Ayer et al. 1955, the pool-adjacent-violators algorithm).
+    It is the pool-adjacent-violators algorithm (Ayer et al. 1955): falling neighbours get their mean.
 
     Examples
     --------
-    >>> [round(value, 9) for value in never_falling([1.0, 4.0, 1.0, 8.0])]
+    >>> [round(value, 9) for value in isotonic_fit([1.0, 4.0, 1.0, 8.0])]
     [1.0, 2.0, 2.0, 8.0]
     """
-    pools: list[tuple[float, int]] = []  # the mean of some logarithms, and how many they are
+    pools: list[tuple[float, int]] = []  # the mean and the number of some logarithms
     for value in values:
         mean, count = math.log(value), 1
         while pools and pools[-1][0] > mean:
@@ -246,8 +245,8 @@ def never_falling(values: Sequence[float]) -> list[float]:
     return [math.exp(mean) for mean, count in pools for _ in range(count)]
 
 
-class _Agreement:
-    """Numbers that all ranks have: the largest of theirs."""
+class _RankAgreement:
+    """Numbers that are equal on all ranks."""
 
     def __init__(self, world: dist.ProcessGroup, device: torch.device) -> None:
         self.world, self.device = world, device
@@ -266,11 +265,11 @@ class _Agreement:
         return float(value.item())
 
     def now(self) -> float:
-        """Seconds of a clock that all ranks read alike."""
+        """Seconds of a clock, the same on all ranks."""
         return self.largest(time.perf_counter())
 
     def failed(self, error: Exception | None, what: str) -> str:
-        """Why `what` did not work on any rank; "" where it worked on all; `ClusterError` where it worked on some."""
+        """Why `what` failed on all ranks; "" if it worked on all; raises `ClusterError` if it failed on some."""
         least, most = -self.largest(-float(error is not None)), self.largest(float(error is not None))
         if most and not least:
             mine = f"rank {dist.get_rank()} failed: {error}" if error else f"not on this rank ({dist.get_rank()})"
@@ -279,17 +278,17 @@ class _Agreement:
 
 
 class _Samples:
-    """Measured seconds a call of one kind of collective in one group, by size; the slowest rank's."""
+    """Measured seconds of a call of one kind of collective in one group, by size."""
 
     def __init__(self, kind: str, group: dist.ProcessGroup, device: torch.device) -> None:
         self.kind, self.group, self.device = kind, group, device
         self.bytes: dict[int, int] = {}
         self.seconds: dict[int, list[float]] = {}
 
-    def take(self, size: int, agree: _Agreement) -> None:
-        """Take one more sample of a size that has samples."""
-        call, _ = _prepare(self.kind, size, self.group, self.device)
-        calls = max(1, min(_MOST_CALLS, int(_BATCH_SECONDS / median(self.seconds[size]))))
+    def take(self, size: int, agree: _RankAgreement) -> None:
+        """Add a sample of a size that has samples."""
+        call, _ = _prepared_call(self.kind, size, self.group, self.device)
+        calls = max(1, min(_MAX_CALLS_PER_SAMPLE, int(_SAMPLE_SECONDS / median(self.seconds[size]))))
         _seconds(call, 1, self.device)
         took = []
         for _ in range(calls):
@@ -298,15 +297,15 @@ class _Samples:
         self.seconds[size].append(agree.mean(fmean(took)))
 
     def expected(self, size: int) -> float:
-        """Seconds that one more sample will take, about."""
-        return 3 * max(_BATCH_SECONDS, median(self.seconds[size]))
+        """An estimate of the seconds for one more sample."""
+        return 3 * max(_SAMPLE_SECONDS, median(self.seconds[size]))
 
-    def first(self, size: int, agree: _Agreement) -> str:
-        """The first sample of a size; why there is none, where there is none."""
-        what = f"{self.kind} of {_size(size)}"
+    def first(self, size: int, agree: _RankAgreement) -> str:
+        """Take the first sample of a size; returns why it failed, or ""."""
+        what = f"{self.kind} of {_size_text(size)}"
         error, call, num_bytes = None, None, 0
         try:
-            call, num_bytes = _prepare(self.kind, size, self.group, self.device)
+            call, num_bytes = _prepared_call(self.kind, size, self.group, self.device)
         except (RuntimeError, MemoryError) as caught:  # out of memory
             error = caught
         if why := agree.failed(error, what):
@@ -327,17 +326,17 @@ class _Samples:
     def curve(self, members: tuple[int, ...]) -> Curve:
         """The medians, as a curve that never falls."""
         typical = [median(samples[1:] or samples) for samples in self.seconds.values()]
-        return Curve(self.kind, members, tuple(map(float, self.bytes.values())), tuple(never_falling(typical)))
+        return Curve(self.kind, members, tuple(map(float, self.bytes.values())), tuple(isotonic_fit(typical)))
 
 
-def _sizes(samples: _Samples, agree: _Agreement, sizes: Sequence[int], until: float) -> str:
-    """A first sample at rising sizes until the time is up; why the largest are missing if they are."""
+def _measure_sizes(samples: _Samples, agree: _RankAgreement, sizes: Sequence[int], until: float) -> str:
+    """Take a first sample at rising sizes until the time is up; returns why sizes are missing, or ""."""
     for size in sizes:
         if why := samples.first(size, agree):
-            return f"{_size(size)} and more: {why}"
+            return f"{_size_text(size)} and more: {why}"
         took = samples.seconds.get(size, [0.0])[0]
-        if agree.now() + _GROWTH * took > until and size != sizes[-1]:
-            return f"more than {_size(size)}: its part of the time was over"
+        if agree.now() + _NEXT_SIZE_CALLS * took > until and size != sizes[-1]:
+            return f"more than {_size_text(size)}: its part of the time was over"
     return ""
 
 
@@ -353,7 +352,7 @@ def _seconds(call: Callable[[], Any], times: int, device: torch.device) -> float
     return time.perf_counter() - begin
 
 
-def _prepare(
+def _prepared_call(
     kind: str, size: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Callable[[], torch.Tensor], int]:
     """A collective over `group` as generated graphs call it, and the bytes of its whole buffer, near `size`."""
@@ -361,7 +360,7 @@ def _prepare(
     part = max(1, size // 4 // members)
     whole = torch.zeros(part * members, dtype=torch.float32, device=device)
     shard = whole[:part].clone()
-    torch.empty_like(whole)  # is there room for the result too? A lack of it can be told here, but not in the call
+    torch.empty_like(whole)  # fails if there is no memory for the result: the call itself could not report it
     starts: dict[str, Callable[[], torch.Tensor]] = {
         "all_reduce": lambda: c10d.all_reduce(whole, "sum", name),
         "all_gather": lambda: c10d.all_gather_into_tensor(shard, members, name),
@@ -373,27 +372,24 @@ def _prepare(
     return lambda: c10d.wait_tensor(start()), 4 * part * members
 
 
-def _own_group(axes: Sequence[Axis], cluster: Machine) -> dist.ProcessGroup:
-    """The group of this rank over `axes`; all ranks make all groups, in one order.
+def _group_over(axes: Sequence[Axis], cluster: Machine) -> dist.ProcessGroup:
+    """The group of this rank over `axes`. All ranks make all groups, in one order.
 
-    Groups that their members make alone (``use_local_synchronization``) would be quicker in a world of thousands, but
-    torch names these by their ranks: the next of the same ranks then finds the addresses of one that is gone.
+    Groups that only their members make (``use_local_synchronization``) would be faster in a world of thousands. But
+    torch names them by their ranks, so a later group of the same ranks finds the addresses of the destroyed one.
     """
     mesh = cluster.mesh()
     groups = sorted({mesh.group_ranks(axes, rank) for rank in range(mesh.world_size)})
     mine: dist.ProcessGroup
     mine, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-        [list(group) for group in groups], timeout=PATIENCE
+        [list(group) for group in groups], timeout=PROFILE_TIMEOUT
     )
     return mine
 
 
-def _size(num_bytes: float) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.4g} {unit}"
-    return f"{num_bytes:g} B"
+def _size_text(num_bytes: float) -> str:
+    return readable_bytes(num_bytes).replace(".0 ", " ")
 
 
-def _place(members: Sequence[int], names: Sequence[str]) -> str:
+def _placement_text(members: Sequence[int], names: Sequence[str]) -> str:
     return " x ".join(f"{count} {name}" for count, name in zip(members, names, strict=True) if count > 1)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardweave.cost_model import Cluster, CollectiveTable, Curve, Measured, collective_seconds
 from shardweave.cost_model.collectives import collective_algorithm, collective_demand
-from shardweave.cost_model.profiling import fitted_links
+from shardweave.cost_model.profiling import fit_links
 from shardweave.ir.errors import ClusterError
 
 Formula = Callable[[float], float]
@@ -159,7 +159,7 @@ def test_links_are_fitted_to_what_they_gave(start: float, latency: float, bandwi
         sizes = tuple(float(4**k) for k in range(5, 15))
         times = tuple(collective_seconds("all_gather", size, axes, true) for size in sizes)
         found.append(Curve("all_gather", (count, 1), sizes, times))
-    again = fitted_links(carrying(base, *found))
+    again = fit_links(carrying(base, *found))
     for size in (1e3, 1e9):
         axes = true.mesh().axes
         expected = collective_seconds("reduce_scatter", size, axes, true)
@@ -183,6 +183,6 @@ def test_no_link_is_fitted_a_latency_below_nothing() -> None:
         for kind in ("all_gather", "all_reduce")
         for count in (2, 4)
     ]
-    fitted = fitted_links(carrying(LOCAL, *curves))
+    fitted = fit_links(carrying(LOCAL, *curves))
     assert fitted.levels[0].latency >= 0 and fitted.device.collective_latency >= 0
     assert fitted.levels[0].bandwidth > 0 and fitted.levels[0].bandwidth != LOCAL.levels[0].bandwidth

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardweave.cost_model import Cluster, Measured, collective_seconds, measured_tables, profiling
 from shardweave.cost_model import cluster as cluster_module
-from shardweave.cost_model.cluster import profiled
+from shardweave.cost_model.cluster import profile_cluster
 from shardweave.cost_model.collectives import collective_algorithm, group_extents
 from shardweave.cost_model.measured_tables import COLLECTIVE_KINDS
 from shardweave.cost_model.profiling import placements
@@ -29,11 +29,11 @@ SIZES = (4096, 65536, 2**20)
 
 def prepare_rank(cache: str) -> None:
     """A short profile, with all the time it wants on a busy machine."""
-    cluster_module.profiled = partial(profiled, seconds=1e4)  # type: ignore[assignment]
+    cluster_module.profile_cluster = partial(profile_cluster, seconds=1e4)  # type: ignore[assignment]
     os.environ["SHARDWEAVE_CACHE"] = cache
-    profiling.SIZES["cpu"] = SIZES
-    profiling._BATCH_SECONDS = 0.002
-    profiling._MOST_TURNS = 2
+    profiling._BUFFER_BYTES["cpu"] = SIZES
+    profiling._SAMPLE_SECONDS = 0.002
+    profiling._MAX_ROUNDS = 2
 
 
 def profile(cache: str, local: int) -> tuple[Cluster, bool]:
@@ -41,7 +41,7 @@ def profile(cache: str, local: int) -> tuple[Cluster, bool]:
     prepare_rank(cache)
     os.environ["LOCAL_WORLD_SIZE"] = str(local)
     first = Cluster.detect(profile=True)
-    profiling.SIZES["cpu"] = ()  # a second measurement would have no points
+    profiling._BUFFER_BYTES["cpu"] = ()  # a second measurement would have no points
     return first, Cluster.detect(profile=True) == first
 
 
@@ -76,7 +76,7 @@ def _texts(places: set[tuple[int, ...]]) -> list[str]:
 
 def profile_in_no_time(cache: str) -> Cluster:
     prepare_rank(cache)
-    return profiled(Cluster.detect(), seconds=0.0)
+    return profile_cluster(Cluster.detect(), seconds=0.0)
 
 
 def test_what_there_was_no_time_for_is_said_and_priced_by_formula(pool: WorkerPool, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def lose_a_rank(how: str, cache: str) -> None:
             def prepare(*_: Any) -> Any:
                 raise MemoryError("too much")
 
-            profiling._prepare = prepare
+            profiling._prepared_call = prepare
         elif how == "killed":
             os.kill(os.getpid(), 9)
         else:
@@ -137,7 +137,7 @@ def test_a_rank_that_fails_ends_the_profile_of_all(pool: WorkerPool, tmp_path: P
 
 def come_alone(cache: str) -> str:
     prepare_rank(cache)
-    cluster_module.PATIENCE = timedelta(seconds=1)
+    cluster_module.PROFILE_TIMEOUT = timedelta(seconds=1)
     if dist.get_rank() == 1:
         return ""
     with pytest.raises(ClusterError) as caught:
@@ -153,14 +153,14 @@ def test_ranks_do_not_wait_for_ever_for_one_that_does_not_profile(pool: WorkerPo
 def without_a_collective(cache: str) -> Cluster:
     """A backend that lacks one kind: it fails on all ranks alike."""
     prepare_rank(cache)
-    real = profiling._prepare
+    real = profiling._prepared_call
 
     def prepare(kind: str, *rest: Any) -> Any:
         if kind == "all_to_all":
             raise RuntimeError("no such collective\nhere")
         return real(kind, *rest)
 
-    profiling._prepare = prepare
+    profiling._prepared_call = prepare
     return Cluster.detect(profile=True)
 
 
