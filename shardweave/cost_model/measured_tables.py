@@ -1,9 +1,8 @@
-"""Measured tables of a machine: times of collectives and ops, how they are interpolated, and the cache that keeps them.
+"""Measured tables of a machine: times of collectives and ops, their interpolation, and the cache on disk.
 
-AMSP (arXiv 2311.00257, section IV-A) prices collectives from a table of measurements, not from a formula. So does
-`collectives.collective_seconds` where a `Cluster` carries a table. `Cluster.detect(profile=True)` makes one. Ops are
-found by their signature. The cache has one JSON file for each hardware and set of versions, in the user's cache
-directory.
+Like AMSP (arXiv 2311.00257, section IV-A), `collectives.collective_seconds` takes the time of a collective from a table
+if the `Cluster` has one. `Cluster.detect(profile=True)` makes the table. The key of an op is its signature. The cache
+has one JSON file for each hardware and set of versions, in the user's cache directory.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ class OpTime:
     Parameters
     ----------
     seconds : float
-        Median of its runs.
+        The median of its runs.
     work : Work
-        What it does, with its signature.
+        Its work, with its signature.
 
     Raises
     ------
     ClusterError
-        Where the seconds are no number above 0.
+        If the seconds are no number above 0.
     """
 
     seconds: float
@@ -63,7 +62,7 @@ class OpTable:
     times : mapping of str to OpTime
         By signature (`sharding.signature`).
     skipped : mapping of str to str
-        Why ops that were asked for have no time, by signature; no part of a comparison, and not kept in files.
+        The reason for each op without a time, by signature; no part of a comparison, and not saved.
 
     Examples
     --------
@@ -82,19 +81,18 @@ class OpTable:
 
     @classmethod
     def of(cls, times: list[OpTime]) -> OpTable:
-        """The table of these times; of one signature the last one counts."""
+        """The table of `times`; the last one counts if a signature is repeated."""
         return cls({time.work.signature: time for time in times})
 
     def seconds(self, signature: str) -> float | None:
-        """Seconds of the op of that signature; None where it was not measured."""
+        """Seconds of the op of that signature; None if it was not measured."""
         found = self.times.get(signature)
         return None if found is None else found.seconds
 
     def nearest(self, work: Work) -> OpTime | None:
-        """The measured time of the same op and dtype at the shape nearest to `work`'s; None if there is none.
+        """The time of the same op and dtype at the shape nearest to that of `work`; None if there is none.
 
-        Shapes differ by the sum of the ratios, as logarithms, of their FLOPs, their bytes and the dimensions of their
-        product.
+        The distance is the sum of the logarithms of the ratios of FLOPs, bytes and dimensions of the product.
 
         >>> small, large = (Work(flops=8 * n, num_bytes=n, signature=f"op({n})") for n in (1000, 100_000))
         >>> table = OpTable.of([OpTime(1e-6, small), OpTime(1e-4, large)])
@@ -126,12 +124,12 @@ class OpTable:
 
     @classmethod
     def from_dict(cls, data: object) -> OpTable:
-        """A table out of plain types, as a file gives them.
+        """The table that plain types describe, as they come from a file.
 
         Raises
         ------
         ClusterError
-            Names the key, what was expected and what came.
+            If a value is wrong; names the key, the expected and the given value.
         """
         if not isinstance(data, Mapping):
             raise ClusterError(f"measured.ops: expected a mapping of signature to its time, got {short_repr(data)}")
@@ -172,16 +170,16 @@ def _time(signature: str, entry: object) -> OpTime:
 
 
 COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-"""The collectives that have a price."""
+"""The collectives that have a cost."""
 
 
 def interpolated(
     sizes: Sequence[float], seconds: Sequence[float], num_bytes: float, formula: Callable[[float], float]
 ) -> float:
-    """Seconds for `num_bytes`, of what took `seconds` at the rising `sizes`.
+    """Seconds for `num_bytes`, from measured `seconds` at the rising `sizes`.
 
     Between two points the logarithm of the seconds is linear in the logarithm of the bytes. Beyond the points it is
-    `formula`, scaled so that it passes the nearest point: no jump, and the formula's own slope.
+    `formula`, scaled to pass through the nearest point.
 
     Examples
     --------
@@ -196,10 +194,10 @@ def interpolated(
     if sizes[right] == num_bytes:
         return seconds[right]
     low, high = sizes[right - 1], sizes[right]
-    way = math.log(num_bytes / low) / math.log(high / low)
+    position = math.log(num_bytes / low) / math.log(high / low)
     before, after = seconds[right - 1], seconds[right]
-    between = before * math.exp(way * math.log(after / before))
-    return min(max(between, min(before, after)), max(before, after))  # rounding may not leave the two points
+    between = before * math.exp(position * math.log(after / before))
+    return min(max(between, min(before, after)), max(before, after))  # rounding errors may not leave the interval
 
 
 @dataclass(frozen=True)
@@ -209,18 +207,18 @@ class Curve:
     Parameters
     ----------
     kind : str
-        One of `collectives.COLLECTIVE_KINDS`.
+        One of `COLLECTIVE_KINDS`.
     members : tuple of int
-        How many units of each level the group spans, innermost first: ``(4, 2)`` is four devices in each of two nodes.
+        The units of each level that the group spans, innermost first: ``(4, 2)`` is four devices in each of two nodes.
     bytes : tuple of float
-        Sizes of the whole buffer (as `collective_seconds` takes them), rising.
+        Sizes of the whole buffer (as of `collective_seconds`), rising.
     seconds : tuple of float
-        What each took, with all groups of this placement at work at the same time.
+        The time at each size, with all groups of this placement at work at the same time.
 
     Raises
     ------
     ClusterError
-        Where there is no point, the sizes do not rise, or a figure is no number above 0.
+        If there is no point, the sizes do not rise, or a figure is no number above 0.
 
     Examples
     --------
@@ -254,7 +252,7 @@ class Curve:
         num_bytes : float
             Size of the whole buffer.
         formula : callable
-            Seconds of a size, as they would be without a table.
+            Seconds of a size without a table.
         """
         return interpolated(self.bytes, self.seconds, num_bytes, formula)
 
@@ -271,7 +269,7 @@ class CollectiveTable:
     Raises
     ------
     ClusterError
-        Where a kind and placement come twice.
+        If a kind and placement is repeated.
 
     Examples
     --------
@@ -296,7 +294,7 @@ class CollectiveTable:
         return {(curve.kind, curve.members): curve for curve in self.curves}
 
     def check(self, levels: Sequence[tuple[str, int]]) -> None:
-        """`ClusterError` where a curve is of no known kind, or of no group of a machine with these names and sizes."""
+        """Raise `ClusterError` if a curve has an unknown kind, or no group of a machine with these levels has it."""
         for curve in self.curves:
             if curve.kind not in COLLECTIVE_KINDS:
                 raise ClusterError(
@@ -304,7 +302,7 @@ class CollectiveTable:
                     f"there are {', '.join(COLLECTIVE_KINDS)}"
                 )
             names = [name for name, _ in levels[:-1]]
-            sizes = [size for _, size in levels[:-1]]  # the outermost level may have been another, see Cluster.resized
+            sizes = [size for _, size in levels[:-1]]  # the outermost level may have another size, see Cluster.resized
             fits = all(size % count == 0 for size, count in zip(sizes, curve.members[:-1], strict=False))
             if len(curve.members) != len(levels) or not fits:
                 raise ClusterError(
@@ -315,25 +313,25 @@ class CollectiveTable:
     def seconds(
         self, kind: str, num_bytes: float, members: tuple[int, ...], formula: Callable[[float], float]
     ) -> float | None:
-        """Seconds of a collective, or None where its kind and placement were not measured; see `Curve.at`."""
+        """Seconds of a collective; None if its kind and placement were not measured. See `Curve.at`."""
         curve = self._by_placement.get((kind, members))
         return None if curve is None else curve.at(num_bytes, formula)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """All that was measured on a machine.
+    """All measurements of a machine.
 
     Parameters
     ----------
     collectives : CollectiveTable
-        Used in place of the formulas where it has the kind and placement.
+        Replaces the formulas for its kinds and placements.
     ops : OpTable
-        Used in place of the roofline where it has the op.
+        Replaces the roofline for its ops.
     key : str
-        Of the hardware and the versions it was measured with; the name of its file in the cache.
+        A hash of the hardware and the versions of the measurement; names its file in the cache.
     covered : str
-        What was measured and what was not, in words; no part of a comparison.
+        A description of what was measured and what was not; no part of a comparison.
     """
 
     collectives: CollectiveTable = field(default_factory=CollectiveTable)
@@ -351,12 +349,12 @@ class Measured:
 
     @classmethod
     def from_dict(cls, data: object) -> Measured:
-        """Measurements out of plain types, as a file gives them.
+        """The measurements that plain types describe, as they come from a file.
 
         Raises
         ------
         ClusterError
-            Names the key, what was expected and what came.
+            If a value is wrong; names the key, the expected and the given value.
 
         Examples
         --------
@@ -379,16 +377,12 @@ def _curve(key: str, data: object) -> Curve:
             raise ClusterError(f"{key}.{name}: expected a list of numbers, got {short_repr(raw[name])}")
     for member in raw["members"]:
         check_number(f"{key}.members", member, whole=True)
-    return Curve(
-        raw["kind"],
-        tuple(raw["members"]),
-        tuple(_number(size) for size in raw["bytes"]),
-        tuple(_number(seconds) for seconds in raw["seconds"]),
-    )
+    sizes, seconds = (tuple(map(_number, raw[name])) for name in ("bytes", "seconds"))
+    return Curve(raw["kind"], tuple(raw["members"]), sizes, seconds)
 
 
 def _number(value: Any) -> Any:
-    """A number; YAML 1.1 reads one such as ``1e-3`` as text. Other values are left for the checks to name."""
+    """A number that YAML 1.1 reads as text, such as ``1e-3``; `Curve` checks other values."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -396,20 +390,17 @@ def _number(value: Any) -> Any:
 
 
 def hardware() -> dict[str, Any]:
-    """The hardware and the versions of one rank. Times hold only for the same ones."""
+    """The hardware and the versions of this rank. Measurements hold only for equal ones."""
     found: dict[str, Any] = {"torch": torch.__version__}
     if dist.is_available() and dist.is_initialized():
         found["backend"] = dist.get_backend()
     if torch.cuda.is_available() and found.get("backend") != "gloo":
         found["device"] = torch.cuda.get_device_name(torch.cuda.current_device())
-        found |= {"cuda": torch.version.cuda or torch.version.hip, "nccl": _nccl()}
+        found |= {"cuda": torch.version.cuda or torch.version.hip}
+        found["nccl"] = list(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
     else:
         found |= {"device": _cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     return found
-
-
-def _nccl() -> list[int]:
-    return list(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
 
 
 def _cpu() -> str:
@@ -441,7 +432,7 @@ def cache_directory() -> Path:
 
 
 def key_of(what: Mapping[str, Any]) -> str:
-    """Sixteen hex digits that differ where anything in `what`, of plain types, does.
+    """A hash of `what`, a mapping of plain types, in sixteen hex digits.
 
     >>> key_of({"torch": "2.13", "ranks": 4}) == key_of({"ranks": 4, "torch": "2.13"}) != key_of({"torch": "2.13"})
     True
@@ -450,7 +441,7 @@ def key_of(what: Mapping[str, Any]) -> str:
 
 
 def read(key: str) -> Measured | None:
-    """The measurements kept under `key`; None where there are none, or the file is damaged."""
+    """The saved measurements of `key`; None if there are none, or the file is damaged."""
     try:
         found = Measured.from_dict(load(f"cluster-{key}"))
     except ClusterError:
@@ -459,12 +450,12 @@ def read(key: str) -> Measured | None:
 
 
 def write(measured: Measured) -> Path | None:
-    """Keep `measured` under its key, as `store` does."""
+    """Save `measured` under its key, as `store` does."""
     return store(f"cluster-{measured.key}", measured.to_dict())
 
 
 def load(name: str) -> object:
-    """The cached data of `name`; None if there is none, or the file is damaged."""
+    """The saved data of `name`; None if there is none, or the file is damaged."""
     try:
         found: object = json.loads(_path(name).read_text(encoding="utf-8"))
         return found
@@ -473,12 +464,12 @@ def load(name: str) -> object:
 
 
 def store(name: str, data: Mapping[str, Any]) -> Path | None:
-    """Keep `data`, of plain types, under `name`; who reads at the same time sees all of it or nothing.
+    """Save `data`, of plain types, under `name`. A reader at the same time sees the old or the new file.
 
     Returns
     -------
     Path or None
-        The file; None, with a warning, where it cannot be written: the next run then measures again.
+        The file; None, with a warning, if it cannot be written: the next run measures again.
     """
     path = _path(name)
     try:
