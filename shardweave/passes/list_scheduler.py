@@ -1,6 +1,6 @@
 """The dependency graph of a step, and a list scheduler over the streams of a device.
 
-`DependencyGraph` has a task for each node, with its dependences, time and memory.
+`TaskGraph` has a task for each node, with its dependences, time and memory.
 
 The scheduler runs the ready task with the smallest key. Where the task that is next by its key has to wait for a
 collective, a later one that is ready runs meanwhile. Time passes as in the simulator (`cost_model.streams`), so the
@@ -50,8 +50,8 @@ class CollectiveStart:
 
 
 @dataclass(frozen=True)
-class Tasks:
-    """The nodes of one part of a graph (its forward or its backward) as tasks, numbered in the graph's order.
+class TaskGraph:
+    """The nodes of the forward or of the backward as tasks with their dependences, numbered in the graph's order.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ class Tasks:
         prices: NodeCosts,
         others: Callable[[fx.Node], int] = lambda _: 0,
         repeated: MicroBatchSharing = NO_SHARING,
-    ) -> Tasks:
+    ) -> TaskGraph:
         """The tasks of these nodes, which are in the order of `graph`.
 
         A storage that a node leaves to another part counts once more for each of `others(node)`, the equal layers that
@@ -185,7 +185,7 @@ class Tasks:
                     held -= sizes[storage]
         return peak
 
-    def after(self, edges: Sequence[tuple[int, int]]) -> Tasks:
+    def after(self, edges: Sequence[tuple[int, int]]) -> TaskGraph:
         """These tasks with further dependences: the second task of each pair also needs the first."""
         needs, users = [list(each) for each in self.needs], [list(each) for each in self.users]
         for before, task in set(edges):
@@ -233,7 +233,7 @@ class ScheduledOrder:
 
 
 def list_schedule(
-    tasks: Tasks,
+    tasks: TaskGraph,
     keys: Sequence[Key],
     groups: Sequence[GatherGroup] = (),
     *,
@@ -268,7 +268,7 @@ def list_schedule(
     return _ListScheduler(tasks, keys, groups, *limits, contention).run()
 
 
-def simulate_order(tasks: Tasks, order: Sequence[int], contention: Contention = NO_CONTENTION) -> ScheduledOrder:
+def simulate_order(tasks: TaskGraph, order: Sequence[int], contention: Contention = NO_CONTENTION) -> ScheduledOrder:
     """Run `tasks` in this order, with each wait, and views of its result, delayed until the collective has ended.
 
     A task that reads the result before that waits for it.
@@ -309,7 +309,7 @@ def simulate_order(tasks: Tasks, order: Sequence[int], contention: Contention = 
 class _Device:
     """The streams of one device. They run one task after another."""
 
-    def __init__(self, tasks: Tasks, contention: Contention) -> None:
+    def __init__(self, tasks: TaskGraph, contention: Contention) -> None:
         self.tasks, self.streams = tasks, Streams(contention)
         self.transfers: dict[int, Transfer] = {}
 
@@ -339,7 +339,7 @@ class _ListScheduler:
 
     def __init__(
         self,
-        tasks: Tasks,
+        tasks: TaskGraph,
         keys: Sequence[Key],
         groups: Sequence[GatherGroup],
         max_prefetch: int,

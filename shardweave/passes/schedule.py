@@ -57,7 +57,7 @@ from shardweave.passes.list_scheduler import (
     GatherGroup,
     Key,
     ScheduledOrder,
-    Tasks,
+    TaskGraph,
     list_schedule,
     simulate_order,
 )
@@ -96,7 +96,7 @@ _MIN_OVERLAP_RATIO = 0.25
 """A gradient reduction is delayed only to a collective of activations that takes at least this part of its time."""
 
 
-def recompute_barriers(tasks: Tasks) -> list[tuple[int, int]]:
+def recompute_barriers(tasks: TaskGraph) -> list[tuple[int, int]]:
     """Dependences that keep the recomputation of a layer apart from the gradients of others (no cross-pass overlap).
 
     Each layer is recomputed as a whole before its gradients, and these are computed before the next layer's
@@ -122,20 +122,20 @@ def recompute_barriers(tasks: Tasks) -> list[tuple[int, int]]:
     return found
 
 
-def transfer_cause(tasks: Tasks, task: int) -> str:
+def transfer_cause(tasks: TaskGraph, task: int) -> str:
     """The cause of the collective that a task starts: "parameter", "gradient" or "activation"; "" without one."""
     transfers = tasks.transfers[task]
     return transfers.collective.cause if transfers is not None else ""
 
 
-def candidate_keys(tasks: Tasks) -> Iterator[list[Key]]:
+def candidate_keys(tasks: TaskGraph) -> Iterator[list[Key]]:
     """The sets of keys that `Schedule` tries. The last part of a key is the task's number."""
     if any(transfer_cause(tasks, task) == "activation" for task in range(len(tasks.nodes))):
         yield _early_starts(tasks, _by_segments(tasks))
     yield _early_starts(tasks, [(task,) for task in range(len(tasks.nodes))])
 
 
-def _early_starts(tasks: Tasks, keys: list[Key]) -> list[Key]:
+def _early_starts(tasks: TaskGraph, keys: list[Key]) -> list[Key]:
     """`keys` in which ops that prepare a collective's buffer come right behind the value. The graph has them late."""
     leads = [transfers is not None for transfers in tasks.transfers]
     for task in reversed(range(len(keys))):
@@ -148,7 +148,7 @@ def _early_starts(tasks: Tasks, keys: list[Key]) -> list[Key]:
     return keys
 
 
-def _by_segments(tasks: Tasks) -> list[Key]:
+def _by_segments(tasks: TaskGraph) -> list[Key]:
     """Keys by segment, then tasks that the collective at its end depends on before others, sub-batch, and number."""
     # 1. Segments: each ends with a collective of activations, the last step of an op that runs in several.
     segments, segment = [], 0
@@ -178,7 +178,7 @@ def _by_segments(tasks: Tasks) -> list[Key]:
     return keys
 
 
-def gather_groups_of(tasks: Tasks, keys: Sequence[Key]) -> list[GatherGroup]:
+def gather_groups_of(tasks: TaskGraph, keys: Sequence[Key]) -> list[GatherGroup]:
     """The all-gathers of parameters, grouped by their first use by `keys`, in the order of these uses."""
     by_use: dict[int, list[int]] = {}
     uses: dict[int, set[int]] = {}
@@ -192,13 +192,13 @@ def gather_groups_of(tasks: Tasks, keys: Sequence[Key]) -> list[GatherGroup]:
     return [GatherGroup(tuple(by_use[use]), tuple(sorted(uses[use]))) for use in sorted(by_use, key=keys.__getitem__)]
 
 
-def gather_ahead_edges(tasks: Tasks, most: int) -> list[tuple[int, int]]:
+def gather_ahead_edges(tasks: TaskGraph, most: int) -> list[tuple[int, int]]:
     """Dependences under which at most `most` groups are gathered ahead of the group in use."""
     groups = gather_groups_of(tasks, [(task,) for task in range(len(tasks.nodes))])
     return [(min(used.uses), start) for used, gathered in zip(groups, groups[most:]) for start in gathered.starts]
 
 
-def _first_uses(tasks: Tasks, task: int) -> set[int]:
+def _first_uses(tasks: TaskGraph, task: int) -> set[int]:
     """The tasks that compute with the result of a collective, which another gather may pass on to them."""
     found: set[int] = set()
     for user in tasks.users[task]:
@@ -207,7 +207,7 @@ def _first_uses(tasks: Tasks, task: int) -> set[int]:
     return found
 
 
-def keys_by_first_use(tasks: Tasks, keys: Sequence[Key], groups: Sequence[GatherGroup]) -> list[Key]:
+def keys_by_first_use(tasks: TaskGraph, keys: Sequence[Key], groups: Sequence[GatherGroup]) -> list[Key]:
     """`keys` in which gathers, and ops that bring received values into shape, have the key of their first use."""
     late = list(keys)
     arriving = [False] * len(late)
@@ -244,13 +244,13 @@ class BidirectionalSchedule:
     begins: Sequence[float]
 
 
-def bidirectional_schedules(tasks: Tasks) -> list[BidirectionalSchedule]:
+def bidirectional_schedules(tasks: TaskGraph) -> list[BidirectionalSchedule]:
     """Schedules of `tasks` from both ends, the fastest one first."""
     found = sorted(_schedules(Machines.of(tasks)), key=lambda each: each[0])
     return [BidirectionalSchedule(seconds, order_by_begin(tasks, begins), begins) for seconds, begins in found]
 
 
-def order_by_begin(tasks: Tasks, begins: Sequence[float], ahead: bool = True) -> list[int]:
+def order_by_begin(tasks: TaskGraph, begins: Sequence[float], ahead: bool = True) -> list[int]:
     """The tasks in the order in which they begin, each behind the tasks that it needs.
 
     A collective that begins while a kernel runs is started before this kernel, so that it is not late. With `ahead`
@@ -288,7 +288,7 @@ class Machines:
     machine: Sequence[str]
 
     @classmethod
-    def of(cls, tasks: Tasks) -> Machines:
+    def of(cls, tasks: TaskGraph) -> Machines:
         """One machine for the device's kernels and one for each process group."""
         pairs = list(zip(tasks.transfers, tasks.seconds))
         seconds = [moved.demand.seconds if moved is not None else kernel for moved, kernel in pairs]
@@ -379,7 +379,7 @@ Edge = tuple[int, int]
 
 
 def delayed_gathers(
-    tasks: Tasks, keys: Sequence[Key], groups: Sequence[GatherGroup], max_ahead: int
+    tasks: TaskGraph, keys: Sequence[Key], groups: Sequence[GatherGroup], max_ahead: int
 ) -> list[list[Edge]]:
     """Two sets of dependences: one delays all-gathers into gaps, one delays reductions beside activations' collectives.
 
@@ -395,7 +395,7 @@ def _share_scarce_links(one: CollectiveStart, other: CollectiveStart) -> bool:
     return any(part + other.demand.use.get(level, 0.0) > 1.0 for level, part in one.demand.use.items())
 
 
-def _begins(tasks: Tasks, keys: Sequence[Key]) -> list[float]:
+def _begins(tasks: TaskGraph, keys: Sequence[Key]) -> list[float]:
     """When each task begins if only kernels and collectives of activations take time."""
     moves = [transfer_cause(tasks, task) in ("", "activation") for task in range(len(keys))]
     machines = Machines.of(tasks)
@@ -408,7 +408,7 @@ def _begins(tasks: Tasks, keys: Sequence[Key]) -> list[float]:
     return machines.scheduled([place[task] for task in range(len(keys))], 1)[1]
 
 
-def _starts(tasks: Tasks, *causes: str) -> list[tuple[int, CollectiveStart]]:
+def _starts(tasks: TaskGraph, *causes: str) -> list[tuple[int, CollectiveStart]]:
     """The tasks that start a collective of one of these causes, with the collective."""
     found = enumerate(tasks.transfers)
     return [(task, moved) for task, moved in found if moved is not None and moved.collective.cause in causes]
@@ -429,7 +429,7 @@ class _Gap:
 
 
 def _delayed_into_gaps(
-    tasks: Tasks, begins: Sequence[float], groups: Sequence[GatherGroup], max_ahead: int
+    tasks: TaskGraph, begins: Sequence[float], groups: Sequence[GatherGroup], max_ahead: int
 ) -> list[Edge]:
     """Each all-gather starts after the collective of activations before the last gap that has room for it."""
     gaps = list(_gaps(tasks, begins))
@@ -444,7 +444,7 @@ def _delayed_into_gaps(
     return edges
 
 
-def _gaps(tasks: Tasks, begins: Sequence[float]) -> Iterator[_Gap]:
+def _gaps(tasks: TaskGraph, begins: Sequence[float]) -> Iterator[_Gap]:
     """The gaps between those collectives of activations that share links with all-gathers."""
     waits = {start: wait for wait, start in enumerate(tasks.started) if start >= 0}
     gathers = _distinct(_starts(tasks, "parameter"))
@@ -472,7 +472,7 @@ def _last_with_room(gaps: Sequence[_Gap], seconds: float, earliest: float, due: 
     return gap
 
 
-def _delayed_to_activations(tasks: Tasks, begins: Sequence[float]) -> list[Edge]:
+def _delayed_to_activations(tasks: TaskGraph, begins: Sequence[float]) -> list[Edge]:
     """Each gradient reduction that can wait starts with the next collective of activations that is long enough."""
     activations = sorted(_starts(tasks, "activation"), key=lambda each: begins[each[0]])
     times = [begins[start] for start, _ in activations]
@@ -491,7 +491,7 @@ def _delayed_to_activations(tasks: Tasks, begins: Sequence[float]) -> list[Edge]
     return edges
 
 
-def _is_needed(tasks: Tasks, start: int) -> bool:
+def _is_needed(tasks: TaskGraph, start: int) -> bool:
     """Whether a kernel or another collective needs the result of a collective."""
     users = tasks.users[start]
     return any(tasks.transfers[u] is not None or tasks.seconds[u] > 0 or _is_needed(tasks, u) for u in users)
@@ -591,7 +591,7 @@ class Schedule(Pass):
             nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and info(n).backward == backward]
             if not nodes:
                 continue
-            tasks = Tasks.of(graph, nodes, prices, others, self.repeated)
+            tasks = TaskGraph.of(graph, nodes, prices, others, self.repeated)
             if not self.cross_pass:
                 tasks = tasks.after(recompute_barriers(tasks))
             room = None if self.memory_limit is None else self.memory_limit - held
@@ -603,7 +603,7 @@ class Schedule(Pass):
             held += tasks.kept_bytes
         return order, fits
 
-    def _best(self, tasks: Tasks, room: int | None) -> ScheduledOrder:
+    def _best(self, tasks: TaskGraph, room: int | None) -> ScheduledOrder:
         """The fastest order that fits into `room` bytes; where none does, the one with the lowest peak."""
         # 1. Orders with as many gathers ahead as they ask for, up to one that is as fast as any can be and fits.
         bound = _lower_bound(tasks) * _SAME_TIME_RATIO
@@ -631,18 +631,18 @@ class Schedule(Pass):
                     best = other if _better(other, best, limit) else best
         return best
 
-    def _simulated(self, tasks: Tasks, order: Sequence[int]) -> ScheduledOrder:
+    def _simulated(self, tasks: TaskGraph, order: Sequence[int]) -> ScheduledOrder:
         """A given order with late waits, timed on the device's streams."""
         return _with_late_waits(tasks, simulate_order(tasks, order, Contention.of(self.cluster.device)))
 
-    def _orders(self, tasks: Tasks) -> Iterator[_OrderFinder]:
+    def _orders(self, tasks: TaskGraph) -> Iterator[_OrderFinder]:
         """The orders that are tried, as functions of their memory limits."""
         contention = Contention.of(self.cluster.device)
         depths = [(ahead, UNLIMITED) for ahead in GATHER_DEPTHS] + [(min(GATHER_DEPTHS), min(GATHER_DEPTHS))]
         if self.max_prefetch is not None:
             depths = [(self.max_prefetch, self.max_prefetch)]
 
-        def order(tasks: Tasks, ahead: int, reductions: int) -> _OrderFinder:
+        def order(tasks: TaskGraph, ahead: int, reductions: int) -> _OrderFinder:
             found = partial(
                 list_schedule, tasks, held, groups, max_prefetch=ahead, reductions=reductions, contention=contention
             )
@@ -732,7 +732,7 @@ def _within_limit(order: _OrderFinder, limit: float) -> tuple[ScheduledOrder, fl
 
 
 def _found_with_late_waits(
-    tasks: Tasks, find: _OrderFinder, compute_limit: float, communication_limit: float
+    tasks: TaskGraph, find: _OrderFinder, compute_limit: float, communication_limit: float
 ) -> ScheduledOrder:
     """The order that `find` makes under these limits, with late waits."""
     return _with_late_waits(tasks, find(compute_limit=compute_limit, communication_limit=communication_limit))
@@ -765,7 +765,7 @@ def _better(one: ScheduledOrder, other: ScheduledOrder, limit: float) -> bool:
     return one.seconds < other.seconds * _SAME_TIME_RATIO and one.peak_bytes < other.peak_bytes
 
 
-def _lower_bound(tasks: Tasks) -> float:
+def _lower_bound(tasks: TaskGraph) -> float:
     """A lower bound of any order's time: its compute, or the transfers of one level's links or of one process group."""
     levels: dict[str, float] = {}
     for transfers in tasks.transfers:
@@ -777,7 +777,7 @@ def _lower_bound(tasks: Tasks) -> float:
     return max(sum(tasks.seconds), *levels.values()) if levels else sum(tasks.seconds)
 
 
-def _with_late_waits(tasks: Tasks, order: ScheduledOrder) -> ScheduledOrder:
+def _with_late_waits(tasks: TaskGraph, order: ScheduledOrder) -> ScheduledOrder:
     """An order in which waits (not those of gradients) and views of their results come just before their first use."""
     found: list[int] = []
     late: set[int] = set()

@@ -339,11 +339,7 @@ def _roles(parameter: fx.Node, gradient: fx.Node | None, classes: Classes, batch
                 inside = {name for names in dims for name in names}
                 outside = {name for output in rule.outputs for names in output for name in names}
                 contracts = any(name not in outside for name in inside)
-                if (
-                    argument is value
-                    and [len(names) for names in dims] == [len(atoms) for atoms in meaning]
-                    and contracts
-                ):
+                if argument is value and contracts and list(map(len, dims)) == list(map(len, meaning)):
                     add(user, dims, meaning)
 
     def back(value: fx.Node, meaning: Labels) -> None:
@@ -355,9 +351,7 @@ def _roles(parameter: fx.Node, gradient: fx.Node | None, classes: Classes, batch
         elif _sums(value):
             for argument in tensor_args(value):
                 back(argument, meaning)
-        elif find_rule(value) is not None and [len(names) for names in rule.outputs[0]] == [
-            len(atoms) for atoms in meaning
-        ]:
+        elif find_rule(value) is not None and list(map(len, rule.outputs[0])) == list(map(len, meaning)):
             inside = {name for names in rule.outputs[0] for name in names}
             given = [{name for names in dims for name in names} for dims in rule.inputs]
             if not all(inside <= names for names in given) and roles:
@@ -403,15 +397,15 @@ def assign_column_row_forms(ops: Sequence[Op], classes: Classes, graph: fx.Graph
 
     An op without the batch (a table of positions) has no form: every system replicates it.
     """
-    whole = classes.blocked | _streams(ops, classes, {node: at for at, node in enumerate(graph.nodes)})
-    spread: set[int] = set()
+    unsplit = classes.blocked | _streams(ops, classes, {node: at for at, node in enumerate(graph.nodes)})
+    sharded: set[int] = set()
     found = []
     for op in ops:
-        written, read = (_classes_of(op, atoms, classes) - whole for atoms in (op.outputs, op.contracted))
+        written, read = (_classes_of(op, atoms, classes) - unsplit for atoms in (op.outputs, op.contracted))
         if op.batch < 2 <= batch:
             found.append(op)
-        elif written and not read & spread:
-            spread |= written
+        elif written and not read & sharded:
+            sharded |= written
             found.append(replace(op, form="column"))
         else:
             found.append(replace(op, form="row" if read else ""))

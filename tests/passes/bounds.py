@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardweave.passes.list_scheduler import Tasks
+from shardweave.passes.list_scheduler import TaskGraph
 
 
 class Load(NamedTuple):
@@ -28,12 +28,12 @@ class Load(NamedTuple):
     after: float = 0.0
 
 
-def exposed_at_least(tasks: Tasks) -> float:
+def exposed_at_least(tasks: TaskGraph) -> float:
     """Seconds for which compute has to wait in any order: communication that no legal compute can hide."""
     return max(0.0, seconds_at_least(tasks) - sum(tasks.seconds))
 
 
-def seconds_at_least(tasks: Tasks) -> float:
+def seconds_at_least(tasks: TaskGraph) -> float:
     """From the first task's begin to the last one's end, in any order, where compute is not slowed down."""
     machines = _machines(tasks)
     lengths = [t.demand.seconds if t is not None else s for t, s in zip(tasks.transfers, tasks.seconds)]
@@ -49,7 +49,7 @@ def seconds_at_least(tasks: Tasks) -> float:
     return max(bounds)
 
 
-def _machines(tasks: Tasks) -> dict[str, list[Load]]:
+def _machines(tasks: TaskGraph) -> dict[str, list[Load]]:
     """The compute stream, each group and each level's links, with what they have to do."""
     found: dict[str, list[Load]] = {"compute": [Load(task, s) for task, s in enumerate(tasks.seconds) if s]}
     for task, transfers in enumerate(tasks.transfers):

@@ -13,7 +13,7 @@ from shardweave.cost_model.collectives import Demand
 from shardweave.cost_model.options import Options
 from shardweave.ir import Axis, Collective
 from shardweave.passes import schedule
-from shardweave.passes.list_scheduler import CollectiveStart, Tasks, list_schedule
+from shardweave.passes.list_scheduler import CollectiveStart, TaskGraph, list_schedule
 from shardweave.passes.schedule import (
     GATHER_DEPTHS,
     Edge,
@@ -37,7 +37,7 @@ class Task(NamedTuple):
     links: str = ""
 
 
-def chain(tasks: Sequence[Task]) -> Tasks:
+def chain(tasks: Sequence[Task]) -> TaskGraph:
     """Tasks of which each collective's wait is the one behind its start."""
     needs: list[list[int]] = []
     place: list[int] = []  # of what others need of a task
@@ -64,7 +64,7 @@ def chain(tasks: Sequence[Task]) -> Tasks:
     return tasks_of(needs, seconds, transfers, started)
 
 
-def layers(gather: str, activation: float, reduces: str = "") -> Tasks:
+def layers(gather: str, activation: float, reduces: str = "") -> TaskGraph:
     """Six of them: 2 s of compute with what is gathered in 2 s and an activation's collective over "a" of the last.
 
     Where a layer reduces a gradient, that takes 2 s too.
@@ -79,13 +79,13 @@ def layers(gather: str, activation: float, reduces: str = "") -> Tasks:
     return chain(tasks)
 
 
-def held(tasks: Tasks) -> list[list[Edge]]:
+def held(tasks: TaskGraph) -> list[list[Edge]]:
     """As the first order holds them."""
     keys = next(iter(candidate_keys(tasks)))
     return delayed_gathers(tasks, keys, gather_groups_of(tasks, keys), max(GATHER_DEPTHS))
 
 
-def seconds_of(tasks: Tasks) -> float:
+def seconds_of(tasks: TaskGraph) -> float:
     return Schedule(without_slowdown("dgx-a100", 1))._best(tasks, None).seconds
 
 

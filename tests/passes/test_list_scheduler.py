@@ -26,7 +26,7 @@ from shardweave.cost_model.node_cost import NodeCosts
 from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import UNLIMITED, Axis, Collective, Grid, RecomputeMode, Strategy
-from shardweave.passes.list_scheduler import CollectiveStart, Tasks, list_schedule, simulate_order
+from shardweave.passes.list_scheduler import CollectiveStart, TaskGraph, list_schedule, simulate_order
 from shardweave.passes.pipeline import lower
 from shardweave.passes.schedule import WAIT, Schedule, bidirectional_schedules, gather_ahead_edges, gather_groups_of
 from shardweave.passes.step_boundary import Annotated, annotate
@@ -41,7 +41,7 @@ TICKS = 1e7
 """A second's, for CP-SAT."""
 
 
-def best_seconds(tasks: Tasks, time_limit: float = 60.0, enough: float = math.inf) -> tuple[float, bool]:
+def best_seconds(tasks: TaskGraph, time_limit: float = 60.0, enough: float = math.inf) -> tuple[float, bool]:
     """The least that any order takes, or as low as it is known to be; one collective of a group at a time.
 
     It is `enough` to know that none takes less than that.
@@ -71,12 +71,12 @@ def best_seconds(tasks: Tasks, time_limit: float = 60.0, enough: float = math.in
     return solver.best_objective_bound / TICKS, status == cp_model.OPTIMAL
 
 
-def rounding(tasks: Tasks) -> float:
+def rounding(tasks: TaskGraph) -> float:
     """How far what takes whole ticks may be from the truth, in seconds."""
     return len(tasks.nodes) / 2 / TICKS
 
 
-def random_tasks(seed: int) -> Tasks:
+def random_tasks(seed: int) -> TaskGraph:
     """Chains of compute with collectives of two groups between them, and leaves beside them."""
     rng = random.Random(seed)
     count = rng.randint(6, 14)
@@ -107,7 +107,7 @@ def tasks_of(
     seconds: Sequence[float],
     transfers: Sequence[CollectiveStart | None],
     started: Sequence[int],
-) -> Tasks:
+) -> TaskGraph:
     """Tasks that hold no memory, of nodes that only tell waits from the others."""
     users: list[list[int]] = [[] for _ in needs]
     for task, mine in enumerate(needs):
@@ -115,7 +115,7 @@ def tasks_of(
             users[need].append(task)
     graph, none, zero = fx.Graph(), [list[int]() for _ in needs], [0] * len(needs)
     nodes = [graph.call_function(WAIT if start >= 0 else torch.neg) for start in started]
-    return Tasks(nodes, needs, users, seconds, transfers, started, none, none, zero, zero, (), ())
+    return TaskGraph(nodes, needs, users, seconds, transfers, started, none, none, zero, zero, (), ())
 
 
 @examples(40, shrink=False)
@@ -176,11 +176,11 @@ def test_gradients_are_waited_for_where_no_more_may_be_held(most: int) -> None:
     assert woven.seconds == pytest.approx(0.001 + 0.002 * count)  # the links are never idle
 
 
-def parts_of(graph: fx.Graph, cluster: Cluster) -> Iterator[Tasks]:
+def parts_of(graph: fx.Graph, cluster: Cluster) -> Iterator[TaskGraph]:
     """The forward and the backward."""
     for backward in (False, True):
         nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and info(n).backward == backward]
-        yield Tasks.of(graph, nodes, NodeCosts(cluster))
+        yield TaskGraph.of(graph, nodes, NodeCosts(cluster))
 
 
 @examples(40, shrink=False)
@@ -200,7 +200,7 @@ def without_slowdown(preset: str, nodes: int) -> Cluster:
     return replace(cluster, device=replace(cluster.device, overlap_slowdown=1.0))
 
 
-def unordered(cluster: Cluster, step: Annotated, force: dict[str, Any], options: Options) -> list[Tasks]:
+def unordered(cluster: Cluster, step: Annotated, force: dict[str, Any], options: Options) -> list[TaskGraph]:
     """The forward and the backward of a step under forced strategies, as they come to the schedule."""
     mesh = cluster.mesh()
     found = forced_strategies(force, step.ops, mesh, step.batch)
@@ -219,7 +219,7 @@ def test_a_layer_is_within_five_percent_of_the_best_order(
     check_within_five_percent(cluster, unordered(cluster, joint("gpt").annotated, force, options))
 
 
-def check_within_five_percent(cluster: Cluster, parts: Sequence[Tasks]) -> None:
+def check_within_five_percent(cluster: Cluster, parts: Sequence[TaskGraph]) -> None:
     for tasks in parts:
         found = Schedule(cluster)._best(tasks, None).seconds
         best, _ = best_seconds(tasks, enough=found / 1.05)  # or what CP-SAT has proven when it runs out of time
@@ -308,7 +308,7 @@ class Model(NamedTuple):
     sub_batches: int
     recompute: RecomputeMode
 
-    def unordered(self) -> tuple[Cluster, list[Tasks]]:
+    def unordered(self) -> tuple[Cluster, list[TaskGraph]]:
         """The cluster, and the parts of the step as they come to the schedule."""
         cluster = without_slowdown(self.preset, 8)
         batch, degree = (128, 4) if self.width == 2048 else (64, 8)
@@ -327,7 +327,7 @@ MODELS = [
 ]
 
 
-def exposed_seconds(cluster: Cluster, parts: Sequence[Tasks]) -> float:
+def exposed_seconds(cluster: Cluster, parts: Sequence[TaskGraph]) -> float:
     """Of communication, in the orders that the schedule finds."""
     return sum(Schedule(cluster)._best(tasks, None).seconds - sum(tasks.seconds) for tasks in parts)
 
