@@ -189,7 +189,7 @@ def shares(rows: list[Row], settings: tuple[Setting, ...]) -> str:
     ]
     enough = [str(sum(name in row.shares and row.shares[name].share >= 0.99 for row in rows)) for name in names]
     cells.append((f"at least 99 %, of {len(rows)}", *enough, ""))
-    found = table(("model", *names, f"done alike under “{names[-1]}”"), cells)
+    found = table(("model", *names, f"replicated under “{names[-1]}”"), cells)
     errors = [f"{row.name}: {next(iter(row.errors.values()))}" for row in rows if row.errors]
     return "\n\n".join([found, *errors])
 
@@ -200,7 +200,7 @@ def _largest(share: Share, count: int = 3) -> list[tuple[str, float]]:
 
 TEXT = """# Models
 
-See how long a model like yours takes to capture and to plan, and how much of its work is sharded. `make models`
+See how long capture and planning take for a model like yours, and how much of its compute is sharded. `make models`
 (`benchmarks/measure_models.py`) made this page on 2 CPU cores with torch {torch}. Seconds are CPU seconds of that
 machine; no test checks them.
 
@@ -209,10 +209,10 @@ machine; no test checks them.
 | ops | nodes of the captured joint graph, forward and backward, after `annotate` |
 | kinds | different ops among them |
 | plan, slow devices, tensor | sharded FLOPs, of a plan that the text above the table describes |
-| done alike | the modules whose FLOPs are replicated |
+| replicated | the modules whose FLOPs are computed on several devices, and their part of the FLOPs |
 
-*Sharded FLOPs* are those of the step on one device over those of all devices together: 100 % if no two devices compute
-the same. They count products, convolutions and attention (`shardweave/cost_model/node_cost.py`).
+*Sharded FLOPs* are the FLOPs of the step on one device, divided by the sum over all devices: 100 % if no two devices
+compute the same. Matmuls, convolutions and attention count (`shardweave/cost_model/node_cost.py`).
 
 ## In the sizes that people train
 
@@ -222,7 +222,7 @@ the same. They count products, convolutions and attention (`shardweave/cost_mode
 {large}
 
 Sharded FLOPs of the planner's choice (*plan*), and of the fastest plan in which every op has as many devices on its own
-loops as possible (*tensor*). In the second one no batch hides what the rules block.
+loops as possible (*tensor*). In the second plan, no data parallelism hides the dimensions that rules block.
 
 {large_shares}
 

@@ -27,10 +27,10 @@ from shardweave.sharding.annotate import last_match, layer_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 
-HEAD = """# Predictions: before anyone measures
+HEAD = """# Predictions
 
-Read what two training steps will take on 512 and 16,384 GPUs, and what measurement would prove the prediction wrong.
-**Predicted on 2026-11-24**; nothing here has been measured, and no constant was adjusted to any of these numbers. This
+Read predictions of two training steps on 512 and 16,384 GPUs, and which measurements would prove them wrong.
+**Predicted on 2026-11-24**: nothing here has been measured, and no constant was adjusted to any of these numbers. This
 command makes the page, its figures and the plans again, on a laptop:
 
     python -m benchmarks.predict
