@@ -33,11 +33,12 @@ if TYPE_CHECKING:
 
 Forced = str | tuple[int, ...] | Grid | Strategy
 """The values that `Options.force` takes for a strategy."""
-RESERVE = 0.1
-"""The part of a device's memory that a plan leaves alone by default: context, fragments, the user's own tensors."""
+RESERVED_MEMORY_SHARE = 0.1
+"""The part of a device's memory that plans leave to the context, fragments and the user's own tensors by default."""
 ZERO_PLUS_PLUS: Mapping[Quantized, int] = {"parameters": 8, "gradients": 4}
 """The value of ``quantize="zero++"``."""
 OPTIMIZER_STATE_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "adamw": 8}
+"""Bytes of optimizer state for each parameter."""
 
 RENAMED_OPTIONS = {
     "undivided": "exclude_from_sub_batches",
@@ -99,82 +100,83 @@ class Options:
     ----------
     memory_limit : int, float or str, optional
         Bytes that one device may use, or a text with a unit: ``"20GB"`` is 20 * 10**9 bytes, ``"20GiB"`` is 20 * 2**30
-        (`ir.formatting.bytes_of`). By default the device's memory less a tenth for what no plan sees.
+        (`ir.formatting.bytes_of`). By default nine tenths of the device's memory.
     optimizer : str or int
         ``"adamw"``, ``"adam"``, ``"momentum"``, ``"sgd"``, or the bytes of optimizer state for each parameter.
     force : mapping from a name pattern to a strategy, or several
-        Patterns as in a shell (``"blocks.*.mlp.up"``), matched against the names of modules and parameters. A strategy
-        is ``"column"``, ``"row"``, ``"expert"``, ``"3d"`` (a degree may follow: ``"column:4"``), data parallelism by
-        its systems' names, ``"dp"``, ``"zero1"``, ``"zero2"``, ``"zero3"`` (also ``"zdp"``; FSDP's), ``"hsdp"``
-        (also ``"mics"``) and ``"hpz"`` (with a degree of the inner sharding: ``"hsdp:8"``; see `ir.strategy`), a
-        `Grid`, its sizes as a tuple ``(x, y, z, data)`` or ``(x, y, z, data, experts)``, or a `Strategy`; or a sequence
-        of these, of which the planner chooses. ``"tensor:4"`` is tensor parallelism by columns and rows in turn, as the
-        model's structure has them (`sharding.parallel_ops`), ``"tensor:2x2x2"`` the same over x, y and z,
-        ``"tensor:4+zero1"`` with the states sharded over the other devices. Where several patterns match, the last one
-        holds.
+        Shell patterns (``"blocks.*.mlp.up"``), matched against the names of modules and parameters; the last match
+        holds. A strategy is one of the following, or a sequence of them, from which the planner chooses:
+
+        - tensor parallelism: ``"column"``, ``"row"``, ``"expert"``, ``"3d"``; a degree may follow: ``"column:4"``;
+        - data parallelism: ``"dp"``, ``"zero1"``, ``"zero2"``, ``"zero3"`` (also ``"zdp"``; as FSDP), ``"hsdp"`` (also
+          ``"mics"``) and ``"hpz"``; the last two take the degree of the inner sharding: ``"hsdp:8"`` (`ir.strategy`);
+        - ``"tensor:4"``: tensor parallelism by columns and rows in turn, following the structure of the model
+          (`sharding.parallel_ops`); ``"tensor:2x2x2"`` over x, y and z; ``"tensor:4+zero1"`` with the states sharded
+          over the other devices;
+        - a `Grid`, a tuple ``(x, y, z, data)`` or ``(x, y, z, data, experts)``, or a `Strategy`.
     precision : Precision or str, optional
         Mixed precision: a `Precision`, ``"bf16"`` or ``"fp16"``. By default nothing is cast.
     outputs : {"auto", "sharded", "part", "whole"}
-        Where the outputs other than a loss lie: as they were computed (a DTensor where that is more than a part of the
-        batch), this rank's part of the batch, or whole on every rank. ``"auto"`` is ``"sharded"`` where the model
-        returns a scalar loss, else ``"part"``.
+        The layout of outputs other than a loss: sharded as computed (a DTensor if not only the batch is sharded), this
+        rank's part of the batch, or whole on every rank. ``"auto"`` is ``"sharded"`` if the model returns a scalar
+        loss, else ``"part"``.
     time_limit : float
         Seconds that the solver may take.
     max_prefetch : int, optional
-        The number of parameters at most that are gathered ahead of their use, and of gradients whose reduction is under
-        way. By default as many as pay and fit.
+        The most parameters that are gathered ahead of their use, and the most gradients in reduction at a time. By
+        default the planner decides, by time and memory.
     micro_batches : int, optional
-        Into how many parts a call's batch is cut, computed one after another with their gradients added up, so that
-        only one part's activations are held. The model has to return a scalar loss. What needs the whole batch at once
-        (the statistics of a batch norm) is refused. By default it is one part; where that does not fit, or only
-        slowly, the planner chooses a power of two if the model goes with it.
+        The number of micro-batches of a call (gradient accumulation): only one of them has its activations in memory.
+        The model has to return a scalar loss. Ops that need the whole batch at once (batch norm statistics) are
+        refused. By default 1; if that does not fit, or is slow, the planner chooses a power of two if the model allows
+        it.
     sub_batches : int, optional
-        Into how many parts each of these is cut besides, all of them in one graph, so that one part computes while
-        another communicates. The same things are refused. By default the planner chooses 1 or 2.
+        The number of parts of each micro-batch in one graph: one part computes while another communicates. The same
+        ops are refused. By default the planner chooses 1 or 2.
     exclude_from_sub_batches : sequence of name patterns
-        Modules that take all sub-batches at once: a layer with less than a sample a device in each sub-batch, or one
+        Modules that take all sub-batches at once: a layer with less than one sample a device in each sub-batch, or one
         that needs the whole batch. Patterns as in `force`. No compute hides the activations' collectives there.
     recompute : {"none", "full", "fine"} or mapping from a name pattern to one of these, optional
-        What the backward computes again instead of keeping it: all of a layer (a module in a list), or all but the
-        results of its collectives, so that no communication is repeated. Patterns as in `force`. By default what lies
-        in activation checkpoints of the model (``torch.utils.checkpoint``) is ``"full"``; of a model without any the
-        planner chooses for each layer, where memory asks for it.
+        Activation recomputation of a layer (a module in a list) in the backward: ``"full"`` computes all of it again,
+        ``"fine"`` all but the results of collectives, so that no communication is repeated. Patterns as in `force`. By
+        default activation checkpoints of the model (``torch.utils.checkpoint``) are ``"full"``. For a model without
+        any, the planner chooses for each layer, to save memory.
     operator_slices : int or mapping from a name pattern to int
-        Into how many slices an op with a parameter is cut, computed one after another, so that only a slice of the
-        parameter is gathered at a time. Patterns as in `force`; what a number does not divide stays whole. By default
-        the planner chooses, as a part of an op's strategy, where memory asks for it; with 1 nothing is cut.
+        The number of slices of an op with a parameter, computed one after another: only a slice of the parameter is
+        gathered at a time. Patterns as in `force`; an op that the number does not divide stays whole. By default the
+        planner chooses, to save memory; with 1 no op is sliced.
     keep_gathered : bool or mapping from a name pattern to bool or int, optional
-        What is gathered for the forward is kept for the backward, instead of gathered again. Of an op in slices a
-        number says how many of them; the others are gathered again. (What is gathered once a step, ``"zero2"``, is a
-        strategy that the planner has anyway.) By default the planner chooses, all or none, for models of few layers.
+        Parameters that are gathered for the forward are kept for the backward, instead of gathered again. For an op in
+        slices a number says how many slices are kept. By default the planner chooses all or none, for models of few
+        layers. (``"zero2"`` is the strategy that gathers once a step.)
     buckets : bool, optional
-        Small collectives of parameters and gradients are put together. By default the planner chooses.
+        Merge small collectives of parameters and gradients. By default the planner chooses.
     sequence_parallel : bool, optional
-        Whether each device takes a part of the sums that tensor parallelism leaves (at residual connections, and so in
-        the norms after them), cut on the sequence where the batch is too small for it, or all of them take the whole.
-        By default the planner chooses, at residual connections that no bias comes before.
+        Reduce-scatter the partial sums of tensor parallelism at residual connections, so that the following norms are
+        sharded on the batch, or on the sequence if the batch is too small. Without it they are all-reduced. By default
+        the planner chooses, at residual connections without a bias before them.
     quantize : mapping from {"parameters", "gradients"} to int, or "zero++"; optional
-        What moves in blocks of so many bits, each with a scale, as in ZeRO++ (arXiv 2306.10209): parameters wherever
-        they are gathered (8), gradients wherever they are scattered (8 or 4), inside of a node first and then between
-        nodes. ``"zero++"`` is ``{"parameters": 8, "gradients": 4}``. It changes numbers, and so is off by default.
-        All-reduces of gradients (of replicated parameters, and across the copies of ``"hsdp"``) and activations move as
-        they are. See docs/quantize.md.
+        The bits of quantized blocks in collectives, as in ZeRO++ (arXiv 2306.10209): of parameters in all-gathers (8),
+        of gradients in reduce-scatters (8 or 4), first inside a node and then between nodes. ``"zero++"`` is
+        ``{"parameters": 8, "gradients": 4}``. It changes results, so it is off by default. All-reduces of gradients (of
+        replicated parameters, and across the copies of ``"hsdp"``) and activations are not quantized. See
+        docs/quantize.md.
     timeout : float or timedelta, optional
-        Seconds that a rank waits for the others in one collective: then, or when a rank has ended, a LostRankError is
-        raised. By default what ``torch.distributed.init_process_group`` was given. See docs/several-hosts.md.
+        Seconds that a rank waits for the others in one collective. After that, or if a rank has ended, a LostRankError
+        is raised. By default the timeout of ``torch.distributed.init_process_group``. See docs/several-hosts.md.
     check_inputs : int, "always" or "never"
-        In how many calls the ranks compare hashes of their inputs, which shows whether they mean the same batch. In
-        each call they also agree that all can run it, so that an error of one rank is raised on all of them; with
-        ``"never"`` they do neither. See docs/inputs.md.
+        The number of calls in which the ranks compare hashes of their inputs, to find ranks with different batches. In
+        every call they agree that all can run it, so that an error of one rank is raised on all. With ``"never"`` they
+        do neither. See docs/inputs.md.
     replicate_unknown_ops : bool
         Compute ops without a sharding rule whole on every device, instead of refusing the model.
     ablation : Ablation
-        Overlap or sharing that is taken away, to measure what it is worth or to price a system that lacks it.
+        Switches off overlap or sharing, to measure its gain or to model a system without it.
 
     Raises
     ------
     PlanError
-        A value has another type, or is none that its option may have; the message names the option.
+        If a value has a wrong type or is not allowed; the message names the option.
 
     Examples
     --------
@@ -206,11 +208,11 @@ class Options:
     ablation: Ablation = Ablation()
 
     def __post_init__(self) -> None:
-        Precision.of(self.precision)  # first: it names the short names
+        Precision.of(self.precision)  # first, as its error lists the short names
         for name, annotation in _types().items():
             if not matches_annotation(getattr(self, name), annotation):
-                with suppress(TypeError, AttributeError, ValueError):  # of what is read before it is checked
-                    _ = self.overlap  # whose own errors tell more
+                with suppress(TypeError, AttributeError, ValueError):  # the value has a wrong type
+                    _ = self.overlap  # its errors say more
                 raise PlanError(
                     f"the option {name} must be {readable_annotation(annotation)}, got {getattr(self, name)!r}"
                 )
@@ -238,26 +240,26 @@ class Options:
             raise PlanError(f"micro_batches counts parts of a batch and must be positive, got {self.micro_batches}")
         if isinstance(self.check_inputs, int) and self.check_inputs < 0:
             raise PlanError(f"check_inputs counts calls, and cannot be negative, got {self.check_inputs}")
-        _ = self.overlap  # which checks what it is made of
+        _ = self.overlap  # checks its options
 
     def __repr__(self) -> str:
         return brief(self)
 
     @property
     def micro_batch_count(self) -> int:
-        """The number of micro-batches; 1 if it is left to the planner."""
+        """The number of micro-batches; 1 if the planner chooses it."""
         return 1 if self.micro_batches is None else self.micro_batches
 
     @property
     def checks(self) -> int | None:
-        """In how many calls inputs are compared: None for all of them, -1 where ranks do not even agree on calls."""
+        """The number of calls with compared inputs; None for all calls, -1 if the ranks do not even agree on calls."""
         if isinstance(self.check_inputs, str):
             return None if self.check_inputs == "always" else -1
         return self.check_inputs
 
     @property
     def overlap(self) -> OverlapConfig:
-        """The options of the whole step. Those that are left to the planner are off."""
+        """The options of the whole step; those that the planner chooses are off."""
         recompute = {"*": self.recompute} if isinstance(self.recompute, str) else self.recompute or {}
         slices = {"*": self.operator_slices} if isinstance(self.operator_slices, int) else self.operator_slices
         kept = {"*": self.keep_gathered} if isinstance(self.keep_gathered, bool) else self.keep_gathered or {}
@@ -283,8 +285,7 @@ class Options:
         if self.quantize is not None and not isinstance(self.quantize, Mapping):
             raise PlanError(
                 f"quantize must be 'zero++', or the bits of {' and '.join(QUANTIZATION_BITS)} "
-                f"as in {dict(ZERO_PLUS_PLUS)}, "
-                f"got {self.quantize!r}"
+                f"as in {dict(ZERO_PLUS_PLUS)}, got {self.quantize!r}"
             )
         return self.quantize or {}
 
@@ -294,18 +295,22 @@ class Options:
 
     def limit(self, cluster: Cluster) -> int:
         """Bytes that a device may use."""
-        return int(cluster.device.memory * (1 - RESERVE)) if self.memory_limit is None else bytes_of(self.memory_limit)
+        return (
+            int(cluster.device.memory * (1 - RESERVED_MEMORY_SHARE))
+            if self.memory_limit is None
+            else bytes_of(self.memory_limit)
+        )
 
     @property
     def collective_timeout(self) -> timedelta | None:
-        """How long a rank waits for the others; None where the world's own timeout holds."""
+        """The time that a rank waits for the others; None for the timeout of the world's own group."""
         if self.timeout is None or isinstance(self.timeout, timedelta):
             return self.timeout
         return timedelta(seconds=self.timeout)
 
     @property
     def mixed(self) -> Precision | None:
-        """The dtypes of the step; None where nothing is cast."""
+        """The dtypes of the step; None if nothing is cast."""
         return Precision.of(self.precision)
 
     @property
@@ -316,5 +321,5 @@ class Options:
 
 @functools.cache
 def _types() -> Mapping[str, Any]:
-    """The type of each option. `force` is checked where its strategies are looked up."""
+    """The type of each option. The planner checks the strategies of `force`."""
     return {**get_type_hints(Options), "force": Mapping[str, Any]}
