@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.cost_model import flops_by_op, replicated_ops, sharded_share
+from shardweave.cost_model import flops_by_op
 from shardweave.ir import Mesh, Strategy
 from shardweave.passes.step_boundary import Annotated
 from shardweave.planner.problem.candidates import legal
@@ -60,6 +60,37 @@ GPUS = (
     *(Setting(f"plan, {n}", dgx(n)) for n in (4, 8)),
     *(Setting(f"tensor, {n}", dgx(n), tensor=True) for n in (4, 8)),
 )
+
+
+def sharded_share(whole: Counter[tuple[str, bool]], local: Counter[tuple[str, bool]], devices: int) -> float:
+    """FLOPs of the step on one device, divided by those of all devices: 1 if no FLOP is repeated.
+
+    It is not capped. A value above 1 means that the sharded step does less than the whole one, so one of the counts is
+    wrong.
+
+    Examples
+    --------
+    >>> sharded_share(Counter({("up", False): 100}), Counter({("up", False): 50}), devices=4)
+    0.5
+    """
+    together = devices * local.total()
+    return whole.total() / together if together else 1.0
+
+
+def replicated_ops(
+    whole: Counter[tuple[str, bool]], local: Counter[tuple[str, bool]], devices: int
+) -> list[tuple[tuple[str, bool], float]]:
+    """The ops that several devices repeat, largest first, each with the repeated part of all devices' FLOPs.
+
+    Examples
+    --------
+    >>> whole = Counter({("up", False): 100, ("down", False): 100})
+    >>> replicated_ops(whole, Counter({("up", False): 25, ("down", False): 50}), devices=4)
+    [(('down', False), 0.3333333333333333)]
+    """
+    together = devices * local.total()
+    excess = {op: (devices * count - whole[op]) / together for op, count in local.items()}
+    return sorted(((op, part) for op, part in excess.items() if part > 0), key=lambda item: -item[1])
 
 
 class Measured(Compiler):

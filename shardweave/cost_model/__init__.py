@@ -26,8 +26,6 @@ from shardweave.cost_model.node_cost import (
     node_seconds,
     optimizer_loads,
     optimizer_seconds,
-    replicated_ops,
-    sharded_share,
     work_seconds,
 )
 from shardweave.cost_model.op_work import Product, Work, node_work, product_of
@@ -82,9 +80,7 @@ __all__ = [
     "output_storages",
     "replay",
     "product_of",
-    "replicated_ops",
     "allocated_bytes",
-    "sharded_share",
     "short_repr",
     "simulate",
     "storage_bytes",

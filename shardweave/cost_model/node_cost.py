@@ -123,35 +123,6 @@ def flops_by_op(graphs: fx.Graph | Iterable[fx.Graph]) -> Counter[OpPass]:
     return found
 
 
-def sharded_share(whole: Counter[OpPass], local: Counter[OpPass], devices: int) -> float:
-    """FLOPs of the step on one device, divided by those of all devices: 1 if no FLOP is repeated.
-
-    It is not capped. A value above 1 means that the sharded step does less than the whole one, so one of the counts is
-    wrong.
-
-    Examples
-    --------
-    >>> sharded_share(Counter({("up", False): 100}), Counter({("up", False): 50}), devices=4)
-    0.5
-    """
-    together = devices * local.total()
-    return whole.total() / together if together else 1.0
-
-
-def replicated_ops(whole: Counter[OpPass], local: Counter[OpPass], devices: int) -> list[tuple[OpPass, float]]:
-    """The ops that several devices repeat, largest first, each with the repeated part of all devices' FLOPs.
-
-    Examples
-    --------
-    >>> whole = Counter({("up", False): 100, ("down", False): 100})
-    >>> replicated_ops(whole, Counter({("up", False): 25, ("down", False): 50}), devices=4)
-    [(('down', False), 0.3333333333333333)]
-    """
-    together = devices * local.total()
-    excess = {op: (devices * count - whole[op]) / together for op, count in local.items()}
-    return sorted(((op, part) for op, part in excess.items() if part > 0), key=lambda item: -item[1])
-
-
 class NodeCost(NamedTuple):
     """The cost of one node.
 

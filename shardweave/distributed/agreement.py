@@ -1,7 +1,7 @@
 """Agreement of ranks: each rank does its part of some work, and an error on one rank is raised on all.
 
-So no rank waits for a rank that has failed. While a rank works, it sends heartbeats: work may take longer than the
-timeout, and a rank that ends or hangs is still found after the timeout.
+So no rank waits for a rank that has failed. While a rank works, it sends heartbeats. The work may take longer than the
+timeout, but a rank that ends or hangs is found after the timeout.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Control:
     Parameters
     ----------
     exchange : ProcessGroup
-        For the messages of the work.
+        The group for the messages of the work.
     heartbeats : ProcessGroup
-        For the signs that ranks are still at work, and for the outcome.
+        The group for heartbeats of ranks at work, and for the outcome of the work.
     """
 
     def __init__(self, exchange: dist.ProcessGroup, heartbeats: dist.ProcessGroup) -> None:
@@ -97,7 +97,7 @@ def control(timeout: timedelta | None = None) -> Control | None:
 
 
 def gloo_group(timeout: timedelta, purpose: str, dedicated: bool = False) -> dist.ProcessGroup:
-    """A new gloo group of all ranks; `apart` as for `lost.collective`. Collective."""
+    """A new gloo group of all ranks; `dedicated` as for `failures.collective`. Collective."""
 
     def make() -> dist.ProcessGroup:
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
@@ -156,9 +156,10 @@ class Failure:
     @classmethod
     def of(cls, error: Exception | CheckpointException) -> Failure:
         """The failure of this rank."""
-        if isinstance(error, CheckpointException):  # from all ranks, with their tracebacks
-            whys = sorted({_message(why) for why, _ in error.failures.values()})
-            return cls("; ".join(whys[:3]) + (f"; and {len(whys) - 3} more like these" if len(whys) > 3 else ""))
+        if isinstance(error, CheckpointException):  # has the errors of all ranks
+            messages = sorted({_message(why) for why, _ in error.failures.values()})
+            more = f"; and {len(messages) - 3} more like these" if len(messages) > 3 else ""
+            return cls("; ".join(messages[:3]) + more)
         if not isinstance(error, ParallelError):
             return cls(_message(error))
         try:
@@ -280,7 +281,7 @@ def run_on_all_ranks(
         if own.caught is not None and len({failure and failure.message for failure in failures}) == 1:
             raise own.caught
         lost_others = [failure is not None and failure.kind is LostRankError for failure in failures]
-        if any(lost_others) and not all(lost_others):  # these ranks lost a rank that failed for another reason
+        if any(lost_others) and not all(lost_others):  # the lost rank has failed for another reason
             failures = [None if lost else failure for failure, lost in zip(failures, lost_others, strict=True)]
             forget_failure()
         _raise_any(failures, own.caught, f"{doing} failed")
@@ -313,7 +314,7 @@ def _heartbeat(group: dist.ProcessGroup, doing: str, dedicated: bool = False) ->
     Raises
     ------
     LostRankError
-        On leaving, if a rank gave no sign of life within the timeout of `group`.
+        On leaving, if a rank sent no heartbeat within the timeout of `group`.
     """
     refused: list[LostRankError] = []
     done, given_up = threading.Event(), threading.Event()
@@ -335,7 +336,7 @@ def _heartbeat(group: dist.ProcessGroup, doing: str, dedicated: bool = False) ->
     thread.start()
     try:
         yield
-    except BaseException:  # an interrupt: the other ranks get no more signs
+    except BaseException:  # an interrupt: this rank sends no more heartbeats
         given_up.set()
         done.set()
         raise

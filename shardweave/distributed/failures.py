@@ -32,7 +32,7 @@ _LOST_PEER_MESSAGE = re.compile(
 """Matches the messages of backends when a peer is lost, and no message about a wrong argument."""
 
 _GRACE_SECONDS = 0.5
-"""The time to look for the ended process after a broken connection: a process closes its connections before it ends."""
+"""The time to look for an ended process after a broken connection: a process closes its connections before it ends."""
 
 _ALL_FAIL_SECONDS = 1.0
 """The time that a rank waits for the others to fail at the same place of a step before it closes its groups."""
@@ -281,7 +281,7 @@ class FailureNotice:
         if world is None:
             return cls(None, "")
         number = _mesh_counts[world] = _mesh_counts.get(world, 0) + 1
-        c10d: Any = distributed_c10d  # which does not list the function among its own
+        c10d: Any = distributed_c10d  # the function is missing in its type stubs
         return cls(c10d._get_default_store(), f"shardweave/failed_step/{number}")
 
     def all_failed_at(self, place: str, ranks: int, timeout: timedelta) -> bool:

@@ -167,12 +167,12 @@ class RuntimeMesh:
         return self._world or self.group_over(self.mesh.axes)
 
     def bind(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """A copy of a generated graph that this rank can run: see `bound`."""
-        module = fx.GraphModule(gm, self.bound(gm.graph))
+        """A copy of a generated graph that this rank can run: see `bind_graph`."""
+        module = fx.GraphModule(gm, self.bind_graph(gm.graph))
         module.meta.update(gm.meta)
         return module
 
-    def bound(self, graph: fx.Graph) -> fx.Graph:
+    def bind_graph(self, graph: fx.Graph) -> fx.Graph:
         """A copy of a generated graph with the real names of process groups in place of the symbolic ones.
 
         The groups are made in the order of their names, so all ranks make them in the same order.
@@ -216,7 +216,7 @@ def group_of(node: fx.Node) -> dist.ProcessGroup | None:
     place = _group_argument(node)
     if place is None:
         return None
-    c10d: Any = distributed_c10d  # which does not list the function among its own
+    c10d: Any = distributed_c10d  # the function is missing in its type stubs
     group: dist.ProcessGroup = c10d._resolve_process_group(place[1])
     return group
 

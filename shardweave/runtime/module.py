@@ -306,7 +306,7 @@ class ParallelModule(nn.Module):
         return self._execute.running()
 
     def _bound(self, graph: fx.GraphModule) -> Boxed:
-        return boxed(graph, self.mesh.bound(graph.graph), self.mesh)
+        return boxed(graph, self.mesh.bind_graph(graph.graph), self.mesh)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import fx
 
-from shardweave.cost_model import flops_by_op, replicated_ops, sharded_share
+from shardweave.cost_model import flops_by_op
 from shardweave.ir import META, NodeInfo
-from shardweave.sharding.graphs import info
 from tests.cost_model.handmade import Builder, aten
 
 ours = torch.ops.shardweave
@@ -86,22 +85,3 @@ def test_all_forms_of_attention_count_alike_forward_and_backward(kind: str) -> N
             node.args = (given[0], *given, None, given[0], given[0])
         node.meta[META] = NodeInfo(op="attention", backward=backward)
         assert flops_by_op(graph) == {("attention", backward): products * 2 * 2 * 4 * 16 * 16 * 8}
-
-
-def test_a_share_is_what_one_device_would_do_over_what_all_do() -> None:
-    whole, local = Builder([]), Builder([])
-    for builder, wide in ((whole, 64), (local, 16)):
-        x, up, out = builder.tensor("x", 8, 32), builder.tensor("up", 32, wide), builder.tensor("out", 8, 4)
-        hidden = builder.call(aten.mm.default, x, up, op="up")  # its columns are on 4 devices
-        builder.call(aten.relu.default, hidden, op="up")
-        builder.call(aten.mm.default, builder.tensor("z", 4, 8), out, op="down")  # whole on each
-    counted = flops_by_op(whole.graph), flops_by_op([local.graph])
-    up, down = 2 * 8 * 32 * 64, 2 * 4 * 8 * 4
-    assert sharded_share(*counted, devices=4) == (up + down) / (up + 4 * down)
-    assert replicated_ops(*counted, devices=4) == [(("down", False), 3 * down / (up + 4 * down))]
-    assert info(next(iter(local.graph.nodes))).op == ""
-
-
-def test_a_share_is_not_capped() -> None:
-    whole, local = graph_of(aten.mm.default, (8, 8), (8, 8)), graph_of(aten.mm.default, (1, 8), (8, 8))
-    assert sharded_share(flops_by_op(whole), flops_by_op(local), devices=4) == 2.0
