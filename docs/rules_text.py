@@ -5,12 +5,12 @@ from __future__ import annotations
 WORDS = {
     "view": "moves no data: layouts pass through it, partial sums too",
     "sums": "linear in all its inputs together: partial sums pass through it",
-    "parts": "kept fused; replaced by simpler ops if an input is sharded along a blocked factor",
+    "parts": "stays one op; replaced by simpler ops if an input is sharded along a blocked factor",
     "local": "has a local form: sizes, offsets or masks of this rank's part",
-    "zeros": "zero where an input is zero: an `own` partial result (each row on one rank alone) passes through it",
-    "owner": "of an `own` partial result it reads just the rows that this rank owns",
+    "zeros": "zero where an input is zero: an `own` partial result (each row on one rank only) passes through it",
+    "owner": "reads only the rows of an `own` partial result that this rank owns",
     "draws": "random (see below)",
-    "pair": "if it has dropout, sharded as the op whose numbers it draws again",
+    "pair": "with dropout, sharded like the forward op whose random numbers it draws again",
 }
 EXAMPLES: tuple[tuple[str, dict[str, tuple[int, ...]]], ...] = (
     ("x + y", {"x": (8, 4, 6), "y": (4, 1)}),
@@ -33,9 +33,8 @@ EXAMPLES: tuple[tuple[str, dict[str, tuple[int, ...]]], ...] = (
 
 INTRODUCTION = """# Rules
 
-Made from the code by `make rules` (`docs/make_rules.py`); a test fails where this page is not what the code says.
-
-Look up how an op may be sharded, and add a rule for an op that has none. A rule lists the loops (*factors*) of an op,
+Look up how an op may be sharded, and add a rule for an op that has none. `make rules` (`docs/make_rules.py`) makes this
+page from the code, and a test compares the two. A rule lists the loops (*factors*) of an op,
 and the factors of each of its values. An axis of the machine may be assigned to any factor that is not *blocked*. The
 op cannot be computed in parts along a blocked factor. The layouts follow: a factor in an output makes the output
 sharded, a factor of inputs alone makes it a partial result. If an input is sharded along a blocked factor, it is
@@ -55,8 +54,8 @@ In the tables, *more* says:
 
 ## An op without a rule
 
-If its result is of floating point, the model is refused: the `RuleError` lists each such op with its module and source
-line. There are three ways out:
+If the result is floating point, the model is refused. The `RuleError` lists each such op with its module and source
+line. You can:
 
 - write the line with other ops;
 - give the op a rule, in one line, before the model is compiled:
@@ -72,7 +71,7 @@ line. There are three ways out:
   local tensors if this is not the same call (`lower=`), and which simpler ops replace it if an input is sharded along a
   blocked factor (`decompose=`): see `shardweave/sharding/rules/registry.py`. `tests/sharding/test_rules.py` shows how a
   rule is tested;
-- set `Options(replicate_unknown_ops=True)`: the op is replicated on every device, and so is everything that its blocked
+- set `Options(replicate_unknown_ops=True)`: every device computes the op in full, and also all ops that its blocked
   factors reach.
 
 An op on integers or flags without a rule is replicated on every device, with a warning.
@@ -107,14 +106,14 @@ REFUSED: tuple[tuple[str, str, str], ...] = (
 )
 """Ops without a rule: why, and what to write instead."""
 
-FORMS = "`annotate` writes these in ops that have rules, before any rule is bound: what is blocked, those rules say."
+FORMS = "`annotate` replaces these by ops that have rules, before rules are bound. Those rules say what is blocked."
 
 EXPERTS = """The region begins at a `sort` or `argsort` of one list of integers that grouped products follow
 (`aten._grouped_mm`, `transformers::grouped_mm_fallback`), as `transformers` writes it. Row-wise ops, `index`,
-`index_put`, `scatter_add` and counts may stand in it; the counts have to reach the products through a running sum. A
-region that uses the sorted rows otherwise is refused with its module and line. Experts that are all multiplied at once
-(`bmm`) need no region: there the expert is the factor `b`."""
+`index_put`, `scatter_add` and counts may be part of it. The counts must reach the products through a running sum. A
+region with any other use of the sorted rows is refused with its module and line. Experts that are multiplied all at
+once (`bmm`) need no region: the expert is the factor `b`."""
 
-RANDOM = """`randperm` is blocked, and so is a row that `multinomial` draws from: each of their numbers depends on the
-others. Each part is drawn by itself, so the numbers on many devices are not those of one device. To compare results,
-switch dropout off."""
+RANDOM = """`randperm` is blocked, and so are the rows that `multinomial` draws from: each number depends on the others.
+Shards draw independently, so the numbers on many devices differ from those on one device. Switch dropout off to compare
+results."""
