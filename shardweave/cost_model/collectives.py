@@ -331,12 +331,8 @@ def collective_seconds(
     >>> collective_seconds("all_reduce", 1e9, mesh.axes, cluster, algorithm="ring") < 1.2 * across
     True
     """
-    costs = _costs(kind, tuple(axes), cluster, algorithm)
-    if algorithm is None and axes:
-        measured = _measured_seconds(kind, num_bytes, tuple(axes), cluster, costs)
-        if measured is not None:
-            return measured
-    return min(cost.seconds(num_bytes) for cost in costs)
+    cost, measured = _cheapest(kind, num_bytes, axes, cluster, algorithm)
+    return cost.seconds(num_bytes) if measured is None else measured
 
 
 def collective_algorithm(kind: str, num_bytes: float, axes: Sequence[Axis], cluster: Machine) -> str:
@@ -351,12 +347,10 @@ def collective_algorithm(kind: str, num_bytes: float, axes: Sequence[Axis], clus
     >>> [collective_algorithm("all_reduce", size, cluster.mesh().axes, cluster) for size in (1e3, 1e9)]
     ['tree', 'ring']
     """
-    costs = _costs(kind, tuple(axes), cluster, None)
+    cost, measured = _cheapest(kind, num_bytes, axes, cluster, None)
     if axes_size(axes) == 1:
         return ""
-    if _measured_seconds(kind, num_bytes, tuple(axes), cluster, costs) is not None:
-        return "measured"
-    return min(costs, key=lambda cost: cost.seconds(num_bytes)).algorithm
+    return cost.algorithm if measured is None else "measured"
 
 
 def collective_demand(
@@ -378,8 +372,9 @@ def collective_demand(
     >>> demand.seconds == collective_seconds("all_gather", 1e9, cluster.mesh().axes, cluster)
     True
     """
-    cost = min(_costs(kind, tuple(axes), cluster, algorithm), key=lambda cost: cost.seconds(num_bytes))
-    seconds, by_formula = collective_seconds(kind, num_bytes, axes, cluster, algorithm), cost.seconds(num_bytes)
+    cost, measured = _cheapest(kind, num_bytes, axes, cluster, algorithm)
+    by_formula = cost.seconds(num_bytes)
+    seconds = by_formula if measured is None else measured
     if cost.seconds_per_byte == 0:
         return Demand(seconds, 0.0, {})
     latency = seconds * (cost.latency / by_formula) if by_formula > 0 else seconds
@@ -428,15 +423,17 @@ def group_extents(axes: tuple[Axis, ...], cluster: Machine) -> tuple[int, ...]:
     return tuple(extents)
 
 
-def _measured_seconds(
-    kind: str, num_bytes: float, axes: tuple[Axis, ...], cluster: Machine, costs: tuple[AlphaBetaCost, ...]
-) -> float | None:
-    if cluster.measured is None:
-        return None
-    members = group_extents(axes, cluster)
-    return cluster.measured.collectives.seconds(
-        kind, num_bytes, members, lambda size: min(cost.seconds(size) for cost in costs)
-    )
+def _cheapest(
+    kind: str, num_bytes: float, axes: Sequence[Axis], cluster: Machine, algorithm: str | None
+) -> tuple[AlphaBetaCost, float | None]:
+    """The cheapest cost by formula, and the measured seconds if there are any."""
+    costs, measured = _costs(kind, tuple(axes), cluster, algorithm), None
+    if algorithm is None and axes and cluster.measured is not None:
+        members = group_extents(tuple(axes), cluster)
+        measured = cluster.measured.collectives.seconds(
+            kind, num_bytes, members, lambda size: min(cost.seconds(size) for cost in costs)
+        )
+    return min(costs, key=lambda cost: cost.seconds(num_bytes)), measured
 
 
 @cache

@@ -245,15 +245,7 @@ class Curve:
             raise ClusterError(f"{key}.bytes: expected rising sizes, got {list(self.bytes)}")
 
     def at(self, num_bytes: float, formula: Callable[[float], float]) -> float:
-        """Seconds for `num_bytes`; see `interpolated`.
-
-        Parameters
-        ----------
-        num_bytes : float
-            Size of the whole buffer.
-        formula : callable
-            Seconds of a size without a table.
-        """
+        """Seconds for a whole buffer of `num_bytes`; `formula` gives those without a table (see `interpolated`)."""
         return interpolated(self.bytes, self.seconds, num_bytes, formula)
 
 

@@ -386,7 +386,7 @@ _MEMORY_COLOURS = {
     "gradients": "#E69F37",
     "outputs": "#D8D8DC",
 }
-_INK, _FAINT = "#333338", "#E4E4E8"
+_INK, _FAINT, _WAIT_HATCH, _LIMIT = "#333338", "#E4E4E8", "#C8786E", "#B03A48"
 
 
 def draw(timeline: Timeline, path: str | os.PathLike[str] | None, memory_limit: int | None) -> Figure:
@@ -438,7 +438,7 @@ def _draw_streams(axes: Axes, timeline: Timeline, streams: Sequence[str], scale:
                 bars,
                 (row - 0.36 + 0.72 * lane / len(groups), 0.72 / len(groups)),
                 facecolor=_EVENT_COLOURS[colour],
-                edgecolor="#C8786E" if wait else "white",
+                edgecolor=_WAIT_HATCH if wait else "white",
                 linewidth=0.0 if len(spans) > 400 else 0.3,
                 hatch="////" if wait and len(spans) <= 400 else None,
                 zorder=2,
@@ -489,7 +489,7 @@ def _draw_memory(axes: Axes, timeline: Timeline, limit: int | None, scale: float
         zorder=5,
     )
     if limit is not None:
-        axes.axhline(limit / size, color="#B03A48", linewidth=1.2, linestyle=(0, (5, 3)))
+        axes.axhline(limit / size, color=_LIMIT, linewidth=1.2, linestyle=(0, (5, 3)))
         axes.annotate(
             f"limit {readable_bytes(limit)}",
             (0, limit / size),
@@ -497,7 +497,7 @@ def _draw_memory(axes: Axes, timeline: Timeline, limit: int | None, scale: float
             xytext=(5, -11),
             textcoords="offset points",
             fontsize=9,
-            color="#B03A48",
+            color=_LIMIT,
         )
     axes.set_ylim(0, max(high, (limit or 0) / size) * 1.12 or 1.0)
     axes.set_ylabel(f"memory ({unit})", color=_INK, fontsize=9)
@@ -518,14 +518,11 @@ def _outline(curve: MemoryCurve, pixels: int = 2000) -> list[int]:
 def _legend(axes: Axes, entries: Sequence[tuple[str, str]]) -> None:
     from matplotlib.patches import Patch
 
-    handles = [
-        Patch(facecolor=colour, label=name, edgecolor="#C8786E", hatch="////", linewidth=0)
-        if name == "exposed wait"
-        else Patch(facecolor=colour, label=name)
-        for name, colour in entries
-    ]
+    hatched = {"edgecolor": _WAIT_HATCH, "hatch": "////", "linewidth": 0}
     axes.legend(
-        handles=handles,
+        handles=[
+            Patch(facecolor=colour, label=name, **hatched if name == "exposed wait" else {}) for name, colour in entries
+        ],
         loc="upper left",
         bbox_to_anchor=(1.005, 1.02),
         frameon=False,
