@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -64,85 +64,84 @@ def product_of(node: fx.Node, shape_of: ShapeOf = tensor_shape) -> Product | Non
     Product(m=8, n=8, k=8)
     """
     read = _product_reader(op_of(node))
-    return None if read is None else read(_Call(node, op_arguments(node)[0], shape_of))
+    return None if read is None else read(_Call(node, shape_of))
+
+
+@cache
+def _argument_names(target: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in target._schema.arguments)
+
+
+def _named_arguments(node: fx.Node) -> dict[str, Any]:
+    args, kwargs = op_arguments(node)
+    return {**dict(zip(_argument_names(op_of(node)), args)), **kwargs}
 
 
 class _Call:
-    """The arguments of a node, with its tensors' shapes."""
+    """The arguments of a node by name, with its tensors' shapes."""
 
-    def __init__(self, node: fx.Node, args: Sequence[Any], shape_of: ShapeOf) -> None:
-        self._node, self._args, self._shape_of = node, args, shape_of
+    def __init__(self, node: fx.Node, shape_of: ShapeOf) -> None:
+        self._node, self._shape_of, self._arguments = node, shape_of, _named_arguments(node)
 
-    def shape(self, position: int) -> Shape:
-        return self._shape_of(self._args[position])
+    def shape(self, name: str) -> Shape:
+        return self._shape_of(self._arguments[name])
 
     def output(self) -> Shape:
         return self._shape_of(self._node)
 
-    def value(self, position: int, default: Any) -> Any:
-        return self._args[position] if position < len(self._args) else default
+    def value(self, name: str, default: Any) -> Any:
+        return self._arguments.get(name, default)
 
 
-def _matrices(first: int) -> Callable[[_Call], Product]:
-    """The product of an op whose arguments `first` and ``first + 1`` are the two matrices."""
-
-    def read(call: _Call) -> Product:
-        left, right = call.shape(first), call.shape(first + 1)
-        return Product(left[-2], right[-1], left[-1])
-
-    return read
+def _matrices(call: _Call, left: str = "self", right: str = "mat2") -> Product:
+    return Product(call.shape(left)[-2], call.shape(right)[-1], call.shape(left)[-1])
 
 
-def _attention(first: int) -> Callable[[_Call], Product]:
-    """The product of an op whose arguments `first` and ``first + 1`` are queries and keys."""
-
-    def read(call: _Call) -> Product:
-        queries, keys = call.shape(first), call.shape(first + 1)
-        return Product(queries[-2], keys[-2], queries[-1])
-
-    return read
+def _attention(call: _Call) -> Product:
+    return Product(call.shape("query")[-2], call.shape("key")[-2], call.shape("query")[-1])
 
 
-def _filters(weight: Shape, output: Shape, groups: int) -> Product | None:
-    """The product of a convolution whose filters are applied at each position of `output`."""
-    filters = weight[0] // groups
+def _filters(call: _Call, weight: Shape, image: Shape, output: Shape) -> Product | None:
+    """The product of filters and positions. A transposed convolution applies the filters at positions of its image."""
+    filters = weight[0] // call.value("groups", 1)
     if filters < 2:
         return None
-    return Product(output[0] * math.prod(output[2:]), filters, math.prod(weight[1:]))
+    positions = image if call.value("transposed", False) else output
+    return Product(positions[0] * math.prod(positions[2:]), filters, math.prod(weight[1:]))
 
 
 def _convolution(call: _Call) -> Product | None:
-    return _filters(call.shape(1), call.shape(0) if call.value(6, False) else call.output(), call.value(8, 1))
+    return _filters(call, call.shape("weight"), call.shape("input"), call.output())
 
 
 def _convolution_backward(call: _Call) -> Product | None:
-    return _filters(call.shape(2), call.shape(1) if call.value(7, False) else call.shape(0), call.value(9, 1))
+    return _filters(call, call.shape("weight"), call.shape("input"), call.shape("grad_output"))
 
 
 def _input_grad(call: _Call) -> Product | None:
-    return _filters(call.shape(1), call.output() if call.value(6, False) else call.shape(0), call.value(8, 1))
+    return _filters(call, call.shape("weight"), call.output(), call.shape("grad"))
 
 
 def _weight_grad(call: _Call) -> Product | None:
-    return _filters(call.output(), call.shape(1) if call.value(6, False) else call.shape(0), call.value(8, 1))
+    return _filters(call, call.output(), call.shape("input"), call.shape("grad"))
 
 
 def _expert_mm(call: _Call) -> Product:
-    rows, (experts, k, n) = call.shape(0)[0], call.shape(1)
-    return Product(max(1, rows // (experts * call.value(3, 1))), n, k)
+    rows, (experts, k, n) = call.shape("x")[0], call.shape("weight")
+    return Product(max(1, rows // (experts * call.value("spread", 1))), n, k)
 
 
 def _expert_outer(call: _Call) -> Product:
-    (rows, m), n = call.shape(0), call.shape(1)[1]
-    return Product(m, n, max(1, rows // (call.value(3, 1) * call.value(4, 1))))
+    (rows, m), n = call.shape("x"), call.shape("grad")[1]
+    return Product(m, n, max(1, rows // (call.value("experts", 1) * call.value("spread", 1))))
 
 
 _PRODUCT_READERS: dict[str, Callable[[_Call], Product | None]] = {  # by name: this room does not import ops
-    "aten::mm": _matrices(0),
-    "aten::bmm": _matrices(0),
-    "aten::addmm": _matrices(1),
-    "aten::baddbmm": _matrices(1),
-    "aten::_scaled_mm": _matrices(0),
+    "aten::mm": _matrices,
+    "aten::bmm": _matrices,
+    "aten::addmm": partial(_matrices, left="mat1"),
+    "aten::baddbmm": partial(_matrices, left="batch1", right="batch2"),
+    "aten::_scaled_mm": _matrices,
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
     "shardweave::conv_input_grad": _input_grad,
@@ -155,9 +154,7 @@ _PRODUCT_READERS: dict[str, Callable[[_Call], Product | None]] = {  # by name: t
 @cache
 def _product_reader(target: Any) -> Callable[[_Call], Product | None] | None:
     name = target._schema.name
-    if name.startswith("aten::_scaled_dot_product_"):
-        return _attention(1 if name.endswith("_backward") else 0)
-    return _PRODUCT_READERS.get(name)
+    return _attention if name.startswith("aten::_scaled_dot_product_") else _PRODUCT_READERS.get(name)
 
 
 _LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
@@ -252,7 +249,7 @@ def node_work(node: fx.Node) -> Work | None:
         inputs[0] = min(inputs[0], written)
     flops = _flops(node, value)
     product = product_of(node) if flops else None
-    computed = _causal_part(product.n) if product is not None and _is_causal(node) else 1.0
+    computed = _causal_part(product.n) if product is not None and _named_arguments(node).get("is_causal") else 1.0
     return Work(flops, sum(inputs) + written, _dtype(node, outputs), product, signature(node), computed)
 
 
@@ -260,12 +257,6 @@ def _causal_part(keys: int) -> float:
     """The part of the blocks of scores that are not fully masked."""
     blocks = max(1.0, keys / _FLASH_BLOCK_KEYS)
     return (blocks + 1) / (2 * blocks)
-
-
-def _is_causal(node: fx.Node) -> bool:
-    names = [argument.name for argument in op_of(node)._schema.arguments]
-    args, kwargs = op_arguments(node)
-    return bool({**dict(zip(names, args)), **kwargs}.get("is_causal", False))
 
 
 def _flops(node: fx.Node, value: object) -> int:

@@ -518,7 +518,7 @@ def _outline(curve: MemoryCurve, pixels: int = 2000) -> list[int]:
 def _legend(axes: Axes, entries: Sequence[tuple[str, str]]) -> None:
     from matplotlib.patches import Patch
 
-    hatched = {"edgecolor": _WAIT_HATCH, "hatch": "////", "linewidth": 0}
+    hatched: dict[str, Any] = {"edgecolor": _WAIT_HATCH, "hatch": "////", "linewidth": 0}
     axes.legend(
         handles=[
             Patch(facecolor=colour, label=name, **hatched if name == "exposed wait" else {}) for name, colour in entries
