@@ -82,8 +82,9 @@ class PassManager:
     history: dict[str, fx.GraphModule] = field(default_factory=dict)
 
     def run(self, graph_module: fx.GraphModule, passes: Iterable[Pass]) -> fx.GraphModule:
-        """Run `passes`, each on the result of the one before, and return the last graph. The passes may change
-        `graph_module`.
+        """Run `passes`, each on the result of the one before, and return the last graph.
+
+        The passes may change `graph_module`.
 
         Raises
         ------
@@ -92,7 +93,11 @@ class PassManager:
             the pass.
         """
         for each in passes:
-            self._require(each)
+            if missing := each.requires - self.properties:
+                raise VerifyError(
+                    f"the pass {each.name} requires a graph that is {', '.join(sorted(missing))}, got one that is "
+                    f"{', '.join(sorted(self.properties)) or 'nothing of these'}: run the passes that ensure it first"
+                )
             if self.names and self.verifies:
                 self.history[self.names[-1]] = copied(graph_module)  # `each` may change the graph
             graph_module = each(graph_module)
@@ -103,19 +108,11 @@ class PassManager:
 
     def resume(self, done: Pass | type[Pass], graph_module: fx.GraphModule) -> None:
         """Take `graph_module` as the result of the pass `done`, which has run before."""
-        self._require(done)
         self._finish(done, graph_module)
 
     def fork(self) -> PassManager:
-        """A manager that goes on from here apart from this one."""
+        """A copy of the manager, to run other passes from here."""
         return replace(self, names=[*self.names], history=dict(self.history))
-
-    def _require(self, each: Pass | type[Pass]) -> None:
-        if missing := each.requires - self.properties:
-            raise VerifyError(
-                f"the pass {each.name} requires a graph that is {', '.join(sorted(missing))}, got one that is "
-                f"{', '.join(sorted(self.properties)) or 'nothing of these'}: run the passes that ensure it first"
-            )
 
     def _finish(self, each: Pass | type[Pass], graph_module: fx.GraphModule) -> None:
         """Note, verify, keep and report the result of a pass."""
