@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from shardweave.cost_model.machine import Device
-from shardweave.sharding import is_start, op_arguments, op_of, tensor_bytes
+from shardweave.cost_model.op_work import named_arguments
+from shardweave.sharding import is_start, op_of, tensor_bytes
 
 _BLOCK_BYTES = {"cuda": 512, "cpu": 1}
 """Allocated sizes are multiples of it: ``kMinBlockSize`` of c10/cuda/CUDACachingAllocator.cpp. The CPU's allocator
@@ -55,7 +56,7 @@ def scratch_bytes(node: fx.Node, device: Device) -> int:
         return 0
     if is_start(node):  # ProcessGroupGloo.cpp: an all-gather flattens what it sends
         gloo = device.allocator == "cpu" and _name(node) == "all_gather_into_tensor"
-        return tensor_bytes(_value(node, 0)) if gloo else 0
+        return tensor_bytes(_value(node, "input")) if gloo else 0
     formula = (_CPU if device.allocator == "cpu" else _CUDA).get(_name(node))
     return 0 if formula is None else int(formula(node))
 
@@ -67,7 +68,7 @@ def sent_copy_bytes(start: fx.Node, device: Device) -> int:
     ``reduce_scatter_tensor_coalesced``); NCCL needs none.
     """
     copies = device.allocator == "cpu" and _name(start) == "reduce_scatter_tensor"
-    return tensor_bytes(_value(start, 0)) if copies else 0
+    return tensor_bytes(_value(start, "input")) if copies else 0
 
 
 def optimizer_scratch_bytes(sizes: list[int], states: float, alone: bool, device: Device) -> int:
@@ -106,29 +107,28 @@ def _name(node: fx.Node) -> str:
     return str(getattr(packet, "__name__", ""))
 
 
-def _value(node: fx.Node, position: int) -> Any:
+def _value(node: fx.Node, name: str) -> Any:
     """The value of an argument: ``meta["val"]`` of a node, else the argument itself."""
-    args, _ = op_arguments(node)
-    argument = args[position] if position < len(args) else None
+    argument = named_arguments(node).get(name)
     return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
 
 
 def _attention(node: fx.Node) -> int:
     """FlashAttentionKernel.cpp: a block of scores, two statistics a row, and a block of the result."""
-    rows, columns, width = _attention_block(node, query=0)
+    rows, columns, width = _attention_block(node)
     return 4 * rows * (columns + 2 + width)
 
 
 def _attention_backward(node: fx.Node) -> int:
     """FlashAttentionKernel.cpp: a block of scores and one of their gradient, and a sum a row."""
-    rows, columns, _ = _attention_block(node, query=1)
+    rows, columns, _ = _attention_block(node)
     return 4 * rows * (2 * columns + 1)
 
 
-def _attention_block(node: fx.Node, query: int) -> tuple[int, int, int]:
-    rows, width = (int(size) for size in _value(node, query).shape[-2:])
+def _attention_block(node: fx.Node) -> tuple[int, int, int]:
+    rows, width = (int(size) for size in _value(node, "query").shape[-2:])
     most = 256 if rows >= 768 else 64 if rows >= 192 else 32
-    return min(rows, most), min(int(_value(node, query + 1).shape[-2]), 512), width
+    return min(rows, most), min(int(_value(node, "key").shape[-2]), 512), width
 
 
 def _convolution(node: fx.Node) -> int:
@@ -136,7 +136,7 @@ def _convolution(node: fx.Node) -> int:
 
     oneDNN makes no copy of an image with few channels.
     """
-    given, weight, result = _value(node, 0), _value(node, 1), node.meta["val"]
+    given, weight, result = _value(node, "input"), _value(node, "weight"), node.meta["val"]
     plain = tensor_bytes(result)
     if _is_pointwise(weight):
         return 0
@@ -148,7 +148,7 @@ def _convolution(node: fx.Node) -> int:
 
 def _input_gradient(node: fx.Node) -> int:
     """The same for the gradient, and a contiguous input whose shape alone is needed (`ops.convolution_and_moe`)."""
-    gradient, weight, result = _value(node, 0), _value(node, 1), node.meta["val"]
+    gradient, weight, result = _value(node, "grad"), _value(node, "weight"), node.meta["val"]
     plain = tensor_bytes(result)
     if _is_pointwise(weight):
         return plain
@@ -159,7 +159,7 @@ def _input_gradient(node: fx.Node) -> int:
 
 def _weight_gradient(node: fx.Node) -> int:
     """Blocked copies of gradient, input and result; of the result only for a 1x1 kernel."""
-    gradient, given, result = _value(node, 0), _value(node, 1), node.meta["val"]
+    gradient, given, result = _value(node, "grad"), _value(node, "input"), node.meta["val"]
     if _is_pointwise(result):
         return tensor_bytes(result)
     if _grouped(node):
@@ -170,7 +170,7 @@ def _weight_gradient(node: fx.Node) -> int:
 
 
 def _grouped(node: fx.Node) -> bool:
-    return bool(_value(node, 8) != 1)
+    return bool(_value(node, "groups") != 1)
 
 
 def _is_pointwise(weight: torch.Tensor) -> bool:
@@ -196,25 +196,25 @@ def _padded_channels(channels: int) -> int:
 
 def _expert_mm(node: fx.Node) -> int:
     """ops/convolution_and_moe.py: the rows in their experts' order, and one expert's product, if all have as many."""
-    experts = int(_value(node, 1).shape[0])
-    return tensor_bytes(_value(node, 0)) + tensor_bytes(node.meta["val"]) // max(1, experts)
+    experts = int(_value(node, "weight").shape[0])
+    return tensor_bytes(_value(node, "x")) + tensor_bytes(node.meta["val"]) // max(1, experts)
 
 
 def _expert_outer(node: fx.Node) -> int:
-    return tensor_bytes(_value(node, 0)) + tensor_bytes(_value(node, 1))
+    return tensor_bytes(_value(node, "x")) + tensor_bytes(_value(node, "grad"))
 
 
 def _quantize(node: fx.Node) -> int:
     """The blocks in full precision and a byte for each element, before the result is allocated."""
     payload, scales = node.meta["val"]
-    padded = int(scales.numel() * _value(node, 3))
+    padded = int(scales.numel() * _value(node, "block"))
     return padded * (int(scales.element_size()) + 1) - tensor_bytes(payload)
 
 
 def _dequantize(node: fx.Node) -> int:
     """Whole blocks in full precision, where these are not the result; then in its dtype, with the padding."""
-    scales, result = _value(node, 1), node.meta["val"]
-    padded = int(scales.numel() * _value(node, 3))
+    scales, result = _value(node, "scales"), node.meta["val"]
+    padded = int(scales.numel() * _value(node, "block"))
     whole, spare = padded * int(scales.element_size()), padded - int(result.numel())
     if scales.dtype == result.dtype:
         return whole if spare else 0
@@ -223,30 +223,26 @@ def _dequantize(node: fx.Node) -> int:
 
 def _sum_dequantized(node: fx.Node) -> int:
     """The blocks of the sum and of the addend, and the addend's codes. The result is allocated after they are freed."""
-    scales, result = _value(node, 1), node.meta["val"]
-    one = tensor_bytes(scales) * int(_value(node, 3)) // int(scales.shape[0])
-    codes = int(result.numel()) if _value(node, 0).dtype == torch.uint8 else 0
+    scales, result = _value(node, "scales"), node.meta["val"]
+    one = tensor_bytes(scales) * int(_value(node, "block")) // int(scales.shape[0])
+    codes = int(result.numel()) if _value(node, "payload").dtype == torch.uint8 else 0
     return 2 * one + codes - tensor_bytes(result)
-
-
-def _like_input(node: fx.Node) -> int:
-    return tensor_bytes(_value(node, 0))
 
 
 def _ordered_bits(node: fx.Node) -> int:
     """A mask of the NaNs, or before it a copy in float32 of numbers in 16 bits."""
-    x, result = _value(node, 0), node.meta["val"]
+    x, result = _value(node, "x"), node.meta["val"]
     return int(x.numel()) if x.element_size() == result.element_size() else tensor_bytes(result)
 
 
 def _from_ordered_bits(node: fx.Node) -> int:
-    bits, result = _value(node, 0), node.meta["val"]
+    bits, result = _value(node, "bits"), node.meta["val"]
     return tensor_bytes(bits) if bits.element_size() != result.element_size() else 0
 
 
 def _converted(node: fx.Node) -> int:
     result = node.meta["val"]
-    return tensor_bytes(result) if _value(node, 0).dtype != result.dtype else 0
+    return tensor_bytes(result) if _value(node, "self").dtype != result.dtype else 0
 
 
 def _flash_backward(node: fx.Node) -> int:
@@ -254,7 +250,7 @@ def _flash_backward(node: fx.Node) -> int:
 
     Rows are rounded to 128, widths to 32.
     """
-    batch, heads, rows, width = (int(size) for size in _value(node, 1).shape)
+    batch, heads, rows, width = (int(size) for size in _value(node, "query").shape)
     rows, width = -(-rows // 128) * 128, -(-width // 32) * 32
     return 4 * batch * heads * rows * (width + 1)
 
@@ -275,9 +271,9 @@ _CPU: dict[str, Callable[[fx.Node], int]] = {
     "conv_weight_grad": _weight_gradient,
     "expert_mm": _expert_mm,
     "expert_outer": _expert_outer,
-    "native_batch_norm_backward": _like_input,  # measured; in Normalization.cpp
+    "native_batch_norm_backward": lambda node: tensor_bytes(_value(node, "input")),  # measured; Normalization.cpp
     "cumsum": _converted,  # ReduceOps.cpp: the input in the dtype of the sums
-    "_safe_softmax": lambda node: int(_value(node, 0).numel()),  # attention.cpp: which entries are minus infinity
+    "_safe_softmax": lambda node: int(_value(node, "self").numel()),  # attention.cpp: which entries are minus infinity
 }
 _CUDA: dict[str, Callable[[fx.Node], int]] = {
     **_ANY_DEVICE,

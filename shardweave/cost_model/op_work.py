@@ -72,7 +72,8 @@ def _argument_names(target: Any) -> tuple[str, ...]:
     return tuple(argument.name for argument in target._schema.arguments)
 
 
-def _named_arguments(node: fx.Node) -> dict[str, Any]:
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an op by the names of its schema, without defaults."""
     args, kwargs = op_arguments(node)
     return {**dict(zip(_argument_names(op_of(node)), args)), **kwargs}
 
@@ -81,7 +82,7 @@ class _Call:
     """The arguments of a node by name, with its tensors' shapes."""
 
     def __init__(self, node: fx.Node, shape_of: ShapeOf) -> None:
-        self._node, self._shape_of, self._arguments = node, shape_of, _named_arguments(node)
+        self._node, self._shape_of, self._arguments = node, shape_of, named_arguments(node)
 
     def shape(self, name: str) -> Shape:
         return self._shape_of(self._arguments[name])
@@ -249,7 +250,7 @@ def node_work(node: fx.Node) -> Work | None:
         inputs[0] = min(inputs[0], written)
     flops = _flops(node, value)
     product = product_of(node) if flops else None
-    computed = _causal_part(product.n) if product is not None and _named_arguments(node).get("is_causal") else 1.0
+    computed = _causal_part(product.n) if product is not None and named_arguments(node).get("is_causal") else 1.0
     return Work(flops, sum(inputs) + written, _dtype(node, outputs), product, signature(node), computed)
 
 
