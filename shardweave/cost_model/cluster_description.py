@@ -25,7 +25,7 @@ def check_number(
     Raises
     ------
     ClusterError
-        Names `key`, what was expected and what came.
+        If a value is wrong; names `key`, the expected and the given value.
 
     Examples
     --------
@@ -65,7 +65,7 @@ def points(key: str, value: object) -> tuple[tuple[float, float], ...]:
     Raises
     ------
     ClusterError
-        Names `key`, what was expected and what came.
+        If a value is wrong; names `key`, the expected and the given value.
 
     Examples
     --------

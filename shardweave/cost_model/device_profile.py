@@ -251,7 +251,7 @@ def profiled_ops(
     *,
     cache: bool = True,
 ) -> M:
-    """`cluster` with the measured times of the ops of `graphs`, besides those that it has (see `profile_ops`)."""
+    """`cluster` with the measured times of the ops of `graphs` added to its own (see `profile_ops`)."""
     measured = cluster.measured or Measured()
     table = measured.ops.merged(profile_ops(graphs, device, seconds_budget, cache=cache))
     return replace(cluster, measured=replace(measured, ops=table))
@@ -466,7 +466,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _cached(name: str, parse: Callable[[object], T], group: dist.ProcessGroup | None) -> T | None:
-    """What rank 0 has in its cache under `name`, on all ranks; None if there is nothing, or the file is damaged."""
+    """The cached data of rank 0 under `name`, on all ranks; None if there is none, or the file is damaged."""
     found = None
     if is_rank_zero(group):
         with suppress(ClusterError):

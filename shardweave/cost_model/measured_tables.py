@@ -423,13 +423,13 @@ def cache_directory() -> Path:
     return Path(base).absolute() / "shardweave"
 
 
-def key_of(what: Mapping[str, Any]) -> str:
-    """A hash of `what`, a mapping of plain types, in sixteen hex digits.
+def key_of(data: Mapping[str, Any]) -> str:
+    """A hash of `data`, a mapping of plain types, in sixteen hex digits.
 
     >>> key_of({"torch": "2.13", "ranks": 4}) == key_of({"ranks": 4, "torch": "2.13"}) != key_of({"torch": "2.13"})
     True
     """
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read(key: str) -> Measured | None:

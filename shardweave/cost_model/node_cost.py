@@ -181,11 +181,11 @@ class NodeCosts:
             found = self._nodes[node] = self._distinct[key]
         return found
 
-    def collective(self, what: Collective) -> Demand:
+    def collective(self, call: Collective) -> Demand:
         """The demand of a collective on the links."""
-        key = what.kind, what.bytes, what.axes
+        key = call.kind, call.bytes, call.axes
         if key not in self._collectives:
-            self._collectives[key] = collective_demand(what.kind, what.bytes, what.axes, self.cluster)
+            self._collectives[key] = collective_demand(call.kind, call.bytes, call.axes, self.cluster)
         return self._collectives[key]
 
     def _compute(self, node: fx.Node) -> NodeCost:
@@ -202,8 +202,8 @@ def node_key(node: fx.Node) -> Hashable:
     """The key of a node's cost, with its value. Equal nodes of equal layers have equal keys."""
     if node.op != "call_function":
         return node.op, _argument_key(node)
-    what = info(node).collective
-    kind = None if what is None else (what.kind, what.axes)
+    call = info(node).collective
+    kind = None if call is None else (call.kind, call.axes)
     kwargs = tuple((name, _argument_key(value)) for name, value in node.kwargs.items()) if node.kwargs else ()
     return node.target, _argument_key(node), _argument_key(node.args), kwargs, kind
 

@@ -120,7 +120,7 @@ def _non_negative_least_squares(matrix: NDArray[np.float64]) -> NDArray[np.float
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a profile has measured, and what it has not."""
+    """The measured curves of a profile, and the missing ones with their reasons."""
 
     curves: tuple[Curve, ...]
     missed: tuple[tuple[str, tuple[int, ...], str], ...]
@@ -268,12 +268,12 @@ class _RankAgreement:
         """Seconds of a clock, the same on all ranks."""
         return self.largest(time.perf_counter())
 
-    def failed(self, error: Exception | None, what: str) -> str:
-        """Why `what` failed on all ranks; "" if it worked on all; raises `ClusterError` if it failed on some."""
+    def failed(self, error: Exception | None, call: str) -> str:
+        """Why `call` failed on all ranks; "" if it worked on all; raises `ClusterError` if it failed on some."""
         least, most = -self.largest(-float(error is not None)), self.largest(float(error is not None))
         if most and not least:
             mine = f"rank {dist.get_rank()} failed: {error}" if error else f"not on this rank ({dist.get_rank()})"
-            raise ClusterError(f"profiling {what}: expected all ranks to succeed, but some failed; {mine}") from error
+            raise ClusterError(f"profiling {call}: expected all ranks to succeed, but some failed; {mine}") from error
         return str(error).splitlines()[0] if error is not None and most else ""
 
 
@@ -302,13 +302,13 @@ class _Samples:
 
     def first(self, size: int, agree: _RankAgreement) -> str:
         """Take the first sample of a size; returns why it failed, or ""."""
-        what = f"{self.kind} of {_size_text(size)}"
+        subject = f"{self.kind} of {_size_text(size)}"
         error, call, num_bytes = None, None, 0
         try:
             call, num_bytes = _prepared_call(self.kind, size, self.group, self.device)
         except (RuntimeError, MemoryError) as caught:  # out of memory
             error = caught
-        if why := agree.failed(error, what):
+        if why := agree.failed(error, subject):
             return why
         assert call is not None
         try:
@@ -316,7 +316,7 @@ class _Samples:
             once = _seconds(call, 1, self.device)
         except RuntimeError as caught:  # a backend without this collective
             error = caught
-        if why := agree.failed(error, what):
+        if why := agree.failed(error, subject):
             return why
         once = agree.largest(once)
         if num_bytes not in self.bytes.values():

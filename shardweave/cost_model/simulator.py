@@ -213,7 +213,7 @@ class _SimulatedStep:
         split = len(results) - num_kept
         first = len(self.spec.mutated_buffers)
         last = first + len(self.spec.outputs)
-        # 2. Say what each storage is for; the first kind holds.
+        # 2. Set the kind of each storage; the first kind holds.
         if num_kept:
             self.gathered = [output_storages(result, found) for result in results[split:]]
             self._set_kind(found, results[split:], "copies")
