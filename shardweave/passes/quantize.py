@@ -29,7 +29,7 @@ from shardweave.sharding import argument_key, info, is_wait, tensor_bytes
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-own = torch.ops.shardweave
+custom_ops = torch.ops.shardweave
 
 BLOCK = 256
 """Elements in a block. A float32 scale adds 1.6 % to a block of int8, and 3.1 % to one of int4."""
@@ -118,7 +118,7 @@ class _Rewrite:
         with self.graph.inserting_before(wait):
             both = self._quantized(source, sizes)
             moved = [self._moved("all_gather", each, self.collective.axes) for each in both]
-            self._replace(wait, self._call(own.dequantize_blocks.default, *moved, sizes, self.block, dtype))
+            self._replace(wait, self._call(custom_ops.dequantize_blocks.default, *moved, sizes, self.block, dtype))
 
     def reduce(self, wait: fx.Node) -> None:
         """Replace a reduce-scatter: send each rank its parts from all others and add them up, stage by stage.
@@ -134,12 +134,12 @@ class _Rewrite:
                 rows //= ranks
                 moved = [self._moved("all_to_all", self._by_rank(each, rows, ranks), axes) for each in both]
                 of = both[1] if rows > 1 else wait  # sums stay in full precision
-                source = self._call(own.sum_dequantized.default, *moved, sizes, self.block, of.meta["val"].dtype)
+                source = self._call(custom_ops.sum_dequantized.default, *moved, sizes, self.block, of.meta["val"].dtype)
             self._replace(wait, source)
 
     def _quantized(self, source: fx.Node, sizes: list[int]) -> tuple[fx.Node, fx.Node]:
         """The blocks of a value, and their scales."""
-        both = self._call(own.quantize_blocks.default, source, sizes, self.bits, self.block)
+        both = self._call(custom_ops.quantize_blocks.default, source, sizes, self.bits, self.block)
         return self._call(operator.getitem, both, 0), self._call(operator.getitem, both, 1)
 
     def _by_rank(self, part: fx.Node, rows: int, ranks: int) -> fx.Node:

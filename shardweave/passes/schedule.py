@@ -65,13 +65,16 @@ from shardweave.passes.verify import verify_memory
 from shardweave.sharding import info, layer_of
 
 aten = torch.ops.aten
-own = torch.ops.shardweave
+custom_ops = torch.ops.shardweave
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 # Ops that `Shard` emits around a collective to bring its buffer into shape.
-GLUE = {aten.reshape.default, aten.permute.default, aten.clone.default, aten.t.default, aten.transpose.int,
-        aten.select.int, aten.narrow.default, own.pad.default, own.unpad.default, own.quantize_blocks.default,
-         own.dequantize_blocks.default, own.sum_dequantized.default, own.ordered_bits.default,
-        own.from_ordered_bits.default, operator.getitem, WAIT}  # fmt: skip
+GLUE = {
+    aten.reshape.default, aten.permute.default, aten.clone.default, aten.t.default, aten.transpose.int,
+    aten.select.int, aten.narrow.default, operator.getitem, WAIT,
+    custom_ops.pad.default, custom_ops.unpad.default,
+    custom_ops.quantize_blocks.default, custom_ops.dequantize_blocks.default, custom_ops.sum_dequantized.default,
+    custom_ops.ordered_bits.default, custom_ops.from_ordered_bits.default,
+}  # fmt: skip
 CAST = aten._to_copy.default
 
 SHAPING = (GLUE - {WAIT}) | {CAST, aten.add.Tensor, aten.add_.Tensor, aten.cat.default}

@@ -128,7 +128,7 @@ class OpEmitter:
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-own = torch.ops.shardweave
+custom_ops = torch.ops.shardweave
 
 Cause = Literal["parameter", "gradient", "activation"]
 
@@ -343,9 +343,9 @@ class LocalGraph:
         dtype = node.meta["val"].dtype
         if step.reduce not in ("max", "min") or not dtype.is_floating_point:
             return self._collect(kind, target, node, step, origin, step.reduce, *args)
-        node = self.call(origin, own.ordered_bits.default, node, step.reduce == "max")
+        node = self.call(origin, custom_ops.ordered_bits.default, node, step.reduce == "max")
         node = self._collect(kind, target, node, step, origin, step.reduce, *args)
-        return self.call(origin, own.from_ordered_bits.default, node, dtype)
+        return self.call(origin, custom_ops.from_ordered_bits.default, node, dtype)
 
     def reduce_scatter(self, node: fx.Node, step: RedistributionStep, origin: Origin) -> fx.Node:
         """Reduce a partial value and keep this rank's part. The parts are brought to the front first, in rank order."""
@@ -436,7 +436,7 @@ class LocalGraph:
         """Pad a dimension: move its rows to their places in the padded dimension."""
         padding = step.after.padding
         assert padding is not None
-        return self.call(origin, own.pad.default, node, padding.dim, padding.size, list(padding.levels))
+        return self.call(origin, custom_ops.pad.default, node, padding.dim, padding.size, list(padding.levels))
 
     def unpad(self, node: fx.Node, step: RedistributionStep, origin: Origin) -> fx.Node:
         """Remove the padding of a dimension. This is a view if all rows are in front of the padding."""
@@ -445,7 +445,7 @@ class LocalGraph:
         if padding.in_front and node.meta["val"].shape[padding.dim] == padding.padded:
             node = self.call(origin, aten.narrow.default, node, padding.dim, 0, padding.size)
             return self.contiguous(origin, node)
-        return self.call(origin, own.unpad.default, node, padding.dim, padding.size, list(padding.levels))
+        return self.call(origin, custom_ops.unpad.default, node, padding.dim, padding.size, list(padding.levels))
 
     def _permute(self, origin: Origin, node: fx.Node, order: list[int]) -> fx.Node:
         return node if order == sorted(order) else self.call(origin, aten.permute.default, node, order)

@@ -24,7 +24,7 @@ from shardweave.sharding.rules import find_rule
 from shardweave.sharding.rules.registry import argument, tensor_args
 
 aten = torch.ops.aten
-ours = torch.ops.shardweave
+custom_ops = torch.ops.shardweave
 
 _INDEX = ("aten::index", "aten::index_select", "aten::gather")
 _VALUES = {"aten::index_put": "values", "aten::scatter_add": "src", "aten::index_add": "source"}
@@ -140,10 +140,10 @@ class _Region:
             expert = self._expert(node, ends)
             if index == 0:
                 back = self._new(node, aten.transpose.int, weight, -2, -1)
-                self.twins[node] = self._new(node, ours.expert_mm.default, self._twin(grad), back, expert), 0
+                self.twins[node] = self._new(node, custom_ops.expert_mm.default, self._twin(grad), back, expert), 0
             else:
                 experts = weight.meta["val"].shape[0]
-                self._replace(node, ours.expert_outer.default, self._twin(x), self._twin(grad), expert, experts)
+                self._replace(node, custom_ops.expert_outer.default, self._twin(x), self._twin(grad), expert, experts)
         else:
             twin, dim = self.twins[parent]
             self.twins[node] = self._new(node, operator.getitem, twin, index), dim
@@ -205,11 +205,11 @@ class _Region:
         expert = self._expert(node, ends)
         twin, dim = self.twins[left]
         if right not in self.twins and dim == 0:
-            self.twins[node] = self._new(node, ours.expert_mm.default, twin, right, expert), 0
+            self.twins[node] = self._new(node, custom_ops.expert_mm.default, twin, right, expert), 0
         elif right in self.twins and dim == 1 and self.twins[right][1] == 0:
             rows = self._new(node, aten.t.default, twin)
             experts = node.meta["val"].shape[0]
-            self._replace(node, ours.expert_outer.default, rows, self._twin(right), expert, experts)
+            self._replace(node, custom_ops.expert_outer.default, rows, self._twin(right), expert, experts)
         else:
             raise self._unknown(node)
 

@@ -325,6 +325,7 @@ def _roles(parameter: fx.Node, gradient: fx.Node | None, classes: Classes, batch
         )
         roles.setdefault(node, Role(node, tuple(atoms.items()), rows))
 
+    # 1. Forward from the parameter, through views, to the ops that contract it.
     def forward(value: fx.Node, meaning: Labels) -> None:
         for user in value.users:
             rule = info(user).rule
@@ -342,6 +343,7 @@ def _roles(parameter: fx.Node, gradient: fx.Node | None, classes: Classes, batch
                 if argument is value and contracts and list(map(len, dims)) == list(map(len, meaning)):
                     add(user, dims, meaning)
 
+    # 2. Back from the gradient, through views and sums, to the ops that compute it.
     def back(value: fx.Node, meaning: Labels) -> None:
         rule = info(value).rule
         if value.op == "placeholder" or value.target is operator.getitem or rule is None:

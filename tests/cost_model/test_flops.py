@@ -13,7 +13,7 @@ from shardweave.cost_model import flops_by_op
 from shardweave.ir import META, NodeInfo
 from tests.cost_model.handmade import Builder, aten
 
-ours = torch.ops.shardweave
+custom_ops = torch.ops.shardweave
 CONVOLUTION = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 EXPERTS = torch.zeros(24, dtype=torch.long, device="meta")
 
@@ -35,13 +35,13 @@ CALLS: dict[str, tuple[Callable[[], fx.Graph], int]] = {
     "bmm": (lambda: graph_of(aten.bmm.default, (2, 3, 5), (2, 5, 7)), 2 * 2 * 3 * 5 * 7),
     "mv": (lambda: graph_of(aten.mv.default, (3, 5), (5,)), 2 * 3 * 5),
     "dot": (lambda: graph_of(aten.dot.default, (5,), (5,)), 2 * 5),
-    "experts": (lambda: graph_of(ours.expert_mm.default, (24, 5), (4, 5, 7), EXPERTS), 2 * 24 * 5 * 7),
+    "experts": (lambda: graph_of(custom_ops.expert_mm.default, (24, 5), (4, 5, 7), EXPERTS), 2 * 24 * 5 * 7),
     "a quarter of the experts": (
-        lambda: graph_of(ours.expert_mm.default, (24, 5), (1, 5, 7), EXPERTS, 4),
+        lambda: graph_of(custom_ops.expert_mm.default, (24, 5), (1, 5, 7), EXPERTS, 4),
         2 * 6 * 5 * 7,
     ),
     "the experts' gradient": (
-        lambda: graph_of(ours.expert_outer.default, (24, 5), (24, 7), EXPERTS, 4),
+        lambda: graph_of(custom_ops.expert_outer.default, (24, 5), (24, 7), EXPERTS, 4),
         2 * 24 * 5 * 7,
     ),
     "convolution": (
@@ -49,11 +49,11 @@ CALLS: dict[str, tuple[Callable[[], fx.Graph], int]] = {
         2 * 2 * 6 * 4 * 9 * 64,
     ),
     "its input's gradient": (
-        lambda: graph_of(ours.conv_input_grad.default, (2, 6, 8, 8), (6, 4, 3, 3), [2, 4, 8, 8], *CONVOLUTION),
+        lambda: graph_of(custom_ops.conv_input_grad.default, (2, 6, 8, 8), (6, 4, 3, 3), [2, 4, 8, 8], *CONVOLUTION),
         2 * 2 * 6 * 4 * 9 * 64,
     ),
     "its weight's gradient": (
-        lambda: graph_of(ours.conv_weight_grad.default, (2, 6, 8, 8), (2, 4, 8, 8), [6, 4, 3, 3], *CONVOLUTION),
+        lambda: graph_of(custom_ops.conv_weight_grad.default, (2, 6, 8, 8), (2, 4, 8, 8), [6, 4, 3, 3], *CONVOLUTION),
         2 * 2 * 6 * 4 * 9 * 64,
     ),
 }

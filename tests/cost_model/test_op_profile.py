@@ -28,7 +28,7 @@ from shardweave.sharding.graphs import info, signature
 from tests.cost_model.handmade import Builder, aten, mlp
 from tests.passes.harness import examples, graph_of, mesh_of
 
-own = torch.ops.shardweave
+custom_ops = torch.ops.shardweave
 
 
 @pytest.fixture(autouse=True)
@@ -226,12 +226,12 @@ def test_inputs_lie_as_in_the_graph_and_are_valid(monkeypatch: pytest.MonkeyPatc
         (lambda i: aten.embedding.default(torch.empty(10, 4, device="meta"), i), (10,)),
         (lambda i: aten.embedding_dense_backward.default(torch.empty(32, 4, device="meta"), i, 10, -1, False), (10,)),
         (
-            lambda i: own.expert_mm.default(
+            lambda i: custom_ops.expert_mm.default(
                 torch.empty(32, 4, device="meta"), torch.empty(5, 4, 8, device="meta"), i, 2
             ),
             (10,),
         ),
-        (lambda i: own.expert_outer.default(*(torch.empty(32, 4, device="meta"),) * 2, i, 5, 2), (10,)),
+        (lambda i: custom_ops.expert_outer.default(*(torch.empty(32, 4, device="meta"),) * 2, i, 5, 2), (10,)),
     ],
 )
 def test_rows_and_experts_are_chosen_evenly(

@@ -29,7 +29,7 @@ IMAGE, WEIGHT, MADE = (4, 32, 16, 16), (64, 32, 3, 3), (4, 64, 16, 16)
 POINT = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 ATTENTION = (2, 4, 40, 16)
 
-own = torch.ops.shardweave
+custom_ops = torch.ops.shardweave
 
 
 def blocks(rows: int | tuple[int, ...], sizes: list[int], bits: int) -> list[torch.Tensor]:
@@ -61,9 +61,9 @@ CASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         f"{name} of {dtype}": case
         for dtype in (torch.float64, torch.float32, torch.bfloat16)
         for name, case in {
-            "ordered bits": (own.ordered_bits.default, (torch.rand(64, 32).to(dtype), True)),
+            "ordered bits": (custom_ops.ordered_bits.default, (torch.rand(64, 32).to(dtype), True)),
             "out of ordered bits": (
-                own.from_ordered_bits.default, (ordered_bits(torch.rand(64, 32).to(dtype), True), dtype)
+                custom_ops.from_ordered_bits.default, (ordered_bits(torch.rand(64, 32).to(dtype), True), dtype)
             ),
         }.items()
     },
@@ -73,9 +73,9 @@ CASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         for dtype in (torch.float32, torch.bfloat16)
         for sizes in ([4096], [3000, 1000])
         for name, case in {
-            "blocks": (own.quantize_blocks.default, (torch.rand(4, sum(sizes)).to(dtype), sizes, bits, 256)),
-            "out of blocks": (own.dequantize_blocks.default, (*blocks(4, sizes, bits), sizes, 256, dtype)),
-            "a sum of blocks": (own.sum_dequantized.default, (*blocks((4, 2), sizes, bits), sizes, 256, dtype)),
+            "blocks": (custom_ops.quantize_blocks.default, (torch.rand(4, sum(sizes)).to(dtype), sizes, bits, 256)),
+            "out of blocks": (custom_ops.dequantize_blocks.default, (*blocks(4, sizes, bits), sizes, 256, dtype)),
+            "a sum of blocks": (custom_ops.sum_dequantized.default, (*blocks((4, 2), sizes, bits), sizes, 256, dtype)),
         }.items()
         if bits == 8 or name != "out of blocks"  # parameters move in int8
     },

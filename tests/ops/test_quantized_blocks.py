@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardweave.ops.communication_encodings import STEPS, dequantize_blocks, quantize_blocks, sum_dequantized
 from tests.passes.harness import examples
 
-own = torch.ops.shardweave
+custom_ops = torch.ops.shardweave
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -108,10 +108,10 @@ def test_shapes_are_known_without_values(bits: int, size: int, dtype: torch.dtyp
     x = torch.randn(6, size).to(dtype)
 
     def made(x: Tensor) -> list[Tensor]:
-        payload, scales = own.quantize_blocks(x, [size], bits, 4)
-        whole = own.dequantize_blocks(payload, scales, [size], 4, dtype)
+        payload, scales = custom_ops.quantize_blocks(x, [size], bits, 4)
+        whole = custom_ops.dequantize_blocks(payload, scales, [size], 4, dtype)
         stacked = payload.view(3, 2, -1), scales.view(3, 2, -1)
-        return [payload, scales, whole, own.sum_dequantized(*stacked, [size], 4, torch.float32)]
+        return [payload, scales, whole, custom_ops.sum_dequantized(*stacked, [size], 4, torch.float32)]
 
     with FakeTensorMode() as mode:
         fakes = made(mode.from_tensor(x))

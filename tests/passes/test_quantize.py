@@ -28,7 +28,7 @@ from tests.ops.test_quantized_blocks import half_steps
 from tests.passes.harness import collectives, examples, mesh_of
 from tests.passes.joint import joint
 
-own = torch.ops.shardweave
+custom_ops = torch.ops.shardweave
 ZERO: dict[Quantized, int] = {"parameters": 8, "gradients": 4}
 SEEDS = st.integers(0, 10**6).map(random.Random)
 
@@ -235,7 +235,7 @@ def test_no_block_of_a_bucket_holds_two_of_its_members(flat: bool) -> None:
 
 
 def sizes_in(module: fx.GraphModule) -> list[list[int]]:
-    found = module.graph.find_nodes(op="call_function", target=own.quantize_blocks.default)
+    found = module.graph.find_nodes(op="call_function", target=custom_ops.quantize_blocks.default)
     return [list(node.args[1]) for node in found]
 
 
@@ -257,4 +257,4 @@ def waits_once(module: fx.GraphModule) -> bool:
 def test_replicated_gradients_move_as_they_are() -> None:
     for module in parts(lowered({"*": "dp"}, quantize="zero++")):
         assert {kind for kind, cause, _ in kinds(module) if cause != "activation"} <= {"all_reduce"}
-        assert not any(node.target is own.quantize_blocks.default for node in module.graph.nodes)
+        assert not any(node.target is custom_ops.quantize_blocks.default for node in module.graph.nodes)

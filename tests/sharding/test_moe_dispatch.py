@@ -26,7 +26,7 @@ from tests.passes.every_node import close
 from tests.passes.harness import examples, mesh_of, output_nodes, placeholders
 from tests.passes.joint import joint
 
-ours = torch.ops.shardweave
+custom_ops = torch.ops.shardweave
 ROUTED = {**hub.SIZES, "vocab_size": hub.VOCABULARY, "max_position_embeddings": 32, "use_cache": False}
 GROUPED_HEADS = {**ROUTED, "num_key_value_heads": 2, "head_dim": 8}
 
@@ -201,7 +201,9 @@ def moved(sharded_batch: bool, backward: bool) -> list[tuple[str, int]]:
     (axis,) = mesh.axes
     module = step.copy()
     products = [
-        node for node in module.graph.nodes if node.target in (ours.expert_mm.default, ours.expert_outer.default)
+        node
+        for node in module.graph.nodes
+        if node.target in (custom_ops.expert_mm.default, custom_ops.expert_outer.default)
     ]
     assert len(products) == 6
     assignments = {node.name: Assignment.of({axis: "e"}) for node in products}

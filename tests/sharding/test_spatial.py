@@ -14,7 +14,7 @@ from shardweave.sharding.annotate import bind_rules
 from tests.passes.harness import Run, assert_equal, bound, graph_of, mesh_of, placeholders, run_sharded
 
 aten = torch.ops.aten
-ours = torch.ops.shardweave
+custom_ops = torch.ops.shardweave
 MESH = mesh_of(2)
 (AXIS,) = MESH.axes
 
@@ -54,10 +54,10 @@ def test_gradients_take_what_they_depend_on() -> None:
     grad = torch.randn(4, 8, 3, 3)
     args = (grad, x, weight, [8], *options, [True, True, True])
     module, _ = graph_of(aten.convolution_backward.default, args, {})
-    assert str(bound(node_of(module, ours.conv_input_grad.default))) == (
+    assert str(bound(node_of(module, custom_ops.conv_input_grad.default))) == (
         "n o [y0] [y1], o c [w0] [w1] -> n c [x0] [x1]"
     )
-    assert str(bound(node_of(module, ours.conv_weight_grad.default))) == (
+    assert str(bound(node_of(module, custom_ops.conv_weight_grad.default))) == (
         "n o [y0] [y1], n c [x0] [x1] -> o c [w0] [w1]"
     )
 
@@ -70,8 +70,8 @@ def test_flops_of_gradients(groups: int, transposed: bool) -> None:
         out = aten.convolution.default(x, weight, None, *options)
     assert forward.get_total_flops() > 0
     for call in (
-        lambda: ours.conv_input_grad.default(out, weight, [4, 8, 5, 5], *options),
-        lambda: ours.conv_weight_grad.default(out, x, list(weight.shape), *options),  # type: ignore[attr-defined]
+        lambda: custom_ops.conv_input_grad.default(out, weight, [4, 8, 5, 5], *options),
+        lambda: custom_ops.conv_weight_grad.default(out, x, list(weight.shape), *options),  # type: ignore[attr-defined]
     ):
         with FlopCounterMode(display=False) as backward:
             call()

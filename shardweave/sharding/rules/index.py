@@ -43,7 +43,7 @@ from shardweave.sharding.rules.registry import (
 )
 
 aten = torch.ops.aten
-ours = torch.ops.shardweave
+custom_ops = torch.ops.shardweave
 MAX_EVALUATED_ELEMENTS = 1 << 20
 """The largest constant index that is evaluated to see whether it counts a dimension."""
 
@@ -258,7 +258,7 @@ def checked(emit: Emitter, index: fx.Node, start: Any, low: int, high: int) -> f
     """`index` minus `start`; a rank raises an error for an index below `low` or not below `high`."""
     known = emit.node.meta.get(META)
     what = f"{emit.node.target} of {known.op}" if known is not None else str(emit.node.target)
-    return emit.call(ours.checked_index.default, index, start, low, high, what)
+    return emit.call(custom_ops.checked_index.default, index, start, low, high, what)
 
 
 def local_index(

@@ -111,6 +111,7 @@ def bind(
     RuleError
         If the number of values or dimensions, or the sizes of a factor, do not fit.
     """
+    # 1. The number of values.
     if len(inputs) != len(pattern.inputs) or len(outputs) != len(pattern.outputs):
         raise RuleError(
             f"the pattern {pattern.text!r} has {len(pattern.inputs)} inputs and {len(pattern.outputs)} outputs, "
@@ -119,6 +120,7 @@ def bind(
     sizes: dict[str, int] = dict(known or {})
     blocked = set(pattern.blocked)
 
+    # 2. The factors of each dimension of a value, and their sizes.
     def value(dims: Dims, shape: Shape) -> Dims:
         spread = len(shape) - sum(names != ("...",) for names in dims)
         expanded: list[tuple[str, ...]] = []
@@ -152,7 +154,7 @@ def bind(
             result.append(tuple(name for name in names if sizes[name] > 1))
         return tuple(result)
 
-    # Values with single factors first: they determine the sizes of factors in products.
+    # 3. Bind values with single factors first: they determine the sizes of factors in products.
     order = sorted(
         [(dims, shape, "in", index) for index, (dims, shape) in enumerate(zip(pattern.inputs, inputs))]
         + [(dims, shape, "out", index) for index, (dims, shape) in enumerate(zip(pattern.outputs, outputs))],

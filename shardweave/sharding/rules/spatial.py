@@ -58,18 +58,18 @@ def lower_shape_only(emit: Emitter) -> fx.Node:
     return emit.call(emit.node.target, grad, like, *rest, **emit.kwargs)
 
 
-ours = torch.ops.shardweave
+custom_ops = torch.ops.shardweave
 # x, w, y: positions in the input, kernel and output. The weight of a transposed convolution has in-channels first.
 PATTERNS: dict[Any, tuple[str, str]] = {
     aten.convolution.default: (
         "n (g c) [x], (g o) c [w] -> n (g o) [y]",
         "n (g c) [x], (g c) o [w] -> n (g o) [y]",
     ),
-    ours.conv_input_grad.default: (
+    custom_ops.conv_input_grad.default: (
         "n (g o) [y], (g o) c [w] -> n (g c) [x]",
         "n (g o) [y], (g c) o [w] -> n (g c) [x]",
     ),
-    ours.conv_weight_grad.default: (
+    custom_ops.conv_weight_grad.default: (
         "n (g o) [y], n (g c) [x] -> (g o) c [w]",
         "n (g o) [y], n (g c) [x] -> (g c) o [w]",
     ),
@@ -110,8 +110,8 @@ def convolution_backward(
     """The gradients of a convolution, each by an op of its own with the inputs that it needs."""
     *geometry, (of_input, of_weight, of_bias) = options
     return (
-        ours.conv_input_grad.default(grad, weight, list(x.shape), *geometry) if of_input else None,
-        ours.conv_weight_grad.default(grad, x, list(weight.shape), *geometry) if of_weight else None,
+        custom_ops.conv_input_grad.default(grad, weight, list(x.shape), *geometry) if of_input else None,
+        custom_ops.conv_weight_grad.default(grad, x, list(weight.shape), *geometry) if of_weight else None,
         aten.sum.dim_IntList(grad, [0, *range(2, grad.dim())]) if of_bias else None,
     )
 

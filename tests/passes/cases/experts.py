@@ -8,7 +8,7 @@ from torch import Tensor
 import shardweave.ops.convolution_and_moe  # noqa: F401  (registers the ops)
 from tests.passes.cases.draw import Call, Draw, case
 
-ours = torch.ops.shardweave
+custom_ops = torch.ops.shardweave
 
 
 def _rows(d: Draw) -> tuple[list[int], Tensor]:
@@ -16,13 +16,13 @@ def _rows(d: Draw) -> tuple[list[int], Tensor]:
     return [rows, k, n, experts], d.integers(experts, rows)
 
 
-@case(ours.expert_mm.default)
+@case(custom_ops.expert_mm.default)
 def expert_mm(d: Draw) -> Call:
     (rows, k, n, experts), expert = _rows(d)
     return (d.tensor(rows, k), d.tensor(experts, k, n), expert), {}
 
 
-@case(ours.expert_outer.default)
+@case(custom_ops.expert_outer.default)
 def expert_outer(d: Draw) -> Call:
     (rows, k, n, experts), expert = _rows(d)
     return (d.tensor(rows, k), d.tensor(rows, n), expert, experts), {}

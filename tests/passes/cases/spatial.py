@@ -12,7 +12,7 @@ import shardweave.ops.convolution_and_moe  # noqa: F401
 from tests.passes.cases.draw import Call, Draw, case
 
 aten = torch.ops.aten
-ours = torch.ops.shardweave
+custom_ops = torch.ops.shardweave
 # The CPU has no kernel of this op.
 LIBRARY = torch.library.Library("aten", "IMPL")
 LIBRARY.impl("_fused_rms_norm_backward", decomposition_table[aten._fused_rms_norm_backward.default], "CPU")
@@ -58,13 +58,13 @@ def convolution_backward(d: Draw) -> Call:
     return (grad, x, weight, [grad.shape[1]] if mask[2] else None, *options, mask), {}
 
 
-@case(ours.conv_input_grad.default)
+@case(custom_ops.conv_input_grad.default)
 def conv_input_grad(d: Draw) -> Call:
     grad, x, weight, options = _gradient(d)
     return (grad, weight, list(x.shape), *options), {}
 
 
-@case(ours.conv_weight_grad.default)
+@case(custom_ops.conv_weight_grad.default)
 def conv_weight_grad(d: Draw) -> Call:
     grad, x, weight, options = _gradient(d)
     return (grad, x, list(weight.shape), *options), {}
