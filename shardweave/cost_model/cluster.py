@@ -16,6 +16,7 @@ import yaml
 
 from shardweave.cost_model import measured_tables
 from shardweave.cost_model.cluster_description import build, short_repr
+from shardweave.cost_model.collective_profile import PROFILE_TIMEOUT, fit_links, profile_collectives
 from shardweave.cost_model.device_profile import (
     broadcast_object,
     current_device,
@@ -26,7 +27,6 @@ from shardweave.cost_model.device_profile import (
 )
 from shardweave.cost_model.machine import Device, Level, M, Machine
 from shardweave.cost_model.measured_tables import Measured, hardware
-from shardweave.cost_model.profiling import PROFILE_TIMEOUT, fit_links, profile_collectives
 from shardweave.distributed import collective, control, forget_failure, run_on_all_ranks
 from shardweave.ir import ClusterError, LostRankError
 

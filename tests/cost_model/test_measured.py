@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardweave.cost_model import Cluster, CollectiveTable, Curve, Measured, collective_seconds
+from shardweave.cost_model.collective_profile import fit_links
 from shardweave.cost_model.collectives import collective_algorithm, collective_demand
-from shardweave.cost_model.profiling import fit_links
 from shardweave.ir.errors import ClusterError
 
 Formula = Callable[[float], float]

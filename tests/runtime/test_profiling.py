@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardweave.cost_model import Cluster, Measured, collective_seconds, measured_tables, profiling
+from shardweave.cost_model import Cluster, Measured, collective_profile, collective_seconds, measured_tables
 from shardweave.cost_model import cluster as cluster_module
 from shardweave.cost_model.cluster import profile_cluster
+from shardweave.cost_model.collective_profile import placements
 from shardweave.cost_model.collectives import collective_algorithm, group_extents
 from shardweave.cost_model.measured_tables import COLLECTIVE_KINDS
-from shardweave.cost_model.profiling import placements
 from shardweave.distributed.process_groups import RuntimeMesh
 from shardweave.ir.errors import ClusterError, LaunchError
 from shardweave.runtime.launch import WorkerPool
@@ -31,9 +31,9 @@ def prepare_rank(cache: str) -> None:
     """A short profile, with all the time it wants on a busy machine."""
     cluster_module.profile_cluster = partial(profile_cluster, seconds=1e4)  # type: ignore[assignment]
     os.environ["SHARDWEAVE_CACHE"] = cache
-    profiling._BUFFER_BYTES["cpu"] = SIZES
-    profiling._SAMPLE_SECONDS = 0.002
-    profiling._MAX_ROUNDS = 2
+    collective_profile._BUFFER_BYTES["cpu"] = SIZES
+    collective_profile._SAMPLE_SECONDS = 0.002
+    collective_profile._MAX_ROUNDS = 2
 
 
 def profile(cache: str, local: int) -> tuple[Cluster, bool]:
@@ -41,7 +41,7 @@ def profile(cache: str, local: int) -> tuple[Cluster, bool]:
     prepare_rank(cache)
     os.environ["LOCAL_WORLD_SIZE"] = str(local)
     first = Cluster.detect(profile=True)
-    profiling._BUFFER_BYTES["cpu"] = ()  # a second measurement would have no points
+    collective_profile._BUFFER_BYTES["cpu"] = ()  # a second measurement would have no points
     return first, Cluster.detect(profile=True) == first
 
 
@@ -113,7 +113,7 @@ def lose_a_rank(how: str, cache: str) -> None:
             def prepare(*_: Any) -> Any:
                 raise MemoryError("too much")
 
-            profiling._prepared_call = prepare
+            collective_profile._prepared_call = prepare
         elif how == "killed":
             os.kill(os.getpid(), 9)
         else:
@@ -153,14 +153,14 @@ def test_ranks_do_not_wait_for_ever_for_one_that_does_not_profile(pool: WorkerPo
 def without_a_collective(cache: str) -> Cluster:
     """A backend that lacks one kind: it fails on all ranks alike."""
     prepare_rank(cache)
-    real = profiling._prepared_call
+    real = collective_profile._prepared_call
 
     def prepare(kind: str, *rest: Any) -> Any:
         if kind == "all_to_all":
             raise RuntimeError("no such collective\nhere")
         return real(kind, *rest)
 
-    profiling._prepared_call = prepare
+    collective_profile._prepared_call = prepare
     return Cluster.detect(profile=True)
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardweave.cost_model import Cluster, Device, Level, collective_seconds
+from shardweave.cost_model.collective_profile import placements
 from shardweave.cost_model.collectives import (
     ALGORITHMS,
     alpha_beta_costs,
@@ -21,7 +22,6 @@ from shardweave.cost_model.collectives import (
     library_algorithms,
 )
 from shardweave.cost_model.measured_tables import COLLECTIVE_KINDS
-from shardweave.cost_model.profiling import placements
 from shardweave.ir.errors import ClusterError
 
 PRESETS = {name: Cluster.preset(name, nodes=4) for name in Cluster.presets()}
