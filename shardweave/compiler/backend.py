@@ -27,9 +27,9 @@ from torch import Tensor, fx, nn
 
 from shardweave.compiler.capture import extend_backward
 from shardweave.compiler.capture_errors import refuse_open_sizes
-from shardweave.compiler.compiler import Compiler, check_world, control_of
+from shardweave.compiler.compiler import Compiler, check_world, control_of, run_on_each_rank
 from shardweave.cost_model import OLD_OPTION_NAMES, Cluster, Options
-from shardweave.distributed import RuntimeMesh, run_on_all_ranks
+from shardweave.distributed import RuntimeMesh
 from shardweave.ir import SEED, Axis, Captured, CaptureError, Mesh, ParallelError, digit_size
 from shardweave.ops import Seeds, hash_seeds, seeded
 from shardweave.passes import Step, graph_hash
@@ -71,12 +71,13 @@ def sources_of(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Source
 
 def captured_from(joint: fx.GraphModule, sources: Sequence[Source], num_forward: int) -> Captured:
     """AOTAutograd's joint graph as a captured step: its inputs named, its gradients after the outputs."""
+    # 1. Name the inputs.
     graph = copied(joint)
     described = joint.graph.output_node().meta["desc"]
     named: dict[str, dict[str, str]] = {"parameter": {}, "buffer": {}, "input": {}}
     primals: list[str] = []
     tangents: dict[str, int] = {}
-    for node in _placeholders(graph.graph):
+    for node in graph.graph.find_nodes(op="placeholder"):
         what = node.meta["desc"]
         if type(what).__name__ == "TangentAOTInput":
             tangents[node.name] = described.index(what.output)
@@ -88,11 +89,13 @@ def captured_from(joint: fx.GraphModule, sources: Sequence[Source], num_forward:
                 named[source.kind][node.name] = source.name
         else:
             raise CaptureError(f"the graph has an input of the kind {type(what).__name__} ({what}): not supported")
+    # 2. Put the gradients of parameters and inputs after the outputs.
     values = graph_outputs(graph.graph)
     if not all(isinstance(value, fx.Node) for value in values[:num_forward]):
         raise CaptureError("the graph returns something that is not a tensor, which is not supported")
     gradients = {name: value for name, value in zip(primals, values[num_forward:]) if value is not None}
     graph.graph.output_node().args = ([*values[:num_forward], *gradients.values()],)
+    # 3. Fix symbolic sizes, and describe the step.
     _fix_sizes(graph.graph)
     extend_backward(graph.graph)
     graph.graph.lint()
@@ -131,7 +134,7 @@ def bind(
     """
     # 1. Split the joint graph's inputs, and bind the graphs to this rank's process groups.
     assert step.backward is not None
-    given = _placeholders(joint.graph)
+    given = joint.graph.find_nodes(op="placeholder")
     num_tangents = sum(type(node.meta["desc"]).__name__ == "TangentAOTInput" for node in given)
     primals, tangents = given[: len(given) - num_tangents], given[len(given) - num_tangents :]
     device = next(node.meta["val"].device.type for node in given if isinstance(node.meta["val"], Tensor))
@@ -158,10 +161,6 @@ def bind(
 def _runtime_mesh(mesh: Mesh, device: str, timeout: timedelta | None, _: object) -> RuntimeMesh:
     """The running world as a mesh. All steps share it, since each mesh makes process groups."""
     return RuntimeMesh(mesh, device, timeout)
-
-
-def _placeholders(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "placeholder"]
 
 
 def _replace_by_number(node: fx.Node, value: int) -> None:
@@ -201,7 +200,7 @@ def _set_outputs(module: fx.GraphModule, values: Sequence[fx.Node | None]) -> No
 
 def _fold_constants(graph: fx.Graph, first: Sequence[Any]) -> None:
     """Replace the first placeholders, where their value is a number, and the arithmetic on them, by numbers."""
-    known = {node: value for node, value in zip(_placeholders(graph), first) if isinstance(value, int)}
+    known = {node: value for node, value in zip(graph.find_nodes(op="placeholder"), first) if isinstance(value, int)}
     for node in list(graph.nodes):
         if node in known:
             _replace_by_number(node, known[node])
@@ -222,7 +221,7 @@ class _NextSeed(nn.Module):
 
 def _seed_forward(module: fx.GraphModule, seeds: Seeds) -> None:
     """Let the forward graph call for its seed instead of taking it; CaptureError if the backward needs it, too."""
-    (seed,) = (node for node in _placeholders(module.graph) if node.name == SEED)
+    (seed,) = (node for node in module.graph.find_nodes(op="placeholder") if node.name == SEED)
     if module.graph.output_node() in seed.users:
         raise CaptureError(
             "the model draws random numbers in its backward, which torch.compile cannot do with this backend: "
@@ -267,7 +266,7 @@ def _insert_agreement(
 ) -> None:
     """Insert the ranks' agreement on a call into a graph that takes `whole` inputs."""
     group = group_of_calls(mesh)
-    pairs = zip(_placeholders(module.graph), whole, strict=True)
+    pairs = zip(module.graph.find_nodes(op="placeholder"), whole, strict=True)
     found = [(node, inputs[given.name]) for node, given in pairs if given.name in inputs]
     if group is None or not ranks_agree(checks):
         return
@@ -285,7 +284,7 @@ def _take_whole_inputs(graph: fx.Graph, whole: Sequence[fx.Node], mesh: RuntimeM
     coordinates = mesh.mesh.coordinates(mesh.rank)
     tensors = [given for given in whole if isinstance(given.meta["val"], Tensor)]
     first = next(node for node in graph.nodes if node.op != "placeholder")
-    placeholders = _placeholders(graph)
+    placeholders = graph.find_nodes(op="placeholder")
     mine = [*placeholders[len(placeholders) - len(tensors) :], first]
     for given in whole:
         if not isinstance(given.meta["val"], Tensor):
@@ -443,16 +442,14 @@ class _Partition:
 
     def _capture(self, joint: fx.GraphModule, num_forward: int) -> _WholeCompiler:
         """The compiler of this graph; an error of one rank is raised on all. Collective."""
-        found: list[_WholeCompiler] = []
-
-        def start() -> None:
-            found.append(_WholeCompiler(captured_from(joint, self.sources, num_forward), self.request))
-
         groups, checks = control_of(self.request.options), self.request.options.checks
         if groups is not None and ranks_agree(checks):
             agree_on_graph(groups.exchange, None)
-        run_on_all_ranks(groups, "the capture of the model", start)
-        return found[0]
+
+        def capture() -> _WholeCompiler:
+            return _WholeCompiler(captured_from(joint, self.sources, num_forward), self.request)
+
+        return run_on_each_rank(groups, "the capture of the model", capture)
 
     def _shard(
         self, compiler: _WholeCompiler, joint: fx.GraphModule, num_forward: int
@@ -462,15 +459,13 @@ class _Partition:
         if self.request.inspect is not None:
             self.request.inspect(plan, compiled.graphs)
         timeout = self.request.options.collective_timeout
-        bound: list[tuple[fx.GraphModule, fx.GraphModule]] = []
 
-        def build() -> None:
+        def build() -> tuple[fx.GraphModule, fx.GraphModule]:
             seed = compare_graphs(compiled.step, timeout)
             given, checks = compiler.captured.inputs, compiler.options.checks
-            bound.append(bind(compiled.step, joint, num_forward, seed, timeout, given, checks))
+            return bind(compiled.step, joint, num_forward, seed, timeout, given, checks)
 
-        run_on_all_ranks(control_of(self.request.options), "making the process groups", build)
-        return bound[0]
+        return run_on_each_rank(control_of(self.request.options), "making the process groups", build)
 
 
 class _WholeCompiler(Compiler):

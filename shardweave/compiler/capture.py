@@ -15,7 +15,7 @@ import inspect
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -23,7 +23,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from shardweave.compiler.capture_errors import readable_errors, refuse_effects, refuse_values, refused, where
+from shardweave.compiler.capture_errors import (
+    capture_error,
+    module_and_line,
+    readable_errors,
+    refuse_effects,
+    refuse_values,
+)
 from shardweave.compiler.dynamo_workarounds import traceable
 from shardweave.compiler.guards import after_a_call, reads_of, recorded_effects
 from shardweave.compiler.mixed_precision import cast, cast_inputs_inside, take_cast_parameters, working_copies
@@ -60,7 +66,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
     >>> model.weight is weight
     True
     """
-    modules = [_Module.of(module) for module in model.modules()]
+    snapshots = [_snapshot(module) for module in model.modules()]
     tensors = [(tensor, tensor.requires_grad, tensor.grad) for tensor in [*model.parameters(), *model.buffers()]]
     names = [(found, set(found)) for found in _globals(model)]
     python, cpu, dtype = random.getstate(), torch.get_rng_state(), torch.get_default_dtype()
@@ -68,8 +74,8 @@ def preserved(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module in modules:
-            module.restore()
+        for restore in snapshots:
+            restore()
         for tensor, requires_grad, gradient in tensors:
             if tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
@@ -86,31 +92,24 @@ def preserved(model: nn.Module) -> Iterator[None]:
         torch.set_autocast_enabled("cpu", autocast)
 
 
-@dataclass(frozen=True)
-class _Module:
-    """A snapshot of a module: its class, its attributes, and the contents of attributes that are containers."""
+def _snapshot(module: nn.Module) -> Callable[[], None]:
+    """Record a module's class, its attributes, and the contents of attributes that are containers; returns the undo."""
+    kind, attributes = type(module), dict(vars(module))
+    contents: dict[str, Any] = {
+        name: container(value)
+        for name, value in attributes.items()
+        for container in (dict, list, set)
+        if isinstance(value, container)
+    }
 
-    module: nn.Module
-    kind: type
-    attributes: dict[str, Any]
-    contents: dict[str, dict[Any, Any] | list[Any] | set[Any]]
+    def restore() -> None:
+        if type(module) is not kind:
+            module.__class__ = kind
+        for name, before in contents.items():
+            _restore(attributes[name], before)
+        _restore(vars(module), attributes)
 
-    @classmethod
-    def of(cls, module: nn.Module) -> _Module:
-        attributes = dict(vars(module))
-        contents: dict[str, dict[Any, Any] | list[Any] | set[Any]] = {}
-        for name, value in attributes.items():
-            for kind in (dict, list, set):
-                if isinstance(value, kind):
-                    contents[name] = kind(value)
-        return cls(module, type(module), attributes, contents)
-
-    def restore(self) -> None:
-        if type(self.module) is not self.kind:
-            self.module.__class__ = self.kind
-        for name, before in self.contents.items():
-            _restore(self.attributes[name], before)
-        _restore(vars(self.module), self.attributes)
+    return restore
 
 
 def _restore(container: Any, before: dict[Any, Any] | list[Any] | set[Any]) -> None:
@@ -326,7 +325,7 @@ def _captured_step(
             if type(described.mutated_input).__name__ != "BufferAOTInput":
                 what = f"parameter {target}" if target else f"input {names[described.mutated_input.idx]}"
                 reason, way_out = f"it changes its {what} in place", f"Copy that {what.split()[0]} first (.clone())."
-                raise refused(model, reason, *where(model, value), way_out)
+                raise capture_error(model, reason, *module_and_line(model, value), way_out)
             mutated[shared.get(target, target)] = value
         elif kind == "PlainAOTOutput":
             returned.append(value)

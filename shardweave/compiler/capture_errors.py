@@ -35,14 +35,8 @@ _SHARDED = "build the model anew and pass it before it is sharded; a plan shards
 def refuse_wrapped(model: object, lazy: type[nn.Module]) -> None:
     """Raise CaptureError if `model` is not a plain module, or has a part that is compiled, wrapped or sharded already.
 
-    Submodules under `torch.compile` are captured as the modules that they wrap; only a whole model is refused.
-
-    Parameters
-    ----------
-    model : object
-        The argument that the user passes as the model.
-    lazy : type
-        The class of parallel modules that are not compiled yet.
+    Submodules under `torch.compile` are captured as the modules that they wrap; only a whole model is refused. `lazy`
+    is the class of parallel modules that are not compiled yet.
     """
     if isinstance(model, type):
         raise CaptureError(f"the model must be an nn.Module, got the class {model.__name__}: pass an instance of it")
@@ -128,7 +122,9 @@ def _defect_location(error: Exception) -> str | None:
     return found
 
 
-def refused(model: nn.Module, reason: str, module: str = "", line: str = "", way_out: str = _WAY_OUT) -> CaptureError:
+def capture_error(
+    model: nn.Module, reason: str, module: str = "", line: str = "", way_out: str = _WAY_OUT
+) -> CaptureError:
     """An error with the reason, the module, the source line and the way out."""
     where = f"in {module} ({type(model.get_submodule(module)).__name__}), " if module else ""
     hints = [hint for word, hint in HINTS.items() if word in line]
@@ -149,7 +145,7 @@ def readable_errors(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         chain = _causes(error)
         reason, way_out = _reason(chain)
-        raise refused(model, reason, _module_of(model, chain), _line(chain), way_out) from error
+        raise capture_error(model, reason, _module_of(model, chain), _line(chain), way_out) from error
 
 
 def refuse_values(model: nn.Module, node: fx.Node) -> None:
@@ -158,7 +154,7 @@ def refuse_values(model: nn.Module, node: fx.Node) -> None:
         sizes = value.shape if isinstance(value, Tensor) else (value,)
         if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
             what = "a size" if isinstance(value, Tensor) else "a number"
-            raise refused(model, f"{what} depends on the values of tensors", *where(model, node))
+            raise capture_error(model, f"{what} depends on the values of tensors", *module_and_line(model, node))
 
 
 def refuse_effects(model: nn.Module, node: fx.Node) -> None:
@@ -166,7 +162,7 @@ def refuse_effects(model: nn.Module, node: fx.Node) -> None:
     if node.target is torch.ops.higher_order.with_effects:
         what = f"{node.args[1]} acts beside the graph: it checks the values of tensors, or says them"
         way_out = "Write that line with ops that only compute, then compile again."
-        raise refused(model, what, *where(model, node), way_out)
+        raise capture_error(model, what, *module_and_line(model, node), way_out)
 
 
 def refuse_open_sizes(graph: fx.Graph) -> None:
@@ -180,8 +176,8 @@ def refuse_open_sizes(graph: fx.Graph) -> None:
                 raise CaptureError(f"a size of the graph depends on the values of tensors{line}\n{_WAY_OUT}")
 
 
-def where(model: nn.Module, node: fx.Node) -> tuple[str, str]:
-    """The module and the source line that a node comes from, as `refused` takes them."""
+def module_and_line(model: nn.Module, node: fx.Node) -> tuple[str, str]:
+    """The module and the source line that a node comes from, as `capture_error` takes them."""
     stack = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
     return _module_named(model, stack), _user_line(str(node.meta.get("stack_trace", "")))
 

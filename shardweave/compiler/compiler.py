@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -37,11 +37,13 @@ from shardweave.report import LOGGER, Reporter
 from shardweave.runtime import Batch, ParallelModule, become_parallel, named_tensors
 from shardweave.sharding import Samples, check_local_batch, global_example, inputs_with_first_size
 
+Result = TypeVar("Result")
+
 
 class Compiler:
     """One model on one cluster: captured and annotated once, then planned and lowered.
 
-    It does not keep the model, so that a plan, which keeps its compiler, does not keep the weights.
+    A plan keeps its compiler. The compiler does not keep the model, so that a plan does not keep the weights.
     """
 
     def __init__(
@@ -124,14 +126,9 @@ class Compiler:
     # -- planning
 
     def plan(self, weigh: bool = False, start: Plan | None = None) -> Plan:
-        """The best plan.
+        """The best plan. The search starts at `start`, a plan of the same model.
 
-        Parameters
-        ----------
-        weigh : bool
-            Also measure the gain of each choice for the whole step, which doubles the time of planning.
-        start : Plan, optional
-            A plan of the same model, at which the search starts.
+        With `weigh` the gain of each choice for the whole step is measured, which doubles the time of planning.
         """
         with self.progress, gc_paused():
             found = self.search.best(weigh, start)
@@ -242,17 +239,15 @@ class Compiler:
 
         The module `into`, where there is one, becomes the parallel module.
         """
-        control = control_of(self.options)
         chosen = plan or self.agreed_plan()
         lowered = self.lower_on_all_ranks(chosen)
         made = chosen.with_timeline(lambda sums: self.lowering.timeline(lowered, sums, chosen))
         call = self.captured.call
         assert call is not None
-        modules: list[ParallelModule] = []
         make: Callable[..., ParallelModule] = ParallelModule if into is None else partial(become_parallel, into)
 
-        def build() -> None:
-            module = make(
+        def place_parameters() -> ParallelModule:
+            return make(
                 model,
                 lowered.step,
                 flatten=call.flatten,
@@ -266,10 +261,8 @@ class Compiler:
                 whole=self.options.outputs == "whole",
                 check_inputs=self.options.checks,
             )
-            modules.append(module)
 
-        run_on_all_ranks(control, "placing the parameters", build)
-        return modules[0]
+        return run_on_each_rank(control_of(self.options), "placing the parameters", place_parameters)
 
     def agreed_plan(self) -> Plan:
         """Rank 0's plan, or its error, on all ranks: a time limit would give each rank another plan. Collective."""
@@ -292,14 +285,19 @@ class Compiler:
 
     def lower_on_all_ranks(self, plan: Plan) -> Compiled:
         """Lower a plan; an error of one rank is raised on all. Collective."""
-        found: list[Compiled] = []
-        run_on_all_ranks(control_of(self.options), "generating the step", lambda: found.append(self.lower(plan)))
-        return found[0]
+        return run_on_each_rank(control_of(self.options), "generating the step", lambda: self.lower(plan))
 
 
 def control_of(options: Options | None) -> Control | None:
     """The control groups of the running world, with the timeout of the options. Collective at the first call."""
     return control(options.collective_timeout if options is not None else None)
+
+
+def run_on_each_rank(groups: Control | None, doing: str, action: Callable[[], Result]) -> Result:
+    """Run `action` and return this rank's result; an error on any rank is raised on all. Collective."""
+    results: list[Result] = []
+    run_on_all_ranks(groups, doing, lambda: results.append(action()))
+    return results[0]
 
 
 def _option_reprs(options: Options) -> dict[str, str]:

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 
-from shardweave.compiler.capture_errors import INSTALLED, refused
+from shardweave.compiler.capture_errors import INSTALLED, capture_error
 from shardweave.ir import PLAIN_TYPES, Captured, CaptureError, Read, Reads
 from shardweave.ops import IndexChecks, IndexRange
 from shardweave.sharding import argument, describe, info, shape
@@ -212,7 +212,11 @@ def reads_of(module: Any, model: nn.Module, effects: Effects) -> tuple[Reads, li
         touched.setdefault(source.name, source)
     reads = Reads(list(expressions.reads.values()), expressions.names)
     # 2. Compare the writes with them. A write that nothing reads is lost, with a warning.
-    lost = [source.name for source, length in effects.lengths if _length(expressions.value_of(source, model)) != length]
+    lost = []
+    for source, length in effects.lengths:
+        container = expressions.value_of(source, model)
+        if not isinstance(container, Sized) or len(container) != length:
+            lost.append(source.name)
     changes: list[Change] = []
     for written in effects.written:
         read = [name for name in touched if any(re.fullmatch(pattern, name) for pattern in written.read_as)]
@@ -240,7 +244,7 @@ def _changed(model: nn.Module, expressions: _SourceExpressions, written: _Write,
     comparable = written.is_constant and isinstance(read, PLAIN_TYPES)
     was = f" ({read!r} now, {written.value!r} after a call)" if comparable else ""
     is_buffer = any(read is buffer for buffer in model.buffers())
-    error = refused(
+    error = capture_error(
         model,
         f"its forward reads {shown} and changes it{was}, which a captured step does not do again",
         way_out=f"Write {shown} in place, as {shown}.copy_(...)."
@@ -252,10 +256,6 @@ def _changed(model: nn.Module, expressions: _SourceExpressions, written: _Write,
     if not written.is_constant or owner is None:
         raise error
     return [Change(owner, written.key, written.is_attribute, written.value, shown, error)]
-
-
-def _length(container: Any) -> int | None:
-    return len(container) if isinstance(container, Sized) else None
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -22,12 +22,7 @@ CAST = torch.ops.aten._to_copy.default
 def working_copies(model: nn.Module, precision: Precision | None, fake: Any) -> Iterator[None]:
     """While this runs, `model` has fake parameters in the working dtype, and casts its outputs.
 
-    The parameters are restored afterwards. Buffers are not changed.
-
-    Parameters
-    ----------
-    fake : FakeTensorMode
-        The mode of the parameters.
+    The parameters are restored afterwards. Buffers are not changed. `fake` is the FakeTensorMode of the parameters.
     """
     if precision is None:
         yield
@@ -69,13 +64,7 @@ def cast(values: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_inputs_inside(graph: fx.Graph, given: Mapping[str, torch.dtype]) -> None:
-    """Let a captured graph take its inputs in the dtypes in which users pass them, and cast them itself.
-
-    Parameters
-    ----------
-    given : mapping of str to torch.dtype
-        By placeholder.
-    """
+    """Let a captured graph take its inputs in the dtypes `given` by placeholder, and cast them itself."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in [node for node in graph.nodes if node.name in given]:
         value = node.meta["val"]
@@ -91,14 +80,8 @@ def cast_inputs_inside(graph: fx.Graph, given: Mapping[str, torch.dtype]) -> Non
 def take_cast_parameters(graph: fx.Graph, parameters: Mapping[str, str], gradients: Sequence[str]) -> None:
     """Make a captured graph take parameters in the dtype that it casts them to, and return gradients in that dtype.
 
-    With ``torch.autocast`` in a model, each rank then casts its shard before it is gathered.
-
-    Parameters
-    ----------
-    parameters : mapping of str to str
-        The parameters' names, by placeholder.
-    gradients : sequence of str
-        The parameters whose gradients are the last outputs.
+    With ``torch.autocast`` in a model, each rank then casts its shard before it is gathered. `parameters` has the names
+    by placeholder, `gradients` the names of those whose gradients are the last outputs.
     """
     output = graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]

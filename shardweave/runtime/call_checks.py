@@ -44,28 +44,18 @@ class _Report:
 
 @dataclass
 class CallChecks:
-    """Checks the inputs of each call, and agrees on them with the other ranks.
-
-    Parameters
-    ----------
-    spec : StepSpec
-    mesh : RuntimeMesh
-    group : ProcessGroup, optional
-        The result of `group_of_calls`.
-    local : LocalBatch, optional
-        For ``batch="local"``; None if ranks pass the global batch, or their part of it.
-    checks : int, optional
-        The number of calls in which hashes are compared; None for all calls. If negative, ranks do not agree at all.
-    indices : IndexChecks, optional
-        Ranges of indices among the inputs. They are checked on a CPU; a GPU's kernels check them.
-    """
+    """Checks the inputs of each call, and agrees on them with the other ranks."""
 
     spec: StepSpec
     mesh: RuntimeMesh
     group: dist.ProcessGroup | None
+    """The result of `group_of_calls`."""
     local: LocalBatch | None
+    """For ``batch="local"``; None if ranks pass the global batch, or their part of it."""
     checks: int | None
+    """The number of calls in which hashes are compared; None for all calls. If negative, ranks do not agree at all."""
     indices: IndexChecks | None = None
+    """Ranges of indices among the inputs. They are checked on a CPU; a GPU's kernels check them."""
     _done: int = field(default=0, init=False)
 
     @property
@@ -249,16 +239,7 @@ class CallChecks:
 class AgreedCall(nn.Module):
     """Checks that all ranks run the same graph on the same inputs; part of a graph that takes whole inputs.
 
-    Parameters
-    ----------
-    names : sequence of str
-        The user's names of the inputs.
-    graph_hash : str
-        The hash of the generated step.
-    group : ProcessGroup
-        The result of `group_of_calls`.
-    checks : int, optional
-        The number of calls in which inputs are compared; None for all calls.
+    `names` are the user's names of the inputs, which are compared in the first `checks` calls (None: in all calls).
     """
 
     def __init__(self, names: Sequence[str], graph_hash: str, group: dist.ProcessGroup, checks: int | None) -> None:
@@ -289,14 +270,7 @@ def agree_on_graph(group: dist.ProcessGroup, graph_hash: str | None) -> None:
     """Check that all ranks run the same graph, or that all of them compile one. Collective.
 
     Otherwise a rank that compiles again, for a batch of another size, would wait for the others in the collectives of
-    planning, and they would wait for it in the collectives of the step.
-
-    Parameters
-    ----------
-    group : ProcessGroup
-        The result of `group_of_calls`.
-    graph_hash : str, optional
-        The hash of the step that this rank runs; None if it compiles one.
+    planning, and they would wait for it in the collectives of the step. `graph_hash` is None on a rank that compiles.
 
     Raises
     ------

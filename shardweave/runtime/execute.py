@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 from shardweave.distributed import COLLECTIVES, RuntimeMesh, group_of, lost_rank, raise_if_rank_lost
-from shardweave.ir import META, LostRankError, ParallelError, StepSpec, ValueSpec, axes_size
+from shardweave.ir import META, LostRankError, ParallelError, StepSpec, axes_size
 from shardweave.runtime.grad_accumulation import (
     Boxed,
     Gradients,
@@ -140,35 +140,24 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 @dataclass
 class Executor:
-    """A step bound to this rank: its graphs with real process groups, its parameters and buffers.
-
-    Parameters
-    ----------
-    spec : StepSpec
-        The calling convention.
-    coordinates : tuple of int
-        The first arguments of both graphs.
-    forward, backward : callable
-        The boxed graphs; no backward for a step that trains nothing.
-    parameters, buffers : callable
-        Return the current tensors of `spec.parameters` and `spec.buffers`, in order.
-    sources : sequence of set of int
-        For each gradient of `backward`, the outputs that it depends on; see `tangents_of_gradients`.
-    seeds : callable, optional
-        Returns the seed of a call, the same on all ranks; None for a step that draws no random numbers.
-    make_runner : callable, optional
-        Makes the `MicroBatchRunner` of a step that accumulates gradients.
-    """
+    """A step bound to this rank: its graphs with real process groups, its parameters and buffers."""
 
     spec: StepSpec
     coordinates: tuple[int, ...]
+    """The first arguments of both graphs."""
     forward: Boxed
     backward: Boxed | None
+    """None for a step that trains nothing."""
     parameters: Callable[[], list[torch.Tensor]]
+    """Returns the current tensors of `spec.parameters`, in order."""
     buffers: Callable[[], list[torch.Tensor]]
+    """Returns the current tensors of `spec.buffers`, in order."""
     sources: Sequence[frozenset[int]]
+    """For each gradient of `backward`, the outputs that it depends on; see `tangents_of_gradients`."""
     seeds: Callable[[], int] | None = None
+    """Returns the seed of a call, the same on all ranks; None for a step that draws no random numbers."""
     make_runner: Callable[[], MicroBatchRunner] | None = None
+    """Makes the `MicroBatchRunner` of a step that accumulates gradients."""
     syncs: bool = field(default=True, init=False)
     """Whether a backward reduces its gradients, or accumulates them, as under `ParallelModule.no_sync`."""
     _runner: MicroBatchRunner | None = field(default=None, init=False)
@@ -269,9 +258,9 @@ class Executor:
             first = [*self.coordinates, *self._seed()]
             results = list(self.forward([*first, *local_parameters(parameters, self.spec), *local, *inputs]))
             returned, saved = results[:count], results[count:]
-        return self._written(returned, saved)
+        return self._update_buffers(returned, saved)
 
-    def _written(self, returned: list[Any], saved: list[Any]) -> tuple[list[Any], list[Any]]:
+    def _update_buffers(self, returned: list[Any], saved: list[Any]) -> tuple[list[Any], list[Any]]:
         """Update the buffers; the outputs and the saved values, with copies of old values that the backward needs."""
         mutated = len(self.spec.mutated_buffers)
         if mutated:
@@ -321,7 +310,7 @@ class Executor:
             mutated = len(self.spec.mutated_buffers)
             parts.append(returned[mutated:])
         # 3. Update the buffers, and join the outputs.
-        self._written(returned, [])
+        self._update_buffers(returned, [])
         if tangent is None and self.syncs:
             self.runner.release()
         outputs = layouts[len(inputs) :]
@@ -354,7 +343,9 @@ class Executor:
             for index, output in enumerate(self.spec.outputs):
                 if output.differentiable:
                     ranks = axes_size(axis for axis in output.layout.shard_axes if axis in self.spec.data_axes)
-                    tangent = given[index] if index in given else _zeros(output, next(iter(given.values())).device)
+                    if (tangent := given.get(index)) is None:
+                        dtype, device = getattr(torch, output.dtype), next(iter(given.values())).device
+                        tangent = torch.zeros(output.layout.local_shape, dtype=dtype, device=device)
                     arguments.append((tangent if ranks == 1 else tangent / ranks).contiguous())
             if several:
                 found = self._accumulated(arguments, syncs)
@@ -392,7 +383,8 @@ class Executor:
         if not syncs:
             return [None] * len(parameters)
         if self.accumulates:
-            found = _summed(found, self.runner.finish())
+            pairs = zip(found, self.runner.finish(), strict=True)
+            found = [b if a is None else a if b is None else a + b for a, b in pairs]
         reached, self._sources_of_sums = self._sources_of_sums, frozenset()
         mine = [
             None if gradient is None or sources.isdisjoint(reached) else _owned(gradient, taken)
@@ -400,10 +392,6 @@ class Executor:
             if sources
         ]
         return [None if g is None else as_gradient_of(g, p) for g, p in zip(mine, parameters, strict=True)]
-
-
-def _summed(found: Gradients, more: Gradients) -> Gradients:
-    return [b if a is None else a if b is None else a + b for a, b in zip(found, more, strict=True)]
 
 
 def _owned(gradient: torch.Tensor, taken: set[int]) -> torch.Tensor:
@@ -416,10 +404,6 @@ def _owned(gradient: torch.Tensor, taken: set[int]) -> torch.Tensor:
         gradient = gradient.clone()
     taken.add(gradient.data_ptr())
     return gradient
-
-
-def _zeros(output: ValueSpec, device: torch.device) -> torch.Tensor:
-    return torch.zeros(output.layout.local_shape, dtype=getattr(torch, output.dtype), device=device)
 
 
 _RUN_TWICE = (

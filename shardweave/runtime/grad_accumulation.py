@@ -79,22 +79,13 @@ class AccumulationGraphs(Protocol):
 
 @dataclass
 class MicroBatchRunner:
-    """Runs the micro-batches of one step on this rank, and holds the values that they share.
-
-    Parameters
-    ----------
-    graphs : AccumulationGraphs
-    spec : StepSpec
-    coordinates : tuple of int
-        The coordinates of this rank.
-    bind : callable
-        Binds a graph to this rank's process groups.
-    """
+    """Runs the micro-batches of one step on this rank, and holds the values that they share."""
 
     graphs: AccumulationGraphs
     spec: StepSpec
     coordinates: tuple[int, ...]
     bind: Callable[[fx.GraphModule], Boxed]
+    """Binds a graph to this rank's process groups."""
     sums: Gradients | None = field(default=None, init=False)
     """Accumulated gradients that are not reduced yet."""
     _bound: dict[fx.GraphModule, Boxed] = field(default_factory=dict, init=False)
@@ -112,16 +103,8 @@ class MicroBatchRunner:
     ) -> tuple[list[Any], list[Any]]:
         """Run one forward: the new values of buffers with the outputs, and the saved values.
 
-        Parameters
-        ----------
-        buffers : sequence
-            The local buffers.
-        inputs : sequence of Tensor
-            The inputs of the micro-batch, then the totals.
-        step : int, optional
-            The index of the micro-batch.
-        keeps : bool
-            Keep gathered parameters for the next micro-batch.
+        `inputs` are those of the micro-batch number `step`, then the totals. If it `keeps`, gathered parameters stay
+        for the next micro-batch.
         """
         gathers = not self._is_gathered(parameters)
         given = [] if gathers else self._gathered

@@ -30,18 +30,8 @@ class LazyStorageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A copy of `model` on the CPU whose tensors get memory, and a value, at the first op on them inside this mode.
 
     Tensors that no op takes get none, so a loop over all parameters allocates nothing. `release` frees the memory.
-
-    Parameters
-    ----------
-    model : nn.Module
-        Is not changed; may be on the meta device.
-    fetch : callable
-        Takes the id of a storage and a tensor's name; returns the tensor's value, or None if it has none yet.
-
-    Attributes
-    ----------
-    model : nn.Module
-        The copy.
+    `fetch` takes the id of a storage and a tensor's name, and returns the tensor's value, or None if it has none yet.
+    The attribute `model` is the copy.
     """
 
     def __init__(self, model: nn.Module, fetch: Callable[[int, str], torch.Tensor | None]) -> None:

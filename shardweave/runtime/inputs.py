@@ -117,16 +117,8 @@ class LocalBatch:
     """Brings the samples that each rank passes to the ranks that compute them, and the outputs back.
 
     In the batch of the step, the samples of a rank stay together, in their order, as far as the plan's parts of the
-    batch allow. The samples of ranks that compute the same part are neighbours.
-
-    Parameters
-    ----------
-    spec : StepSpec
-        The calling convention for the global batch.
-    mesh : RuntimeMesh
-        Makes the process groups; all ranks must make this object together.
-    whole : bool
-        The step and a call return whole outputs, in the order of the ranks.
+    batch allow. The samples of ranks that compute the same part are neighbours. All ranks must make this object
+    together. If `whole`, the step and a call return whole outputs, in the order of the ranks.
 
     Raises
     ------

@@ -59,9 +59,9 @@ class ModuleTreeGuard:
     """Checks that the submodules of `root` are those with which the step was compiled.
 
     >>> root = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    >>> watch = ModuleTreeGuard(root)
+    >>> guard = ModuleTreeGuard(root)
     >>> root[1] = nn.GELU()
-    >>> watch.check()
+    >>> guard.check()
     Traceback (most recent call last):
     shardweave.ir.errors.ParallelError: '1' was a ReLU when the step was compiled, and is a GELU now: the step goes on \
 computing the former. Make the change on the model and compile it again
@@ -633,7 +633,7 @@ def tangents_of_gradients(backward: fx.GraphModule, spec: StepSpec) -> list[froz
     [[0, 1], [1], []]
     """
     differentiable = [index for index, output in enumerate(spec.outputs) if output.differentiable]
-    placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    placeholders = backward.graph.find_nodes(op="placeholder")
     tangents = placeholders[len(placeholders) - len(differentiable) :]
     found = {node: frozenset({index}) for node, index in zip(tangents, differentiable, strict=True)}
     for node in backward.graph.nodes:

@@ -37,16 +37,9 @@ _MODULE_DICTS = frozenset(vars(nn.Module()))
 
 
 class ModuleTreeCopy:
-    """Copies the modules of `model`, with other tensors.
+    """Copies the modules of `model`, with the new `tensors` for its parameters and buffers.
 
-    Parameters
-    ----------
-    model : nn.Module
-        Is not changed.
-    root : nn.Module
-        An empty module that becomes the copy of `model` itself.
-    tensors : mapping of Tensor to Tensor
-        The new tensor for each parameter and buffer.
+    The empty module `root` becomes the copy of `model` itself.
     """
 
     def __init__(self, model: nn.Module, root: nn.Module, tensors: Mapping[torch.Tensor, torch.Tensor]) -> None:

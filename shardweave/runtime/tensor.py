@@ -373,9 +373,9 @@ def _as_parallel(
 def _common_shardings(
     args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]
 ) -> list[Sharding] | None:
-    """The common sharding of the tensors at each index of the op's lists (one for an op on tensors); None without one.
+    """The common sharding at each index of the op's lists of tensors (one for an op on tensors); None without one.
 
-    Replicated tensors are sharded to that sharding, unless they are written.
+    Replicated tensors get that sharding, unless they are written.
     """
     lists = [
         items
@@ -530,7 +530,7 @@ def _all_reduced(value: torch.Tensor, sharding: Sharding, op: Any = dist.ReduceO
 
 
 def _unscale(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: RuntimeMesh) -> None:
-    """Unscale gradients in-sharding. All ranks see whether a gradient of any rank is not finite."""
+    """Unscale gradients, which changes them. All ranks see whether a gradient of any rank is not finite."""
     gradients, found, *scale = args
     found = found._local_tensor if isinstance(found, DTensor) else found
     func([grad._local_tensor for grad in gradients], found, *scale, **kwargs)

@@ -72,6 +72,11 @@ def path_inside(folder: Path, name: str) -> Path:
     return path
 
 
+def error_text(error: Exception) -> str:
+    """The message of a ParallelError; the type and the message of another error."""
+    return str(error) if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"
+
+
 METADATA = ".metadata"
 CHECKSUMS = "checksums.json"
 SUFFIX = ".distcp"
@@ -428,8 +433,7 @@ def _metadata_of(path: Path, file: BufferedReader) -> Metadata:
         found = _MetadataUnpickler(file).load()
         problem = _problem_of(path.parent, found)
     except Exception as error:  # unpickling damaged bytes may raise anything
-        told = str(error) if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"
-        raise ParallelError(f"{path} cannot be read: {told}") from error
+        raise ParallelError(f"{path} cannot be read: {error_text(error)}") from error
     if problem:
         raise ParallelError(f"{path} is damaged or no checkpoint's: {problem}")
     assert isinstance(found, Metadata)  # _problem_of has checked it

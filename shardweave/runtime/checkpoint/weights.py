@@ -22,7 +22,7 @@ from torch import nn
 
 from shardweave.distributed import run_on_all_ranks
 from shardweave.ir import ParallelError
-from shardweave.runtime.checkpoint.files import path_inside
+from shardweave.runtime.checkpoint.files import error_text, path_inside
 from shardweave.runtime.checkpoint.state import Piece, check_values, pieces
 from shardweave.runtime.initialise import compiled_module, control_for, initialise_tensors
 from shardweave.runtime.module import ParallelModule, gather_values
@@ -187,8 +187,7 @@ def _load(parallel: ParallelModule, path: Path, model: nn.Module | None) -> None
             stored = open_checkpoint(path, files)
             problems += _mismatches(parallel, tensors, stored)
         except Exception as error:  # unpickling may raise anything
-            told = str(error) if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"
-            problems.append(f"it cannot be read ({told})")
+            problems.append(f"it cannot be read ({error_text(error)})")
         _raise_on_all_ranks(parallel, problems, f"{path} cannot be loaded")
         if left and model is not None:
             initialise_tensors(parallel, model, 0, None, left)
@@ -206,7 +205,7 @@ def _load(parallel: ParallelModule, path: Path, model: nn.Module | None) -> None
 def save_weights(
     parallel: nn.Module, folder: str | os.PathLike[str], max_shard_bytes: float = 5e9, config: Any = None
 ) -> None:
-    """Write the whole model's weights as HuggingFace does, one file at a time. Collective; rank 0 writes.
+    """Write the whole model's weights in HuggingFace's format. Collective; rank 0 writes, one file at a time.
 
     Small models make ``model.safetensors``; larger ones ``model-00001-of-000NN.safetensors`` and so on, and
     ``model.safetensors.index.json``. Tied parameters are written once. A rank holds at most one file's tensors.
@@ -248,8 +247,7 @@ def _save(parallel: ParallelModule, folder: Path, max_shard_bytes: float, config
                 write()
             except Exception as error:
                 shutil.rmtree(scratch, ignore_errors=True)
-                told = str(error) if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"
-                problem.append(f"{folder} cannot be written: {told}")
+                problem.append(f"{folder} cannot be written: {error_text(error)}")
 
     def begin() -> None:
         check_values(parallel)
@@ -258,8 +256,10 @@ def _save(parallel: ParallelModule, folder: Path, max_shard_bytes: float, config
         shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
         scratch.mkdir(parents=True)
 
+    # 1. Make a hidden folder.
     attempt(begin)
     _raise_on_all_ranks(parallel, problem, "nothing is saved")
+    # 2. Gather and write one file after another.
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -271,6 +271,7 @@ def _save(parallel: ParallelModule, folder: Path, max_shard_bytes: float, config
             index[key] = name
         attempt(partial(save_file, whole, scratch / name, metadata={"format": "pt"}))
 
+    # 3. Write the index and the config, and rename the folder.
     def finish() -> None:
         if len(shards) > 1:
             size = sum(_bytes(tensor) for shard in shards for _, tensor in shard)
@@ -314,7 +315,7 @@ def _local_pieces(parallel: ParallelModule, name: str, tensor: torch.Tensor) -> 
 
 
 def _mismatches(parallel: ParallelModule, tensors: list[TiedTensor], stored: Mapping[str, Stored]) -> Iterator[str]:
-    """The differences between the file's tensors and the model's. Tied tensors have to be equal in the file."""
+    """The differences between the file's tensors and the model's. Tied tensors must be equal in the file."""
     if missing := [" or ".join(names) for names, _ in tensors if stored.keys().isdisjoint(names)]:
         yield f"it lacks {', '.join(missing)}"
     if unexpected := sorted(set(stored).difference(*(names for names, _ in tensors))):
