@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -62,21 +62,13 @@ class CallChecks:
     def _agrees(self) -> bool:
         return self.group is not None and ranks_agree(self.checks)
 
-    def fresh(self) -> CallChecks:
-        """The checks of a copy of the module."""
-        return replace(self)
-
     def __call__(
         self, flatten: Callable[[], Sequence[object]], running: Callable[[], Mapping[str, bool]]
     ) -> list[torch.Tensor]:
         """This rank's part of each input. Collective.
 
-        Parameters
-        ----------
-        flatten : callable
-            Returns the tensors of the call; it may raise an error.
-        running : callable
-            Returns the mode in which this rank runs the step, which all ranks must share; it may raise an error.
+        `flatten` returns the tensors of the call, `running` the mode in which this rank runs the step, which all ranks
+        must share. Both may raise an error.
 
         Raises
         ------

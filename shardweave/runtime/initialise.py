@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from shardweave.distributed import Control, control, control_of, run_on_all_ranks
+from shardweave.distributed import control, control_of, run_on_all_ranks
 from shardweave.ir import Layout, ParallelError
 from shardweave.runtime.module import ParallelModule, gather_values
 from shardweave.runtime.module_tree import copy_with_tensors, named_tensors
@@ -130,9 +130,7 @@ def initialise(parallel: nn.Module, model: nn.Module, seed: int = 0, init: Init 
     >>> torch.equal(parallel.get_parameter("0.weight"), sw.initialised(model, seed=1)[0].weight)
     True
     """
-    run_on_all_ranks(
-        control_for(parallel), "initialise", lambda: initialise_tensors(compiled_module(parallel), model, seed, init)
-    )
+    run_on_parallel_module(parallel, "initialise", lambda module: initialise_tensors(module, model, seed, init))
 
 
 def initialised(model: nn.Module, seed: int = 0, init: Init | None = None) -> nn.Module:
@@ -207,21 +205,19 @@ def initialise_tensors(
     parallel.unset.clear() if only is None else parallel.unset.difference_update(only)
 
 
-def compiled_module(parallel: nn.Module) -> ParallelModule:
-    """The ParallelModule that `compile_parallel` returned, or that its first call made."""
-    found = parallel if isinstance(parallel, ParallelModule) else getattr(parallel, "compiled", None)
-    if not isinstance(found, ParallelModule):
-        raise ParallelError(
-            f"expected what compile_parallel returns, with a captured step, got a {type(parallel).__name__}: pass "
-            "example_inputs to compile_parallel, or call its module once first"
-        )
-    return found
+def run_on_parallel_module(parallel: nn.Module, doing: str, action: Callable[[ParallelModule], object]) -> None:
+    """Run `action` on a compiled parallel module; an error on one rank is raised on all. Collective."""
 
+    def run() -> None:
+        if not isinstance(parallel, ParallelModule):
+            raise ParallelError(
+                f"expected what compile_parallel returns, with a captured step, got a {type(parallel).__name__}: pass "
+                "example_inputs to compile_parallel, or call its module once first"
+            )
+        action(parallel)
 
-def control_for(parallel: nn.Module) -> Control | None:
-    """The groups in which the ranks of a parallel module agree; the world's groups for another module."""
-    found = parallel if isinstance(parallel, ParallelModule) else getattr(parallel, "compiled", None)
-    return control_of(found.mesh) if isinstance(found, ParallelModule) else control()
+    groups = control_of(parallel.mesh) if isinstance(parallel, ParallelModule) else control()
+    run_on_all_ranks(groups, doing, run)
 
 
 def _run_initialisers(

@@ -475,7 +475,7 @@ class ParallelModule(nn.Module):
         twin: ParallelModule = object.__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
-        twin._calls = self._calls.fresh()
+        twin._calls = dataclasses.replace(self._calls)
         twin._execute = dataclasses.replace(
             self._execute,
             parameters=TensorLookup(twin, self.spec.parameters, "_parameters", self.mesh),

@@ -20,11 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from shardweave.distributed import run_on_all_ranks
 from shardweave.ir import ParallelError
 from shardweave.runtime.checkpoint.files import error_text, path_inside
 from shardweave.runtime.checkpoint.state import Piece, check_values, pieces
-from shardweave.runtime.initialise import compiled_module, control_for, initialise_tensors
+from shardweave.runtime.initialise import initialise_tensors, run_on_parallel_module
 from shardweave.runtime.module import ParallelModule, gather_values
 from shardweave.runtime.parameters import local_tensor
 from shardweave.runtime.tensor import gather
@@ -170,7 +169,7 @@ def load_weights(parallel: nn.Module, path: str | os.PathLike[str], model: nn.Mo
     ...     sw.save_weights(parallel, folder + "/saved")
     ...     sw.load_weights(parallel, folder + "/saved")
     """
-    run_on_all_ranks(control_for(parallel), "load_weights", lambda: _load(compiled_module(parallel), Path(path), model))
+    run_on_parallel_module(parallel, "load_weights", lambda module: _load(module, Path(path), model))
 
 
 def _load(parallel: ParallelModule, path: Path, model: nn.Module | None) -> None:
@@ -227,10 +226,9 @@ def save_weights(
         On all ranks, if the folder is not empty or cannot be written. No files are left then.
     """
 
-    def save() -> None:
-        _save(compiled_module(parallel), Path(folder), max_shard_bytes, config)
-
-    run_on_all_ranks(control_for(parallel), "save_weights", save)
+    run_on_parallel_module(
+        parallel, "save_weights", lambda module: _save(module, Path(folder), max_shard_bytes, config)
+    )
 
 
 def _save(parallel: ParallelModule, folder: Path, max_shard_bytes: float, config: Any) -> None:

@@ -1,4 +1,4 @@
-"""The parallel module looks like the model: its classes, attributes and methods, and what is changed has an effect."""
+"""The parallel module has the model's classes, attributes and methods, and changes of them take effect."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_the_parallel_module_is_as_the_model(pool: WorkerPool) -> None:
     pool.run(all_in_turn, nprocs=3, timeout=200)
 
 
-def test_a_skeleton_holds_nothing_of_the_model() -> None:
+def test_a_copied_module_tree_holds_nothing_of_the_model() -> None:
     model = nn.ModuleDict({"net": build()})
     old = weakref.ref(model["net"].head.weight)
     tensors = {p: nn.Parameter(p.detach().clone()) for p in model.parameters()}

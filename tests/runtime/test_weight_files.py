@@ -1,4 +1,4 @@
-"""Files of weights: what is damaged, or leads out of its folder, is refused with its name."""
+"""Files of weights: an error names a file that is damaged or outside of its folder."""
 
 from __future__ import annotations
 
