@@ -93,7 +93,7 @@ def plan(
     InfeasibleError
         Nothing fits into the memory limit: with the smallest one that would do.
     InternalError
-        A defect of shardweave; what to try meanwhile is in the message.
+        A defect of shardweave; the message says what to try meanwhile.
 
     Examples
     --------

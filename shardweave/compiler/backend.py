@@ -340,7 +340,7 @@ def shardweave(
     Raises
     ------
     ParallelError
-        As itself, not as Dynamo's BackendCompilerFailed: what `compile_parallel` raises; an unknown option.
+        As in `compile_parallel`, or for an unknown option. It is not wrapped in Dynamo's BackendCompilerFailed.
 
     Examples
     --------

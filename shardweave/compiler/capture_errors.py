@@ -1,6 +1,6 @@
 """Errors of models that cannot be captured: the reason, the module, the source line and the way out.
 
-Models that something else has compiled, wrapped or sharded before are refused first, with what to pass instead.
+`refuse_wrapped` refuses models that are compiled, wrapped or sharded already, and says what to pass instead.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Comparison:
         return self.best.step_time / self.own.step_time - 1 if self.best is not None else float("inf")
 
     def __repr__(self) -> str:
-        best = f", the best of which, {self.best.baseline}, takes {100 * self.gain:.1f} % longer" if self.best else ""
+        best = f"; the best one, {self.best.baseline}, takes {100 * self.gain:.1f} % longer" if self.best else ""
         return f"<Comparison of {self.own.plan!r} with {len(self.baselines)} baselines{best}>"
 
     def explain(self, every: bool = False) -> Report:

@@ -170,7 +170,7 @@ class Executor:
         """The graphs for gradient accumulation, made at their first use."""
         if self._runner is None:
             if self.make_runner is None:
-                raise ParallelError("this step was generated without forms that add gradients up: compile the model")
+                raise ParallelError("this step has no graphs for gradient accumulation: compile the model again")
             self._runner = self.make_runner()
         return self._runner
 

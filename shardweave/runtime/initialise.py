@@ -20,7 +20,7 @@ from shardweave.ir import Layout, ParallelError
 from shardweave.runtime.module import ParallelModule, gather_values
 from shardweave.runtime.module_tree import copy_with_tensors, named_tensors
 from shardweave.runtime.parameters import local_part, local_tensor
-from shardweave.runtime.tensor import gather
+from shardweave.runtime.tensor import gather, written_tensors
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 Init = Callable[[nn.Module], object]
@@ -45,7 +45,8 @@ class LazyStorageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def unallocated(name: str, tensor: torch.Tensor) -> torch.Tensor:
             size = tensor.untyped_storage().nbytes()
-            storage = storages.setdefault(storage_id(tensor), torch.empty(size, dtype=torch.uint8).untyped_storage())
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+            storage = storages.setdefault(storage_id(tensor), memory.untyped_storage())
             value = torch.empty(0, dtype=tensor.dtype, device="cpu")
             value.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
             self._tensors.setdefault(id(storage), []).append((name, value))
@@ -69,10 +70,7 @@ class LazyStorageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for value in tree_iter((args, kwargs)):
             if isinstance(value, torch.Tensor) and storage_id(value) in self._tensors:
                 self._allocate(storage_id(value), value.untyped_storage())
-        for index, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written = args[index] if index < len(args) else kwargs.get(argument.name)
-                self._written.update(storage_id(x) for x in tree_iter(written) if isinstance(x, torch.Tensor))
+        self._written.update(map(storage_id, written_tensors(func, args, kwargs)))
         return func(*args, **kwargs)
 
     def _allocate(self, key: int, storage: torch.UntypedStorage) -> None:

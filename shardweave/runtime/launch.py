@@ -1,11 +1,11 @@
 """Local ranks on one machine, over gloo: for notebooks, tests and the demo. Real jobs use ``torchrun``.
 
-Ranks are forked from a process that has imported torch already, so starting them takes a fraction of a second. Each
-run gets fresh processes: nothing that a run leaves behind (process groups, caches, a crashed rank) reaches the next.
+Ranks are forked from a process that has imported torch already, so they start in a fraction of a second. Each run has
+new processes: process groups, caches or a crashed rank of one run do not affect the next.
 
-`launch` forks from a clean helper process where it can, that is where the function can be imported there by name. A
-function that lives in ``__main__`` (a notebook's cell, a script) or in another function is forked from the calling
-process itself, which works everywhere but after the caller has used CUDA, or has run a backward on a machine with CUDA.
+If the function can be imported by name, `launch` forks from a clean helper process. For a function in ``__main__`` (a
+notebook's cell, a script) or in another function it forks from the calling process. That fails after the caller has
+used CUDA, or has run a backward on a machine with CUDA.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _GRACE_SECONDS = 0.3
 def launch(
     fn: Callable[..., Result], nprocs: int = 4, args: Sequence[Any] = (), timeout: float = 600.0
 ) -> list[Result]:
-    """Run ``fn(*args)`` on `nprocs` local ranks and return what each of them returned, in the order of ranks.
+    """Run ``fn(*args)`` on `nprocs` local ranks and return their results, in the order of ranks.
 
     In every rank ``torch.distributed`` is initialised with gloo over the loopback interface, and torch computes with
     one thread.
@@ -193,7 +193,7 @@ def _fork_ranks(fn: Callable[..., Any], args: Sequence[Any], nprocs: int, timeou
     if nprocs < 1:
         raise LaunchError(f"nprocs must be at least 1, got {nprocs}")
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # or every rank would print what is still buffered here
+        stream.flush()  # or every rank would print the buffered text
     context = multiprocessing.get_context("fork")
     readers: list[Connection] = []
     ranks: list[ForkProcess] = []

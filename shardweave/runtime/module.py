@@ -603,7 +603,7 @@ def agreed_seed(timeout: timedelta | None = None) -> int:
 
 def gather_values(value: Any, timeout: timedelta | None = None) -> list[Any]:
     """The values of all ranks, in order. Collective."""
-    return gather_from_ranks(value, "a comparison of what the ranks were given", timeout)
+    return gather_from_ranks(value, "a comparison of the ranks' arguments", timeout)
 
 
 def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[object]:

@@ -51,7 +51,7 @@ from shardweave.runtime.parameters import (
 aten = torch.ops.aten
 Op = torch._ops.OpOverload
 untraced = _disable_dynamo
-"""``torch.compiler.disable`` without its import of Dynamo: `torch.compile` does not trace what is marked with it."""
+"""``torch.compiler.disable`` without its import of Dynamo: `torch.compile` does not trace functions with it."""
 _UNTAGGED_POINTWISE = {
     "_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_", "_foreach_copy_", "detach", "alias", "clone",
     "_to_copy", "zeros_like", "ones_like", "full_like", "empty_like", "fill_", "zero_", "lift_fresh",
@@ -307,7 +307,8 @@ def _run(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     parallel = [tensor for tensor in tensors if type(tensor) is ParallelTensor]
     mesh = parallel[0].sharding.mesh
-    written = _written(func, args, kwargs)
+    written = written_tensors(func, args, kwargs)
+    # 1. Make the other tensors of the op parallel, and run it again.
     if len(parallel) < len(tensors):
         replaced = {}
         for tensor in tensors:
@@ -317,6 +318,7 @@ def _run(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             back = {id(new): old for old in tensors if (new := replaced.get(id(old))) is not None}
             args, kwargs = tree_map(lambda x: replaced.get(id(x), x), (args, kwargs))
             return tree_map(lambda x: back.get(id(x), x), _run(func, args, kwargs))
+    # 2. Run it on the parts if that is possible, else on gathered tensors.
     name = func._schema.name.removeprefix("aten::")
     if func is _UNSCALE:
         return _unscale(func, args, kwargs, mesh)
@@ -332,7 +334,7 @@ def _run(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _run_gathered(func, args, kwargs, written, mesh, drawn)
 
 
-def _written(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def written_tensors(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that an op changes."""
     if not func._schema.is_mutable:
         return []
@@ -390,16 +392,16 @@ def _common_shardings(
     found = []
     for column in columns:
         arrays = [tensor for tensor in column if tensor.dim()] or column[:1]
-        spread = next((tensor for tensor in arrays if tensor.sharding.layout.shard_axes), arrays[0]).sharding
+        sharding = next((tensor for tensor in arrays if tensor.sharding.layout.shard_axes), arrays[0]).sharding
         for tensor in arrays:
             layout = tensor.sharding.layout
-            if layout != spread.layout and (
+            if layout != sharding.layout and (
                 layout.shard_axes or tensor.shape != arrays[0].shape or any(tensor is other for other in written)
             ):
                 return None
         if any(tensor.shape != arrays[0].shape for tensor in arrays):
             return None
-        found.append(spread)
+        found.append(sharding)
     return found
 
 
@@ -441,7 +443,7 @@ def _run_on_parts(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], shard
 
 @cache
 def elementwise(op: Op) -> bool:
-    """Whether each element of what `op` returns or changes depends on that element of its tensors, and on scalars.
+    """Whether each element of the results of `op` depends on that element of its tensors, and on scalars only.
 
     >>> elementwise(aten.addcdiv_.default), elementwise(aten._foreach_lerp_.Scalar)
     (True, True)

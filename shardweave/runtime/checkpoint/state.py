@@ -146,32 +146,31 @@ class Writer(DefaultSavePlanner):
     def __init__(self, values: Values) -> None:
         super().__init__()
         self._values = values
-        self._tensors: dict[MetadataIndex, torch.Tensor] = {}
+        self._data: dict[MetadataIndex, torch.Tensor | bytes] = {}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """Do nothing: the values are given to ``__init__``."""
 
     def create_local_plan(self) -> SavePlan:
         items = []
-        self._bytes = {name_of(path): value for path, value in self._values.items() if isinstance(value, bytes)}
         for path, value in self._values.items():
             name = name_of(path)
             if isinstance(value, bytes):
+                self._data[MetadataIndex(name)] = value
                 items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
                 continue
             size = torch.Size(value.layout.global_shape)
             properties = TensorProperties(dtype=value.local.dtype)
             for chunk, view in value.chunks():
                 index = MetadataIndex(name, chunk.offsets)
-                self._tensors[index] = view
+                self._data[index] = view
                 data = TensorWriteData(chunk, properties, size)
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return SavePlan(items, planner_data={name_of(path): path for path in self._values})
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(self._bytes[write_item.index.fqn])
-        return self._tensors[write_item.index]
+        value = self._data[write_item.index]
+        return io.BytesIO(value) if isinstance(value, bytes) else value
 
 
 def read(files: CheckpointFiles, targets: Mapping[StatePath, Part | None]) -> dict[StatePath, Any]:
