@@ -6,10 +6,12 @@ For autograd a call of the step is one node, which takes the parameters and retu
 from __future__ import annotations
 
 import contextlib
+import copy
 import linecache
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -55,7 +57,9 @@ def boxed(constants: fx.GraphModule, graph: fx.Graph, mesh: RuntimeMesh | None =
     >>> boxed(double, double.graph)(arguments), arguments
     ([tensor(2.)], [])
     """
-    graph.set_codegen(fx.graph._BoxedCodeGen())
+    generator = copy.copy(graph._codegen)
+    generator.gen_fn_def = MethodType(_boxed_definition, generator)  # type: ignore[method-assign]
+    graph.set_codegen(generator)
     module = fx.GraphModule(constants, graph)
     run: Boxed = module.forward
 
@@ -136,6 +140,17 @@ def _raised_at(error: Exception, graph: fx.Graph) -> fx.Node | None:
 
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def _boxed_definition(_: fx.graph.CodeGen, free_vars: list[str], annotation: str, **__: object) -> str:
+    """The head of a function that takes its arguments in one list, and empties it.
+
+    torch's own `_BoxedCodeGen` keeps memory longer: the step of `tests/compiler/test_precision_memory.py` held 7.6
+    instead of 5.9 bytes a parameter (torch 2.13, CPU).
+    """
+    names = [variable.split(":")[0].split("=")[0].strip() for variable in free_vars if variable != "self"]
+    unpack = f"\n    {', '.join(names)}, = boxed" if names else ""
+    return f"def forward(self, boxed){annotation}:{unpack}\n    boxed.clear()"
 
 
 @dataclass
