@@ -182,9 +182,9 @@ def gathers(builder: Builder, name: str, depth: int, rows: int = 4) -> fx.Node:
     return value
 
 
-def bucketed(builder: Builder, outputs: Sequence[fx.Node], borders: Sequence[Sequence[str]] = ()) -> list[str]:
+def bucketed(builder: Builder, outputs: Sequence[fx.Node], cut_points: Sequence[Sequence[str]] = ()) -> list[str]:
     """The owners of what the bucketed graph moves."""
-    module = Bucket(CLUSTER, borders)(builder.module(outputs))
+    module = Bucket(CLUSTER, cut_points)(builder.module(outputs))
     verify(module, "bucket")
     return sorted(what.owner for what in collectives(module))
 
@@ -196,7 +196,7 @@ def test_no_member_of_a_bucket_needs_another() -> None:
     assert bucketed(builder, outputs) == ["a and 1 more", "a and 2 more"]
 
 
-def test_what_lies_on_different_sides_of_a_border_stays_apart() -> None:
+def test_collectives_on_different_sides_of_a_cut_point_are_not_merged() -> None:
     with FakeTensorMode():
         builder = Builder(AXES)
         outputs = [gathers(builder, name, 1) for name in "abcd"]

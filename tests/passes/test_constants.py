@@ -50,7 +50,7 @@ class Masked(nn.Module):
         return torch.where(rows * 2 >= columns, x @ self.weight, 0.0).square().sum()
 
 
-def test_a_mask_is_made_where_its_value_lies() -> None:
+def test_each_rank_makes_its_part_of_a_mask() -> None:
     """The mask of 8 x 16 never exists whole, and what the backward needs of it is not kept by the forward."""
     captured = capture(Masked(), {"x": torch.randn(8, 4)})
     module = Annotate()(captured.graph)

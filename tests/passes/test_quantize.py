@@ -209,7 +209,7 @@ def test_no_parameter_is_gathered_and_no_gradient_scattered_whole(word: str, mor
 
 
 @pytest.mark.parametrize("word", ["zero1", "zero2", "hpz:2"])
-def test_turns_share_what_was_gathered_once_a_step(word: str) -> None:
+def test_micro_batches_share_what_was_gathered_once_a_step(word: str) -> None:
     """The first turn gathers as many parameters as without, the next ones only those of each use."""
     forms = [lowered({"*": word}, micro_batches=2, quantize=each).step.micro_batch_graphs for each in (None, "zero++")]
     plain, few = (form() for form in forms if form is not None)
