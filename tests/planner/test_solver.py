@@ -7,15 +7,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shardweave as sw
+from shardweave.compiler.compiler import Compiler
 from shardweave.ir.errors import InfeasibleError, PlanError
 from shardweave.planner.problem.problem import TICKS_PER_SECOND, Candidate, Edge, Op, Problem
+from shardweave.planner.search.solver_cache import Both
 from shardweave.planner.solver.branch_and_bound import Progress, sweep
 from shardweave.planner.solver.elimination import Tables
 from shardweave.planner.solver.ilp import Program, prove, relax
-from shardweave.planner.solver.solver import Solution, solve
+from shardweave.planner.solver.solver import COARSE_GAP, Solution, solve
+from tests.models.large import LARGE
 from tests.planner.problems import brute_force, problems
 
 
@@ -227,3 +232,16 @@ def test_a_search_cut_short_is_never_called_optimal() -> None:
     assert solution.bound <= solution.objective
     assert (solution.status == "optimal") == (solution.gap == 0)
     assert all(report.bound <= report.objective for report in reports)
+
+
+def test_asking_for_a_smaller_gap_never_gives_a_slower_choice() -> None:
+    """The search for gap 0 ends early on this problem; it once kept a choice that a search for 0.1 % improves on."""
+    model, inputs = LARGE["llama (3-8B)"]()
+    inputs = {key: torch.zeros(64, 4096, dtype=value.dtype, device="meta") for key, value in inputs.items()}
+    limit = 30 * 2**30
+    options = sw.Options(precision="bf16", memory_limit=limit, micro_batches=1)
+    compiler = Compiler(model, sw.Cluster.preset("dgx-h100", nodes=8), inputs, options, None)
+    priced = compiler.search.planning(1)._priced
+    problem = Both.of(priced.computed_again, limit).overlapping.problem
+    coarse, exact = solve(problem, gap=COARSE_GAP), solve(problem, gap=0.0)
+    assert exact.objective <= coarse.objective and coarse.bound <= exact.bound * (1 + 1e-9)

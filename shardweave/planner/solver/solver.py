@@ -80,6 +80,9 @@ from shardweave.planner.solver.ilp import Program, Proof, prove
 from shardweave.planner.solver.lagrangian import least_memory
 from shardweave.planner.solver.reductions import first_of_each, with_streams
 
+COARSE_GAP = 1e-3
+"""Where a search for a smaller gap ends farther than this from its bound, a search for this gap follows."""
+
 ROUNDING_TOLERANCE = 1e-9
 """Which part of an objective its bound may lie below it by the order in which sums were taken."""
 
@@ -208,11 +211,21 @@ def solve(
             f"no choice for {len(problem.ops)} ops was found within time_limit = {time_limit:g} s: raise time_limit, "
             f"or memory_limit (now {problem.memory_limit} bytes)"
         )
+    waits = sorted(streams) if known else None
+    if gap < COARSE_GAP and bound < min(ceiling, best[0]) * (1 - COARSE_GAP):
+        # The search for a proof ended early: a search that asks for less may still find a better choice
+        left = max(0.0, start + time_limit - time.monotonic())
+        try:
+            coarse = solve(problem, left, progress, best[1], waits_for, COARSE_GAP, ceiling, rough)
+        except PlanError:  # no time is left
+            pass
+        else:
+            best, bound = min(best, (coarse.objective, coarse.choice)), max(bound, coarse.bound)
     objective, choice = best
     bound = objective if objective - bound <= ROUNDING_TOLERANCE * abs(objective) else bound
     status: Literal["optimal", "feasible"] = "optimal" if bound == objective else "feasible"
-    waits = tuple(names[stream] for stream in (sorted(streams) if known else problem.busiest(choice)))
-    return Solution(choice, objective, bound, status, time.monotonic() - start, waits)
+    waits_for = tuple(names[stream] for stream in waits or problem.busiest(choice))
+    return Solution(choice, objective, bound, status, time.monotonic() - start, waits_for)
 
 
 def _waits_for(problem: Problem, streams: set[int], choice: Sequence[int]) -> bool:
