@@ -119,6 +119,7 @@ def stop_in(plan: sw.Plan, stage: str, last: int, folder: Path) -> tuple[str, fl
     mine = dist.get_rank() == last
 
     def halt(owner: Any, name: str) -> None:
+        assert hasattr(owner, name)
         if mine:
             setattr(owner, name, lambda *_, **__: stop())
 
@@ -126,7 +127,7 @@ def stop_in(plan: sw.Plan, stage: str, last: int, folder: Path) -> tuple[str, fl
         halt(Compiler, "plan")
         return lost(lambda: sw.compile_parallel(Model(), plan.cluster, X, options=sw.Options(timeout=TIMEOUT)))
     if stage == "placing":
-        halt(state, "_place")
+        halt(state, "_distributed")
         return lost(lambda: compiled(plan, timeout=timedelta(seconds=TIMEOUT)))
     parallel = compiled(plan, timeout=TIMEOUT)
     if stage == "load_checkpoint":
@@ -249,7 +250,7 @@ def test_what_fails_on_one_rank_is_raised_on_all(pool: WorkerPool, plan: Callabl
 
 def fail_between_collectives(plan: sw.Plan) -> str:
     """Rank 1 has no memory for a parameter that the others wait for."""
-    original, calls = state._place, []
+    original, calls = state._distributed, []
 
     def place(*args: Any) -> Tensor:
         calls.append(args)
@@ -257,9 +258,9 @@ def fail_between_collectives(plan: sw.Plan) -> str:
             raise MemoryError("the device is full")
         return original(*args)
 
-    state._place = place
+    state._distributed = place
     _, message = raised(lambda: compiled(plan))
-    state._place = original
+    state._distributed = original
     assert float(compiled(plan)(X)) == pytest.approx(Model()(X).item(), rel=1e-12), "all ranks are there: go on"
     return message
 
