@@ -157,11 +157,11 @@ class Failure:
     def of(cls, error: Exception | CheckpointException) -> Failure:
         """The failure of this rank."""
         if isinstance(error, CheckpointException):  # has the errors of all ranks
-            messages = sorted({_message(why) for why, _ in error.failures.values()})
+            messages = sorted({error_text(why) for why, _ in error.failures.values()})
             more = f"; and {len(messages) - 3} more like these" if len(messages) > 3 else ""
             return cls("; ".join(messages[:3]) + more)
         if not isinstance(error, ParallelError):
-            return cls(_message(error))
+            return cls(error_text(error))
         try:
             pickle.dumps((type(error), vars(error)))
         except Exception:  # a class made in a function, or whatever an attribute's __reduce__ raises
@@ -175,7 +175,8 @@ class Failure:
         return found
 
 
-def _message(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
+    """The message of a ParallelError; the type and the message of another error."""
     return str(error) if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"
 
 

@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 
+from shardweave.distributed import error_text
 from shardweave.ir import ParallelError
 
 
@@ -70,11 +71,6 @@ def path_inside(folder: Path, name: str) -> Path:
             "itself there, or name the folder that it is in"
         )
     return path
-
-
-def error_text(error: Exception) -> str:
-    """The message of a ParallelError; the type and the message of another error."""
-    return str(error) if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"
 
 
 METADATA = ".metadata"

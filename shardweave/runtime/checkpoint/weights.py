@@ -20,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from shardweave.distributed import error_text
 from shardweave.ir import ParallelError
-from shardweave.runtime.checkpoint.files import error_text, path_inside
+from shardweave.runtime.checkpoint.files import path_inside
 from shardweave.runtime.checkpoint.state import Piece, check_values, pieces
 from shardweave.runtime.initialise import initialise_tensors, run_on_parallel_module
 from shardweave.runtime.module import ParallelModule, gather_values
