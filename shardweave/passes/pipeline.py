@@ -363,7 +363,8 @@ class _Lowering:
         """The passes after `Shard` that options ask for, in the order of `PASSES`."""
         overlap, step = self.options.overlap, sharded_step(sharded)
         ablation = overlap.ablation
-        passes: list[Pass] = [Recompute(overlap.recompute, {*step.gathered_once}, ablation.regather_in_recompute)]
+        once, again = {*step.gathered_once}, ablation.regather_in_recompute
+        passes: list[Pass] = [Recompute(overlap.recompute, once, again, self.mesh.slice_axes)]
         if self.mesh.unrolled_axes:
             passes.append(UnrollSubBatches(self.mesh.unrolled_axes))
         if overlap.keep_gathered:

@@ -5,7 +5,8 @@ again in the backward. In mode ``"fine"`` their results are saved as well, so th
 communication (Oases, section 3.2). The recomputed nodes and the gradients are in one backward graph: the scheduler may
 recompute one layer while the gradients of another are being reduced.
 
-A recomputed node shares the all-gathers of the backward, unless `regather_in_recompute` asks for its own.
+A recomputed node shares the all-gathers of the backward, unless `regather_in_recompute` asks for its own. It never
+shares those of an op in slices: all slices would be gathered at once, which is what slices are to avoid.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from shardweave.ir import META, RecomputeMode
+from shardweave.ir import META, Axis, RecomputeMode
+from shardweave.ops import coordinate
 from shardweave.passes.base import Pass, Property
 from shardweave.passes.spmd_builder import remove_dead, sort_by_place
 from shardweave.sharding import graph_outputs, info, is_start, is_wait, last_match, layer_of
@@ -44,6 +46,8 @@ class Recompute(Pass):
     regather_in_recompute : bool
         Recomputed nodes gather parameters for themselves. ZeRO-3 then gathers a third time, as OSDP (arXiv 2209.13258,
         section 2) and AxoNN (arXiv 2305.13525, section IV-D) say of activation checkpoints.
+    slice_axes : tuple of Axis
+        The axes of slices, which are unrolled later.
     """
 
     name = "recompute"
@@ -51,9 +55,13 @@ class Recompute(Pass):
     modes: Mapping[str, RecomputeMode] = field(default_factory=dict)
     gathered_once: Collection[str] = ()
     regather_in_recompute: bool = False
+    slice_axes: tuple[Axis, ...] = ()
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        _Recomputation(graph_module.graph, self.mode, self.gathered_once).write(share=not self.regather_in_recompute)
+        recomputation = _Recomputation(graph_module.graph, self.mode, self.gathered_once)
+        if not self.regather_in_recompute:
+            recomputation.share_gathers(self.slice_axes)
+        recomputation.write()
         remove_dead(graph_module.graph)
         graph_module.graph.lint()
         graph_module.recompile()
@@ -96,20 +104,26 @@ class _Recomputation:
         mine = region_of(node)
         return any(user in self.modes and region_of(user) != mine for user in node.users)
 
-    def write(self, *, share: bool) -> None:
-        """Let the backward read recomputed copies of values that are not saved.
-
-        With `share`, copies read the backward's own all-gathers of parameters.
-        """
-        if all(mode == "none" for mode in self.modes.values()):
-            return
-        late = [node for node in self.graph.nodes if info(node).backward and node.op == "call_function"]
+    def share_gathers(self, slice_axes: Collection[Axis]) -> None:
+        """Let recomputed copies read the backward's own all-gathers of parameters that are gathered whole."""
+        coordinates = {coordinate(axis.name) for axis in slice_axes}
         gathers: set[fx.Node] = set()
-        for node in late if share else ():
-            if all(source.op != "call_function" or source in gathers for source in node.all_input_nodes):
+        for node in self._late_nodes():
+            sources = node.all_input_nodes
+            is_sliced = any(source.name in coordinates for source in sources)
+            if not is_sliced and all(source.op != "call_function" or source in gathers for source in sources):
                 self.known.setdefault(computation_key(node, node.args, node.kwargs), node)
                 gathers.add(node)
-        for node in late:
+
+    def _late_nodes(self) -> list[fx.Node]:
+        """The nodes of the backward."""
+        return [node for node in self.graph.nodes if info(node).backward and node.op == "call_function"]
+
+    def write(self) -> None:
+        """Let the backward read recomputed copies of values that are not saved."""
+        if all(mode == "none" for mode in self.modes.values()):
+            return
+        for node in self._late_nodes():
             for source in list(node.all_input_nodes):
                 if source in self.modes and source not in self.kept:
                     node.replace_input_with(source, self._copy(source, self.place[node]))
