@@ -4,7 +4,13 @@ timeline, and the profiling of a running machine; and `Options`. May import `ir`
 
 from shardweave.cost_model.cluster import Cluster, ClusterLike
 from shardweave.cost_model.cluster_description import short_repr
-from shardweave.cost_model.collectives import Demand, collective_seconds, crossed_level, group_extents
+from shardweave.cost_model.collectives import (
+    Demand,
+    collective_demand,
+    collective_seconds,
+    crossed_level,
+    group_extents,
+)
 from shardweave.cost_model.kernel_scratch import allocated_bytes
 from shardweave.cost_model.machine import Device, Level, Machine
 from shardweave.cost_model.measured_tables import CollectiveTable, Curve, Measured, OpTable, OpTime
@@ -66,6 +72,7 @@ __all__ = [
     "Work",
     "ZERO_PLUS_PLUS",
     "bytes_seconds",
+    "collective_demand",
     "collective_seconds",
     "crossed_level",
     "flops_by_op",

@@ -5,11 +5,13 @@
 
 from shardweave.passes.codegen import Step, graph_hash
 from shardweave.passes.pipeline import Compiled, Shards, layer_multiplicity, lower, with_times
+from shardweave.passes.quantize import QUANTIZATION_BLOCK, quantization_stages
 from shardweave.passes.recompute import region_of
 from shardweave.passes.schedule import RepeatedLayers
 from shardweave.passes.step_boundary import Annotated, annotate, join_names
 
 __all__ = [
+    "QUANTIZATION_BLOCK",
     "Annotated",
     "Compiled",
     "RepeatedLayers",
@@ -20,6 +22,7 @@ __all__ = [
     "join_names",
     "layer_multiplicity",
     "lower",
+    "quantization_stages",
     "region_of",
     "with_times",
 ]

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 custom_ops = torch.ops.shardweave
 
-BLOCK = 256
+QUANTIZATION_BLOCK = 256
 """Elements in a block. A float32 scale adds 1.6 % to a block of int8, and 3.1 % to one of int4."""
 
 
@@ -54,7 +54,7 @@ class Quantize(Pass):
     name = "quantize"
     requires: ClassVar[frozenset[Property]] = frozenset({"local"})
     bits: Mapping[Quantized, int] = field(default_factory=dict)
-    block: int = BLOCK
+    block: int = QUANTIZATION_BLOCK
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         graph, known = graph_module.graph, dict[object, Any]()
@@ -74,11 +74,11 @@ class Quantize(Pass):
         return graph_module
 
 
-def stages(axes: Sequence[Axis]) -> list[tuple[Axis, ...]]:
+def quantization_stages(axes: Sequence[Axis]) -> list[tuple[Axis, ...]]:
     """The axes of a process group by level of the machine, the innermost level first; in a level, outermost first.
 
     >>> axes = Axis("node0", 2, 4), Axis("gpu1", 2, 2), Axis("gpu0", 2, 1)
-    >>> [" ".join(axis.name for axis in stage) for stage in stages(axes)]
+    >>> [" ".join(axis.name for axis in stage) for stage in quantization_stages(axes)]
     ['gpu1 gpu0', 'node0']
     """
     inside_out = sorted(axes, key=lambda axis: axis.stride)
@@ -129,7 +129,7 @@ class _Rewrite:
         source, rows = self.start.all_input_nodes[0], axes_size(self.collective.axes)
         sizes = sizes_of_parts(source, rows)
         with self.graph.inserting_before(wait):
-            for axes in stages(self.collective.axes):
+            for axes in quantization_stages(self.collective.axes):
                 both, ranks = self._quantized(source, sizes), axes_size(axes)
                 rows //= ranks
                 moved = [self._moved("all_to_all", self._by_rank(each, rows, ranks), axes) for each in both]

@@ -18,7 +18,7 @@ from shardweave.cost_model.op_work import node_work
 from shardweave.cost_model.options import Options
 from shardweave.ir import Ablation, Mesh, Quantized, axes_size
 from shardweave.passes.pipeline import Compiled, lower
-from shardweave.passes.quantize import Quantize, stages
+from shardweave.passes.quantize import Quantize, quantization_stages
 from shardweave.passes.verify import verify
 from shardweave.planner.problem.candidates import forced_strategies
 from shardweave.sharding.graphs import copied, copied_from, info, is_start, is_wait
@@ -72,7 +72,7 @@ def test_a_sum_is_within_the_bound_of_its_stages(rng: random.Random, sizes: Any,
     sums = [x.double().reshape(world, -1) for x in inputs]
     errors = [torch.zeros_like(x) for x in sums]
     rows = world
-    for axes in stages(mesh.axes):
+    for axes in quantization_stages(mesh.axes):
         half = [half_steps(x.abs() + error, bits, block) for x, error in zip(sums, errors)]
         rows //= axes_size(axes)
         groups = [mesh.group_ranks(axes, rank) for rank in range(world)]
@@ -200,7 +200,7 @@ def test_no_parameter_is_gathered_and_no_gradient_scattered_whole(word: str, mor
         floats = [what for what, dtype in noted(after) if dtype.is_floating_point and what.kind != "all_reduce"]
         assert all(what.scales for what in floats if what.cause != "activation")
         scatters = [what for what, _ in noted(before) if what.kind == "reduce_scatter" and what.cause == "gradient"]
-        pairs = sum(len(stages(what.axes)) for what in scatters)
+        pairs = sum(len(quantization_stages(what.axes)) for what in scatters)
         assert has["all_to_all", "gradient", torch.uint8] == has["all_to_all", "gradient", FULL] == pairs
         assert not any(kind == "reduce_scatter" and cause == "gradient" for kind, cause, _ in has)
         assert waits_once(after)
