@@ -70,7 +70,7 @@ def test_what_hides_costs_nothing_but_what_it_slows_down_until_its_links_are_ful
     """The windows against `Streams`: compute beside one collective takes what both say."""
     windows = Windows(["gpu"], slowdown=1.25, drag=drag)
     for moved in (0.0, 0.5, 1.0, 1.25, 2.0):
-        links = np.array([[0.0, moved], [0.0, 0.0]])
+        links = np.array([[0.0, moved, 0.0], [0.0, 0.0, 0.0]])
         forward = windows.loads(windows.computed(1.0, 0.0) + windows.hidden(links))[:2]
         streams, transfer = Streams(Contention(1.25, drag)), Transfer("gpu0", Demand(0.0, moved, {"gpu": 1.0}))
         if moved:

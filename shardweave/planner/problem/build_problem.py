@@ -30,6 +30,7 @@ from shardweave.ir import (
     Axis,
     BoundRule,
     Layout,
+    LayoutError,
     Mesh,
     PlanError,
     RecomputeMode,
@@ -58,7 +59,9 @@ from shardweave.sharding import (
     follow,
     info,
     is_view,
+    last_match,
     linear_in,
+    matches,
     source_of,
     tensor_args,
 )
@@ -188,6 +191,8 @@ class Variable:
     op: Op | None = None
     node: fx.Node | None = None
     strategies: list[Strategy] = field(default_factory=list)
+    kept_slices: list[int] = field(default_factory=list)
+    """How many slices of the parameter each of the strategies keeps gathered from the forward to the backward."""
     prices: OpPrices | None = None
     ports: list[dict[str, Assignment]] = field(default_factory=list)
     port_of: list[int] = field(default_factory=list)
@@ -200,6 +205,8 @@ class Variable:
     """Of a layer's recomputation, in which case it has none of the others."""
     degrees: tuple[int, ...] = ()
     """Of the border (`planner.returned`), in which case it has none of the others."""
+    origins: tuple[int, ...] = ()
+    """The port of the same variable without a choice of recomputation that each port comes from, if there are more."""
 
 
 @dataclass
@@ -223,7 +230,7 @@ class Rows:
     def __init__(self, windows: Windows, micro_batch_count: int) -> None:
         self.windows, self.micro_batch_count = windows, micro_batch_count
         self._candidates: dict[object, tuple[Candidate, ...]] = {}
-        self._tables: dict[tuple[int, bool], Floats] = {}
+        self._tables: dict[tuple[int, bool, int], Floats] = {}
 
     def row(self, variable: Variable) -> Row:
         """A variable's row."""
@@ -233,11 +240,14 @@ class Rows:
             self._candidates[key] = tuple(self._written(variable))
         return Row(variable.name, self._candidates[key], re.sub(r"\d+", "*", variable.name))
 
-    def edge(self, producer: int, consumer: int, links: Links, whole_batch: bool = False) -> Edge:
-        """What changes of layout take; where all sub-batches are taken at once, none computes meanwhile."""
-        key = id(links), whole_batch
+    def edge(self, producer: int, consumer: int, links: Links, whole_batch: bool, beside: Floats | None) -> Edge:
+        """What changes of layout take; where all sub-batches are taken at once, none computes meanwhile.
+
+        Gradients of the consumer's inputs move `beside` so many seconds of its own products, by its port.
+        """
+        key = id(links), whole_batch, id(beside)
         if key not in self._tables:
-            activations = self.windows.activations(links, whole_batch)
+            activations = self.windows.activations(links, whole_batch, 0.0 if beside is None else beside)
             self._tables[key] = self.windows.loads(self.micro_batch_count * activations)
         loads = self._tables[key]
         return Edge(producer, consumer, np.zeros(loads.shape[1:]), loads)
@@ -250,6 +260,7 @@ class Rows:
         if prices is not None:
             costs = costs + prices.costs
             states, left = states + prices.state_bytes, prices.gradient_bytes
+            saved = saved + prices.kept_bytes
             # At its own products gradients besides: what follows, such as a loss, may have larger values then
             own = variable.product[ports].astype(int)
             transient = np.maximum(transient + prices.gathered_bytes, own + prices.transient_bytes)
@@ -259,13 +270,13 @@ class Rows:
             loads[-len(OPTIMIZER) :] = prices.optimizer
         strategies: Sequence[Strategy | None] = variable.strategies or [None] * len(ports)
         columns = zip(
-            strategies, states.tolist(), saved.tolist(), left.tolist(), transient.tolist(), variable.port_of,
-            loads.T.tolist(),
+            strategies, variable.kept_slices or [0] * len(ports), states.tolist(), saved.tolist(), left.tolist(),
+            transient.tolist(), variable.port_of, loads.T.tolist(),
         )  # fmt: skip
         return [
-            Candidate(str(strategy or next(iter(variable.ports[port].values()))), 0.0, state, keeps, holds, port, port,
-                      strategy, tuple(load), leaves)
-            for strategy, state, keeps, leaves, holds, port, load in columns
+            Candidate(f"{strategy or next(iter(variable.ports[port].values()))}{f', {kept} kept' if kept else ''}", 0.0,
+                      state, keeps, holds, port, port, (strategy, kept) if kept else strategy, tuple(load), leaves)
+            for strategy, kept, state, keeps, leaves, holds, port, load in columns
         ]  # fmt: skip
 
 
@@ -280,7 +291,7 @@ class Edges:
         mesh = cluster.mesh()
         timed = with_times(Mesh(tuple(sorted(mesh.axes, key=lambda axis: -axis.stride))), options)
         self.legal_mesh, self.mesh = timed, replace(timed, sub_batch_axes=())
-        self.prices = Prices(self.mesh, cluster)
+        self.prices = Prices(self.mesh, cluster, options.overlap.quantize)
         self.windows = Windows.of(cluster, self.prices.levels, options.overlap)
         self.facts = Facts(annotated, cluster)
         self.variables: list[Variable] = []
@@ -297,18 +308,24 @@ class Edges:
 
     def edges(self, rows: Rows) -> tuple[Edge, ...]:
         """The edges that cost anything."""
+        beside = [each.prices.independent_seconds if each.prices else None for each in self.variables]
         return tuple(
-            rows.edge(*ends, links, not self.whole_batch.isdisjoint(ends))
+            rows.edge(*ends, links, not self.whole_batch.isdisjoint(ends), beside[ends[1]])
             for ends, links in sorted(self._edges.items())
             if links.any()
         )
+
+    def parts(self, is_whole_batch: bool) -> int:
+        """In how many parts, one after another, a value is computed and moved: the sub-batches."""
+        return 1 if is_whole_batch else self.options.overlap.sub_batches
 
     def change(
         self, argument: fx.Node, wants: Sequence[Layout], gradients: Sequence[Layout], whole_batch: bool
     ) -> tuple[int, Costs]:
         """A number for where a value is wanted by port, and what it takes to bring it there, and its gradient back."""
         haves = [port[0] for port in self.lies[argument]]
-        links = self.prices.pairs(haves, wants, gradients, argument.meta["val"].element_size())
+        parts = self.parts(whole_batch)
+        links = parts * self.prices.pairs(haves, wants, gradients, argument.meta["val"].element_size() / parts)
         return self.number(tuple(wants)), self.windows.activations(links, whole_batch)
 
     def edges_into(
@@ -325,16 +342,18 @@ class Edges:
                 continue
             source = self.follows[argument]
             shared = self.facts.readers[root_of(argument)] if node in self.facts.roles else 1
-            key = self.signatures[argument], signature, position, shared
+            parts = self.parts(not self.whole_batch.isdisjoint((source, number)))
+            key = self.signatures[argument], signature, position, shared, parts
             if key not in self._changes:
                 haves, wanted = [port[0] for port in self.lies[argument]], [want[position] for want in wants]
-                back, itemsize = [gradient[position] for gradient in gradients], argument.meta["val"].element_size()
+                back = [gradient[position] for gradient in gradients]
+                itemsize = argument.meta["val"].element_size() / parts
                 links = self.prices.table(haves, wanted, back, itemsize)
                 for idle, ports in self._idle(source).items():
                     # Its backward computes with a part of the gradient, too, and sums what becomes of it
-                    parts = [without_axes(gradient, set(idle)) for gradient in back]
-                    links[1][:, ports] = self.prices.gradients(parts, [haves[port] for port in ports], itemsize)
-                self._changes[key] = links / shared
+                    partial = [without_axes(gradient, set(idle)) for gradient in back]
+                    links[1][:, ports] = self.prices.gradients(partial, [haves[port] for port in ports], itemsize)
+                self._changes[key] = parts * links / shared
             links = self._changes[key]
             if source == number:
                 diagonal = np.diagonal(links, axis1=2, axis2=3)
@@ -447,7 +466,7 @@ class Costing(Edges):
         known = self._priced.get(signature)
         if known is None:
             mesh = op.mesh_of(self.legal_mesh, self.options.overlap.exclude_from_sub_batches)
-            options = self.forced.get(op.name) or legal(op, mesh)
+            options = self.in_slices(op, self.forced.get(op.name) or legal(op, mesh))
             if not options:
                 devices, sizes = self.mesh.world_size, list(op.sizes.values())
                 raise PlanError(
@@ -463,16 +482,71 @@ class Costing(Edges):
         )
 
     def spread(self, variable: Variable, strategies: list[Strategy]) -> Variable:
-        """An op's row with these strategies, priced."""
+        """An op's row with these strategies, each with the gathers that it may keep, priced."""
         op = variable.op
         assert op is not None
-        shapes = [tuple(self.facts.shapes[name].shape) for name in (op.parameter, *op.companions)]
-        whole = self.annotated.captured.whole
-        parameters = Parameters(shapes, self._element(op), self.options.optimizer_bytes, whole, self.facts.beside(op))
+        options = [(strategy, kept) for strategy in strategies for kept in self._kept(op, strategy, strategies)]
+        strategies, kept_slices = [strategy for strategy, _ in options], [kept for _, kept in options]
+        names = op.parameter, *op.companions
+        parameters = Parameters(
+            [tuple(self.facts.shapes[name].shape) for name in names],
+            [self.facts.is_read_again(name) for name in names],
+            self._element(op),
+            self.options.optimizer_bytes,
+            self.annotated.captured.whole,
+            self.facts.beside(op),
+            self.options.ablation.regather_in_recompute,
+        )
         ports, port_of = spread(op, strategies, self.mesh)
-        shared, ends = self._shared(op), self.facts.ends(op)
-        prices = price_op(op, strategies, ports, port_of, parameters, self.prices, self.windows, shared, ends)
-        return replace(variable, strategies=strategies, prices=prices, ports=ports, port_of=port_of)
+        prices = price_op(
+            op,
+            strategies,
+            kept_slices,
+            ports,
+            port_of,
+            parameters,
+            self.prices,
+            self.windows,
+            self._shared(op),
+            self.facts.ends(op),
+            self.parts(any_covers(self.options.overlap.exclude_from_sub_batches, op.name)),
+        )
+        return replace(
+            variable, strategies=strategies, kept_slices=kept_slices, prices=prices, ports=ports, port_of=port_of
+        )
+
+    def in_slices(self, op: Op, strategies: Sequence[Strategy]) -> list[Strategy]:
+        """The strategies in as many slices as the options say: those that these do not divide stay whole."""
+        slices = 1
+        for pattern, count in self.options.overlap.operator_slices.items():
+            slices = count if matches(pattern, op) else slices
+        if slices == 1:
+            return list(strategies)
+        return [replace(each, slices=slices) if self.fits_slices(op, each, slices) else each for each in strategies]
+
+    def fits_slices(self, op: Op, strategy: Strategy, slices: int) -> bool:
+        """Whether the number of slices divides one of the op's loops."""
+        try:
+            op.slice_atom(strategy, self.mesh, slices)
+        except LayoutError:
+            return False
+        return True
+
+    def _kept(self, op: Op, strategy: Strategy, strategies: Sequence[Strategy]) -> Sequence[int]:
+        """How many slices of its parameter an op may keep gathered: as the options say, or any number.
+
+        Not where another of its strategies, which gathers once a step, does the same.
+        """
+        if strategy.rest == 1 or not self.facts.is_read_again(op.parameter):
+            return [0]
+        if self.options.keep_gathered is not None:
+            return [min(strategy.slices, last_match(self.options.overlap.keep_gathered, op.parameter, 0))]
+        if strategy.degree > 1:
+            return [0]
+        once = replace(strategy, grid=replace(strategy.grid, z=1, data=strategy.grid.z * strategy.grid.data), rest=1,
+                       gradients=strategy.states, slices=1)  # fmt: skip
+        is_needless = self.options.micro_batch_count == 1 and once in strategies
+        return range(strategy.slices if is_needless else strategy.slices + 1)
 
     def _element(self, op: Op) -> Sizes:
         """What an element of its parameters takes."""
@@ -524,7 +598,9 @@ class Costing(Edges):
 
     def _computed(self, node: fx.Node, assignments: Sequence[Assignment]) -> Costs:
         """Computing a node at each of these assignments, forward and backward."""
-        seconds = np.array([self.prices.compute(node, assignment) for assignment in assignments])
+        factor, parts = self.facts.batch_factor(node), self.parts(self.is_undivided(node))
+        batch = (factor,) if factor else ()
+        seconds = np.array([self.prices.compute(node, assignment, batch, parts) for assignment in assignments])
         return self.windows.computed(seconds, self.facts.backward_ratio(node) * seconds)
 
     def _ends_sums(self, node: fx.Node, bound: BoundRule, arguments: Sequence[fx.Node]) -> bool:
@@ -550,9 +626,9 @@ class Costing(Edges):
         whole = {f.name for f in bound.factors if f.blocked}
         rows = local_numel(choice.outputs[0]) // max(1, math.prod(bound.factor(name).size for name in whole))
         itemsize = tensor_outputs(node)[0].element_size()
-        level, seconds = self.prices.collective("all_reduce", axes, max(1, rows) * itemsize)
-        sums = np.zeros((2, 1 + len(self.prices.levels)))
-        sums[:, 1 + level] = (SOFTMAX_PASSES - 1) * seconds, seconds
+        parts = self.parts(self.is_undivided(node))
+        one = parts * self.prices.collective("all_reduce", axes, max(1, rows // parts) * itemsize)
+        sums = np.stack([(SOFTMAX_PASSES - 1) * one, one])
         costs += SOFTMAX_PASSES * work + self.windows.activations(sums, self.is_undivided(node))
 
     def _join(self, node: fx.Node, bound: BoundRule, arguments: Sequence[fx.Node]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import cast
 
 from shardweave.cost_model import Forced, Options
@@ -19,32 +20,54 @@ from shardweave.sharding import ColumnRowStrategies, Op, matches, unmatched_patt
 
 
 def strategies(mesh: Mesh, experts: bool = False) -> Iterator[Strategy]:
-    """Every strategy on `mesh`: each grid with its parameters resting replicated, over z, or over z and data.
+    """Every strategy on `mesh`, with `experts` also those that spread experts.
 
-    The last also with the optimizer's states there alone: gathered once a step, and whole until its end (ZeRO-2). Where
-    gradients of micro-batches add up, also with these whole (ZeRO-1), and with each two of the factors of AMSP's
-    section IV-B alike and the third between, each over the devices of a node or over all: states inside of a node, of
-    parameters that are whole; parameters inside of a node, of states over all devices, their gradients with either.
-
-    With `experts` also those that spread experts.
+    Of a data parallel grid each pair of shard degrees of AMSP's section IV-B for parameters and optimizer states; where
+    gradients of micro-batches add up, with gradients sharded as either. Of other grids the parameters rest replicated,
+    over z, or over z and data, and the states as they do, or over all devices.
 
     >>> len(list(strategies(Mesh.of_levels([("gpu", 4)]))))
-    18
+    16
     """
     axes = sorted(mesh.axes, key=lambda axis: axis.stride)
+    adds_up = bool(mesh.micro_batch_axes)
     for first in range(len(axes) + 1):
         for second in range(first, len(axes) + 1):
             inner, outer, rest = axes[:first], axes[first:second], axes[second:]
             if not inner and outer:
                 continue  # the same as one run
             sizes = axes_size(inner), axes_size(outer)
-            orders = {(sizes[0], sizes[1], False), (sizes[1], sizes[0], True)}
+            orders = {(sizes[0], sizes[1], False), (sizes[1], sizes[0], bool(inner))}
             for x, y, y_inside in sorted(orders):
                 for third in range(len(rest) + 1 if experts else 1):
-                    grid = Grid(x, y, experts=axes_size(rest[:third]))
-                    yield from _rests(grid, y_inside, rest[third:])
-                    if mesh.micro_batch_axes:
-                        yield from _adding_up(replace(grid, data=axes_size(rest[third:])), y_inside, rest[third:])
+                    grid, free = Grid(x, y, experts=axes_size(rest[:third])), rest[third:]
+                    yield from _states_alike(grid, y_inside, free)
+                    if grid.x == grid.y == grid.experts == 1:
+                        yield from _states_apart(replace(grid, data=axes_size(free)), free, adds_up)
+                    elif adds_up:
+                        yield from _adding_up(replace(grid, data=axes_size(free)), y_inside, free)
+
+
+def _states_alike(grid: Grid, y_inside: bool, free: list[Axis]) -> Iterator[Strategy]:
+    """Parameters that rest as their states do, and whole ones with states over all devices."""
+    whole = axes_size(free)
+    yield Strategy(replace(grid, data=whole), 1, y_inside)
+    for length in range(1, len(free)):
+        z = axes_size(free[:length])
+        yield Strategy(replace(grid, z=z, data=whole // z), z, y_inside)
+    if free:
+        yield Strategy(replace(grid, data=whole), whole, y_inside)
+        yield Strategy(replace(grid, data=whole), 1, y_inside, whole)
+
+
+def _states_apart(grid: Grid, free: list[Axis], adds_up: bool) -> Iterator[Strategy]:
+    """Data parallel strategies whose states rest over more devices than the parameters."""
+    degrees = [axes_size(free[:length]) for length in range(len(free) + 1)]
+    for rest, states in combinations(degrees, 2):
+        if (rest, states) != (1, degrees[-1]):  # that is among those of every grid
+            yield Strategy(grid, rest, states=states)
+        if adds_up:
+            yield Strategy(grid, rest, states=states, gradients=rest)
 
 
 def _adding_up(grid: Grid, y_inside: bool, free: list[Axis]) -> Iterator[Strategy]:
@@ -58,17 +81,6 @@ def _adding_up(grid: Grid, y_inside: bool, free: list[Axis]) -> Iterator[Strateg
         inner = axes_size(free[:length])
         for rest, gradients, states in ((1, 1, inner), (inner, inner, whole), (inner, whole, whole)):
             yield Strategy(grid, rest, y_inside, states, gradients)
-
-
-def _rests(grid: Grid, y_inside: bool, free: list[Axis]) -> Iterator[Strategy]:
-    whole = axes_size(free)
-    yield Strategy(replace(grid, data=whole), 1, y_inside)
-    for length in range(1, len(free)):
-        z = axes_size(free[:length])
-        yield Strategy(replace(grid, z=z, data=whole // z), z, y_inside)
-    if free:
-        yield Strategy(replace(grid, data=whole), whole, y_inside)
-        yield Strategy(replace(grid, data=whole), 1, y_inside, whole)
 
 
 def legal(op: Op, mesh: Mesh) -> list[Strategy]:

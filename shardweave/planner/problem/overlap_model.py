@@ -64,7 +64,8 @@ from shardweave.planner.solver.reductions import with_loads, with_streams
 Floats = NDArray[np.float64]
 
 Costs = NDArray[np.float64]
-"""Seconds by pass, and by kind: compute; of each level what is waited for; of each level what hides."""
+"""Seconds by pass, and by kind: compute; of each level what is waited for; of each level what hides; of each level how
+long collectives that cross an outer one keep its links busy."""
 
 OPTIMIZER = "host", "memory"
 """The streams of the optimizer's window."""
@@ -124,7 +125,7 @@ class Windows:
     >>> windows = Windows(["gpu"], slowdown=1.25)
     >>> windows.names[0], windows.names[2]
     (('forward', 'forward on gpu', 'forward in turn'), ('host', 'memory'))
-    >>> gather = np.array([[0.0, 0.5], [0.0, 0.0]])  # no copy, and nothing back
+    >>> gather = np.array([[0.0, 0.5, 0.0], [0.0, 0.0, 0.0]])  # no copy, and nothing back
     >>> costs = windows.computed(2.0, 4.0) + windows.hidden(gather)
     >>> windows.loads(costs).tolist()
     [2.1, 0.5, 2.5, 4.0, 0.0, 4.0, 0.0, 0.0]
@@ -153,7 +154,7 @@ class Windows:
 
     def none(self, *shape: int) -> Costs:
         """No costs."""
-        return np.zeros((2, 1 + 2 * len(self.levels), *shape))
+        return np.zeros((2, 1 + 3 * len(self.levels), *shape))
 
     def computed(self, forward: Floats | float, backward: Floats | float) -> Costs:
         """Of compute."""
@@ -163,8 +164,8 @@ class Windows:
 
     def waited(self, links: Links) -> Costs:
         """Of collectives that are waited for: those of the forward, and those of the backward."""
-        found = self.none(*links.shape[2:])
-        found[:, : 1 + len(self.levels)] = links
+        found, count = self.none(*links.shape[2:]), len(self.levels)
+        found[:, : 1 + count], found[:, 1 + 2 * count :] = links[:, : 1 + count], links[:, 1 + count :]
         return found
 
     def hidden(self, links: Links) -> Costs:
@@ -173,9 +174,20 @@ class Windows:
         found[:, 0], found[:, 1 + len(self.levels) :] = links[:, 0], links[:, 1:]
         return found
 
-    def activations(self, links: Links, whole_batch: bool = False) -> Costs:
-        """Of collectives of activations: they hide where another sub-batch computes meanwhile."""
-        return self.moved("activation", links, alone=whole_batch or not self.has_sub_batches)
+    def activations(self, links: Links, whole_batch: bool = False, beside: Floats | float = 0.0) -> Costs:
+        """Of collectives of activations: they hide where another sub-batch computes meanwhile.
+
+        Else as much of those of the backward hides as there are seconds `beside`: of products that wait for none.
+        """
+        if not whole_batch and self.has_sub_batches:
+            return self.moved("activation", links)
+        if "activation" in self.blocking or not np.any(beside):
+            return self.waited(links)
+        total = links[1, 1 : 1 + len(self.levels)].sum(axis=0)
+        share = np.divide(np.minimum(beside, total), total, out=np.zeros_like(total), where=total > 0)
+        hiding = np.stack([np.zeros_like(links[0]), share * links[1]])
+        hiding[:, 0] = 0.0
+        return self.waited(links - hiding) + self.hidden(hiding)
 
     def moved(self, traffic: Traffic, links: Links, alone: bool = False) -> Costs:
         """Of collectives of one kind of traffic: they hide, unless they are `alone` or compute waits for them."""
@@ -192,6 +204,7 @@ class Windows:
         """What a second of each kind is on each stream of its pass."""
         count, beside = len(self.levels), self.drag * (1.0 - 1.0 / self.slowdown)
         slowed = np.full((count, 1), self.slowdown * (1.0 - 1.0 / self.drag))
-        way = [1.0, *[1.0] * count, *[beside] * count]
-        links = np.hstack([slowed, np.eye(count), np.eye(count)])
-        return np.vstack([way, links, np.ones(1 + 2 * count)])
+        way = [1.0, *[1.0] * count, *[beside] * count, *[0.0] * count]
+        links = np.hstack([slowed, np.eye(count), np.eye(count), np.eye(count)])
+        in_turn = [*[1.0] * (1 + 2 * count), *[0.0] * count]
+        return np.vstack([way, links, in_turn])

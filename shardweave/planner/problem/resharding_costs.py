@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from shardweave.cost_model import (
     Cluster,
     Work,
     bytes_seconds,
-    collective_seconds,
+    collective_demand,
     crossed_level,
     node_work,
     product_of,
@@ -38,16 +39,20 @@ from shardweave.ir import (
     Dims,
     Layout,
     Mesh,
+    Quantized,
     RedistributionKind,
+    axes_size,
     digit_size,
     outermost_first,
     state_layouts,
     steps_between,
 )
+from shardweave.passes import QUANTIZATION_BLOCK, quantization_stages
 from shardweave.sharding import info, signature, tensor_args, tensor_shape
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Bits = Mapping[RedistributionKind, int]
 Place = tuple[int, int, int]
 """A dimension, and its steps outside of the axis, without the axis' own and with them."""
 
@@ -229,8 +234,9 @@ _MAX_CACHED_TABLES = 32
 """Tables of changes that are remembered: one is of some megabytes on thousands of devices, and soon asked for again."""
 
 Links = NDArray[np.float64]
-"""Seconds of changes of layout, there and of the gradient's way back, by what takes them: copies that the device makes,
-then the links of each level of the cluster that has any."""
+"""Seconds of changes of layout by what takes them, `Prices.num_links` rows: copies that the device makes; collectives,
+by the outermost level that they cross; and how long the same collectives keep the links of inner levels busy. There may
+be a dimension before these rows: the way there, and the gradient's way back."""
 
 
 def local_numel(layout: Layout) -> int:
@@ -245,14 +251,23 @@ def tensor_outputs(node: fx.Node) -> list[torch.Tensor]:
 
 
 class Prices:
-    """Prices on one cluster; what has been priced is remembered."""
+    """Prices on one cluster; what has been priced is remembered.
 
-    def __init__(self, mesh: Mesh, cluster: Cluster) -> None:
-        self.mesh, self.cluster = mesh, cluster
+    Parameters
+    ----------
+    mesh : Mesh
+    cluster : Cluster
+    bits : mapping of {"parameters", "gradients"} to int, optional
+        What is moved quantized, as `passes.Quantize` does.
+    """
+
+    def __init__(self, mesh: Mesh, cluster: Cluster, bits: Mapping[Quantized, int] | None = None) -> None:
+        self.mesh, self.cluster, self.bits = mesh, cluster, bits or {}
         self._axes = (*mesh.axes, *mesh.time_axes, *mesh.slice_axes)
         self.levels = [level.name for level in cluster.levels if level.size > 1] or [cluster.levels[0].name]
-        self._collectives: dict[tuple[str, tuple[Axis, ...]], dict[int, tuple[int, float]]] = {}
-        self._groups: dict[tuple[str, int], tuple[tuple[Axis, ...], dict[int, tuple[int, float]]]] = {}
+        self.num_links = 1 + 2 * len(self.levels)
+        self._collectives: dict[tuple[str, tuple[Axis, ...]], dict[int, Links]] = {}
+        self._groups: dict[tuple[str, int], tuple[tuple[Axis, ...], dict[int, Links]]] = {}
         self._works: dict[fx.Node, Work | None] = {}
         self._rests: dict[tuple[Layout, tuple[tuple[Axis, ...], ...]], list[Layout]] = {}
         self._computed: dict[tuple[object, ...], float] = {}
@@ -278,19 +293,32 @@ class Prices:
         back = self.one_way(gradients, [whole(have) for have in haves], itemsize)
         return np.stack([self.one_way(haves, wants, itemsize), back])
 
-    def one_way(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float) -> Links:
-        """From each of `haves` to that of `wants` in the same place: an array of what takes it, and these."""
-        links = np.zeros((1 + len(self.levels), len(haves)))
+    def gathers(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float) -> Links:
+        """As `one_way`, of parameters: their all-gathers may be quantized."""
+        return self.one_way(haves, wants, itemsize, {"all_gather": self.bits.get("parameters", 0)})
+
+    def scatters(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float) -> Links:
+        """As `one_way`, of gradients: their reduce-scatters may be quantized."""
+        return self.one_way(haves, wants, itemsize, {"reduce_scatter": self.bits.get("gradients", 0)})
+
+    def one_way(
+        self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float, bits: Bits = MappingProxyType({})
+    ) -> Links:
+        """From each of `haves` to that of `wants` in the same place: an array of what takes it, and these.
+
+        `bits` has the bits of an element in each kind of collective that moves quantized blocks.
+        """
+        links = np.zeros((self.num_links, len(haves)))
         moved = [index for index, (have, want) in enumerate(zip(haves, wants)) if have is not want and have != want]
         plain = [index for index in moved if haves[index].padding is None and wants[index].padding is None]
         if plain:
-            links[:, plain] = self._priced([haves[i] for i in plain], [wants[i] for i in plain], itemsize, paired=True)
+            ends = [haves[i] for i in plain], [wants[i] for i in plain]
+            links[:, plain] = self._priced(*ends, itemsize, paired=True, bits=bits)
         for index in sorted({*moved} - {*plain}):
             for step in steps_between(haves[index], wants[index]):
                 if step.kind not in LOCAL_STEPS:
                     size = max(local_numel(step.before), local_numel(step.after)) * itemsize
-                    level, seconds = self.collective(step.kind, step.axes, int(size))
-                    links[1 + level, index] += seconds
+                    links[:, index] += self.collective(step.kind, step.axes, int(size))
         return links
 
     def _changes(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float) -> Links:
@@ -299,34 +327,75 @@ class Prices:
         others, columns = _distinct(wants)
         return self._tables(different, others, itemsize)[:, rows[:, None], columns]
 
-    def _priced(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float, paired: bool = False) -> Links:
+    def _priced(
+        self,
+        haves: Sequence[Layout],
+        wants: Sequence[Layout],
+        itemsize: float,
+        paired: bool = False,
+        bits: Bits = MappingProxyType({}),
+    ) -> Links:
         """What changes of layout take: a table of them, or a column."""
-        links: Links = np.zeros((1 + len(self.levels), len(haves)) if paired else (
-            1 + len(self.levels), len(haves), len(wants)))  # fmt: skip
+        shape = (len(haves),) if paired else (len(haves), len(wants))
+        links: Links = np.zeros((self.num_links, *shape))
         for move in moves_between(haves, wants, self._axes, paired):
             sizes, size_of = np.unique((move.copied * itemsize).astype(np.int64), return_inverse=True)
             links[0] += np.array([self.copy(int(size)) for size in sizes])[size_of].reshape(move.copied.shape)
             if move.kind not in LOCAL_STEPS:
-                self._add(links, move.kind, move.groups, (move.numel * itemsize).astype(np.int64))
+                sizes = (move.numel * itemsize).astype(np.int64)
+                self._add(links, move.kind, move.groups, sizes, itemsize, bits.get(move.kind, 0))
         return links
 
-    def _add(self, links: Links, kind: RedistributionKind, groups: Ints, sizes: Ints) -> None:
+    def _add(
+        self, links: Links, kind: RedistributionKind, groups: Ints, sizes: Ints, itemsize: float, bits: int
+    ) -> None:
         """Add what one step of all changes takes; few of their groups and sizes differ."""
         on = groups > 0
         different, size_of = np.unique(sizes[on], return_inverse=True)
         pairs, pair_of = np.unique(groups[on] * len(different) + size_of, return_inverse=True)
         numbers = [divmod(int(pair), len(different)) for pair in pairs]
-        priced = [self._of_group(kind, group, int(different[size])) for group, size in numbers]
-        levels, seconds = (np.array(column)[pair_of] for column in zip(*priced))
-        for level in range(len(self.levels)):
-            links[1 + level][on] += np.where(levels == level, seconds, 0.0)
+        priced = [
+            self._quantized(kind, group_axes(group, self._axes), int(different[size]), itemsize, bits)
+            if bits
+            else self._of_group(kind, group, int(different[size]))
+            for group, size in numbers
+        ]
+        links[:, on] += np.array(priced)[pair_of].T
+
+    def _quantized(
+        self, kind: RedistributionKind, axes: tuple[Axis, ...], num_bytes: int, itemsize: float, bits: int
+    ) -> Links:
+        """What a collective takes that moves quantized blocks, with the kernels before and after it."""
+        space = [axis for axis in axes if axis.kind == "space"]
+        links, elements, part = np.zeros(self.num_links), num_bytes / itemsize, bits / 8
+        if kind == "all_gather":
+            own = elements / axes_size(space)
+            links[0] += self._kernel(own * (itemsize + part)) + self._kernel(elements * (part + itemsize))
+            return links + self._blocks("all_gather", tuple(space), elements, bits)
+        stages = quantization_stages(space)
+        for stage in stages:
+            left = elements / axes_size(stage)
+            links[0] += self._kernel(elements * (itemsize + part)) + self._kernel(elements * part + left * itemsize)
+            if stage is not stages[-1]:  # the rows for each rank are put next to each other
+                links[0] += self._kernel(2 * elements * part)
+            links += self._blocks("all_to_all", stage, elements, bits)
+            elements = left
+        return links
+
+    def _blocks(self, kind: RedistributionKind, axes: tuple[Axis, ...], elements: float, bits: int) -> Links:
+        """Moving quantized elements, and then the scales of their blocks."""
+        scales = 4 * elements / QUANTIZATION_BLOCK
+        return self.collective(kind, axes, int(elements * bits / 8)) + self.collective(kind, axes, int(scales))
+
+    def _kernel(self, num_bytes: float) -> float:
+        """Seconds of a kernel that reads and writes so many bytes together."""
+        return self.cluster.device.launch_latency + bytes_seconds(int(num_bytes), self.cluster)
 
     def copy(self, num_bytes: int) -> float:
         """Seconds of reading and writing so many bytes."""
-        device = self.cluster.device
-        return device.launch_latency + bytes_seconds(2 * num_bytes, self.cluster) if num_bytes else 0.0
+        return self._kernel(2 * num_bytes) if num_bytes else 0.0
 
-    def _of_group(self, kind: str, group: int, num_bytes: int) -> tuple[int, float]:
+    def _of_group(self, kind: str, group: int, num_bytes: int) -> Links:
         """`collective` over the axes of one of a move's groups: looked up by its number, as axes take long to hash."""
         key = kind, group
         if key not in self._groups:
@@ -335,14 +404,23 @@ class Prices:
         axes, prices = self._groups[key]
         return prices[num_bytes] if num_bytes in prices else self.collective(kind, axes, num_bytes)
 
-    def collective(self, kind: str, axes: tuple[Axis, ...], num_bytes: int) -> tuple[int, float]:
-        """The outermost level that a collective crosses, and its seconds: nothing over time axes."""
+    def collective(self, kind: str, axes: tuple[Axis, ...], num_bytes: int) -> Links:
+        """What a collective takes, as `Links`: nothing over time axes."""
         prices = self._collectives.setdefault((kind, axes), {})
         if num_bytes not in prices:
-            space = tuple(axis for axis in axes if axis.kind == "space")
-            level = self.levels.index(crossed_level(space, self.cluster)) if space else 0
-            prices[num_bytes] = level, collective_seconds(kind, num_bytes, space, self.cluster)
+            prices[num_bytes] = self._collective(kind, tuple(axis for axis in axes if axis.kind == "space"), num_bytes)
         return prices[num_bytes]
+
+    def _collective(self, kind: str, axes: tuple[Axis, ...], num_bytes: int) -> Links:
+        links = np.zeros(self.num_links)
+        if axes:
+            demand = collective_demand(kind, num_bytes, axes, self.cluster)
+            outermost = crossed_level(axes, self.cluster)
+            links[1 + self.levels.index(outermost)] = demand.seconds
+            for level, use in demand.use.items():
+                if level != outermost:
+                    links[1 + len(self.levels) + self.levels.index(level)] = use * demand.transfer
+        return links
 
     def rests(self, lies: Layout, stages: tuple[tuple[Axis, ...], ...]) -> list[Layout]:
         """Where a parameter that its op needs at `lies` rests, its gradient is summed, and its states rest."""
@@ -352,8 +430,11 @@ class Prices:
             self._rests[key] = state_layouts(lies, free, self.mesh)
         return self._rests[key]
 
-    def compute(self, node: fx.Node, assignment: Assignment) -> float:
-        """Seconds of an op at an assignment: the axes share its FLOPs, its bytes and its product follow local sizes."""
+    def compute(self, node: fx.Node, assignment: Assignment, batch: Sequence[str] = (), parts: int = 1) -> float:
+        """Seconds of an op at an assignment: the axes share its FLOPs, its bytes and its product follow local sizes.
+
+        Of all `parts` of its `batch`, one after another, where one of these factors can be cut into so many.
+        """
         if node not in self._works:
             self._works[node] = node_work(node)
         work, bound = self._works[node], info(node).rule
@@ -363,9 +444,14 @@ class Prices:
         for axis, factor in assignment.items:
             sizes[factor] //= axis.size
             devices *= axis.size
-        key = node, devices, *sizes.values()
+        cut = next((name for name in batch if sizes[name] % parts == 0), None) if parts > 1 else None
+        if cut is None:
+            parts = 1
+        else:
+            sizes[cut] //= parts
+        key = node, devices, parts, *sizes.values()
         if key not in self._computed:
-            self._computed[key] = self._compute(node, work, bound, sizes, devices)
+            self._computed[key] = parts * self._compute(node, work, bound, sizes, devices * parts)
         return self._computed[key]
 
     def _compute(self, node: fx.Node, work: Work, bound: BoundRule, sizes: Mapping[str, int], devices: int) -> float:

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from shardweave.cost_model import node_work, work_seconds
-from shardweave.ir import RECOMPUTE_MODES, Layout, LayoutError, RecomputeMode, Strategy, axes_size, normalise
+from shardweave.ir import RECOMPUTE_MODES, Layout, RecomputeMode, Strategy, axes_size, normalise
 from shardweave.passes import region_of
 from shardweave.planner.problem.build_problem import Costed, Costing, Rows, Variable
 from shardweave.planner.problem.graph_analysis import is_alias, num_bytes, root_of
@@ -42,7 +42,7 @@ from shardweave.planner.problem.overlap_model import Costs, Floats, Windows
 from shardweave.planner.problem.problem import Candidate, Edge
 from shardweave.planner.problem.problem import Op as Row
 from shardweave.planner.problem.resharding_costs import Links, local_numel, tensor_outputs
-from shardweave.sharding import Op, graph_outputs, info, last_match, tensor_args, users_through_views
+from shardweave.sharding import graph_outputs, info, last_match, tensor_args, users_through_views
 
 OPERATOR_SLICES = 4
 """As many as OSDP takes."""
@@ -62,7 +62,8 @@ def with_slices(costing: Costing, costed: Costed) -> Costed:
     rows = Rows(costing.windows, costing.options.micro_batch_count)
     ops, variables = list(costed.problem.ops), list(costed.variables)
     for index, sliced in more.items():
-        variables[index] = costing.spread(variables[index], [*variables[index].strategies, *sliced])
+        whole = list(dict.fromkeys(variables[index].strategies))
+        variables[index] = costing.spread(variables[index], [*whole, *sliced])
         ops[index] = rows.row(variables[index])
     return replace(costed, problem=replace(costed.problem, ops=tuple(ops)), variables=variables)
 
@@ -72,16 +73,10 @@ def _sliced(costing: Costing, variable: Variable, much: float) -> list[Strategy]
     op, prices = variable.op, variable.prices
     if op is None or prices is None or op.name in costing.forced or costing.options.operator_slices:
         return []
-    large = [s for s, held in zip(variable.strategies, prices.transient_bytes.tolist()) if held > much]
-    return [replace(strategy, slices=OPERATOR_SLICES) for strategy in large if _fits(costing, op, strategy)]
-
-
-def _fits(costing: Costing, op: Op, strategy: Strategy) -> bool:
-    try:
-        op.slice_atom(strategy, costing.mesh, OPERATOR_SLICES)
-    except LayoutError:
-        return False
-    return True
+    held = zip(variable.strategies, prices.transient_bytes.tolist())
+    large = dict.fromkeys(strategy for strategy, transient in held if transient > much)
+    fits = (strategy for strategy in large if costing.fits_slices(op, strategy, OPERATOR_SLICES))
+    return [replace(strategy, slices=OPERATOR_SLICES) for strategy in fits]
 
 
 BORDER = ":returned"
@@ -122,6 +117,8 @@ def with_outputs(costing: Costing, costed: Costed, named: Callable[[str], str]) 
         index = place[named(costing.variables[number].name)]
         links = costing.windows.activations(_links(costing, node, degrees))
         loads, kept = costing.windows.loads(costing.options.micro_batch_count * links), _kept(costing, node, degrees)
+        if origins := costed.variables[index].origins:
+            loads, kept = loads[:, origins], kept[origins]
         known = edges.get(index, Edge(index, border, np.zeros(kept.shape)))
         edges[index] = replace(
             known,
@@ -196,21 +193,30 @@ class _Share:
     """The part of it that leads to these results alone."""
     moved: Floats
     """The collectives of computing them again, as `prices.Links`."""
+    gathered: Costs | None = None
+    """What the op of the variable gathers once more to be computed again."""
 
     @classmethod
-    def none(cls, ports: int, levels: int) -> _Share:
+    def none(cls, ports: int, num_links: int) -> _Share:
         inside, given, reduced, again, summed = np.zeros((5, ports))
-        return cls(inside, given, reduced, again, summed, np.zeros((1 + levels, ports)))
+        return cls(inside, given, reduced, again, summed, np.zeros((num_links, ports)))
 
     def kept(self, mode: RecomputeMode) -> Floats:
         return {"none": self.inside, "fine": self.given + self.reduced, "full": self.given}[mode]
+
+    def by_port(self, origins: Sequence[int]) -> _Share:
+        """With more ports: each as the one of these that it comes from."""
+        figures = {name: value[..., origins] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        return replace(self, **figures)
 
     def costs(self, mode: RecomputeMode, windows: Windows, whole_batch: bool) -> Costs:
         """In the backward."""
         none = np.zeros_like(self.again)
         again = {"none": none, "fine": self.again - self.summed, "full": self.again}[mode]
         moved = self.moved if mode == "full" else np.zeros_like(self.moved)
-        return windows.computed(none, again) + windows.activations(np.stack([np.zeros_like(moved), moved]), whole_batch)
+        costs = windows.computed(none, again)
+        costs += windows.activations(np.stack([np.zeros_like(moved), moved]), whole_batch)
+        return costs if mode == "none" or self.gathered is None else costs + self.gathered
 
 
 @dataclass
@@ -218,11 +224,13 @@ class _Layer:
     name: str
     shares: dict[int, _Share] = field(default_factory=dict)
     """By the number of the variable."""
+    products: set[int] = field(default_factory=set)
+    """The numbers of the variables whose products are computed again."""
 
     def share(self, costing: Costing, node: fx.Node) -> _Share:
         """What values that follow the same variable as `node` come to."""
-        ports, levels = len(costing.lies[node]), len(costing.prices.levels)
-        return self.shares.setdefault(costing.follows[node], _Share.none(ports, levels))
+        ports, num_links = len(costing.lies[node]), costing.prices.num_links
+        return self.shares.setdefault(costing.follows[node], _Share.none(ports, num_links))
 
     def give(self, costing: Costing, node: fx.Node) -> None:
         """Keep another's value: as it lies, or, of a variable that has no share yet, as if it were spread over all.
@@ -256,7 +264,8 @@ def with_modes(costing: Costing, costed: Costed, asked: Mapping[str, RecomputeMo
     layers = _layers(costing)
     if not layers:
         return costed
-    problem, same = costed.problem, _Same()
+    costed, same = _with_ports_by_gathers(costing, costed, layers), _Same()
+    problem = costed.problem
     ends: dict[int, list[_Layer]] = {}
     inside: dict[int, Floats] = {}
     for layer in layers:
@@ -283,6 +292,40 @@ def with_modes(costing: Costing, costed: Costed, asked: Mapping[str, RecomputeMo
     return replace(costed, problem=replace(problem, ops=tuple(rows), edges=tuple(edges)), variables=variables)
 
 
+def _with_ports_by_gathers(costing: Costing, costed: Costed, layers: Sequence[_Layer]) -> Costed:
+    """The problem with a port for each different cost of what an op gathers again where its layer is recomputed.
+
+    The layers' shares get these costs, by port. Strategies in slices gather them again, others do not.
+    """
+    same, mapped, gathered = _Same(), dict[int, tuple[int, ...]](), dict[int, Costs]()
+    ops, variables = list(costed.problem.ops), list(costed.variables)
+    # 1. One port for each port and cost, of ops that gather anything again.
+    for index in sorted(set[int]().union(*(layer.products for layer in layers))):
+        variable = variables[index]
+        if variable.prices is None or not variable.prices.recompute_costs.any():
+            continue
+        costs, numbers = variable.prices.recompute_costs, dict[tuple[int, bytes], int]()
+        keys = [(port, costs[:, :, at].tobytes()) for at, port in enumerate(variable.port_of)]
+        port_of = [numbers.setdefault(key, len(numbers)) for key in keys]
+        mapped[index] = origins = tuple(port for port, _ in numbers)
+        gathered[index] = costs[:, :, [port_of.index(port) for port in range(len(origins))]]
+        ports = [variable.ports[port] for port in origins]
+        ops[index] = same.with_ports(ops[index], port_of)
+        variables[index] = replace(variable, ports=ports, port_of=port_of, origins=origins)
+    if not mapped:
+        return costed
+    # 2. The layers' shares of these ops.
+    for layer in layers:
+        for index in mapped.keys() & layer.shares.keys():
+            share = layer.shares[index].by_port(mapped[index])
+            again = gathered[index] if index in layer.products else None
+            layer.shares[index] = replace(share, gathered=again)
+    # 3. Their edges.
+    edges = tuple(same.with_origins(edge, mapped.get(edge.producer), mapped.get(edge.consumer))
+                  for edge in costed.problem.edges)  # fmt: skip
+    return replace(costed, problem=replace(costed.problem, ops=tuple(ops), edges=edges), variables=variables)
+
+
 class _Same:
     """Equal layers share their tables here too."""
 
@@ -299,6 +342,27 @@ class _Same:
                 for each in row.candidates
             )
         return replace(row, candidates=self.rows[key])
+
+    def with_ports(self, row: Row, port_of: Sequence[int]) -> Row:
+        """An op whose candidates have these ports."""
+        key = id(row.candidates), tuple(port_of)
+        if key not in self.rows:
+            pairs = zip(row.candidates, port_of, strict=True)
+            self.rows[key] = tuple(replace(each, in_port=port, out_port=port) for each, port in pairs)
+        return replace(row, candidates=self.rows[key])
+
+    def with_origins(self, edge: Edge, producer: tuple[int, ...] | None, consumer: tuple[int, ...] | None) -> Edge:
+        """An edge between more ports, each as the one of these that it comes from."""
+        if producer is None and consumer is None:
+            return edge
+        key = id(edge.seconds), id(edge.loads), id(edge.kept), producer, consumer
+        if key not in self.tables:
+            rows = range(edge.seconds.shape[0]) if producer is None else producer
+            columns = range(edge.seconds.shape[1]) if consumer is None else consumer
+            at = np.ix_(rows, columns)
+            loads = None if edge.loads is None else edge.loads[:, at[0], at[1]]
+            self.tables[key] = Edge(0, 1, edge.seconds[at], loads, None if edge.kept is None else edge.kept[at])
+        return replace(self.tables[key], producer=edge.producer, consumer=edge.consumer)
 
     def row(self, layer: _Layer, modes: Sequence[RecomputeMode]) -> Row:
         """The modes of a layer; one that computes again holds the layer's values a while, at the least these."""
@@ -335,6 +399,8 @@ def _layers(costing: Costing) -> list[_Layer]:
         for node in own:
             if not is_alias(node):
                 _add(costing, layer.share(costing, node), node, node in again, name)
+                if node in again and node in costing.facts.roles:
+                    layer.products.add(costing.follows[node])
         for source in dict.fromkeys(root_of(source) for node in own if node in again for source in tensor_args(node)):
             if source in costing.follows and source not in again | given and not _is_saved(costing, source):
                 layer.give(costing, source)
@@ -383,8 +449,8 @@ def _add(costing: Costing, share: _Share, node: fx.Node, again: bool, layer: str
         unsummed = [tuple(axis for axis in port[0].partial_axes if axis.kind == "space") for port in costing.lies[node]]
         for port, axes in enumerate(unsummed if again else ()):
             if axes:
-                level, moved = costing.prices.collective("all_reduce", axes, int(sizes[port]))
-                share.moved[1 + level, port] += moved
+                parts = costing.parts(costing.is_undivided(node))
+                share.moved[:, port] += parts * costing.prices.collective("all_reduce", axes, int(sizes[port] / parts))
                 share.reduced[port] += sizes[port]
                 share.summed[port] += seconds[port]
     if node in costing.facts.roles:

@@ -18,6 +18,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -56,6 +57,17 @@ class Decision(NamedTuple):
     joins: dict[str, Assignment]
     modes: dict[str, RecomputeMode]
     """How layers are recomputed that the planner chose it for."""
+    kept_slices: Mapping[str, int] = MappingProxyType({})
+    """How many slices of each parameter stay gathered from the forward to the backward, where the planner chose it."""
+
+    def overlap(self, given: OverlapConfig) -> OverlapConfig:
+        """`given`, with these modes and kept slices."""
+        kept = {name: count for name, count in self.kept_slices.items() if count}
+        return replace(
+            given,
+            recompute={**given.recompute, **self.modes},
+            keep_gathered={**given.keep_gathered, **kept},
+        )
 
 
 class StepLowering:
@@ -511,14 +523,14 @@ class PlanEvaluator:
 
     def whole(self, decision: Decision, options: Options) -> Evaluation:
         """Evaluate a decision with all layers lowered and simulated."""
-        options = replace(options, recompute={**options.overlap.recompute, **decision.modes})
+        options = options.with_overlap(decision.overlap(options.overlap))
         return Evaluation.of(self.lowering.timeline(self.lowering.draft(self.steps.whole, decision, options)))
 
     def _simulated(self, decision: Decision, options: Options) -> Evaluation:
         few = self._few(decision, options)
         fold, annotated = self.steps.folded(few.left)
         decision, alike = few.decision, few.alike
-        options = replace(options, recompute={**options.overlap.recompute, **decision.modes})
+        options = options.with_overlap(decision.overlap(options.overlap))
         compiled = self.lowering.draft(annotated, decision, options, alike)
         evaluation = Evaluation.of(timeline := self.lowering.timeline(compiled))
         if not fold.stands_for:
@@ -577,7 +589,8 @@ class _Few(NamedTuple):
 
 def _lengths(decision: Decision, run: LayerRun) -> list[int]:
     """Of the stretches of a run, cut where what is decided changes."""
-    names = [name for name in (*decision.strategies, *decision.joins) if inside(name, run.layers[0])]
+    decided = *decision.strategies, *decision.joins, *decision.kept_slices
+    names = [name for name in decided if inside(name, run.layers[0])]
     said = [
         (decision.modes.get(layer), _said(decision, [renamed(name, run.layers[0], layer) for name in names]))
         for layer in run.layers
@@ -586,7 +599,8 @@ def _lengths(decision: Decision, run: LayerRun) -> list[int]:
 
 
 def _said(decision: Decision, names: Sequence[str]) -> list[object]:
-    return [decision.strategies.get(name) or decision.joins.get(name) for name in names]
+    known: tuple[Mapping[str, object], ...] = decision.strategies, decision.joins, decision.kept_slices
+    return [tuple(each.get(name) for each in known) for name in names]
 
 
 def _moved(decision: Decision, layers: Sequence[str], places: Mapping[str, str]) -> Decision:
@@ -602,4 +616,4 @@ def _moved(decision: Decision, layers: Sequence[str], places: Mapping[str, str])
                 found[renamed(name, layer, places[layer])] = said
         return found
 
-    return Decision(moved(decision.strategies), moved(decision.joins), moved(decision.modes))
+    return Decision(*(moved(each) for each in decision))  # type: ignore[arg-type]  # each is of its own kind

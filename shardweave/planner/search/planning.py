@@ -11,6 +11,7 @@ communication is exposed, each on top of those that were faster when simulated. 
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,11 +40,11 @@ from shardweave.planner.search.evaluation import Decision, Evaluation, PlanEvalu
 from shardweave.planner.search.layer_problem import LayerProblem, Steps, buffer_bytes
 from shardweave.planner.search.plan import ModelKey, OpChoice, Plan, RunnerUp, Saving
 from shardweave.planner.search.plan_selection import MAX_NEED_RATIO, PlanSelector
-from shardweave.planner.search.solver_cache import MAX_CANDIDATES_MODEST, CachedSolver, Chosen, Lacking, size
+from shardweave.planner.search.solver_cache import CachedSolver, Chosen, Lacking
 from shardweave.planner.solver.branch_and_bound import Progress
 from shardweave.planner.solver.solver import alternatives
 from shardweave.report import Reporter
-from shardweave.sharding import DeduplicatedStep, LayerRun, info, last_match, layer_of
+from shardweave.sharding import DeduplicatedStep, LayerRun, covers, info, last_match, layer_of
 
 MIN_EXPOSED_RATIO = 0.02
 """Overlap options are tried only if exposed communication is more than this part of the step's time."""
@@ -61,7 +62,6 @@ def choices_for_the_whole(
     evaluation: Evaluation,
     evaluate: Callable[[OverlapConfig], Evaluation],
     limit: int,
-    keeps: bool = False,
 ) -> tuple[OverlapConfig, Evaluation]:
     """The overlap options that are taken, and the evaluation with them.
 
@@ -77,10 +77,8 @@ def choices_for_the_whole(
         From other choices to what the step takes.
     limit : int
         Bytes a device.
-    keeps : bool
-        Whether anything may be kept gathered.
     """
-    for tried in _open(options, keeps):
+    for tried in _open(options):
         if evaluation.exposed_communication <= MIN_EXPOSED_RATIO * evaluation.step_time:
             break
         other = tried(made)
@@ -93,9 +91,7 @@ def choices_for_the_whole(
     return made, evaluation
 
 
-def _open(options: Options, keeps: bool) -> Iterator[Callable[[OverlapConfig], OverlapConfig]]:
-    if options.keep_gathered is None and keeps:
-        yield lambda made: replace(made, keep_gathered={"*": UNLIMITED})
+def _open(options: Options) -> Iterator[Callable[[OverlapConfig], OverlapConfig]]:
     if options.sub_batches is None:
         yield lambda made: replace(made, sub_batches=SUB_BATCHES)
     if options.buckets is None and not options.ablation.flat_parameter:
@@ -271,9 +267,8 @@ class Planning:
     def _for_the_whole(self, chosen: Chosen, overlap: OverlapConfig) -> tuple[Chosen, OverlapConfig]:
         """With what is left open for the whole step."""
         limit = self.options.limit(self.cluster)
-        keeps = size(chosen.costed) <= MAX_CANDIDATES_MODEST and chosen.gathers
         taken, evaluation = choices_for_the_whole(
-            self.options, overlap, chosen.evaluation, lambda other: self._evaluated(chosen, other), limit, keeps
+            self.options, overlap, chosen.evaluation, lambda other: self._evaluated(chosen, other), limit
         )
         if taken == overlap:
             return chosen, overlap
@@ -288,11 +283,18 @@ class Planning:
         options: Options | None = None,
         evaluate: Callable[[Decision, Options], Evaluation] | None = None,
     ) -> Evaluation:
-        """Evaluate the plan with these overlap options; without recomputation, if they have none."""
-        modes = chosen.decision.modes if overlap.recompute else {}
+        """Evaluate the plan with these overlap options; without recomputation or kept gathers, if they have none."""
+        decision = chosen.decision
+        modes = decision.modes if overlap.recompute else {}
+        kept = decision.kept_slices if overlap.keep_gathered else {}
         self.progress("weave", self._fastest)
-        options = (options or self.options).with_overlap(replace(overlap, recompute={} if modes else overlap.recompute))
-        return (evaluate or self.evaluate)(chosen.decision._replace(modes=modes), options)
+        given = replace(
+            overlap,
+            recompute={} if modes else overlap.recompute,
+            keep_gathered={} if kept else overlap.keep_gathered,
+        )
+        decision = decision._replace(modes=modes, kept_slices=kept)
+        return (evaluate or self.evaluate)(decision, (options or self.options).with_overlap(given))
 
     def savings(self, made: Made) -> tuple[Saving, ...]:
         """The saving of each overlap option, from a simulation without it."""
@@ -414,12 +416,40 @@ def largest(sizes: Mapping[str, int], count: int = 3) -> list[tuple[str, int]]:
 
 def _woven(overlap: OverlapConfig, decision: Decision) -> OverlapConfig:
     """What is said of the whole step, with the modes that were decided: the most frequent one by the pattern ``*``."""
+    if any(decision.kept_slices.values()) and not overlap.keep_gathered:
+        overlap = replace(overlap, keep_gathered=kept_by_pattern(decision))
     if overlap.recompute or not any(mode != "none" for mode in decision.modes.values()):
         return overlap
     most = Counter(decision.modes.values()).most_common(1)[0][0]
     said: dict[str, RecomputeMode] = {"*": most} if most != "none" else {}
     others = {layer: mode for layer, mode in decision.modes.items() if mode != most}
     return replace(overlap, recompute={**said, **others})
+
+
+def kept_by_pattern(decision: Decision) -> dict[str, int]:
+    """The slices that parameters keep gathered, by as few patterns of names as say the same of all that are gathered.
+
+    >>> decided = {f"blocks.{layer}.{name}": int(name == "up") for layer in range(9) for name in ("up", "down")}
+    >>> kept_by_pattern(Decision({}, {}, {}, decided))
+    {'blocks.*.up': 1}
+    >>> kept_by_pattern(Decision({}, {}, {}, {"up": 1, "down": 1})) == {"*": UNLIMITED}
+    True
+    """
+    kept = decision.kept_slices
+    slices = {name: strategy.slices for name, strategy in decision.strategies.items()}
+    if all(count >= last_match(slices, name, 1) for name, count in kept.items()):
+        return {"*": UNLIMITED}
+    groups: dict[str, list[str]] = {}
+    for name in kept:
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
+    found: dict[str, int] = {}
+    for pattern, names in groups.items():
+        covered = {count for name, count in kept.items() if covers(pattern, name)}
+        if len(covered) == 1:
+            found[pattern] = covered.pop()
+        else:
+            found |= {name: kept[name] for name in names}
+    return {pattern: count for pattern, count in found.items() if count}
 
 
 def _hint(costed: Costed, start: Plan) -> tuple[int, ...] | None:
@@ -436,7 +466,10 @@ def _hint(costed: Costed, start: Plan) -> tuple[int, ...] | None:
             found.append(variable.modes.index(mode))
             continue
         if variable.op is not None and given is not None and given.strategy in variable.strategies:
-            found.append(variable.strategies.index(given.strategy))
+            kept = last_match(start.overlap.keep_gathered, variable.op.parameter, 0)
+            options = [*zip(variable.strategies, variable.kept_slices)]
+            wanted = given.strategy, min(given.strategy.slices, kept)
+            found.append(options.index(wanted) if wanted in options else variable.strategies.index(given.strategy))
         elif variable.op is None and variable.name in start.joins:
             lies = [_named(next(iter(port.values())).in_space) for port in variable.ports]
             if dict(start.joins[variable.name]) not in lies:

@@ -214,11 +214,6 @@ class Chosen:
         """What it says of each op and join."""
         return decision(self.costed, self.solution.choice)
 
-    @property
-    def gathers(self) -> bool:
-        """Whether anything is gathered for each of its uses."""
-        return any(strategy.rest > 1 for strategy in self.decision.strategies.values())
-
     def within(self, limit: int) -> Chosen:
         """With the memory that the plan says it needs: the larger figure, unless only the program's is too large."""
         return self if self.peak_memory <= limit else replace(self, peak_memory=self.evaluation.peak_memory)
@@ -281,10 +276,14 @@ def limited(costed: Costed, limit: int) -> Costed:
 
 def decision(costed: Costed, choice: Sequence[int]) -> Decision:
     """The decision of a choice: strategies of ops, layouts of joins."""
-    found = Decision({}, {}, {})
+    kept_slices: dict[str, int] = {}
+    found = Decision({}, {}, {}, kept_slices)
     for variable, index in zip(costed.variables, choice, strict=True):
         if variable.op is not None:
             found.strategies[variable.name] = variable.strategies[index]
+            if variable.strategies[index].rest > 1:
+                parameters = variable.op.parameter, *variable.op.companions
+                kept_slices.update(dict.fromkeys(parameters, variable.kept_slices[index]))
         elif variable.modes:
             found.modes[layer_named(variable.name)] = variable.modes[index]
         elif variable.ports:
