@@ -93,11 +93,7 @@ class PassManager:
             the pass.
         """
         for each in passes:
-            if missing := each.requires - self.properties:
-                raise VerifyError(
-                    f"the pass {each.name} requires a graph that is {', '.join(sorted(missing))}, got one that is "
-                    f"{', '.join(sorted(self.properties)) or 'nothing of these'}: run the passes that ensure it first"
-                )
+            self._check_required(each)
             if self.names and self.verifies:
                 self.history[self.names[-1]] = copied(graph_module)  # `each` may change the graph
             graph_module = each(graph_module)
@@ -107,12 +103,26 @@ class PassManager:
         return graph_module
 
     def resume(self, done: Pass | type[Pass], graph_module: fx.GraphModule) -> None:
-        """Take `graph_module` as the result of the pass `done`, which has run before."""
+        """Take `graph_module` as the result of the pass `done`, which has run before.
+
+        Raises
+        ------
+        VerifyError
+            As `run`.
+        """
+        self._check_required(done)
         self._finish(done, graph_module)
 
     def fork(self) -> PassManager:
         """A copy of the manager, to run other passes from here."""
         return replace(self, names=[*self.names], history=dict(self.history))
+
+    def _check_required(self, each: Pass | type[Pass]) -> None:
+        if missing := each.requires - self.properties:
+            raise VerifyError(
+                f"the pass {each.name} requires a graph that is {', '.join(sorted(missing))}, got one that is "
+                f"{', '.join(sorted(self.properties)) or 'nothing of these'}: run the passes that ensure it first"
+            )
 
     def _finish(self, each: Pass | type[Pass], graph_module: fx.GraphModule) -> None:
         """Note, verify, keep and report the result of a pass."""

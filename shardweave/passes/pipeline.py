@@ -132,7 +132,10 @@ PASSES: tuple[type[Pass], ...] = (
     Schedule,  # starts collectives early and waits for them late, within the memory limit
     DisableOverlap,  # waits at once for collectives that are not to overlap
 )
-"""In the order in which they run. `Shard`, `Recompute` and `Schedule` always run; the others where options ask."""
+"""In the order in which they run. `Shard`, `Recompute` and `Schedule` always run; the others where options ask.
+
+This is the only place that states the order: the passes of a step are sorted by it.
+"""
 
 Shards = dict[Hashable, tuple[Boundary, fx.GraphModule]]
 """A cache of sharded graphs of one step under one plan. The key has those options that `Shard` depends on."""
@@ -360,11 +363,13 @@ class _Lowering:
         return self.shards[key]
 
     def _passes_after_shard(self, sharded: fx.GraphModule, accumulates: bool) -> list[Pass]:
-        """The passes after `Shard` that options ask for, in the order of `PASSES`."""
+        """The passes after `Shard` that options ask for, sorted by `PASSES`."""
         overlap, step = self.options.overlap, sharded_step(sharded)
         ablation = overlap.ablation
-        once, again = {*step.gathered_once}, ablation.regather_in_recompute
-        passes: list[Pass] = [Recompute(overlap.recompute, once, again, self.mesh.slice_axes)]
+        recompute = Recompute(
+            overlap.recompute, {*step.gathered_once}, ablation.regather_in_recompute, self.mesh.slice_axes
+        )
+        passes: list[Pass] = [recompute, self._schedule(sharded)]
         if self.mesh.unrolled_axes:
             passes.append(UnrollSubBatches(self.mesh.unrolled_axes))
         if overlap.keep_gathered:
@@ -377,10 +382,9 @@ class _Lowering:
             passes.append(Bucket(self.cluster, cut_points, flat))
         if overlap.quantize:
             passes.append(Quantize(overlap.quantize))
-        passes.append(self._schedule(sharded))
         if ablation.blocking:
             passes.append(DisableOverlap(ablation.blocking, step.state_sharding))
-        return passes
+        return sorted(passes, key=lambda each: PASSES.index(type(each)))
 
     def _schedule(self, sharded: fx.GraphModule) -> Schedule:
         """The scheduler, with the memory limit and the bytes that the graph does not see."""

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 import shardweave as sw
-from shardweave.passes.base import Pass, PassManager
+from shardweave.passes.base import Pass, PassManager, Property
 from shardweave.passes.partition import Shard
 from shardweave.passes.pipeline import PASSES, lower
 from shardweave.passes.recompute import Recompute
@@ -19,6 +19,7 @@ from shardweave.planner.problem.candidates import forced_strategies
 from tests.passes.joint import joint
 
 CLUSTER = sw.Cluster.local(4)
+JOINT: frozenset[Property] = frozenset({"joint"})
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,9 @@ def test_only_a_joint_graph_is_sharded_and_a_sharded_graph_is_not_joint() -> Non
     shard, graph_module = Shard(CLUSTER.mesh(), {}, {}, [None] * 9), joint("mlp").copy()
     with pytest.raises(sw.VerifyError, match="the pass shard requires a graph that is joint, got one that is nothing"):
         PassManager().run(graph_module, [shard])
-    manager = PassManager()
+    with pytest.raises(sw.VerifyError, match="the pass shard requires a graph that is joint, got one that is nothing"):
+        PassManager().resume(Shard, stages(sw.Options())["shard"])
+    manager = PassManager(properties=JOINT)
     manager.resume(Shard, stages(sw.Options())["shard"])
     with pytest.raises(sw.VerifyError, match="the pass shard requires a graph that is joint, got one that is local"):
         manager.run(graph_module, [shard])
@@ -95,7 +98,7 @@ def test_passes_before_buckets_run_once_where_buckets_do_not_fit() -> None:
 
 
 def test_a_result_that_breaks_a_law_names_the_pass() -> None:
-    manager = PassManager()
+    manager = PassManager(properties=JOINT)
     manager.resume(Shard, stages(sw.Options())["shard"])
     with pytest.raises(sw.VerifyError, match="after drops"):
         manager.run(stages(sw.Options())["shard"], [Drops()])
@@ -103,13 +106,13 @@ def test_a_result_that_breaks_a_law_names_the_pass() -> None:
 
 def test_the_graph_after_each_pass_is_kept_as_it_was() -> None:
     told: list[str] = []
-    manager = PassManager(on_pass=lambda name, _: told.append(name))
+    manager = PassManager(properties=JOINT, on_pass=lambda name, _: told.append(name))
     sharded = stages(sw.Options())["shard"]
     manager.resume(Shard, sharded)
     before = manager.history["shard"].code
     last = manager.run(sharded, [Recompute({"*": "full"}), Schedule(CLUSTER)])
     assert told == manager.names == list(manager.history) == ["shard", "recompute", "schedule"]
     assert manager.history["shard"].code == before and manager.history["schedule"] is last
-    draft = PassManager(verifies=False)
+    draft = PassManager(verifies=False, properties=JOINT)
     draft.resume(Shard, sharded)
     assert not draft.history
