@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, overload
 
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch import nn
 
 from shardweave.compiler.capture_errors import internal_errors, refuse_wrapped
 from shardweave.compiler.compiler import Compiler
-from shardweave.compiler.sweep import Sweep, SweepTarget, batches
+from shardweave.compiler.sweep import Sweep, SweepTarget, sweep_batches, sweep_options
 from shardweave.cost_model import Cluster, ClusterLike, Options
 from shardweave.ir import ParallelError, PlanError
 from shardweave.planner import Plan
@@ -115,17 +114,9 @@ def plan(
         )
     with Reporter(progress) as reporter, internal_errors(model):
         if sweep == "batch":
-            options = options or Options()
-            one = replace(options, micro_batches=options.micro_batch_count)
-            machine = Cluster.of(cluster)
-
-            def planned(size: int) -> Plan:
-                reporter.planned = f"batch {size}"
-                return Compiler(model, machine, example_inputs(size), one, reporter).plan()
-
-            return batches(machine, one.limit(machine), planned)
+            return sweep_batches(model, cluster, example_inputs, options, reporter)
         compiler = Compiler(model, cluster, example_inputs, options, reporter)
-        return compiler.plan(weigh=True) if sweep is None else compiler.sweep(sweep)
+        return compiler.plan(weigh=True) if sweep is None else sweep_options(compiler, sweep)
 
 
 def compile_parallel(

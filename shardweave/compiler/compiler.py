@@ -16,10 +16,9 @@ from torch import nn
 from shardweave.compiler.capture import capture
 from shardweave.compiler.dynamo_workarounds import gc_paused
 from shardweave.compiler.guards import index_checks
-from shardweave.compiler.sweep import Sweep, SweepTarget, sweep
 from shardweave.cost_model import Cluster, ClusterLike, Options
 from shardweave.distributed import Control, control, run_on_all_ranks
-from shardweave.ir import Captured, ParallelError, PlanError, readable_bytes
+from shardweave.ir import Captured, ParallelError, PlanError
 from shardweave.passes import Annotated, Compiled
 from shardweave.planner import (
     MAX_CACHED_SHARDED_GRAPHS,
@@ -169,18 +168,6 @@ class Compiler:
             other._evaluated = deque(maxlen=MAX_CACHED_SIMULATIONS)
             other._evaluated_whole = deque(maxlen=MAX_CACHED_SIMULATIONS)
         return other
-
-    def sweep(self, what: SweepTarget) -> Sweep:
-        """The plans of a sweep."""
-
-        def planned(cluster: Cluster, limit: int | None, start: Plan | None) -> Plan:
-            options = self.options if limit is None else replace(self.options, memory_limit=limit)
-            limited = "" if limit is None else f", at most {readable_bytes(limit)}"
-            self.progress.planned = f"{cluster.name}{limited}"
-            return self.with_(cluster, options).plan(start=start)
-
-        with self.progress:
-            return sweep(what, self.cluster, planned)
 
     # -- compiling
 

@@ -12,12 +12,15 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from shardweave.cost_model import Cluster, ClusterLike
+from torch import nn
+
+from shardweave.compiler.compiler import Compiler
+from shardweave.cost_model import Cluster, ClusterLike, Options
 from shardweave.ir import InfeasibleError, PlanError, brief, bytes_of, readable_bytes, readable_seconds
 from shardweave.planner import Plan
-from shardweave.report import Report
+from shardweave.report import Report, Reporter
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -172,12 +175,10 @@ class Sweep:
         return figure
 
 
-PlanFunction = Callable[[Cluster, int | None, Plan | None], Plan]
-"""Plans for a cluster and a memory limit, and starts its search at an earlier plan."""
+def sweep_options(compiler: Compiler, what: SweepTarget) -> Sweep:
+    """The plans of a captured model for several memory limits or clusters.
 
-
-def sweep(what: SweepTarget, cluster: Cluster, planned: PlanFunction) -> Sweep:
-    """The points of a sweep. The search for each plan starts at the plan of the point before.
+    The search for each plan starts at the plan of the point before.
 
     Raises
     ------
@@ -185,7 +186,7 @@ def sweep(what: SweepTarget, cluster: Cluster, planned: PlanFunction) -> Sweep:
         `what` is not a target of a sweep.
     """
     if what == "memory":
-        return Sweep(_with_fastest_plans([*_memory_curve(cluster, planned)]))
+        return Sweep(_with_fastest_plans([*_memory_curve(compiler)]))
     if isinstance(what, str) or not isinstance(what, Sequence) or not what:
         raise PlanError(
             f"sweep must be 'memory', 'batch', memory limits, or clusters, got {what!r}: for example "
@@ -195,9 +196,9 @@ def sweep(what: SweepTarget, cluster: Cluster, planned: PlanFunction) -> Sweep:
     for each in what:
         last = found[-1].plan if found else None
         if isinstance(each, int | float) or (isinstance(each, str) and each[:1].isdigit()):
-            found.append(_point(cluster, _bytes(each), last, planned))
+            found.append(_point(compiler, _bytes(each), last))
         else:
-            found.append(_point(Cluster.of(each), None, None, planned))
+            found.append(_point(compiler.with_(Cluster.of(each)), None, None))
     return Sweep(_with_fastest_plans(found))
 
 
@@ -222,36 +223,38 @@ def _with_fastest_plans(points: Sequence[Point]) -> tuple[Point, ...]:
     return tuple(found)
 
 
-def _memory_curve(cluster: Cluster, planned: PlanFunction) -> Iterator[Point]:
+def _memory_curve(compiler: Compiler) -> Iterator[Point]:
     """Points from the memory of the fastest plan down to the smallest possible memory, in equal ratios."""
-    first = planned(cluster, None, None)
-    yield Point(first.memory_limit, cluster, first)
-    least = _smallest_memory(cluster, planned)
+    first = _plan(compiler, None)
+    yield Point(first.memory_limit, compiler.cluster, first)
+    try:
+        least = _plan(compiler, 1).peak_memory
+    except InfeasibleError as error:
+        if error.needed_bytes is None:
+            raise
+        least = error.needed_bytes
     ratio = (least / first.peak_memory) ** (1 / (MEMORY_CURVE_POINTS - 1))
     last = first
     for index in range(1, MEMORY_CURVE_POINTS):
         limit = least if index == MEMORY_CURVE_POINTS - 1 else int(first.peak_memory * ratio**index)
-        point = _point(cluster, limit, last, planned)
+        point = _point(compiler, limit, last)
         yield point
         last = point.plan or last
 
 
-def _smallest_memory(cluster: Cluster, planned: PlanFunction) -> int:
-    """The peak memory of the plan that needs the least, in bytes."""
+def _point(compiler: Compiler, limit: int | None, start: Plan | None) -> Point:
     try:
-        return planned(cluster, 1, None).peak_memory
+        plan = _plan(compiler, limit, start)
     except InfeasibleError as error:
-        if error.needed_bytes is None:
-            raise
-        return error.needed_bytes
+        return Point(limit or 0, compiler.cluster, None, str(error))
+    return Point(plan.memory_limit, compiler.cluster, plan)
 
 
-def _point(cluster: Cluster, limit: int | None, start: Plan | None, planned: PlanFunction) -> Point:
-    try:
-        plan = planned(cluster, limit, start)
-    except InfeasibleError as error:
-        return Point(limit or 0, cluster, None, str(error))
-    return Point(plan.memory_limit, cluster, plan)
+def _plan(compiler: Compiler, limit: int | None, start: Plan | None = None) -> Plan:
+    options = compiler.options if limit is None else replace(compiler.options, memory_limit=limit)
+    limited = "" if limit is None else f", at most {readable_bytes(limit)}"
+    compiler.progress.planned = f"{compiler.cluster.name}{limited}"
+    return compiler.with_(options=options).plan(start=start)
 
 
 MIN_DOUBLING_GAIN = 0.01
@@ -261,26 +264,35 @@ MAX_HALVINGS = 3
 """Halvings of the interval between the largest batch size that fits and the smallest that does not."""
 
 
-def batches(cluster: Cluster, memory_limit: int, planned: Callable[[int], Plan]) -> Sweep:
+def sweep_batches(
+    model: nn.Module,
+    cluster: ClusterLike,
+    example_inputs: Callable[[int], Any],
+    options: Options | None,
+    progress: Reporter,
+) -> Sweep:
     """The plans of several batch sizes, from the smallest on; `Sweep.batch` is the best.
 
     Parameters
     ----------
-    memory_limit : int
-        The limit of all plans, in bytes a device.
-    planned : callable
-        Takes a global batch size, in samples, and returns its plan.
+    example_inputs : callable
+        From a global batch size, in samples, to a batch.
+    options : Options, optional
+        All plans have its memory limit. They have one micro-batch unless it says otherwise.
     """
+    cluster, options = Cluster.of(cluster), options or Options()
+    options = replace(options, micro_batches=options.micro_batch_count)
     points: dict[int, Point] = {}
 
     def seconds(size: int) -> float:
         """Seconds that a sample takes; infinite where nothing fits."""
+        progress.planned = f"batch {size}"
+        plan, reason = None, ""
         try:
-            plan = planned(size)
+            plan = Compiler(model, cluster, example_inputs(size), options, progress).plan()
         except InfeasibleError as error:
-            points[size] = Point(memory_limit, cluster, None, str(error), size)
-        else:
-            points[size] = Point(memory_limit, cluster, plan, "", size)
+            reason = str(error)
+        points[size] = Point(options.limit(cluster), cluster, plan, reason, size)
         return points[size].seconds
 
     # 1. Start with one sample a device, or with fewer where that does not fit. `low` fits, `high` does not.

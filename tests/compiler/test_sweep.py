@@ -13,7 +13,6 @@ from torch import nn
 
 import shardweave as sw
 from shardweave.compiler import compiler
-from shardweave.compiler.sweep import batches, sweep
 
 
 def mlp() -> tuple[nn.Module, torch.Tensor]:
@@ -80,18 +79,18 @@ def test_a_sweep_of_memory_goes_from_the_fastest_plan_to_the_smallest(captures: 
     assert str(found.explain()).count("*") >= len(curve)
 
 
-def test_a_plan_of_less_memory_is_one_for_more() -> None:
+def test_a_plan_of_less_memory_is_one_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found by chance under a smaller limit is not lost under a larger one."""
     model, inputs = mlp()
-    cluster = sw.Cluster.local(4)
-    plan = sw.plan(model, cluster, inputs)
+    plan = sw.plan(model, sw.Cluster.local(4), inputs)
     times = {10**9: 2.0, 10**8: 1.0, 10**7: 3.0}
 
-    def planned(_: sw.Cluster, limit: int | None, start: sw.Plan | None) -> sw.Plan:
-        assert limit is not None
+    def planned(one: compiler.Compiler, start: sw.Plan | None = None) -> sw.Plan:
+        limit = one.options.limit(one.cluster)
         return replace(plan, memory_limit=limit, peak_memory=limit // 2, step_time=times[limit])
 
-    found = sweep([*times], cluster, planned)
+    monkeypatch.setattr(compiler.Compiler, "plan", planned)
+    found = sw.plan(model, plan.cluster, inputs, sweep=[*times])
     assert [point.plan and point.plan.step_time for point in found.points] == [1.0, 1.0, 3.0]
     assert [point.plan and point.plan.memory_limit for point in found.points] == [*times]
     assert found.best.step_time == 1.0
@@ -158,15 +157,17 @@ def test_a_batch_that_is_larger_than_memory_is_halved_first() -> None:
         _ = sw.plan(model, cluster, batch_of, options=sw.Options(memory_limit=1), sweep="batch").best
 
 
-def test_twice_the_batch_is_planned_as_long_as_it_gains() -> None:
+def test_twice_the_batch_is_planned_as_long_as_it_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = sw.plan(mlp()[0], sw.Cluster.local(2), batch_of(2))
     asked = []
 
-    def planned(size: int) -> sw.Plan:
-        asked.append(size)
+    def planned(one: compiler.Compiler) -> sw.Plan:
+        (shape,) = one.model_key.inputs.values()
+        asked.append(size := shape[0])
         return replace(plan, step_time=size * (1.0 + 1.0 / size if size < 32 else 2.0))
 
-    found = batches(plan.cluster, 10**9, planned)
+    monkeypatch.setattr(compiler.Compiler, "plan", planned)
+    found = sw.plan(mlp()[0], plan.cluster, batch_of, sweep="batch")
     assert asked == [2, 4, 8, 16, 32] and found.batch == 16
 
 
