@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from shardweave.cost_model.collectives import alpha_beta_costs, group_extents, library_algorithms
+from shardweave.cost_model.collectives import alpha_beta_cost, group_extents, library_algorithms
 from shardweave.cost_model.machine import M, Machine
 from shardweave.cost_model.measured_tables import COLLECTIVE_KINDS, CollectiveTable, Curve
 from shardweave.ir import Axis, ClusterError, axes_size, readable_bytes
@@ -72,7 +72,7 @@ def fit_links(cluster: M) -> M:
         crossed = [index for index, extent in enumerate(curve.members) if extent > 1]
         if len(crossed) != 1:
             continue
-        (cost,) = alpha_beta_costs(curve.kind, library_algorithms(curve.kind, unit)[0], curve.members, unit)
+        cost = alpha_beta_cost(curve.kind, library_algorithms(curve.kind, unit)[0], curve.members, unit)
         hops = cost.latency - unit.device.collective_latency  # of one second each
         for size, seconds in zip(curve.bytes, curve.seconds, strict=True):
             row = np.zeros(1 + 2 * count)

@@ -12,7 +12,6 @@ For a group of `G` ranks whose whole buffer has `N` bytes (Thakur, Rabenseifner 
     tree, all-gather or reduce-scatter   start + depth, recursive doubling or halving, the outermost level first
     tree, broadcast                      start + depth, binomial: every round passes all N bytes on
     pairs, all-to-all                    start + the hops                            + bytes that leave / rank's rate
-    hierarchical                         one collective a stage; see `_hierarchical`
 
 The ring enters each unit of a level once, so as few of its hops as possible cross a level (NCCL's
 ``src/graph/tuning.cc`` counts them in the same way). A tree's depth is the logarithm of the units at each level. Its
@@ -30,7 +29,7 @@ groups a third too slow.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -39,9 +38,7 @@ from shardweave.cost_model.machine import Machine
 from shardweave.cost_model.measured_tables import COLLECTIVE_KINDS
 from shardweave.ir import Axis, ClusterError, axes_size
 
-ALGORITHMS = dict.fromkeys(COLLECTIVE_KINDS, ("ring", "tree", "hierarchical")) | {
-    "all_to_all": ("pairs", "hierarchical")
-}
+ALGORITHMS = dict.fromkeys(COLLECTIVE_KINDS, ("ring", "tree")) | {"all_to_all": ("pairs",)}
 """The algorithms that each kind of collective has a formula for."""
 
 _TREE_RATE_SHARE = 0.9
@@ -103,8 +100,8 @@ def library_algorithms(kind: str, cluster: Machine) -> tuple[str, ...]:
     return ("ring", "tree") if cluster.library == "nccl" and kind == "all_reduce" else ("ring",)
 
 
-def alpha_beta_costs(kind: str, algorithm: str, extents: Sequence[int], cluster: Machine) -> list[AlphaBetaCost]:
-    """The costs of an algorithm over a group that spans `extents` units of each level; the least of them counts.
+def alpha_beta_cost(kind: str, algorithm: str, extents: Sequence[int], cluster: Machine) -> AlphaBetaCost:
+    """The cost of an algorithm over a group that spans `extents` units of each level.
 
     Raises
     ------
@@ -115,18 +112,17 @@ def alpha_beta_costs(kind: str, algorithm: str, extents: Sequence[int], cluster:
     --------
     >>> from shardweave.cost_model import Cluster
     >>> cluster = Cluster.preset("dgx-a100", nodes=2)
-    >>> [cost.algorithm for cost in alpha_beta_costs("all_gather", "ring", (8, 2), cluster)]
-    ['ring']
+    >>> slow, fast = (alpha_beta_cost("all_gather", "ring", extents, cluster) for extents in ((8, 2), (8, 1)))
+    >>> slow.seconds(1e6) > fast.seconds(1e6)
+    True
     """
     if kind not in COLLECTIVE_KINDS:
         raise ClusterError(f"no collective is called {kind!r}; there are {', '.join(COLLECTIVE_KINDS)}")
     if algorithm not in ALGORITHMS[kind]:
         raise ClusterError(f"{kind} has no algorithm {algorithm!r}; it has {', '.join(ALGORITHMS[kind])}")
     if math.prod(extents) == 1:
-        return [AlphaBetaCost(algorithm, 0.0, 0.0, (0.0,) * len(extents))]
-    if algorithm == "hierarchical":
-        return _hierarchical(kind, extents, cluster)
-    return [{"ring": _ring, "tree": _tree, "pairs": _pairs}[algorithm](kind, extents, cluster)]
+        return AlphaBetaCost(algorithm, 0.0, 0.0, (0.0,) * len(extents))
+    return {"ring": _ring, "tree": _tree, "pairs": _pairs}[algorithm](kind, extents, cluster)
 
 
 def _crossed_levels(extents: Sequence[int], cluster: Machine) -> list[_CrossedLevel]:
@@ -204,67 +200,6 @@ def _cost(
     for level, volume in volumes:
         links[level.level_index] = volume / level.link
     return AlphaBetaCost(algorithm, latency, beta, tuple(links))
-
-
-def _hierarchical(kind: str, extents: Sequence[int], cluster: Machine) -> list[AlphaBetaCost]:
-    """One collective for each of several stages. A stage is one level or some neighbours, in its best flat algorithm.
-
-    An all-reduce scatters inside, reduces the parts across and gathers inside; a broadcast scatters, broadcasts the
-    parts and gathers; an all-to-all exchanges inside and then across. A stage works on the part of the buffer that the
-    stages inside it leave. One stage over all levels is a flat algorithm, so hierarchical never costs more than these.
-    """
-    crossed = [index for index, extent in enumerate(extents) if extent > 1]
-    found: list[AlphaBetaCost] = []
-    for stages in _partitions(crossed):
-        totals = [AlphaBetaCost("hierarchical", 0.0, 0.0, (0.0,) * len(extents))]
-        for inside, levels in enumerate(stages):
-            stage_extents = tuple(extent if index in levels else 1 for index, extent in enumerate(extents))
-            parts = math.prod(extents[index] for stage in stages[:inside] for index in stage)
-            for step in _stage_collectives(kind, last=inside == len(stages) - 1):
-                share = 1.0 if kind == "all_to_all" else 1 / parts
-                flat = [
-                    cost
-                    for algorithm in ALGORITHMS[step][:-1]
-                    for cost in alpha_beta_costs(step, algorithm, stage_extents, cluster)
-                ]
-                totals = _lower_envelope([_added(total, cost, share) for total in totals for cost in flat])
-        found += totals
-    return _lower_envelope(found)
-
-
-def _partitions(levels: Sequence[int]) -> Iterator[list[Sequence[int]]]:
-    """All ways to cut a sequence into stages of neighbours, that without a cut included."""
-    yield [levels]
-    for at in range(1, len(levels)):
-        for others in _partitions(levels[at:]):
-            yield [levels[:at], *others]
-
-
-def _stage_collectives(kind: str, *, last: bool) -> tuple[str, ...]:
-    """The collectives of one stage of a hierarchical collective."""
-    return (
-        (kind,) if last or kind in ("all_to_all", "all_gather", "reduce_scatter") else ("reduce_scatter", "all_gather")
-    )
-
-
-def _added(total: AlphaBetaCost, cost: AlphaBetaCost, share: float) -> AlphaBetaCost:
-    """`total` and then `cost` on a `share` of the bytes."""
-    pairs = zip(total.link_seconds_per_byte, cost.link_seconds_per_byte, strict=True)
-    return AlphaBetaCost(
-        total.algorithm,
-        total.latency + cost.latency,
-        total.seconds_per_byte + share * cost.seconds_per_byte,
-        tuple(one + share * other for one, other in pairs),
-    )
-
-
-def _lower_envelope(costs: list[AlphaBetaCost]) -> list[AlphaBetaCost]:
-    """The costs that may be the least at some size: in the order of latencies, each with fewer seconds a byte."""
-    kept: list[AlphaBetaCost] = []
-    for cost in sorted(costs, key=lambda cost: (cost.latency, cost.seconds_per_byte)):
-        if not kept or cost.seconds_per_byte < kept[-1].seconds_per_byte:
-            kept.append(cost)
-    return kept
 
 
 @dataclass(frozen=True)
@@ -441,4 +376,4 @@ def _costs(kind: str, axes: tuple[Axis, ...], cluster: Machine, algorithm: str |
     """The costs among which the least counts: of `algorithm`, or of those that the library chooses from."""
     algorithms = library_algorithms(kind, cluster) if algorithm is None else (algorithm,)
     extents = group_extents(axes, cluster)
-    return tuple(cost for each in algorithms for cost in alpha_beta_costs(kind, each, extents, cluster))
+    return tuple(alpha_beta_cost(kind, each, extents, cluster) for each in algorithms)
