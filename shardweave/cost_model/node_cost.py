@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from shardweave.cost_model.machine import Machine
 from shardweave.cost_model.measured_tables import interpolated
 from shardweave.cost_model.op_work import Work, node_work
 from shardweave.ir import Collective
-from shardweave.sharding import info, is_start, tensor_bytes, tensors
+from shardweave.sharding import argument_key, info, is_start, tensor_bytes, tensors
 
 
 def node_seconds(node: fx.Node, cluster: Machine) -> float:
@@ -201,29 +201,10 @@ class NodeCosts:
 def node_key(node: fx.Node) -> Hashable:
     """The key of a node's cost, with its value. Equal nodes of equal layers have equal keys."""
     if node.op != "call_function":
-        return node.op, _argument_key(node)
+        return node.op, argument_key(node.meta.get("val"))
     call = info(node).collective
     kind = None if call is None else (call.kind, call.axes)
-    kwargs = tuple((name, _argument_key(value)) for name, value in node.kwargs.items()) if node.kwargs else ()
-    return node.target, _argument_key(node), _argument_key(node.args), kwargs, kind
-
-
-def _argument_key(value: Any) -> Hashable:
-    if isinstance(value, fx.Node):
-        return _value_key(value.meta.get("val"))
-    if isinstance(value, list | tuple):
-        return tuple([_argument_key(item) for item in value])
-    if isinstance(value, bool | int | float):
-        return type(value), value  # 1, 1.0 and True are equal, and not the same to an op
-    return value if isinstance(value, Hashable) else repr(value)
-
-
-def _value_key(value: Any) -> Hashable:
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.shape, value.stride()
-    if isinstance(value, list | tuple):
-        return tuple([_value_key(item) for item in value])
-    return type(value).__name__
+    return node.target, argument_key(node.meta.get("val")), argument_key(node.args), argument_key(node.kwargs), kind
 
 
 _STATE_COPIES = (0.0, 1.0, 2.0)

@@ -197,7 +197,7 @@ def argument_key(value: Any) -> Hashable:
     (True, False)
     """
     if isinstance(value, fx.Node):
-        value = value.meta["val"]
+        value = value.meta.get("val")
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, value.stride(), value.device
     if isinstance(value, list | tuple):
