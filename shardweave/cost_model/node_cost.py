@@ -28,7 +28,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import fx
 
 from shardweave.cost_model.collectives import Demand, collective_demand
@@ -154,6 +153,7 @@ class NodeCosts:
 
     Examples
     --------
+    >>> import torch
     >>> from shardweave.cost_model import Cluster
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")

@@ -3,7 +3,7 @@
 `pipeline.PASSES` has the passes in their order. This room may import `ir`, `ops`, `sharding` and `cost_model`.
 """
 
-from shardweave.passes.codegen import Step, graph_hash
+from shardweave.passes.codegen import MicroBatchGraphs, Step, graph_hash
 from shardweave.passes.pipeline import Compiled, Shards, layer_multiplicity, lower, with_times
 from shardweave.passes.quantize import QUANTIZATION_BLOCK, quantization_stages
 from shardweave.passes.recompute import region_of
@@ -14,6 +14,7 @@ __all__ = [
     "QUANTIZATION_BLOCK",
     "Annotated",
     "Compiled",
+    "MicroBatchGraphs",
     "RepeatedLayers",
     "Shards",
     "Step",

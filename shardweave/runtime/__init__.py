@@ -1,6 +1,6 @@
 """What runs a generated step: `ParallelModule`, the executor, parameters, inputs, checkpoints, and the launcher of
 local ranks. It needs a plan and two graphs, and no planner. May import `ir`, `distributed`, `ops`, `sharding`,
-`cost_model` and `report`.
+`cost_model`, `passes` and `report`.
 """
 
 import shardweave.ops  # noqa: F401  (registers the ops that generated graphs call)
@@ -10,7 +10,7 @@ from shardweave.runtime.checkpoint.weights import load_weights, save_weights
 from shardweave.runtime.execute import boxed
 from shardweave.runtime.initialise import initialise, initialised
 from shardweave.runtime.launch import WorkerPool, launch
-from shardweave.runtime.module import ParallelModule, Step, agreed_seed, become_parallel, compare_graphs
+from shardweave.runtime.module import ParallelModule, agreed_seed, become_parallel, compare_graphs
 from shardweave.runtime.module_tree import copy_with_tensors, named_tensors
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "AgreedCall",
     "agree_on_graph",
     "Saving",
-    "Step",
     "WorkerPool",
     "agreed_seed",
     "become_parallel",

@@ -6,14 +6,15 @@ gathered parameters and accumulate gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
 
 from shardweave.ir import Axis, Layout, StepSpec
+from shardweave.passes import MicroBatchGraphs
 from shardweave.runtime.parameters import REDUCE_OPS, padded
 from shardweave.runtime.tensor import part_for_step
 
@@ -62,26 +63,11 @@ Gradients = list[torch.Tensor | None]
 """The local gradients of the trained parameters; None for those without one."""
 
 
-class AccumulationGraphs(Protocol):
-    """The graphs of a step of several micro-batches (see `passes.codegen.MicroBatchGraphs`)."""
-
-    gathered_parameters: Sequence[str]
-    accumulators: Mapping[str, str]
-    whole_batch_sums: fx.GraphModule | None
-
-    def forward(self, gathers: bool, returns_gathered: bool) -> fx.GraphModule: ...
-
-    def backward(self, takes_sums: bool, finishes: bool) -> fx.GraphModule: ...
-
-    @property
-    def finish(self) -> fx.GraphModule: ...
-
-
 @dataclass
 class MicroBatchRunner:
     """Runs the micro-batches of one step on this rank, and holds the values that they share."""
 
-    graphs: AccumulationGraphs
+    graphs: MicroBatchGraphs
     spec: StepSpec
     coordinates: tuple[int, ...]
     bind: Callable[[fx.GraphModule], Boxed]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,9 +28,10 @@ from torch.utils.data import DistributedSampler
 from shardweave.distributed import RuntimeMesh, collective, gather_from_ranks
 from shardweave.ir import ConstantsCheck, InputError, Layout, ParallelError, Reads, StepSpec, ValueSpec, axes_size
 from shardweave.ops import IndexChecks, Seeds, all_reduced
+from shardweave.passes import Step
 from shardweave.runtime.call_checks import Batch, CallChecks, group_of_calls
 from shardweave.runtime.execute import Executor, boxed, refuse_transforms
-from shardweave.runtime.grad_accumulation import AccumulationGraphs, Boxed, MicroBatchRunner
+from shardweave.runtime.grad_accumulation import Boxed, MicroBatchRunner
 from shardweave.runtime.inputs import LocalBatch
 from shardweave.runtime.module_tree import (
     TensorLookup,
@@ -106,22 +107,6 @@ computing the former. Make the change on the model and compile it again
 def _hooks(module: nn.Module) -> tuple[int, ...]:
     kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return tuple(key for hooks in kinds for key in hooks)
-
-
-class Step(Protocol):
-    """The interface of a generated step: two graphs and their calling convention (see `ir.StepSpec`)."""
-
-    @property
-    def forward(self) -> fx.GraphModule: ...
-
-    @property
-    def backward(self) -> fx.GraphModule | None: ...
-
-    @property
-    def spec(self) -> StepSpec: ...
-
-    @property
-    def micro_batch_graphs(self) -> Callable[[], AccumulationGraphs] | None: ...
 
 
 _STEP_ATTRIBUTES = ("spec", "graphs", "plan", "mesh", "_coordinates", "_flatten", "_unflatten", "_layouts", "_execute",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from shardweave.ir import Layout, Mesh, ParameterSpec, StepSpec, ValueSpec
+from shardweave.passes import Step
 
 ROWS, FEATURES, OUTPUTS = 8, 4, 12
 aten, comm = torch.ops.aten, torch.ops._c10d_functional
@@ -34,14 +34,6 @@ class Model(nn.Module):
         return (y - target).square().mean(), y
 
 
-@dataclass(frozen=True)
-class HandmadeStep:
-    forward: fx.GraphModule
-    backward: fx.GraphModule | None
-    spec: StepSpec
-    micro_batch_graphs: None = None
-
-
 class Builder:
     """A graph under construction: placeholders by name, ops by call."""
 
@@ -60,7 +52,7 @@ class Builder:
         return fx.GraphModule(nn.Module(), self.graph)
 
 
-def handmade_step(mesh: Mesh, dtype: str = "float64") -> HandmadeStep:
+def handmade_step(mesh: Mesh, dtype: str = "float64") -> Step:
     """`Model`'s step on 4 ranks: gpu0 on the outputs' features, gpu1 on the batch; the weight rests over both."""
     tensor, data = mesh.axis("gpu0"), mesh.axis("gpu1")
     coordinates = [f"coord_{axis.name}" for axis in mesh.axes]
@@ -111,4 +103,4 @@ def handmade_step(mesh: Mesh, dtype: str = "float64") -> HandmadeStep:
         data_axes=(data,),
         graph_hash="handmade",
     )
-    return HandmadeStep(forward, backward, spec)
+    return Step(forward, backward, spec)

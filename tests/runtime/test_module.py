@@ -18,10 +18,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import shardweave as sw
 from shardweave.ir import Axis, Layout, Mesh, StepSpec
 from shardweave.ir.errors import InputError, ParallelError
+from shardweave.passes import Step
 from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.module import ParallelModule
 from shardweave.runtime.parameters import local_shard, local_tensor
-from tests.runtime.handmade import FEATURES, OUTPUTS, ROWS, HandmadeStep, Model, handmade_step
+from tests.runtime.handmade import FEATURES, OUTPUTS, ROWS, Model, handmade_step
 
 SQUARE = Mesh.of_levels([("gpu", 4)])
 
@@ -259,7 +260,7 @@ def test_ranks_start_from_the_values_of_rank_zero(pool: WorkerPool) -> None:
 def other_graph_on_three() -> None:
     step = handmade_step(SQUARE)
     if dist.get_rank() == 3:
-        step = HandmadeStep(step.forward, step.backward, replace(step.spec, graph_hash="other"))
+        step = Step(step.forward, step.backward, replace(step.spec, graph_hash="other"))
     with pytest.raises(ParallelError, match=r"ranks \[0, 1, 2\]: handmade; ranks \[3\]: other"):
         ParallelModule(Model(), step)
 
@@ -301,7 +302,7 @@ def test_one_device_without_process_group() -> None:
                 gm.graph.erase_node(node)
         gm.recompile()
     model = Model()
-    parallel = ParallelModule(model, HandmadeStep(step.forward, step.backward, spec))
+    parallel = ParallelModule(model, Step(step.forward, step.backward, spec))
     x, target = batch()
     loss, y = parallel(x, target)
     expected, whole = model(x, target)
