@@ -27,9 +27,9 @@ from torch import Tensor, fx, nn
 
 from shardweave.compiler.capture import extend_backward
 from shardweave.compiler.capture_errors import refuse_open_sizes
-from shardweave.compiler.compiler import Compiler, check_world, control_of, run_on_each_rank
+from shardweave.compiler.compiler import Compiler, check_world
 from shardweave.cost_model import OLD_OPTION_NAMES, Cluster, Options
-from shardweave.distributed import RuntimeMesh
+from shardweave.distributed import RuntimeMesh, control, gather_from_ranks, run_on_each_rank
 from shardweave.ir import SEED, Axis, Captured, CaptureError, Mesh, ParallelError, digit_size
 from shardweave.ops import Seeds, hash_seeds, seeded
 from shardweave.passes import Step, graph_hash
@@ -38,7 +38,6 @@ from shardweave.report import Reporter
 from shardweave.runtime import (
     AgreedCall,
     agree_on_graph,
-    agreed_seed,
     boxed,
     compare_graphs,
     group_of_calls,
@@ -138,7 +137,7 @@ def bind(
     num_tangents = sum(type(node.meta["desc"]).__name__ == "TangentAOTInput" for node in given)
     primals, tangents = given[: len(given) - num_tangents], given[len(given) - num_tangents :]
     device = next(node.meta["val"].device.type for node in given if isinstance(node.meta["val"], Tensor))
-    mesh = _runtime_mesh(step.spec.mesh, device, timeout, dist.group.WORLD if dist.is_initialized() else None)
+    mesh = _runtime_mesh(step.spec.mesh, device, timeout, dist.group.WORLD)
     forward, backward = mesh.bind(step.forward), mesh.bind(step.backward)
     # 2. The forward: write the coordinates as numbers, ask for the seed, take this rank's part of whole inputs.
     _fold_constants(forward.graph, mesh.coordinates)
@@ -434,7 +433,7 @@ class _Partition:
         )
         if any(draws(node) for module in whole for node in module.graph.nodes):
             with _disable_current_modes(), no_python_dispatcher():
-                seed = agreed_seed(self.request.options.collective_timeout)
+                seed = gather_from_ranks(torch.initial_seed(), self.request.options.collective_timeout)[0]
                 first = hash_seeds(seed, int(graph_hash(*whole)[:16], 16))
             for index, module in enumerate(whole):
                 seed_draws(module, Seeds(hash_seeds(first, index)))
@@ -442,7 +441,7 @@ class _Partition:
 
     def _capture(self, joint: fx.GraphModule, num_forward: int) -> _WholeCompiler:
         """The compiler of this graph; an error of one rank is raised on all. Collective."""
-        groups, checks = control_of(self.request.options), self.request.options.checks
+        groups, checks = control(self.request.options.collective_timeout), self.request.options.checks
         if groups is not None and ranks_agree(checks):
             agree_on_graph(groups.exchange, None)
 
@@ -465,7 +464,7 @@ class _Partition:
             given, checks = compiler.captured.inputs, compiler.options.checks
             return bind(compiled.step, joint, num_forward, seed, timeout, given, checks)
 
-        return run_on_each_rank(control_of(self.request.options), "making the process groups", build)
+        return run_on_each_rank(control(self.request.options.collective_timeout), "making the process groups", build)
 
 
 class _WholeCompiler(Compiler):

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -17,7 +17,7 @@ from shardweave.compiler.capture import capture
 from shardweave.compiler.dynamo_workarounds import gc_paused
 from shardweave.compiler.guards import index_checks
 from shardweave.cost_model import Cluster, ClusterLike, Options
-from shardweave.distributed import Control, control, run_on_all_ranks
+from shardweave.distributed import control, gather_from_ranks, run_on_all_ranks, run_on_each_rank
 from shardweave.ir import Captured, ParallelError, PlanError
 from shardweave.passes import Annotated, Compiled
 from shardweave.planner import (
@@ -35,8 +35,6 @@ from shardweave.planner import (
 from shardweave.report import LOGGER, Reporter
 from shardweave.runtime import Batch, ParallelModule, become_parallel, named_tensors
 from shardweave.sharding import Samples, check_local_batch, global_example, inputs_with_first_size
-
-Result = TypeVar("Result")
 
 
 class Compiler:
@@ -192,29 +190,28 @@ class Compiler:
         The module `into`, where there is one, becomes the parallel module.
         """
         # 1. Capture on each rank.
-        control = control_of(options)
-        made: list[Compiler] = []
+        timeout = (options or Options()).collective_timeout
 
-        def start() -> tuple[str, tuple[str, ...]]:
+        def start() -> Compiler:
             check_world(cluster)
-            made.append(cls(model, cluster, example_inputs, options, progress, batch))
+            made = cls(model, cluster, example_inputs, options, progress, batch)
             if plan is not None:
-                plan.check(made[0].model_key, cluster)
-            return made[0].digest(), tuple(name for name, tensor in named_tensors(model) if tensor.is_meta)
+                plan.check(made.model_key, cluster)
+            return made
 
-        digests, without_values = zip(*run_on_all_ranks(control, "the capture of the model", start))
+        compiler = run_on_each_rank(control(timeout), "the capture of the model", start)
         # 2. Compare the captures of the ranks.
+        missing = tuple(name for name, tensor in named_tensors(model) if tensor.is_meta)
+        digests, without_values = zip(*gather_from_ranks((compiler.digest(), missing), timeout))
         if len(set(without_values)) > 1:
             raise ParallelError(meta_mismatch_message(without_values))
         if len(set(digests)) > 1:
-            meant = run_on_all_ranks(control, "the comparison of the ranks' batches", lambda: batch)
+            meant, *given = zip(*gather_from_ranks((batch, compiler.options, compiler.model_key), timeout))
             if len(set(meant)) > 1:
                 raise ParallelError(f"the ranks compile with different meanings of batch= ({meant}): give all the same")
-            mine = made[0].options, made[0].model_key
-            given = run_on_all_ranks(control, "the comparison of the ranks' models", lambda: mine)
-            raise ParallelError(mismatch_message([each for each in given if each is not None]))
+            raise ParallelError(mismatch_message([*zip(*given)]))
         # 3. Plan, lower, place the parameters.
-        return made[0].compile(model, plan, into)
+        return compiler.compile(model, plan, into)
 
     def digest(self) -> str:
         """A hash of the options and of the model's names and shapes, which all ranks must share."""
@@ -249,7 +246,7 @@ class Compiler:
                 check_inputs=self.options.checks,
             )
 
-        return run_on_each_rank(control_of(self.options), "placing the parameters", place_parameters)
+        return run_on_each_rank(control(self.options.collective_timeout), "placing the parameters", place_parameters)
 
     def agreed_plan(self) -> Plan:
         """Rank 0's plan, or its error, on all ranks: a time limit would give each rank another plan. Collective."""
@@ -264,7 +261,7 @@ class Compiler:
 
         if dist.get_rank() > 0:
             LOGGER.info("rank %d waits for the plan of rank 0", dist.get_rank())
-        answer = run_on_all_ranks(control_of(self.options), "planning", make, only=0)[0]
+        answer = run_on_all_ranks(control(self.options.collective_timeout), "planning", make, only=0)[0]
         if isinstance(answer, ParallelError):
             raise answer
         assert answer is not None
@@ -272,19 +269,8 @@ class Compiler:
 
     def lower_on_all_ranks(self, plan: Plan) -> Compiled:
         """Lower a plan; an error of one rank is raised on all. Collective."""
-        return run_on_each_rank(control_of(self.options), "generating the step", lambda: self.lower(plan))
-
-
-def control_of(options: Options | None) -> Control | None:
-    """The control groups of the running world, with the timeout of the options. Collective at the first call."""
-    return control(options.collective_timeout if options is not None else None)
-
-
-def run_on_each_rank(groups: Control | None, doing: str, action: Callable[[], Result]) -> Result:
-    """Run `action` and return this rank's result; an error on any rank is raised on all. Collective."""
-    results: list[Result] = []
-    run_on_all_ranks(groups, doing, lambda: results.append(action()))
-    return results[0]
+        groups = control(self.options.collective_timeout)
+        return run_on_each_rank(groups, "generating the step", lambda: self.lower(plan))
 
 
 def _option_reprs(options: Options) -> dict[str, str]:

@@ -21,13 +21,12 @@ from shardweave.cost_model.device_profile import (
     broadcast_object,
     current_device,
     gather_objects,
-    is_distributed,
     is_rank_zero,
     profile_device,
 )
 from shardweave.cost_model.machine import Device, Level, M, Machine
 from shardweave.cost_model.measured_tables import Measured, hardware
-from shardweave.distributed import collective, control, forget_failure, run_on_all_ranks
+from shardweave.distributed import collective, control, forget_failure, run_on_each_rank
 from shardweave.ir import ClusterError, LostRankError
 
 _PRESETS_OF_GPUS = (  # words of torch's name of the GPU, and the preset; the first match counts
@@ -43,13 +42,13 @@ _PRESETS_OF_GPUS = (  # words of torch's name of the GPU, and the preset; the fi
 
 def _devices_and_nodes() -> tuple[int, int]:
     """The devices of a node, and the nodes, of the running world, or of the ranks that a launcher has started."""
-    world = dist.get_world_size() if is_distributed() else int(os.environ.get("WORLD_SIZE", "1"))
-    if not is_distributed() and world > 1:
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if not dist.is_initialized() and world > 1:
         raise ClusterError(
             f"WORLD_SIZE is {world} but torch.distributed is not initialised: "
             "call torch.distributed.init_process_group() before Cluster.detect()"
         )
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if is_distributed() else world
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if dist.is_initialized() else world
     if local < 1 or world % local:
         raise ClusterError(
             f"{world} ranks do not divide over nodes of LOCAL_WORLD_SIZE={local}; "
@@ -75,14 +74,12 @@ def profile_cluster(cluster: M, seconds: float = 30.0) -> M:
     ClusterError
         On all ranks, with the rank and the cause, if a rank fails or takes no part for a minute.
     """
-    if not is_distributed():
+    if not dist.is_initialized():
         alone = Measured(key=_key(cluster, [hardware()]), covered="one rank: there are no collectives to measure")
         return replace(cluster, measured=alone, device=profile_device(cluster.device))
-    found: list[M] = []
     try:
-        run_on_all_ranks(
-            control(PROFILE_TIMEOUT), "profiling the cluster", lambda: found.append(_measured(cluster, seconds))
-        )
+        groups = control(PROFILE_TIMEOUT)
+        found = run_on_each_rank(groups, "profiling the cluster", lambda: _measured(cluster, seconds))
     except (RuntimeError, LostRankError) as error:
         forget_failure()  # the groups serve the profile only: the world can still be used
         raise ClusterError(
@@ -90,7 +87,7 @@ def profile_cluster(cluster: M, seconds: float = 30.0) -> M:
             f"to call Cluster.detect(profile=True) and to take part within {PROFILE_TIMEOUT.seconds} s a step, got: "
             f"{error}"
         ) from error
-    return fit_links(found[0]) if cluster.library == "gloo" else found[0]
+    return fit_links(found) if cluster.library == "gloo" else found
 
 
 def _measured(cluster: M, seconds: float) -> M:

@@ -26,6 +26,7 @@ from shardweave.cost_model.cluster_description import build, describe
 from shardweave.cost_model.machine import Device, M
 from shardweave.cost_model.measured_tables import Measured, OpTable, OpTime, hardware
 from shardweave.cost_model.op_work import Work, node_work
+from shardweave.distributed import all_gather_objects
 from shardweave.ir import ClusterError
 from shardweave.sharding import op_arguments, op_of, tensor_bytes
 
@@ -62,14 +63,9 @@ _SLOWDOWN_ROUNDS = 6
 
 def current_device() -> torch.device:
     """The device of this rank: its current GPU, or the CPU where there is no GPU or the world uses gloo alone."""
-    if torch.cuda.is_available() and not (is_distributed() and dist.get_backend() == "gloo"):
+    if torch.cuda.is_available() and not (dist.is_initialized() and dist.get_backend() == "gloo"):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def is_distributed() -> bool:
-    """Whether this process is one of a torch.distributed world."""
-    return dist.is_available() and dist.is_initialized()
 
 
 def call_seconds(call: Callable[[], Any], device: torch.device, budget: float = 0.1) -> float:
@@ -91,7 +87,7 @@ def call_seconds(call: Callable[[], Any], device: torch.device, budget: float = 
     True
     """
     _elapsed_seconds(call, _WARM_UP_CALLS, device)
-    if device.type == "cpu" and is_distributed() and dist.get_world_size() > 1:
+    if device.type == "cpu" and dist.is_initialized() and dist.get_world_size() > 1:
         done, calls, spent = 0, _MIN_BATCHES, 0.0
         while spent < min(budget, _SHARED_CORE_SECONDS):
             spent += _elapsed_seconds(call, calls, device)
@@ -122,13 +118,13 @@ def _elapsed_seconds(call: Callable[[], Any], calls: int, device: torch.device) 
 
 def start_together(group: dist.ProcessGroup | None = None) -> None:
     """Wait for all ranks, so that they measure at the same time, as they compute: they may share cores and memory."""
-    if is_distributed():
+    if dist.is_initialized():
         dist.barrier(group)
 
 
 def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """The `value` of rank 0, which can be pickled, on all ranks."""
-    if not is_distributed():
+    if not dist.is_initialized():
         return value
     held = [value]
     dist.broadcast_object_list(held, group=group, group_src=0)
@@ -137,16 +133,12 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The `value` of each rank, which can be pickled, on all ranks."""
-    if not is_distributed():
-        return [value]
-    held: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(held, value, group=group)
-    return held
+    return all_gather_objects(value, group) if dist.is_initialized() else [value]
 
 
 def is_rank_zero(group: dist.ProcessGroup | None = None) -> bool:
     """Whether this is rank 0, which writes the cache."""
-    return not is_distributed() or dist.get_rank(group) == 0
+    return not dist.is_initialized() or dist.get_rank(group) == 0
 
 
 def median_over_ranks(seconds: Mapping[str, float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
@@ -401,7 +393,7 @@ def profile_device(
     start_together(group)
     times = median_over_ranks(_time_kernels(base, where, seconds_budget), group)
     found = _fit_device(base, where, times)
-    if is_distributed() and dist.get_world_size(group) > 1:
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
         found = replace(found, overlap_slowdown=profile_slowdown(where, group=group))
     if cache and is_rank_zero(group):
         measured_tables.store(name, describe(found))
@@ -420,7 +412,7 @@ def profile_slowdown(device: torch.device | str | None = None, *, group: dist.Pr
     ClusterError
         If torch.distributed does not run.
     """
-    if not is_distributed():
+    if not dist.is_initialized():
         raise ClusterError(
             "profile_slowdown: expected a running torch.distributed world, as it times compute beside an all-reduce; "
             "call torch.distributed.init_process_group() first"

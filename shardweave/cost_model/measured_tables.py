@@ -384,7 +384,7 @@ def _number(value: Any) -> Any:
 def hardware() -> dict[str, Any]:
     """The hardware and the versions of this rank. Measurements hold only for equal ones."""
     found: dict[str, Any] = {"torch": torch.__version__}
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         found["backend"] = dist.get_backend()
     if torch.cuda.is_available() and found.get("backend") != "gloo":
         found["device"] = torch.cuda.get_device_name(torch.cuda.current_device())

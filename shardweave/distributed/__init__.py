@@ -4,6 +4,7 @@ lost, and agreement between ranks on a value or an error. May import `ir`.
 
 from shardweave.distributed.agreement import (
     Control,
+    all_gather_objects,
     checkpoint_group,
     control,
     control_of,
@@ -11,6 +12,7 @@ from shardweave.distributed.agreement import (
     gather_from_ranks,
     run_checkpoint_step,
     run_on_all_ranks,
+    run_on_each_rank,
     world_group,
 )
 from shardweave.distributed.failures import collective, forget_failure, lost_rank, raise_if_rank_lost
@@ -26,9 +28,11 @@ __all__ = [
     "error_text",
     "world_group",
     "forget_failure",
+    "all_gather_objects",
     "gather_from_ranks",
     "group_of",
     "run_on_all_ranks",
+    "run_on_each_rank",
     "lost_rank",
     "single_threaded_gloo",
     "checkpoint_group",

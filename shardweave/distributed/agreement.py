@@ -84,7 +84,7 @@ def control(timeout: timedelta | None = None) -> Control | None:
     LostRankError
         If a rank does not take part.
     """
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    world = dist.group.WORLD
     if world is None or dist.get_backend() == "fake" or world.size() == 1:
         return None
     made = _controls.setdefault(world, {})
@@ -92,7 +92,8 @@ def control(timeout: timedelta | None = None) -> Control | None:
     if timeout not in made:
         exchange, heartbeats = (gloo_group(timeout, "to agree with the other ranks") for _ in range(2))
         made[timeout] = Control(exchange, heartbeats)
-        remember_processes(_all_gather_objects(RankProcess.current(), exchange, "the exchange of the ranks' processes"))
+        with collective("the exchange of the ranks' processes", exchange):
+            remember_processes(all_gather_objects(RankProcess.current(), exchange))
     return made[timeout]
 
 
@@ -127,18 +128,19 @@ def checkpoint_group(mesh: RuntimeMesh) -> dist.ProcessGroup | None:
     return _checkpoint_groups[mesh]
 
 
-def gather_from_ranks(value: Any, doing: str, timeout: timedelta | None = None) -> list[Any]:
+def gather_from_ranks(value: Any, timeout: timedelta | None = None) -> list[Any]:
     """The value of each rank, in their order. Collective."""
     groups = control(timeout)
-    return [value] if groups is None else _all_gather_objects(value, groups.exchange, doing)
+    if groups is None:
+        return [value]
+    with collective("a comparison of the ranks' arguments", groups.exchange):
+        return all_gather_objects(value, groups.exchange)
 
 
-def _all_gather_objects(
-    value: Any, group: dist.ProcessGroup, doing: str, *, even_after_failure: bool = False, dedicated: bool = False
-) -> list[Any]:
+def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The value of each rank of `group`, by default of the world, in their order. Collective."""
     values: list[Any] = [None] * dist.get_world_size(group)
-    with collective(doing, group, even_after_failure=even_after_failure, dedicated=dedicated):
-        dist.all_gather_object(values, value, group=group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -204,30 +206,23 @@ def run_checkpoint_step(
     If all failed ranks raised the same kind of ParallelError, that kind is raised. Ranks send heartbeats as in
     `run_on_all_ranks`, unless the action itself `uses_group`.
     """
-    own: _Attempt[Result] = _Attempt()
+    own: _Attempt[Result]
     if group is None:
         own = _Attempt.at(action)
         _raise_any([own.failure], own.caught)
         return [own.result]  # type: ignore[list-item]  # None is a result, too
-    doing = "a step of saving or loading a checkpoint"
     raise_if_rank_lost(group)
-    # 1. Run the action, and send heartbeats meanwhile.
-    try:
-        with nullcontext() if uses_group else _heartbeat(group, doing, dedicated=True):
-            own = _Attempt.at(action)
-        failed = own.caught if uses_group and isinstance(own.caught, RuntimeError) else None
-        if failed is not None and (gone := lost_rank(failed, doing, group, dedicated=True)) is not None:
-            raise gone from failed
-        # 2. Exchange the outcomes.
-        announcing = f"telling the others how {doing} ended"
-        answers = _all_gather_objects((own.result, own.failure), group, announcing, dedicated=True)
-    except LostRankError as lost:
-        if own.failure is None or lost.__cause__ is own.caught:
-            raise
-        raise LostRankError(f"{own.failure.message}. {lost}") from own.caught
-    # 3. Raise the errors of any ranks on all.
+    doing = "a step of saving or loading a checkpoint"
+    own, answers = _attempt_on_ranks(group, doing, action, dedicated=True, uses_group=uses_group)
     _raise_any([failure for _, failure in answers], own.caught)
     return [answer for answer, _ in answers]
+
+
+def run_on_each_rank(groups: Control | None, doing: str, action: Callable[[], Result]) -> Result:
+    """As `run_on_all_ranks`, but return this rank's result alone, which is not pickled."""
+    results: list[Result] = []
+    run_on_all_ranks(groups, doing, lambda: results.append(action()))
+    return results[0]
 
 
 def run_on_all_ranks(
@@ -258,23 +253,19 @@ def run_on_all_ranks(
     if groups is None:
         return [action()]
     raise_if_rank_lost()
-    own: _Attempt[Result] = _Attempt()
-    # 1. Run the action, and send heartbeats meanwhile. A failed rank closes its connections: no rank waits for it.
-    try:
-        with _heartbeat(groups.heartbeats, doing):
-            if only in (None, dist.get_rank()):
-                own = _Attempt.at(action)
-            if own.caught is not None and not isinstance(own.caught, LostRankError):
-                groups.close_exchange()
-        # 2. Exchange the outcomes.
-        announcing = f"telling the others how {doing} ended"
-        answers: list[tuple[Any, Failure | None]]
-        answers = _all_gather_objects((own.result, own.failure), groups.heartbeats, announcing, even_after_failure=True)
-    except LostRankError as lost:
-        if own.failure is None:
+
+    # 1. Run the action on all ranks. A rank that fails closes its connections: no rank waits for it.
+    def acting() -> Result | None:
+        try:
+            return action() if only in (None, dist.get_rank()) else None
+        except LostRankError:
             raise
-        raise LostRankError(f"{doing} failed on this rank: {own.failure.message}. {lost}") from own.caught
-    # 3. Raise the errors of any ranks on all. The control groups are closed, so the next call makes new ones.
+        except (Exception, CheckpointException):
+            groups.close_exchange()
+            raise
+
+    own, answers = _attempt_on_ranks(groups.heartbeats, doing, acting)
+    # 2. Raise the errors of any ranks on all. The control groups are closed, so the next call makes new ones.
     failures = [failure for _, failure in answers]
     if any(failures):
         _controls.clear()
@@ -287,6 +278,38 @@ def run_on_all_ranks(
             forget_failure()
         _raise_any(failures, own.caught, f"{doing} failed")
     return [answer for answer, _ in answers]
+
+
+def _attempt_on_ranks(
+    group: dist.ProcessGroup,
+    doing: str,
+    action: Callable[[], Result],
+    dedicated: bool = False,
+    uses_group: bool = False,
+) -> tuple[_Attempt[Result], list[tuple[Result, Failure | None]]]:
+    """Run `action` on each rank; this rank's outcome, and the results and failures of all ranks.
+
+    Raises
+    ------
+    LostRankError
+        If a rank has ended or does not answer; with this rank's own failure, if it has one.
+    """
+    own: _Attempt[Result] = _Attempt()
+    try:
+        # 1. Run the action, and send heartbeats meanwhile.
+        with nullcontext() if uses_group else _heartbeat(group, doing, dedicated):
+            own = _Attempt.at(action)
+        failed = own.caught if uses_group and isinstance(own.caught, RuntimeError) else None
+        if failed is not None and (gone := lost_rank(failed, doing, group, dedicated=dedicated)) is not None:
+            raise gone from failed
+        # 2. Exchange the outcomes.
+        telling, outcome = f"telling the others how {doing} ended", (own.result, own.failure)
+        with collective(telling, group, even_after_failure=not dedicated, dedicated=dedicated):
+            return own, all_gather_objects(outcome, group)
+    except LostRankError as lost:
+        if own.failure is None or lost.__cause__ is own.caught:
+            raise
+        raise LostRankError(f"{doing} failed on this rank: {own.failure.message}. {lost}") from own.caught
 
 
 def _raise_any(failures: Sequence[Failure | None], caught: BaseException | None, doing: str = "") -> None:

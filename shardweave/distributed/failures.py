@@ -127,8 +127,6 @@ def forget_failure() -> None:
 
 def raise_if_rank_lost(group: dist.ProcessGroup | None = None) -> None:
     """Raise `LostRankError` if a collective of the world or of `group` has failed: the next one would fail or hang."""
-    if not _failures or not dist.is_initialized():
-        return
     for each in (dist.group.WORLD, group):
         if each is not None and (first := _failures.get(each)) is not None:
             raise LostRankError(f"a rank was lost before: {first}") from first
@@ -191,7 +189,7 @@ def lost_rank(
     dedicated, timeout
         As for `collective`.
     """
-    world = dist.group.WORLD if dist.is_initialized() else None
+    world = dist.group.WORLD
     if world is None or not _LOST_PEER_MESSAGE.search(str(error)):
         return None
     group = group or world
@@ -277,7 +275,7 @@ class FailureNotice:
     @classmethod
     def of_next_mesh(cls) -> FailureNotice:
         """The notice of the mesh that is being made."""
-        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        world = dist.group.WORLD
         if world is None:
             return cls(None, "")
         number = _mesh_counts[world] = _mesh_counts.get(world, 0) + 1

@@ -70,7 +70,7 @@ class RuntimeMesh:
     """
 
     def __init__(self, mesh: Mesh, device_type: str | None = None, timeout: timedelta | None = None) -> None:
-        running = dist.is_available() and dist.is_initialized()
+        running = dist.is_initialized()
         world_size = dist.get_world_size() if running else 1
         if world_size != mesh.world_size:
             axes = ", ".join(map(str, mesh.axes)) or "no axes"
@@ -86,7 +86,7 @@ class RuntimeMesh:
         self.device_mesh: DeviceMesh | None = None
         self.closed: str | None = None
         self._groups: dict[str, dist.ProcessGroup] = {}
-        world = dist.group.WORLD if running else None
+        world = dist.group.WORLD
         self.timeout = timeout or (timedelta(0) if world is None else timeout_of(world))
         self._world = world if world is not None and timeout_of(world) == self.timeout else None
         self._notice = FailureNotice.of_next_mesh()

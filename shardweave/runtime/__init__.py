@@ -10,7 +10,7 @@ from shardweave.runtime.checkpoint.weights import load_weights, save_weights
 from shardweave.runtime.execute import boxed
 from shardweave.runtime.initialise import initialise, initialised
 from shardweave.runtime.launch import WorkerPool, launch
-from shardweave.runtime.module import ParallelModule, agreed_seed, become_parallel, compare_graphs
+from shardweave.runtime.module import ParallelModule, become_parallel, compare_graphs
 from shardweave.runtime.module_tree import copy_with_tensors, named_tensors
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "agree_on_graph",
     "Saving",
     "WorkerPool",
-    "agreed_seed",
     "become_parallel",
     "boxed",
     "compare_graphs",

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardweave.distributed import RuntimeMesh, collective, control_of
+from shardweave.distributed import RuntimeMesh, all_gather_objects, collective, control_of
 from shardweave.ir import InputError, ParallelError, StepSpec, ValueSpec
 from shardweave.ops import IndexChecks
 from shardweave.runtime.inputs import LocalBatch, check_inputs, local_input
@@ -138,9 +138,8 @@ class CallChecks:
             mine = _Report(str(caught), type(caught), running)
         else:
             mine = _Report(f"{type(caught).__name__}: {caught}", ParallelError, running)
-        reports: list[Any] = [None] * dist.get_world_size(self.group)
         with collective("comparing the inputs of a call", self.group):
-            dist.all_gather_object(reports, mine, group=self.group)
+            reports: list[_Report] = all_gather_objects(mine, self.group)
         self._raise_failures(reports, caught)
         self._check_modes(reports)
         self._check_values(reports)
@@ -245,9 +244,8 @@ class AgreedCall(nn.Module):
         if self.checks is not None and self._done >= self.checks:
             return
         self._done += 1
-        found: list[Any] = [None] * dist.get_world_size(self.group)
         with collective("comparing the inputs of a call", self.group):
-            dist.all_gather_object(found, tuple(map(_hash, values)), group=self.group)
+            found = all_gather_objects(tuple(map(_hash, values)), self.group)
         for index, name in enumerate(self.names):
             if len(ranks := _ranks_by_value(hashes[index] for hashes in found)) > 1:
                 raise InputError(
@@ -272,9 +270,8 @@ def agree_on_graph(group: dist.ProcessGroup, graph_hash: str | None) -> None:
     code = 0 if graph_hash is None else 1 + int(graph_hash[:15], 16)
     if _same_on_all_ranks(code, group):
         return
-    found: list[str | None] = [None] * dist.get_world_size(group)
     with collective("agreeing on a call of the model", group):
-        dist.all_gather_object(found, graph_hash, group=group)
+        found = all_gather_objects(graph_hash, group)
     told = []
     for each, ranks in _ranks_by_value(found).items():
         does = "another graph is compiled" if each is None else f"the compiled graph {each[:8]} runs"

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from shardweave.distributed import control, control_of, run_on_all_ranks
+from shardweave.distributed import control, control_of, gather_from_ranks, run_on_all_ranks
 from shardweave.ir import Layout, ParallelError
-from shardweave.runtime.module import ParallelModule, gather_values
+from shardweave.runtime.module import ParallelModule
 from shardweave.runtime.module_tree import copy_with_tensors, named_tensors
 from shardweave.runtime.parameters import local_part, local_tensor
 from shardweave.runtime.tensor import gather, written_tensors
@@ -177,7 +177,7 @@ def initialise_tensors(
         for name in {**ours, **theirs}
         if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape
     )
-    given = gather_values((seed, different), parallel.mesh.timeout)
+    given = gather_from_ranks((seed, different), parallel.mesh.timeout)
     if different:
         raise ParallelError(
             f"{', '.join(different)}: not in both the compiled and the given model, or in another shape: give the "

@@ -352,7 +352,7 @@ class ParallelModule(nn.Module):
         ParallelError
             On all ranks, if they give different seeds: replicas of a value would draw different numbers.
         """
-        seeds = gather_values(seed, self.mesh.timeout)
+        seeds = gather_from_ranks(seed, self.mesh.timeout)
         if len(set(seeds)) > 1:
             raise ParallelError(f"manual_seed expects one seed on all ranks, got {seeds}: give all the same")
         self._seeds = Seeds(seed)
@@ -570,7 +570,7 @@ def compare_graphs(step: Step, timeout: timedelta | None = None) -> int:
         A seed that all ranks share: torch's initial seed on rank 0.
     """
     mine = step.spec.graph_hash or sha256(step.forward.code.encode()).hexdigest()
-    hashes, seeds = zip(*gather_values((mine, torch.initial_seed()), timeout), strict=True)
+    hashes, seeds = zip(*gather_from_ranks((mine, torch.initial_seed()), timeout), strict=True)
     if len(set(hashes)) > 1:
         ranks = {value: [rank for rank, other in enumerate(hashes) if other == value] for value in hashes}
         listed = "; ".join(f"ranks {ranks[value]}: {value[:12]}" for value in ranks)
@@ -579,16 +579,6 @@ def compare_graphs(step: Step, timeout: timedelta | None = None) -> int:
             "shapes, options and version of shardweave, on all ranks, or make the plan once and load it everywhere"
         )
     return int(seeds[0])
-
-
-def agreed_seed(timeout: timedelta | None = None) -> int:
-    """torch's initial seed on rank 0. Collective."""
-    return int(gather_values(torch.initial_seed(), timeout)[0])
-
-
-def gather_values(value: Any, timeout: timedelta | None = None) -> list[Any]:
-    """The values of all ranks, in order. Collective."""
-    return gather_from_ranks(value, "a comparison of the ranks' arguments", timeout)
 
 
 def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[object]:

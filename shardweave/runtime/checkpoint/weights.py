@@ -20,12 +20,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from shardweave.distributed import error_text
+from shardweave.distributed import error_text, gather_from_ranks
 from shardweave.ir import ParallelError
 from shardweave.runtime.checkpoint.files import path_inside
 from shardweave.runtime.checkpoint.state import Piece, check_values, pieces
 from shardweave.runtime.initialise import initialise_tensors, run_on_parallel_module
-from shardweave.runtime.module import ParallelModule, gather_values
+from shardweave.runtime.module import ParallelModule
 from shardweave.runtime.parameters import local_tensor
 from shardweave.runtime.tensor import gather
 
@@ -341,7 +341,7 @@ def _difference(stored: Stored, tensor: torch.Tensor) -> str:
 
 def _raise_on_all_ranks(parallel: ParallelModule, problems: list[str], what: str) -> None:
     """Raise ParallelError on all ranks with the problems of the first rank that has some. Collective."""
-    everywhere = gather_values(problems, parallel.mesh.timeout)
+    everywhere = gather_from_ranks(problems, parallel.mesh.timeout)
     for rank, found in enumerate(everywhere):
         if found:
             where = "" if found == everywhere[0] else f" (on rank {rank})"
