@@ -210,11 +210,10 @@ class MicroBatchGraphs:
 
     @cached_property
     def _first_forward(self) -> fx.GraphModule:
-        return _with_outputs(
-            self.whole_forward,
-            lambda outputs, nodes: (*outputs, *(nodes[name] for name in self.gathered_parameters)),
-            "FirstForward",
-        )
+        graph, nodes = _copied(self.whole_forward)
+        gathered = (nodes[name] for name in self.gathered_parameters)
+        graph.output_node().args = ((*graph_outputs(graph), *gathered),)
+        return _without_dead_code(self.whole_forward, graph, "FirstForward")
 
     @cached_property
     def _next_forward(self) -> fx.GraphModule:
@@ -236,7 +235,7 @@ class MicroBatchGraphs:
         if key not in self._backwards:
             module = self.whole_backward
             if not finishes:
-                module = _with_outputs(module, self._as_summed, "MiddleBackward")
+                module = self._returning_sums()
             if not takes_sums:
                 module = _without_sums(module, self.accumulators, "OnlyBackward" if finishes else "FirstBackward")
             self._backwards[key] = module
@@ -249,75 +248,60 @@ class MicroBatchGraphs:
         read = _reading(self.whole_backward, names, "Finish")
         return _only(read, {*names, *_coordinates(read)}, "Finish")
 
-    def _as_summed(self, outputs: Sequence[object], nodes: Mapping[str, fx.Node]) -> tuple[object, ...]:
-        """The outputs of the backward with the running sum in the place of each gradient."""
+    def _returning_sums(self) -> fx.GraphModule:
+        """The backward with the running sum in the place of each gradient."""
+        graph, nodes = _copied(self.whole_backward)
         sums = iter(self.accumulators.values())
-        return tuple(nodes[next(sums)] if isinstance(value, fx.Node) else value for value in outputs)
+        outputs = [nodes[next(sums)] if isinstance(each, fx.Node) else each for each in graph_outputs(graph)]
+        graph.output_node().args = (tuple(outputs),)
+        return _without_dead_code(self.whole_backward, graph, "MiddleBackward")
 
 
 def _coordinates(module: fx.GraphModule) -> list[str]:
     return [node.name for node in module.graph.nodes if is_coordinate(node)]
 
 
-def _edited(
-    module: fx.GraphModule, edit: Callable[[fx.Graph, Mapping[str, fx.Node]], None], name: str
-) -> fx.GraphModule:
-    """A copy of `module`, changed by `edit(graph, nodes by name)`, without dead code."""
+def _copied(module: fx.GraphModule) -> tuple[fx.Graph, dict[str, fx.Node]]:
+    """A copy of a graph, and its nodes by name."""
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
     for node in module.graph.nodes:
         nodes[node.name] = graph.node_copy(node, lambda leaf: nodes[leaf.name])
-    edit(graph, nodes)
+    return graph, nodes
+
+
+def _without_dead_code(constants: fx.GraphModule, graph: fx.Graph, name: str) -> fx.GraphModule:
     remove_dead(graph)
-    return as_module(module, graph, name)
-
-
-def _with_outputs(
-    module: fx.GraphModule,
-    outputs: Callable[[Sequence[object], Mapping[str, fx.Node]], tuple[object, ...]],
-    name: str,
-) -> fx.GraphModule:
-    """`module` with the outputs that `outputs(old outputs, nodes by name)` returns."""
-
-    def edit(graph: fx.Graph, nodes: Mapping[str, fx.Node]) -> None:
-        graph.output_node().args = (outputs(graph_outputs(graph), nodes),)  # type: ignore[assignment]
-
-    return _edited(module, edit, name)
+    return as_module(constants, graph, name)
 
 
 def _reading(module: fx.GraphModule, names: Iterable[str], name: str) -> fx.GraphModule:
     """`module` that takes these values as inputs, behind the others, instead of computing them."""
-
-    def edit(graph: fx.Graph, nodes: Mapping[str, fx.Node]) -> None:
-        last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-        for each in names:
-            with graph.inserting_after(last):
-                last = graph.placeholder(f"given_{each}")
-            last.meta = dict(nodes[each].meta)
-            nodes[each].replace_all_uses_with(last)
-
-    return _edited(module, edit, name)
+    graph, nodes = _copied(module)
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    for each in names:
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"given_{each}")
+        last.meta = dict(nodes[each].meta)
+        nodes[each].replace_all_uses_with(last)
+    return _without_dead_code(module, graph, name)
 
 
 def _without_sums(module: fx.GraphModule, accumulators: Mapping[str, str], name: str) -> fx.GraphModule:
     """`module` that takes no running sums: its gradients are the first."""
-
-    def edit(graph: fx.Graph, nodes: Mapping[str, fx.Node]) -> None:
-        for holder, total in accumulators.items():
-            nodes[total].replace_all_uses_with(nodes[total].args[1])  # type: ignore[arg-type]
-            graph.erase_node(nodes[total])
-            graph.erase_node(nodes[holder])
-
-    return _edited(module, edit, name)
+    graph, nodes = _copied(module)
+    for holder, total in accumulators.items():
+        nodes[total].replace_all_uses_with(nodes[total].args[1])  # type: ignore[arg-type]
+        graph.erase_node(nodes[total])
+        graph.erase_node(nodes[holder])
+    return _without_dead_code(module, graph, name)
 
 
 def _only(module: fx.GraphModule, kept: set[str], name: str) -> fx.GraphModule:
     """`module` with only the inputs in `kept`. An input that replaces a value counts by that value's name."""
-
-    def edit(graph: fx.Graph, nodes: Mapping[str, fx.Node]) -> None:
-        for node in nodes.values():
-            if node.op == "placeholder" and node.name.removeprefix("given_") not in kept:
-                assert not node.users, f"{node} is still used"
-                graph.erase_node(node)
-
-    return _edited(module, edit, name)
+    graph, nodes = _copied(module)
+    for node in nodes.values():
+        if node.op == "placeholder" and node.name.removeprefix("given_") not in kept:
+            assert not node.users, f"{node} is still used"
+            graph.erase_node(node)
+    return _without_dead_code(module, graph, name)
