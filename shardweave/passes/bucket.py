@@ -25,8 +25,8 @@ from shardweave.cost_model import Cluster, NodeCosts
 from shardweave.ir import META, Collective
 from shardweave.passes.base import Pass, Property
 from shardweave.passes.partition import StateSharding
-from shardweave.passes.spmd_builder import remove_dead, sort_by_place
-from shardweave.sharding import info, is_wait, layer_of
+from shardweave.passes.spmd_builder import finished, sort_by_place
+from shardweave.sharding import fake_result, info, is_wait, layer_of
 
 aten = torch.ops.aten
 reshape, permute = aten.reshape.default, aten.permute.default
@@ -70,10 +70,7 @@ class Bucket(Pass):
         for bucket in _buckets(graph, prices, sides(graph, self.cut_points), self._is_flat):
             _MergedCollective(graph, bucket, place, copies if self._is_flat(bucket[0].collective) else None).write()
         sort_by_place(graph, place)
-        remove_dead(graph)
-        graph.lint()
-        graph_module.recompile()
-        return graph_module
+        return finished(graph_module)
 
     def _is_flat(self, collective: Collective) -> bool:
         return self.flat is not None and not self.flat.get(collective.owner, StateSharding()).parameter
@@ -292,14 +289,12 @@ class _MergedCollective:
         node = self.graph.create_node("call_function", target, args, kwargs)
         node.meta[META] = replace(info(like or self.first), layouts=(), collective=None)
         self.place[node] = self.spot if like is None else max(self.spot, self.place[like])
-        self._evaluate(node)
+        node.meta["val"] = self._evaluated(node)
         return node
 
-    def _evaluate(self, node: fx.Node) -> None:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda leaf: leaf.meta["val"])
+    def _evaluated(self, node: fx.Node) -> Any:
         assert callable(node.target)
-        with self.first.meta["val"].fake_mode:
-            node.meta["val"] = node.target(*args, **kwargs)
+        return fake_result(node.target, node.args, node.kwargs, self.first.meta["val"].fake_mode)
 
     def _replace_wait(self, wait: fx.Node, piece: fx.Node) -> fx.Node:
         """Let the users of `wait` read `piece`, which has as many elements. Return the node that they read.
@@ -326,7 +321,7 @@ class _MergedCollective:
         for user in list(value.users):
             if user.target in _VIEWS:
                 strides = user.meta["val"].stride()
-                self._evaluate(user)
+                user.meta["val"] = self._evaluated(user)
                 if user.meta["val"].stride() != strides:
                     self._update_views(user)
             else:

@@ -16,7 +16,7 @@ from torch import fx
 from shardweave.ir import Axis
 from shardweave.passes.base import Pass, Property
 from shardweave.passes.recompute import computation_key
-from shardweave.passes.spmd_builder import remove_dead
+from shardweave.passes.spmd_builder import finished
 from shardweave.sharding import info, last_match
 
 
@@ -59,10 +59,7 @@ class KeepUnsharded(Pass):
         for node, twin in twins.items():
             if node in kept and not info(node).collective:
                 node.replace_all_uses_with(twin)
-        remove_dead(graph)
-        graph.lint()
-        graph_module.recompile()
-        return graph_module
+        return finished(graph_module)
 
     def _is_kept(self, node: fx.Node) -> bool:
         """Whether a node starts the all-gather of a parameter, or of one of its slices, that is kept."""

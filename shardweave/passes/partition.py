@@ -192,7 +192,7 @@ class ShardedValues:
         whole = without_axes(layout, self.mesh.sub_batch_axes)
         if whole == layout:
             return whole_batch
-        part = self.local.redistribute(whole_batch, whole, layout, replace(origin, reason=INPUT_SLICE), lambda *_: None)
+        part = self.local.redistribute(whole_batch, whole, layout, replace(origin, reason=INPUT_SLICE))
         annotate_layouts(part, (layout,))
         return part
 
@@ -270,7 +270,7 @@ class ShardedValues:
         whole = without_axes(want, self.mesh.slice_axes)
         if whole != want and self._is_sliced_when_whole(node):
             origin = Origin(info(node).op, "slice", backward=self.backward)
-            return self.local.redistribute(self.at_layout(node, whole), whole, want, origin, lambda *_: None)
+            return self.local.redistribute(self.at_layout(node, whole), whole, want, origin)
         # 2. A constant is made by each rank.
         if node in self.constants:
             return self._constant(node, want)
@@ -278,7 +278,7 @@ class ShardedValues:
         first = self._before_slicing(node, want) if self.mesh.sub_batch_axes else None
         if first is not None:
             where = origin or self.origin_of(node, first)
-            return self.local.redistribute(self.at_layout(node, first, origin), first, want, where, lambda *_: None)
+            return self.local.redistribute(self.at_layout(node, first, origin), first, want, where)
         # 4. A computed value is redistributed. The first use of a parameter decides how its states are sharded.
         if node in self.canonical:
             if node in self.parameters and self.parameters[node] not in self.state_layouts:
@@ -290,17 +290,15 @@ class ShardedValues:
             written, have = self._join_sub_batches(written, have, want, origin)
             if have == want:
                 return written
-
-            def reduced(result: fx.Node, layout: Layout) -> None:
-                self.canonical[node] = result, layout
-
             times = tuple(item for item in have.partial if item[0].kind == "time" and item not in want.partial)
             if not times:
-                return self.local.redistribute(written, have, want, origin, reduced)
+                written, reduced = self.local.redistribute_and_reduced(written, have, want, origin)
+                self.canonical[node] = reduced or self.canonical[node]
+                return written
             # A sum over micro-batches or sub-batches: first over the devices, then over the sub-batches, and over the
             # micro-batches in a graph of its own, which runs before the first of them.
             self._check_input_only(node, times[0][0])
-            part = self.local.redistribute(written, have, replace(want, partial=times), origin, reduced)
+            part = self.local.redistribute(written, have, replace(want, partial=times), origin)
             part, have = self.local.join_steps(part, replace(want, partial=times), origin, self.mesh.sub_batch_axes)
             if have != want:
                 part = self._add_whole_batch_sum(node, part, want)
@@ -315,7 +313,7 @@ class ShardedValues:
             _, possible = self._view(node)
             where = origin or self.origin_of(node, possible)
             written, have = self._join_sub_batches(self.at_layout(node, possible), possible, want, where)
-            return self.local.redistribute(written, have, want, where, lambda *_: None)
+            return self.local.redistribute(written, have, want, where)
         inner = self.at_layout(source, back, origin)
         return self._emit_view_or_constant(node, [inner], want, Part(rule, bound, {}, (back,)))
 
@@ -359,7 +357,7 @@ class ShardedValues:
             return self.local.call(origin, node.target, *args, **kwargs)  # type: ignore[arg-type]
         made = local_part(node, want, self.mesh)
         if made is None:
-            return self.local.redistribute(self.at_layout(node, whole), whole, want, origin, lambda *_: None)
+            return self.local.redistribute(self.at_layout(node, whole), whole, want, origin)
         values = [self.at_layout(source, layout) for source, layout in zip(tensor_args(node), made.inputs)]
         return self._emit_view_or_constant(node, values, want, made)
 
@@ -389,7 +387,7 @@ class ShardedValues:
         written.meta[META] = replace(info(written), layouts=(layout,))
         origin = Origin(name, "gather for the step", "parameter", self.backward)
         working = self.local.cast(written, value.dtype, origin)
-        working = self.local.redistribute(working, layout, in_step, origin, lambda *_: None)
+        working = self.local.redistribute(working, layout, in_step, origin)
         if working is not written:
             self.gathered_once.append(working)
         self.canonical[node] = working, in_step
@@ -598,7 +596,7 @@ class StepOutputs:
             return self.values.at_layout(value, want), want
         origin = self.values.origin_of(value, have)
         node, have = self.local.join_steps(self.values.at_layout(value, have), have, origin, self.mesh.unrolled_axes)
-        return self.local.redistribute(node, have, want, origin, lambda *_: None), want
+        return self.local.redistribute(node, have, want, origin), want
 
     def _differs_by_sub_batch(self, layout: Layout) -> bool:
         """Whether a value differs between sub-batches or between slices of an op."""
@@ -616,7 +614,7 @@ class StepOutputs:
         first = self.values.gradient_layouts.get(name, at_rest) if self.options.all_reduce_gradients else at_rest
         summed = self._accumulated if self.options.accumulates else self._reduced
         found = summed(value, first, dtypes.reduced, origin)
-        found = self.local.redistribute(found, first, at_rest, origin, lambda *_: None)
+        found = self.local.redistribute(found, first, at_rest, origin)
         return self.local.cast(found, dtypes.master, origin)
 
     def _accumulated(self, value: fx.Node, want: Layout, dtype: torch.dtype, origin: Origin) -> fx.Node:
@@ -637,7 +635,7 @@ class StepOutputs:
         total = self.local.call(origin, aten.add_.Tensor, before, mine)
         annotate_layouts(total, (layout,))
         self.accumulators[name] = total
-        return self.local.redistribute(total, layout, want, origin, lambda *_: None)
+        return self.local.redistribute(total, layout, want, origin)
 
     def _reduced(self, value: fx.Node, want: Layout, dtype: torch.dtype, origin: Origin) -> fx.Node:
         """A gradient at `want`, with its partial sums reduced in `dtype`.
@@ -652,7 +650,7 @@ class StepOutputs:
         cut = sliced_like(want, have, self.mesh.slice_axes)
         if cut is None:
             cast, have = self.local.join_steps(cast, have, origin, self.mesh.slice_axes)
-        cast = self.local.redistribute(cast, have, cut or want, origin, lambda *_: None)
+        cast = self.local.redistribute(cast, have, cut or want, origin)
         return self.local.join_steps(cast, cut or want, origin, self.mesh.slice_axes)[0]
 
 

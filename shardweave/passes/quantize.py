@@ -24,8 +24,8 @@ from torch import fx
 import shardweave.ops  # noqa: F401  (registers the ops)
 from shardweave.ir import META, Axis, Collective, Quantized, axes_size, group_name
 from shardweave.passes.base import Pass, Property
-from shardweave.passes.spmd_builder import remove_dead, short_name
-from shardweave.sharding import argument_key, info, is_wait, tensor_bytes
+from shardweave.passes.spmd_builder import finished, short_name
+from shardweave.sharding import fake_result, info, is_wait, tensor_bytes
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -68,10 +68,7 @@ class Quantize(Pass):
                 _Rewrite(graph, start, collective, self.bits["parameters"], self.block, known).gather(wait)
             elif kind == ("reduce_scatter", "gradient") and start.args[1] == "sum" and "gradients" in self.bits:
                 _Rewrite(graph, start, collective, self.bits["gradients"], self.block, known).reduce(wait)
-        remove_dead(graph)
-        graph.lint()
-        graph_module.recompile()
-        return graph_module
+        return finished(graph_module)
 
 
 def quantization_stages(axes: Sequence[Axis]) -> list[tuple[Axis, ...]]:
@@ -174,10 +171,5 @@ class _Rewrite:
     def _call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, kwargs, short_name(target))
         node.meta[META] = replace(info(self.start), layouts=(), collective=None)
-        key = target, argument_key(args), argument_key(kwargs)
-        if key not in self.known:
-            values = fx.node.map_arg((node.args, node.kwargs), lambda leaf: leaf.meta["val"])
-            with self.start.meta["val"].fake_mode:
-                self.known[key] = target(*values[0], **values[1])
-        node.meta["val"] = self.known[key]
+        node.meta["val"] = fake_result(target, args, kwargs, self.start.meta["val"].fake_mode, self.known)
         return node

@@ -20,7 +20,7 @@ from torch import fx
 from shardweave.ir import META, Axis, RecomputeMode
 from shardweave.ops import coordinate
 from shardweave.passes.base import Pass, Property
-from shardweave.passes.spmd_builder import remove_dead, sort_by_place
+from shardweave.passes.spmd_builder import finished, sort_by_place
 from shardweave.sharding import graph_outputs, info, is_start, is_wait, last_match, layer_of
 
 
@@ -62,10 +62,7 @@ class Recompute(Pass):
         if not self.regather_in_recompute:
             recomputation.share_gathers(self.slice_axes)
         recomputation.write()
-        remove_dead(graph_module.graph)
-        graph_module.graph.lint()
-        graph_module.recompile()
-        return graph_module
+        return finished(graph_module)
 
     def mode(self, node: fx.Node) -> RecomputeMode:
         """The mode of a node of the forward."""

@@ -49,7 +49,7 @@ from shardweave.ir import (
     without_axes,
 )
 from shardweave.ops import coordinate, joined, seeded, total
-from shardweave.sharding import Rule, argument_key, draws, find_rule
+from shardweave.sharding import Rule, draws, fake_result, find_rule
 
 
 @dataclass(frozen=True)
@@ -219,12 +219,7 @@ class LocalGraph:
         node = self.graph.create_node(
             "call_function", target, args, kwargs, name=short_name(args[0] if target is seeded else target)
         )
-        key = target, argument_key(args), argument_key(kwargs)
-        if key not in self.known:  # equal layers ask for the same again
-            values = fx.node.map_arg((args, kwargs), lambda leaf: leaf.meta["val"])
-            with self.fake:
-                self.known[key] = target(*values[0], **values[1])
-        node.meta["val"] = self.known[key]
+        node.meta["val"] = fake_result(target, args, kwargs, self.fake, self.known)
         checkpoint = "" if origin.backward else self.checkpoint
         node.meta[META] = NodeInfo(op=origin.op, backward=origin.backward, collective=collective, checkpoint=checkpoint)
         if origin.backward:
@@ -285,14 +280,20 @@ class LocalGraph:
         copy.meta[META] = replace(copy.meta[META], layouts=node.meta[META].layouts)
         return copy
 
-    def redistribute(
-        self, node: fx.Node, have: Layout, want: Layout, origin: Origin, on_reduced: Callable[[fx.Node, Layout], None]
-    ) -> fx.Node:
+    def redistribute(self, node: fx.Node, have: Layout, want: Layout, origin: Origin) -> fx.Node:
         """Bring the value of `node` to another layout.
 
-        `on_reduced` is told the node and layout after each reduction of a partial sum. A value that is the same in all
-        micro-batches or sub-batches becomes a partial sum over these if each takes an equal share of it.
+        A value that is the same in all micro-batches or sub-batches becomes a partial sum over these if each takes an
+        equal share of it.
         """
+        return self.redistribute_and_reduced(node, have, want, origin)[0]
+
+    def redistribute_and_reduced(
+        self, node: fx.Node, have: Layout, want: Layout, origin: Origin
+    ) -> tuple[fx.Node, tuple[fx.Node, Layout] | None]:
+        """As `redistribute`, with the node and the layout after the last reduction of a partial sum, if there is one.
+        """
+        reduced = None
         shared = tuple(item for item in want.partial if item[0].kind == "time" and item not in have.partial)
         met = replace(want, partial=tuple(item for item in want.partial if item not in shared))
         for step in steps_between(have, met):
@@ -300,12 +301,12 @@ class LocalGraph:
                 raise needs_whole_batch(origin.op, have, times[0])
             node = getattr(self, step.kind)(node, step, origin)
             if step.kind in ("all_reduce", "reduce_scatter"):
-                on_reduced(node, step.after)
+                reduced = node, step.after
         if shared:
             if not node.meta["val"].is_floating_point():
                 raise needs_whole_batch(origin.op, have, shared[0][0])
             node = self.call(origin, aten.div.Scalar, node, axes_size(axis for axis, _ in shared))
-        return node
+        return node, reduced
 
     def join_steps(self, node: fx.Node, have: Layout, origin: Origin, axes: Sequence[Axis]) -> tuple[fx.Node, Layout]:
         """Join the sub-batches or slices of a value along these unrolled axes. Return the node and its layout."""
@@ -481,6 +482,14 @@ def sort_by_place(graph: fx.Graph, place: Mapping[fx.Node, int]) -> None:
             missing[user] -= 1
             if not missing[user]:
                 heapq.heappush(ready, (place[user], -made[user], user))
+
+
+def finished(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The result of a pass that has edited a graph: without dead code, checked and compiled."""
+    remove_dead(graph_module.graph)
+    graph_module.graph.lint()
+    graph_module.recompile()
+    return graph_module
 
 
 def remove_dead(graph: fx.Graph) -> None:

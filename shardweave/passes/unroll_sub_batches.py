@@ -19,7 +19,7 @@ from shardweave.ir import META, Axis, VerifyError
 from shardweave.ops import coordinate, joined, total
 from shardweave.passes.base import Pass, Property
 from shardweave.passes.spmd_builder import remove_dead
-from shardweave.sharding import graph_outputs, info, module_of
+from shardweave.sharding import fake_result, graph_outputs, info, module_of
 
 aten = torch.ops.aten
 
@@ -117,9 +117,7 @@ class _Unrolled:
         call.meta = dict(node.meta)
         if not last:
             call.meta[META] = replace(info(node), layouts=())
-        values = fx.node.map_arg(args, lambda leaf: leaf.meta["val"])
-        with node.meta["val"].fake_mode:
-            call.meta["val"] = target(*values)
+        call.meta["val"] = fake_result(target, args, {}, node.meta["val"].fake_mode)
         return call
 
 

@@ -26,7 +26,7 @@ from shardweave.cost_model import (
     peak_live_bytes,
 )
 from shardweave.ir import Axis, Collective, VerifyError, group_name, readable_bytes
-from shardweave.sharding import info, is_start, is_wait, node_nodes, tensor_bytes, tensors
+from shardweave.sharding import fake_result, info, is_start, is_wait, node_nodes, tensor_bytes, tensors
 
 c10d = torch.ops._c10d_functional
 
@@ -159,13 +159,12 @@ def _values(graph: fx.Graph) -> Iterator[str]:
 
 
 def _evaluated(node: fx.Node) -> Any:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda leaf: leaf.meta["val"])
     given = tensors([node.meta.get("val"), *(leaf.meta["val"] for leaf in node.all_input_nodes)])
     mode = next((each.fake_mode for each in given if hasattr(each, "fake_mode")), contextlib.nullcontext())
     assert callable(node.target)
-    with mode, torch.no_grad():
+    with torch.no_grad():
         try:
-            return node.target(*args, **kwargs)
+            return fake_result(node.target, node.args, node.kwargs, mode)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             return f"an error, {error}"
 

@@ -209,6 +209,28 @@ def argument_key(value: Any) -> Hashable:
     return value if isinstance(value, Hashable) else repr(value)
 
 
+def fake_result(
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    fake_mode: Any,
+    known: dict[object, Any] | None = None,
+) -> Any:
+    """The fake result of a call, whose arguments are nodes with fake values, or constants.
+
+    `known` is a cache: equal layers make equal calls.
+    """
+    key = None if known is None else (target, argument_key(args), argument_key(kwargs))
+    if known is not None and key in known:
+        return known[key]
+    values, keywords = fx.node.map_arg((args, dict(kwargs)), lambda leaf: leaf.meta["val"])
+    with fake_mode:
+        result = target(*values, **keywords)
+    if known is not None:
+        known[key] = result
+    return result
+
+
 def module_of(constants: fx.GraphModule, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
     """`graph` as a module with the tensors and the meta of `constants`.
 

@@ -19,7 +19,7 @@ from torch import fx
 
 import shardweave.ops  # noqa: F401  (registers the ops)
 from shardweave.ir import RuleError
-from shardweave.sharding.graphs import describe
+from shardweave.sharding.graphs import describe, fake_result
 from shardweave.sharding.rules import find_rule
 from shardweave.sharding.rules.registry import argument, tensor_args
 
@@ -267,9 +267,7 @@ class _Region:
         for key in ("partitioner_tag", "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "recompute"):
             if key in place.meta:
                 node.meta[key] = place.meta[key]
-        values, keywords = fx.node.map_arg((args, kwargs), lambda leaf: leaf.meta["val"])
-        with self.keys.meta["val"].fake_mode:
-            node.meta["val"] = target(*values, **keywords)
+        node.meta["val"] = fake_result(target, args, kwargs, self.keys.meta["val"].fake_mode)
         return node
 
     def _replace(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> None:

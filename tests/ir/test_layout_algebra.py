@@ -261,12 +261,11 @@ def change(
     with fake:
         whole = torch.empty(value.shape, dtype=value.dtype)
     node = local.placeholder("value", whole, have, Origin("value"))
-    heard: list[Layout] = []
-    result = local.redistribute(node, have, want, Origin("value"), lambda _, layout: heard.append(layout))
+    result, reduced = local.redistribute_and_reduced(node, have, want, Origin("value"))
     local.graph.output((result,))
     module = fx.GraphModule(nn.Module(), local.graph)
     verify(module, "change")
-    assert bool(heard) == bool(set(have.partial) - set(want.partial))
+    assert (reduced is not None) == bool(set(have.partial) - set(want.partial))
     return module, [results[0] for results in lockstep.run(module, mesh, [parts])]
 
 
