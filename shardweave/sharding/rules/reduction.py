@@ -288,23 +288,10 @@ for _target, _decomposition in _SOFTMAX_DECOMPOSITIONS.items():
     family([_target], along("dim"), "values of one shape; blocked: the softmax's dimension", decompose=_decomposition)
 
 
-def _reduced(losses: Tensor, reduction: int) -> Any:
-    """The losses themselves (0), their mean (1) or their sum (2)."""
-    if reduction == 0:
-        return losses
-    total = aten.sum.default(losses)
-    return aten.div.Scalar(total, losses.numel()) if reduction == 1 else total
-
-
-@register_decomposition(aten.mse_loss.default)
-def mse_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Any:
-    """Squared differences and their sum (reduction: 0 none, 1 mean, 2 sum)."""
-    return _reduced((x - target) * (x - target), reduction)
-
-
 @register_decomposition(aten.mse_loss_backward.default)
 def mse_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int) -> Any:
-    """The gradient of `mse_loss`."""
+    """The gradient of `mse_loss`; the scale goes into the one number of the loss, not into every element as in torch's.
+    """
     return (x - target) * aten.mul.Scalar(grad, 2.0 / x.numel() if reduction == 1 else 2.0)
 
 
@@ -374,16 +361,3 @@ def log_sigmoid(x: Tensor) -> tuple[Any, Any]:
     away = aten.exp.default(aten.neg.default(aten.abs.default(x)))
     result = aten.clamp_max.default(x, 0) - aten.log1p.default(away)
     return result, away if x.device.type != "cuda" else aten.full.default([0], 0, dtype=x.dtype, device=x.device)
-
-
-@register_decomposition(aten.binary_cross_entropy_with_logits.default)
-def binary_cross_entropy_with_logits(
-    x: Tensor, target: Tensor, weight: Tensor | None = None, pos_weight: Tensor | None = None, reduction: int = 1
-) -> Any:
-    """Binary cross entropy of logits (reduction: 0 none, 1 mean, 2 sum)."""
-    certain = log_sigmoid(x)[0]
-    if pos_weight is not None:
-        certain = ((pos_weight - 1) * target + 1) * certain
-    losses = (1 - target) * x - certain
-    losses = losses if weight is None else losses * weight
-    return _reduced(losses, reduction)

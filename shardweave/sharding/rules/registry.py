@@ -490,6 +490,8 @@ DECOMPOSITIONS.update(
             aten.soft_margin_loss.default,
             aten.soft_margin_loss_backward.default,
             aten.log_sigmoid_backward.default,
+            aten.mse_loss.default,
+            aten.binary_cross_entropy_with_logits.default,
             aten._prelu_kernel.default,
             aten._prelu_kernel_backward.default,
             aten.addmv.default,
