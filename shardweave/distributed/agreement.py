@@ -270,13 +270,11 @@ def run_on_all_ranks(
     if any(failures):
         _controls.clear()
         groups.close_exchange()
-        if own.caught is not None and len({failure and failure.message for failure in failures}) == 1:
-            raise own.caught
         lost_others = [failure is not None and failure.kind is LostRankError for failure in failures]
         if any(lost_others) and not all(lost_others):  # the lost rank has failed for another reason
             failures = [None if lost else failure for failure, lost in zip(failures, lost_others, strict=True)]
             forget_failure()
-        _raise_any(failures, own.caught, f"{doing} failed")
+        raise_failures(failures, own.caught, f"{doing} failed")
     return [answer for answer, _ in answers]
 
 
@@ -312,6 +310,16 @@ def _attempt_on_ranks(
         raise LostRankError(f"{doing} failed on this rank: {own.failure.message}. {lost}") from own.caught
 
 
+def raise_failures(failures: Sequence[Failure | None], caught: BaseException | None, doing: str) -> None:
+    """Raise the errors of all ranks as one, if there are any; this rank's own, `caught`, if all ranks have the same.
+
+    `doing` is the beginning of the message, such as ``"planning failed"``: the ranks and their errors follow.
+    """
+    if caught is not None and len({failure and failure.message for failure in failures}) == 1:
+        raise caught
+    _raise_any(failures, caught, doing)
+
+
 def _raise_any(failures: Sequence[Failure | None], caught: BaseException | None, doing: str = "") -> None:
     """Raise the errors of the ranks as one error: each message once, with its ranks unless all ranks have it."""
     ranks: dict[str, list[int]] = {}
@@ -323,7 +331,8 @@ def _raise_any(failures: Sequence[Failure | None], caught: BaseException | None,
     found = [failure for failure in failures if failure is not None]
     everywhere = len(failures) == len(next(iter(ranks.values())))
     if doing:
-        each = [f"{doing} on rank {', '.join(map(str, which))}: {m}" for m, which in ranks.items()]
+        each = [f"on rank {', '.join(map(str, which))}: {m}" for m, which in ranks.items()]
+        each[0] = f"{doing} {each[0]}"
     else:
         each = [m if everywhere else f"{m} (on ranks {which})" for m, which in ranks.items()]
     message = "; ".join(each[:3]) + (f"; and {len(each) - 3} more, on other ranks" if len(each) > 3 else "")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardweave.distributed import RuntimeMesh, all_gather_objects, collective, control_of
+from shardweave.distributed import Failure, RuntimeMesh, all_gather_objects, collective, control_of, raise_failures
 from shardweave.ir import InputError, ParallelError, StepSpec, ValueSpec
 from shardweave.ops import IndexChecks
 from shardweave.runtime.inputs import LocalBatch, check_inputs, local_input
@@ -36,8 +36,7 @@ def group_of_calls(mesh: RuntimeMesh) -> dist.ProcessGroup | None:
 class _Report:
     """The report of one rank on its call: its error, how it runs the step, and the hashes of its inputs."""
 
-    error: str | None
-    kind: type[ParallelError]
+    failure: Failure | None
     running: Mapping[str, bool]
     hashes: tuple[tuple[str, str], ...] = ()
 
@@ -132,29 +131,12 @@ class CallChecks:
             return
         # 2. Exchange errors, modes and hashes.
         hashes = self._hashes(values, parts) if hashing and caught is None else ()
-        if caught is None:
-            mine = _Report(None, ParallelError, running, hashes)
-        elif isinstance(caught, ParallelError):
-            mine = _Report(str(caught), type(caught), running)
-        else:
-            mine = _Report(f"{type(caught).__name__}: {caught}", ParallelError, running)
+        mine = _Report(None if caught is None else Failure.of(caught), running, hashes)
         with collective("comparing the inputs of a call", self.group):
             reports: list[_Report] = all_gather_objects(mine, self.group)
-        self._raise_failures(reports, caught)
+        raise_failures([report.failure for report in reports], caught, "no rank runs this call, as it fails")
         self._check_modes(reports)
         self._check_values(reports)
-
-    def _raise_failures(self, reports: Sequence[_Report], caught: Exception | None) -> None:
-        ranks = _ranks_by_value(report.error for report in reports)
-        failed = {error: which for error, which in ranks.items() if error is not None}
-        if not failed:
-            return
-        if caught is not None and len(ranks) == 1:
-            raise caught
-        told = "; ".join(f"on {_rank_text(which)}: {error}" for error, which in failed.items())
-        kinds = {report.kind for report in reports if report.error is not None}
-        kind = kinds.pop() if len(kinds) == 1 else ParallelError
-        raise kind(f"no rank runs this call, as it fails {told}") from caught
 
     def _check_modes(self, reports: Sequence[_Report]) -> None:
         for what in reports[0].running:
