@@ -123,13 +123,13 @@ def bind(
     seed: int,
     timeout: timedelta | None,
     inputs: Mapping[str, str] | None = None,
-    checks: int | None = 0,
+    checked_calls: float = 0,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """This rank's graphs of a step in AOTAutograd's calling convention: whole inputs, a gradient for each.
 
     The first seed of a step that draws random numbers is made of `seed`, which all ranks share, and of the graph's
-    hash. In each call the ranks check that all of them run this graph. In the first `checks` calls they compare the
-    values of `inputs`, a mapping from placeholders to the user's names. If `checks` is negative they do neither.
+    hash. In each call the ranks check that all of them run this graph. In the first `checked_calls` calls they compare
+    the values of `inputs`, a mapping from placeholders to the user's names. If it is negative they do neither.
     """
     # 1. Split the joint graph's inputs, and bind the graphs to this rank's process groups.
     assert step.backward is not None
@@ -144,7 +144,7 @@ def bind(
     if step.spec.draws:
         _seed_forward(forward, Seeds(hash_seeds(seed, int(step.spec.graph_hash[:16], 16))))
     _take_whole_inputs(forward.graph, primals, mesh)
-    _insert_agreement(forward, step.spec.graph_hash, primals, inputs or {}, mesh, checks)
+    _insert_agreement(forward, step.spec.graph_hash, primals, inputs or {}, mesh, checked_calls)
     values = graph_outputs(forward.graph)
     _set_outputs(forward, [value for value in values if isinstance(value, fx.Node)])
     # 3. The backward takes the coordinates, then the saved values, then the tangents.
@@ -261,15 +261,15 @@ def _insert_agreement(
     whole: Sequence[fx.Node],
     inputs: Mapping[str, str],
     mesh: RuntimeMesh,
-    checks: int | None,
+    checked_calls: float,
 ) -> None:
     """Insert the ranks' agreement on a call into a graph that takes `whole` inputs."""
     group = group_of_calls(mesh)
     pairs = zip(module.graph.find_nodes(op="placeholder"), whole, strict=True)
     found = [(node, inputs[given.name]) for node, given in pairs if given.name in inputs]
-    if group is None or not ranks_agree(checks):
+    if group is None or not ranks_agree(checked_calls):
         return
-    module.add_submodule("agreed_call", AgreedCall([name for _, name in found], graph_hash, group, checks))
+    module.add_submodule("agreed_call", AgreedCall([name for _, name in found], graph_hash, group, checked_calls))
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
     with module.graph.inserting_before(first):
         module.graph.call_module("agreed_call", tuple(node for node, _ in found)).meta["val"] = None
@@ -441,8 +441,9 @@ class _Partition:
 
     def _capture(self, joint: fx.GraphModule, num_forward: int) -> _WholeCompiler:
         """The compiler of this graph; an error of one rank is raised on all. Collective."""
-        groups, checks = control(self.request.options.collective_timeout), self.request.options.checks
-        if groups is not None and ranks_agree(checks):
+        options = self.request.options
+        groups = control(options.collective_timeout)
+        if groups is not None and ranks_agree(options.checked_calls):
             agree_on_graph(groups.exchange, None)
 
         def capture() -> _WholeCompiler:
@@ -461,8 +462,8 @@ class _Partition:
 
         def build() -> tuple[fx.GraphModule, fx.GraphModule]:
             seed = compare_graphs(compiled.step, timeout)
-            given, checks = compiler.captured.inputs, compiler.options.checks
-            return bind(compiled.step, joint, num_forward, seed, timeout, given, checks)
+            given, checked_calls = compiler.captured.inputs, compiler.options.checked_calls
+            return bind(compiled.step, joint, num_forward, seed, timeout, given, checked_calls)
 
         return run_on_each_rank(control(self.request.options.collective_timeout), "making the process groups", build)
 

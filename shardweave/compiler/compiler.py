@@ -104,7 +104,7 @@ class Compiler:
         check_local_batch(found, ranks)
 
     def _capture(self, model: nn.Module, example_inputs: Any) -> Captured:
-        return capture(model, example_inputs, self.options.mixed)
+        return capture(model, example_inputs, self.options.mixed_precision)
 
     @property
     def annotated(self) -> Annotated:
@@ -117,7 +117,7 @@ class Compiler:
         return ModelKey(
             {name: tuple(nodes[node].shape) for node, name in self.captured.parameters.items()},
             {name: tuple(nodes[node].shape) for node, name in self.captured.inputs.items()},
-            self.options.mixed,
+            self.options.mixed_precision,
         )
 
     # -- planning
@@ -243,7 +243,7 @@ class Compiler:
                 checks=index_checks(self.annotated.captured) if self.cluster.world_size > 1 else None,
                 batch=self.batch,
                 whole=self.options.outputs == "whole",
-                check_inputs=self.options.checks,
+                checked_calls=self.options.checked_calls,
             )
 
         return run_on_each_rank(control(self.options.collective_timeout), "placing the parameters", place_parameters)

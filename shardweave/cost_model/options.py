@@ -251,10 +251,11 @@ class Options:
         return 1 if self.micro_batches is None else self.micro_batches
 
     @property
-    def checks(self) -> int | None:
-        """The number of calls with compared inputs; None for all calls, -1 if the ranks do not even agree on calls."""
+    def checked_calls(self) -> float:
+        """The number of calls with compared inputs: infinite for all, negative if the ranks do not even agree on calls.
+        """
         if isinstance(self.check_inputs, str):
-            return None if self.check_inputs == "always" else -1
+            return math.inf if self.check_inputs == "always" else -1
         return self.check_inputs
 
     @property
@@ -309,7 +310,7 @@ class Options:
         return timedelta(seconds=self.timeout)
 
     @property
-    def mixed(self) -> Precision | None:
+    def mixed_precision(self) -> Precision | None:
         """The dtypes of the step; None if nothing is cast."""
         return Precision.of(self.precision)
 

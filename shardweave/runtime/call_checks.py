@@ -51,15 +51,15 @@ class CallChecks:
     """The result of `group_of_calls`."""
     local: LocalBatch | None
     """For ``batch="local"``; None if ranks pass the global batch, or their part of it."""
-    checks: int | None
-    """The number of calls in which hashes are compared; None for all calls. If negative, ranks do not agree at all."""
+    checked_calls: float
+    """The number of calls in which hashes are compared. If negative, ranks do not agree at all."""
     indices: IndexChecks | None = None
     """Ranges of indices among the inputs. They are checked on a CPU; a GPU's kernels check them."""
     _done: int = field(default=0, init=False)
 
     @property
     def _agrees(self) -> bool:
-        return self.group is not None and ranks_agree(self.checks)
+        return self.group is not None and ranks_agree(self.checked_calls)
 
     def __call__(
         self, flatten: Callable[[], Sequence[object]], running: Callable[[], Mapping[str, bool]]
@@ -123,7 +123,7 @@ class CallChecks:
         caught: Exception | None,
     ) -> None:
         # 1. One all-reduce. It is enough if all ranks are in the same mode and no hashes are due.
-        hashing = self.checks is None or self._done < self.checks
+        hashing = self._done < self.checked_calls
         self._done += 1
         flags = (hashing, *running.values())
         code = 0 if caught is not None else 1 + sum(flag << place for place, flag in enumerate(flags))
@@ -212,18 +212,18 @@ class CallChecks:
 class AgreedCall(nn.Module):
     """Checks that all ranks run the same graph on the same inputs; part of a graph that takes whole inputs.
 
-    `names` are the user's names of the inputs, which are compared in the first `checks` calls (None: in all calls).
+    `names` are the user's names of the inputs, which are compared in the first `checked_calls` calls.
     """
 
-    def __init__(self, names: Sequence[str], graph_hash: str, group: dist.ProcessGroup, checks: int | None) -> None:
+    def __init__(self, names: Sequence[str], graph_hash: str, group: dist.ProcessGroup, checked_calls: float) -> None:
         super().__init__()
-        self.names, self.graph_hash, self.group, self.checks = tuple(names), graph_hash, group, checks
+        self.names, self.graph_hash, self.group, self.checked_calls = tuple(names), graph_hash, group, checked_calls
         self._done = 0
 
     def forward(self, *values: torch.Tensor) -> None:
         """Raise InputError on all ranks if one runs or compiles another graph, or passes other values. Collective."""
         agree_on_graph(self.group, self.graph_hash)
-        if self.checks is not None and self._done >= self.checks:
+        if self._done >= self.checked_calls:
             return
         self._done += 1
         with collective("comparing the inputs of a call", self.group):
@@ -265,9 +265,9 @@ def agree_on_graph(group: dist.ProcessGroup, graph_hash: str | None) -> None:
     )
 
 
-def ranks_agree(checks: int | None) -> bool:
-    """Whether ranks agree on each call. `checks` is negative for ``Options(check_inputs="never")``."""
-    return checks is None or checks >= 0
+def ranks_agree(checked_calls: float) -> bool:
+    """Whether ranks agree on each call. `checked_calls` is negative for ``Options(check_inputs="never")``."""
+    return checked_calls >= 0
 
 
 def _same_on_all_ranks(code: int, group: dist.ProcessGroup | None) -> bool:

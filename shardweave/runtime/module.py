@@ -156,8 +156,8 @@ class ParallelModule(nn.Module):
         The meaning of the batch: see `compile_parallel`.
     whole : bool
         The step returns its outputs whole on every rank.
-    check_inputs : int, optional
-        The number of calls in which the ranks compare hashes of their inputs; None for all calls.
+    checked_calls : float
+        The number of calls in which the ranks compare hashes of their inputs: see `Options.checked_calls`.
 
     Raises
     ------
@@ -188,7 +188,7 @@ class ParallelModule(nn.Module):
         checks: IndexChecks | None = None,
         batch: Batch = "global",
         whole: bool = False,
-        check_inputs: int | None = 3,
+        checked_calls: float = 3,
         reads: Reads | None = None,
     ) -> None:
         # 1. Agree with the other ranks on the graphs, and bind the graphs to process groups. All groups are made before
@@ -225,7 +225,7 @@ class ParallelModule(nn.Module):
             None if make is None else lambda: MicroBatchRunner(make(), self.spec, self.mesh.coordinates, self._bound),
         )
         self._local = LocalBatch(self.spec, self.mesh, whole) if batch == "local" and self.mesh.mesh.axes else None
-        self._calls = CallChecks(self.spec, self.mesh, group_of_calls(self.mesh), self._local, check_inputs, checks)
+        self._calls = CallChecks(self.spec, self.mesh, group_of_calls(self.mesh), self._local, checked_calls, checks)
         self.register_load_state_dict_pre_hook(_shard_state_dict)  # type: ignore[no-untyped-call]
         self.register_state_dict_pre_hook(_check_replaced_parameters)  # type: ignore[no-untyped-call]
         self._take_attributes(model, attributes)

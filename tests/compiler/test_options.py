@@ -34,7 +34,8 @@ def test_any_value_is_taken_or_refused_by_the_options_name(name: str, value: Any
         return
     assert options.limit(sw.Cluster.local(2)) > 0
     assert options.optimizer_bytes >= 0 and options.micro_batch_count >= 1
-    assert options.overlap.to_dict() and options.mixed is None or isinstance(options.mixed, sw.Precision)
+    precision = options.mixed_precision
+    assert options.overlap.to_dict() and precision is None or isinstance(precision, sw.Precision)
 
 
 @pytest.mark.parametrize("name", NAMES)

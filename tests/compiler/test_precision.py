@@ -324,7 +324,7 @@ def test_inputs_are_cast_and_outputs_where_that_is_asked_for() -> None:
     assert parallel.line.weight.grad.dtype == FP32 and parallel.frozen.weight.grad is None
     as_given = sw.Options(precision=sw.Precision(BF16, cast_forward_inputs=False))
     given = {name: value.to(BF16) for name, value in NET.batch(0).items()}
-    captured = capture(NET.model(), given, as_given.mixed)
+    captured = capture(NET.model(), given, as_given.mixed_precision)
     seen = {node.meta["val"].dtype for node in captured.graph.graph.nodes if node.name in captured.inputs}
     assert seen == {BF16}
 

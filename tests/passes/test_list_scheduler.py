@@ -269,7 +269,7 @@ def step_of(layers: int, width: int, batch: int) -> Annotated:
         model = GPT(GPTConfig(50304, 1024, layers, width // 64, width))
         tokens = torch.zeros(batch, 1024, dtype=torch.long)
     options = Options(precision="fp16")
-    return annotate(capture(model, (tokens, tokens), precision=options.mixed), options)
+    return annotate(capture(model, (tokens, tokens), precision=options.mixed_precision), options)
 
 
 def forced(plan: str, degree: int, devices: int) -> dict[str, Any]:
