@@ -172,7 +172,6 @@ def profile_ops(
     device: torch.device | str | None = None,
     seconds_budget: float = 60.0,
     *,
-    group: dist.ProcessGroup | None = None,
     cache: bool = True,
 ) -> OpTable:
     """Measured times of all ops of `graphs`. Earlier measurements of this machine come from the cache.
@@ -189,8 +188,6 @@ def profile_ops(
         By default that of this rank.
     seconds_budget : float
         Time to spend; ops with most FLOPs and bytes come first.
-    group : ProcessGroup, optional
-        By default all ranks.
     cache : bool
         Read and write times in `measured_tables.cache_directory`, under a key of hardware and versions.
 
@@ -213,20 +210,20 @@ def profile_ops(
     where = current_device() if device is None else torch.device(device)
     cases = _distinct_ops(graphs)
     # 1. Read the times that are in the cache.
-    key = {"format": 1, "device": where.type, "ranks": gather_objects(hardware(), group)}
+    key = {"format": 1, "device": where.type, "ranks": gather_objects(hardware())}
     name = f"ops-{measured_tables.key_of(key)}"
-    kept = (_cached(name, OpTable.from_dict, group) if cache else None) or OpTable()
+    kept = (_cached(name, OpTable.from_dict) if cache else None) or OpTable()
     # 2. Measure the other ops on all ranks.
-    start_together(group)
+    start_together()
     mine, skipped = _time_ops([case for case in cases if case.work.signature not in kept.times], where, seconds_budget)
     reasons: dict[str, str] = {}
-    for part in reversed(gather_objects(skipped, group)):
+    for part in reversed(gather_objects(skipped)):
         reasons.update(part)
     # 3. Add the medians over the ranks to the cache.
     works = {case.work.signature: case.work for case in cases}
-    times = median_over_ranks(mine, group)
+    times = median_over_ranks(mine)
     new = OpTable.of([OpTime(seconds, works[signature]) for signature, seconds in times.items()])
-    if cache and times and is_rank_zero(group):
+    if cache and times and is_rank_zero():
         measured_tables.store(name, kept.merged(new).to_dict())
     found = kept.merged(new).times
     return OpTable(
@@ -457,7 +454,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _cached(name: str, parse: Callable[[object], T], group: dist.ProcessGroup | None) -> T | None:
+def _cached(name: str, parse: Callable[[object], T], group: dist.ProcessGroup | None = None) -> T | None:
     """The cached data of rank 0 under `name`, on all ranks; None if there is none, or the file is damaged."""
     found = None
     if is_rank_zero(group):

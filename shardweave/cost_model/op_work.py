@@ -85,10 +85,8 @@ class _Call:
         self._node, self._shape_of, self._arguments = node, shape_of, named_arguments(node)
 
     def shape(self, name: str) -> Shape:
-        return self._shape_of(self._arguments[name])
-
-    def output(self) -> Shape:
-        return self._shape_of(self._node)
+        """The shape of an argument; with "" that of the result."""
+        return self._shape_of(self._arguments[name] if name else self._node)
 
     def value(self, name: str, default: Any) -> Any:
         return self._arguments.get(name, default)
@@ -102,29 +100,17 @@ def _attention(call: _Call) -> Product:
     return Product(call.shape("query")[-2], call.shape("key")[-2], call.shape("query")[-1])
 
 
-def _filters(call: _Call, weight: Shape, image: Shape, output: Shape) -> Product | None:
-    """The product of filters and positions. A transposed convolution applies the filters at positions of its image."""
-    filters = weight[0] // call.value("groups", 1)
+def _filters(call: _Call, weight: str, image: str, output: str) -> Product | None:
+    """The product of filters and positions. A transposed convolution applies the filters at positions of its image.
+
+    Values are given by the names of arguments; "" is the result.
+    """
+    kernel = call.shape(weight)
+    filters = kernel[0] // call.value("groups", 1)
     if filters < 2:
         return None
-    positions = image if call.value("transposed", False) else output
-    return Product(positions[0] * math.prod(positions[2:]), filters, math.prod(weight[1:]))
-
-
-def _convolution(call: _Call) -> Product | None:
-    return _filters(call, call.shape("weight"), call.shape("input"), call.output())
-
-
-def _convolution_backward(call: _Call) -> Product | None:
-    return _filters(call, call.shape("weight"), call.shape("input"), call.shape("grad_output"))
-
-
-def _input_grad(call: _Call) -> Product | None:
-    return _filters(call, call.shape("weight"), call.output(), call.shape("grad"))
-
-
-def _weight_grad(call: _Call) -> Product | None:
-    return _filters(call, call.output(), call.shape("input"), call.shape("grad"))
+    positions = call.shape(image if call.value("transposed", False) else output)
+    return Product(positions[0] * math.prod(positions[2:]), filters, math.prod(kernel[1:]))
 
 
 def _expert_mm(call: _Call) -> Product:
@@ -143,10 +129,10 @@ _PRODUCT_READERS: dict[str, Callable[[_Call], Product | None]] = {  # by name: t
     "aten::addmm": partial(_matrices, left="mat1"),
     "aten::baddbmm": partial(_matrices, left="batch1", right="batch2"),
     "aten::_scaled_mm": _matrices,
-    "aten::convolution": _convolution,
-    "aten::convolution_backward": _convolution_backward,
-    "shardweave::conv_input_grad": _input_grad,
-    "shardweave::conv_weight_grad": _weight_grad,
+    "aten::convolution": partial(_filters, weight="weight", image="input", output=""),
+    "aten::convolution_backward": partial(_filters, weight="weight", image="input", output="grad_output"),
+    "shardweave::conv_input_grad": partial(_filters, weight="weight", image="", output="grad"),
+    "shardweave::conv_weight_grad": partial(_filters, weight="", image="input", output="grad"),
     "shardweave::expert_mm": _expert_mm,
     "shardweave::expert_outer": _expert_outer,
 }

@@ -557,22 +557,16 @@ class Schedule(Pass):
     repeated: MicroBatchSharing = NO_SHARING
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        ordered, within = self.scheduled(graph_module)
-        ordered.meta[_FITS] = within
-        return ordered
+        order, graph_module.meta[_FITS] = self.order(graph_module.graph)
+        _reorder(graph_module.graph, order)
+        graph_module.graph.lint()
+        graph_module.recompile()
+        return graph_module
 
     def check(self, graph_module: fx.GraphModule) -> None:
         if fits(graph_module):
             limit, other_bytes = self.memory_limit, self.other_bytes
             verify_memory(graph_module, self.name, self.cluster, limit, other_bytes, self.repeated)
-
-    def scheduled(self, graph_module: fx.GraphModule) -> tuple[fx.GraphModule, bool]:
-        """The graph in its order, and whether it keeps to the memory limit."""
-        order, fits = self.order(graph_module.graph)
-        _reorder(graph_module.graph, order)
-        graph_module.graph.lint()
-        graph_module.recompile()
-        return graph_module, fits
 
     def order(self, graph: fx.Graph) -> tuple[list[fx.Node], bool]:
         """The order of the nodes, and whether it keeps to the memory limit. The graph itself is not changed."""

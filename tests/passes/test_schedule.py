@@ -19,7 +19,7 @@ from shardweave.cost_model.options import Options
 from shardweave.ir import META, Collective, Grid, NodeInfo, Strategy
 from shardweave.ir.errors import VerifyError
 from shardweave.passes.pipeline import Compiled, lower
-from shardweave.passes.schedule import GLUE, WAIT, Schedule
+from shardweave.passes.schedule import GLUE, WAIT, Schedule, fits
 from shardweave.passes.verify import verify
 from shardweave.planner.problem.candidates import legal
 from shardweave.sharding.graphs import copied, info
@@ -313,9 +313,9 @@ def test_what_saves_least_of_equal_layers_stands_for_those_left_out() -> None:
     def needed(*few: str) -> int:
         """The least memory that an order fits into with five more of these."""
 
-        def fits(limit: int) -> bool:
-            return Schedule(Cluster.local(4), memory_limit=limit, repeated_layers=[(few, 5)]).scheduled(copied(step))[1]
+        def within(limit: int) -> bool:
+            return fits(Schedule(Cluster.local(4), memory_limit=limit, repeated_layers=[(few, 5)])(copied(step)))
 
-        return bisect_left(range(2**20), True, key=fits)
+        return bisect_left(range(2**20), True, key=within)
 
     assert needed("blocks.0", "blocks.1") == needed("blocks.1", "blocks.0") == needed("blocks.0") < needed("blocks.1")

@@ -17,7 +17,7 @@ from shardweave.cost_model.options import Options
 from shardweave.ir import META
 from shardweave.ir.errors import VerifyError
 from shardweave.passes.pipeline import lower
-from shardweave.passes.schedule import Schedule
+from shardweave.passes.schedule import Schedule, fits
 from shardweave.passes.verify import verify, verify_memory
 from shardweave.planner.problem.candidates import forced_strategies
 from shardweave.sharding.graphs import copied, info
@@ -197,13 +197,13 @@ def test_a_schedule_fits_exactly_where_liveness_says_so(sub_batches: int, recomp
     strategies = {op.name: found[op.name][0] for op in annotated.ops}
     graphs = lower(annotated, strategies, mesh, options).graphs
 
-    free, _ = Schedule(CLUSTER, 1).scheduled(copied(graphs["unroll_sub_batches"]))
+    free = Schedule(CLUSTER, 1)(copied(graphs["unroll_sub_batches"]))
     most, _ = peak_live_bytes(free.graph, NodeCosts(CLUSTER))
     for limit in (most, most - 1):
-        ordered, fits = Schedule(CLUSTER, 1, memory_limit=limit).scheduled(copied(graphs["unroll_sub_batches"]))
+        ordered = Schedule(CLUSTER, 1, memory_limit=limit)(copied(graphs["unroll_sub_batches"]))
         held, _ = peak_live_bytes(ordered.graph, NodeCosts(CLUSTER))
-        assert fits == (held <= limit)
-    ordered, fits = Schedule(CLUSTER, memory_limit=1).scheduled(copied(graphs["unroll_sub_batches"]))
+        assert fits(ordered) == (held <= limit)
+    ordered = Schedule(CLUSTER, memory_limit=1)(copied(graphs["unroll_sub_batches"]))
     least, _ = peak_live_bytes(ordered.graph, NodeCosts(CLUSTER))
-    assert not fits  # and what it then holds is what it can do with
-    assert Schedule(CLUSTER, memory_limit=least).scheduled(copied(graphs["unroll_sub_batches"]))[1]
+    assert not fits(ordered)  # and what it then holds is what it can do with
+    assert fits(Schedule(CLUSTER, memory_limit=least)(copied(graphs["unroll_sub_batches"])))

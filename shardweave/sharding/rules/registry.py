@@ -290,7 +290,6 @@ def rule(
     reduce: Mapping[str, str] | None = None,
     lower: Lowering | None = None,
     decompose: Callable[..., Any] | None = None,
-    kind: str = "op",
     owned: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
     """Register the rule of `target` as one pattern.
@@ -303,7 +302,9 @@ def rule(
     declared = sum("Tensor" in str(arg.type) for arg in target._schema.arguments)
     if len(parse(pattern).inputs) > declared:
         raise RuleError(f"{target}: the pattern {pattern!r} has more inputs than the op has tensor arguments")
-    RULES[target] = Rule(lambda node: bind_pattern(node, pattern, reduce), lower, kind, decompose, pattern, owned or {})
+    RULES[target] = Rule(
+        lambda node: bind_pattern(node, pattern, reduce), lower, decompose=decompose, source=pattern, owned=owned or {}
+    )
 
 
 def bind_pattern(
