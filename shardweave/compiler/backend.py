@@ -439,20 +439,22 @@ class _Partition:
                 seed_draws(module, Seeds(hash_seeds(first, index)))
         return whole
 
-    def _capture(self, joint: fx.GraphModule, num_forward: int) -> _WholeCompiler:
+    def _capture(self, joint: fx.GraphModule, num_forward: int) -> Compiler:
         """The compiler of this graph; an error of one rank is raised on all. Collective."""
         options = self.request.options
         groups = control(options.collective_timeout)
         if groups is not None and ranks_agree(options.checked_calls):
             agree_on_graph(groups.exchange, None)
 
-        def capture() -> _WholeCompiler:
-            return _WholeCompiler(captured_from(joint, self.sources, num_forward), self.request)
+        def capture() -> Compiler:
+            captured = captured_from(joint, self.sources, num_forward)
+            told = Reporter.of_ranks(None)
+            return Compiler(captured.graph, self.request.cluster, None, options, told, captured=captured)
 
         return run_on_each_rank(groups, "the capture of the model", capture)
 
     def _shard(
-        self, compiler: _WholeCompiler, joint: fx.GraphModule, num_forward: int
+        self, compiler: Compiler, joint: fx.GraphModule, num_forward: int
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         plan = compiler.agreed_plan()
         compiled = compiler.lower_on_all_ranks(plan)
@@ -466,14 +468,3 @@ class _Partition:
             return bind(compiled.step, joint, num_forward, seed, timeout, given, checked_calls)
 
         return run_on_each_rank(control(self.request.options.collective_timeout), "making the process groups", build)
-
-
-class _WholeCompiler(Compiler):
-    """Compiles a step whose parameters are whole on every rank."""
-
-    def __init__(self, captured: Captured, request: _Request) -> None:
-        self._given = captured
-        super().__init__(captured.graph, request.cluster, None, request.options, Reporter.of_ranks(None))
-
-    def _capture(self, *_: Any) -> Captured:
-        return self._given

@@ -40,7 +40,8 @@ from shardweave.sharding import Samples, check_local_batch, global_example, inpu
 class Compiler:
     """One model on one cluster: captured and annotated once, then planned and lowered.
 
-    A plan keeps its compiler. The compiler does not keep the model, so that a plan does not keep the weights.
+    A plan keeps its compiler. The compiler does not keep the model, so that a plan does not keep the weights. A step
+    that is `captured` already is taken as it is.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Compiler:
         options: Options | None,
         progress: Reporter | None,
         batch: Batch = "global",
+        captured: Captured | None = None,
     ) -> None:
         self.name, self.cluster, self.batch = type(model).__name__, Cluster.of(cluster), batch
         self.options = options or Options()
@@ -64,18 +66,19 @@ class Compiler:
         self.steps: Steps
         with self.progress:
             self.progress("capture")
-            if batch == "local" and self.cluster.world_size > 1:
+            if captured is not None:
+                self._take(captured)
+            elif batch == "local" and self.cluster.world_size > 1:
                 self._capture_global_batch(model, example_inputs)
             else:
-                self._capture_step(model, example_inputs)
+                self._take(capture(model, example_inputs, self.options.mixed_precision))
 
-    def _capture_step(self, model: nn.Module, example_inputs: Any) -> None:
-        self.captured = self._capture(model, example_inputs)
-        self.steps = Steps(self.captured, self.options)
+    def _take(self, captured: Captured) -> None:
+        self.captured, self.steps = captured, Steps(captured, self.options)
 
     def _samples(self, model: nn.Module, example_inputs: Any) -> Samples:
         """Capture the step of these inputs; returns its samples."""
-        self._capture_step(model, example_inputs)
+        self._take(capture(model, example_inputs, self.options.mixed_precision))
         return Samples.of(self.annotated.captured, self.annotated.classes)
 
     def _capture_global_batch(self, model: nn.Module, example_inputs: Any) -> None:
@@ -102,9 +105,6 @@ class Compiler:
                 'batch="global", or pass a batch of other sizes than the dimensions of the model'
             )
         check_local_batch(found, ranks)
-
-    def _capture(self, model: nn.Module, example_inputs: Any) -> Captured:
-        return capture(model, example_inputs, self.options.mixed_precision)
 
     @property
     def annotated(self) -> Annotated:
