@@ -49,7 +49,7 @@ from shardweave.ir import (
     without_axes,
 )
 from shardweave.ops import coordinate, joined, seeded, total
-from shardweave.sharding import Rule, draws, fake_result, find_rule
+from shardweave.sharding import Rule, argument_names, draws, fake_result, find_rule
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class OpEmitter:
             return next(values) if isinstance(leaf.meta.get("val"), torch.Tensor) else written[leaf][0]
 
         self.args: tuple[Any, ...] = fx.node.map_arg(node.args, argument)
-        names = [declared.name for declared in getattr(getattr(node.target, "_schema", None), "arguments", [])]
+        names = argument_names(node)
         ordered = sorted(node.kwargs, key=lambda name: names.index(name) if name in names else len(names))
         self.kwargs: dict[str, Any] = {name: fx.node.map_arg(node.kwargs[name], argument) for name in ordered}
 

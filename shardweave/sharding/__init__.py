@@ -69,7 +69,7 @@ from shardweave.sharding.propagate import (
 from shardweave.sharding.rules import find_rule, is_view
 from shardweave.sharding.rules.matmul import LINEAR_IN_EACH, LINEAR_IN_FIRST, linear_in
 from shardweave.sharding.rules.random import draws
-from shardweave.sharding.rules.registry import EVERY, Rule, argument, rule, shape, tensor_args
+from shardweave.sharding.rules.registry import EVERY, Rule, argument, argument_names, rule, shape, tensor_args
 from shardweave.sharding.samples import Samples, check_local_batch, global_example, inputs_with_first_size
 
 __all__ = [
@@ -90,6 +90,7 @@ __all__ = [
     "accept_own_partials",
     "alias_of",
     "argument",
+    "argument_names",
     "batch_classes",
     "bind_new",
     "checkpoint_of",

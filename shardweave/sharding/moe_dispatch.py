@@ -10,7 +10,6 @@ the expert of each row and groups the rows inside. The inverse of the sort is re
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,7 @@ import shardweave.ops  # noqa: F401  (registers the ops)
 from shardweave.ir import RuleError
 from shardweave.sharding.graphs import describe, fake_result
 from shardweave.sharding.rules import find_rule
-from shardweave.sharding.rules.registry import argument, tensor_args
+from shardweave.sharding.rules.registry import argument, argument_names, tensor_args
 
 aten = torch.ops.aten
 custom_ops = torch.ops.shardweave
@@ -291,18 +290,13 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
     return node.args
 
 
-def _schema(node: fx.Node) -> Sequence[str]:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    return [declared.name for declared in node.target._schema.arguments]
-
-
 def _flag(node: fx.Node, name: str) -> bool:
-    return name in _schema(node) and bool(argument(node, name))
+    return name in argument_names(node) and bool(argument(node, name))
 
 
 def _index(node: fx.Node) -> fx.Node | None:
     """The list of row numbers by which an op picks or puts rows; None if it indexes otherwise."""
-    names = _schema(node)
+    names = argument_names(node)
     given = argument(node, "indices" if "indices" in names else "index")
     index, *others = given if isinstance(given, (list, tuple)) else [given]
     dim = argument(node, "dim") if "dim" in names else 0

@@ -35,6 +35,7 @@ from shardweave.sharding.rules.registry import (
     Emitter,
     Rule,
     argument,
+    argument_names,
     bind,
     call_with,
     ordered_args,
@@ -221,15 +222,13 @@ def bind_attention(node: fx.Node) -> BoundRule:
 
 def _by_role(node: fx.Node) -> list[tuple[str, Any]]:
     """The arguments with their roles in attention: schemas name them differently."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [declared.name for declared in node.target._schema.arguments]
-    return [(ATTENTION_ROLES.get(name, name), value) for name, value in zip(names, ordered_args(node))]
+    pairs = zip(argument_names(node), ordered_args(node))
+    return [(ATTENTION_ROLES.get(name, name), value) for name, value in pairs]
 
 
 def lower_attention(emit: Emitter) -> fx.Node:
     """The op on local tensors; the backward gets the lengths of the local sequences."""
-    assert isinstance(emit.node.target, torch._ops.OpOverload)
-    names = [declared.name for declared in emit.node.target._schema.arguments]
+    names = argument_names(emit.node)
     lengths = {name: shape(emit.args[names.index(role)])[2] for name, role in ATTENTION_LENGTHS.items()}
     return call_with(emit, **lengths)
 

@@ -25,6 +25,7 @@ from shardweave.sharding.rules.registry import (
     Emitter,
     along,
     argument,
+    argument_names,
     bind_broadcast,
     family,
     register_decomposition,
@@ -157,8 +158,7 @@ def draws(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    names = {declared.name for declared in target._schema.arguments}
-    return "dropout_p" not in names or argument(node, "dropout_p") > 0
+    return "dropout_p" not in argument_names(node) or argument(node, "dropout_p") > 0
 
 
 _DRAWN = "one factor a dimension of what is drawn; blocked: nothing"

@@ -253,11 +253,14 @@ def tensor_args(node: fx.Node) -> list[fx.Node]:
 def ordered_args(node: fx.Node) -> list[Any]:
     """The arguments of `node`, positional or by keyword, in the order of its schema."""
     if isinstance(node.target, torch._ops.OpOverload):
-        names = [argument.name for argument in node.target._schema.arguments]
-        values: list[Any] = list(node.args)
-        values += [node.kwargs.get(name) for name in names[len(values) :]]
-        return values
+        return [*node.args, *(node.kwargs.get(name) for name in argument_names(node)[len(node.args) :])]
     return [*node.args, *node.kwargs.values()]
+
+
+def argument_names(node: fx.Node) -> list[str]:
+    """The names of the arguments in the schema of the op of `node`; none if it calls no op."""
+    schema = getattr(node.target, "_schema", None)
+    return [] if schema is None else [declared.name for declared in schema.arguments]
 
 
 def argument(node: fx.Node, name: str) -> Any:
@@ -431,8 +434,7 @@ def along(*dims: str | int, reduce: str = "") -> Binder:
 
 def call_with(emit: Emitter, **changed: Any) -> fx.Node:
     """The op itself on local tensors, with other values for these of its arguments; names that it lacks are ignored."""
-    assert isinstance(emit.node.target, torch._ops.OpOverload)
-    names = [declared.name for declared in emit.node.target._schema.arguments]
+    names = argument_names(emit.node)
     args = [changed.get(name, value) for name, value in zip(names, emit.args)]
     return emit.call(emit.node.target, *args, **emit.kwargs)
 
