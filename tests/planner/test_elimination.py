@@ -1,4 +1,4 @@
-"""Elimination, the dual bound and the walk near it, each against brute force; and the way around it for wide graphs."""
+"""Elimination, its reduced costs and the Lagrangian bound, each against brute force; and the program of wide graphs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,10 +15,8 @@ from hypothesis import strategies as st
 from shardweave.ir.errors import InfeasibleError, PlanError
 from shardweave.planner.problem.problem import Candidate, Edge, Op, Problem
 from shardweave.planner.solver import elimination as module
-from shardweave.planner.solver.branch_and_bound import Branching, Incumbent, Walker
-from shardweave.planner.solver.elimination import Elimination, Tables
+from shardweave.planner.solver.elimination import Elimination
 from shardweave.planner.solver.lagrangian import Part, dual, least_memory
-from shardweave.planner.solver.primal_heuristics import descend
 from shardweave.planner.solver.solver import solve
 from tests.planner.problems import brute_force, problems
 from tests.planner.test_solver import layers
@@ -115,108 +112,66 @@ def test_what_the_rest_costs_completes_each_steps_table_to_the_minimum(problem: 
         assert whole.min() == found.value
 
 
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_reduced_costs_are_what_the_best_choice_with_a_candidate_costs_more(problem: Problem) -> None:
+    elimination, weights = eliminated(problem), np.ones(2 + problem.num_streams)
+    found = elimination.minimum(weights)
+    if found is None:
+        return
+    totals = [(choice, elimination.tables.total(choice)) for choice in choices(problem)]
+    rounding = len(problem.ops) + len(problem.edges) + 1
+    for op, costs in enumerate(elimination.reduced_costs(found)):
+        for candidate, cost in enumerate(costs.tolist()):
+            sums = [weights @ figures for choice, figures in totals if figures is not None and choice[op] == candidate]
+            assert abs(cost - (min(sums) - found.value)) <= rounding if sums else cost == math.inf
+
+
 @settings(max_examples=100, deadline=None)
-@given(problems(), st.floats(0, 1), st.data())
-def test_no_choice_of_a_part_is_faster_than_its_bound(problem: Problem, at: float, data: st.DataObject) -> None:
-    """Parts by the largest transient, and by what one op may take; the bound of the whole begins that of the part."""
+@given(problems(), st.floats(0, 1))
+def test_no_choice_of_a_part_is_faster_than_its_bound(problem: Problem, at: float) -> None:
+    """Parts by the largest transient; the bound of all choices begins that of a part."""
     elimination = eliminated(problem)
     levels = sorted({int(level) for table in elimination.ops for level in table.transient})
     cut = int(at * (len(levels) - 1))
-    op = data.draw(st.integers(0, len(problem.ops) - 1))
-    count = len(problem.ops[op].candidates)
-    own = np.arange(count) < data.draw(st.integers(1, count))
     offered: list[Choice] = []
+    whole = dual(elimination, Part(0, levels[-1]), offered.append)
     for part in (Part(0, levels[cut]), Part(levels[cut] + 1, levels[-1])):
-        whole = dual(elimination, part, offered.append)
-        found = dual(elimination.restricted(op, own), part, offered.append, whole) if whole else None
+        found = dual(elimination, part, offered.append, whole) if whole else None
         times = []
         for choice in choices(problem):
             peak = max(candidate.transient_bytes for candidate in problem.chosen(choice))
             if part.low <= peak <= part.high and problem.feasible(choice):
-                times.append((problem.ticks(choice) or 0, bool(own[choice[op]])))
-        assert whole is not None or not times
-        assert found is not None or not any(inside for _, inside in times)
-        assert whole is None or all(whole.bound <= time for time, _ in times)
-        assert found is None or all(found.bound <= time for time, inside in times if inside)
-        assert found is None or all(own[column.choice[op]] for column in found.columns)
-        alone = dual(elimination.restricted(op, own), part, offered.append)
-        assert (found is None) == (alone is None)
+                times.append(problem.ticks(choice) or 0)
+        assert found is not None or not times
+        assert found is None or all(found.bound <= time for time in times)
+        assert found is None or all(column.peak <= part.high for column in found.columns)
+        alone = dual(elimination, part, offered.append)
+        assert found is not None or alone is None or whole is None
         assert found is None or alone is None or found.bound == pytest.approx(alone.bound, rel=1e-4, abs=64)
     assert all(len(choice) == len(problem.ops) for choice in offered)
 
 
-@settings(max_examples=100, deadline=None)
-@given(problems(), st.data())
-def test_no_choice_that_counts_as_little_is_faster_than_their_bound(problem: Problem, data: st.DataObject) -> None:
-    """Whatever equal ops count, with either sign, and where two figures count; begun from the bound of all choices."""
-    elimination = eliminated(problem)
-    part = Part(0, max(int(level) for table in elimination.ops for level in table.transient))
-    whole = dual(elimination, part, lambda _: None)
-    counted = []
-    for _ in range(data.draw(st.integers(1, 2))):
-        table = data.draw(st.integers(0, len(elimination.tables.ops) - 1))
-        size = len(elimination.tables.ops[table].transient)
-        counts = np.array(data.draw(st.lists(st.integers(-1, 1), min_size=size, max_size=size)))
-        most = data.draw(st.integers(-2, 2))
-        elimination = elimination.counting(table, counts, most)
-        counted.append((elimination.tables.members[table], counts, most))
-    found = dual(elimination, part, lambda _: None, whole) if whole else None
-    for choice in choices(problem):
-        own = np.array(choice)
-        if problem.feasible(choice) and all(counts[own[ops]].sum() <= most for ops, counts, most in counted):
-            assert found is not None and found.bound <= (problem.ticks(choice) or 0)
-
-
-def test_a_part_is_split_by_those_of_equal_ops_of_which_one_turns_most() -> None:
-    """Layouts went first that hold next to nothing, as they change with what is recomputed: no bound was better."""
+def test_the_gap_is_closed_where_a_mixture_divides_layers_of_two_layouts() -> None:
+    """The bound alone is 0.8 % below the optimum: of the eight layers a mixture recomputes a part."""
     layout = Candidate("wide", 0.0), Candidate("narrow", 0.0, saved_bytes=1, in_port=1, out_port=1)
     layer = Candidate("keep", 1.0, saved_bytes=10), Candidate("again", 1.5, saved_bytes=3, in_port=1)
     change = np.array([[0.0, 0.1], [0.1, 0.0]])
     ops = tuple(Op(f"{kind}{n}", own) for n in range(8) for kind, own in (("layout", layout), ("layer", layer)))
     problem = Problem(ops, tuple(Edge(n, n + 1, change) for n in range(0, 16, 2)), memory_limit=63)
-    branching = Branching(eliminated(problem), Incumbent(eliminated(problem).tables, None, gap=1e-3))
-    branching._enter(branching.elimination, Part(0, 0), None)
-    (root,) = (found for _, _, found, _ in branching.open)
-    times = [np.dot(root.shares, [sum(column.choice[at::2]) for column in root.mixed]) for at in (0, 1)]
-    assert all(abs(each - round(each)) > 0.1 for each in times)  # the mixture divides both
-    branching.open.clear()
-    assert branching._count(root)
-    bounds = [found.bound for _, _, found, _ in branching.open]
-    best = problem.ticks(solve(problem).choice)
-    assert best is not None and root.bound < 0.992 * best and min(bounds) > 0.999 * best
+    assert solve(problem, gap=1e-3).gap <= 1e-3
+    assert solve(problem).status == "optimal"
 
 
-def test_a_part_is_split_by_how_many_equal_ops_take_a_candidate() -> None:
+def test_the_gap_is_closed_where_a_mixture_recomputes_a_part_of_a_layer() -> None:
     """A mixture recomputes 3.4 of eight layers, a plan three or four: no layouts change and no transient differs."""
     layer = Candidate("keep", 1.0, saved_bytes=10), Candidate("again", 1.5, saved_bytes=3)
     other = Candidate("large", 0.0, saved_bytes=8), Candidate("small", 0.8, saved_bytes=0)
     ops = tuple(Op(f"{kind}{n}", own) for n in range(8) for kind, own in (("layer", layer), ("other", other)))
     edges = tuple(Edge(n, n + 1, np.zeros((1, 1))) for n in range(15))
     problem = Problem(ops, edges, memory_limit=8 * 18 - 24)
-    branching = Branching(eliminated(problem), Incumbent(eliminated(problem).tables, None, gap=1e-3))
-    branching._enter(branching.elimination, Part(0, 0), None)
-    (root,) = (found for _, _, found, _ in branching.open)
-    branching.open.clear()
-    assert branching._count(root)
-    bounds = [found.bound for _, _, found, _ in branching.open]
-    best = problem.ticks(solve(problem).choice)
-    assert best is not None and root.bound < 0.99 * best and root.bound < min(bounds) <= best
     assert solve(problem, gap=1e-3).gap <= 1e-3
-
-
-@settings(max_examples=100, deadline=None)
-@given(problems(), st.integers(1, 4), st.floats(0, 4))
-def test_a_walk_keeps_its_word_however_narrow(problem: Problem, width: int, slack: float) -> None:
-    elimination = eliminated(problem)
-    levels = sorted({int(level) for table in elimination.ops for level in table.transient})
-    found = dual(elimination, Part(0, levels[-1]), lambda _: None)
-    if found is None:
-        return
-    times = [problem.ticks(choice) or 0 for choice in choices(problem) if problem.feasible(choice)]
-    walk = Walker(found).walk(slack * 2**40, width, math.inf)
-    assert walk.choice is None or problem.feasible(walk.choice)
-    if times and min(times) <= found.bound + walk.complete:
-        assert walk.choice is not None and problem.ticks(walk.choice) == min(times)
+    assert solve(problem).status == "optimal"
 
 
 @settings(max_examples=100, deadline=None)
@@ -260,15 +215,6 @@ def test_wide_graphs_have_the_same_smallest_memory() -> None:
     op = Op("up", (Candidate("", 1.0, state_bytes=8), Candidate("", 2.0, state_bytes=5, transient_bytes=1)))
     with no_tables_of("_MAX_TABLE_ENTRIES"), pytest.raises(InfeasibleError, match=" is 6 bytes"):
         solve(Problem((op,), memory_limit=5))
-
-
-@settings(max_examples=60, deadline=None)
-@given(problems(forbidden=False))
-def test_a_descent_finds_a_choice_where_no_layouts_are_forbidden(problem: Problem) -> None:
-    offered: list[Choice] = []
-    loose = replace(problem, memory_limit=2**62)
-    descend(Tables(loose), offered.append)
-    assert any(loose.feasible(choice) for choice in offered)
 
 
 def test_a_hint_is_where_the_search_begins() -> None:

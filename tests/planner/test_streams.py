@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardweave.ir.errors import PlanError
 from shardweave.planner.problem.problem import Problem
-from shardweave.planner.solver.reductions import first_of_each, with_streams
+from shardweave.planner.solver.reductions import with_streams
 from shardweave.planner.solver.solver import solve
 from tests.planner.problems import brute_force, problems
 
@@ -68,7 +68,3 @@ def test_a_rough_answer_fits_and_its_bound_holds(problem: Problem) -> None:
     found = solve(problem, rough=True)
     assert problem.feasible(found.choice) and math.isfinite(found.objective)
     assert found.bound <= expected * (1 + 1e-12) and expected <= found.objective
-
-
-def test_it_begins_with_the_first_stream_of_each_window() -> None:
-    assert first_of_each(Problem((), windows=(*WINDOWS, ()))) == {0, 3}

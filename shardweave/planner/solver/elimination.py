@@ -21,9 +21,8 @@ Groups of states
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -61,10 +60,6 @@ class OpFigures:
         transient, ins, outs, kept = np.ascontiguousarray(sizes.T)
         return cls(np.vstack([ticks[:1], kept, ticks[1:]]), transient, ins, outs)
 
-    def take(self, indices: Ints) -> OpFigures:
-        """Only these candidates."""
-        return OpFigures(self.figures[:, indices], self.transient[indices], self.ins[indices], self.outs[indices])
-
 
 @dataclass(frozen=True, eq=False)
 class EdgeFigures:
@@ -84,10 +79,6 @@ class EdgeFigures:
         if loads is not None:
             figures[LOADS:] = loads
         return cls(np.where(allowed, figures, 0), allowed)
-
-    def turned(self) -> EdgeFigures:
-        """The same with in ports first."""
-        return EdgeFigures(self.figures.transpose(0, 2, 1), self.allowed.T)
 
 
 class Tables:
@@ -139,29 +130,6 @@ class Tables:
         self._edges_of = _members(self.edge_of, len(self.edges))
         self.rows = LOADS + streams
         """How many figures a column has."""
-        self.limits: dict[int, int] = {}
-        """Of figures that count (`counting`): what they may come to at most."""
-
-    def counting(self, table: int, counts: Ints, most: int) -> Tables:
-        """The same with one more figure, of which equal ops have `counts` by their candidate, all others nothing.
-
-        It may come to `most` in all.
-
-        >>> from shardweave.planner.problem.problem import Op
-        >>> op = Op("up", (Candidate("fast", 1.0), Candidate("small", 2.0)))
-        >>> counting = Tables(Problem((op, op, op))).counting(0, np.array([1, 0]), most=1)
-        >>> int(counting.total((0, 1, 0))[-1]), counting.limits
-        (2, {2: 1})
-        """
-        other = copy.copy(self)
-        own = {number: np.zeros_like(op.transient) for number, op in enumerate(self.ops)} | {table: counts}
-        other.ops = [replace(op, figures=np.vstack([op.figures, own[number]])) for number, op in enumerate(self.ops)]
-        other.edges = [
-            replace(edge, figures=np.concatenate([edge.figures, np.zeros_like(edge.figures[:1])]))
-            for edge in self.edges
-        ]
-        other.limits, other.rows = {**self.limits, self.rows: most}, self.rows + 1
-        return other
 
     def picked(self, choice: Sequence[int]) -> OpFigures:
         """What `choice` picks: one column an op."""
@@ -398,7 +366,7 @@ _MAX_FULL_TABLE_ENTRIES = 2**18
 """Entries up to which a minimum makes all steps' tables as they are."""
 
 _MAX_WALKED_ENTRIES = 2**22
-"""Entries up to which tables are made to walk through choices."""
+"""Entries up to which all tables are made for reduced costs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -412,9 +380,8 @@ class OpTable:
     ports: Ints
 
     @classmethod
-    def of(cls, op: OpFigures, allowed: Bools | None = None) -> OpTable:
+    def of(cls, op: OpFigures) -> OpTable:
         order = np.lexsort((op.figures[0], op.outs, op.ins))
-        order = order if allowed is None else order[allowed[order]]
         ports, starts = np.unique(np.stack([op.ins, op.outs])[:, order], axis=1, return_index=True)
         figures, transient = op.figures[:, order].astype(np.float64), op.transient[order].astype(np.float64)
         return cls(order, figures, transient, starts, ports.T)
@@ -503,15 +470,12 @@ class Elimination:
     (0, 1)
     """
 
-    def __init__(self, tables: Tables, allowed: Mapping[int, Bools]) -> None:
-        self.problem, self.tables, self.allowed = tables.problem, tables, allowed
+    def __init__(self, tables: Tables) -> None:
+        self.problem, self.tables = tables.problem, tables
         nothing = OpFigures.of((Candidate("", 0.0),), tables.rows - LOADS)
         # A last op without costs takes up what the graph's components leave.
         self.ops = [OpTable.of(op) for op in (*tables.ops, nothing)]
         self.op_of = [*tables.op_of, len(self.ops) - 1]
-        for op, own in allowed.items():
-            self.ops.append(OpTable.of(tables.ops[tables.op_of[op]], own))
-            self.op_of[op] = len(self.ops) - 1
         self.edges: list[EdgeTable] = []
         self.kinds: list[Kind] = []
         self.steps: list[Step] = []
@@ -521,21 +485,8 @@ class Elimination:
     @classmethod
     def of(cls, problem: Problem) -> Elimination | None:
         """The elimination of `problem`; None where its graph is too wide."""
-        elimination = cls(Tables(problem), {})
+        elimination = cls(Tables(problem))
         return None if elimination.too_wide else elimination
-
-    def restricted(self, op: int, allowed: Bools) -> Elimination:
-        """The same with only these candidates of one op, of those that it still has."""
-        own = allowed & self.allowed[op] if op in self.allowed else allowed
-        return Elimination(self.tables, {**self.allowed, op: own})
-
-    def counting(self, table: int, counts: Ints, most: int) -> Elimination:
-        """The same where what equal ops count, by their candidate, comes to at most so much."""
-        return Elimination(self.tables.counting(table, counts, most), self.allowed)
-
-    def allows(self, choice: Sequence[int]) -> bool:
-        """Whether it has all candidates of a choice."""
-        return all(own[choice[op]] for op, own in self.allowed.items())
 
     def _edge_tables(self) -> list[int]:
         known: dict[tuple[int, int, int], int] = {}
@@ -698,6 +649,26 @@ class Elimination:
             spanned.update(axes)
             total = np.add(total, spread(table, axes, ndim), out=out if len(spanned) == ndim else None)
         return total if total.shape == shape else np.broadcast_to(total, shape)
+
+    def reduced_costs(self, found: Minimum) -> list[Floats]:
+        """For each op what the best choice with each of its candidates costs more than the minimum."""
+        minimum = self.whole(found)
+        of_states: list[Floats] = []
+        for kind, outside in zip(self.kinds, self.outside(minimum), strict=True):
+            joint = self.joint(kind, minimum) + outside[None]
+            of_states.append(joint.reshape(len(joint), -1).min(axis=1) - minimum.value)
+        costs: list[Floats] = [np.zeros(0)] * len(self.steps)
+        known: dict[int, Floats] = {}
+        for step in self.steps:
+            if step.kind not in known:
+                number = self.kinds[step.kind].ops[0]
+                table, cost = self.ops[number], minimum.costs[number]
+                state = np.repeat(np.arange(table.states), table.ends() - table.starts)
+                least = np.where(minimum.states[number] < np.inf, minimum.states[number], 0.0)
+                known[step.kind] = np.empty(len(cost))
+                known[step.kind][table.order] = of_states[step.kind][state] + (cost - least[state])
+            costs[step.op] = known[step.kind]
+        return costs[:-1]
 
     def outside(self, minimum: Minimum) -> list[Floats]:
         """For each kind, over its scope: the least that all the rest costs, of all steps of the kind.

@@ -10,8 +10,6 @@ whose minimum `Elimination` finds exactly. The best weights come from the other 
 are the next weights, and a choice that is worth more than they say enters it. Where none does, mixture and bound are
 one. Weights are taken from between those of the mixture and the best ones so far (Wentges, 1997): far steadier.
 
-Any figure with a limit is priced as memory is: how many equal ops take a candidate, say (`Tables.counting`).
-
 The largest transient is no sum. A `Part` of all choices is those whose largest transient lies in an interval: its
 candidates are capped from above, and its room is what the lower end leaves. Parts are split where that is too little.
 """
@@ -68,14 +66,13 @@ class Column:
 
 @dataclass(frozen=True, eq=False)
 class Dual:
-    """Every choice of `part` that `elimination` allows takes at least `bound` ticks, at these `weights` of the figures.
+    """Every choice of `part` takes at least `bound` ticks, at these `weights` of the figures.
 
     `minimum` belongs to these weights; `columns` are all choices that it came by, `mixed` those that the best mixture
-    is made of, and their `shares`. `error` covers the rounding of sums, in ticks: none while they stay below ``2**52``,
-    as those of real steps do.
+    is made of, the largest shares first. `error` covers the rounding of sums, in ticks: none while they stay below
+    ``2**52``, as those of real steps do.
     """
 
-    elimination: Elimination
     part: Part
     bound: float
     weights: Floats
@@ -83,7 +80,6 @@ class Dual:
     columns: list[Column]
     mixed: list[Column]
     error: float
-    shares: Sequence[float] = ()
 
     @property
     def price(self) -> float:
@@ -131,20 +127,16 @@ def dual(
     offer: Offer,
     start: Dual | None = None,
     enough: Callable[[float], bool] = lambda bound: False,
-    known: Sequence[Choice] = (),
     loose: float = 0.0,
 ) -> Dual | None:
     """The best bound of a part, or the first that is `enough`; None where it has no choice within the limit.
 
-    Every choice that it comes by is offered. `start` is a dual whose choices include this one's, `known` are some of
-    these to begin with. It may be `loose` by a part of itself.
+    Every choice that it comes by is offered. `start` is a dual whose choices include this one's. It may be `loose` by a
+    part of itself.
     """
     tables = elimination.tables
     room = tables.room - part.low
-    before = start.columns if start else [each for choice in known if (each := Column.of(tables, choice)) is not None]
-    columns = [column for column in before if column.peak <= part.high and elimination.allows(column.choice)]
-    if start and len(start.weights) < tables.rows:  # a figure more counts
-        columns = [counted for column in columns if (counted := Column.of(tables, column.choice)) is not None]
+    columns = [column for column in (start.columns if start else ()) if column.peak <= part.high]
 
     def priced(weights: Floats) -> Minimum | None:
         found = elimination.minimum(weights, part.high)
@@ -160,9 +152,7 @@ def dual(
         least = priced(_only(elimination, KEPT))
         if least is None or least.value > room:
             return None
-    weights = _first_weights(tables)
-    if start:
-        weights = np.append(start.weights, np.zeros(tables.rows - len(start.weights)))
+    weights = start.weights if start else _first_weights(tables)
     master, loose = Master(tables, room), max(_GAP_TOLERANCE, loose)
     best: Dual | None = None
     steady = 1.0
@@ -172,7 +162,7 @@ def dual(
         assert found is not None
         bound, error = _bound(tables, found, weights, room)
         if best is None or bound > best.bound:
-            best = Dual(elimination, part, bound, weights, found, columns, [], error)
+            best = Dual(part, bound, weights, found, columns, [], error)
         mixture = master.solved(columns)
         if mixture is None or mixture.value - best.bound <= loose * abs(mixture.value) or enough(best.bound):
             break
@@ -181,8 +171,7 @@ def dual(
         steady = _SMOOTHING if len(columns) > count else 0.0
         weights = _rounded(tables, steady * best.weights + (1.0 - steady) * mixture.weights)
     assert best is not None
-    mixed = mixture.mixed if mixture else columns
-    return replace(best, mixed=mixed, shares=mixture.shares if mixture else ())
+    return replace(best, mixed=mixture.mixed if mixture else columns)
 
 
 def _first_weights(tables: Tables) -> Floats:
@@ -205,7 +194,7 @@ def _rounded(tables: Tables, weights: Floats) -> Floats:
 
 def _bound(tables: Tables, found: Minimum, weights: Floats, room: int) -> tuple[float, float]:
     """The bound that a minimum gives, and the error of its sums (of which the bound is free)."""
-    paid = float(weights[KEPT]) * room + sum(float(weights[row]) * most for row, most in tables.limits.items())
+    paid = float(weights[KEPT]) * room
     largest = abs(tables.fixed) + found.value + abs(paid)
     terms = len(tables.op_of) + len(tables.edge_of)
     error = 0.0 if largest < 2**52 else largest * (terms + 4) * 2.0**-52
@@ -216,12 +205,11 @@ def _bound(tables: Tables, found: Minimum, weights: Floats, room: int) -> tuple[
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """What the best mixture takes, and makes the figures worth; its columns, the largest first, and their shares."""
+    """What the best mixture takes, and makes the figures worth; its columns, those with the largest shares first."""
 
     value: float
     weights: Floats
     mixed: list[Column]
-    shares: list[float]
 
 
 class Master:
@@ -230,10 +218,7 @@ class Master:
     With ``n[p]`` the share of column p and ``t[w]`` what window w takes:
 
         minimise   sum of ticks[p] n[p] + sum of t[w]
-        subject to sum of n[p] = 1,   sum of kept[p] n[p] <= room,   t[w] >= sum of load[s, p] n[p] for its streams s,
-                   sum of count[c, p] n[p] <= most[c] of figures that count.
-
-    What a count has too much costs as much as a whole step: columns that count less may not be known yet.
+        subject to sum of n[p] = 1,   sum of kept[p] n[p] <= room,   t[w] >= sum of load[s, p] n[p] for its streams s
     """
 
     def __init__(self, tables: Tables, room: int) -> None:
@@ -247,19 +232,12 @@ class Master:
         byte = max(1.0, float(self.room), float(figures[KEPT].max()))
         scaled = figures / unit
         scaled[KEPT] = figures[KEPT] / byte
-        for row in tables.limits:
-            scaled[row] = figures[row]
         model = mathopt.Model()
         shares = [model.add_variable(lb=0.0) for _ in columns]
         times = [model.add_variable(lb=0.0) for _ in tables.windows]
         whole = model.add_linear_constraint(lb=1.0, ub=1.0)
         kept = model.add_linear_constraint(ub=self.room / byte)
         rows = {KEPT: kept}
-        for row, most in tables.limits.items():
-            rows[row] = model.add_linear_constraint(ub=float(most))
-            beyond = model.add_variable(lb=0.0)
-            rows[row].set_coefficient(beyond, -1.0)
-            model.objective.set_linear_coefficient(beyond, 1.0)
         for time, window in zip(times, tables.windows, strict=True):
             model.objective.set_linear_coefficient(time, 1.0)
             for row in range(window.start, window.stop):
@@ -280,10 +258,8 @@ class Master:
         for row, constraint in rows.items():
             weights[row] = -duals[constraint]
         weights[KEPT] *= unit / byte
-        for row in tables.limits:
-            weights[row] *= unit
         order = sorted((number for number, share in enumerate(shares) if values[share] > 1e-9),
                        key=lambda number: (-values[shares[number]], number))  # fmt: skip
         value = result.objective_value() * unit + tables.fixed
         mixed = [columns[number] for number in order]
-        return Mixture(value, _rounded(tables, weights), mixed, [values[shares[number]] for number in order])
+        return Mixture(value, _rounded(tables, weights), mixed)

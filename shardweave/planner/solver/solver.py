@@ -24,31 +24,7 @@ communication are those of AMSP (arXiv 2311.00257, equations 1 to 7). (2) is wha
 ops; (5) is the maximum of computation and communication at once of Oases (arXiv 2305.16121, equations 2 to 6), here for
 any streams of a window.
 
-Most models are narrow graphs: chains with residual edges. There the program is never written down:
-
-1. `elimination.Elimination` minimises any weighed sum of time, memory and loads exactly, one op after the other, equal
-   layers once; where ops have hundreds of layouts, in groups of them (`groups.Groups`).
-2. `duality.dual` weighs the streams of each window and pays for memory in ticks a byte, which turns (4) and (5) into
-   terms of (6) and the minimum into a bound, the best one that Lagrange multipliers give. They come from the best
-   mixture of the choices found so far (`duality.Master`, solved by GLOP).
-3. `mixing.mix` makes runs of ops out of the mixture's choices, `tuning.tune` betters them by pairs of changes: a plan,
-   mostly within 0.1 % of the bound.
-4. `branching.Branching` splits the choices where the bound is loose: by their largest transient, for (3), and by the
-   layouts of some ops, for what changes between runs cost.
-5. `labels.Walker` walks through all choices within a slack of a part's bound. The slack grows until the best choice
-   lies within it, which is then optimal: whatever was left out costs more.
-
-Where elimination's tables would grow too large, these steps take its place, each of which may end the search:
-
-1. `descent.descend`: feasible choices by local improvement, so that there always is one.
-2. `program.relax`: GLOP solves the relaxation; duality prices how far above the bound everything lies. (2) is the flow
-   form of a product of choices: on a chain its relaxation is integral.
-3. `sweep.sweep`: all choices within a growing slack of the bound are walked through in the order of the ops.
-4. `program.prove`: CP-SAT goes on, from the best choice, without what costs too much.
-
-Measured on one core, with no windows: Llama-3-8B (32 layers, 354 ops of up to 128 candidates) on 64 devices is proven
-optimal in 0.3 s; GLOP and the sweep found no choice in 30 s there, each edge having 1,600 flows. With two windows of
-three streams `benchmarks/measure_solver.py` has the figures.
+`branch_and_bound.Search` finds the choice. `docs/solver.md` has its steps, and what each method is worth.
 
 Why not another candidate: what each op's best other one would change, all other ops left as they are.
 
@@ -66,7 +42,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -76,12 +51,8 @@ from shardweave.planner.problem.problem import TICKS_PER_SECOND, Problem, larges
 from shardweave.planner.search.layer_problem import inside, renamed
 from shardweave.planner.solver.branch_and_bound import Progress, Search
 from shardweave.planner.solver.elimination import KEPT, Elimination, Tables
-from shardweave.planner.solver.ilp import Program, Proof, prove
+from shardweave.planner.solver.ilp import Answer, Program, solve_by_cp_sat
 from shardweave.planner.solver.lagrangian import least_memory
-from shardweave.planner.solver.reductions import first_of_each, with_streams
-
-COARSE_GAP = 1e-3
-"""Where a search for a smaller gap ends farther than this from its bound, a search for this gap follows."""
 
 ROUNDING_TOLERANCE = 1e-9
 """Which part of an objective its bound may lie below it by the order in which sums were taken."""
@@ -104,7 +75,7 @@ class Solution:
     seconds : float
         What solving took.
     waits_for : tuple of str
-        The streams to begin with in a similar problem: the busiest of each window, or all that the search came by.
+        Empty; kept for callers that hand it on.
     """
 
     choice: tuple[int, ...]
@@ -157,14 +128,14 @@ def solve(
     hint : sequence of int, optional
         A choice to begin with, such as that of a similar problem; of use where it is feasible.
     waits_for : sequence of str, optional
-        Streams that the answer is thought to wait for, such as a similar problem's; others are found out.
+        Without effect; kept for callers.
     gap : float, optional
-        The search ends where it has proven that the best choice is at most this part slower than the fastest, or, on a
-        narrow graph, has bounded as many parts of the choices as better the bound by much: the gap is then larger.
+        The search ends where it has proven that the best choice is at most this part slower than the fastest, or where
+        the programs that are left are too large: the gap is then larger.
     ceiling : float, optional
         The search ends where it has proven that every choice takes at least so many seconds.
     rough : bool, optional
-        The search ends with the choice that bounds lead to: not far from the best, but not walked any closer to it.
+        The search ends without the program that closes the gap: the gap may then be larger than was asked for.
 
     Raises
     ------
@@ -182,55 +153,22 @@ def solve(
     (2.5, 'optimal', 1)
     """
     start = time.monotonic()
-    names = [name for window in problem.windows for name in window]
-    streams = {number for number, name in enumerate(names) if name in waits_for} or first_of_each(problem)
-    best: tuple[float, tuple[int, ...]] | None = None
-    bound, going_on, known = 0.0, True, list[tuple[int, ...]]()
-    while going_on:
-        search = Search(with_streams(problem, streams), start + time_limit, progress, gap, ceiling)
-        if hint is not None:
-            search.hint(hint, known)
-        for roughly in [True] if rough else [True, False]:  # no proof of what waits for other streams
-            search.run(roughly, partial(_waits_for, problem, streams))
-            if search.choice is None:
-                going_on = False
-                break
-            objective, busiest = problem.objective(search.choice), set(problem.busiest(search.choice))
-            best, bound = min(best or (objective, search.choice), (objective, search.choice)), max(bound, search.least)
-            hint = best[1]
-            enough = bound >= min(ceiling, best[0] * (1 - gap)) or time.monotonic() > start + time_limit
-            going_on = not enough and not busiest <= streams
-            if enough or going_on:
-                break
-        if going_on:
-            streams, known = streams | busiest, search.known
-    if best is None:
+    search = Search(problem, start + time_limit, progress, gap, ceiling)
+    if hint is not None:
+        search.incumbent.offer(tuple(hint))
+    search.run(rough)
+    choice = search.incumbent.choice
+    if choice is None:
         if search.incumbent.proven:
             raise _infeasible(problem, time_limit)
         raise PlanError(
             f"no choice for {len(problem.ops)} ops was found within time_limit = {time_limit:g} s: raise time_limit, "
             f"or memory_limit (now {problem.memory_limit} bytes)"
         )
-    waits = sorted(streams) if known else None
-    if gap < COARSE_GAP and bound < min(ceiling, best[0]) * (1 - COARSE_GAP):
-        # The search for a proof ended early: a search that asks for less may still find a better choice
-        left = max(0.0, start + time_limit - time.monotonic())
-        try:
-            coarse = solve(problem, left, progress, best[1], waits_for, COARSE_GAP, ceiling, rough)
-        except PlanError:  # no time is left
-            pass
-        else:
-            best, bound = min(best, (coarse.objective, coarse.choice)), max(bound, coarse.bound)
-    objective, choice = best
+    objective, bound = problem.objective(choice), search.incumbent.least_seconds
     bound = objective if objective - bound <= ROUNDING_TOLERANCE * abs(objective) else bound
     status: Literal["optimal", "feasible"] = "optimal" if bound == objective else "feasible"
-    waits_for = tuple(names[stream] for stream in waits or problem.busiest(choice))
-    return Solution(choice, objective, bound, status, time.monotonic() - start, waits_for)
-
-
-def _waits_for(problem: Problem, streams: set[int], choice: Sequence[int]) -> bool:
-    """Whether a choice waits for none but these streams."""
-    return set(problem.busiest(choice)) <= streams
+    return Solution(choice, objective, bound, status, time.monotonic() - start)
 
 
 def _infeasible(problem: Problem, time_limit: float) -> PlanError:
@@ -268,14 +206,12 @@ def smallest(problem: Problem, time_limit: float = 60.0) -> tuple[int, ...] | No
     return _least_memory(problem, time_limit).choice
 
 
-def _least_memory(problem: Problem, time_limit: float) -> Proof:
+def _least_memory(problem: Problem, time_limit: float) -> Answer:
     elimination = Elimination.of(problem)
     if elimination is not None:
         choice = least_memory(elimination)
-        return Proof(choice, 0.0, "INFEASIBLE" if choice is None else "OPTIMAL")
-    program = Program(problem)
-    program.minimise_memory()
-    return prove(program, time_limit)
+        return Answer(choice, 0.0, "INFEASIBLE" if choice is None else "OPTIMAL")
+    return solve_by_cp_sat(Program.smallest(problem), time_limit)
 
 
 class Alternative(NamedTuple):
