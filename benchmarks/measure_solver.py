@@ -1,151 +1,181 @@
-"""Solve synthetic planning problems and print CPU seconds, status and gap for each: the figures of docs/measured.md.
+"""What each method of the solver is worth, on the problems that planning poses: the table of docs/solver.md.
 
-python benchmarks/measure_solver.py [--sizes 32x64 96x1024] [--gap 1e-3]
+python -m benchmarks.measure_solver                                    # the solver as it is, model by model
+python -m benchmarks.measure_solver --without                          # and without each of its methods
+python -m benchmarks.measure_solver --models llama-80 --recorded FILE  # problems from a file; made if there is none
 
-The tables are drawn with a seed, like those of a transformer: equal layers of eleven ops with residual edges. Grids
-that split more compute less well and communicate more; weights that rest on more devices keep less and load the links
-in both windows; an op that is recomputed saves less and computes more. Links hide behind compute, a change of layout
-does not.
+The problems are recorded while the models are planned. Each row has the CPU seconds of all solves, how much slower the
+choices are than those of the whole solver (on average, and at most), and how many solves end without the gap or the
+ceiling that was asked for.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
+import pickle
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from shardweave.planner.problem.problem import Candidate, Edge, Op, Problem
-from shardweave.planner.solver.solver import smallest, solve
+import shardweave as sw
+from benchmarks.measure_planning import gpt3, llama, unet
+from shardweave.demo.model import GPT, GPTConfig
+from shardweave.ir.errors import PlanError
+from shardweave.planner.search import solver_cache
+from shardweave.planner.solver import branch_and_bound, elimination
+from shardweave.planner.solver.branch_and_bound import Search
+from shardweave.planner.solver.ilp import Answer
+from shardweave.planner.solver.solver import Solution, solve
 
-WINDOWS = (("compute", "inner", "outer"), ("compute", "inner", "outer"))
-NAMES = ("norm1", "qkv", "rope", "attention", "proj", "add1", "norm2", "gate", "act", "down", "add2")
-WEIGHTS = {"norm1": 0.0001, "qkv": 1.5, "proj": 1.0, "norm2": 0.0001, "gate": 7.0, "down": 3.5}
-"""Parameters of a layer's ops, in units of the width squared."""
-
-AGAIN = ("attention", "gate", "act")
-"""Ops that can be recomputed."""
-
-INNER = 8
-"""Devices that the inner level joins."""
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Devices that split the batch, the sequence or the weights' columns, and the weights' rows."""
-
-    data: int
-    columns: int
-    rows: int
+GIB = 2**30
+Planned = tuple[nn.Module, Any, sw.Cluster, dict[str, Any]]
 
 
-def grids(devices: int) -> list[Grid]:
-    powers = [2**i for i in range(devices.bit_length())]
-    return [
-        Grid(devices // (columns * rows), columns, rows)
-        for columns, rows in itertools.product(powers, powers)
-        if columns * rows <= min(devices, 128)
-    ]
+def gpt(layers: int, batch: int, cluster: sw.Cluster) -> Planned:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(layers=layers))
+        tokens = torch.zeros(batch, model.config.context, dtype=torch.long)
+    return model, (tokens, tokens), cluster, {}
 
 
-def synthetic(layers: int, devices: int, boundness: float, seed: int = 0) -> Problem:
-    """A problem without a limit. `boundness` is how long the links take for what compute does in a second."""
-    random = np.random.default_rng(seed)
-    shapes = grids(devices)
-    work = 3e-2 * 64 / devices
-    link = work * boundness
+def language(build: Callable[[], nn.Module], shape: tuple[int, int], cluster: sw.Cluster, **options: Any) -> Planned:
+    with torch.device("meta"):
+        model, tokens = build(), torch.zeros(shape, dtype=torch.long)
+    return model, {"input_ids": tokens, "labels": tokens}, cluster, options
 
-    def candidates(name: str) -> tuple[Candidate, ...]:
-        weight = WEIGHTS.get(name, 0.0)
-        flops = work * (weight or (2.0 if name == "attention" else 0.05)) * random.uniform(0.9, 1.1)
-        found = []
-        for port, grid in enumerate(shapes):
-            tensor = grid.columns * grid.rows
-            compute = flops * (1.0 + 0.02 * np.log2(tensor) ** 2) * random.uniform(0.95, 1.05)
-            block = link * (0.04 if weight > 0.01 else 0.005) * (grid.columns - 1 + 1.5 * (grid.rows - 1)) / 8
-            block *= 6.0 if tensor > INNER else 1.0
-            saved = int(2**26 * (0.5 + weight / 8) * 64 / devices * random.uniform(0.9, 1.1))
-            rests = sorted({1, min(INNER, grid.data), grid.data}) if weight > 0.01 else [1]
-            for rest, again in itertools.product(
-                rests, (False, True) if name in ("attention", "act", "gate") else (False,)
-            ):
-                state = int(2**24 * weight * (0.15 + 0.85 / rest) * 16 / tensor)
-                gathered = link * weight / tensor * random.uniform(0.95, 1.05)
-                reduced = gathered * (grid.data > 1)
-                gathered *= rest > 1
-                outer = 1.5 if rest > INNER else 0.25
-                forward = (compute + block, gathered, gathered * outer * (rest > INNER))
-                backward = (2 * compute + 2 * block + compute * again, gathered + reduced, outer * (gathered + reduced))
-                found.append(
-                    Candidate(
-                        f"{grid} /{rest}{' again' if again else ''}",
-                        2e-6,
-                        state_bytes=state,
-                        saved_bytes=saved // 16 if again else saved,
-                        transient_bytes=int(2**21 * (weight / tensor * (rest > 1) + saved / 2**26)) if weight else 0,
-                        in_port=port,
-                        out_port=port,
-                        loads=(*forward, *backward),
-                    )
-                )
-        return tuple(found)
 
-    def change(size: float) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-        ways = len(shapes)
-        seconds = np.zeros((ways, ways))
-        factor = np.array(
-            [[sum(abs(np.log2(x / y)) for x, y in ((a.data, b.data), (a.columns, b.columns), (a.rows, b.rows)))
-              for b in shapes] for a in shapes]
-        )  # fmt: skip
-        blocking = link * size * 0.1 * factor * random.uniform(0.8, 1.2, (ways, ways))
-        nothing = np.zeros((ways, ways))
-        loads = np.stack([blocking, nothing, nothing, blocking, nothing, nothing])
-        kept = (2**22 * size * (factor > 2)).astype(np.int64)
-        return seconds, loads, kept
+def small_llama() -> nn.Module:
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8}
+    sizes |= {"num_key_value_heads": 4, "vocab_size": 1024, "num_hidden_layers": 4}
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes))
+    return model
 
-    tables = {name: candidates(name) for name in NAMES}
-    ends = {name: candidates("proj") for name in ("embedding", "head")}
-    changes = {name: change(0.5 if name in ("qkv", "act") else 1.0) for name in (*NAMES, "residual")}
-    ops, edges = [Op("embedding", ends["embedding"], "embedding")], []
-    for layer in range(layers):
-        begin = len(ops) - 1
-        for name in NAMES:
-            edges.append(Edge(len(ops) - 1, len(ops), *changes[name]))
-            ops.append(Op(f"{layer}.{name}", tables[name], name))
-        middle, end = begin + 1 + NAMES.index("add1"), len(ops) - 1
-        edges += [Edge(begin, middle, *changes["residual"]), Edge(middle, end, *changes["residual"])]
-    edges.append(Edge(len(ops) - 1, len(ops), *changes["norm1"]))
-    ops.append(Op("head", ends["head"], "head"))
-    return Problem(tuple(ops), tuple(edges), windows=WINDOWS)
+
+def small_mixtral() -> nn.Module:
+    sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 3584, "num_local_experts": 8}
+    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 4}
+    model: nn.Module = MixtralForCausalLM(MixtralConfig(use_cache=False, **sizes)).to(torch.bfloat16)
+    return model
+
+
+def llama_8b() -> nn.Module:
+    return llama(32).to(torch.bfloat16)
+
+
+PRESET = sw.Cluster.preset
+MODELS: dict[str, Callable[[], Planned]] = {
+    "gpt-cpu": lambda: gpt(2, 32, sw.Cluster.local(4)),
+    "llama-cpu": lambda: language(small_llama, (16, 128), sw.Cluster.local(4)),
+    "gpt-pcie": lambda: gpt(6, 64, PRESET("rtx3090-pcie", nodes=2)),
+    "mixtral": lambda: language(small_mixtral, (16, 1024), PRESET("dgx-a100", nodes=2)),
+    "unet": lambda: (*unet(), PRESET("dgx-h100", nodes=2), {}),
+    "unet-tight": lambda: (*unet(), PRESET("dgx-h100", nodes=2),
+                           {"memory_limit": int(0.157 * GIB), "micro_batches": 1}),
+    "llama-80": lambda: language(llama_8b, (64, 8192), PRESET("dgx-h100", nodes=8)),
+    "llama-16": lambda: language(llama_8b, (64, 8192), PRESET("dgx-h100", nodes=8), memory_limit=16 * GIB),
+    "gpt3": lambda: language(lambda: gpt3(96).to(torch.bfloat16), (1024, 2048), PRESET("dgx-h100", nodes=128),
+                             micro_batches=1),
+}  # fmt: skip
+"""By name: what is planned, on which cluster, with which options."""
+
+
+Asked = tuple[str, dict[str, Any]]
+"""A model's name, and the arguments of one call of `solve`."""
+
+
+def recorded(model: str) -> list[Asked]:
+    """The problems that planning poses for a model."""
+    found: list[Asked] = []
+
+    def recording(problem: Any, time_limit: float, told: Any, hint: Any, waits_for: Any, *ends: Any) -> Solution:
+        arguments = dict(zip(("problem", "hint", "gap", "ceiling", "rough"), (problem, hint, *ends), strict=True))
+        found.append((model, arguments))
+        return solve(problem, time_limit, told, hint, waits_for, *ends)
+
+    module, inputs, cluster, options = MODELS[model]()
+    with mock.patch.object(solver_cache, "solve", recording), contextlib.suppress(PlanError):
+        sw.plan(module, cluster, inputs, options=sw.Options(**options), progress=False)
+    return found
+
+
+def _no_heuristic(search: Search, *arguments: Any, heuristic: bool = False) -> Answer:
+    return Answer(None, 0.0, "UNKNOWN") if heuristic else SOLVE(search, *arguments)
+
+
+SOLVE, CLOSE = Search._solve, Search._close
+WITHOUT: dict[str, list[tuple[Any, str, Any]]] = {
+    "groups of states": [(elimination, "_MAX_FULL_TABLE_ENTRIES", 2**62)],
+    "splitting by transients": [(Search, "_split", lambda *_: None)],
+    "programs of columns": [(Search, "_solve", _no_heuristic)],
+    "the closing program": [(Search, "_close", lambda search, found, rough: CLOSE(search, found, True))],
+    "CP-SAT for few columns": [(branch_and_bound, "_MAX_EXACT_COLUMNS", 0)],
+    "elimination: HiGHS alone": [(elimination, "_MAX_TABLE_ENTRIES", 0)],
+    "elimination and HiGHS: CP-SAT alone": [(elimination, "_MAX_TABLE_ENTRIES", 0),
+                                            (branch_and_bound, "_MAX_EXACT_COLUMNS", 2**62)],
+}  # fmt: skip
+"""What is replaced to leave out a method."""
+
+
+def solved(asked: list[Asked], time_limit: float) -> Iterator[tuple[float, Solution | None]]:
+    """CPU seconds and answer of each; None where there is none."""
+    for _, arguments in asked:
+        begin, found = time.process_time(), None
+        with contextlib.suppress(PlanError):
+            found = solve(time_limit=time_limit, **arguments)
+        yield time.process_time() - begin, found
+
+
+def is_done(arguments: dict[str, Any], found: Solution | None) -> bool:
+    """Whether the answer is as good as was asked for."""
+    if found is None:
+        return False
+    enough: float = min(arguments["ceiling"], found.objective * (1 - arguments["gap"]))
+    return found.bound >= enough * (1 - 1e-9)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=["32x64", "96x1024"], help="layers x devices")
-    parser.add_argument("--boundness", nargs="+", type=float, default=[0.3, 3.0, 30.0])
-    parser.add_argument("--memory", nargs="+", type=float, default=[0.02, 0.2, 0.6, 2.0],
-                        help="0: the least that does, 1: as much as the fastest would like")  # fmt: skip
-    parser.add_argument("--gap", type=float, default=1e-3)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--without", nargs="*", choices=WITHOUT, help="also without these methods, or without each")
     parser.add_argument("--time-limit", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--recorded", type=Path, help="a file of problems")
     args = parser.parse_args()
-    print("layers devices boundness memory   CPU-s  wall-s  status         step      gap")
-    for size, boundness in itertools.product(args.sizes, args.boundness):
-        layers, devices = map(int, size.split("x"))
-        problem = synthetic(layers, devices, boundness, args.seed)
-        least = smallest(problem)
-        assert least is not None
-        low, high = problem.memory(least), problem.memory(solve(problem, gap=args.gap).choice)
-        for memory in args.memory:
-            limited = replace(problem, memory_limit=low + int(memory * (high - low)))
-            begin = time.process_time()
-            found = solve(limited, time_limit=args.time_limit, gap=args.gap)
-            seconds = time.process_time() - begin
-            print(f"{layers:6} {devices:7} {boundness:9} {memory:6} {seconds:7.2f} {found.seconds:7.2f}  "
-                  f"{found.status:9} {found.objective:9.4f} {found.gap:8.5f}", flush=True)  # fmt: skip
+    if args.recorded and args.recorded.exists():
+        asked: list[Asked] = [each for each in pickle.loads(args.recorded.read_bytes()) if each[0] in args.models]
+    else:
+        asked = [each for model in args.models for each in recorded(model)]
+        if args.recorded:
+            args.recorded.write_bytes(pickle.dumps(asked))
+    whole = list(solved(asked, args.time_limit))
+    # Problems without an answer need no comparison, and those above their ceiling are not of interest
+    of_use = [number for number, (_, found) in enumerate(whole) if found and found.bound < asked[number][1]["ceiling"]]
+
+    def row(name: str, answers: list[tuple[float, Solution | None]], numbers: list[int]) -> None:
+        worse = [found.objective / first.objective - 1
+                 for number in numbers if number in of_use
+                 if (found := answers[number][1]) and (first := whole[number][1])]  # fmt: skip
+        open_ = sum(not is_done(asked[number][1], answers[number][1]) for number in numbers if whole[number][1])
+        print(f"{name:36} {len(numbers):4} {sum(answers[number][0] for number in numbers):8.2f} "
+              f"{100 * sum(worse) / max(1, len(worse)):8.3f} {100 * max(worse, default=0):8.3f} {open_:5}",
+              flush=True)  # fmt: skip
+
+    print(f"{'':36} runs    CPU-s  mean, % worst, %  open")
+    for model in args.models:
+        row(model, whole, [number for number, each in enumerate(asked) if each[0] == model])
+    every = list(range(len(asked)))
+    row("all", whole, every)
+    for name in (args.without or WITHOUT) if args.without is not None else ():
+        with contextlib.ExitStack() as stack:
+            for owner, attribute, value in WITHOUT[name]:
+                stack.enter_context(mock.patch.object(owner, attribute, value))
+            row(f"without {name}", list(solved(asked, args.time_limit)), every)
 
 
 if __name__ == "__main__":
