@@ -32,6 +32,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "quantized": ("zdp", {"quantize": "zero++"}),
     "recomputed": ("zdp", {"recompute": "full"}),
     "micro-batches": ("zero2", {"micro_batches": 2}),
+    "ZeRO-2, buckets": ("zero2", {"buckets": True}),
+    "data parallel, buckets": ("dp", {"buckets": True}),
     "sub-batches": ("zdp", {"sub_batches": 2}),
     "tensor 2": ("tensor:2", {}),
     "tensor 4": ("tensor:4", {}),

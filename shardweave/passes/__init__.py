@@ -3,6 +3,7 @@
 `pipeline.PASSES` has the passes in their order. This room may import `ir`, `ops`, `sharding` and `cost_model`.
 """
 
+from shardweave.passes.bucket import FULL_BUCKET_RATIO
 from shardweave.passes.codegen import MicroBatchGraphs, Step, graph_hash
 from shardweave.passes.pipeline import Compiled, Shards, layer_multiplicity, lower, with_times
 from shardweave.passes.quantize import QUANTIZATION_BLOCK, quantization_stages
@@ -11,6 +12,7 @@ from shardweave.passes.schedule import RepeatedLayers
 from shardweave.passes.step_boundary import Annotated, annotate, join_names
 
 __all__ = [
+    "FULL_BUCKET_RATIO",
     "QUANTIZATION_BLOCK",
     "Annotated",
     "Compiled",

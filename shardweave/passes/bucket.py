@@ -30,7 +30,7 @@ from shardweave.sharding import fake_result, info, is_wait, layer_of
 
 aten = torch.ops.aten
 reshape, permute = aten.reshape.default, aten.permute.default
-_FULL_BUCKET_RATIO = 9.0
+FULL_BUCKET_RATIO = 9.0
 """A bucket is full when its transfer takes this many times its latency."""
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 _VIEWS = {reshape, permute, aten.clone.default}
@@ -173,7 +173,7 @@ def _merge_where_it_pays(members: Sequence[_Member], prices: NodeCosts, end: flo
                 delay = both.transfer - before.transfer  # the first user of the bucket waits that much longer
             else:
                 delay = max(0.0, both.seconds - max(end - member.seconds, single.seconds))
-            if before.transfer < _FULL_BUCKET_RATIO * before.latency and saved > 0 and delay <= saved:
+            if before.transfer < FULL_BUCKET_RATIO * before.latency and saved > 0 and delay <= saved:
                 runs[-1].append(member)
                 size += member.collective.bytes
                 continue

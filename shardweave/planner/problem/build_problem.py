@@ -291,8 +291,9 @@ class Edges:
         mesh = cluster.mesh()
         timed = with_times(Mesh(tuple(sorted(mesh.axes, key=lambda axis: -axis.stride))), options)
         self.legal_mesh, self.mesh = timed, replace(timed, sub_batch_axes=())
-        self.prices = Prices(self.mesh, cluster, options.overlap.quantize)
-        self.windows = Windows.of(cluster, self.prices.levels, options.overlap)
+        overlap = options.overlap
+        self.prices = Prices(self.mesh, cluster, overlap.quantize, overlap.buckets)
+        self.windows = Windows.of(cluster, self.prices.levels, overlap)
         self.facts = Facts(annotated, cluster)
         self.variables: list[Variable] = []
         self.follows: dict[fx.Node, int] = {}

@@ -47,7 +47,7 @@ from shardweave.ir import (
     state_layouts,
     steps_between,
 )
-from shardweave.passes import QUANTIZATION_BLOCK, quantization_stages
+from shardweave.passes import FULL_BUCKET_RATIO, QUANTIZATION_BLOCK, quantization_stages
 from shardweave.sharding import info, signature, tensor_args, tensor_shape
 
 Ints = NDArray[np.int64]
@@ -259,15 +259,19 @@ class Prices:
     cluster : Cluster
     bits : mapping of {"parameters", "gradients"} to int, optional
         What is moved quantized, as `passes.Quantize` does.
+    buckets : bool
+        Reductions of gradients are merged into buckets, as `passes.Bucket` does.
     """
 
-    def __init__(self, mesh: Mesh, cluster: Cluster, bits: Mapping[Quantized, int] | None = None) -> None:
-        self.mesh, self.cluster, self.bits = mesh, cluster, bits or {}
+    def __init__(
+        self, mesh: Mesh, cluster: Cluster, bits: Mapping[Quantized, int] | None = None, buckets: bool = False
+    ) -> None:
+        self.mesh, self.cluster, self.bits, self.buckets = mesh, cluster, bits or {}, buckets
         self._axes = (*mesh.axes, *mesh.time_axes, *mesh.slice_axes)
         self.levels = [level.name for level in cluster.levels if level.size > 1] or [cluster.levels[0].name]
         self.num_links = 1 + 2 * len(self.levels)
-        self._collectives: dict[tuple[str, tuple[Axis, ...]], dict[int, Links]] = {}
-        self._groups: dict[tuple[str, int], tuple[tuple[Axis, ...], dict[int, Links]]] = {}
+        self._collectives: dict[tuple[str, tuple[Axis, ...], bool], dict[int, Links]] = {}
+        self._groups: dict[tuple[str, int, bool], tuple[tuple[Axis, ...], dict[int, Links]]] = {}
         self._works: dict[fx.Node, Work | None] = {}
         self._rests: dict[tuple[Layout, tuple[tuple[Axis, ...], ...]], list[Layout]] = {}
         self._computed: dict[tuple[object, ...], float] = {}
@@ -298,27 +302,33 @@ class Prices:
         return self.one_way(haves, wants, itemsize, {"all_gather": self.bits.get("parameters", 0)})
 
     def scatters(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float) -> Links:
-        """As `one_way`, of gradients: their reduce-scatters may be quantized."""
-        return self.one_way(haves, wants, itemsize, {"reduce_scatter": self.bits.get("gradients", 0)})
+        """As `one_way`, of gradients: their reduce-scatters may be quantized, their reductions merged."""
+        return self.one_way(haves, wants, itemsize, {"reduce_scatter": self.bits.get("gradients", 0)}, self.buckets)
 
     def one_way(
-        self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float, bits: Bits = MappingProxyType({})
+        self,
+        haves: Sequence[Layout],
+        wants: Sequence[Layout],
+        itemsize: float,
+        bits: Bits = MappingProxyType({}),
+        is_merged: bool = False,
     ) -> Links:
         """From each of `haves` to that of `wants` in the same place: an array of what takes it, and these.
 
-        `bits` has the bits of an element in each kind of collective that moves quantized blocks.
+        `bits` has the bits of an element in each kind of collective that moves quantized blocks. Collectives that are
+        merged with others have a part of the latency of a bucket.
         """
         links = np.zeros((self.num_links, len(haves)))
         moved = [index for index, (have, want) in enumerate(zip(haves, wants)) if have is not want and have != want]
         plain = [index for index in moved if haves[index].padding is None and wants[index].padding is None]
         if plain:
             ends = [haves[i] for i in plain], [wants[i] for i in plain]
-            links[:, plain] = self._priced(*ends, itemsize, paired=True, bits=bits)
+            links[:, plain] = self._priced(*ends, itemsize, paired=True, bits=bits, is_merged=is_merged)
         for index in sorted({*moved} - {*plain}):
             for step in steps_between(haves[index], wants[index]):
                 if step.kind not in LOCAL_STEPS:
                     size = max(local_numel(step.before), local_numel(step.after)) * itemsize
-                    links[:, index] += self.collective(step.kind, step.axes, int(size))
+                    links[:, index] += self.collective(step.kind, step.axes, int(size), is_merged)
         return links
 
     def _changes(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float) -> Links:
@@ -334,6 +344,7 @@ class Prices:
         itemsize: float,
         paired: bool = False,
         bits: Bits = MappingProxyType({}),
+        is_merged: bool = False,
     ) -> Links:
         """What changes of layout take: a table of them, or a column."""
         shape = (len(haves),) if paired else (len(haves), len(wants))
@@ -343,11 +354,18 @@ class Prices:
             links[0] += np.array([self.copy(int(size)) for size in sizes])[size_of].reshape(move.copied.shape)
             if move.kind not in LOCAL_STEPS:
                 sizes = (move.numel * itemsize).astype(np.int64)
-                self._add(links, move.kind, move.groups, sizes, itemsize, bits.get(move.kind, 0))
+                self._add(links, move.kind, move.groups, sizes, itemsize, bits.get(move.kind, 0), is_merged)
         return links
 
     def _add(
-        self, links: Links, kind: RedistributionKind, groups: Ints, sizes: Ints, itemsize: float, bits: int
+        self,
+        links: Links,
+        kind: RedistributionKind,
+        groups: Ints,
+        sizes: Ints,
+        itemsize: float,
+        bits: int,
+        is_merged: bool,
     ) -> None:
         """Add what one step of all changes takes; few of their groups and sizes differ."""
         on = groups > 0
@@ -357,7 +375,7 @@ class Prices:
         priced = [
             self._quantized(kind, group_axes(group, self._axes), int(different[size]), itemsize, bits)
             if bits
-            else self._of_group(kind, group, int(different[size]))
+            else self._of_group(kind, group, int(different[size]), is_merged)
             for group, size in numbers
         ]
         links[:, on] += np.array(priced)[pair_of].T
@@ -395,28 +413,31 @@ class Prices:
         """Seconds of reading and writing so many bytes."""
         return self._kernel(2 * num_bytes) if num_bytes else 0.0
 
-    def _of_group(self, kind: str, group: int, num_bytes: int) -> Links:
+    def _of_group(self, kind: str, group: int, num_bytes: int, is_merged: bool) -> Links:
         """`collective` over the axes of one of a move's groups: looked up by its number, as axes take long to hash."""
-        key = kind, group
+        key = kind, group, is_merged
         if key not in self._groups:
             axes = group_axes(group, self._axes)
-            self._groups[key] = axes, self._collectives.setdefault((kind, axes), {})
+            self._groups[key] = axes, self._collectives.setdefault((kind, axes, is_merged), {})
         axes, prices = self._groups[key]
-        return prices[num_bytes] if num_bytes in prices else self.collective(kind, axes, num_bytes)
+        return prices[num_bytes] if num_bytes in prices else self.collective(kind, axes, num_bytes, is_merged)
 
-    def collective(self, kind: str, axes: tuple[Axis, ...], num_bytes: int) -> Links:
+    def collective(self, kind: str, axes: tuple[Axis, ...], num_bytes: int, is_merged: bool = False) -> Links:
         """What a collective takes, as `Links`: nothing over time axes."""
-        prices = self._collectives.setdefault((kind, axes), {})
+        prices = self._collectives.setdefault((kind, axes, is_merged), {})
         if num_bytes not in prices:
-            prices[num_bytes] = self._collective(kind, tuple(axis for axis in axes if axis.kind == "space"), num_bytes)
+            space = tuple(axis for axis in axes if axis.kind == "space")
+            prices[num_bytes] = self._collective(kind, space, num_bytes, is_merged)
         return prices[num_bytes]
 
-    def _collective(self, kind: str, axes: tuple[Axis, ...], num_bytes: int) -> Links:
+    def _collective(self, kind: str, axes: tuple[Axis, ...], num_bytes: int, is_merged: bool) -> Links:
         links = np.zeros(self.num_links)
         if axes:
             demand = collective_demand(kind, num_bytes, axes, self.cluster)
             outermost = crossed_level(axes, self.cluster)
-            links[1 + self.levels.index(outermost)] = demand.seconds
+            # Of the one latency of a full bucket, each of what is merged has its part
+            latency = min(demand.latency, demand.transfer / FULL_BUCKET_RATIO) if is_merged else demand.latency
+            links[1 + self.levels.index(outermost)] = latency + demand.transfer
             for level, use in demand.use.items():
                 if level != outermost:
                     links[1 + len(self.levels) + self.levels.index(level)] = use * demand.transfer
