@@ -20,8 +20,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.planner.search import plan_selection as choose
+from shardweave.planner.search import setting_search
 from shardweave.planner.search import solver_cache as answers
+from shardweave.planner.search.search import PlanSearch
 from shardweave.report.progress import Event, Reporter
 from tests.models.large import LARGE
 
@@ -110,8 +111,8 @@ def main() -> None:
     limit = int(given.memory_gib * 2**30) if given.memory_gib else None
     clock = Clock()
     clock.around(answers, "solve", "solve: the solver")
-    clock.around(choose.PlanSelector, "_simulated", "evaluate: lower, schedule, simulate")
-    clock.around(Compiler, "_whole", "whole: the same of all layers")
+    clock.around(setting_search.SettingSearch, "_simulated", "evaluate: lower, schedule, simulate")
+    clock.around(PlanSearch, "_whole", "whole: the same of all layers")
     options = sw.Options(memory_limit=limit, micro_batches=given.micro_batches)
     plan = Compiler(model, cluster, inputs, options, Reporter(clock.told)).plan()
     clock.enter("end")

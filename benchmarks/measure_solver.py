@@ -94,10 +94,10 @@ def recorded(model: str) -> list[Asked]:
     """The problems that planning poses for a model."""
     found: list[Asked] = []
 
-    def recording(problem: Any, time_limit: float, told: Any, hint: Any, waits_for: Any, *ends: Any) -> Solution:
+    def recording(problem: Any, time_limit: float, told: Any, hint: Any, *ends: Any) -> Solution:
         arguments = dict(zip(("problem", "hint", "gap", "ceiling", "rough"), (problem, hint, *ends), strict=True))
         found.append((model, arguments))
-        return solve(problem, time_limit, told, hint, waits_for, *ends)
+        return solve(problem, time_limit, told, hint, *ends)
 
     module, inputs, cluster, options = MODELS[model]()
     with mock.patch.object(solver_cache, "solve", recording), contextlib.suppress(PlanError):

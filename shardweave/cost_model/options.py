@@ -147,8 +147,8 @@ class Options:
         planner chooses, to save memory; with 1 no op is sliced.
     keep_gathered : bool or mapping from a name pattern to bool or int, optional
         Parameters that are gathered for the forward are kept for the backward, instead of gathered again. For an op in
-        slices a number says how many slices are kept. By default the planner chooses all or none, for models of few
-        layers. (``"zero2"`` is the strategy that gathers once a step.)
+        slices a number says how many slices are kept. By default the planner chooses for each
+        op. (``"zero2"`` is the strategy that gathers once a step.)
     buckets : bool, optional
         Merge small collectives of parameters and gradients. By default the planner chooses.
     sequence_parallel : bool, optional

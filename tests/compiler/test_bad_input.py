@@ -301,7 +301,7 @@ def test_a_limit_that_no_plan_meets_is_told_on_every_rank(pool: WorkerPool) -> N
 
 def test_a_search_that_ends_without_a_plan_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a limit that nothing meets, where not even the smallest plan is found in the time there is."""
-    monkeypatch.setattr("shardweave.planner.search.plan_selection.smallest", lambda *_: None)
+    monkeypatch.setattr("shardweave.planner.search.setting_search.smallest", lambda *_: None)
     options = sw.Options(memory_limit=4000)
     error = caught(sw.plan, MLP.model(), sw.Cluster.local(2), MLP.batch(0), options=options, progress=False)
     assert isinstance(error, sw.InfeasibleError)

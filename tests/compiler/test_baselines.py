@@ -14,8 +14,8 @@ import shardweave as sw
 from shardweave.ir import Collective
 from shardweave.planner.problem.build_problem import Costing
 from shardweave.planner.problem.candidates import forced_strategies
-from shardweave.planner.search.plan_selection import in_turn, partly_at_rest, ways_to_rest
-from shardweave.planner.solver.reductions import Kept
+from shardweave.planner.problem.problem import Kept
+from shardweave.planner.search.restrictions import data_parallel, partly_sharded, tensor_parallel
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.training import ADAMW, Way, compile_ways, differences, model_of, train, train_packed
 from tests.models import ZOO
@@ -298,8 +298,8 @@ def test_plans_that_are_data_parallel_and_rest_alike_have_one_strategy_an_op() -
         own = [zip(costed.variables, kept, strict=True) for kept in found]
         return [{str(variable.strategies[at]) for variable, left in each if variable.op for at in left} for each in own]
 
-    assert said(ways_to_rest(costed)) == [{"(1, 1, 1, 4) DP"}, {"(1, 1, 1, 4) ZeRO-2"}, {"(1, 1, 1, 4) ZDP"}]
-    assert said(partly_at_rest(costed)) == [{"(1, 1, 2, 2) rest/2"}]
+    assert said(data_parallel(costed)) == [{"(1, 1, 1, 4) DP"}, {"(1, 1, 1, 4) ZeRO-2"}, {"(1, 1, 1, 4) ZDP"}]
+    assert said(partly_sharded(costed)) == [{"(1, 1, 2, 2) rest/2"}]
 
 
 def test_plans_on_one_grid_are_its_columns_and_rows_in_turn() -> None:
@@ -309,7 +309,7 @@ def test_plans_on_one_grid_are_its_columns_and_rows_in_turn() -> None:
         grid: forced_strategies({"*": f"tensor:{grid}"}, compiler.annotated.ops, compiler.cluster.mesh(), 4)
         for grid in ("2x1x1x2", "2x2x1x1", "4x1x1x1")
     }
-    kept = [*in_turn(costed)]
+    kept = [*tensor_parallel(costed)]
     assert len(kept) == len(found)
     times = Counter(row.group for row, each in zip(costed.problem.ops, costed.variables, strict=True) if each.op)
     once = {row.name for row in costed.problem.ops if times[row.group] == 1 < max(times.values())}

@@ -135,7 +135,7 @@ STEPS = [
     "shardweave.compiler.capture.take_cast_parameters",
     "shardweave.planner.search.layer_problem.Steps.__init__",
     "shardweave.planner.search.planning.Costing",
-    "shardweave.planner.search.planning.Planning._described",
+    "shardweave.planner.search.planning.plan_of",
     "shardweave.planner.search.evaluation.lower",
     "shardweave.passes.pipeline.split",
     "shardweave.compiler.compiler.ParallelModule.__init__",

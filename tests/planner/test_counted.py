@@ -11,12 +11,13 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model.node_cost import node_seconds
 from shardweave.ir import RECOMPUTE_MODES, Grid, Strategy
-from shardweave.planner.problem.build_problem import Costing
+from shardweave.planner.problem.build_problem import Costed, Costing
 from shardweave.planner.problem.candidates import allowed_strategies
 from shardweave.planner.problem.step_choices import with_modes
-from shardweave.planner.search import plan_selection as choose
-from shardweave.planner.search.plan_selection import PlanSelector
-from shardweave.planner.search.solver_cache import UNLIMITED, Chosen
+from shardweave.planner.search.evaluation import Evaluation
+from shardweave.planner.search.setting_search import SettingSearch
+from shardweave.planner.search.solver_cache import UNLIMITED
+from shardweave.planner.solver.solver import Solution
 from shardweave.sharding.annotate import layer_of
 from shardweave.sharding.graphs import info
 from tests.compiler.training import ALL_CASES
@@ -34,15 +35,15 @@ def figures_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     Without one the order of a step is chosen for its time alone, whatever that holds.
     """
     figures: list[tuple[int, int]] = []
-    simulated = PlanSelector._simulated
+    simulated = SettingSearch._simulated
 
-    def seen(self: PlanSelector, costed: choose.Costed, solution: choose.Solution, limit: int) -> Chosen:
+    def seen(self: SettingSearch, costed: Costed, solution: Solution, limit: int) -> Evaluation:
         found = simulated(self, costed, solution, limit)
         if limit < UNLIMITED:
-            figures.append((costed.problem.memory(solution.choice), found.evaluation.peak_memory))
+            figures.append((costed.problem.memory(solution.choice), found.peak_memory))
         return found
 
-    monkeypatch.setattr(PlanSelector, "_simulated", seen)
+    monkeypatch.setattr(SettingSearch, "_simulated", seen)
     return figures
 
 

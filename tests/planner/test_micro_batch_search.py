@@ -15,12 +15,10 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.ir import OverlapConfig
 from shardweave.planner.search.evaluation import Evaluation
-from shardweave.planner.search.plan_selection import PlanSelector
-from shardweave.planner.search.planning import Lacked, Made, Planning
-from shardweave.planner.search.search import fastest
-from shardweave.planner.search.solver_cache import CachedSolver
+from shardweave.planner.search.planning import Made, Planning
+from shardweave.planner.search.search import fastest, smallest_of
+from shardweave.planner.search.setting_search import SettingSearch
 from shardweave.runtime import ParallelModule
 from tests.compiler.test_micro_batches import Loss
 from tests.models.large import LARGE
@@ -80,10 +78,16 @@ def test_what_memory_costs_is_told_from_a_step_that_has_all_it_asks_for() -> Non
 
 def test_memory_presses_where_the_program_finds_nothing_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a plan that is alike in all layers, which fits all the same, the bound of all plans tells nothing."""
-    monkeypatch.setattr(CachedSolver, "is_far", lambda *_: True)
-    monkeypatch.setattr(PlanSelector, "_under", lambda *_, **__: None)
-    found = mlp()._compiler.with_(options=sw.Options(recompute="none")).search.planning(1).make()
-    assert isinstance(found, Made) and found.chosen.pressed
+    under_limit = SettingSearch._under_limit
+
+    def none_fits(self: SettingSearch, *given: Any, **said: Any) -> float:
+        return under_limit(self, *given, **said) if len(given) > 3 else inf
+
+    monkeypatch.setattr(SettingSearch, "_under_limit", none_fits)
+    limit = int(0.9 * split(None).peak_memory)
+    options = sw.Options(recompute="none", memory_limit=limit)
+    found = mlp()._compiler.with_(options=options).search.planning(1).make()
+    assert found is not None and found.chosen.is_memory_bound
 
 
 def test_what_fits_in_parts_alone_gets_a_plan_and_the_smallest_memory_is_that_of_parts() -> None:
@@ -145,11 +149,11 @@ def test_micro_batches_in_sub_batches_take_what_is_said() -> None:
     options = sw.Options(micro_batches=2, buckets=False)
     compiler = Compiler(model, sw.Cluster.preset("rtx3090-pcie", nodes=2), inputs, options, None)
     made = compiler.search.planning(2).make()
-    assert isinstance(made, Made)
-    plan = made.planning.plan(made, compiler.model_key, begun=0.0)
+    assert made is not None
+    plan = made.planning.plan(made, compiler.model_key)
     for sub_batches in (1, 2):
         overlap = replace(plan.overlap, sub_batches=sub_batches)
-        said = made.planning._evaluated(made.chosen, overlap)
+        said = made.planning.evaluated(made.chosen, overlap)
         taken = compiler.lowering.timeline(compiler.lower(replace(plan, overlap=overlap)))
         assert said.compute_time == pytest.approx(taken.compute_time, rel=0.01)
         assert said.step_time == pytest.approx(taken.step_time, rel=0.01)
@@ -168,15 +172,16 @@ class Asked(Planning):
     def expected(self, ceiling: float = inf) -> tuple[float, int]:
         return self.seconds, self.needs
 
-    def make(self, ceiling: float = inf) -> Made | Lacked | None:
-        self.made += 1
-        if self.seconds == inf:
-            return Lacked(self.needs, self.last)
-        evaluation = Evaluation(self.seconds, 0.0, 0.0, 0, {})
-        parts: dict[str, Any] = {"priced": None, "chosen": SimpleNamespace(evaluation=evaluation, pressed=True)}
-        return Made(self, overlap=OverlapConfig(), **parts) if self.seconds < ceiling else None
+    @property
+    def least_bytes(self) -> int:  # type: ignore[override]
+        return self.needs
 
-    def last(self) -> Made:
+    def make(self, ceiling: float = inf, with_uniform: bool = True) -> Made | None:
+        self.made += 1
+        chosen: Any = SimpleNamespace(evaluation=Evaluation(self.seconds, 0.0, 0.0, 0, {}), is_memory_bound=True)
+        return Made(self, chosen) if self.seconds < ceiling else None
+
+    def make_smallest(self) -> Made:
         raise sw.InfeasibleError.needing(self.needs, f"needs {self.needs}")
 
 
@@ -212,3 +217,18 @@ def test_where_the_program_knows_of_no_cut_that_fits_the_coarsest_is_tried_first
     with pytest.raises(sw.InfeasibleError, match="40"):
         fastest(asked)
     assert [each.made for each in asked] == [1, 1, 1, 1, 0]
+
+
+def test_of_what_does_not_fit_the_least_is_looked_at_first_and_what_is_hopeless_not_at_all() -> None:
+    tried: list[int] = []
+
+    class Smallest(Asked):
+        def make_smallest(self) -> Made:
+            tried.append(self.needs)
+            chosen: Any = None
+            return Made(self, chosen) if self.needs == 7 else super().make_smallest()
+
+    with pytest.raises(sw.InfeasibleError, match="needs 100"):
+        smallest_of([Smallest(inf, size) for size in (110, 126, 100)])
+    assert tried == [100, 110]
+    assert smallest_of([Smallest(inf, 110), Smallest(inf, 7)]).planning.least_bytes == 7 and tried[-1] == 7

@@ -18,7 +18,7 @@ from shardweave.cost_model.streams import Contention, Streams, Transfer
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import Traffic
 from shardweave.planner.problem.build_problem import Costed, Costing
-from shardweave.planner.problem.overlap_model import Windows, hiding, in_turn, overlapping
+from shardweave.planner.problem.overlap_model import Windows
 from shardweave.planner.problem.problem import Problem
 from shardweave.planner.search.solver_cache import decision
 from tests.models import TODAY
@@ -55,7 +55,7 @@ def costed_on(preset: str, nodes: int) -> tuple[Compiler, Costed]:
 @pytest.mark.parametrize(("preset", "nodes"), [("dgx-h100", 1)])
 def test_program_and_simulator_rank_plans_alike(preset: str, nodes: int) -> None:
     compiler, costed = costed_on(preset, nodes)
-    problem = overlapping(costed.problem)
+    problem = costed.problem
     rng = random.Random(0)
     counted, simulated = [], []
     for _ in range(PLANS):
@@ -95,21 +95,6 @@ def test_what_compute_waits_for_does_not_hide(micro_batches: int) -> None:
     counted, simulated = ([getattr(plan, what) for plan in plans] for what in ("program_time", "step_time"))
     assert all(more > less for less, more in pairwise(counted))
     assert counted[-1] == pytest.approx(simulated[-1], rel=0.15)
-
-
-def test_a_share_that_hides_lies_between_all_and_nothing() -> None:
-    problem = costed_on("dgx-a100", 2)[1].problem
-    shares = (1.0, 0.75, 0.5, 0.25, 0.0)
-    problems = [hiding(problem, share) for share in shares]
-    rng = random.Random(2)
-    for _ in range(5):
-        choice = drawn(problem, rng)
-        most, *between, least = (each.objective(choice) for each in reversed(problems))
-        assert most == pytest.approx(in_turn(problem).objective(choice)) and most > least
-        assert most == pytest.approx(problem.objective(choice))  # with all streams, a pass waits for that in turn
-        assert least == pytest.approx(overlapping(problem).objective(choice))
-        steps = zip([least, *reversed(between)], [*reversed(between), most])
-        assert all(after - before <= (most - least) / 4 * (1 + 1e-6) and after >= before for before, after in steps)
 
 
 def test_seconds_by_op_add_up_to_the_objective() -> None:

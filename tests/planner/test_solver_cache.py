@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-import shardweave as sw
 from shardweave.planner.problem.build_problem import Costed
 from shardweave.planner.problem.problem import Candidate, Op, Problem
 from shardweave.planner.search import solver_cache as solver
-from shardweave.planner.search.planning import first_feasible
 from shardweave.planner.search.solver_cache import CachedSolver, limited
 from shardweave.planner.solver.solver import solve
 
@@ -43,26 +41,8 @@ def test_what_is_known_under_more_memory_is_not_asked_again(asked: list[int]) ->
 def test_what_does_not_fit_or_takes_too_long_anyway_is_not_asked_again(asked: list[int]) -> None:
     given = CachedSolver(10.0)
     costed = Costed(Problem((Op("up", (FAST, SMALL)), Op("down", (FAST, SMALL))), memory_limit=7), [])
-    assert [given.expects(costed) for _ in range(2)] == [(math.inf, 8)] * 2
+    assert [given.expects(costed, costed) for _ in range(2)] == [(math.inf, 8)] * 2
     assert asked == [solver.UNLIMITED, 7]
     wider = replace(costed, problem=replace(costed.problem, memory_limit=12))
-    assert given.expects(wider, ceiling=2.0) == (2.0, 16) and given.takes(12, 2.0)  # whatever fits takes as long
+    assert given.expects(wider, wider, ceiling=2.0) == (2.0, 16) and given.takes(12, 2.0)  # whatever fits takes as long
     assert asked == [solver.UNLIMITED, 7] and not given.takes(12, 2.1)
-
-
-def test_of_what_does_not_fit_the_least_is_looked_at_first_and_what_is_hopeless_not_at_all() -> None:
-    asked: list[int] = []
-
-    def needs(size: int) -> Any:
-        def last() -> str:
-            asked.append(size)
-            if size == 7:
-                return "a plan"
-            raise sw.InfeasibleError.needing(size, f"needs {size}")
-
-        return size, last
-
-    with pytest.raises(sw.InfeasibleError, match="needs 100"):
-        first_feasible([needs(110), needs(126), needs(100)])
-    assert asked == [100, 110]
-    assert first_feasible([needs(110), needs(7)]) == "a plan" and asked[-1] == 7

@@ -18,10 +18,7 @@ compute, but take ``c * (1 - 1 / slowdown)`` of them, and `drag` times as much w
 (`Device.collective_slowdown`). Full links are then slowed by all compute. So what hides is never free, and a way that
 is all compute and links that are all full meet where the simulator has them meet.
 
-That is a bound: no order of a step hides more. A step of few ops, or one whose products wait for gathers, hides less;
-if nothing hides, a pass takes all of its seconds one after the other. These are written down, too, as one more stream
-of each pass: its seconds *in turn*. The program is solved for a step in which all hides (`overlapping`). Simulated, its
-answer tells which share of what could hide does; then the program is solved for that share (`hiding`), too.
+That is a bound: no order of a step hides more. A step of few ops, or one whose products wait for gathers, hides less.
 
 What an op gathers that no other comes before, or reduces at the end of the backward, is waited for: nothing is computed
 beside it (`pricing.Ends`). So is what `Ablation.blocking` names. The optimizer's step is a window of its own: the host
@@ -48,7 +45,7 @@ The papers: Oases (arXiv 2305.16121), AMSP (arXiv 2311.00257), OSDP (arXiv 2209.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -57,9 +54,7 @@ from numpy.typing import NDArray
 
 from shardweave.cost_model import Cluster
 from shardweave.ir import OverlapConfig, Traffic
-from shardweave.planner.problem.problem import Problem
 from shardweave.planner.problem.resharding_costs import Links
-from shardweave.planner.solver.reductions import with_loads, with_streams
 
 Floats = NDArray[np.float64]
 
@@ -69,41 +64,6 @@ long collectives that cross an outer one keep its links busy."""
 
 OPTIMIZER = "host", "memory"
 """The streams of the optimizer's window."""
-
-_IN_TURN = "in turn"
-
-
-def overlapping(problem: Problem) -> Problem:
-    """The problem of a step in which hides what can."""
-    return _with(problem, lambda name: not name.endswith(_IN_TURN))
-
-
-def in_turn(problem: Problem) -> Problem:
-    """The problem of a step of which no pass overlaps anything, with the same candidates."""
-    return _with(problem, lambda name: name.endswith(_IN_TURN) or name in OPTIMIZER)
-
-
-def hiding(problem: Problem, share: float) -> Problem:
-    """The problem of a step in which a share of what could hide does: 1 is `overlapping`, 0 `in_turn`.
-
-    Each stream of a pass takes so much of its own seconds, and the rest of the seconds of all in turn.
-    """
-    if share == 0.0:
-        return in_turn(problem)
-    mixed, first = np.eye(problem.num_streams), 0
-    for names in problem.windows:
-        last = first + len(names)
-        if names[-1].endswith(_IN_TURN):
-            mixed[first : last - 1, first:last] *= share
-            mixed[first : last - 1, last - 1] += 1.0 - share
-        first = last
-    return overlapping(with_loads(problem, mixed))
-
-
-def _with(problem: Problem, counts: Callable[[str], bool]) -> Problem:
-    names = [name for window in problem.windows for name in window]
-    return with_streams(problem, {number for number, name in enumerate(names) if counts(name)})
-
 
 @dataclass(frozen=True)
 class Windows:
@@ -124,11 +84,11 @@ class Windows:
     --------
     >>> windows = Windows(["gpu"], slowdown=1.25)
     >>> windows.names[0], windows.names[2]
-    (('forward', 'forward on gpu', 'forward in turn'), ('host', 'memory'))
+    (('forward', 'forward on gpu'), ('host', 'memory'))
     >>> gather = np.array([[0.0, 0.5, 0.0], [0.0, 0.0, 0.0]])  # no copy, and nothing back
     >>> costs = windows.computed(2.0, 4.0) + windows.hidden(gather)
     >>> windows.loads(costs).tolist()
-    [2.1, 0.5, 2.5, 4.0, 0.0, 4.0, 0.0, 0.0]
+    [2.1, 0.5, 4.0, 0.0, 0.0, 0.0]
     """
 
     levels: Sequence[str]
@@ -148,9 +108,7 @@ class Windows:
     def names(self) -> tuple[tuple[str, ...], ...]:
         """The streams of each window: `Problem.windows`."""
         passes = ("forward", "backward")
-        return *(
-            (way, *(f"{way} on {level}" for level in self.levels), f"{way} {_IN_TURN}") for way in passes
-        ), OPTIMIZER
+        return *((way, *(f"{way} on {level}" for level in self.levels)) for way in passes), OPTIMIZER
 
     def none(self, *shape: int) -> Costs:
         """No costs."""
@@ -206,5 +164,4 @@ class Windows:
         slowed = np.full((count, 1), self.slowdown * (1.0 - 1.0 / self.drag))
         way = [1.0, *[1.0] * count, *[beside] * count, *[0.0] * count]
         links = np.hstack([slowed, np.eye(count), np.eye(count), np.eye(count)])
-        in_turn = [*[1.0] * (1 + 2 * count), *[0.0] * count]
-        return np.vstack([way, links, in_turn])
+        return np.vstack([way, links])

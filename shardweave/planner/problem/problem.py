@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -387,3 +387,30 @@ def _check_op(op: Op, num_streams: int) -> None:
             raise PlanError(
                 f"candidate {candidate.label!r} of op {op.name} has a negative or undefined figure: {candidate}"
             )
+
+
+Kept = tuple[tuple[int, ...], ...]
+"""For each op, which of its candidates a restricted problem has (their indices in the first one)."""
+
+
+def invert(choice: Sequence[int], kept: Kept) -> tuple[int, ...]:
+    """The choice for the first problem that `choice` for the smaller one stands for.
+
+    >>> invert((1, 0), kept=((0, 2), (1,)))
+    (2, 1)
+    """
+    return tuple(indices[index] for index, indices in zip(choice, kept, strict=True))
+
+
+def restricted(problem: Problem, kept: Kept) -> Problem:
+    """`problem` with only the candidates `kept` of each op."""
+    tables: dict[tuple[int, tuple[int, ...]], tuple[Candidate, ...]] = {}
+    ops = []
+    for op, indices in zip(problem.ops, kept, strict=True):
+        if len(indices) < len(op.candidates):
+            key = id(op.candidates), indices
+            if key not in tables:  # equal layers share one table before and after
+                tables[key] = tuple(op.candidates[index] for index in indices)
+            op = replace(op, candidates=tables[key])
+        ops.append(op)
+    return replace(problem, ops=tuple(ops))

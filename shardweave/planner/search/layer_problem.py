@@ -7,7 +7,7 @@ kept, and is connected to its neighbours as that one is to the layer before it. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -192,24 +192,36 @@ class LayerProblem:
         return any(checkpoint_of(node) for node in self.annotated.captured.graph.graph.nodes)
 
     @cached_property
-    def computed_again(self) -> Costed:
-        """The whole step's problem with a choice of recomputation for each layer."""
-        return self.whole(with_modes(self.costing, self.costed))
+    def plain(self) -> Costed:
+        """The whole step's problem without choices that save memory."""
+        return self.whole(self.costed)
 
     @cached_property
-    def sliced(self) -> Costed:
-        """The folded step's problem with slices of ops that gather much."""
-        return with_slices(self.costing, self.costed)
+    def with_recomputation(self) -> Costed:
+        """The same with a choice of recomputation for each layer, if the user leaves it open."""
+        return self.whole(with_modes(self.costing, self.costed)) if self._chooses_recomputation else self.plain
 
-    def ways_to_save(self, modes: bool) -> Iterator[Callable[[], Costed] | None]:
-        """The whole step's problem with more and more ways to save memory; None stands for the one without any.
+    @cached_property
+    def in_slices(self) -> Costed | None:
+        """The same also with slices of ops that gather much; None where none does.
 
-        Slices of ops that gather much are the last resort. The program's memory is rough: what gathers much may fit,
-        though it counts too much, and is faster whole.
+        They are the last resort. The program's memory is rough: what gathers much may fit, though it counts too much,
+        and is faster whole.
         """
-        yield (lambda: self.computed_again) if modes else None
-        if self.sliced is not self.costed:
-            yield lambda: self.whole(with_modes(self.costing, self.sliced) if modes else self.sliced)
+        sliced = with_slices(self.costing, self.costed)
+        if sliced is self.costed:
+            return None
+        return self.whole(with_modes(self.costing, sliced) if self._chooses_recomputation else sliced)
+
+    def programs(self) -> Iterator[Costed]:
+        """The whole step's problems with more and more choices that save memory."""
+        yield self.with_recomputation
+        if self.in_slices is not None:
+            yield self.in_slices
+
+    @cached_property
+    def _chooses_recomputation(self) -> bool:
+        return self.costing.options.recompute is None and not self.has_checkpoints
 
     def whole(self, costed: Costed) -> Costed:
         """The problem of the whole step, with what the options say of recomputation."""

@@ -1,9 +1,12 @@
-"""The search for the best plan, and for the number of micro-batches where the user leaves it open.
+"""The search for the best plan over the settings of the step that the user leaves open.
 
 Plans are proposed under a memory limit, and the one that is returned is simulated with all layers. With more
 micro-batches fewer activations are held at once, but each micro-batch gathers parameters again, and its products are
 smaller. So one micro-batch is best until memory makes the step slower. From there the number is doubled until two
 successive doublings bring no gain; or, where no plan fits, until a doubling saves no memory.
+
+Where some communication of the best plan is exposed, strategies are chosen for the other settings, too: for sub-batches
+and for gradients that are reduced in buckets. Each is searched for plans that are faster than the best so far.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from itertools import islice
 from math import inf
 
 from shardweave.cost_model import Timeline
-from shardweave.ir import ParallelError, PlanError
+from shardweave.ir import InfeasibleError, ParallelError, PlanError
 from shardweave.passes import Annotated
 from shardweave.planner.search.evaluation import Decision, Evaluation, Known, PlanEvaluator, StepLowering
 from shardweave.planner.search.plan import ModelKey, Plan
-from shardweave.planner.search.planning import Lacked, Made, Planning, first_feasible
+from shardweave.planner.search.planning import Made, Planning
+from shardweave.planner.search.setting_search import MAX_NEED_RATIO
 from shardweave.report import Reporter
 
 MAX_CUTS_WITHOUT_GAIN = 2
@@ -44,29 +48,48 @@ def fastest(plannings: Iterable[Planning]) -> Made:
         Nothing fits; with the smallest memory that would do.
     """
     best: Made | None = None
-    lacked: list[Lacked] = []
+    lacking: list[Planning] = []
     slower = 0
     for planning in _likely_first(iter(plannings)):
         try:
-            made = planning.make(_seconds(best)) if best else planning.make()
+            made = planning.make(inf if best is None else best.step_time)
+            if made is None and best is None:
+                needed = planning.least_bytes
+                lacking.append(planning)
+                # Two parts may need more than one, as sums of gradients do
+                if len(lacking) > 2 and needed >= lacking[-2].least_bytes:
+                    break
+                continue
         except ParallelError:
-            if best is None and not lacked:
+            if best is None and not lacking:
                 raise
             break  # what needs the whole batch, say, does not go with a finer cut
-        if isinstance(made, Lacked):
-            lacked.append(made)
-            # Two parts may need more than one, as sums of gradients do
-            if len(lacked) > 2 and made.least_bytes >= lacked[-2].least_bytes:
-                break
-        elif made is None or (best is not None and _seconds(made) >= _seconds(best)):
+        if made is None or (best is not None and made.step_time >= best.step_time):
             slower += 1
             if slower == MAX_CUTS_WITHOUT_GAIN:
                 break
         else:
             best, slower = made, 0
-            if not made.chosen.pressed:
+            if not made.chosen.is_memory_bound:
                 break
-    return first_feasible([(each.least_bytes, each.last) for each in lacked]) if best is None else best
+    return smallest_of(lacking) if best is None else best
+
+
+def smallest_of(lacking: Sequence[Planning]) -> Made:
+    """A plan of the first that has one after all, or the error that names the smallest memory.
+
+    Those that need the least come first, and none that need much more.
+    """
+    error: InfeasibleError | None = None
+    for planning in sorted(lacking, key=lambda each: each.least_bytes):
+        if error is not None and planning.least_bytes > MAX_NEED_RATIO * (error.needed_bytes or inf):
+            break
+        try:
+            return planning.make_smallest()
+        except InfeasibleError as other:
+            error = min(error or other, other, key=lambda each: each.needed_bytes or inf)
+    assert error is not None  # there is something lacking
+    raise error
 
 
 def _likely_first(plannings: Iterator[Planning]) -> Iterator[Planning]:
@@ -108,9 +131,22 @@ def _expected(planning: Planning, ceiling: float) -> tuple[float, float]:
         return inf, inf
 
 
-def _seconds(made: Made) -> float:
-    return made.chosen.evaluation.step_time
+MIN_GAIN_RATIO = 0.002
+"""Sub-batches and buckets are taken if they save this part of the step's time."""
 
+def _held_to(plan: Plan, bound: float) -> Plan:
+    """The plan with a bound that holds for other settings, too."""
+    gap = max(0.0, plan.program_time - bound) / plan.program_time if plan.program_time else 0.0
+    nearer = 1 - (1 - plan.proven_gap) * bound / plan.bound if plan.bound else 0.0  # of the program's own answer
+    proven_gap = min(max(0.0, nearer), gap)
+    return replace(plan, bound=bound, gap=gap, proven_gap=proven_gap, status="feasible" if gap else "optimal")
+
+
+SUB_BATCHES = 2
+"""One computes while the other communicates (Oases, arXiv 2305.16121, section 3.1); more make smaller kernels."""
+
+MARGIN_RATIO = 1.1
+"""What the next plan leaves free, by what the estimate of the last one was too small: that of the next one differs."""
 
 EXCESS_MULTIPLES = (1, 2, 4)
 """Where a whole step exceeds the limit, its schedule is tried under limits lowered by these multiples of the excess,
@@ -176,25 +212,93 @@ class PlanSearch:
         given, limit = self.options.micro_batches, self.options.limit(self.cluster)
         while True:
             counts = micro_batch_counts(self.steps.whole) if given is None else [given]
-            made = fastest(self.planning(count, start, margin) for count in counts)
-            plan = made.planning.plan(made, self.key, begun)
-            self.progress("simulate", incumbent=plan.step_time)
-            found, off = self._kept_to(limit, plan)
+            faster_and_faster, bound = self._over_settings(
+                fastest(self.planning(count, start, margin) for count in counts), margin
+            )
+            made, found, off = self._fastest_whole(limit, faster_and_faster)
             if found is not None:
                 savings = made.planning.savings(made) if weigh else ()
+                found = _held_to(found, bound)
                 return replace(found, savings=savings, planning_seconds=time.monotonic() - begun)
-            margin += off
+            margin += int(MARGIN_RATIO * off)
             if margin >= limit:  # the smallest plan was simulated whole when it was found
                 raise PlanError(
                     f"the memory limit of {limit} bytes a device is met by none of the plans that were simulated "
                     "whole: raise memory_limit a little, or force a strategy"
                 )
 
-    def planning(self, micro_batches: int, start: Plan | None = None, margin: int = 0) -> Planning:
-        """Of a step of so many micro-batches, from an earlier plan, with so much of the memory limit left free."""
-        limit = self.options.limit(self.cluster)
-        options = replace(self.options, memory_limit=limit, micro_batches=micro_batches)
+    def planning(
+        self,
+        micro_batches: int,
+        start: Plan | None = None,
+        margin: int = 0,
+        sub_batches: int | None = None,
+        buckets: bool | None = None,
+    ) -> Planning:
+        """Of a step of so many micro-batches and sub-batches, with buckets or without (None: as the options say).
+
+        From an earlier plan, with so much of the memory limit left free.
+        """
+        options = replace(
+            self.options,
+            memory_limit=self.options.limit(self.cluster),
+            micro_batches=micro_batches,
+            sub_batches=self.options.sub_batches if sub_batches is None else sub_batches,
+            buckets=self.options.buckets if buckets is None else buckets,
+        )
         return Planning(self.steps, self.cluster, options, self.evaluate, self.progress, self.model, start, margin)
+
+    def _other_settings(self) -> Iterator[tuple[int, bool]]:
+        """Sub-batches and buckets where the options leave them open, but one sub-batch without buckets."""
+        options = self.options
+        has_buckets = options.buckets is None and not options.ablation.flat_parameter
+        for sub_batches in (1, SUB_BATCHES) if options.sub_batches is None else (options.sub_batches,):
+            for buckets in (False, True) if has_buckets else (options.overlap.buckets,):
+                if sub_batches > options.overlap.sub_batches or buckets > options.overlap.buckets:
+                    yield sub_batches, buckets
+
+    def _over_settings(self, made: Made, margin: int) -> tuple[list[Made], float]:
+        """The best plan and those of other settings, each faster than the one before; and a bound of all, in seconds.
+
+        Other settings of a large step are not priced where no communication is exposed: the bound is without them then.
+        """
+        found, bound = [made], made.chosen.solution.bound
+        for sub_batches, buckets in self._other_settings():
+            best = found[-1]
+            if not (best.has_exposed_communication or best.planning.is_modest):
+                continue
+            start = best.planning.plan(best, self.key)
+            planning = self.planning(start.micro_batches, start, margin, sub_batches, buckets)
+            faster = self._faster(best, planning) if best.has_exposed_communication else []
+            bound = min(bound, *(made.chosen.solution.bound for made in faster), planning.bound)
+            found += faster
+        return found, bound
+
+    def _faster(self, made: Made, planning: Planning) -> list[Made]:
+        """The best plan of another setting, if it is faster."""
+        enough = made.step_time * (1 - MIN_GAIN_RATIO)
+        try:
+            other = planning.make(enough, with_uniform=False)
+        except ParallelError:  # what needs the whole batch, as a batch norm does
+            return []
+        return [] if other is None or other.step_time > enough else [other]
+
+    def _fastest_whole(self, limit: int, faster_and_faster: Sequence[Made]) -> tuple[Made, Plan | None, int]:
+        """What is the fastest with all layers simulated, with its plan; None where the last misses the memory limit.
+
+        And by how much it misses it. The others are simulated where the estimate of a faster one was too low.
+        """
+        best, found = faster_and_faster[-1], None
+        for made in reversed(faster_and_faster):
+            if found is not None and found.step_time <= made.step_time:
+                break
+            self.progress("simulate", incumbent=made.step_time)
+            plan, off = self._kept_to(limit, made.planning.plan(made, self.key))
+            if found is None and plan is None:
+                return best, None, off
+            if plan is not None and (found is None or plan.step_time < found.step_time):
+                best, found = made, plan
+        return best, found, 0
 
     def timeline(self, plan: Plan, sums: bool = True) -> Timeline:
         """The simulated schedule of a plan's whole step."""

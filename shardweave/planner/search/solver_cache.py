@@ -1,4 +1,4 @@
-"""The solver of one step with a cache of its answers, and choices with the simulator's evaluation of their steps."""
+"""The solver of one setting's programs, with a cache of its answers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from shardweave.ir import InfeasibleError
 from shardweave.planner.problem.build_problem import Costed
-from shardweave.planner.problem.overlap_model import hiding, overlapping
 from shardweave.planner.problem.problem import Problem
 from shardweave.planner.problem.step_choices import layer_named
-from shardweave.planner.search.evaluation import Decision, Evaluation
+from shardweave.planner.search.evaluation import Decision
 from shardweave.planner.solver.branch_and_bound import Progress
 from shardweave.planner.solver.solver import Solution, solve, tidied
 
@@ -59,51 +58,43 @@ class CachedSolver:
     runs: Sequence[Sequence[str]] = ()
     told: Callable[[Progress], None] | None = None
     """Gets the incumbent and the bound while a problem is solved."""
-    _asked: dict[tuple[int, int], tuple[Costed, Both]] = field(default_factory=dict)
-    """What the program is asked, by the identity of the problem and the memory limit."""
     _known: dict[tuple[int, int], Solution] = field(default_factory=dict)
-    """Choices that are nearly the best, by the same."""
+    """Choices that are nearly the best, by the identity of the problem and the memory limit."""
     _lacking: dict[tuple[int, int], int] = field(default_factory=dict)
     """The bytes that would do where nothing fits, by the same."""
     _solved: dict[tuple[int, int], list[_Solved]] = field(default_factory=dict)
     """What was found of problems of few candidates, whatever they take, by the identities of ops and edges."""
 
-    def is_memory_bound(self, costed: Costed, smaller: Callable[[], Costed] | None = None) -> bool:
+    def is_memory_bound(self, costed: Costed, smaller: Costed) -> bool:
         """Whether the program says that memory makes a plan of many candidates slower, which will not be simulated."""
         fastest = self.fastest(costed) if size(costed) > MAX_CANDIDATES_MODEST else None
-        if fastest is None or not self.is_far(costed, fastest, costed.problem.memory_limit):
+        limit = max_over_limit(costed) * costed.problem.memory_limit
+        if fastest is None or costed.problem.memory(fastest.choice) <= limit:
             return False
         return self.expects(costed, smaller)[0] > (1 + memory_bound_ratio(costed)) * fastest.bound
 
-    def expects(
-        self, costed: Costed, smaller: Callable[[], Costed] | None = None, ceiling: float = math.inf
-    ) -> tuple[float, int]:
+    def expects(self, costed: Costed, smaller: Costed, ceiling: float = math.inf) -> tuple[float, int]:
         """Seconds that the program says the fastest plan takes that fits, about; infinite where none does.
 
         And the bytes that it counts for it, or for the smallest there is. Where a `ceiling` is given, roughly: any plan
-        will do from so many seconds on.
+        will do from so many seconds on. `smaller` is the program with the choices that save memory.
         """
         limit = costed.problem.memory_limit
-        given = costed if smaller is None else smaller()
-        if (known := self.expected(given, limit)) is not None:
-            return known.objective, given.problem.memory(known.choice)
-        if (id(given), limit) in self._lacking:
-            return math.inf, self._lacking[id(given), limit]
+        if (known := self.expected(smaller, limit)) is not None:
+            return known.objective, smaller.problem.memory(known.choice)
+        if (id(smaller), limit) in self._lacking:
+            return math.inf, self._lacking[id(smaller), limit]
         fastest = self.fastest(costed)
         if fastest.bound >= ceiling:
             return fastest.objective, costed.problem.memory(fastest.choice)
-        asked = self.both(given, limit).overlapping
-        hint = self.start(asked) or (fastest.choice if smaller is None else None)
+        hint = self.start(smaller) or (fastest.choice if smaller is costed else None)
         try:
-            found = self.solve(asked, hint, fastest.waits_for, ceiling, rough=ceiling < math.inf)
+            found = self.solve(smaller, hint, ceiling, rough=ceiling < math.inf)
         except InfeasibleError as error:
-            self._lacking[id(given), limit] = error.needed_bytes or 0
-            return math.inf, self._lacking[id(given), limit]
-        self._known[id(given), limit] = found
-        kept = [] if found.bound >= ceiling else [(id(given), limit)]  # others take much memory, and are not asked soon
-        for key in self._asked.keys() - kept:
-            del self._asked[key]
-        return found.objective, given.problem.memory(found.choice)
+            self._lacking[id(smaller), limit] = error.needed_bytes or 0
+            return math.inf, self._lacking[id(smaller), limit]
+        self._known[id(smaller), limit] = found
+        return found.objective, smaller.problem.memory(found.choice)
 
     def expected(self, costed: Costed, limit: int) -> Solution | None:
         """What `expects` found under a limit."""
@@ -114,32 +105,18 @@ class CachedSolver:
         bounds = (found.bound for (_, under), found in self._known.items() if under in (limit, UNLIMITED))
         return any(bound >= ceiling for bound in bounds)
 
-    def both(self, costed: Costed, limit: int) -> Both:
-        """What the program is asked under a limit."""
-        key = id(costed), limit
-        if key not in self._asked:
-            self._asked[key] = costed, Both.of(costed, limit)
-        return self._asked[key][1]
-
     def fastest(self, costed: Costed, ceiling: float = math.inf) -> Solution:
         """A choice that is nearly the fastest of all, whatever it holds."""
         key = id(costed), UNLIMITED
         if key not in self._known:
-            asked = self.both(costed, UNLIMITED).overlapping
+            asked = limited(costed, UNLIMITED)
             self._known[key] = self.solve(asked, self.start(asked), ceiling=ceiling, rough=True)
         return self._known[key]
-
-    def is_far(self, costed: Costed, fastest: Solution, limit: int) -> bool:
-        """Whether a choice exceeds the limit by so much that it is not simulated."""
-        ratio = MAX_OVER_LIMIT if size(costed) <= MAX_CANDIDATES_MODEST else MAX_OVER_LIMIT_LARGE
-        ratio = MAX_OVER_LIMIT_SMALL if is_small(costed) else ratio
-        return costed.problem.memory(fastest.choice) > ratio * limit
 
     def solve(
         self,
         costed: Costed,
         hint: Sequence[int] | None = None,
-        waits_for: Sequence[str] = (),
         ceiling: float = math.inf,
         rough: bool = False,
     ) -> Solution:
@@ -151,7 +128,7 @@ class CachedSolver:
         for each in before:
             if each.gap <= gap and each.counted <= problem.memory_limit <= each.problem.memory_limit:
                 return each.solution
-        found = solve(problem, self.time_limit, self.told, hint, waits_for, gap, ceiling, rough)
+        found = solve(problem, self.time_limit, self.told, hint, gap, ceiling, rough)
         choice = tidied(problem, self.runs, found.choice)
         found = replace(found, choice=choice, objective=problem.objective(choice)).held_to(found.bound)
         before.append(_Solved(problem, gap, found, problem.memory(choice)))
@@ -178,95 +155,16 @@ def size(costed: Costed) -> int:
     return sum(len(op.candidates) for op in costed.problem.ops)
 
 
+def max_over_limit(costed: Costed) -> float:
+    """The ratio of a memory limit up to which plans are simulated, as they may fit."""
+    if is_small(costed):
+        return MAX_OVER_LIMIT_SMALL
+    return MAX_OVER_LIMIT if size(costed) <= MAX_CANDIDATES_MODEST else MAX_OVER_LIMIT_LARGE
+
+
 def memory_bound_ratio(costed: Costed) -> float:
     """By how much longer memory has to make a step for it to press."""
     return MEMORY_BOUND_RATIO if size(costed) <= MAX_CANDIDATES_MODEST else MEMORY_BOUND_RATIO_LARGE
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A solution of the program, its generated step on the simulator, and the larger memory of the two."""
-
-    costed: Costed
-    solution: Solution
-    evaluation: Evaluation
-    peak_memory: int
-    pressed: bool = False
-    """Whether memory makes it slower by much."""
-    schedule_limit: int = 0
-    """Bytes that its graphs are ordered for, where that is not what the options say."""
-    answer: float = math.inf
-    """What the program's own answer takes in it, where that fits, too, and the simulator takes it for slower."""
-
-    @classmethod
-    def of(cls, costed: Costed, solution: Solution, evaluation: Evaluation) -> Chosen:
-        """With the larger memory of the two."""
-        return cls(costed, solution, evaluation, max(costed.problem.memory(solution.choice), evaluation.peak_memory))
-
-    @property
-    def proven_gap(self) -> float:
-        """How far the program's own answer is from its bound at most."""
-        answer = min(self.answer, self.solution.objective)
-        return max(0.0, (answer - self.solution.bound) / answer) if answer else 0.0
-
-    @property
-    def decision(self) -> Decision:
-        """What it says of each op and join."""
-        return decision(self.costed, self.solution.choice)
-
-    def within(self, limit: int) -> Chosen:
-        """With the memory that the plan says it needs: the larger figure, unless only the program's is too large."""
-        return self if self.peak_memory <= limit else replace(self, peak_memory=self.evaluation.peak_memory)
-
-    def in_terms_of(self, costed: Costed, best: Chosen) -> Chosen:
-        """The same as an answer to another problem, whose best one is known."""
-        choice, solution = self.solution.choice, best.solution
-        if choice != solution.choice:
-            objective = costed.problem.objective(choice)
-            found = Solution(choice, objective, objective, "feasible", best.solution.seconds)
-            solution = found.held_to(min(best.solution.bound, objective))
-        return Chosen.of(costed, solution, self.evaluation)
-
-
-@dataclass(frozen=True)
-class Both:
-    """A step's problem with the seconds both overlapped and in turn, and that of a step in which all hides that can."""
-
-    given: Costed
-    overlapping: Costed
-
-    @classmethod
-    def of(cls, costed: Costed, limit: int) -> Both:
-        """Of what has the seconds of both, under a memory limit."""
-        given = limited(costed, limit)
-        return cls(given, replace(given, problem=overlapping(given.problem)))
-
-    def hiding(self, share: float) -> Costed:
-        """The problem of a step in which a share of what could hide does."""
-        return replace(self.given, problem=hiding(self.given.problem, share))
-
-    def hidden_in(self, chosen: Chosen) -> float:
-        """The share of what could hide that did when a choice was simulated."""
-        choice = chosen.solution.choice
-        # With all streams, the busiest of a pass is that of its seconds in turn
-        most, least = self.given.problem.objective(choice), self.overlapping.problem.objective(choice)
-        share = (most - chosen.evaluation.step_time) / (most - least) if most > least else 1.0
-        return min(1.0, max(0.0, share))
-
-
-@dataclass(frozen=True)
-class Lacking:
-    """No plan is known to fit into a memory limit: the fastest plan of all, and the smallest."""
-
-    costed: Costed
-    free: Both
-    fastest: Solution
-    least: Chosen
-
-
-def fastest_of(found: Sequence[Chosen]) -> Chosen:
-    """By the simulator; the first of equal ones."""
-    return min(found, key=lambda chosen: chosen.evaluation.step_time)
 
 
 def limited(costed: Costed, limit: int) -> Costed:

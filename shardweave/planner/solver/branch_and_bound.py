@@ -24,11 +24,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardweave.planner.problem.problem import TICKS_PER_SECOND, Problem
+from shardweave.planner.problem.problem import TICKS_PER_SECOND, Kept, Problem, invert, restricted
 from shardweave.planner.solver.elimination import KEPT, Elimination, Floats, Tables
 from shardweave.planner.solver.ilp import Answer, Program, solve_by_cp_sat, solve_by_highs
 from shardweave.planner.solver.lagrangian import Choice, Column, Dual, Part, dual, least_memory
-from shardweave.planner.solver.reductions import Kept, invert, restricted
 
 _LOOSE_BOUND_RATIO = 0.02
 """What a bound may be loose by, as a part of the gap that is allowed."""

@@ -83,7 +83,6 @@ class Solution:
     bound: float
     status: Literal["optimal", "feasible"]
     seconds: float
-    waits_for: tuple[str, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -109,7 +108,6 @@ def solve(
     time_limit: float = 60.0,
     progress: Callable[[Progress], None] | None = None,
     hint: Sequence[int] | None = None,
-    waits_for: Sequence[str] = (),
     gap: float = 0.0,
     ceiling: float = math.inf,
     rough: bool = False,
@@ -127,8 +125,6 @@ def solve(
         Called at every better choice, and as the bound is looked at again.
     hint : sequence of int, optional
         A choice to begin with, such as that of a similar problem; of use where it is feasible.
-    waits_for : sequence of str, optional
-        Without effect; kept for callers.
     gap : float, optional
         The search ends where it has proven that the best choice is at most this part slower than the fastest, or where
         the programs that are left are too large: the gap is then larger.

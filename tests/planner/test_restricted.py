@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardweave.planner.problem.problem import Problem
-from shardweave.planner.solver.reductions import invert, restricted
+from shardweave.planner.problem.problem import Problem, invert, restricted
 from tests.planner.problems import problems
 
 

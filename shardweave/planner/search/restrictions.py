@@ -1,0 +1,86 @@
+"""Restrictions of a step's program to plans that people write by hand: alike in all layers.
+
+The simulator hides communication otherwise than the program says, so a plan that the program takes for a little slower
+may be simulated as faster. Uniform plans are the likeliest ones: their collectives are alike, and overlap alike. Each
+restriction leaves some of the candidates of each op; the program chooses among these.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple
+
+from shardweave.ir import RECOMPUTE_MODES, Strategy
+from shardweave.planner.problem.build_problem import Costed, Variable
+from shardweave.planner.problem.problem import Kept
+from shardweave.sharding import ColumnRowStrategies
+
+
+def data_parallel(costed: Costed) -> Iterator[Kept]:
+    """All ops data parallel, with whole states, states sharded over all devices, or parameters, too.
+
+    DDP, ZeRO-2 and ZeRO-3 (FSDP). An op that cannot keeps its candidates.
+    """
+    yield _kept(costed, lambda each: _shards(each) == (1, 1, 1))
+    yield _kept(costed, lambda each: _shards(each) == (1, 1, each.grid.data))
+    yield _kept(costed, lambda each: _shards(each) == (1, each.grid.data, each.grid.data))
+
+
+def partly_sharded(costed: Costed) -> Iterator[Kept]:
+    """The same with parameters or states over a part of the devices: HSDP, MiCS, ZeRO++'s secondary partition."""
+    own = [each for variable in costed.variables for each in variable.strategies]
+    most = max((each.grid.data for each in own), default=1)
+    for shards in sorted({found for each in own if (found := _shards(each)) is not None}):
+        if shards not in ((1, 1, 1), (1, 1, most), (1, most, most)):
+            yield _kept(costed, lambda each, shards=shards: _shards(each) == shards)  # type: ignore[misc]
+
+
+def tensor_parallel(costed: Costed) -> Iterator[Kept]:
+    """Layers tensor parallel by columns and rows in turn, on one grid: Megatron-LM's and AxoNN's.
+
+    Their states are sharded in any way, and so is all of what a model has once, such as its head. Columns are over more
+    devices than rows, or as many: a branch is mostly wider inside, where they leave no sums.
+    """
+    names = [row.group if each.op else "" for row, each in zip(costed.problem.ops, costed.variables, strict=True)]
+    num_equal = Counter(names)
+    is_repeated = [bool(name) and num_equal[name] > 1 for name in names]
+    counted = is_repeated if any(is_repeated) else [True] * len(is_repeated)
+    every = {each.grid for variable in costed.variables for each in variable.strategies}
+    for grid in sorted((grid for grid in every if grid.x >= grid.y and grid.x > 1 == grid.experts), key=astuple):
+        found = ColumnRowStrategies.of(grid, "dp")
+        own = [_on_grid(found, each) if counts else [] for each, counts in zip(costed.variables, counted, strict=True)]
+        yield _left(costed, own)
+
+
+def recomputed_alike(costed: Costed) -> Iterator[Kept]:
+    """The same mode of recomputation for all layers that have a choice."""
+    if any(len(variable.modes) > 1 for variable in costed.variables):
+        for mode in RECOMPUTE_MODES:
+            yield _left(costed, [[each == mode for each in variable.modes] for variable in costed.variables])
+
+
+def _on_grid(found: ColumnRowStrategies, variable: Variable) -> list[bool]:
+    """Which strategies of an op are on the grid that it has there."""
+    if variable.op is None:
+        return []
+    own = {each.grid for each in variable.strategies}
+    its = next((each.grid for each in found.by_preference(variable.op) if each.grid in own), None)
+    return [each.grid == its for each in variable.strategies]
+
+
+def _shards(each: Strategy) -> tuple[int, int, int] | None:
+    """Devices that a data parallel op gathers its parameters from, that these are sharded over, and that states are."""
+    return (each.grid.z, each.rest, each.states) if each.degree == each.slices == 1 else None
+
+
+def _kept(costed: Costed, is_so: Callable[[Strategy], bool]) -> Kept:
+    """The candidates that are so, of ops that have any."""
+    return _left(costed, [[is_so(each) for each in variable.strategies] for variable in costed.variables])
+
+
+def _left(costed: Costed, are_so: Sequence[Sequence[bool]]) -> Kept:
+    return tuple(
+        tuple(index for index in range(len(row.candidates)) if not any(own) or own[index])
+        for row, own in zip(costed.problem.ops, are_so, strict=True)
+    )

@@ -1,0 +1,484 @@
+"""The search for the best plan of one setting of the step (its micro-batches and sub-batches).
+
+Plans are proposed, the step of each is simulated, and the fastest that fits is kept (`Incumbent`). Proposals are
+
+0. a plan of another setting that is the best so far, or the user's own to begin with,
+1. the program's optimum with all the memory that it asks for,
+2. where that does not fit, its optimum under the memory limit, with the choices that save memory,
+3. its optima among plans that are alike in all layers (`restrictions`),
+4. neighbours of the best plan: all equal ops take another candidate.
+
+The program's memory is an estimate. As long as an answer is simulated as more than the limit, or leaves a part of it
+free, the program is asked again, under the limit less what it was off by. Only proposals that the program takes for at
+most a little slower than the best plan are simulated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from shardweave.cost_model import Options
+from shardweave.ir import InfeasibleError, PlanError, readable_bytes
+from shardweave.planner.problem.build_problem import Costed
+from shardweave.planner.problem.problem import Kept, invert, restricted
+from shardweave.planner.search.evaluation import Decision, Evaluation, PlanEvaluator
+from shardweave.planner.search.layer_problem import LayerProblem
+from shardweave.planner.search.restrictions import data_parallel, partly_sharded, recomputed_alike, tensor_parallel
+from shardweave.planner.search.solver_cache import (
+    MAX_CANDIDATES_MODEST,
+    UNLIMITED,
+    CachedSolver,
+    decision,
+    is_small,
+    limited,
+    max_over_limit,
+    memory_bound_ratio,
+    size,
+)
+from shardweave.planner.solver.solver import Solution, smallest
+from shardweave.report import Reporter
+
+ESTIMATE_TOLERANCE = 0.05
+"""The part by which the program may overestimate the time of a proposal."""
+
+STOP_GAP = 0.06
+"""Plans of problems with more than `MAX_CANDIDATES_MODEST` candidates are not compared with others once their simulated
+step is within this part of the program's bound."""
+
+MIN_GAIN_LARGE = 0.02
+"""Another setting of a problem with more than `MAX_CANDIDATES_MODEST` candidates is searched if it saves this part of
+the time in the program."""
+
+MAX_SIMULATED_ALIKE = 3
+"""The number of restrictions of each kind whose plans are simulated, the fastest in the program first."""
+
+SQUEEZED_RATIO = 1.1
+"""Where a memory limit makes the order of a plan slower by this ratio, the plan is taken for one that does not fit."""
+
+MAX_ANSWERS = 6
+"""How often the program is asked for a plan that fits and leaves nothing free."""
+
+MAX_SIMULATED_NEIGHBOURS, NEIGHBOUR_GAP = 4, 0.02
+"""So many neighbours of the best plan are simulated, where that is farther than this part from the program's bound, and
+not much slower than the best of another setting."""
+
+MARGIN_STEP = 0.25
+"""The part of what an answer exceeds the limit by that is taken off what is asked for besides, with each that does."""
+
+MEMORY_FRACTIONS = (0.0, 0.125, 0.25, 0.375, 0.5)
+"""The limits that are tried where no plan fits: parts of the way from the smallest memory that the program estimates to
+what the simulator measures for that plan."""
+
+MAX_NEED_RATIO = 1.25
+"""Settings whose estimated need exceeds the smallest need that was found by this ratio are not tried."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An answer of the program with the simulator's evaluation of its step.
+
+    Parameters
+    ----------
+    costed : Costed
+        The program that it is an answer to.
+    solution : Solution
+    evaluation : Evaluation
+    is_memory_bound : bool
+        Whether the memory limit makes it slower by much.
+    schedule_limit : int
+        Bytes that its graphs are ordered for, where that is not what the options say.
+    proven_gap : float
+        How far the program's own answer is from its bound at most.
+    """
+
+    costed: Costed
+    solution: Solution
+    evaluation: Evaluation
+    is_memory_bound: bool = False
+    schedule_limit: int = 0
+    proven_gap: float = 0.0
+
+    @property
+    def decision(self) -> Decision:
+        """What it says of each op, join and layer."""
+        return decision(self.costed, self.solution.choice)
+
+    @property
+    def counted_bytes(self) -> int:
+        """The program's estimate of its memory."""
+        return self.costed.problem.memory(self.solution.choice)
+
+
+@dataclass
+class Incumbent:
+    """The fastest plan so far whose simulated step fits into `limit` bytes, and the program's bound, in seconds."""
+
+    limit: int
+    bound: float
+    slowest: float = math.inf
+    """Seconds from which on no plan is of interest."""
+    over_limit: float = 1.0
+    """By what ratio the program may count a proposal over the limit: what it counts too much of fits all the same."""
+    best: Chosen | None = None
+    least_objective: float = math.inf
+    """What the program's best answer takes in it, of those that fit when simulated."""
+
+    def offer(self, chosen: Chosen) -> bool:
+        """Whether a plan fits; the fastest is kept."""
+        if chosen.evaluation.peak_memory > self.limit:
+            return False
+        self.least_objective = min(self.least_objective, chosen.solution.objective)
+        if chosen.evaluation.step_time < self.step_time:
+            self.best = chosen
+        return True
+
+    @property
+    def step_time(self) -> float:
+        """Seconds of the best plan's simulated step; infinite where there is none."""
+        return math.inf if self.best is None else self.best.evaluation.step_time
+
+    @property
+    def ceiling(self) -> float:
+        """What the program may say of a proposal that is simulated, in seconds."""
+        return (1 + ESTIMATE_TOLERANCE) * min(self.step_time, self.slowest)
+
+
+class SettingSearch:
+    """Searches the plans of one setting.
+
+    Parameters
+    ----------
+    layers : LayerProblem
+        The step's programs.
+    solver : CachedSolver
+    evaluator : PlanEvaluator
+    options : Options
+        With the memory limit.
+    limit : int
+        The same in bytes.
+    progress : Reporter
+    """
+
+    def __init__(
+        self,
+        layers: LayerProblem,
+        solver: CachedSolver,
+        evaluator: PlanEvaluator,
+        options: Options,
+        limit: int,
+        progress: Reporter,
+    ) -> None:
+        self.layers, self.solver, self.evaluator = layers, solver, evaluator
+        self.options, self.limit, self.progress = options, limit, progress
+        self.plain = layers.plain
+        self._evaluated: dict[tuple[int, ...], dict[int, Evaluation]] = {}
+        """Evaluations by choice (longer for a program with recompute modes) and memory limit."""
+        self._counted_ratio = 1.0
+        """By what ratio the program counted more memory than was simulated, at most."""
+        self._fastest, self._smallest = math.inf, math.inf
+        """Of all that was simulated: seconds of what fits, and bytes."""
+
+    def best(self, ceiling: float = math.inf, with_uniform: bool = True) -> Chosen | None:
+        """The fastest plan found; None where none is known to fit, or the program says none takes less than `ceiling`.
+
+        Parameters
+        ----------
+        ceiling : float
+            Seconds.
+        with_uniform : bool
+            Plans that are alike in all layers are proposed, too.
+        """
+        most = (1 + ESTIMATE_TOLERANCE) * ceiling if is_small(self.plain) else ceiling
+        if self.solver.takes(self.limit, most) or self.solver.fastest(self.plain, most).bound >= most:
+            return None
+        if size(self.plain) > MAX_CANDIDATES_MODEST and not with_uniform:
+            most = (1 - MIN_GAIN_LARGE) * ceiling
+            if self.solver.expects(self.plain, self.layers.with_recomputation, most)[0] >= most:
+                return None
+        for program in self.layers.programs():
+            found = self._best(program, self.limit, ceiling, with_uniform)
+            if found is not None or ceiling < math.inf:
+                return found
+        return None
+
+    def _best(self, program: Costed, limit: int, ceiling: float, with_uniform: bool) -> Chosen | None:
+        fastest = self.solver.fastest(self.plain)
+        incumbent, costed = Incumbent(limit, fastest.bound, ceiling, max_over_limit(self.plain)), self.plain
+        # 0. What another search found
+        if (start := self.solver.start(program)) is not None:
+            self._consider(program, known_choice(program, start), incumbent)
+        # 1. With all the memory that it asks for
+        free, fits, looked_around = None, False, False
+        if self.plain.problem.memory(fastest.choice) <= incumbent.over_limit * limit:
+            unlimited = limited(self.plain, UNLIMITED)
+            free = self._consider(unlimited, self.solver.solve(unlimited, fastest.choice), incumbent)
+            fits = self._excess(free, limit) <= 0
+            if not fits and free.counted_bytes <= limit:  # others like it may
+                looked_around = self._neighbours(free, incumbent)
+        # 2. Under the limit
+        if not fits:
+            costed, known = program, self.solver.expected(program, limit)
+            hint = known.choice if known is not None else self.solver.start(program)
+            if hint is None and program is self.plain:
+                hint = fastest.choice
+            bound = self._under_limit(costed, incumbent, hint)
+            incumbent.bound = bound if incumbent.best is not None else fastest.bound
+        optimum = incumbent.best
+        # 3. Plans that are alike in all layers, 4. neighbours of the best
+        if with_uniform and (optimum is not None or size(costed) <= MAX_CANDIDATES_MODEST):
+            self._alike(costed, incumbent)
+        if optimum is not None and not looked_around:
+            self._neighbours(incumbent.best or optimum, incumbent)
+        return None if incumbent.best is None else self._described(incumbent, optimum, free, fastest)
+
+    def _described(
+        self, incumbent: Incumbent, optimum: Chosen | None, free: Chosen | None, fastest: Solution
+    ) -> Chosen:
+        """The best plan with its bound, and whether memory makes it slower by much."""
+        best = incumbent.best
+        assert best is not None
+        bound = min(incumbent.bound, incumbent.least_objective)
+        ratio = 1 + memory_bound_ratio(self.plain)
+        if free is not None:  # what is simulated is compared with what is simulated
+            unhindered = free.evaluation.step_time
+            if size(self.plain) <= MAX_CANDIDATES_MODEST:  # others take long to simulate again
+                unhindered = min(unhindered, self._simulated(free.costed, free.solution, UNLIMITED).step_time)
+            is_memory_bound = best.evaluation.step_time > ratio * unhindered
+        else:  # of a plan that the program does not find its bound tells nothing
+            is_memory_bound = optimum is None or bound > ratio * fastest.bound
+        answer = incumbent.least_objective
+        gap = max(0.0, (answer - bound) / answer) if answer else 0.0
+        return replace(best, solution=best.solution.held_to(bound), is_memory_bound=is_memory_bound, proven_gap=gap)
+
+    def _under_limit(
+        self,
+        costed: Costed,
+        incumbent: Incumbent,
+        hint: Sequence[int] | None = None,
+        kept: Kept | None = None,
+        rough: bool = False,
+    ) -> float:
+        """Propose the program's answers under the limit, corrected by what the simulator says of their memory.
+
+        Of the candidates in `kept`, if that is given.
+
+        Returns
+        -------
+        float
+            The program's bound, in seconds, of all that were looked at.
+        """
+        limit = incumbent.limit
+        asked = limit if kept is None else int(min(self._counted_ratio, incumbent.over_limit) * limit)
+        fits, margin, bound, counted = False, 1.0, math.inf, 0 if kept is None else int(incumbent.over_limit * limit)
+        for _ in range(MAX_ANSWERS):
+            given = limited(costed, asked)
+            if kept is not None:
+                given = replace(given, problem=restricted(given.problem, kept))
+            try:
+                solution = self.solver.solve(given, hint, incumbent.ceiling, rough)
+            except InfeasibleError as error:
+                if error.needed_bytes is None or error.needed_bytes >= counted:
+                    return bound
+                asked, counted = error.needed_bytes, error.needed_bytes
+                continue
+            except PlanError:
+                if incumbent.ceiling < math.inf:
+                    return bound  # none was found that is fast enough
+                raise
+            bound = min(bound, solution.bound) if asked >= limit else bound
+            if solution.objective >= incumbent.ceiling:
+                return bound
+            if kept is None:
+                hint = solution.choice
+            else:
+                solution = replace(solution, choice=invert(solution.choice, kept))
+            is_known, before = solution.choice in self._evaluated, incumbent.step_time
+            chosen = self._consider(costed, solution, incumbent)
+            counted, too_much = chosen.counted_bytes, self._excess(chosen, limit)
+            if fits or (too_much <= 0 and counted - too_much <= asked):
+                return bound
+            if too_much > 0 and ((kept is not None and is_known) or chosen.evaluation.step_time >= before):
+                return bound  # with less memory it is not faster
+            if too_much <= 0:  # what is left free may hold a faster one
+                fits, asked = True, counted - too_much
+            else:
+                asked = counted - int(margin * too_much)
+                margin += MARGIN_STEP
+        return bound
+
+    def _excess(self, chosen: Chosen, limit: int) -> int:
+        """By how many bytes a plan misses the limit; by how many it would, where only a much slower order meets it."""
+        evaluation, costed = chosen.evaluation, chosen.costed
+        missed = evaluation.peak_memory - limit
+        is_slow = evaluation.step_time > SQUEEZED_RATIO * chosen.solution.objective
+        if missed > 0 or not is_slow or size(costed) > MAX_CANDIDATES_MODEST or 2 * evaluation.peak_memory < limit:
+            return missed
+        free = self._simulated(costed, chosen.solution, UNLIMITED)
+        return free.peak_memory - limit if evaluation.step_time > SQUEEZED_RATIO * free.step_time else missed
+
+    def _alike(self, costed: Costed, incumbent: Incumbent) -> None:
+        """Propose plans that are alike in all layers, those first that the program says are fastest."""
+        for kind in (data_parallel, recomputed_alike, partly_sharded, tensor_parallel):
+            if self._is_close(costed, incumbent):
+                return
+            self._propose(costed, kind(costed), incumbent, MAX_SIMULATED_ALIKE)
+
+    def _neighbours(self, best: Chosen, incumbent: Incumbent) -> bool:
+        """Propose plans in which all equal ops take another candidate than in a good one, the fastest first.
+
+        Returns whether there are any.
+        """
+        costed = best.costed
+        is_open = (1 + NEIGHBOUR_GAP) * incumbent.bound < incumbent.step_time < incumbent.ceiling
+        if self._is_close(costed, incumbent) or not is_open:
+            return False
+        problem, found = costed.problem, list[tuple[float, tuple[int, ...]]]()
+        for choice in neighbours(costed, best.solution.choice):
+            seconds = problem.objective(choice)
+            if seconds < incumbent.ceiling and problem.memory(choice) <= incumbent.over_limit * incumbent.limit:
+                found.append((seconds, choice))
+        for seconds, choice in sorted(found)[:MAX_SIMULATED_NEIGHBOURS]:
+            if seconds < incumbent.ceiling:
+                self._consider(costed, known_choice(costed, choice), incumbent)
+        return bool(found)
+
+    def _propose(
+        self, costed: Costed, among: Iterable[Kept], incumbent: Incumbent, most: int
+    ) -> None:
+        """Propose the program's optima of some restrictions: `most` of them, the fastest first."""
+        found: list[tuple[float, int, Kept]] = []
+        for number, kept in enumerate(among):
+            given = limited(costed, int(incumbent.over_limit * incumbent.limit))
+            given = replace(given, problem=restricted(given.problem, kept))
+            try:
+                solution = self.solver.solve(given, None, incumbent.ceiling, rough=True)
+            except PlanError:
+                continue
+            if solution.objective < incumbent.ceiling:
+                found.append((solution.objective, number, kept))
+        for objective, _, kept in sorted(found, key=lambda each: each[:2])[:most]:
+            if objective < incumbent.ceiling:
+                self._under_limit(costed, incumbent, None, kept, rough=True)
+
+    def _is_close(self, costed: Costed, incumbent: Incumbent) -> bool:
+        """Whether the best plan of a large problem is so close to the bound that others are not looked at."""
+        return size(costed) > MAX_CANDIDATES_MODEST and incumbent.step_time <= (1 + STOP_GAP) * incumbent.bound
+
+    def _consider(self, costed: Costed, solution: Solution, incumbent: Incumbent) -> Chosen:
+        """Simulate an answer; it becomes the incumbent if it fits and is the fastest."""
+        chosen = Chosen(costed, solution, self._simulated(costed, solution, incumbent.limit))
+        self._counted_ratio = max(self._counted_ratio, chosen.counted_bytes / max(1, chosen.evaluation.peak_memory))
+        incumbent.offer(chosen)
+        return chosen
+
+    def _simulated(self, costed: Costed, solution: Solution, limit: int) -> Evaluation:
+        known = self._evaluated.setdefault(solution.choice, {})
+        # What does not meet a limit does not meet a smaller one, and what holds less than both meets either.
+        for other, evaluation in known.items():
+            if limit <= other < evaluation.peak_memory or evaluation.peak_memory <= limit <= other:
+                return evaluation
+        self.progress("simulate", self._fastest, least_bytes=self._smallest)
+        options = replace(self.options, memory_limit=limit)
+        known[limit] = evaluation = self.evaluator(decision(costed, solution.choice), options)
+        self._smallest = min(self._smallest, evaluation.peak_memory)
+        if evaluation.peak_memory <= self.limit:
+            self._fastest = min(self._fastest, evaluation.step_time)
+        self.progress("simulate", self._fastest, least_bytes=self._smallest)
+        return evaluation
+
+    def least(self) -> Chosen:
+        """What the program says is the smallest plan, simulated.
+
+        Raises
+        ------
+        InfeasibleError
+            None was found in the time there is.
+        """
+        return min((self._least(program) for program in self.layers.programs()), key=_peak)
+
+    def smallest(self) -> Chosen:
+        """The plan with the smallest memory that is found, or one that fits after all."""
+        found = [self._less(self._nearly_smallest(self._least(program)), program) for program in self.layers.programs()]
+        least = min(found, key=_peak)
+        if least.evaluation.peak_memory > self.limit:
+            return least
+        # What it takes under the user's limit, not the one that it was found under
+        evaluation = self._simulated(least.costed, least.solution, self.limit)
+        return replace(least, evaluation=evaluation, is_memory_bound=True)
+
+    def _least(self, program: Costed) -> Chosen:
+        choice = smallest(program.problem, self.solver.time_limit)
+        if choice is None:
+            raise InfeasibleError(
+                f"no plan that fits into the memory limit of {readable_bytes(self.limit)} a device was found within "
+                f"{self.solver.time_limit:g} s: raise memory_limit, or time_limit to search for longer"
+            )
+        objective = program.problem.objective(choice)
+        bound = min(objective, self.solver.fastest(self.plain).bound)
+        solution = Solution(choice, objective, bound, "feasible", 0.0)
+        return Chosen(program, solution, self._simulated(program, solution, self.limit))
+
+    def _nearly_smallest(self, least: Chosen) -> Chosen:
+        """What holds least of the fastest choices that count little more than the smallest, where that is less.
+
+        The smallest of all in the program computes and gathers whatever saves a byte, and is simulated as more.
+        """
+        costed, low, high = least.costed, least.counted_bytes, least.evaluation.peak_memory
+        for part in MEMORY_FRACTIONS if low < high else ():
+            asked = limited(costed, low + int(part * (high - low)))
+            solution = self.solver.solve(asked, least.solution.choice, rough=True)
+            chosen = Chosen(costed, solution, self._simulated(costed, solution, low))
+            least = min(least, chosen, key=_peak)
+        return least
+
+    def _less(self, least: Chosen, program: Costed) -> Chosen:
+        """The smallest plan that is found, or the first that fits: asked from above, the program comes by others.
+
+        What is counted as more than the smallest may be simulated as less, and the smallest in another order, too.
+        """
+        while least.evaluation.peak_memory > self.limit:
+            limit = least.evaluation.peak_memory - 1
+            below = self._below(least, program, limit)
+            if below is None:
+                break
+            least = below
+        return least
+
+    def _below(self, least: Chosen, program: Costed, limit: int) -> Chosen | None:
+        """A plan that needs less than the smallest so far."""
+        incumbent = Incumbent(limit, 0.0)
+        self._under_limit(program, incumbent, rough=not is_small(program))
+        if incumbent.best is None:
+            self._consider(least.costed, least.solution, incumbent)  # in another order
+        if incumbent.best is None and size(program) <= MAX_CANDIDATES_MODEST:
+            kinds = (data_parallel(program), partly_sharded(program), tensor_parallel(program))
+            self._propose(program, chain(*kinds), incumbent, MAX_SIMULATED_ALIKE)
+        return incumbent.best
+
+
+def _peak(chosen: Chosen) -> int:
+    return chosen.evaluation.peak_memory
+
+
+def known_choice(costed: Costed, choice: Sequence[int]) -> Solution:
+    """A choice that the solver was not asked for."""
+    return Solution(tuple(choice), costed.problem.objective(choice), 0.0, "feasible", 0.0)
+
+
+def neighbours(costed: Costed, choice: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Of each group of equal ops and each of its candidates: a choice with this one for all of them."""
+    groups: dict[tuple[str, int], list[int]] = {}
+    for number, (row, variable) in enumerate(zip(costed.problem.ops, costed.variables, strict=True)):
+        if variable.op is not None:
+            groups.setdefault((row.group, id(row.candidates)), []).append(number)
+    for numbers in groups.values():
+        taken = {choice[number] for number in numbers}
+        for other in range(len(costed.problem.ops[numbers[0]].candidates)):
+            if taken != {other}:
+                changed = list(choice)
+                for number in numbers:
+                    changed[number] = other
+                yield tuple(changed)
