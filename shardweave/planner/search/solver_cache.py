@@ -11,8 +11,9 @@ from shardweave.planner.problem.build_problem import Costed
 from shardweave.planner.problem.problem import Problem
 from shardweave.planner.problem.step_choices import layer_named
 from shardweave.planner.search.evaluation import Decision
+from shardweave.planner.search.simplify import simplified
 from shardweave.planner.solver.branch_and_bound import Progress
-from shardweave.planner.solver.solver import Solution, solve, tidied
+from shardweave.planner.solver.solver import Solution, solve
 
 UNLIMITED = 2**62
 """Bytes that no device has."""
@@ -129,7 +130,7 @@ class CachedSolver:
             if each.gap <= gap and each.counted <= problem.memory_limit <= each.problem.memory_limit:
                 return each.solution
         found = solve(problem, self.time_limit, self.told, hint, gap, ceiling, rough)
-        choice = tidied(problem, self.runs, found.choice)
+        choice = simplified(problem, self.runs, found.choice)
         found = replace(found, choice=choice, objective=problem.objective(choice)).held_to(found.bound)
         before.append(_Solved(problem, gap, found, problem.memory(choice)))
         return found
