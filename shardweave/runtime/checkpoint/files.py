@@ -377,7 +377,7 @@ def _read_checksums(folder: Path) -> dict[str, list[Segment]] | None:
                 "shardweave, or remove the file to load the checkpoint without being checked"
             )
         files = {str(name): [Segment(*map(int, each)) for each in found] for name, found in content["files"].items()}
-        whole = content["crc32"] == _crc32_of(files)
+        whole = content["format"] == _FORMAT and content["crc32"] == _crc32_of(files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ParallelError(f"{path} is damaged ({type(error).__name__}: {error}). {_WAY_OUT}") from error
     for segments in files.values():
