@@ -299,7 +299,11 @@ def test_plans_that_are_data_parallel_and_rest_alike_have_one_strategy_an_op() -
         return [{str(variable.strategies[at]) for variable, left in each if variable.op for at in left} for each in own]
 
     assert said(data_parallel(costed)) == [{"(1, 1, 1, 4) DP"}, {"(1, 1, 1, 4) ZeRO-2"}, {"(1, 1, 1, 4) ZDP"}]
-    assert said(partly_sharded(costed)) == [{"(1, 1, 2, 2) rest/2"}]
+    assert said(partly_sharded(costed)) == [
+        {"(1, 1, 1, 4) rest/1, gradients/2, states/2"},
+        {"(1, 1, 1, 4) rest/2, gradients/4, states/4"},
+        {"(1, 1, 2, 2) rest/2"},
+    ]
 
 
 def test_plans_on_one_grid_are_its_columns_and_rows_in_turn() -> None:

@@ -154,12 +154,13 @@ def test_what_gathers_much_at_a_time_is_offered_in_slices() -> None:
     offered = with_slices(tight, costed)
     for before, after in zip(costed.variables, offered.variables, strict=True):
         assert after.strategies[: len(before.strategies)] == before.strategies and after.ports == before.ports
-        sliced = [index for index, strategy in enumerate(after.strategies) if strategy.slices > 1]
+        choices = [*zip(after.strategies, after.kept_slices, strict=True)]
+        sliced = [index for index, (each, kept) in enumerate(choices) if each.slices > 1 and kept == 0]
         assert bool(sliced) == (before.name == "2"), before.name
         assert not sliced or after.prices is not None
         for index in sliced:
             assert after.prices is not None
-            whole = after.strategies.index(replace(after.strategies[index], slices=1))
+            whole = choices.index((replace(after.strategies[index], slices=1), 0))
             held, costs = after.prices.transient_bytes, after.prices.costs.sum(axis=(0, 1))
             assert held[index] <= held[whole] / 3 and costs[index] > costs[whole]
             assert after.prices.state_bytes[index] == after.prices.state_bytes[whole]

@@ -176,7 +176,7 @@ class Asked(Planning):
     def least_bytes(self) -> int:  # type: ignore[override]
         return self.needs
 
-    def make(self, ceiling: float = inf, with_uniform: bool = True) -> Made | None:
+    def make(self, ceiling: float = inf, is_other: bool = False) -> Made | None:
         self.made += 1
         chosen: Any = SimpleNamespace(evaluation=Evaluation(self.seconds, 0.0, 0.0, 0, {}), is_memory_bound=True)
         return Made(self, chosen) if self.seconds < ceiling else None

@@ -120,13 +120,13 @@ class Planning:
         self.progress("solve")
         return self._solver.expects(self.layers.plain, self.layers.with_recomputation, ceiling)
 
-    def make(self, ceiling: float = math.inf, with_uniform: bool = True) -> Made | None:
+    def make(self, ceiling: float = math.inf, is_other: bool = False) -> Made | None:
         """The best plan of the step; None where none is known to fit that takes less than `ceiling` seconds.
 
         As `SettingSearch.best`.
         """
         self.progress("solve")
-        chosen = self._search.best(ceiling, with_uniform)
+        chosen = self._search.best(ceiling, is_other)
         return None if chosen is None else Made(self, chosen)
 
     @cached_property

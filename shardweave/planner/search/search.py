@@ -260,27 +260,28 @@ class PlanSearch:
     def _over_settings(self, made: Made, margin: int) -> tuple[list[Made], float]:
         """The best plan and those of other settings, each faster than the one before; and a bound of all, in seconds.
 
-        Other settings of a large step are not priced where no communication is exposed: the bound is without them then.
+        Other settings are not priced where no communication is exposed: they could save next to nothing.
         """
         found, bound = [made], made.chosen.solution.bound
         for sub_batches, buckets in self._other_settings():
             best = found[-1]
-            if not (best.has_exposed_communication or best.planning.is_modest):
-                continue
+            if not best.has_exposed_communication:
+                break
             start = best.planning.plan(best, self.key)
             planning = self.planning(start.micro_batches, start, margin, sub_batches, buckets)
-            faster = self._faster(best, planning) if best.has_exposed_communication else []
-            bound = min(bound, *(made.chosen.solution.bound for made in faster), planning.bound)
+            try:
+                other_bound = planning.bound
+                faster = self._faster(best, planning)
+            except ParallelError:  # what needs the whole batch, as a batch norm does, or strategies that take all of it
+                continue
+            bound = min(bound, other_bound, *(made.chosen.solution.bound for made in faster))
             found += faster
         return found, bound
 
     def _faster(self, made: Made, planning: Planning) -> list[Made]:
         """The best plan of another setting, if it is faster."""
         enough = made.step_time * (1 - MIN_GAIN_RATIO)
-        try:
-            other = planning.make(enough, with_uniform=False)
-        except ParallelError:  # what needs the whole batch, as a batch norm does
-            return []
+        other = planning.make(enough, is_other=True)
         return [] if other is None or other.step_time > enough else [other]
 
     def _fastest_whole(self, limit: int, faster_and_faster: Sequence[Made]) -> tuple[Made, Plan | None, int]:

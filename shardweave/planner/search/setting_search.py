@@ -5,8 +5,8 @@ Plans are proposed, the step of each is simulated, and the fastest that fits is 
 0. a plan of another setting that is the best so far, or the user's own to begin with,
 1. the program's optimum with all the memory that it asks for,
 2. where that does not fit, its optimum under the memory limit, with the choices that save memory,
-3. its optima among plans that are alike in all layers (`restrictions`),
-4. neighbours of the best plan: all equal ops take another candidate.
+3. neighbours of that: all equal ops take another candidate,
+4. its optima among plans that are alike in all layers (`restrictions`), and neighbours of the best of these.
 
 The program's memory is an estimate. As long as an answer is simulated as more than the limit, or leaves a part of it
 free, the program is asked again, under the limit less what it was off by. Only proposals that the program takes for at
@@ -58,12 +58,12 @@ MAX_SIMULATED_ALIKE = 3
 SQUEEZED_RATIO = 1.1
 """Where a memory limit makes the order of a plan slower by this ratio, the plan is taken for one that does not fit."""
 
-MAX_ANSWERS = 6
-"""How often the program is asked for a plan that fits and leaves nothing free."""
+MAX_ANSWERS, MAX_ANSWERS_OTHER = 6, 2
+"""How often the program is asked for a plan that fits and leaves nothing free; and in other settings than the first."""
 
-MAX_SIMULATED_NEIGHBOURS, NEIGHBOUR_GAP = 4, 0.02
-"""So many neighbours of the best plan are simulated, where that is farther than this part from the program's bound, and
-not much slower than the best of another setting."""
+MAX_SIMULATED_NEIGHBOURS, NEIGHBOUR_GAP = 4, 0.005
+"""So many neighbours of a plan are simulated, where the best plan is farther than this part from the program's bound
+and not much slower than the best of another setting."""
 
 MARGIN_STEP = 0.25
 """The part of what an answer exceeds the limit by that is taken off what is asked for besides, with each that does."""
@@ -181,30 +181,30 @@ class SettingSearch:
         self._fastest, self._smallest = math.inf, math.inf
         """Of all that was simulated: seconds of what fits, and bytes."""
 
-    def best(self, ceiling: float = math.inf, with_uniform: bool = True) -> Chosen | None:
+    def best(self, ceiling: float = math.inf, is_other: bool = False) -> Chosen | None:
         """The fastest plan found; None where none is known to fit, or the program says none takes less than `ceiling`.
 
         Parameters
         ----------
         ceiling : float
             Seconds.
-        with_uniform : bool
-            Plans that are alike in all layers are proposed, too.
+        is_other : bool
+            The best plan of another setting is what the search starts from: only the program's own optima are proposed.
         """
         most = (1 + ESTIMATE_TOLERANCE) * ceiling if is_small(self.plain) else ceiling
         if self.solver.takes(self.limit, most) or self.solver.fastest(self.plain, most).bound >= most:
             return None
-        if size(self.plain) > MAX_CANDIDATES_MODEST and not with_uniform:
+        if size(self.plain) > MAX_CANDIDATES_MODEST and is_other:
             most = (1 - MIN_GAIN_LARGE) * ceiling
             if self.solver.expects(self.plain, self.layers.with_recomputation, most)[0] >= most:
                 return None
         for program in self.layers.programs():
-            found = self._best(program, self.limit, ceiling, with_uniform)
+            found = self._best(program, self.limit, ceiling, is_other)
             if found is not None or ceiling < math.inf:
                 return found
         return None
 
-    def _best(self, program: Costed, limit: int, ceiling: float, with_uniform: bool) -> Chosen | None:
+    def _best(self, program: Costed, limit: int, ceiling: float, is_other: bool) -> Chosen | None:
         fastest = self.solver.fastest(self.plain)
         incumbent, costed = Incumbent(limit, fastest.bound, ceiling, max_over_limit(self.plain)), self.plain
         # 0. What another search found
@@ -216,7 +216,7 @@ class SettingSearch:
             unlimited = limited(self.plain, UNLIMITED)
             free = self._consider(unlimited, self.solver.solve(unlimited, fastest.choice), incumbent)
             fits = self._excess(free, limit) <= 0
-            if not fits and free.counted_bytes <= limit:  # others like it may
+            if not fits and free.counted_bytes <= limit and not is_other:  # others like it may
                 looked_around = self._neighbours(free, incumbent)
         # 2. Under the limit
         if not fits:
@@ -224,14 +224,16 @@ class SettingSearch:
             hint = known.choice if known is not None else self.solver.start(program)
             if hint is None and program is self.plain:
                 hint = fastest.choice
-            bound = self._under_limit(costed, incumbent, hint)
+            bound = self._under_limit(costed, incumbent, hint, most=MAX_ANSWERS_OTHER if is_other else MAX_ANSWERS)
             incumbent.bound = bound if incumbent.best is not None else fastest.bound
         optimum = incumbent.best
-        # 3. Plans that are alike in all layers, 4. neighbours of the best
-        if with_uniform and (optimum is not None or size(costed) <= MAX_CANDIDATES_MODEST):
+        # 3. Neighbours of that, 4. plans that are alike in all layers, and neighbours of the best of these
+        if not (is_other or optimum is None or looked_around):
+            self._neighbours(optimum, incumbent)
+        if not is_other and (optimum is not None or size(costed) <= MAX_CANDIDATES_MODEST):
             self._alike(costed, incumbent)
-        if optimum is not None and not looked_around:
-            self._neighbours(incumbent.best or optimum, incumbent)
+        if not is_other and incumbent.best is not None and incumbent.best is not optimum:
+            self._neighbours(incumbent.best, incumbent)
         return None if incumbent.best is None else self._described(incumbent, optimum, free, fastest)
 
     def _described(
@@ -260,8 +262,9 @@ class SettingSearch:
         hint: Sequence[int] | None = None,
         kept: Kept | None = None,
         rough: bool = False,
+        most: int = MAX_ANSWERS,
     ) -> float:
-        """Propose the program's answers under the limit, corrected by what the simulator says of their memory.
+        """Propose so many of the program's answers under the limit at most, corrected by their simulated memory.
 
         Of the candidates in `kept`, if that is given.
 
@@ -271,9 +274,9 @@ class SettingSearch:
             The program's bound, in seconds, of all that were looked at.
         """
         limit = incumbent.limit
-        asked = limit if kept is None else int(min(self._counted_ratio, incumbent.over_limit) * limit)
+        asked = limit if kept is None else self._asked_at_most(incumbent)
         fits, margin, bound, counted = False, 1.0, math.inf, 0 if kept is None else int(incumbent.over_limit * limit)
-        for _ in range(MAX_ANSWERS):
+        for _ in range(most):
             given = limited(costed, asked)
             if kept is not None:
                 given = replace(given, problem=restricted(given.problem, kept))
@@ -309,6 +312,10 @@ class SettingSearch:
                 margin += MARGIN_STEP
         return bound
 
+    def _asked_at_most(self, incumbent: Incumbent) -> int:
+        """The bytes that the program may count for a plan that fits, by what it has counted too much so far."""
+        return int(min(self._counted_ratio, incumbent.over_limit) * incumbent.limit)
+
     def _excess(self, chosen: Chosen, limit: int) -> int:
         """By how many bytes a plan misses the limit; by how many it would, where only a much slower order meets it."""
         evaluation, costed = chosen.evaluation, chosen.costed
@@ -338,7 +345,7 @@ class SettingSearch:
         problem, found = costed.problem, list[tuple[float, tuple[int, ...]]]()
         for choice in neighbours(costed, best.solution.choice):
             seconds = problem.objective(choice)
-            if seconds < incumbent.ceiling and problem.memory(choice) <= incumbent.over_limit * incumbent.limit:
+            if seconds < incumbent.ceiling and problem.memory(choice) <= self._asked_at_most(incumbent):
                 found.append((seconds, choice))
         for seconds, choice in sorted(found)[:MAX_SIMULATED_NEIGHBOURS]:
             if seconds < incumbent.ceiling:

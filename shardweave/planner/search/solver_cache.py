@@ -180,7 +180,7 @@ def decision(costed: Costed, choice: Sequence[int]) -> Decision:
     for variable, index in zip(costed.variables, choice, strict=True):
         if variable.op is not None:
             found.strategies[variable.name] = variable.strategies[index]
-            if variable.strategies[index].rest > 1:
+            if variable.strategies[index].rest > 1 and any(variable.kept_slices):  # or the backward does not read it
                 parameters = variable.op.parameter, *variable.op.companions
                 kept_slices.update(dict.fromkeys(parameters, variable.kept_slices[index]))
         elif variable.modes:
