@@ -24,8 +24,11 @@ from shardweave.passes import Annotated
 from shardweave.planner.search.evaluation import Decision, Evaluation, Known, PlanEvaluator, StepLowering
 from shardweave.planner.search.plan import ModelKey, Plan
 from shardweave.planner.search.planning import Made, Planning
-from shardweave.planner.search.setting_search import MAX_NEED_RATIO
+from shardweave.planner.solver.solver import relative_gap
 from shardweave.report import Reporter
+
+MAX_NEED_RATIO = 1.25
+"""Settings whose estimated need exceeds the smallest need that was found by this ratio are not tried."""
 
 MAX_CUTS_WITHOUT_GAIN = 2
 """The search over micro-batch counts ends after so many in a row that are slower than the best."""
@@ -133,14 +136,6 @@ def _expected(planning: Planning, ceiling: float) -> tuple[float, float]:
 
 MIN_GAIN_RATIO = 0.002
 """Sub-batches and buckets are taken if they save this part of the step's time."""
-
-def _held_to(plan: Plan, bound: float) -> Plan:
-    """The plan with a bound that holds for other settings, too."""
-    gap = max(0.0, plan.program_time - bound) / plan.program_time if plan.program_time else 0.0
-    nearer = 1 - (1 - plan.proven_gap) * bound / plan.bound if plan.bound else 0.0  # of the program's own answer
-    proven_gap = min(max(0.0, nearer), gap)
-    return replace(plan, bound=bound, gap=gap, proven_gap=proven_gap, status="feasible" if gap else "optimal")
-
 
 SUB_BATCHES = 2
 """One computes while the other communicates (Oases, arXiv 2305.16121, section 3.1); more make smaller kernels."""
@@ -334,3 +329,11 @@ class PlanSearch:
             found = Evaluation.of(self.timeline(plan))
             self._known.append((asked, found))
         return found
+
+
+def _held_to(plan: Plan, bound: float) -> Plan:
+    """The plan with a bound that holds for other settings, too."""
+    gap = relative_gap(plan.program_time, bound)
+    nearer = 1 - (1 - plan.proven_gap) * bound / plan.bound if plan.bound else 0.0  # of the program's own answer
+    proven_gap = min(max(0.0, nearer), gap)
+    return replace(plan, bound=bound, gap=gap, proven_gap=proven_gap, status="feasible" if gap else "optimal")

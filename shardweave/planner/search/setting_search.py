@@ -38,7 +38,7 @@ from shardweave.planner.search.solver_cache import (
     memory_bound_ratio,
     size,
 )
-from shardweave.planner.solver.solver import Solution, smallest
+from shardweave.planner.solver.solver import Solution, relative_gap, smallest
 from shardweave.report import Reporter
 
 ESTIMATE_TOLERANCE = 0.05
@@ -71,9 +71,6 @@ MARGIN_STEP = 0.25
 MEMORY_FRACTIONS = (0.0, 0.125, 0.25, 0.375, 0.5)
 """The limits that are tried where no plan fits: parts of the way from the smallest memory that the program estimates to
 what the simulator measures for that plan."""
-
-MAX_NEED_RATIO = 1.25
-"""Settings whose estimated need exceeds the smallest need that was found by this ratio are not tried."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +123,13 @@ class Incumbent:
     least_objective: float = math.inf
     """What the program's best answer takes in it, of those that fit when simulated."""
 
-    def offer(self, chosen: Chosen) -> bool:
-        """Whether a plan fits; the fastest is kept."""
+    def offer(self, chosen: Chosen) -> None:
+        """Keep the fastest plan that fits."""
         if chosen.evaluation.peak_memory > self.limit:
-            return False
+            return
         self.least_objective = min(self.least_objective, chosen.solution.objective)
         if chosen.evaluation.step_time < self.step_time:
             self.best = chosen
-        return True
 
     @property
     def step_time(self) -> float:
@@ -251,8 +247,7 @@ class SettingSearch:
             is_memory_bound = best.evaluation.step_time > ratio * unhindered
         else:  # of a plan that the program does not find its bound tells nothing
             is_memory_bound = optimum is None or bound > ratio * fastest.bound
-        answer = incumbent.least_objective
-        gap = max(0.0, (answer - bound) / answer) if answer else 0.0
+        gap = relative_gap(incumbent.least_objective, bound)
         return replace(best, solution=best.solution.held_to(bound), is_memory_bound=is_memory_bound, proven_gap=gap)
 
     def _under_limit(
@@ -277,9 +272,7 @@ class SettingSearch:
         asked = limit if kept is None else self._asked_at_most(incumbent)
         fits, margin, bound, counted = False, 1.0, math.inf, 0 if kept is None else int(incumbent.over_limit * limit)
         for _ in range(most):
-            given = limited(costed, asked)
-            if kept is not None:
-                given = replace(given, problem=restricted(given.problem, kept))
+            given = limited(costed, asked) if kept is None else _left(costed, kept, asked)
             try:
                 solution = self.solver.solve(given, hint, incumbent.ceiling, rough)
             except InfeasibleError as error:
@@ -352,14 +345,11 @@ class SettingSearch:
                 self._consider(costed, known_choice(costed, choice), incumbent)
         return bool(found)
 
-    def _propose(
-        self, costed: Costed, among: Iterable[Kept], incumbent: Incumbent, most: int
-    ) -> None:
+    def _propose(self, costed: Costed, among: Iterable[Kept], incumbent: Incumbent, most: int) -> None:
         """Propose the program's optima of some restrictions: `most` of them, the fastest first."""
         found: list[tuple[float, int, Kept]] = []
         for number, kept in enumerate(among):
-            given = limited(costed, int(incumbent.over_limit * incumbent.limit))
-            given = replace(given, problem=restricted(given.problem, kept))
+            given = _left(costed, kept, int(incumbent.over_limit * incumbent.limit))
             try:
                 solution = self.solver.solve(given, None, incumbent.ceiling, rough=True)
             except PlanError:
@@ -464,6 +454,12 @@ class SettingSearch:
             kinds = (data_parallel(program), partly_sharded(program), tensor_parallel(program))
             self._propose(program, chain(*kinds), incumbent, MAX_SIMULATED_ALIKE)
         return incumbent.best
+
+
+def _left(costed: Costed, kept: Kept, limit: int) -> Costed:
+    """With the candidates that a restriction leaves, under another memory limit."""
+    given = limited(costed, limit)
+    return replace(given, problem=restricted(given.problem, kept))
 
 
 def _peak(chosen: Chosen) -> int:

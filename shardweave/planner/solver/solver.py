@@ -56,6 +56,16 @@ ROUNDING_TOLERANCE = 1e-9
 """Which part of an objective its bound may lie below it by the order in which sums were taken."""
 
 
+def relative_gap(objective: float, bound: float) -> float:
+    """``(objective - bound) / objective``; 0 where only rounding lies between the two.
+
+    >>> relative_gap(2.0, 1.5), relative_gap(2.0, 2.0 - 1e-15), relative_gap(0.0, 0.0)
+    (0.25, 0.0, 0.0)
+    """
+    gap = (objective - bound) / objective if objective else 0.0
+    return gap if gap > ROUNDING_TOLERANCE else 0.0
+
+
 @dataclass(frozen=True)
 class Solution:
     """A chosen candidate for each op, and how good it is proven to be.
@@ -72,8 +82,6 @@ class Solution:
         Feasible where the time limit, or the gap that was asked for, ended the proof.
     seconds : float
         What solving took.
-    waits_for : tuple of str
-        Empty; kept for callers that hand it on.
     """
 
     choice: tuple[int, ...]
@@ -85,8 +93,7 @@ class Solution:
     @property
     def gap(self) -> float:
         """How far above the bound it may be: ``(objective - bound) / objective``; 0 where optimal."""
-        gap = (self.objective - self.bound) / self.objective if self.objective else 0.0
-        return gap if gap > ROUNDING_TOLERANCE else 0.0
+        return relative_gap(self.objective, self.bound)
 
     def held_to(self, bound: float) -> Solution:
         """The same choice against another bound: optimal where nothing lies between the two.
