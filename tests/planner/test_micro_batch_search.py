@@ -163,7 +163,7 @@ class Asked(Planning):
     """The planning of one cut, but that it knows: the seconds of its plan, which the program says, too, and bytes."""
 
     def __init__(self, seconds: float, needs: int) -> None:
-        self.seconds, self.needs, self.made = seconds, needs, 0
+        self.seconds, self.needs, self.least_bytes, self.made = seconds, needs, needs, 0
 
     @property
     def is_memory_bound(self) -> bool:
@@ -171,10 +171,6 @@ class Asked(Planning):
 
     def expected(self, ceiling: float = inf) -> tuple[float, int]:
         return self.seconds, self.needs
-
-    @property
-    def least_bytes(self) -> int:  # type: ignore[override]
-        return self.needs
 
     def make(self, ceiling: float = inf, is_other: bool = False) -> Made | None:
         self.made += 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
+from functools import partial
 
 from shardweave.ir import RECOMPUTE_MODES, Strategy
 from shardweave.planner.problem.build_problem import Costed, Variable
@@ -22,7 +23,7 @@ def data_parallel(costed: Costed) -> Iterator[Kept]:
 
     DDP, ZeRO-2 and ZeRO-3 (FSDP). An op that cannot keeps its candidates.
     """
-    yield _kept(costed, lambda each: _shards(each) == (1, 1, 1))
+    yield _kept(costed, partial(_is_sharded, (1, 1, 1)))
     yield _kept(costed, lambda each: _shards(each) == (1, 1, each.grid.data))
     yield _kept(costed, lambda each: _shards(each) == (1, each.grid.data, each.grid.data))
 
@@ -33,7 +34,7 @@ def partly_sharded(costed: Costed) -> Iterator[Kept]:
     most = max((each.grid.data for each in own), default=1)
     for shards in sorted({found for each in own if (found := _shards(each)) is not None}):
         if shards not in ((1, 1, 1), (1, 1, most), (1, most, most)):
-            yield _kept(costed, lambda each, shards=shards: _shards(each) == shards)  # type: ignore[misc]
+            yield _kept(costed, partial(_is_sharded, shards))
 
 
 def tensor_parallel(costed: Costed) -> Iterator[Kept]:
@@ -72,6 +73,10 @@ def _on_grid(found: ColumnRowStrategies, variable: Variable) -> list[bool]:
 def _shards(each: Strategy) -> tuple[int, int, int] | None:
     """Devices that a data parallel op gathers its parameters from, that these are sharded over, and that states are."""
     return (each.grid.z, each.rest, each.states) if each.degree == each.slices == 1 else None
+
+
+def _is_sharded(shards: tuple[int, int, int], each: Strategy) -> bool:
+    return _shards(each) == shards
 
 
 def _kept(costed: Costed, is_so: Callable[[Strategy], bool]) -> Kept:
