@@ -230,25 +230,24 @@ class SettingSearch:
             self._alike(costed, incumbent)
         if not is_other and incumbent.best is not None and incumbent.best is not optimum:
             self._neighbours(incumbent.best, incumbent)
-        return None if incumbent.best is None else self._described(incumbent, optimum, free, fastest)
-
-    def _described(
-        self, incumbent: Incumbent, optimum: Chosen | None, free: Chosen | None, fastest: Solution
-    ) -> Chosen:
-        """The best plan with its bound, and whether memory makes it slower by much."""
-        best = incumbent.best
-        assert best is not None
+        if incumbent.best is None:
+            return None
         bound = min(incumbent.bound, incumbent.least_objective)
+        gap = relative_gap(incumbent.least_objective, bound)
+        best = replace(incumbent.best, solution=incumbent.best.solution.held_to(bound), proven_gap=gap)
+        # Memory decides whether the step is cut into more micro-batches, which is decided in the first setting
+        return best if is_other else replace(best, is_memory_bound=self._is_slowed(best, optimum, free, fastest))
+
+    def _is_slowed(self, best: Chosen, optimum: Chosen | None, free: Chosen | None, fastest: Solution) -> bool:
+        """Whether memory makes the best plan slower by much."""
         ratio = 1 + memory_bound_ratio(self.plain)
         if free is not None:  # what is simulated is compared with what is simulated
             unhindered = free.evaluation.step_time
             if size(self.plain) <= MAX_CANDIDATES_MODEST:  # others take long to simulate again
                 unhindered = min(unhindered, self._simulated(free.costed, free.solution, UNLIMITED).step_time)
-            is_memory_bound = best.evaluation.step_time > ratio * unhindered
-        else:  # of a plan that the program does not find its bound tells nothing
-            is_memory_bound = optimum is None or bound > ratio * fastest.bound
-        gap = relative_gap(incumbent.least_objective, bound)
-        return replace(best, solution=best.solution.held_to(bound), is_memory_bound=is_memory_bound, proven_gap=gap)
+            return best.evaluation.step_time > ratio * unhindered
+        # Of a plan that the program does not find its bound tells nothing
+        return optimum is None or best.solution.bound > ratio * fastest.bound
 
     def _under_limit(
         self,
