@@ -29,6 +29,7 @@ from shardweave.ir import (
     Assignment,
     Axis,
     BoundRule,
+    Captured,
     Layout,
     LayoutError,
     Mesh,
@@ -283,16 +284,23 @@ class Rows:
 Arrivals = list[tuple[Layout, ...]]  # for each port of the variable that a value follows, where its outputs lie
 
 
+def gradient_bytes(captured: Captured) -> int:
+    """What the gradients of all parameters of a step take."""
+    names = {name for name, parameter in captured.parameters.items() if parameter in captured.gradients}
+    values = [node.meta["val"] for node in captured.graph.graph.nodes if node.name in names]
+    return sum(value.numel() * value.element_size() for value in values)
+
+
 class Edges:
     """The variables of a problem as it is built, where what follows them lies, and what changes of that cost."""
 
-    def __init__(self, annotated: Annotated, cluster: Cluster, options: Options) -> None:
+    def __init__(self, annotated: Annotated, cluster: Cluster, options: Options, all_gradient_bytes: int) -> None:
         self.annotated, self.options = annotated, options
         mesh = cluster.mesh()
         timed = with_times(Mesh(tuple(sorted(mesh.axes, key=lambda axis: -axis.stride))), options)
         self.legal_mesh, self.mesh = timed, replace(timed, sub_batch_axes=())
         overlap = options.overlap
-        self.prices = Prices(self.mesh, cluster, overlap.quantize, overlap.buckets)
+        self.prices = Prices(self.mesh, cluster, overlap.quantize, all_gradient_bytes if overlap.buckets else 0)
         self.windows = Windows.of(cluster, self.prices.levels, overlap)
         self.facts = Facts(annotated, cluster)
         self.variables: list[Variable] = []
@@ -392,12 +400,30 @@ more in its backward."""
 
 
 class Costing(Edges):
-    """Builds the problem of one captured step on one cluster."""
+    """Builds the problem of one captured step on one cluster.
+
+    Parameters
+    ----------
+    annotated : Annotated
+    cluster : Cluster
+    options : Options
+    forced : dict of str to list of Strategy
+        The only strategies of some ops.
+    all_gradient_bytes : int, optional
+        Of the whole step, where equal layers are left out of this one: buckets are filled from all layers.
+    """
 
     def __init__(
-        self, annotated: Annotated, cluster: Cluster, options: Options, forced: dict[str, list[Strategy]]
+        self,
+        annotated: Annotated,
+        cluster: Cluster,
+        options: Options,
+        forced: dict[str, list[Strategy]],
+        all_gradient_bytes: int | None = None,
     ) -> None:
-        super().__init__(annotated, cluster, options)
+        if all_gradient_bytes is None:
+            all_gradient_bytes = gradient_bytes(annotated.captured)
+        super().__init__(annotated, cluster, options, all_gradient_bytes)
         self.forced, self.limit = forced, options.limit(cluster)
         world_size = self.mesh.world_size
         self.holding = Holding(annotated, self.facts, options.micro_batch_count, world_size, self.follows, self.lies)

@@ -259,14 +259,14 @@ class Prices:
     cluster : Cluster
     bits : mapping of {"parameters", "gradients"} to int, optional
         What is moved quantized, as `passes.Quantize` does.
-    buckets : bool
-        Reductions of gradients are merged into buckets, as `passes.Bucket` does.
+    merged_bytes : int
+        Of all gradients, where their reductions are merged into buckets, as `passes.Bucket` does; 0 where they are not.
     """
 
     def __init__(
-        self, mesh: Mesh, cluster: Cluster, bits: Mapping[Quantized, int] | None = None, buckets: bool = False
+        self, mesh: Mesh, cluster: Cluster, bits: Mapping[Quantized, int] | None = None, merged_bytes: int = 0
     ) -> None:
-        self.mesh, self.cluster, self.bits, self.buckets = mesh, cluster, bits or {}, buckets
+        self.mesh, self.cluster, self.bits, self.merged_bytes = mesh, cluster, bits or {}, merged_bytes
         self._axes = (*mesh.axes, *mesh.time_axes, *mesh.slice_axes)
         self.levels = [level.name for level in cluster.levels if level.size > 1] or [cluster.levels[0].name]
         self.num_links = 1 + 2 * len(self.levels)
@@ -303,7 +303,8 @@ class Prices:
 
     def scatters(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float) -> Links:
         """As `one_way`, of gradients: their reduce-scatters may be quantized, their reductions merged."""
-        return self.one_way(haves, wants, itemsize, {"reduce_scatter": self.bits.get("gradients", 0)}, self.buckets)
+        bits: Bits = {"reduce_scatter": self.bits.get("gradients", 0)}
+        return self.one_way(haves, wants, itemsize, bits, is_merged=self.merged_bytes > 0)
 
     def one_way(
         self,
@@ -435,8 +436,10 @@ class Prices:
         if axes:
             demand = collective_demand(kind, num_bytes, axes, self.cluster)
             outermost = crossed_level(axes, self.cluster)
-            # Of the one latency of a full bucket, each of what is merged has its part
-            latency = min(demand.latency, demand.transfer / FULL_BUCKET_RATIO) if is_merged else demand.latency
+            latency = demand.latency
+            if is_merged:  # a part of the one latency of a full bucket, or of the only one
+                share = max(demand.transfer / FULL_BUCKET_RATIO, latency * num_bytes / self.merged_bytes)
+                latency = min(latency, share)
             links[1 + self.levels.index(outermost)] = latency + demand.transfer
             for level, use in demand.use.items():
                 if level != outermost:
