@@ -7,9 +7,12 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardweave as sw
+from shardweave.cost_model import collective_demand
 from shardweave.ir import Layout, Mesh
 from shardweave.ir.layout import steps_between
-from shardweave.planner.problem.resharding_costs import group_axes, moves_between
+from shardweave.passes import FULL_BUCKET_RATIO
+from shardweave.planner.problem.resharding_costs import Prices, group_axes, moves_between
 from shardweave.sharding.propagate import attainable_layout
 from tests.ir.test_layout_algebra import random_layout, random_sizes
 from tests.passes.harness import examples, mesh_of
@@ -52,6 +55,22 @@ def test_tables_have_the_steps_of_each_change(rng: random.Random, mesh: Mesh, re
                 if move.groups[at]
             ]
             assert found == expected(have, want), (str(have), str(want))
+
+
+@given(st.lists(st.integers(1, 2**24), min_size=1, max_size=8), st.sampled_from(["rtx3090-pcie", "dgx-a100"]))
+@examples(100)
+def test_reductions_in_buckets_have_a_latency_and_at_most_as_many_as_alone(sizes: list[int], preset: str) -> None:
+    """Between one bucket of all and one for each; of a bucket that is full, its latency is lost in what it moves."""
+    cluster = sw.Cluster.preset(preset, nodes=2)
+    mesh, total = cluster.mesh(), sum(sizes)
+    prices = Prices(mesh, cluster, merged_bytes=total)
+    merged = sum(prices.collective("all_reduce", mesh.axes, size, is_merged=True)[1:].max() for size in sizes)
+    alone = [collective_demand("all_reduce", size, mesh.axes, cluster) for size in sizes]
+    latencies, transfer = [each.latency for each in alone], sum(each.transfer for each in alone)
+    slack = 1 + 1e-9
+    assert (min(latencies) + transfer) / slack <= merged <= sum(each.seconds for each in alone) * slack
+    if all(each.transfer < FULL_BUCKET_RATIO * each.latency for each in alone):
+        assert merged <= (max(latencies) + transfer * (1 + 1 / FULL_BUCKET_RATIO)) * slack
 
 
 def test_what_ranks_own_is_summed_with_what_is_partial() -> None:

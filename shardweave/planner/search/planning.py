@@ -14,7 +14,7 @@ from functools import cached_property
 from shardweave.cost_model import Cluster, Options
 from shardweave.ir import InfeasibleError, OverlapConfig, PlanError, readable_bytes
 from shardweave.passes import with_times
-from shardweave.planner.problem.build_problem import Costing
+from shardweave.planner.problem.build_problem import Costing, gradient_bytes
 from shardweave.planner.problem.candidates import allowed_strategies
 from shardweave.planner.search.evaluation import Evaluation, PlanEvaluator
 from shardweave.planner.search.layer_problem import LayerProblem, Steps, buffer_bytes
@@ -147,11 +147,11 @@ class Planning:
         if chosen.evaluation.peak_memory <= limit:
             return Made(self, chosen)
         self.progress("simulate")
-        evaluation, needed = self._least(chosen)
+        chosen = self._whole_in_least(chosen)
+        needed = chosen.evaluation.peak_memory
         if needed <= self.memory_limit:
-            chosen = replace(chosen, evaluation=evaluation, schedule_limit=needed)
             return Made(self, chosen)
-        parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(evaluation.at_peak)]
+        parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(chosen.evaluation.at_peak)]
         raise InfeasibleError.needing(
             needed,
             f"no plan fits into the memory limit of {self.memory_limit} bytes ({readable_bytes(self.memory_limit)}) a "
@@ -162,9 +162,7 @@ class Planning:
     def plan(self, made: Made, key: ModelKey) -> Plan:
         """The plan for the model of `key`; its figures are estimates."""
         options = replace(self.options, memory_limit=self.memory_limit)
-        found = plan_of(made.chosen, key, self.cluster, options, self.layers, made.overlap)
-        limit = made.chosen.schedule_limit or self.options.limit(self.cluster)
-        return replace(found, schedule_limit=limit)
+        return plan_of(made.chosen, key, self.cluster, options, self.layers, made.overlap)
 
     def savings(self, made: Made) -> tuple[Saving, ...]:
         """The saving of each overlap option, from a simulation without it."""
@@ -190,7 +188,8 @@ class Planning:
             if not annotated.ops:
                 raise PlanError(f"{self.model} has no matrix product with a parameter: there is nothing to spread")
             self.progress("price")
-            costing = Costing(annotated, self.cluster, self.options, allowed_strategies(annotated, mesh, self.options))
+            allowed = allowed_strategies(annotated, mesh, self.options)
+            costing = Costing(annotated, self.cluster, self.options, allowed, gradient_bytes(self.steps.captured))
             layers = LayerProblem(fold, annotated, costing, costing.build(), buffer_bytes(self.steps.captured))
             if layers.unfolds:
                 return layers
@@ -234,16 +233,19 @@ class Planning:
             return self.evaluator(decision, options)
         return self.evaluator.whole(decision, replace(options, memory_limit=limit))
 
-    def _least(self, chosen: Chosen) -> tuple[Evaluation, int]:
-        """What a plan takes with all of its layers simulated, and the smallest limit known that this meets."""
-        overlap, limit = Made(self, chosen).overlap, chosen.evaluation.peak_memory
-        evaluation = self.evaluated(chosen, overlap, limit)
-        if evaluation.peak_memory > limit:  # no order meets the limit of one byte: the one that holds least is taken
-            evaluation = min(evaluation, self.evaluated(chosen, overlap, 1), key=lambda each: each.peak_memory)
-        while evaluation.peak_memory > limit:
-            limit = evaluation.peak_memory
+    def _whole_in_least(self, chosen: Chosen) -> Chosen:
+        """What a plan takes with all of its layers simulated, in the order that holds least of those for three limits.
+
+        The one of its estimate, what it holds in that, and one byte, which no order meets.
+        """
+        overlap, least = Made(self, chosen).overlap, chosen.evaluation.peak_memory
+        found: list[Chosen] = []
+        for limit in (chosen.schedule_limit, least, 1):
             evaluation = self.evaluated(chosen, overlap, limit)
-        return evaluation, limit
+            found.append(replace(chosen, evaluation=evaluation, schedule_limit=limit))
+            if evaluation.peak_memory <= least:
+                break
+        return min(found, key=lambda each: each.evaluation.peak_memory)
 
 
 def largest(sizes: Mapping[str, int], count: int = 3) -> list[tuple[str, int]]:
