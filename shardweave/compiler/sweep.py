@@ -3,7 +3,7 @@
 OSDP (arXiv 2209.13258, Algorithm 1) plans for one batch size after another until none fits, and takes the plan with
 the most samples a second. Larger batches mostly spend less on communication for each sample, until memory forces
 slower plans. So the batch size is doubled here until nothing fits or nothing is gained. Then the interval between the
-last size that fits and the first that does not is halved a few times.
+best size and the next larger one, which is slower or does not fit, is halved a few times.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ MIN_DOUBLING_GAIN = 0.01
 """Doubling of the batch size stops when it saves less than this fraction of a sample's time."""
 
 MAX_HALVINGS = 3
-"""Halvings of the interval between the largest batch size that fits and the smallest that does not."""
+"""Halvings of the interval between the best batch size and the next larger one that is slower, or does not fit."""
 
 
 def sweep_batches(
@@ -295,26 +295,31 @@ def sweep_batches(
         points[size] = Point(options.limit(cluster), cluster, plan, reason, size)
         return points[size].seconds
 
-    # 1. Start with one sample a device, or with fewer where that does not fit. `low` fits, `high` does not.
+    # 1. Start with one sample a device, or with fewer where that does not fit. `high` is slower than `low`, or does not
+    # fit.
     low, high = cluster.world_size, 0
-    last = seconds(low)
-    while last == math.inf and low > 1:
+    least = seconds(low)
+    while least == math.inf and low > 1:
         low, high = low // 2, low
-        last = seconds(low)
+        least = seconds(low)
     # 2. Double until nothing fits or little is gained.
-    while not high and last < math.inf:
+    gained = least < math.inf
+    while gained and not high:
         found = seconds(2 * low)
-        if found == math.inf:
-            high = 2 * low
+        gained = found <= least * (1 - MIN_DOUBLING_GAIN)
+        if found < least:
+            low, least = 2 * low, found
         else:
-            low, gained, last = 2 * low, found <= last * (1 - MIN_DOUBLING_GAIN), found
-            if not gained:
-                break
-    # 3. Halve the interval between the last size that fits and the first that does not.
-    for _ in range(MAX_HALVINGS if last < math.inf else 0):
+            high = 2 * low
+    # 3. Halve the interval between the best size and the first that is slower, or does not fit.
+    for _ in range(MAX_HALVINGS if high and least < math.inf else 0):
         middle = (low + high) // 2
         middle -= middle % min(cluster.world_size, low)  # all devices get the same number of samples
         if not low < middle < high:
             break
-        low, high = (low, middle) if seconds(middle) == math.inf else (middle, high)
+        found = seconds(middle)
+        if found < least:
+            low, least = middle, found
+        else:
+            high = middle
     return Sweep(tuple(points[size] for size in sorted(points)))
