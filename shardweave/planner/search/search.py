@@ -310,7 +310,7 @@ class PlanSearch:
         for times in EXCESS_MULTIPLES:
             if whole.peak_memory <= limit:
                 break
-            less = plan.schedule_limit - times * (most - limit)
+            less = min(plan.schedule_limit, limit) - times * (most - limit)
             if less <= 0 or (times > 1 and whole.peak_memory >= most):
                 break
             tried = replace(plan, schedule_limit=less)

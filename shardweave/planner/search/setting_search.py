@@ -83,10 +83,10 @@ class Chosen:
         The program that it is an answer to.
     solution : Solution
     evaluation : Evaluation
+    schedule_limit : int
+        Bytes that its graphs are ordered for. It may hold less, and meet a limit that no order made for it meets.
     is_memory_bound : bool
         Whether the memory limit makes it slower by much.
-    schedule_limit : int
-        Bytes that its graphs are ordered for, where that is not what the options say.
     proven_gap : float
         How far the program's own answer is from its bound at most.
     """
@@ -94,8 +94,8 @@ class Chosen:
     costed: Costed
     solution: Solution
     evaluation: Evaluation
+    schedule_limit: int
     is_memory_bound: bool = False
-    schedule_limit: int = 0
     proven_gap: float = 0.0
 
     @property
@@ -200,7 +200,9 @@ class SettingSearch:
                 return found
         return None
 
-    def _best(self, program: Costed, limit: int, ceiling: float, is_other: bool) -> Chosen | None:
+    def _best(
+        self, program: Costed, limit: int, ceiling: float = math.inf, is_other: bool = False
+    ) -> Chosen | None:
         fastest = self.solver.fastest(self.plain)
         incumbent, costed = Incumbent(limit, fastest.bound, ceiling, max_over_limit(self.plain)), self.plain
         # 0. What another search found
@@ -244,7 +246,8 @@ class SettingSearch:
         if free is not None:  # what is simulated is compared with what is simulated
             unhindered = free.evaluation.step_time
             if size(self.plain) <= MAX_CANDIDATES_MODEST:  # others take long to simulate again
-                unhindered = min(unhindered, self._simulated(free.costed, free.solution, UNLIMITED).step_time)
+                unlimited = self._simulated(free.costed, free.solution, UNLIMITED)
+                unhindered = min(unhindered, unlimited.evaluation.step_time)
             return best.evaluation.step_time > ratio * unhindered
         # Of a plan that the program does not find its bound tells nothing
         return optimum is None or best.solution.bound > ratio * fastest.bound
@@ -260,7 +263,7 @@ class SettingSearch:
     ) -> float:
         """Propose so many of the program's answers under the limit at most, corrected by their simulated memory.
 
-        Of the candidates in `kept`, if that is given.
+        Of the candidates in `kept`, if that is given. The first answer is solved roughly if `rough`, others always.
 
         Returns
         -------
@@ -302,6 +305,7 @@ class SettingSearch:
             else:
                 asked = counted - int(margin * too_much)
                 margin += MARGIN_STEP
+            rough = True
         return bound
 
     def _asked_at_most(self, incumbent: Incumbent) -> int:
@@ -315,7 +319,7 @@ class SettingSearch:
         is_slow = evaluation.step_time > SQUEEZED_RATIO * chosen.solution.objective
         if missed > 0 or not is_slow or size(costed) > MAX_CANDIDATES_MODEST or 2 * evaluation.peak_memory < limit:
             return missed
-        free = self._simulated(costed, chosen.solution, UNLIMITED)
+        free = self._simulated(costed, chosen.solution, UNLIMITED).evaluation
         return free.peak_memory - limit if evaluation.step_time > SQUEEZED_RATIO * free.step_time else missed
 
     def _alike(self, costed: Costed, incumbent: Incumbent) -> None:
@@ -365,17 +369,18 @@ class SettingSearch:
 
     def _consider(self, costed: Costed, solution: Solution, incumbent: Incumbent) -> Chosen:
         """Simulate an answer; it becomes the incumbent if it fits and is the fastest."""
-        chosen = Chosen(costed, solution, self._simulated(costed, solution, incumbent.limit))
+        chosen = self._simulated(costed, solution, incumbent.limit)
         self._counted_ratio = max(self._counted_ratio, chosen.counted_bytes / max(1, chosen.evaluation.peak_memory))
         incumbent.offer(chosen)
         return chosen
 
-    def _simulated(self, costed: Costed, solution: Solution, limit: int) -> Evaluation:
+    def _simulated(self, costed: Costed, solution: Solution, limit: int) -> Chosen:
+        """An answer with the evaluation of its step under a limit, or of one under another that tells as much."""
         known = self._evaluated.setdefault(solution.choice, {})
         # What does not meet a limit does not meet a smaller one, and what holds less than both meets either.
         for other, evaluation in known.items():
             if limit <= other < evaluation.peak_memory or evaluation.peak_memory <= limit <= other:
-                return evaluation
+                return Chosen(costed, solution, evaluation, other)
         self.progress("simulate", self._fastest, least_bytes=self._smallest)
         options = replace(self.options, memory_limit=limit)
         known[limit] = evaluation = self.evaluator(decision(costed, solution.choice), options)
@@ -383,7 +388,7 @@ class SettingSearch:
         if evaluation.peak_memory <= self.limit:
             self._fastest = min(self._fastest, evaluation.step_time)
         self.progress("simulate", self._fastest, least_bytes=self._smallest)
-        return evaluation
+        return Chosen(costed, solution, evaluation, limit)
 
     def least(self) -> Chosen:
         """What the program says is the smallest plan, simulated.
@@ -401,9 +406,9 @@ class SettingSearch:
         least = min(found, key=_peak)
         if least.evaluation.peak_memory > self.limit:
             return least
-        # What it takes under the user's limit, not the one that it was found under
-        evaluation = self._simulated(least.costed, least.solution, self.limit)
-        return replace(least, evaluation=evaluation, is_memory_bound=True)
+        # It may be faster in an order for the user's limit than in one for less
+        given = self._simulated(least.costed, least.solution, self.limit)
+        return replace(given if given.evaluation.peak_memory <= self.limit else least, is_memory_bound=True)
 
     def _least(self, program: Costed) -> Chosen:
         choice = smallest(program.problem, self.solver.time_limit)
@@ -415,7 +420,7 @@ class SettingSearch:
         objective = program.problem.objective(choice)
         bound = min(objective, self.solver.fastest(self.plain).bound)
         solution = Solution(choice, objective, bound, "feasible", 0.0)
-        return Chosen(program, solution, self._simulated(program, solution, self.limit))
+        return self._simulated(program, solution, 1)  # in the order that holds least
 
     def _nearly_smallest(self, least: Chosen) -> Chosen:
         """What holds least of the fastest choices that count little more than the smallest, where that is less.
@@ -426,8 +431,7 @@ class SettingSearch:
         for part in MEMORY_FRACTIONS if low < high else ():
             asked = limited(costed, low + int(part * (high - low)))
             solution = self.solver.solve(asked, least.solution.choice, rough=True)
-            chosen = Chosen(costed, solution, self._simulated(costed, solution, low))
-            least = min(least, chosen, key=_peak)
+            least = min(least, self._simulated(costed, solution, low), key=_peak)
         return least
 
     def _less(self, least: Chosen, program: Costed) -> Chosen:
@@ -437,7 +441,8 @@ class SettingSearch:
         """
         while least.evaluation.peak_memory > self.limit:
             limit = least.evaluation.peak_memory - 1
-            below = self._below(least, program, limit)
+            # In the end all that would be proposed under the limit is: none of it may fit into less than what is named
+            below = self._below(least, program, limit) or self._best(program, limit)
             if below is None:
                 break
             least = below

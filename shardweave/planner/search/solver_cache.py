@@ -18,7 +18,7 @@ from shardweave.planner.solver.solver import Solution, solve
 UNLIMITED = 2**62
 """Bytes that no device has."""
 
-MAX_GAP, MAX_CANDIDATES_EXACT = 1e-3, 2**10
+MAX_GAP, MAX_CANDIDATES_EXACT = 2e-3, 2**10
 """The gap to the bound that the solver may leave. Problems with at most so many candidates are solved exactly."""
 
 MAX_ROUGH_GAP, MAX_CANDIDATES_ROUGH_EXACT = 5e-3, 2**8
