@@ -15,7 +15,7 @@ from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPTConfig
 from shardweave.ir import Grid, Strategy
 from shardweave.ir.errors import LayoutError, PlanError
-from shardweave.planner.problem.build_problem import Costing
+from shardweave.planner.problem.build_problem import ProblemBuilder
 from shardweave.planner.problem.step_choices import with_slices
 from shardweave.runtime.launch import WorkerPool
 from shardweave.sharding.graphs import info
@@ -146,10 +146,10 @@ def test_what_gathers_much_at_a_time_is_offered_in_slices() -> None:
     cluster = sw.Cluster.preset("rtx3090-pcie", nodes=1)
     annotated = Compiler(model, cluster, x, None, None).annotated
 
-    def costing(memory_limit: int, **options: Any) -> Costing:
-        return Costing(annotated, cluster, Options(memory_limit=memory_limit, **options), {})
+    def builder(memory_limit: int, **options: Any) -> ProblemBuilder:
+        return ProblemBuilder(annotated, cluster, Options(memory_limit=memory_limit, **options), {})
 
-    tight = costing(200 * 2**20)
+    tight = builder(200 * 2**20)
     costed = tight.build()
     offered = with_slices(tight, costed)
     for before, after in zip(costed.variables, offered.variables, strict=True):
@@ -164,11 +164,11 @@ def test_what_gathers_much_at_a_time_is_offered_in_slices() -> None:
             held, costs = after.prices.transient_bytes, after.prices.costs.sum(axis=(0, 1))
             assert held[index] <= held[whole] / 3 and costs[index] > costs[whole]
             assert after.prices.state_bytes[index] == after.prices.state_bytes[whole]
-    roomy = costing(2**40)
+    roomy = builder(2**40)
     assert [variable.strategies for variable in with_slices(roomy, roomy.build()).variables] == [
         variable.strategies for variable in offered.variables
     ]
-    said = costing(200 * 2**20, operator_slices={"2": 2})
+    said = builder(200 * 2**20, operator_slices={"2": 2})
     assert with_slices(said, same := said.build()) is same
 
 

@@ -134,7 +134,7 @@ STEPS = [
     "shardweave.compiler.capture._captured_step",
     "shardweave.compiler.capture.take_cast_parameters",
     "shardweave.planner.search.layer_problem.Steps.__init__",
-    "shardweave.planner.search.planning.Costing",
+    "shardweave.planner.search.planning.ProblemBuilder",
     "shardweave.planner.search.planning.plan_of",
     "shardweave.planner.search.evaluation.lower",
     "shardweave.passes.pipeline.split",

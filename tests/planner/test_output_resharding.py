@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import shardweave as sw
-from shardweave.planner.problem.build_problem import Costed, Costing
+from shardweave.planner.problem.build_problem import ProblemBuilder
 from shardweave.planner.problem.step_choices import BORDER, with_outputs
+from shardweave.planner.problem.variables import Costed
 from tests.compiler.test_micro_batches import Loss
 from tests.planner.planners import Planner
 
@@ -31,9 +32,9 @@ def costed(found: Planner, **options: Any) -> tuple[Costed, Costed]:
     """The problem without its outputs, and with them."""
     compiler = found._compiler
     given = sw.Options(memory_limit=10**12, **options)
-    costing = Costing(compiler.annotated, compiler.cluster, given, {})
-    before = costing.build()
-    return before, with_outputs(costing, before, lambda name: name)
+    builder = ProblemBuilder(compiler.annotated, compiler.cluster, given, {})
+    before = builder.build()
+    return before, with_outputs(builder, before, lambda name: name)
 
 
 def test_a_loss_has_no_border() -> None:

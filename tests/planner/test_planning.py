@@ -18,8 +18,8 @@ from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model import Device, Level, simulate
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.passes import partition
-from shardweave.planner.problem import build_problem as costing
-from shardweave.planner.problem.build_problem import Costing
+from shardweave.planner.problem import build_problem
+from shardweave.planner.problem.build_problem import ProblemBuilder
 from shardweave.planner.search import evaluation
 from shardweave.report.progress import Event
 from shardweave.runtime.launch import WorkerPool
@@ -145,8 +145,8 @@ def test_as_memory_falls_data_parallelism_gives_way_to_sharded_and_tensor_parall
 def test_a_mask_that_biases_are_added_to_is_cut_with_the_batch() -> None:
     """T5's biases have no batch, the mask has: each device has a part of the sum, if that is not partial."""
     annotated, cluster = joint("t5").annotated, sw.Cluster.local(4)
-    costing = Costing(annotated, cluster, sw.Options(memory_limit=10**12), {})
-    built = costing.build()
+    builder = ProblemBuilder(annotated, cluster, sw.Options(memory_limit=10**12), {})
+    built = builder.build()
     biases = [variable for variable in built.variables if "relative_attention_bias" in variable.name]
     values = [node.meta["val"] for node in annotated.captured.graph.graph.nodes if "val" in node.meta]
     batch = annotated.batch
@@ -154,7 +154,7 @@ def test_a_mask_that_biases_are_added_to_is_cut_with_the_batch() -> None:
     assert len(biases) == 2
     for variable in biases:
         whole = {port for port, strategy in zip(variable.port_of, variable.strategies) if strategy.grid.y == 1}
-        assert len(whole) > 1 and max(variable.working[port] for port in whole) <= costing.facts.held(scores) / 4
+        assert len(whole) > 1 and max(variable.working[port] for port in whole) <= builder.facts.held(scores) / 4
 
 
 def test_an_infeasible_limit_names_what_takes_the_memory() -> None:
@@ -249,8 +249,8 @@ def test_equal_layers_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(op.name)
         return price(op, *args)
 
-    price = costing.price_op
-    monkeypatch.setattr(costing, "price_op", counted)
+    price = build_problem.price_op
+    monkeypatch.setattr(build_problem, "price_op", counted)
 
     def priced(layers: int) -> list[str]:
         calls.clear()

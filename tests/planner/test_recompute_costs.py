@@ -12,7 +12,7 @@ from torch import nn
 import shardweave as sw
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import RECOMPUTE_MODES
-from shardweave.planner.problem.build_problem import Costing
+from shardweave.planner.problem.build_problem import ProblemBuilder
 from shardweave.planner.problem.problem import FORBIDDEN
 from shardweave.planner.problem.step_choices import with_modes
 from tests.planner.planners import Planner
@@ -77,9 +77,9 @@ def test_keeping_everything_is_the_problem_without_modes() -> None:
     """
     compiler = planner()._compiler
     options = sw.Options(memory_limit=10**10)
-    costing = Costing(compiler.annotated, compiler.cluster, options, {})
-    before = costing.build()
-    after = with_modes(costing, before)
+    builder = ProblemBuilder(compiler.annotated, compiler.cluster, options, {})
+    before = builder.build()
+    after = with_modes(builder, before)
     layers = [variable.modes for variable in after.variables if variable.modes]
     assert layers == [RECOMPUTE_MODES] * CONFIG.layers
     rng = random.Random(0)
@@ -137,8 +137,8 @@ def test_a_model_with_checkpoints_keeps_them() -> None:
 def test_what_collectives_gather_is_kept_where_none_is_repeated() -> None:
     """In the mode fine: the gathered input of a product that is spread over features, not of a data-parallel one."""
     compiler = planner()._compiler
-    costing = Costing(compiler.annotated, compiler.cluster, sw.Options(memory_limit=10**12), {})
-    costed = with_modes(costing, costing.build())
+    builder = ProblemBuilder(compiler.annotated, compiler.cluster, sw.Options(memory_limit=10**12), {})
+    costed = with_modes(builder, builder.build())
     problem = costed.problem
     (up,) = (number for number, variable in enumerate(costed.variables) if variable.name == "blocks.1.up")
     (mode,) = (edge for edge in problem.edges if edge.producer == up and costed.variables[edge.consumer].modes)

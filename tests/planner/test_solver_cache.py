@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardweave.planner.problem.build_problem import Costed
 from shardweave.planner.problem.problem import Candidate, Op, Problem
+from shardweave.planner.problem.variables import Costed
 from shardweave.planner.search import solver_cache as solver
 from shardweave.planner.search.solver_cache import CachedSolver, limited
 from shardweave.planner.solver.solver import solve

@@ -8,18 +8,14 @@ so that each is priced once, and equal variables and edges share their tables.
 Edges have the cost of bringing values from the layouts in which they are computed to those in which they are used, and
 their gradients back. Within what follows one variable, such a change belongs to that variable. Between two variables it
 is their edge, a table with the cost of each pair of layouts.
-
-`Holding` adds up what a step holds besides the states of its parameters, for each layout of a variable: what the
-forward saves for the backward, inputs and outputs, and the values that live while an op runs.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from torch import fx
@@ -34,7 +30,6 @@ from shardweave.ir import (
     LayoutError,
     Mesh,
     PlanError,
-    RecomputeMode,
     Strategy,
     factors_of,
     input_layouts,
@@ -43,13 +38,14 @@ from shardweave.ir import (
     without_axes,
 )
 from shardweave.passes import Annotated, with_times
+from shardweave.planner.problem.activation_memory import ActivationMemory
 from shardweave.planner.problem.candidates import legal, spread
-from shardweave.planner.problem.graph_analysis import Facts, Scatters, bound_of, is_alias, num_bytes, root_of
-from shardweave.planner.problem.op_costs import OpPrices, Parameters, Sizes, price_op
-from shardweave.planner.problem.overlap_model import OPTIMIZER, Costs, Floats, Windows
-from shardweave.planner.problem.problem import Candidate, Edge, Problem
-from shardweave.planner.problem.problem import Op as Row
+from shardweave.planner.problem.graph_analysis import Facts, Scatters, bound_of, root_of
+from shardweave.planner.problem.op_costs import Parameters, Sizes, price_op
+from shardweave.planner.problem.overlap_model import Costs, Windows
+from shardweave.planner.problem.problem import Edge, Problem
 from shardweave.planner.problem.resharding_costs import Links, Prices, local_numel, tensor_outputs, whole
+from shardweave.planner.problem.variables import Costed, RowBuilder, Variable
 from shardweave.sharding import (
     Op,
     OpInput,
@@ -67,221 +63,8 @@ from shardweave.sharding import (
     tensor_args,
 )
 
-Lies = Sequence[Sequence[Layout]]
-"""For each port of a variable, where a value's parts, or an op's inputs, lie."""
-
-
-class Holding:
-    """Adds what values take to the variables that they follow.
-
-    Parameters
-    ----------
-    annotated : Annotated
-    facts : Facts
-    micro_batch_count : int
-        Micro-batches of a step.
-    world_size : int
-    follows : mapping of fx.Node to int
-        Which of the variables each value follows.
-    lies : mapping of fx.Node to Lies
-        How it lies in each of that one's ports.
-    """
-
-    def __init__(
-        self,
-        annotated: Annotated,
-        facts: Facts,
-        micro_batch_count: int,
-        world_size: int,
-        follows: Mapping[fx.Node, int],
-        lies: Mapping[fx.Node, Lies],
-    ) -> None:
-        self.annotated, self.facts = annotated, facts
-        self.micro_batch_count, self.world_size = micro_batch_count, world_size
-        self.follows, self.lies = follows, lies
-        self._unread = set(facts.inputs)
-        self._wants: dict[fx.Node, Lies] = {}
-        self._numels: dict[int, Floats] = {}
-
-    def add_op(self, node: fx.Node, variable: Variable, wants: Lies) -> None:
-        """Add what a product keeps of what it reads, which lies so for it."""
-        self._wants[node] = wants
-        variable.saved += self.read_bytes(node)
-        variable.lasting += self._inputs_read(node, variable)
-
-    def add(self, node: fx.Node, variable: Variable) -> None:
-        """Add what the backward needs of a value, and what lives while it is computed."""
-        if is_alias(node) or not hasattr(node.meta["val"], "numel"):
-            return
-        itemsize = node.meta["val"].element_size()
-        lies = self.lies[node]
-        if id(lies) not in self._numels:
-            self._numels[id(lies)] = np.array([local_numel(port[0]) for port in lies], dtype=float)
-        sizes = self._numels[id(lies)] * itemsize
-        whole = node.meta["val"].numel() * itemsize
-        held = sizes * self.facts.held(whole) / max(1, whole)
-        variable.working = np.maximum(variable.working, held)
-        if node in self.facts.roles:
-            variable.product = np.maximum(variable.product, held)
-        if node in self.facts.returned:
-            variable.lasting += sizes * self.micro_batch_count  # of all micro-batches
-            variable.saved += sizes * (self.micro_batch_count if node in self.facts.differentiated else 0)
-        elif self.facts.is_kept(node):
-            variable.saved += sizes
-
-    def read_bytes(
-        self, node: fx.Node, of: Callable[[fx.Node], bool] = lambda argument: True, gathered: bool = False
-    ) -> Floats:
-        """What a product keeps of its inputs, as it reads them, for its weight's gradient: by its port.
-
-        Of those that several devices read the same part of alone, if `gathered`, or if they are kept anyway.
-        """
-        wants = self._wants[node]
-        total = np.zeros(len(wants))
-        for position, argument in enumerate(tensor_args(node)):
-            if argument in self.follows and of(argument):
-                copies = np.array([local_numel(want[position]) for want in wants], dtype=float)
-                if gathered or self.facts.is_kept(root_of(argument)):
-                    copies *= copies * self.micro_batch_count * self.world_size > argument.meta["val"].numel()
-                total += copies * argument.meta["val"].element_size() / max(1, self.facts.readers[root_of(argument)])
-        return total
-
-    @property
-    def fixed_bytes(self) -> int:
-        """What every choice holds."""
-        return self._unread_bytes() + self._saved_of_inputs()
-
-    def _inputs_read(self, node: fx.Node, variable: Variable) -> Floats:
-        """Inputs of the step that this op is the first to read: each device has its part of the batch, all the time."""
-        inputs = self._unread.intersection(tensor_args(node))
-        found = np.zeros(len(variable.ports))
-        if inputs:
-            self._unread -= inputs
-            size = num_bytes(inputs)
-            for port, strategy in zip(variable.port_of, variable.strategies):
-                found[port] = max(found[port], size / (strategy.grid.z * strategy.grid.data))
-        return found
-
-    def _unread_bytes(self) -> int:
-        """Inputs that no op reads, such as labels: each device has its part."""
-        batch, parts = (self.annotated.batch,), self.world_size
-        return sum(
-            num_bytes([node]) // (parts if node.meta["val"].shape[:1] == batch else 1)
-            for node in self._unread
-            if hasattr(node.meta["val"], "shape") and node.name not in self.annotated.tangents
-        )  # fmt: skip
-
-    def _saved_of_inputs(self) -> int:
-        """What the backward needs of what depends on inputs alone, such as a mask: what has no batch is whole."""
-        nodes = (node for node in self.facts.graph.nodes if node.op == "call_function" and not info(node).backward)
-        kept = [node for node in nodes if node not in self.follows and not is_alias(node) and self.facts.is_kept(node)]
-        parts = self.world_size * self.micro_batch_count
-        return sum(num_bytes([node]) // (parts if self.facts.batch_factor(node) else 1) for node in kept)
-
-
-@dataclass
-class Variable:
-    """A row of the problem: an op with its strategies, or a join with its layouts; ports are where its output lies.
-
-    `prices` are those of its strategies; `costs`, `saved` and `working` what follows it costs, keeps and holds for a
-    while, by port; `product` is `working` where its own products run, `lasting` what is held until the step ends.
-    """
-
-    name: str
-    signature: int
-    op: Op | None = None
-    node: fx.Node | None = None
-    strategies: list[Strategy] = field(default_factory=list)
-    kept_slices: list[int] = field(default_factory=list)
-    """How many slices of the parameter each of the strategies keeps gathered from the forward to the backward."""
-    prices: OpPrices | None = None
-    ports: list[dict[str, Assignment]] = field(default_factory=list)
-    port_of: list[int] = field(default_factory=list)
-    costs: Costs = field(default_factory=lambda: np.zeros(0))
-    saved: Floats = field(default_factory=lambda: np.zeros(0))
-    working: Floats = field(default_factory=lambda: np.zeros(0))
-    product: Floats = field(default_factory=lambda: np.zeros(0))
-    lasting: Floats = field(default_factory=lambda: np.zeros(0))
-    modes: tuple[RecomputeMode, ...] = ()
-    """Of a layer's recomputation, in which case it has none of the others."""
-    degrees: tuple[int, ...] = ()
-    """Of the border (`planner.returned`), in which case it has none of the others."""
-    origins: tuple[int, ...] = ()
-    """The port of the same variable without a choice of recomputation that each port comes from, if there are more."""
-
-
-@dataclass
-class Costed:
-    """The problem, and what its variables stand for."""
-
-    problem: Problem
-    variables: list[Variable]
-
-
-class Rows:
-    """Writes rows and edges down.
-
-    Parameters
-    ----------
-    windows : Windows
-    micro_batch_count : int
-        How often a step does what costs are of: its micro-batches.
-    """
-
-    def __init__(self, windows: Windows, micro_batch_count: int) -> None:
-        self.windows, self.micro_batch_count = windows, micro_batch_count
-        self._candidates: dict[object, tuple[Candidate, ...]] = {}
-        self._tables: dict[tuple[int, bool, int], Floats] = {}
-
-    def row(self, variable: Variable) -> Row:
-        """A variable's row."""
-        figures = variable.costs, variable.saved, variable.working, variable.product, variable.lasting
-        key = variable.signature, *(column.tobytes() for column in figures)
-        if key not in self._candidates:
-            self._candidates[key] = tuple(self._written(variable))
-        return Row(variable.name, self._candidates[key], re.sub(r"\d+", "*", variable.name))
-
-    def edge(self, producer: int, consumer: int, links: Links, whole_batch: bool, beside: Floats | None) -> Edge:
-        """What changes of layout take; where all sub-batches are taken at once, none computes meanwhile.
-
-        Gradients of the consumer's inputs move `beside` so many seconds of its own products, by its port.
-        """
-        key = id(links), whole_batch, id(beside)
-        if key not in self._tables:
-            activations = self.windows.activations(links, whole_batch, 0.0 if beside is None else beside)
-            self._tables[key] = self.windows.loads(self.micro_batch_count * activations)
-        loads = self._tables[key]
-        return Edge(producer, consumer, np.zeros(loads.shape[1:]), loads)
-
-    def _written(self, variable: Variable) -> list[Candidate]:
-        prices, ports = variable.prices, np.array(variable.port_of)
-        costs = self.micro_batch_count * variable.costs[:, :, ports]
-        saved, transient = variable.saved[ports].astype(int), variable.working[ports].astype(int)
-        states, left = variable.lasting[ports].astype(int), np.zeros_like(saved)
-        if prices is not None:
-            costs = costs + prices.costs
-            states, left = states + prices.state_bytes, prices.gradient_bytes
-            saved = saved + prices.kept_bytes
-            # At its own products gradients besides: what follows, such as a loss, may have larger values then
-            own = variable.product[ports].astype(int)
-            transient = np.maximum(transient + prices.gathered_bytes, own + prices.transient_bytes)
-            transient = np.maximum(transient, prices.scratch_bytes)
-        loads = self.windows.loads(costs)
-        if prices is not None:
-            loads[-len(OPTIMIZER) :] = prices.optimizer
-        strategies: Sequence[Strategy | None] = variable.strategies or [None] * len(ports)
-        columns = zip(
-            strategies, variable.kept_slices or [0] * len(ports), states.tolist(), saved.tolist(), left.tolist(),
-            transient.tolist(), variable.port_of, loads.T.tolist(),
-        )  # fmt: skip
-        return [
-            Candidate(f"{strategy or next(iter(variable.ports[port].values()))}{f', {kept} kept' if kept else ''}", 0.0,
-                      state, keeps, holds, port, port, (strategy, kept) if kept else strategy, tuple(load), leaves)
-            for strategy, kept, state, keeps, leaves, holds, port, load in columns
-        ]  # fmt: skip
-
-
-Arrivals = list[tuple[Layout, ...]]  # for each port of the variable that a value follows, where its outputs lie
+PortLayouts = list[tuple[Layout, ...]]
+"""For each port of the variable that a value follows, the layouts of its node's outputs."""
 
 
 def gradient_bytes(captured: Captured) -> int:
@@ -291,115 +74,12 @@ def gradient_bytes(captured: Captured) -> int:
     return sum(value.numel() * value.element_size() for value in values)
 
 
-class Edges:
-    """The variables of a problem as it is built, where what follows them lies, and what changes of that cost."""
-
-    def __init__(self, annotated: Annotated, cluster: Cluster, options: Options, all_gradient_bytes: int) -> None:
-        self.annotated, self.options = annotated, options
-        mesh = cluster.mesh()
-        timed = with_times(Mesh(tuple(sorted(mesh.axes, key=lambda axis: -axis.stride))), options)
-        self.legal_mesh, self.mesh = timed, replace(timed, sub_batch_axes=())
-        overlap = options.overlap
-        self.prices = Prices(self.mesh, cluster, overlap.quantize, all_gradient_bytes if overlap.buckets else 0)
-        self.windows = Windows.of(cluster, self.prices.levels, overlap)
-        self.facts = Facts(annotated, cluster)
-        self.variables: list[Variable] = []
-        self.follows: dict[fx.Node, int] = {}
-        self.lies: dict[fx.Node, Arrivals] = {}
-        self.whole_batch: set[int] = set()
-        """The variables that take all sub-batches at once."""
-        self.signatures: dict[fx.Node, int] = {}
-        """The same number for values that lie alike, port by port."""
-        self._edges: dict[tuple[int, int], Links] = {}
-        self._changes: dict[object, Links] = {}
-        self._sums: dict[object, Links] = {}
-        self._known: dict[object, int] = {}
-
-    def edges(self, rows: Rows) -> tuple[Edge, ...]:
-        """The edges that cost anything."""
-        beside = [each.prices.independent_seconds if each.prices else None for each in self.variables]
-        return tuple(
-            rows.edge(*ends, links, not self.whole_batch.isdisjoint(ends), beside[ends[1]])
-            for ends, links in sorted(self._edges.items())
-            if links.any()
-        )
-
-    def parts(self, is_whole_batch: bool) -> int:
-        """In how many parts, one after another, a value is computed and moved: the sub-batches."""
-        return 1 if is_whole_batch else self.options.overlap.sub_batches
-
-    def change(
-        self, argument: fx.Node, wants: Sequence[Layout], gradients: Sequence[Layout], whole_batch: bool
-    ) -> tuple[int, Costs]:
-        """A number for where a value is wanted by port, and what it takes to bring it there, and its gradient back."""
-        haves = [port[0] for port in self.lies[argument]]
-        parts = self.parts(whole_batch)
-        links = parts * self.prices.pairs(haves, wants, gradients, argument.meta["val"].element_size() / parts)
-        return self.number(tuple(wants)), self.windows.activations(links, whole_batch)
-
-    def edges_into(
-        self,
-        number: int,
-        node: fx.Node,
-        wants: Sequence[Sequence[Layout]],
-        gradients: Sequence[Sequence[Layout]],
-        signature: object,
-    ) -> None:
-        """Add what a variable's node takes of others: where its inputs are wanted, and their gradients, by its port."""
-        for position, argument in enumerate(tensor_args(node)):
-            if argument not in self.follows:
-                continue
-            source = self.follows[argument]
-            shared = self.facts.readers[root_of(argument)] if node in self.facts.roles else 1
-            parts = self.parts(not self.whole_batch.isdisjoint((source, number)))
-            key = self.signatures[argument], signature, position, shared, parts
-            if key not in self._changes:
-                haves, wanted = [port[0] for port in self.lies[argument]], [want[position] for want in wants]
-                back = [gradient[position] for gradient in gradients]
-                itemsize = argument.meta["val"].element_size() / parts
-                links = self.prices.table(haves, wanted, back, itemsize)
-                for idle, ports in self._idle(source).items():
-                    # Its backward computes with a part of the gradient, too, and sums what becomes of it
-                    partial = [without_axes(gradient, set(idle)) for gradient in back]
-                    links[1][:, ports] = self.prices.gradients(partial, [haves[port] for port in ports], itemsize)
-                self._changes[key] = parts * links / shared
-            links = self._changes[key]
-            if source == number:
-                diagonal = np.diagonal(links, axis1=2, axis2=3)
-                self.variables[number].costs += self.windows.activations(diagonal, number in self.whole_batch)
-            elif (source, number) in self._edges:
-                before = self._edges[source, number]
-                pair = id(before), id(links)  # equal layers share their edges' tables
-                self._edges[source, number] = self._sums.setdefault(pair, before + links)
-            else:
-                self._edges[source, number] = links
-
-    def _idle(self, number: int) -> dict[frozenset[Axis], list[int]]:
-        """The ports of an op without a batch by the axes over which it does the same everywhere; none of a join."""
-        variable, found = self.variables[number], dict[frozenset[Axis], list[int]]()
-        if variable.op is None or variable.op.batch > 1:
-            return found
-        for number, port in enumerate(variable.ports):
-            used = {axis for own in port.values() for axis, _ in own.items}
-            found.setdefault(frozenset(self.mesh.axes) - used, []).append(number)
-        found.pop(frozenset(), None)
-        return found
-
-    def number(self, thing: object) -> int:
-        """A number for what compares equal: cheap to hash where it is asked for again and again."""
-        return self._known.setdefault(thing, len(self._known))
-
-    def is_undivided(self, node: fx.Node) -> bool:
-        """Whether a node is in one of the modules that take all sub-batches at once."""
-        return any_covers(self.options.overlap.exclude_from_sub_batches, info(node).op)
-
-
 SOFTMAX_PASSES = 3
 """Passes over its value, and small sums, that a softmax takes in parts beside what it takes fused: max, sum, and once
 more in its backward."""
 
 
-class Costing(Edges):
+class ProblemBuilder:
     """Builds the problem of one captured step on one cluster.
 
     Parameters
@@ -423,14 +103,32 @@ class Costing(Edges):
     ) -> None:
         if all_gradient_bytes is None:
             all_gradient_bytes = gradient_bytes(annotated.captured)
-        super().__init__(annotated, cluster, options, all_gradient_bytes)
+        self.annotated, self.options = annotated, options
+        mesh = cluster.mesh()
+        timed = with_times(Mesh(tuple(sorted(mesh.axes, key=lambda axis: -axis.stride))), options)
+        self.legal_mesh, self.mesh = timed, replace(timed, sub_batch_axes=())
+        overlap = options.overlap
+        self.prices = Prices(self.mesh, cluster, overlap.quantize, all_gradient_bytes if overlap.buckets else 0)
+        self.windows = Windows.of(cluster, self.prices.levels, overlap)
+        self.facts = Facts(annotated, cluster)
+        self.variables: list[Variable] = []
+        self.follows: dict[fx.Node, int] = {}
+        self.layouts: dict[fx.Node, PortLayouts] = {}
+        self.whole_batch: set[int] = set()
+        """The variables that take all sub-batches at once."""
+        self.signatures: dict[fx.Node, int] = {}
+        """The same number for values that lie alike, port by port."""
+        self._edges: dict[tuple[int, int], Links] = {}
+        self._changes: dict[object, Links] = {}
+        self._sums: dict[object, Links] = {}
+        self._known: dict[object, int] = {}
         self.forced, self.limit = forced, options.limit(cluster)
-        world_size = self.mesh.world_size
-        self.holding = Holding(annotated, self.facts, options.micro_batch_count, world_size, self.follows, self.lies)
-        self._remembered: dict[object, tuple[Arrivals, int, Costs, list[tuple[int, int, Costs]]]] = {}
-        self._brought: set[tuple[fx.Node, int]] = set()
-        self._placed: dict[object, tuple[Arrivals, Arrivals, Arrivals, int]] = {}
-        self._joins: dict[object, tuple[list[Assignment], Costs, Arrivals, Arrivals, Arrivals, int]] = {}
+        count, world_size = options.micro_batch_count, self.mesh.world_size
+        self.memory = ActivationMemory(annotated, self.facts, count, world_size, self.follows, self.layouts)
+        self._followers: dict[object, tuple[PortLayouts, int, Costs, list[tuple[int, int, Costs]]]] = {}
+        self._moved: set[tuple[fx.Node, int]] = set()
+        self._placed: dict[object, tuple[PortLayouts, PortLayouts, PortLayouts, int]] = {}
+        self._joins: dict[object, tuple[list[Assignment], Costs, PortLayouts, PortLayouts, PortLayouts, int]] = {}
         self._priced: dict[int, Variable] = {}
         self._numbers: dict[str, int] = {}
 
@@ -448,10 +146,10 @@ class Costing(Edges):
             else:
                 self._follower(node)
             if node in self.follows:
-                self.holding.add(node, self.variables[self.follows[node]])
-        rows = Rows(self.windows, self.options.micro_batch_count)
+                self.memory.add(node, self.variables[self.follows[node]])
+        rows = RowBuilder(self.windows, self.options.micro_batch_count)
         ops = tuple(rows.row(variable) for variable in self.variables)
-        fixed = self.holding.fixed_bytes
+        fixed = self.memory.fixed_bytes
         return Costed(Problem(ops, self.edges(rows), self.limit, fixed, windows=self.windows.names), self.variables)
 
     # -- variables
@@ -473,13 +171,13 @@ class Costing(Edges):
             assignments = [list(port.values())[at].as_dict() for port in variable.ports]
             outputs = [output_layouts(bound, assignment, self.mesh) for assignment in assignments]
             rule = find_rule(node)
-            wants = [accept_own_partials(rule, mine, input_layouts(bound, mine)) for mine in assignments]
-            gradients = [_gradients(node, mine, want) for mine, want in zip(assignments, wants)]
-            self._placed[key] = wants, gradients, outputs, self.number(tuple(outputs))
-        wants, gradients, outputs, signature = self._placed[key]
-        self.edges_into(number, node, wants, gradients, key)
-        self.holding.add_op(node, variable, wants)
-        self._settle(node, number, outputs, signature)
+            inputs = [accept_own_partials(rule, mine, input_layouts(bound, mine)) for mine in assignments]
+            gradients = [_gradients(node, mine, own) for mine, own in zip(assignments, inputs)]
+            self._placed[key] = inputs, gradients, outputs, self.number(tuple(outputs))
+        inputs, gradients, outputs, signature = self._placed[key]
+        self.edges_into(number, node, inputs, gradients, key)
+        self.memory.add_op(node, variable, inputs)
+        self._record(node, number, outputs, signature)
 
     def _op_variable(self, op: Op) -> Variable:
         values = [self.facts.shapes[name] for name in (op.parameter, *op.companions)]
@@ -589,7 +287,7 @@ class Costing(Edges):
         arguments = [argument for argument in tensor_args(node) if argument in self.follows]
         origins = {self.follows[argument] for argument in arguments}
         bound = bound_of(node)
-        if not origins:  # it depends on inputs alone: as they lie, which costs next to nothing
+        if not origins:  # it depends on inputs alone: in their layouts, which costs next to nothing
             return
         if len(origins) > 1 or self._ends_sums(node, bound, arguments):
             self._join(node, bound, arguments)
@@ -597,31 +295,31 @@ class Costing(Edges):
         (number,) = origins
         variable = self.variables[number]
         key = self._key(node)
-        if key not in self._remembered:
+        if key not in self._followers:
             choices = [self._choose(node, bound, dict.fromkeys(arguments, p)) for p in range(len(variable.ports))]
-            arrivals: Arrivals = [choice.outputs for choice in choices]
+            outputs: PortLayouts = [choice.outputs for choice in choices]
             costs = self._computed(node, [Assignment.of(choice.assignment) for choice in choices])
             gradients = [_gradients(node, choice.assignment, choice.inputs) for choice in choices]
             changes = []
             for position, argument in enumerate(tensor_args(node)):
                 if argument in self.follows:
-                    wants, back = [c.inputs[position] for c in choices], [gradient[position] for gradient in gradients]
-                    changes.append((position, *self.change(argument, wants, back, self.is_undivided(node))))
+                    targets, back = [c.inputs[position] for c in choices], [own[position] for own in gradients]
+                    changes.append((position, *self.change(argument, targets, back, self.is_undivided(node))))
             for port, choice in enumerate(choices):
                 self._in_parts(node, choice, costs[:, :, port])
-            self._remembered[key] = arrivals, self.number(tuple(arrivals)), costs, changes
-        self._remember(node, number, key)
+            self._followers[key] = outputs, self.number(tuple(outputs)), costs, changes
+        self._add_follower(node, number, key)
 
-    def _remember(self, node: fx.Node, number: int, key: object) -> None:
+    def _add_follower(self, node: fx.Node, number: int, key: object) -> None:
         """Add what a node costs that does the same as another one; what several want alike is brought there once."""
-        arrivals, signature, costs, changes = self._remembered[key]
+        outputs, signature, costs, changes = self._followers[key]
         variable, arguments = self.variables[number], tensor_args(node)
         variable.costs += costs
-        for position, wanted, change in changes:
-            if (arguments[position], wanted) not in self._brought:
-                self._brought.add((arguments[position], wanted))
+        for position, targets, change in changes:
+            if (arguments[position], targets) not in self._moved:
+                self._moved.add((arguments[position], targets))
                 variable.costs += change
-        self._settle(node, number, arrivals, signature)
+        self._record(node, number, outputs, signature)
 
     def _computed(self, node: fx.Node, assignments: Sequence[Assignment]) -> Costs:
         """Computing a node at each of these assignments, forward and backward."""
@@ -638,8 +336,8 @@ class Costing(Edges):
         """
         if node not in self.facts.names or not self.options.sequence_parallel:
             return False
-        ports = [(argument, port) for argument in arguments for port, have in enumerate(self.lies[argument])
-                 if have[0].partial]  # fmt: skip
+        ports = [(argument, port) for argument in arguments for port, layouts in enumerate(self.layouts[argument])
+                 if layouts[0].partial]  # fmt: skip
         return any(not self._choose(node, bound, {a: port}).outputs[0].partial for a, port in ports)
 
     def _in_parts(self, node: fx.Node, choice: OpSharding, costs: Costs) -> None:
@@ -664,17 +362,17 @@ class Costing(Edges):
             choices: dict[Assignment, OpSharding] = {}
             scatters = Scatters(bound, find_rule(node), self.mesh)
             for argument in arguments:
-                for port in range(len(self.lies[argument])):
+                for port in range(len(self.layouts[argument])):
                     choice = self._choose(node, bound, {argument: port})
                     choices.setdefault(Assignment.of(choice.assignment), choice)
-                    scatters.add(choice, self.lies[argument][port][0])
+                    scatters.add(choice, self.layouts[argument][port][0])
             choices = scatters.among(choices, self.options.sequence_parallel)
             costs = self._computed(node, list(choices))
-            wants = [choice.inputs for choice in choices.values()]
+            inputs = [choice.inputs for choice in choices.values()]
             outputs = [choice.outputs for choice in choices.values()]
             gradients = [_gradients(node, choice.assignment, choice.inputs) for choice in choices.values()]
-            self._joins[key] = list(choices), costs, wants, gradients, outputs, self.number(tuple(outputs))
-        options, costs, wants, gradients, outputs, signature = self._joins[key]
+            self._joins[key] = list(choices), costs, inputs, gradients, outputs, self.number(tuple(outputs))
+        options, costs, inputs, gradients, outputs, signature = self._joins[key]
         number = len(self.variables)
         if self.is_undivided(node):
             self.whole_batch.add(number)
@@ -693,41 +391,41 @@ class Costing(Edges):
                 lasting=np.zeros(size),
             )
         )
-        self.edges_into(number, node, wants, gradients, key)
-        self._settle(node, number, outputs, signature)
+        self.edges_into(number, node, inputs, gradients, key)
+        self._record(node, number, outputs, signature)
 
     def _choose(self, node: fx.Node, bound: BoundRule, ports: dict[fx.Node, int]) -> OpSharding:
         """How `node` is spread when these of its inputs decide; a softmax that can be decomposed blocks nothing."""
         rule = find_rule(node)
         if rule is not None and rule.decompose is not None:
             bound = replace(bound, factors=tuple(replace(f, blocked=False) for f in bound.factors))
-        arrivals = []
+        inputs = []
         for argument in tensor_args(node):
             shape = argument.meta["val"].shape
             port = ports.get(argument)
-            layout = Layout.replicated(shape) if port is None else self.lies[argument][port][0]
+            layout = Layout.replicated(shape) if port is None else self.layouts[argument][port][0]
             users = len(argument.users) == 1
-            arrivals.append(OpInput(layout, argument.meta["val"].numel(), argument not in self.follows, users))
-        return follow(bound, rule, self._with_batch(node, bound, arrivals), self.mesh, linear_in(node))
+            inputs.append(OpInput(layout, argument.meta["val"].numel(), argument not in self.follows, users))
+        return follow(bound, rule, self._with_batch(node, bound, inputs), self.mesh, linear_in(node))
 
-    def _with_batch(self, node: fx.Node, bound: BoundRule, arrivals: list[OpInput]) -> list[OpInput]:
+    def _with_batch(self, node: fx.Node, bound: BoundRule, inputs: list[OpInput]) -> list[OpInput]:
         """Where the batch comes from inputs alone (a mask that is added to biases), these over all axes that are left.
 
-        So inputs lie, as far as ops do not use the axes for something else.
+        Inputs have this layout, as far as ops do not use the axes for something else.
         """
         batch = self.facts.batch_factor(node)
         having = [any(batch in names for names in dims) for dims in bound.inputs]
-        if not batch or any(has and not arrival.is_parameter for has, arrival in zip(having, arrivals)):
-            return arrivals
-        used = {axis for arrival in arrivals for axis in (*arrival.layout.shard_axes, *dict(arrival.layout.partial))}
+        if not batch or any(has and not given.is_parameter for has, given in zip(having, inputs)):
+            return inputs
+        used = {axis for given in inputs for axis in (*given.layout.shard_axes, *dict(given.layout.partial))}
         left, free = bound.sizes()[batch], {}
         for axis in (*self.mesh.axes, *self.mesh.time_axes):
             if axis not in used and left % axis.size == 0:
                 left, free[axis] = left // axis.size, batch
-        lies = input_layouts(bound, free)
+        layouts = input_layouts(bound, free)
         return [
-            replace(arrival, layout=layout, is_parameter=False) if has else arrival
-            for arrival, layout, has in zip(arrivals, lies, having)
+            replace(given, layout=layout, is_parameter=False) if has else given
+            for given, layout, has in zip(inputs, layouts, having)
         ]
 
     # -- what passes through
@@ -737,38 +435,30 @@ class Costing(Edges):
         if source not in self.follows:
             return
         number, bound, key = self.follows[source], bound_of(node), self._key(node)
-        if key not in self._remembered:
-            arrivals: Arrivals = []
-            wants = []
-            for have in (port[0] for port in self.lies[source]):
-                lies, result = have, layout_through_view(have, bound.inputs[0], bound.outputs[0], bound.sizes())
-                if result is None:
-                    kept = factors_of(have.dims, bound.inputs[0], bound.sizes())
-                    lies = without_axes(have, set(have.shard_axes) - set(kept))
-                    result = layout_through_view(lies, bound.inputs[0], bound.outputs[0], bound.sizes())
-                    if result is None:
-                        lies = without_axes(have, have.shard_axes)
-                        result = layout_through_view(lies, bound.inputs[0], bound.outputs[0], bound.sizes())
-                    assert result is not None
-                wants.append(lies)
-                arrivals.append((result,))
-            change = (0, *self.change(source, wants, [whole(want) for want in wants], self.is_undivided(node)))
-            costs = self.windows.none(len(wants))
-            self._remembered[key] = arrivals, self.number(tuple(arrivals)), costs, [change]
-        self._remember(node, number, key)
+        if key not in self._followers:
+            outputs: PortLayouts = []
+            targets: list[Layout] = []
+            for source_layout in (port[0] for port in self.layouts[source]):
+                target, result = _through_view(source_layout, bound)
+                targets.append(target)
+                outputs.append((result,))
+            change = (0, *self.change(source, targets, [whole(each) for each in targets], self.is_undivided(node)))
+            costs = self.windows.none(len(targets))
+            self._followers[key] = outputs, self.number(tuple(outputs)), costs, [change]
+        self._add_follower(node, number, key)
 
     def _getitem(self, node: fx.Node) -> None:
         parent, index = source_of(node)
         if parent in self.follows and hasattr(node.meta["val"], "numel"):
             key = "item", index, self.signatures[parent]
-            if key not in self._remembered:
-                arrivals: Arrivals = [(port[index],) for port in self.lies[parent]]
-                none = self.windows.none(len(arrivals))
-                self._remembered[key] = arrivals, self.number(tuple(arrivals)), none, []
-            self._remember(node, self.follows[parent], key)
+            if key not in self._followers:
+                outputs: PortLayouts = [(port[index],) for port in self.layouts[parent]]
+                none = self.windows.none(len(outputs))
+                self._followers[key] = outputs, self.number(tuple(outputs)), none, []
+            self._add_follower(node, self.follows[parent], key)
 
-    def _settle(self, node: fx.Node, number: int, arrivals: Arrivals, signature: int) -> None:
-        self.follows[node], self.lies[node], self.signatures[node] = number, arrivals, signature
+    def _record(self, node: fx.Node, number: int, outputs: PortLayouts, signature: int) -> None:
+        self.follows[node], self.layouts[node], self.signatures[node] = number, outputs, signature
 
     def _key(self, node: fx.Node) -> object:
         """Equal for ops that do the same with values that lie alike, as in equal layers."""
@@ -777,6 +467,98 @@ class Costing(Edges):
         batch = self.facts.batch_factor(node)
         kind = str(node.target), self.is_undivided(node)
         return kind, self.number(bound_of(node)), given, str(node.meta.get("val")), batch
+
+    # -- edges
+
+    def edges(self, rows: RowBuilder) -> tuple[Edge, ...]:
+        """The edges that cost anything."""
+        beside = [each.prices.independent_seconds if each.prices else None for each in self.variables]
+        return tuple(
+            rows.edge(*ends, links, not self.whole_batch.isdisjoint(ends), beside[ends[1]])
+            for ends, links in sorted(self._edges.items())
+            if links.any()
+        )
+
+    def parts(self, is_whole_batch: bool) -> int:
+        """In how many parts, one after another, a value is computed and moved: the sub-batches."""
+        return 1 if is_whole_batch else self.options.overlap.sub_batches
+
+    def change(
+        self, argument: fx.Node, targets: Sequence[Layout], gradients: Sequence[Layout], whole_batch: bool
+    ) -> tuple[int, Costs]:
+        """A number for a value's targets by port, and what it takes to bring it there, and its gradient back."""
+        sources = [port[0] for port in self.layouts[argument]]
+        parts = self.parts(whole_batch)
+        links = parts * self.prices.pairs(sources, targets, gradients, argument.meta["val"].element_size() / parts)
+        return self.number(tuple(targets)), self.windows.activations(links, whole_batch)
+
+    def edges_into(
+        self,
+        number: int,
+        node: fx.Node,
+        inputs: Sequence[Sequence[Layout]],
+        gradients: Sequence[Sequence[Layout]],
+        signature: object,
+    ) -> None:
+        """Add the changes of layout of a node's inputs, and of their gradients, by the ports of its variable."""
+        for position, argument in enumerate(tensor_args(node)):
+            if argument not in self.follows:
+                continue
+            source = self.follows[argument]
+            shared = self.facts.readers[root_of(argument)] if node in self.facts.roles else 1
+            parts = self.parts(not self.whole_batch.isdisjoint((source, number)))
+            key = self.signatures[argument], signature, position, shared, parts
+            if key not in self._changes:
+                sources, targets = [port[0] for port in self.layouts[argument]], [own[position] for own in inputs]
+                back = [gradient[position] for gradient in gradients]
+                itemsize = argument.meta["val"].element_size() / parts
+                links = self.prices.table(sources, targets, back, itemsize)
+                for idle, ports in self._idle(source).items():
+                    # Its backward computes with a part of the gradient, too, and sums what becomes of it
+                    partial = [without_axes(gradient, set(idle)) for gradient in back]
+                    links[1][:, ports] = self.prices.gradients(partial, [sources[port] for port in ports], itemsize)
+                self._changes[key] = parts * links / shared
+            links = self._changes[key]
+            if source == number:
+                diagonal = np.diagonal(links, axis1=2, axis2=3)
+                self.variables[number].costs += self.windows.activations(diagonal, number in self.whole_batch)
+            elif (source, number) in self._edges:
+                before = self._edges[source, number]
+                pair = id(before), id(links)  # equal layers share their edges' tables
+                self._edges[source, number] = self._sums.setdefault(pair, before + links)
+            else:
+                self._edges[source, number] = links
+
+    def _idle(self, number: int) -> dict[frozenset[Axis], list[int]]:
+        """The ports of an op without a batch by the axes over which it does the same everywhere; none of a join."""
+        variable, found = self.variables[number], dict[frozenset[Axis], list[int]]()
+        if variable.op is None or variable.op.batch > 1:
+            return found
+        for number, port in enumerate(variable.ports):
+            used = {axis for own in port.values() for axis, _ in own.items}
+            found.setdefault(frozenset(self.mesh.axes) - used, []).append(number)
+        found.pop(frozenset(), None)
+        return found
+
+    def number(self, thing: object) -> int:
+        """A number for what compares equal: cheap to hash where it is asked for again and again."""
+        return self._known.setdefault(thing, len(self._known))
+
+    def is_undivided(self, node: fx.Node) -> bool:
+        """Whether a node is in one of the modules that take all sub-batches at once."""
+        return any_covers(self.options.overlap.exclude_from_sub_batches, info(node).op)
+
+
+def _through_view(layout: Layout, bound: BoundRule) -> tuple[Layout, Layout]:
+    """The layout that a view takes a value in, as near to `layout` as it can, and that of its result."""
+    inputs, outputs, sizes = bound.inputs[0], bound.outputs[0], bound.sizes()
+    passing = factors_of(layout.dims, inputs, sizes)
+    nearest = layout
+    for gathered in ((), set(layout.shard_axes) - set(passing), layout.shard_axes):
+        nearest = without_axes(layout, gathered)
+        if (result := layout_through_view(nearest, inputs, outputs, sizes)) is not None:
+            return nearest, result
+    raise AssertionError(f"a view takes no layout of {nearest}")
 
 
 def _gradients(node: fx.Node, assignment: Mapping[Axis, str], inputs: Sequence[Layout]) -> tuple[Layout, ...]:

@@ -241,7 +241,7 @@ def _held(
     at_rest, partials = [], []
     for layout, axes, batch in zip(used_at, stages, over):
         whole = Layout.replicated(layout.global_shape)
-        at_rest.append([whole] * 3 if parameters.whole else prices.rests(layout, axes))
+        at_rest.append([whole] * 3 if parameters.whole else prices.state_layouts(layout, axes))
         unsummed = (axis for axis in mesh.axes if axis in batch and axis not in layout.shard_axes)
         partials.append(Layout(layout.dims, tuple((axis, "sum") for axis in unsummed)))
     rest, summed, master = ([stage[number] for stage in at_rest] for number in range(3))
@@ -264,12 +264,12 @@ def _held(
     kept = (gathered * is_read_again * (1.0 - again) * used * sizes.working).astype(np.int64)
     copies = (gathered * (1.0 + parameters.beside) * (used // slices)).astype(np.int64)
 
-    def moved(move: Moving, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: int) -> Floats:
+    def moved(move: Moving, sources: Sequence[Layout], targets: Sequence[Layout], itemsize: int) -> Floats:
         """Of each slice alone, all of them together."""
-        found = move(haves, wants, itemsize)
+        found = move(sources, targets, itemsize)
         for count in {*slices.tolist()} - {1}:
             own = [index for index, each in enumerate(gathering) if each.slices == count]
-            each = move([haves[i] for i in own], [wants[i] for i in own], itemsize / count)
+            each = move([sources[i] for i in own], [targets[i] for i in own], itemsize / count)
             found[:, own] = count * each
         return found
 
@@ -358,7 +358,7 @@ def _batch_axes(op: Op, assignments: Mapping[str, Assignment]) -> set[Axis]:
 def _owned_sum(role: Role, assignment: Assignment, prices: Prices) -> Links:
     """Summing what a backward node leaves of an input's gradient with the ranks that own it.
 
-    What is a partial sum on all ranks is part of the change of layout to where the input lies.
+    What is a partial sum on all ranks is part of the change of layout to the layout of the input.
     """
     nothing: Links = np.zeros(prices.num_links)
     bound = info(role.node).rule

@@ -32,12 +32,12 @@ t[forward] >= compute + waited                                   `Windows.loads`
 t[forward] >= waited on l + hidden on l          for a level l   `Windows.loads`                 Oases 2 and 3
 + slowdown (1 - 1 / drag) compute
 t[backward] >= the same of the backward, with what is            `Windows.loads`,                Oases 4 to 6
-recomputed                                                       `recomputation.with_modes`
-t[optimizer] >= host, t[optimizer] >= memory                     `pricing.price_op`
-hidden in the forward: gathers from states to copies, and to     `pricing.price_op`              AMSP 1 to 4, OSDP 1
+recomputed                                                       `step_choices.with_modes`
+t[optimizer] >= host, t[optimizer] >= memory                     `op_costs.price_op`
+hidden in the forward: gathers from states to copies, and to     `op_costs.price_op`             AMSP 1 to 4, OSDP 1
 where they are used; in the backward: the latter once more
-hidden in the backward: reductions of gradients                  `pricing.price_op`              AMSP 5 to 7, OSDP 1
-waited: changes of layout between ops, and of their gradients    `costing.Costing`               AxoNN 4 to 10
+hidden in the backward: reductions of gradients                  `op_costs.price_op`             AMSP 5 to 7, OSDP 1
+waited: changes of layout between ops, and of their gradients    `build_problem.ProblemBuilder`  AxoNN 4 to 10
 ===============================================================  ==============================  =====================
 
 The papers: Oases (arXiv 2305.16121), AMSP (arXiv 2311.00257), OSDP (arXiv 2209.13258), AxoNN (arXiv 2305.13525).

@@ -84,26 +84,26 @@ def group_axes(group: int, axes: Sequence[Axis]) -> tuple[Axis, ...]:
 
 
 def moves_between(
-    haves: Sequence[Layout], wants: Sequence[Layout], axes: Sequence[Axis], paired: bool = False
+    sources: Sequence[Layout], targets: Sequence[Layout], axes: Sequence[Axis], paired: bool = False
 ) -> list[Move]:
-    """The moves from each of `haves` (the rows) to each of `wants` (the columns), in their order.
+    """The moves from each of `sources` (the rows) to each of `targets` (the columns), in their order.
 
     Where a layout is wanted partial, what is partial in the same way stays so (`attainable_layout`).
 
     Parameters
     ----------
-    haves, wants : sequences of Layout
+    sources, targets : sequences of Layout
         Of one value, without padding.
     axes : sequence of Axis
         All that these layouts have.
     paired : bool
-        Only from each of `haves` to that of `wants` in the same place: the arrays have one dimension.
+        Only from each of `sources` to that of `targets` in the same place: the arrays have one dimension.
 
     Examples
     --------
     >>> gpu, node = Axis("gpu0", 2), Axis("node0", 4, 2)
-    >>> haves = [Layout(((8,),), ((gpu, "sum"),)), Layout(((node, gpu),))]
-    >>> for move in moves_between(haves, [Layout(((8,),)), Layout(((gpu, 4),))], (gpu, node)):
+    >>> sources = [Layout(((8,),), ((gpu, "sum"),)), Layout(((node, gpu),))]
+    >>> for move in moves_between(sources, [Layout(((8,),)), Layout(((gpu, 4),))], (gpu, node)):
     ...     print(move.kind, move.groups.tolist(), move.numel.tolist())
     reduce_scatter [[0, 2], [0, 0]] [[8, 8], [1, 1]]
     all_reduce [[2, 0], [0, 0]] [[8, 4], [1, 1]]
@@ -112,27 +112,27 @@ def moves_between(
     """
     axes = outermost_first(axes)
     arrays = _Arrays(axes)
-    have, want = arrays.rows(haves), arrays.rows(wants)
-    table = np.arange(len(haves))[:, None], np.arange(len(wants))[None, :]
-    at = (np.arange(len(haves)),) if paired else table
+    source, target = arrays.rows(sources), arrays.rows(targets)
+    table = np.arange(len(sources))[:, None], np.arange(len(targets))[None, :]
+    at = (np.arange(len(sources)),) if paired else table
     row, column, shape = at[0], at[-1], np.broadcast_shapes(*(index.shape for index in at))
     reduces = arrays.reduces
     dims, overlap = arrays.relations()
     across = overlap & ~np.eye(len(dims), dtype=bool)
-    have_on, want_on, have_across = have.touch(overlap), want.touch(overlap), have.touch(across)
+    source_on, target_on, source_across = source.touch(overlap), target.touch(overlap), source.touch(across)
     opposed = np.zeros((int(dims.max()) + 1, *shape), dtype=bool)  # dimensions that are gathered whole
     for index in range(len(axes)):
-        new = want.places[column, index]
+        new = target.places[column, index]
         for dim in np.unique(dims[new]):
-            opposed[dim] |= have_across[row, new] & (dims[new] == dim)
+            opposed[dim] |= source_across[row, new] & (dims[new] == dim)
 
     scattered, reduced = ({op: _Groups(shape) for op in reduces} for _ in range(2))
     sliced, exchanged, gathered, cut = (_Groups(shape) for _ in range(4))
     for index, axis in enumerate(axes):
-        old, new = have.places[row, index], want.places[column, index]
+        old, new = source.places[row, index], target.places[column, index]
         fixed = opposed[dims[old], *at]
-        room = (new > 0) & ~have_on[row, new] & ~opposed[dims[new], *at]
-        before, after = have.partial[row, index], want.partial[column, index]
+        room = (new > 0) & ~source_on[row, new] & ~opposed[dims[new], *at]
+        before, after = source.partial[row, index], target.partial[column, index]
         pending = (before > 0) & (before != after)
         for op, numbers in reduces.items():
             mine = pending & np.isin(before, numbers)
@@ -140,13 +140,13 @@ def moves_between(
             reduced[op].add(axis, index, mine & ~room)
         slices = room & (old == 0)
         sliced.add(axis, index, slices & ~pending)
-        exchanges = room & (old > 0) & ~want_on[column, old] & ~fixed
+        exchanges = room & (old > 0) & ~target_on[column, old] & ~fixed
         exchanged.add(axis, index, exchanges, exchanges)
         done = (old == new) & ~fixed | slices | exchanges
         gathered.add(axis, index, (old > 0) & ~done, dims[old] > 1)
         cut.add(axis, index, (new > 0) & ~done)
 
-    numel = np.broadcast_to(have.numel[row], shape)
+    numel = np.broadcast_to(source.numel[row], shape)
     found: list[Move] = []
     for op in reduces:
         found.append(Move("reduce_scatter", scattered[op].axes, numel, numel * scattered[op].apart))
@@ -273,84 +273,85 @@ class Prices:
         self._collectives: dict[tuple[str, tuple[Axis, ...], bool], dict[int, Links]] = {}
         self._groups: dict[tuple[str, int, bool], tuple[tuple[Axis, ...], dict[int, Links]]] = {}
         self._works: dict[fx.Node, Work | None] = {}
-        self._rests: dict[tuple[Layout, tuple[tuple[Axis, ...], ...]], list[Layout]] = {}
+        self._state_layouts: dict[tuple[Layout, tuple[tuple[Axis, ...], ...]], list[Layout]] = {}
         self._computed: dict[tuple[object, ...], float] = {}
         self._tables = lru_cache(_MAX_CACHED_TABLES)(self._priced)
 
     def table(
-        self, haves: Sequence[Layout], wants: Sequence[Layout], gradients: Sequence[Layout], itemsize: int
+        self, sources: Sequence[Layout], targets: Sequence[Layout], gradients: Sequence[Layout], itemsize: int
     ) -> Links:
-        """From each of `haves` to each of `wants`, and from where these leave the gradient back to each of `haves`.
+        """From each of `sources` to each of `targets`, and back from where these leave the gradient.
 
         An array of the two ways, what takes them, and the two.
         """
-        return np.stack([self._changes(haves, wants, itemsize), self.gradients(gradients, haves, itemsize)])
+        return np.stack([self._changes(sources, targets, itemsize), self.gradients(gradients, sources, itemsize)])
 
-    def gradients(self, gradients: Sequence[Layout], haves: Sequence[Layout], itemsize: int) -> Links:
+    def gradients(self, gradients: Sequence[Layout], sources: Sequence[Layout], itemsize: int) -> Links:
         """The second of `table`'s ways alone: an array of what takes it, and the two."""
-        return self._changes(gradients, [whole(have) for have in haves], itemsize).swapaxes(1, 2)
+        return self._changes(gradients, [whole(source) for source in sources], itemsize).swapaxes(1, 2)
 
     def pairs(
-        self, haves: Sequence[Layout], wants: Sequence[Layout], gradients: Sequence[Layout], itemsize: int
+        self, sources: Sequence[Layout], targets: Sequence[Layout], gradients: Sequence[Layout], itemsize: int
     ) -> Links:
-        """As `table`, from each of `haves` only to what is in the same place."""
-        back = self.one_way(gradients, [whole(have) for have in haves], itemsize)
-        return np.stack([self.one_way(haves, wants, itemsize), back])
+        """As `table`, from each of `sources` only to what is in the same place."""
+        back = self.one_way(gradients, [whole(source) for source in sources], itemsize)
+        return np.stack([self.one_way(sources, targets, itemsize), back])
 
-    def gathers(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float) -> Links:
+    def gathers(self, sources: Sequence[Layout], targets: Sequence[Layout], itemsize: float) -> Links:
         """As `one_way`, of parameters: their all-gathers may be quantized."""
-        return self.one_way(haves, wants, itemsize, {"all_gather": self.bits.get("parameters", 0)})
+        return self.one_way(sources, targets, itemsize, {"all_gather": self.bits.get("parameters", 0)})
 
-    def scatters(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float) -> Links:
+    def scatters(self, sources: Sequence[Layout], targets: Sequence[Layout], itemsize: float) -> Links:
         """As `one_way`, of gradients: their reduce-scatters may be quantized, their reductions merged."""
         bits: Bits = {"reduce_scatter": self.bits.get("gradients", 0)}
-        return self.one_way(haves, wants, itemsize, bits, is_merged=self.merged_bytes > 0)
+        return self.one_way(sources, targets, itemsize, bits, is_merged=self.merged_bytes > 0)
 
     def one_way(
         self,
-        haves: Sequence[Layout],
-        wants: Sequence[Layout],
+        sources: Sequence[Layout],
+        targets: Sequence[Layout],
         itemsize: float,
         bits: Bits = MappingProxyType({}),
         is_merged: bool = False,
     ) -> Links:
-        """From each of `haves` to that of `wants` in the same place: an array of what takes it, and these.
+        """From each of `sources` to that of `targets` in the same place: an array of what takes it, and these.
 
         `bits` has the bits of an element in each kind of collective that moves quantized blocks. Collectives that are
         merged with others have a part of the latency of a bucket.
         """
-        links = np.zeros((self.num_links, len(haves)))
-        moved = [index for index, (have, want) in enumerate(zip(haves, wants)) if have is not want and have != want]
-        plain = [index for index in moved if haves[index].padding is None and wants[index].padding is None]
+        links = np.zeros((self.num_links, len(sources)))
+        pairs = enumerate(zip(sources, targets))
+        moved = [index for index, (source, target) in pairs if source is not target and source != target]
+        plain = [index for index in moved if sources[index].padding is None and targets[index].padding is None]
         if plain:
-            ends = [haves[i] for i in plain], [wants[i] for i in plain]
+            ends = [sources[i] for i in plain], [targets[i] for i in plain]
             links[:, plain] = self._priced(*ends, itemsize, paired=True, bits=bits, is_merged=is_merged)
         for index in sorted({*moved} - {*plain}):
-            for step in steps_between(haves[index], wants[index]):
+            for step in steps_between(sources[index], targets[index]):
                 if step.kind not in LOCAL_STEPS:
                     size = max(local_numel(step.before), local_numel(step.after)) * itemsize
                     links[:, index] += self.collective(step.kind, step.axes, int(size), is_merged)
         return links
 
-    def _changes(self, haves: Sequence[Layout], wants: Sequence[Layout], itemsize: float) -> Links:
-        """What takes a change from each of `haves` to each of `wants`, of which many are equal."""
-        different, rows = _distinct(haves)
-        others, columns = _distinct(wants)
+    def _changes(self, sources: Sequence[Layout], targets: Sequence[Layout], itemsize: float) -> Links:
+        """What takes a change from each of `sources` to each of `targets`, of which many are equal."""
+        different, rows = _distinct(sources)
+        others, columns = _distinct(targets)
         return self._tables(different, others, itemsize)[:, rows[:, None], columns]
 
     def _priced(
         self,
-        haves: Sequence[Layout],
-        wants: Sequence[Layout],
+        sources: Sequence[Layout],
+        targets: Sequence[Layout],
         itemsize: float,
         paired: bool = False,
         bits: Bits = MappingProxyType({}),
         is_merged: bool = False,
     ) -> Links:
         """What changes of layout take: a table of them, or a column."""
-        shape = (len(haves),) if paired else (len(haves), len(wants))
+        shape = (len(sources),) if paired else (len(sources), len(targets))
         links: Links = np.zeros((self.num_links, *shape))
-        for move in moves_between(haves, wants, self._axes, paired):
+        for move in moves_between(sources, targets, self._axes, paired):
             sizes, size_of = np.unique((move.copied * itemsize).astype(np.int64), return_inverse=True)
             links[0] += np.array([self.copy(int(size)) for size in sizes])[size_of].reshape(move.copied.shape)
             if move.kind not in LOCAL_STEPS:
@@ -446,13 +447,13 @@ class Prices:
                     links[1 + len(self.levels) + self.levels.index(level)] = use * demand.transfer
         return links
 
-    def rests(self, lies: Layout, stages: tuple[tuple[Axis, ...], ...]) -> list[Layout]:
-        """Where a parameter that its op needs at `lies` rests, its gradient is summed, and its states rest."""
-        key = lies, stages
-        if key not in self._rests:
-            free = [[axis for axis in stage if axis not in lies.shard_axes] for stage in stages]
-            self._rests[key] = state_layouts(lies, free, self.mesh)
-        return self._rests[key]
+    def state_layouts(self, used: Layout, stages: tuple[tuple[Axis, ...], ...]) -> list[Layout]:
+        """The layouts at rest of a parameter that its op needs at `used`, of its gradient, and of its states."""
+        key = used, stages
+        if key not in self._state_layouts:
+            free = [[axis for axis in stage if axis not in used.shard_axes] for stage in stages]
+            self._state_layouts[key] = state_layouts(used, free, self.mesh)
+        return self._state_layouts[key]
 
     def compute(self, node: fx.Node, assignment: Assignment, batch: Sequence[str] = (), parts: int = 1) -> float:
         """Seconds of an op at an assignment: the axes share its FLOPs, its bytes and its product follow local sizes.

@@ -36,12 +36,13 @@ from torch import fx
 from shardweave.cost_model import node_work, work_seconds
 from shardweave.ir import RECOMPUTE_MODES, Layout, RecomputeMode, Strategy, axes_size, normalise
 from shardweave.passes import region_of
-from shardweave.planner.problem.build_problem import Costed, Costing, Rows, Variable
+from shardweave.planner.problem.build_problem import ProblemBuilder
 from shardweave.planner.problem.graph_analysis import is_alias, num_bytes, root_of
 from shardweave.planner.problem.overlap_model import Costs, Floats, Windows
 from shardweave.planner.problem.problem import Candidate, Edge
 from shardweave.planner.problem.problem import Op as Row
 from shardweave.planner.problem.resharding_costs import Links, local_numel, tensor_outputs
+from shardweave.planner.problem.variables import Costed, RowBuilder, Variable
 from shardweave.sharding import graph_outputs, info, last_match, tensor_args, users_through_views
 
 OPERATOR_SLICES = 4
@@ -51,31 +52,31 @@ MIN_TRANSIENT_RATIO = 1 / 8
 """The part of the largest transient of any op that a strategy's own makes out for it to be offered in slices, too."""
 
 
-def with_slices(costing: Costing, costed: Costed) -> Costed:
+def with_slices(builder: ProblemBuilder, costed: Costed) -> Costed:
     """The problem with the strategies in slices, too, that gather much at a time; itself where none does."""
     priced = [variable.prices for variable in costed.variables if variable.prices is not None]
     much = MIN_TRANSIENT_RATIO * max((float(prices.transient_bytes.max()) for prices in priced), default=0.0)
     more = {index: sliced for index, variable in enumerate(costed.variables)
-            if (sliced := _sliced(costing, variable, much))}  # fmt: skip
+            if (sliced := _sliced(builder, variable, much))}  # fmt: skip
     if not more:
         return costed
-    rows = Rows(costing.windows, costing.options.micro_batch_count)
+    rows = RowBuilder(builder.windows, builder.options.micro_batch_count)
     ops, variables = list(costed.problem.ops), list(costed.variables)
     for index, sliced in more.items():
         whole = list(dict.fromkeys(variables[index].strategies))
-        variables[index] = costing.spread(variables[index], [*whole, *sliced])
+        variables[index] = builder.spread(variables[index], [*whole, *sliced])
         ops[index] = rows.row(variables[index])
     return replace(costed, problem=replace(costed.problem, ops=tuple(ops)), variables=variables)
 
 
-def _sliced(costing: Costing, variable: Variable, much: float) -> list[Strategy]:
+def _sliced(builder: ProblemBuilder, variable: Variable, much: float) -> list[Strategy]:
     """What an op may have in slices."""
     op, prices = variable.op, variable.prices
-    if op is None or prices is None or op.name in costing.forced or costing.options.operator_slices:
+    if op is None or prices is None or op.name in builder.forced or builder.options.operator_slices:
         return []
     held = zip(variable.strategies, prices.transient_bytes.tolist())
     large = dict.fromkeys(strategy for strategy, transient in held if transient > much)
-    fits = (strategy for strategy in large if costing.fits_slices(op, strategy, OPERATOR_SLICES))
+    fits = (strategy for strategy in large if builder.fits_slices(op, strategy, OPERATOR_SLICES))
     return [replace(strategy, slices=OPERATOR_SLICES) for strategy in fits]
 
 
@@ -83,27 +84,27 @@ BORDER = ":returned"
 """The name of the variable."""
 
 
-def with_outputs(costing: Costing, costed: Costed, named: Callable[[str], str]) -> Costed:
+def with_outputs(builder: ProblemBuilder, costed: Costed, named: Callable[[str], str]) -> Costed:
     """The problem of a whole step with what its outputs take; as it is where they are returned as they lie.
 
     Parameters
     ----------
-    costing : Costing
+    builder : ProblemBuilder
         Of the folded step.
     costed : Costed
         Of the whole step.
     named : callable
         From the name of a variable of the folded step to that of the last one that it stands for.
     """
-    outputs = _outputs(costing)
+    outputs = _outputs(builder)
     if not outputs:
         return costed
-    whole = costing.annotated.captured.whole or costing.options.outputs == "whole"
+    whole = builder.annotated.captured.whole or builder.options.outputs == "whole"
     of_ops = [
         [strategy.degree for strategy in variable.strategies] if variable.op and variable.op.batch > 1 else []
         for variable in costed.variables
     ]
-    degrees = [1] if whole else sorted({degree for own in of_ops for degree in own} or {costing.mesh.world_size})
+    degrees = [1] if whole else sorted({degree for own in of_ops for degree in own} or {builder.mesh.world_size})
     border = len(costed.variables)
     place = {variable.name: index for index, variable in enumerate(costed.variables)}
     edges: dict[int, Edge] = {}
@@ -113,10 +114,10 @@ def with_outputs(costing: Costing, costed: Costed, named: Callable[[str], str]) 
             np.minimum.at(least[:, 0], variable.port_of, own)
             edges[index] = Edge(index, border, np.where(least <= degrees, 0.0, math.inf))
     for node in outputs:
-        number = costing.follows[node]
-        index = place[named(costing.variables[number].name)]
-        links = costing.windows.activations(_links(costing, node, degrees))
-        loads, kept = costing.windows.loads(costing.options.micro_batch_count * links), _kept(costing, node, degrees)
+        number = builder.follows[node]
+        index = place[named(builder.variables[number].name)]
+        links = builder.windows.activations(_links(builder, node, degrees))
+        loads, kept = builder.windows.loads(builder.options.micro_batch_count * links), _kept(builder, node, degrees)
         if origins := costed.variables[index].origins:
             loads, kept = loads[:, origins], kept[origins]
         known = edges.get(index, Edge(index, border, np.zeros(kept.shape)))
@@ -134,44 +135,44 @@ def with_outputs(costing: Costing, costed: Costed, named: Callable[[str], str]) 
     return replace(costed, problem=problem, variables=[*costed.variables, Variable(BORDER, -1, degrees=tuple(degrees))])
 
 
-def _outputs(costing: Costing) -> list[fx.Node]:
+def _outputs(builder: ProblemBuilder) -> list[fx.Node]:
     """The outputs that go where the batch came from, or are returned whole (`boundary.Boundary`)."""
-    captured, mode = costing.annotated.captured, costing.options.outputs
-    returned = not costing.annotated.loss_inside if mode == "auto" else mode != "sharded"
+    captured, mode = builder.annotated.captured, builder.options.outputs
+    returned = not builder.annotated.loss_inside if mode == "auto" else mode != "sharded"
     if not (captured.whole or returned):
         return []
     first = len(captured.mutated_buffers)
     values = graph_outputs(captured.graph.graph)[first : first + len(captured.outputs)]
-    return [value for value in values if isinstance(value, fx.Node) and value in costing.follows
+    return [value for value in values if isinstance(value, fx.Node) and value in builder.follows
             and isinstance(value.meta["val"], torch.Tensor) and value.meta["val"].dim()]  # fmt: skip
 
 
-def _links(costing: Costing, node: fx.Node, degrees: list[int]) -> Links:
+def _links(builder: ProblemBuilder, node: fx.Node, degrees: list[int]) -> Links:
     """What brings an output from each port to where each degree has it, and its gradient back."""
-    haves = [port[0] for port in costing.lies[node]]
+    sources = [port[0] for port in builder.layouts[node]]
     value = node.meta["val"]
-    wants = [_wanted(costing, tuple(value.shape), degree) for degree in degrees]
-    return costing.prices.table(haves, wants, wants, value.element_size())
+    targets = [_wanted(builder, tuple(value.shape), degree) for degree in degrees]
+    return builder.prices.table(sources, targets, targets, value.element_size())
 
 
-def _kept(costing: Costing, node: fx.Node, degrees: list[int]) -> NDArray[np.int64]:
+def _kept(builder: ProblemBuilder, node: fx.Node, degrees: list[int]) -> NDArray[np.int64]:
     """Bytes of an output, and of its gradient, as it is returned at each degree beyond those as it lies, by port."""
-    value, facts = node.meta["val"], costing.facts
-    wanted = [local_numel(_wanted(costing, tuple(value.shape), degree)) for degree in degrees]
-    lies = [local_numel(port[0]) for port in costing.lies[node]]
-    times = costing.options.micro_batch_count * (1 + (root_of(node) in facts.differentiated))
-    beyond = np.maximum(0, np.array(wanted, dtype=np.int64) - np.array(lies, dtype=np.int64)[:, None])
+    value, facts = node.meta["val"], builder.facts
+    wanted = [local_numel(_wanted(builder, tuple(value.shape), degree)) for degree in degrees]
+    computed = [local_numel(port[0]) for port in builder.layouts[node]]
+    times = builder.options.micro_batch_count * (1 + (root_of(node) in facts.differentiated))
+    beyond = np.maximum(0, np.array(wanted, dtype=np.int64) - np.array(computed, dtype=np.int64)[:, None])
     return np.asarray(times * value.element_size() * beyond)
 
 
-def _wanted(costing: Costing, shape: tuple[int, ...], degree: int) -> Layout:
+def _wanted(builder: ProblemBuilder, shape: tuple[int, ...], degree: int) -> Layout:
     """The batch over all axes outside of the innermost ones that make up a degree."""
     layout = Layout.replicated(shape)
-    if shape[0] != costing.annotated.batch or costing.options.outputs == "whole" or costing.annotated.captured.whole:
+    if shape[0] != builder.annotated.batch or builder.options.outputs == "whole" or builder.annotated.captured.whole:
         return layout
-    axes = costing.mesh.innermost_first
+    axes = builder.mesh.innermost_first
     count = next(count for count in range(len(axes) + 1) if axes_size(axes[:count]) >= degree)
-    outside = (*costing.mesh.time_axes, *reversed(axes[count:]))
+    outside = (*builder.mesh.time_axes, *reversed(axes[count:]))
     if shape[0] % axes_size(outside):
         return layout
     return Layout((normalise([*outside, shape[0] // axes_size(outside)]), *layout.dims[1:]))
@@ -227,20 +228,20 @@ class _Layer:
     products: set[int] = field(default_factory=set)
     """The numbers of the variables whose products are computed again."""
 
-    def share(self, costing: Costing, node: fx.Node) -> _Share:
+    def share(self, builder: ProblemBuilder, node: fx.Node) -> _Share:
         """What values that follow the same variable as `node` come to."""
-        ports, num_links = len(costing.lies[node]), costing.prices.num_links
-        return self.shares.setdefault(costing.follows[node], _Share.none(ports, num_links))
+        ports, num_links = len(builder.layouts[node]), builder.prices.num_links
+        return self.shares.setdefault(builder.follows[node], _Share.none(ports, num_links))
 
-    def give(self, costing: Costing, node: fx.Node) -> None:
+    def give(self, builder: ProblemBuilder, node: fx.Node) -> None:
         """Keep another's value: as it lies, or, of a variable that has no share yet, as if it were spread over all.
 
         One more share would make the layer's mode one more op's neighbour: of wide models few can be.
         """
-        if costing.follows[node] in self.shares:
-            self.share(costing, node).given += _sizes(costing, node)
+        if builder.follows[node] in self.shares:
+            self.share(builder, node).given += _sizes(builder, node)
         else:
-            next(iter(self.shares.values())).given += num_bytes([node]) / costing.mesh.world_size
+            next(iter(self.shares.values())).given += num_bytes([node]) / builder.mesh.world_size
 
 
 _SUFFIX = ":recompute"
@@ -256,15 +257,15 @@ def layer_named(name: str) -> str:
     return name.removesuffix(_SUFFIX)
 
 
-def with_modes(costing: Costing, costed: Costed, asked: Mapping[str, RecomputeMode] | None = None) -> Costed:
+def with_modes(builder: ProblemBuilder, costed: Costed, asked: Mapping[str, RecomputeMode] | None = None) -> Costed:
     """The problem with a choice of recomputation for each layer whose backward keeps anything for itself.
 
     Where patterns say how layers are recomputed, each has no other choice.
     """
-    layers = _layers(costing)
+    layers = _layers(builder)
     if not layers:
         return costed
-    costed, same = _with_ports_by_gathers(costing, costed, layers), _Same()
+    costed, same = _with_ports_by_gathers(builder, costed, layers), _Same()
     problem = costed.problem
     ends: dict[int, list[_Layer]] = {}
     inside: dict[int, Floats] = {}
@@ -283,7 +284,7 @@ def with_modes(costing: Costing, costed: Costed, asked: Mapping[str, RecomputeMo
         for layer in ends.get(index, ()):
             modes = RECOMPUTE_MODES if asked is None else (last_match(asked, layer.name, "none"),)
             own = [place[number] for number in layer.shares]
-            tables = [same.edge(share, modes, costing, at in costing.whole_batch) for at, share in layer.shares.items()]
+            tables = [same.edge(share, modes, builder, at in builder.whole_batch) for at, share in layer.shares.items()]
             edges += [replace(table, producer=number, consumer=len(rows)) for number, table in zip(own, tables)]
             rows.append(same.row(layer, modes))
             variables.append(Variable(mode_name(layer.name), -1, modes=modes))
@@ -292,7 +293,7 @@ def with_modes(costing: Costing, costed: Costed, asked: Mapping[str, RecomputeMo
     return replace(costed, problem=replace(problem, ops=tuple(rows), edges=tuple(edges)), variables=variables)
 
 
-def _with_ports_by_gathers(costing: Costing, costed: Costed, layers: Sequence[_Layer]) -> Costed:
+def _with_ports_by_gathers(builder: ProblemBuilder, costed: Costed, layers: Sequence[_Layer]) -> Costed:
     """The problem with a port for each different cost of what an op gathers again where its layer is recomputed.
 
     The layers' shares get these costs, by port. Strategies in slices gather them again, others do not.
@@ -374,9 +375,9 @@ class _Same:
             )
         return Row(mode_name(layer.name), self.rows[key], re.sub(r"\d+", "*", layer.name))
 
-    def edge(self, share: _Share, modes: Sequence[RecomputeMode], costing: Costing, whole_batch: bool) -> Edge:
+    def edge(self, share: _Share, modes: Sequence[RecomputeMode], builder: ProblemBuilder, whole_batch: bool) -> Edge:
         """What an op's values in a layer cost under each mode."""
-        micro_batch_count, windows = costing.options.micro_batch_count, costing.windows
+        micro_batch_count, windows = builder.options.micro_batch_count, builder.windows
         kept = np.stack([share.kept(mode) for mode in modes], axis=1).astype(np.int64)
         costs = np.stack([share.costs(mode, windows, whole_batch) for mode in modes], axis=-1)
         loads = windows.loads(micro_batch_count * costs)
@@ -386,33 +387,33 @@ class _Same:
         return self.tables[key]
 
 
-def _layers(costing: Costing) -> list[_Layer]:
+def _layers(builder: ProblemBuilder) -> list[_Layer]:
     """The layers, and of each variable that has values in them what these come to."""
     nodes: dict[str, list[fx.Node]] = {}
-    for node in costing.follows:
+    for node in builder.follows:
         name = region_of(node)
         if name and not info(node).backward:
             nodes.setdefault(name, []).append(node)
     found, given = [], set[fx.Node]()
     for name, own in nodes.items():
-        layer, again = _Layer(name), _again(costing, own)
+        layer, again = _Layer(name), _again(builder, own)
         for node in own:
             if not is_alias(node):
-                _add(costing, layer.share(costing, node), node, node in again, name)
-                if node in again and node in costing.facts.roles:
-                    layer.products.add(costing.follows[node])
+                _add(builder, layer.share(builder, node), node, node in again, name)
+                if node in again and node in builder.facts.roles:
+                    layer.products.add(builder.follows[node])
         for source in dict.fromkeys(root_of(source) for node in own if node in again for source in tensor_args(node)):
-            if source in costing.follows and source not in again | given and not _is_saved(costing, source):
-                layer.give(costing, source)
+            if source in builder.follows and source not in again | given and not _is_saved(builder, source):
+                layer.give(builder, source)
                 given.add(source)
         found.append(layer)
     return [layer for layer in found if any(share.inside.any() for share in layer.shares.values())]
 
 
-def _again(costing: Costing, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+def _again(builder: ProblemBuilder, nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """What of a layer runs again where only what others read is kept: what its backward needs, and leads to it."""
-    inside = {node for node in nodes if not _is_read_outside(costing, node)}
-    needed = [node for node in inside if _is_saved(costing, node)]
+    inside = {node for node in nodes if not _is_read_outside(builder, node)}
+    needed = [node for node in inside if _is_saved(builder, node)]
     found: set[fx.Node] = set()
     while needed:
         node = needed.pop()
@@ -422,55 +423,56 @@ def _again(costing: Costing, nodes: Sequence[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _is_read_outside(costing: Costing, node: fx.Node) -> bool:
+def _is_read_outside(builder: ProblemBuilder, node: fx.Node) -> bool:
     users = [user for user in users_through_views(node) if not info(user).backward]
-    return node in costing.facts.returned or any(region_of(user) != region_of(node) for user in users)
+    return node in builder.facts.returned or any(region_of(user) != region_of(node) for user in users)
 
 
-def _is_saved(costing: Costing, node: fx.Node) -> bool:
+def _is_saved(builder: ProblemBuilder, node: fx.Node) -> bool:
     """Whether the backward needs a value: its own ops, or the products that read it for their weights' gradients."""
-    return costing.facts.is_kept(node) or costing.facts.readers[root_of(node)] > 0
+    return builder.facts.is_kept(node) or builder.facts.readers[root_of(node)] > 0
 
 
-def _sizes(costing: Costing, node: fx.Node) -> Floats:
+def _sizes(builder: ProblemBuilder, node: fx.Node) -> Floats:
     """Bytes of a node's value, or the first of several, on a device, by the port of the variable that it follows."""
-    sizes: Floats = np.array([float(local_numel(port[0])) for port in costing.lies[node]])
+    sizes: Floats = np.array([float(local_numel(port[0])) for port in builder.layouts[node]])
     return sizes * float(tensor_outputs(node)[0].element_size())
 
 
-def _add(costing: Costing, share: _Share, node: fx.Node, again: bool, layer: str) -> None:
+def _add(builder: ProblemBuilder, share: _Share, node: fx.Node, again: bool, layer: str) -> None:
     """Add a value to the share of the variable that it follows."""
-    sizes = _sizes(costing, node)
-    seconds = _compute(costing, costing.follows[node], node, sizes) if again else np.zeros_like(sizes)
+    sizes = _sizes(builder, node)
+    seconds = _compute(builder, builder.follows[node], node, sizes) if again else np.zeros_like(sizes)
     share.again += seconds
-    if isinstance(node.meta["val"], torch.Tensor) and not _is_read_outside(costing, node):
-        if costing.facts.needed_by_backward(node):
+    if isinstance(node.meta["val"], torch.Tensor) and not _is_read_outside(builder, node):
+        if builder.facts.needed_by_backward(node):
             share.inside += sizes
-        unsummed = [tuple(axis for axis in port[0].partial_axes if axis.kind == "space") for port in costing.lies[node]]
+        partial_axes = [port[0].partial_axes for port in builder.layouts[node]]
+        unsummed = [tuple(axis for axis in axes if axis.kind == "space") for axes in partial_axes]
         for port, axes in enumerate(unsummed if again else ()):
             if axes:
-                parts = costing.parts(costing.is_undivided(node))
-                share.moved[:, port] += parts * costing.prices.collective("all_reduce", axes, int(sizes[port] / parts))
+                parts = builder.parts(builder.is_undivided(node))
+                share.moved[:, port] += parts * builder.prices.collective("all_reduce", axes, int(sizes[port] / parts))
                 share.reduced[port] += sizes[port]
                 share.summed[port] += seconds[port]
-    if node in costing.facts.roles:
-        own = partial(_lies_in, layer)
-        share.inside += costing.holding.read_bytes(node, own)
-        share.reduced += costing.holding.read_bytes(node, own, gathered=True)
+    if node in builder.facts.roles:
+        own = partial(_is_in, layer)
+        share.inside += builder.memory.read_bytes(node, own)
+        share.reduced += builder.memory.read_bytes(node, own, gathered=True)
 
 
-def _lies_in(layer: str, node: fx.Node) -> bool:
+def _is_in(layer: str, node: fx.Node) -> bool:
     return region_of(node) == layer
 
 
-def _compute(costing: Costing, number: int, node: fx.Node, sizes: Floats) -> Floats:
+def _compute(builder: ProblemBuilder, number: int, node: fx.Node, sizes: Floats) -> Floats:
     """Seconds of a forward op by the port of the variable that it follows; of one that follows by its part."""
-    variable = costing.variables[number]
-    if node in costing.facts.roles or node is variable.node:
-        roles = costing.facts.roles[node].roles if node in costing.facts.roles else ()
+    variable = builder.variables[number]
+    if node in builder.facts.roles or node is variable.node:
+        roles = builder.facts.roles[node].roles if node in builder.facts.roles else ()
         at = next((at for at, role in enumerate(roles) if role.node is node), 0)
         # Ports are those of the first of equal ops: its nodes have other names
-        return np.array([costing.prices.compute(node, [*port.values()][at]) for port in variable.ports])
+        return np.array([builder.prices.compute(node, [*port.values()][at]) for port in variable.ports])
     work = node_work(node)
     if work is None:
         return np.zeros(len(sizes))
@@ -478,5 +480,5 @@ def _compute(costing: Costing, number: int, node: fx.Node, sizes: Floats) -> Flo
     seconds = {}
     for part in set(parts):
         local = replace(work, flops=int(work.flops * part), num_bytes=int(work.num_bytes * part), product=None)
-        seconds[part] = work_seconds(local, costing.prices.cluster)
+        seconds[part] = work_seconds(local, builder.prices.cluster)
     return np.array([seconds[part] for part in parts])

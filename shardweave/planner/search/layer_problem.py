@@ -14,10 +14,11 @@ from functools import cached_property
 from shardweave.cost_model import Options
 from shardweave.ir import Captured, PlanError
 from shardweave.passes import Annotated, annotate
-from shardweave.planner.problem.build_problem import Costed, Costing, Variable
+from shardweave.planner.problem.build_problem import ProblemBuilder
 from shardweave.planner.problem.problem import Edge
 from shardweave.planner.problem.problem import Op as Row
 from shardweave.planner.problem.step_choices import with_modes, with_outputs, with_slices
+from shardweave.planner.problem.variables import Costed, Variable
 from shardweave.sharding import (
     DeduplicatedStep,
     LayerRun,
@@ -176,7 +177,7 @@ class LayerProblem:
 
     fold: DeduplicatedStep
     annotated: Annotated
-    costing: Costing
+    builder: ProblemBuilder
     costed: Costed
     buffer_bytes: int
     """Of the whole step's buffers."""
@@ -199,7 +200,7 @@ class LayerProblem:
     @cached_property
     def with_recomputation(self) -> Costed:
         """The same with a choice of recomputation for each layer, if the user leaves it open."""
-        return self.whole(with_modes(self.costing, self.costed)) if self._chooses_recomputation else self.plain
+        return self.whole(with_modes(self.builder, self.costed)) if self._chooses_recomputation else self.plain
 
     @cached_property
     def in_slices(self) -> Costed | None:
@@ -208,10 +209,10 @@ class LayerProblem:
         They are the last resort. The program's memory is rough: what gathers much may fit, though it counts too much,
         and is faster whole.
         """
-        sliced = with_slices(self.costing, self.costed)
+        sliced = with_slices(self.builder, self.costed)
         if sliced is self.costed:
             return None
-        return self.whole(with_modes(self.costing, sliced) if self._chooses_recomputation else sliced)
+        return self.whole(with_modes(self.builder, sliced) if self._chooses_recomputation else sliced)
 
     def programs(self) -> Iterator[Costed]:
         """The whole step's problems with more and more choices that save memory."""
@@ -221,17 +222,17 @@ class LayerProblem:
 
     @cached_property
     def _chooses_recomputation(self) -> bool:
-        return self.costing.options.recompute is None and not self.has_checkpoints
+        return self.builder.options.recompute is None and not self.has_checkpoints
 
     def whole(self, costed: Costed) -> Costed:
         """The problem of the whole step, with what the options say of recomputation."""
-        options = self.costing.options
+        options = self.builder.options
         if options.recompute is not None:
-            costed = with_modes(self.costing, costed, options.overlap.recompute)
+            costed = with_modes(self.builder, costed, options.overlap.recompute)
         found = self._unfolded(costed)
         if found is None:
             raise PlanError("layers that are equal are not priced alike: a bug in shardweave")
-        found = with_outputs(self.costing, found, self._last)
+        found = with_outputs(self.builder, found, self._last)
         left_out = self.buffer_bytes - buffer_bytes(self.annotated.captured)
         return replace(found, problem=replace(found.problem, fixed_bytes=found.problem.fixed_bytes + left_out))
 

@@ -12,8 +12,8 @@ import torch
 from shardweave.cost_model import Cluster, Options, node_work
 from shardweave.ir import UNLIMITED, Assignment, OverlapConfig, RecomputeMode
 from shardweave.passes import Annotated
-from shardweave.planner.problem.build_problem import Costed
 from shardweave.planner.problem.step_choices import layer_named
+from shardweave.planner.problem.variables import Costed
 from shardweave.planner.search.evaluation import Decision
 from shardweave.planner.search.layer_problem import LayerProblem
 from shardweave.planner.search.plan import ModelKey, OpChoice, Plan, RunnerUp

@@ -14,7 +14,7 @@ from functools import cached_property
 from shardweave.cost_model import Cluster, Options
 from shardweave.ir import InfeasibleError, OverlapConfig, PlanError, readable_bytes
 from shardweave.passes import with_times
-from shardweave.planner.problem.build_problem import Costing, gradient_bytes
+from shardweave.planner.problem.build_problem import ProblemBuilder, gradient_bytes
 from shardweave.planner.problem.candidates import allowed_strategies
 from shardweave.planner.search.evaluation import Evaluation, PlanEvaluator
 from shardweave.planner.search.layer_problem import LayerProblem, Steps, buffer_bytes
@@ -189,8 +189,9 @@ class Planning:
                 raise PlanError(f"{self.model} has no matrix product with a parameter: there is nothing to spread")
             self.progress("price")
             allowed = allowed_strategies(annotated, mesh, self.options)
-            costing = Costing(annotated, self.cluster, self.options, allowed, gradient_bytes(self.steps.captured))
-            layers = LayerProblem(fold, annotated, costing, costing.build(), buffer_bytes(self.steps.captured))
+            captured = self.steps.captured
+            builder = ProblemBuilder(annotated, self.cluster, self.options, allowed, gradient_bytes(captured))
+            layers = LayerProblem(fold, annotated, builder, builder.build(), buffer_bytes(captured))
             if layers.unfolds:
                 return layers
             left += 1

@@ -13,8 +13,8 @@ from dataclasses import astuple
 from functools import partial
 
 from shardweave.ir import RECOMPUTE_MODES, Strategy
-from shardweave.planner.problem.build_problem import Costed, Variable
 from shardweave.planner.problem.problem import Kept
+from shardweave.planner.problem.variables import Costed, Variable
 from shardweave.sharding import ColumnRowStrategies
 
 

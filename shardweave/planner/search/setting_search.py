@@ -22,8 +22,8 @@ from itertools import chain
 
 from shardweave.cost_model import Options
 from shardweave.ir import InfeasibleError, PlanError, readable_bytes
-from shardweave.planner.problem.build_problem import Costed
 from shardweave.planner.problem.problem import Kept, invert, restricted
+from shardweave.planner.problem.variables import Costed
 from shardweave.planner.search.evaluation import Decision, Evaluation, PlanEvaluator
 from shardweave.planner.search.layer_problem import LayerProblem
 from shardweave.planner.search.restrictions import data_parallel, partly_sharded, recomputed_alike, tensor_parallel

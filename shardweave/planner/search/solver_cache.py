@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardweave.ir import InfeasibleError
-from shardweave.planner.problem.build_problem import Costed
 from shardweave.planner.problem.problem import Problem
 from shardweave.planner.problem.step_choices import layer_named
+from shardweave.planner.problem.variables import Costed
 from shardweave.planner.search.evaluation import Decision
 from shardweave.planner.search.simplify import simplified
 from shardweave.planner.solver.branch_and_bound import Progress
