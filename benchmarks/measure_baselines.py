@@ -16,7 +16,7 @@ import shardweave as sw
 from shardweave.compiler.baselines import Baseline, all_for
 from shardweave.compiler.compiler import Compiler
 from shardweave.ir.formatting import readable_bytes, readable_seconds
-from shardweave.planner.search.search import micro_batch_counts
+from shardweave.planner import micro_batch_counts
 from tests.models.large import LARGE
 
 PAGE = Path(__file__).parents[1] / "docs" / "baselines.md"

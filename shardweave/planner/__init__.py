@@ -13,9 +13,9 @@ from shardweave.planner.search.evaluation import (
     StepLowering,
 )
 from shardweave.planner.search.layer_problem import Steps
+from shardweave.planner.search.micro_batch_search import micro_batch_counts
 from shardweave.planner.search.plan import ModelKey, Plan
-from shardweave.planner.search.planning import Planning
-from shardweave.planner.search.search import MAX_CACHED_SIMULATIONS, PlanSearch, fastest, micro_batch_counts
+from shardweave.planner.search.search import MAX_CACHED_SIMULATIONS, PlanSearch
 
 __all__ = [
     "MAX_CACHED_SHARDED_GRAPHS",
@@ -27,11 +27,9 @@ __all__ = [
     "Plan",
     "PlanEvaluator",
     "PlanSearch",
-    "Planning",
     "Sharded",
     "StepLowering",
     "Steps",
-    "fastest",
     "forced_strategies",
     "legal",
     "micro_batch_counts",

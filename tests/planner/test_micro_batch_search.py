@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.planner.search.evaluation import Evaluation
-from shardweave.planner.search.planning import Made, Planning
-from shardweave.planner.search.search import fastest, smallest_of
+from shardweave.planner.search.micro_batch_search import fastest, smallest_of
+from shardweave.planner.search.setting_planner import SettingPlan, SettingPlanner
 from shardweave.planner.search.setting_search import SettingSearch
 from shardweave.runtime import ParallelModule
 from tests.compiler.test_micro_batches import Loss
@@ -86,7 +86,7 @@ def test_memory_presses_where_the_program_finds_nothing_that_fits(monkeypatch: p
     monkeypatch.setattr(SettingSearch, "_under_limit", none_fits)
     limit = int(0.9 * split(None).peak_memory)
     options = sw.Options(recompute="none", memory_limit=limit)
-    found = mlp()._compiler.with_(options=options).search.planning(1).make()
+    found = mlp()._compiler.with_(options=options).search.planner(1).best_plan()
     assert found is not None and found.chosen.is_memory_bound
 
 
@@ -148,19 +148,19 @@ def test_micro_batches_in_sub_batches_take_what_is_said() -> None:
     model, inputs = WIDE.build()
     options = sw.Options(micro_batches=2, buckets=False)
     compiler = Compiler(model, sw.Cluster.preset("rtx3090-pcie", nodes=2), inputs, options, None)
-    made = compiler.search.planning(2).make()
+    made = compiler.search.planner(2).best_plan()
     assert made is not None
-    plan = made.planning.plan(made, compiler.model_key)
+    plan = made.planner.plan(made, compiler.model_key)
     for sub_batches in (1, 2):
         overlap = replace(plan.overlap, sub_batches=sub_batches)
-        said = made.planning.evaluated(made.chosen, overlap)
+        said = made.planner.evaluated(made.chosen, overlap)
         taken = compiler.lowering.timeline(compiler.lower(replace(plan, overlap=overlap)))
         assert said.compute_time == pytest.approx(taken.compute_time, rel=0.01)
         assert said.step_time == pytest.approx(taken.step_time, rel=0.01)
 
 
-class Asked(Planning):
-    """The planning of one cut, but that it knows: the seconds of its plan, which the program says, too, and bytes."""
+class Asked(SettingPlanner):
+    """The planner of a number of micro-batches that knows the seconds of its plan, as the program says, and bytes."""
 
     def __init__(self, seconds: float, needs: int) -> None:
         self.seconds, self.needs, self.least_bytes, self.made = seconds, needs, needs, 0
@@ -172,12 +172,12 @@ class Asked(Planning):
     def expected(self, ceiling: float = inf) -> tuple[float, int]:
         return self.seconds, self.needs
 
-    def make(self, ceiling: float = inf, is_other: bool = False) -> Made | None:
+    def best_plan(self, ceiling: float = inf, is_other: bool = False) -> SettingPlan | None:
         self.made += 1
         chosen: Any = SimpleNamespace(evaluation=Evaluation(self.seconds, 0.0, 0.0, 0, {}), is_memory_bound=True)
-        return Made(self, chosen) if self.seconds < ceiling else None
+        return SettingPlan(self, chosen) if self.seconds < ceiling else None
 
-    def make_smallest(self) -> Made:
+    def smallest_plan(self) -> SettingPlan:
         raise sw.InfeasibleError.needing(self.needs, f"needs {self.needs}")
 
 
@@ -202,7 +202,7 @@ def test_of_a_large_step_what_the_program_says_is_the_fastest_is_simulated_first
             yield each
 
     made = fastest(one_by_one())
-    assert made.planning is asked[best]
+    assert made.planner is asked[best]
     assert len(given) == looked_at and not any(each.made for each in asked[looked_at:])
     assert all(each.made == (each is asked[best]) for each in asked if each.seconds == inf)
 
@@ -219,12 +219,12 @@ def test_of_what_does_not_fit_the_least_is_looked_at_first_and_what_is_hopeless_
     tried: list[int] = []
 
     class Smallest(Asked):
-        def make_smallest(self) -> Made:
+        def smallest_plan(self) -> SettingPlan:
             tried.append(self.needs)
             chosen: Any = None
-            return Made(self, chosen) if self.needs == 7 else super().make_smallest()
+            return SettingPlan(self, chosen) if self.needs == 7 else super().smallest_plan()
 
     with pytest.raises(sw.InfeasibleError, match="needs 100"):
         smallest_of([Smallest(inf, size) for size in (110, 126, 100)])
     assert tried == [100, 110]
-    assert smallest_of([Smallest(inf, 110), Smallest(inf, 7)]).planning.least_bytes == 7 and tried[-1] == 7
+    assert smallest_of([Smallest(inf, 110), Smallest(inf, 7)]).planner.least_bytes == 7 and tried[-1] == 7

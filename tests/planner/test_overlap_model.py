@@ -21,7 +21,7 @@ from shardweave.planner.problem.build_problem import ProblemBuilder
 from shardweave.planner.problem.overlap_model import Windows
 from shardweave.planner.problem.problem import Problem
 from shardweave.planner.problem.variables import Costed
-from shardweave.planner.search.solver_cache import decision
+from shardweave.planner.search.choices import decision
 from tests.models import TODAY
 from tests.planner.planners import Planner
 

@@ -231,6 +231,6 @@ def test_asking_for_a_smaller_gap_never_gives_a_slower_choice() -> None:
     limit = 30 * 2**30
     options = sw.Options(precision="bf16", memory_limit=limit, micro_batches=1)
     compiler = Compiler(model, sw.Cluster.preset("dgx-h100", nodes=8), inputs, options, None)
-    problem = limited(compiler.search.planning(1).layers.with_recomputation, limit).problem
+    problem = limited(compiler.search.planner(1).layers.with_recomputation, limit).problem
     coarse, exact = solve(problem, gap=1e-3), solve(problem, gap=0.0)
     assert exact.objective <= coarse.objective and coarse.bound <= exact.bound * (1 + 1e-9)

@@ -17,8 +17,8 @@ from shardweave.demo.model import GPTConfig
 from shardweave.ir import OverlapConfig
 from shardweave.ir.errors import PlanError
 from shardweave.planner.search.evaluation import Decision, Evaluation, PlanEvaluator
-from shardweave.planner.search.planning import MIN_EXPOSED_RATIO
 from shardweave.planner.search.search import MIN_GAIN_RATIO
+from shardweave.planner.search.setting_planner import MIN_EXPOSED_RATIO
 from shardweave.sharding.graphs import info
 from tests.planner.planners import MetaGPT, Planner
 

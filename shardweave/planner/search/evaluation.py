@@ -497,6 +497,7 @@ Known = deque[tuple[tuple[Options, Decision], Evaluation]]
 
 Said = TypeVar("Said")
 
+
 class PlanEvaluator:
     """Simulates plans of one step.
 

@@ -1,4 +1,4 @@
-"""From an answer of the program to a `Plan`, and from a plan back to an answer."""
+"""From an answer of the program to a `Plan`."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from dataclasses import replace
 import torch
 
 from shardweave.cost_model import Cluster, Options, node_work
-from shardweave.ir import UNLIMITED, Assignment, OverlapConfig, RecomputeMode
+from shardweave.ir import UNLIMITED, OverlapConfig, RecomputeMode
 from shardweave.passes import Annotated
-from shardweave.planner.problem.step_choices import layer_named
-from shardweave.planner.problem.variables import Costed
+from shardweave.planner.search.choices import named
 from shardweave.planner.search.evaluation import Decision
 from shardweave.planner.search.layer_problem import LayerProblem
 from shardweave.planner.search.plan import ModelKey, OpChoice, Plan, RunnerUp
-from shardweave.planner.search.setting_search import Chosen
+from shardweave.planner.search.setting_search import Evaluated
 from shardweave.planner.solver.solver import alternatives
 from shardweave.sharding import covers, info, last_match, layer_of
 
 
 def plan_of(
-    chosen: Chosen, key: ModelKey, cluster: Cluster, options: Options, layers: LayerProblem, overlap: OverlapConfig
+    chosen: Evaluated, key: ModelKey, cluster: Cluster, options: Options, layers: LayerProblem, overlap: OverlapConfig
 ) -> Plan:
     """The plan of an answer; its figures are estimates from a few layers.
 
     Parameters
     ----------
-    chosen : Chosen
+    chosen : Evaluated
     key : ModelKey
         Of the model.
     cluster : Cluster
@@ -67,7 +66,7 @@ def plan_of(
     )
 
 
-def _op_choices(chosen: Chosen) -> dict[str, OpChoice]:
+def _op_choices(chosen: Evaluated) -> dict[str, OpChoice]:
     problem, choice = chosen.costed.problem, chosen.solution.choice
     seconds_of, kept = problem.seconds_by_op(choice), problem.kept_by_op(choice)
     others = alternatives(problem, choice)
@@ -128,39 +127,6 @@ def kept_by_pattern(decision: Decision) -> dict[str, int]:
         else:
             found |= {name: kept[name] for name in names}
     return {pattern: count for pattern, count in found.items() if count}
-
-
-def choice_of(costed: Costed, plan: Plan) -> tuple[int, ...] | None:
-    """The choice that a plan stands for; None where it has another one for some op."""
-    found: list[int] = []
-    for variable in costed.variables:
-        if variable.degrees:
-            most = min(max(choice.strategy.degree for choice in plan.choices.values()), variable.degrees[-1])
-            found.append(next(at for at, degree in enumerate(variable.degrees) if degree >= most))
-            continue
-        given = plan.choices.get(variable.name)
-        if variable.modes:
-            mode = last_match(plan.overlap.recompute, layer_named(variable.name), "none")
-            found.append(variable.modes.index(mode))
-            continue
-        if variable.op is not None and given is not None and given.strategy in variable.strategies:
-            kept = last_match(plan.overlap.keep_gathered, variable.op.parameter, 0)
-            options = [*zip(variable.strategies, variable.kept_slices)]
-            wanted = given.strategy, min(given.strategy.slices, kept)
-            found.append(options.index(wanted) if wanted in options else variable.strategies.index(given.strategy))
-        elif variable.op is None and variable.name in plan.joins:
-            layouts = [named(next(iter(port.values())).in_space) for port in variable.ports]
-            if dict(plan.joins[variable.name]) not in layouts:
-                return None
-            found.append(layouts.index(dict(plan.joins[variable.name])))
-        else:
-            return None
-    return tuple(found)
-
-
-def named(assignment: Assignment) -> dict[str, str]:
-    """The factor that each axis is on, by its name."""
-    return {axis.name: factor for axis, factor in assignment.items}
 
 
 def _tokens(annotated: Annotated) -> int:

@@ -24,6 +24,7 @@ from shardweave.cost_model import Options
 from shardweave.ir import InfeasibleError, PlanError, readable_bytes
 from shardweave.planner.problem.problem import Kept, invert, restricted
 from shardweave.planner.problem.variables import Costed
+from shardweave.planner.search.choices import decision
 from shardweave.planner.search.evaluation import Decision, Evaluation, PlanEvaluator
 from shardweave.planner.search.layer_problem import LayerProblem
 from shardweave.planner.search.restrictions import data_parallel, partly_sharded, recomputed_alike, tensor_parallel
@@ -31,7 +32,6 @@ from shardweave.planner.search.solver_cache import (
     MAX_CANDIDATES_MODEST,
     UNLIMITED,
     CachedSolver,
-    decision,
     is_small,
     limited,
     max_over_limit,
@@ -74,7 +74,7 @@ what the simulator measures for that plan."""
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Evaluated:
     """An answer of the program with the simulator's evaluation of its step.
 
     Parameters
@@ -119,11 +119,11 @@ class Incumbent:
     """Seconds from which on no plan is of interest."""
     over_limit: float = 1.0
     """By what ratio the program may count a proposal over the limit: what it counts too much of fits all the same."""
-    best: Chosen | None = None
+    best: Evaluated | None = None
     least_objective: float = math.inf
     """What the program's best answer takes in it, of those that fit when simulated."""
 
-    def offer(self, chosen: Chosen) -> None:
+    def offer(self, chosen: Evaluated) -> None:
         """Keep the fastest plan that fits."""
         if chosen.evaluation.peak_memory > self.limit:
             return
@@ -177,7 +177,7 @@ class SettingSearch:
         self._fastest, self._smallest = math.inf, math.inf
         """Of all that was simulated: seconds of what fits, and bytes."""
 
-    def best(self, ceiling: float = math.inf, is_other: bool = False) -> Chosen | None:
+    def best(self, ceiling: float = math.inf, is_other: bool = False) -> Evaluated | None:
         """The fastest plan found; None where none is known to fit, or the program says none takes less than `ceiling`.
 
         Parameters
@@ -200,13 +200,11 @@ class SettingSearch:
                 return found
         return None
 
-    def _best(
-        self, program: Costed, limit: int, ceiling: float = math.inf, is_other: bool = False
-    ) -> Chosen | None:
+    def _best(self, program: Costed, limit: int, ceiling: float = math.inf, is_other: bool = False) -> Evaluated | None:
         fastest = self.solver.fastest(self.plain)
         incumbent, costed = Incumbent(limit, fastest.bound, ceiling, max_over_limit(self.plain)), self.plain
         # 0. What another search found
-        if (start := self.solver.start(program)) is not None:
+        if (start := self.solver.start_choice(program)) is not None:
             self._consider(program, known_choice(program, start), incumbent)
         # 1. With all the memory that it asks for
         free, fits, looked_around = None, False, False
@@ -219,7 +217,7 @@ class SettingSearch:
         # 2. Under the limit
         if not fits:
             costed, known = program, self.solver.expected(program, limit)
-            hint = known.choice if known is not None else self.solver.start(program)
+            hint = known.choice if known is not None else self.solver.start_choice(program)
             if hint is None and program is self.plain:
                 hint = fastest.choice
             bound = self._under_limit(costed, incumbent, hint, most=MAX_ANSWERS_OTHER if is_other else MAX_ANSWERS)
@@ -240,7 +238,7 @@ class SettingSearch:
         # Memory decides whether the step is cut into more micro-batches, which is decided in the first setting
         return best if is_other else replace(best, is_memory_bound=self._is_slowed(best, optimum, free, fastest))
 
-    def _is_slowed(self, best: Chosen, optimum: Chosen | None, free: Chosen | None, fastest: Solution) -> bool:
+    def _is_slowed(self, best: Evaluated, optimum: Evaluated | None, free: Evaluated | None, fastest: Solution) -> bool:
         """Whether memory makes the best plan slower by much."""
         ratio = 1 + memory_bound_ratio(self.plain)
         if free is not None:  # what is simulated is compared with what is simulated
@@ -312,7 +310,7 @@ class SettingSearch:
         """The bytes that the program may count for a plan that fits, by what it has counted too much so far."""
         return int(min(self._counted_ratio, incumbent.over_limit) * incumbent.limit)
 
-    def _excess(self, chosen: Chosen, limit: int) -> int:
+    def _excess(self, chosen: Evaluated, limit: int) -> int:
         """By how many bytes a plan misses the limit; by how many it would, where only a much slower order meets it."""
         evaluation, costed = chosen.evaluation, chosen.costed
         missed = evaluation.peak_memory - limit
@@ -329,7 +327,7 @@ class SettingSearch:
                 return
             self._propose(costed, kind(costed), incumbent, MAX_SIMULATED_ALIKE)
 
-    def _neighbours(self, best: Chosen, incumbent: Incumbent) -> bool:
+    def _neighbours(self, best: Evaluated, incumbent: Incumbent) -> bool:
         """Propose plans in which all equal ops take another candidate than in a good one, the fastest first.
 
         Returns whether there are any.
@@ -367,20 +365,20 @@ class SettingSearch:
         """Whether the best plan of a large problem is so close to the bound that others are not looked at."""
         return size(costed) > MAX_CANDIDATES_MODEST and incumbent.step_time <= (1 + STOP_GAP) * incumbent.bound
 
-    def _consider(self, costed: Costed, solution: Solution, incumbent: Incumbent) -> Chosen:
+    def _consider(self, costed: Costed, solution: Solution, incumbent: Incumbent) -> Evaluated:
         """Simulate an answer; it becomes the incumbent if it fits and is the fastest."""
         chosen = self._simulated(costed, solution, incumbent.limit)
         self._counted_ratio = max(self._counted_ratio, chosen.counted_bytes / max(1, chosen.evaluation.peak_memory))
         incumbent.offer(chosen)
         return chosen
 
-    def _simulated(self, costed: Costed, solution: Solution, limit: int) -> Chosen:
+    def _simulated(self, costed: Costed, solution: Solution, limit: int) -> Evaluated:
         """An answer with the evaluation of its step under a limit, or of one under another that tells as much."""
         known = self._evaluated.setdefault(solution.choice, {})
         # What does not meet a limit does not meet a smaller one, and what holds less than both meets either.
         for other, evaluation in known.items():
             if limit <= other < evaluation.peak_memory or evaluation.peak_memory <= limit <= other:
-                return Chosen(costed, solution, evaluation, other)
+                return Evaluated(costed, solution, evaluation, other)
         self.progress("simulate", self._fastest, least_bytes=self._smallest)
         options = replace(self.options, memory_limit=limit)
         known[limit] = evaluation = self.evaluator(decision(costed, solution.choice), options)
@@ -388,9 +386,9 @@ class SettingSearch:
         if evaluation.peak_memory <= self.limit:
             self._fastest = min(self._fastest, evaluation.step_time)
         self.progress("simulate", self._fastest, least_bytes=self._smallest)
-        return Chosen(costed, solution, evaluation, limit)
+        return Evaluated(costed, solution, evaluation, limit)
 
-    def least(self) -> Chosen:
+    def least(self) -> Evaluated:
         """What the program says is the smallest plan, simulated.
 
         Raises
@@ -400,7 +398,7 @@ class SettingSearch:
         """
         return min((self._least(program) for program in self.layers.programs()), key=_peak)
 
-    def smallest(self) -> Chosen:
+    def smallest(self) -> Evaluated:
         """The plan with the smallest memory that is found, or one that fits after all."""
         found = [self._less(self._nearly_smallest(self._least(program)), program) for program in self.layers.programs()]
         least = min(found, key=_peak)
@@ -410,7 +408,7 @@ class SettingSearch:
         given = self._simulated(least.costed, least.solution, self.limit)
         return replace(given if given.evaluation.peak_memory <= self.limit else least, is_memory_bound=True)
 
-    def _least(self, program: Costed) -> Chosen:
+    def _least(self, program: Costed) -> Evaluated:
         choice = smallest(program.problem, self.solver.time_limit)
         if choice is None:
             raise InfeasibleError(
@@ -422,7 +420,7 @@ class SettingSearch:
         solution = Solution(choice, objective, bound, "feasible", 0.0)
         return self._simulated(program, solution, 1)  # in the order that holds least
 
-    def _nearly_smallest(self, least: Chosen) -> Chosen:
+    def _nearly_smallest(self, least: Evaluated) -> Evaluated:
         """What holds least of the fastest choices that count little more than the smallest, where that is less.
 
         The smallest of all in the program computes and gathers whatever saves a byte, and is simulated as more.
@@ -434,7 +432,7 @@ class SettingSearch:
             least = min(least, self._simulated(costed, solution, low), key=_peak)
         return least
 
-    def _less(self, least: Chosen, program: Costed) -> Chosen:
+    def _less(self, least: Evaluated, program: Costed) -> Evaluated:
         """The smallest plan that is found, or the first that fits: asked from above, the program comes by others.
 
         What is counted as more than the smallest may be simulated as less, and the smallest in another order, too.
@@ -448,7 +446,7 @@ class SettingSearch:
             least = below
         return least
 
-    def _below(self, least: Chosen, program: Costed, limit: int) -> Chosen | None:
+    def _below(self, least: Evaluated, program: Costed, limit: int) -> Evaluated | None:
         """A plan that needs less than the smallest so far."""
         incumbent = Incumbent(limit, 0.0)
         self._under_limit(program, incumbent, rough=not is_small(program))
@@ -466,7 +464,7 @@ def _left(costed: Costed, kept: Kept, limit: int) -> Costed:
     return replace(given, problem=restricted(given.problem, kept))
 
 
-def _peak(chosen: Chosen) -> int:
+def _peak(chosen: Evaluated) -> int:
     return chosen.evaluation.peak_memory
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from shardweave.ir import InfeasibleError
 from shardweave.planner.problem.problem import Problem
-from shardweave.planner.problem.step_choices import layer_named
 from shardweave.planner.problem.variables import Costed
-from shardweave.planner.search.evaluation import Decision
+from shardweave.planner.search.choices import choice_of
+from shardweave.planner.search.plan import Plan
 from shardweave.planner.search.simplify import simplified
 from shardweave.planner.solver.branch_and_bound import Progress
 from shardweave.planner.solver.solver import Solution, solve
@@ -36,9 +36,6 @@ MEMORY_BOUND_RATIO, MEMORY_BOUND_RATIO_LARGE = 0.01, 0.05
 """A step is memory-bound if the limit makes it slower by more than this part. The second value is for problems with
 more than `MAX_CANDIDATES_MODEST` candidates, for which alternatives take long."""
 
-Start = Callable[[Costed], Sequence[int] | None]
-"""From a problem to a choice to begin with."""
-
 
 @dataclass(frozen=True)
 class CachedSolver:
@@ -48,14 +45,14 @@ class CachedSolver:
     ----------
     time_limit : float
         Seconds that the solver may take for one problem.
-    start : callable
-        From a problem to a choice to begin with, where one is known.
+    start : Plan, optional
+        To begin with.
     runs : sequence of sequences of str
         The names of layers that are equal.
     """
 
     time_limit: float
-    start: Start = lambda costed: None
+    start: Plan | None = None
     runs: Sequence[Sequence[str]] = ()
     told: Callable[[Progress], None] | None = None
     """Gets the incumbent and the bound while a problem is solved."""
@@ -65,6 +62,10 @@ class CachedSolver:
     """The bytes that would do where nothing fits, by the same."""
     _solved: dict[tuple[int, int], list[_Solved]] = field(default_factory=dict)
     """What was found of problems of few candidates, whatever they take, by the identities of ops and edges."""
+
+    def start_choice(self, costed: Costed) -> tuple[int, ...] | None:
+        """The choice of the plan to begin with; None where there is none, or the problem has no such candidates."""
+        return None if self.start is None else choice_of(costed, self.start)
 
     def is_memory_bound(self, costed: Costed, smaller: Costed) -> bool:
         """Whether the program says that memory makes a plan of many candidates slower, which will not be simulated."""
@@ -88,7 +89,7 @@ class CachedSolver:
         fastest = self.fastest(costed)
         if fastest.bound >= ceiling:
             return fastest.objective, costed.problem.memory(fastest.choice)
-        hint = self.start(smaller) or (fastest.choice if smaller is costed else None)
+        hint = self.start_choice(smaller) or (fastest.choice if smaller is costed else None)
         try:
             found = self.solve(smaller, hint, ceiling, rough=ceiling < math.inf)
         except InfeasibleError as error:
@@ -111,7 +112,7 @@ class CachedSolver:
         key = id(costed), UNLIMITED
         if key not in self._known:
             asked = limited(costed, UNLIMITED)
-            self._known[key] = self.solve(asked, self.start(asked), ceiling=ceiling, rough=True)
+            self._known[key] = self.solve(asked, self.start_choice(asked), ceiling=ceiling, rough=True)
         return self._known[key]
 
     def solve(
@@ -171,20 +172,3 @@ def memory_bound_ratio(costed: Costed) -> float:
 def limited(costed: Costed, limit: int) -> Costed:
     """Under another memory limit."""
     return replace(costed, problem=replace(costed.problem, memory_limit=limit))
-
-
-def decision(costed: Costed, choice: Sequence[int]) -> Decision:
-    """The decision of a choice: strategies of ops, layouts of joins."""
-    kept_slices: dict[str, int] = {}
-    found = Decision({}, {}, {}, kept_slices)
-    for variable, index in zip(costed.variables, choice, strict=True):
-        if variable.op is not None:
-            found.strategies[variable.name] = variable.strategies[index]
-            if variable.strategies[index].rest > 1 and any(variable.kept_slices):  # or the backward does not read it
-                parameters = variable.op.parameter, *variable.op.companions
-                kept_slices.update(dict.fromkeys(parameters, variable.kept_slices[index]))
-        elif variable.modes:
-            found.modes[layer_named(variable.name)] = variable.modes[index]
-        elif variable.ports:
-            found.joins[variable.name] = next(iter(variable.ports[index].values())).in_space
-    return found

@@ -19,8 +19,8 @@ from shardweave.planner.problem.candidates import allowed_strategies
 from shardweave.planner.search.evaluation import Evaluation, PlanEvaluator
 from shardweave.planner.search.layer_problem import LayerProblem, Steps, buffer_bytes
 from shardweave.planner.search.plan import ModelKey, Plan, Saving
-from shardweave.planner.search.plan_building import choice_of, overlap_of, plan_of
-from shardweave.planner.search.setting_search import Chosen, SettingSearch
+from shardweave.planner.search.plan_building import overlap_of, plan_of
+from shardweave.planner.search.setting_search import Evaluated, SettingSearch
 from shardweave.planner.search.solver_cache import MAX_CANDIDATES_MODEST, CachedSolver, size
 from shardweave.planner.solver.branch_and_bound import Progress
 from shardweave.report import Reporter
@@ -34,16 +34,16 @@ FIRST_KEPT_LAYERS = 2
 
 
 @dataclass(frozen=True)
-class Made:
+class SettingPlan:
     """The best plan of one setting."""
 
-    planning: Planning
-    chosen: Chosen
+    planner: SettingPlanner
+    chosen: Evaluated
 
     @property
     def overlap(self) -> OverlapConfig:
         """The choices for the whole step."""
-        return overlap_of(self.planning.options.overlap, self.chosen.decision)
+        return overlap_of(self.planner.options.overlap, self.chosen.decision)
 
     @property
     def step_time(self) -> float:
@@ -57,7 +57,7 @@ class Made:
         return evaluation.exposed_communication > MIN_EXPOSED_RATIO * evaluation.step_time
 
 
-class Planning:
+class SettingPlanner:
     """Plans one setting of a step on one cluster, under options that have a memory limit.
 
     Parameters
@@ -120,21 +120,21 @@ class Planning:
         self.progress("solve")
         return self._solver.expects(self.layers.plain, self.layers.with_recomputation, ceiling)
 
-    def make(self, ceiling: float = math.inf, is_other: bool = False) -> Made | None:
+    def best_plan(self, ceiling: float = math.inf, is_other: bool = False) -> SettingPlan | None:
         """The best plan of the step; None where none is known to fit that takes less than `ceiling` seconds.
 
         As `SettingSearch.best`.
         """
         self.progress("solve")
         chosen = self._search.best(ceiling, is_other)
-        return None if chosen is None else Made(self, chosen)
+        return None if chosen is None else SettingPlan(self, chosen)
 
     @cached_property
     def least_bytes(self) -> int:
         """What the smallest plan needs that the program says, simulated: where none is known to fit."""
         return self._search.least().evaluation.peak_memory
 
-    def make_smallest(self) -> Made:
+    def smallest_plan(self) -> SettingPlan:
         """A plan for where nothing is known to fit, if there is one after all.
 
         Raises
@@ -145,12 +145,12 @@ class Planning:
         limit = self.options.limit(self.cluster)
         chosen = self._search.smallest()
         if chosen.evaluation.peak_memory <= limit:
-            return Made(self, chosen)
+            return SettingPlan(self, chosen)
         self.progress("simulate")
         chosen = self._whole_in_least(chosen)
         needed = chosen.evaluation.peak_memory
         if needed <= self.memory_limit:
-            return Made(self, chosen)
+            return SettingPlan(self, chosen)
         parts = [f"{kind} {readable_bytes(size)}" for kind, size in largest(chosen.evaluation.at_peak)]
         raise InfeasibleError.needing(
             needed,
@@ -159,20 +159,18 @@ class Planning:
             "Raise memory_limit, or use more devices or a smaller batch",
         )
 
-    def plan(self, made: Made, key: ModelKey) -> Plan:
+    def plan(self, best: SettingPlan, key: ModelKey) -> Plan:
         """The plan for the model of `key`; its figures are estimates."""
         options = replace(self.options, memory_limit=self.memory_limit)
-        return plan_of(made.chosen, key, self.cluster, options, self.layers, made.overlap)
+        return plan_of(best.chosen, key, self.cluster, options, self.layers, best.overlap)
 
-    def savings(self, made: Made) -> tuple[Saving, ...]:
+    def savings(self, best: SettingPlan) -> tuple[Saving, ...]:
         """The saving of each overlap option, from a simulation without it."""
-        found, given = [], made.chosen.evaluation
+        found, given = [], best.chosen.evaluation
         self.progress("weigh")
-        for choice, other in made.overlap.without().items():
-            without = self.evaluated(made.chosen, other)
-            found.append(
-                Saving(choice, without.step_time - given.step_time, without.peak_memory - given.peak_memory)
-            )
+        for choice, other in best.overlap.without().items():
+            without = self.evaluated(best.chosen, other)
+            found.append(Saving(choice, without.step_time - given.step_time, without.peak_memory - given.peak_memory))
         return tuple(found)
 
     @cached_property
@@ -198,13 +196,8 @@ class Planning:
 
     @cached_property
     def _solver(self) -> CachedSolver:
-        start = self.start
-        return CachedSolver(
-            self.options.time_limit,
-            lambda costed: None if start is None else choice_of(costed, start),
-            [run.layers for run in self.steps.runs(self.options)],
-            self._solving,
-        )
+        runs = [run.layers for run in self.steps.runs(self.options)]
+        return CachedSolver(self.options.time_limit, self.start, runs, self._solving)
 
     @cached_property
     def _search(self) -> SettingSearch:
@@ -216,7 +209,7 @@ class Planning:
         left = max(0.0, self.options.time_limit - at.seconds)
         self.progress("solve", at.objective, at.bound, left)
 
-    def evaluated(self, chosen: Chosen, overlap: OverlapConfig, limit: int | None = None) -> Evaluation:
+    def evaluated(self, chosen: Evaluated, overlap: OverlapConfig, limit: int | None = None) -> Evaluation:
         """Evaluate the plan with these overlap options; without recomputation or kept gathers, if they have none.
 
         With all layers, if a memory limit is given.
@@ -234,13 +227,13 @@ class Planning:
             return self.evaluator(decision, options)
         return self.evaluator.whole(decision, replace(options, memory_limit=limit))
 
-    def _whole_in_least(self, chosen: Chosen) -> Chosen:
+    def _whole_in_least(self, chosen: Evaluated) -> Evaluated:
         """What a plan takes with all of its layers simulated, in the order that holds least of those for three limits.
 
         The one of its estimate, what it holds in that, and one byte, which no order meets.
         """
-        overlap, least = Made(self, chosen).overlap, chosen.evaluation.peak_memory
-        found: list[Chosen] = []
+        overlap, least = SettingPlan(self, chosen).overlap, chosen.evaluation.peak_memory
+        found: list[Evaluated] = []
         for limit in (chosen.schedule_limit, least, 1):
             evaluation = self.evaluated(chosen, overlap, limit)
             found.append(replace(chosen, evaluation=evaluation, schedule_limit=limit))
