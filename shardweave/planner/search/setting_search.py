@@ -185,7 +185,7 @@ class SettingSearch:
         ceiling : float
             Seconds.
         is_other : bool
-            The best plan of another setting is what the search starts from: only the program's own optima are proposed.
+            The best plan of another setting is what it starts from: plans alike in all layers are not proposed.
         """
         most = (1 + ESTIMATE_TOLERANCE) * ceiling if is_small(self.plain) else ceiling
         if self.solver.takes(self.limit, most) or self.solver.fastest(self.plain, most).bound >= most:
@@ -212,7 +212,7 @@ class SettingSearch:
             unlimited = limited(self.plain, UNLIMITED)
             free = self._consider(unlimited, self.solver.solve(unlimited, fastest.choice), incumbent)
             fits = self._excess(free, limit) <= 0
-            if not fits and free.counted_bytes <= limit and not is_other:  # others like it may
+            if not fits and free.counted_bytes <= limit:  # others like it may
                 looked_around = self._neighbours(free, incumbent)
         # 2. Under the limit
         if not fits:
@@ -224,7 +224,7 @@ class SettingSearch:
             incumbent.bound = bound if incumbent.best is not None else fastest.bound
         optimum = incumbent.best
         # 3. Neighbours of that, 4. plans that are alike in all layers, and neighbours of the best of these
-        if not (is_other or optimum is None or looked_around):
+        if not (optimum is None or looked_around):
             self._neighbours(optimum, incumbent)
         if not is_other and (optimum is not None or size(costed) <= MAX_CANDIDATES_MODEST):
             self._alike(costed, incumbent)
