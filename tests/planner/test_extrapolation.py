@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardweave.cost_model import Timeline
 from shardweave.cost_model.memory import Change, MemoryCurve
 from shardweave.cost_model.timeline import COMPUTE, Event
-from shardweave.planner.search.evaluation import Layers, Taken, held_with_more, taken_by
+from shardweave.planner.search.extrapolation import Layers, StepSeconds, mean_seconds, memory_with_repeated_layers
 
 LAYERS = Layers({"add_7": "blocks.1"})
 
@@ -25,8 +25,8 @@ def test_a_layer_takes_its_compute_and_what_is_waited_for_it() -> None:
         event("head", 7.0),
     )
     timeline = Timeline("cluster", events, (COMPUTE, "node"), 20.0, curve)
-    assert taken_by(timeline, LAYERS, ["blocks.1", "blocks.2"]) == Taken(3.5, 0.25)
-    assert taken_by(timeline, LAYERS, ["blocks.2"]).times(2) == Taken(8.0, 1.0)
+    assert mean_seconds(timeline, LAYERS, ["blocks.1", "blocks.2"]) == StepSeconds(3.5, 0.25)
+    assert mean_seconds(timeline, LAYERS, ["blocks.2"]).times(2) == StepSeconds(8.0, 1.0)
 
 
 def test_what_lasts_is_held_once_more_for_each_layer_that_is_left_out() -> None:
@@ -38,7 +38,8 @@ def test_what_lasts_is_held_once_more_for_each_layer_that_is_left_out() -> None:
         Change(2.0, "saved", 3, "blocks.2.up (mm)"),
         Change(3.0, "working", -100, "blocks.1.up (mm)"),
     ]
-    curve = held_with_more(MemoryCurve.of(changes, 4.0), LAYERS, [(["blocks.1", "blocks.2"], 5), (["head"], 0)])
+    repeated = [(["blocks.1", "blocks.2"], 5), (["head"], 0)]
+    curve = memory_with_repeated_layers(MemoryCurve.of(changes, 4.0), LAYERS, repeated)
     # what only one of the two layers holds is on its way
     assert curve.total.tolist() == [0, 10, 20 + 5 * 10, 170, 173, 176 + 5 * 3, 91, 91]
     assert curve.peak == 191 and curve.at_peak() == {"working": 100, "parameters": 70, "saved": 21}

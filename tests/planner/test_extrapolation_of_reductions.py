@@ -1,4 +1,4 @@
-"""All layers' acts out of those of two: what piles up is waited for as it is in the whole step."""
+"""All layers' ops out of those of two: what piles up is waited for as it is in the whole step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardweave.cost_model.collectives import Demand
 from shardweave.cost_model.streams import Transfer
 from shardweave.cost_model.timeline import StreamOp, replay
 from shardweave.demo.model import GPT, GPTConfig
-from shardweave.planner.search.evaluation import Layers, piles_up, unrolled
+from shardweave.planner.search.extrapolation import Layers, reductions_queue_up, with_repeated_layers
 
 DEVICE = sw.Cluster.preset("dgx-a100").device
 
@@ -51,8 +51,8 @@ class Layer:
     blocks: bool
     casts: bool
 
-    def acts(self, count: int) -> list[StreamOp]:
-        """The acts of so many of them, between what comes before and after them."""
+    def ops(self, count: int) -> list[StreamOp]:
+        """The ops of so many of them, between what comes before and after them."""
         found = [StreamOp(1, "head", 1.0)]
         transfers: dict[str, Transfer] = {}
 
@@ -94,37 +94,37 @@ def layers(draw: st.DrawFn) -> Layer:
 
 @given(layers(), st.integers(2, 9))
 def test_two_layers_tell_what_all_of_them_take(layer: Layer, count: int) -> None:
-    alike = [(["b.0", "b.1"], count - 2)]
-    found = unrolled(layer.acts(2), Layers({}), alike, {"b.0.w", "b.1.w"})
+    repeated = [(["b.0", "b.1"], count - 2)]
+    found = with_repeated_layers(layer.ops(2), Layers({}), repeated, {"b.0.w", "b.1.w"})
     assert found is not None
-    whole = layer.acts(count)
+    whole = layer.ops(count)
     assert len(found) == len(whole)
     assert replay(found, DEVICE) == pytest.approx(replay(whole, DEVICE), rel=1e-9)
 
 
 def test_what_piles_up_are_sums_longer_than_the_kernels_of_their_layer() -> None:
     layer = Layer((1.0,), 0.5, 4.0, 0, 0, False, False, False)
-    assert piles_up(layer.acts(2), Layers({}), [(["b.0", "b.1"], 3)])
-    assert not piles_up(layer.acts(2), Layers({}), [(["b.0", "b.1"], 0)])
-    assert not piles_up(replace(layer, total=0.25, gather=4.0).acts(2), Layers({}), [(["b.0", "b.1"], 3)])
+    assert reductions_queue_up(layer.ops(2), Layers({}), [(["b.0", "b.1"], 3)])
+    assert not reductions_queue_up(layer.ops(2), Layers({}), [(["b.0", "b.1"], 0)])
+    assert not reductions_queue_up(replace(layer, total=0.25, gather=4.0).ops(2), Layers({}), [(["b.0", "b.1"], 3)])
 
 
 def test_what_is_started_ahead_of_the_first_period_is_started_in_each() -> None:
     """All gathers of the step of two layers at its beginning: the second one's belongs to the period of the first."""
-    acts = Layer((1.0, 2.0), 0.5, 4.0, 1, 0, False, False, True).acts(2)
-    gathers = [act for act in acts if act.op == "b.1.w" and act.transfer and "gather" in act.transfer.name]
-    early = [act for act in gathers if not act.waits]
-    moved = [acts[0], *early, *(act for act in acts[1:] if act not in early)]
-    found = unrolled(moved, Layers({}), [(["b.0", "b.1"], 3)], {"b.0.w", "b.1.w"})
-    assert found is not None and len(found) == len(acts) + 3 * (len(acts) - 2) // 2
-    assert Counter(act.waits for act in found if act.transfer) == {True: 10, False: 10}
+    ops = Layer((1.0, 2.0), 0.5, 4.0, 1, 0, False, False, True).ops(2)
+    gathers = [op for op in ops if op.op == "b.1.w" and op.transfer and "gather" in op.transfer.name]
+    early = [op for op in gathers if not op.waits]
+    moved = [ops[0], *early, *(op for op in ops[1:] if op not in early)]
+    found = with_repeated_layers(moved, Layers({}), [(["b.0", "b.1"], 3)], {"b.0.w", "b.1.w"})
+    assert found is not None and len(found) == len(ops) + 3 * (len(ops) - 2) // 2
+    assert Counter(op.waits for op in found if op.transfer) == {True: 10, False: 10}
 
 
 def test_layers_without_kernels_and_such_as_share_their_sums_have_no_period() -> None:
-    acts = Layer((1.0,), 0.5, 4.0, 0, 0, False, False, False).acts(2)
-    assert unrolled(acts, Layers({}), [(["b.0", "b.9"], 3)], {"b.0.w", "b.1.w"}) is None
-    shared = [act for act in acts if act.transfer is None or act.transfer.name != "all_reduce b.1.w"]
-    assert unrolled(shared, Layers({}), [(["b.0", "b.1"], 3)], {"b.0.w", "b.1.w"}) is None
+    ops = Layer((1.0,), 0.5, 4.0, 0, 0, False, False, False).ops(2)
+    assert with_repeated_layers(ops, Layers({}), [(["b.0", "b.9"], 3)], {"b.0.w", "b.1.w"}) is None
+    shared = [op for op in ops if op.transfer is None or op.transfer.name != "all_reduce b.1.w"]
+    assert with_repeated_layers(shared, Layers({}), [(["b.0", "b.1"], 3)], {"b.0.w", "b.1.w"}) is None
 
 
 @pytest.mark.parametrize(
