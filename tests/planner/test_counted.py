@@ -15,8 +15,7 @@ from shardweave.planner.problem.build_problem import ProblemBuilder
 from shardweave.planner.problem.candidates import allowed_strategies
 from shardweave.planner.problem.step_choices import with_modes
 from shardweave.planner.problem.variables import Costed
-from shardweave.planner.search.evaluation import Evaluation
-from shardweave.planner.search.setting_search import SettingSearch
+from shardweave.planner.search.setting_search import Evaluated, SettingSearch
 from shardweave.planner.search.solver_cache import UNLIMITED
 from shardweave.planner.solver.solver import Solution
 from shardweave.sharding.annotate import layer_of
@@ -38,10 +37,10 @@ def figures_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     figures: list[tuple[int, int]] = []
     simulated = SettingSearch._simulated
 
-    def seen(self: SettingSearch, costed: Costed, solution: Solution, limit: int) -> Evaluation:
+    def seen(self: SettingSearch, costed: Costed, solution: Solution, limit: int) -> Evaluated:
         found = simulated(self, costed, solution, limit)
         if limit < UNLIMITED:
-            figures.append((costed.problem.memory(solution.choice), found.peak_memory))
+            figures.append((costed.problem.memory(solution.choice), found.evaluation.peak_memory))
         return found
 
     monkeypatch.setattr(SettingSearch, "_simulated", seen)
