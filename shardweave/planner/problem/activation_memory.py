@@ -6,21 +6,17 @@ live while an op runs. Each value belongs to the variable that it follows, and h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from torch import fx
 
-from shardweave.ir import Layout
 from shardweave.passes import Annotated
 from shardweave.planner.problem.graph_analysis import Facts, is_alias, num_bytes, root_of
 from shardweave.planner.problem.overlap_model import Floats
 from shardweave.planner.problem.resharding_costs import local_numel
-from shardweave.planner.problem.variables import Variable
+from shardweave.planner.problem.variables import PortLayouts, Variable
 from shardweave.sharding import info, tensor_args
-
-PortLayouts = Sequence[Sequence[Layout]]
-"""For each port of a variable the layouts of a value's parts, or of an op's inputs."""
 
 
 class ActivationMemory:

@@ -40,12 +40,12 @@ from shardweave.ir import (
 from shardweave.passes import Annotated, with_times
 from shardweave.planner.problem.activation_memory import ActivationMemory
 from shardweave.planner.problem.candidates import legal, spread
-from shardweave.planner.problem.graph_analysis import Facts, Scatters, bound_of, root_of
+from shardweave.planner.problem.graph_analysis import Facts, Scatters, bound_of, num_bytes, root_of
 from shardweave.planner.problem.op_costs import Parameters, Sizes, price_op
 from shardweave.planner.problem.overlap_model import Costs, Windows
 from shardweave.planner.problem.problem import Edge, Problem
 from shardweave.planner.problem.resharding_costs import Links, Prices, local_numel, tensor_outputs, whole
-from shardweave.planner.problem.variables import Costed, RowBuilder, Variable
+from shardweave.planner.problem.variables import Costed, PortLayouts, RowBuilder, Variable
 from shardweave.sharding import (
     Op,
     OpInput,
@@ -63,15 +63,11 @@ from shardweave.sharding import (
     tensor_args,
 )
 
-PortLayouts = list[tuple[Layout, ...]]
-"""For each port of the variable that a value follows, the layouts of its node's outputs."""
-
 
 def gradient_bytes(captured: Captured) -> int:
     """What the gradients of all parameters of a step take."""
     names = {name for name, parameter in captured.parameters.items() if parameter in captured.gradients}
-    values = [node.meta["val"] for node in captured.graph.graph.nodes if node.name in names]
-    return sum(value.numel() * value.element_size() for value in values)
+    return num_bytes(node for node in captured.graph.graph.nodes if node.name in names)
 
 
 SOFTMAX_PASSES = 3

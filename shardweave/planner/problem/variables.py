@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import fx
 
-from shardweave.ir import Assignment, RecomputeMode, Strategy
+from shardweave.ir import Assignment, Layout, RecomputeMode, Strategy
 from shardweave.planner.problem.op_costs import OpPrices
 from shardweave.planner.problem.overlap_model import OPTIMIZER, Costs, Floats, Windows
 from shardweave.planner.problem.problem import Candidate, Edge, Problem
 from shardweave.planner.problem.problem import Op as Row
 from shardweave.planner.problem.resharding_costs import Links
 from shardweave.sharding import Op
+
+PortLayouts = list[tuple[Layout, ...]]
+"""For each port of a variable the layouts of an op's inputs, or of a value's parts."""
 
 
 @dataclass

@@ -15,6 +15,7 @@ from shardweave.cost_model import Options
 from shardweave.ir import Captured, PlanError
 from shardweave.passes import Annotated, annotate
 from shardweave.planner.problem.build_problem import ProblemBuilder
+from shardweave.planner.problem.graph_analysis import num_bytes
 from shardweave.planner.problem.problem import Edge
 from shardweave.planner.problem.problem import Op as Row
 from shardweave.planner.problem.step_choices import with_modes, with_outputs, with_slices
@@ -250,5 +251,4 @@ class LayerProblem:
 
 def buffer_bytes(captured: Captured) -> int:
     """What the buffers of a step take."""
-    values = [node.meta["val"] for node in captured.graph.graph.nodes if node.name in captured.buffers]
-    return sum(value.numel() * value.element_size() for value in values)
+    return num_bytes(node for node in captured.graph.graph.nodes if node.name in captured.buffers)

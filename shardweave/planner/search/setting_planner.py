@@ -234,7 +234,7 @@ class SettingPlanner:
         """
         overlap, least = SettingPlan(self, chosen).overlap, chosen.evaluation.peak_memory
         found: list[Evaluated] = []
-        for limit in (chosen.schedule_limit, least, 1):
+        for limit in dict.fromkeys((chosen.schedule_limit, least, 1)):
             evaluation = self.evaluated(chosen, overlap, limit)
             found.append(replace(chosen, evaluation=evaluation, schedule_limit=limit))
             if evaluation.peak_memory <= least:

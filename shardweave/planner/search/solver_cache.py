@@ -18,9 +18,8 @@ from shardweave.planner.search.choices import choice_of
 from shardweave.planner.search.layer_problem import inside, renamed
 from shardweave.planner.search.plan import Plan
 from shardweave.planner.solver.branch_and_bound import Progress
+from shardweave.planner.solver.lagrangian import Choice
 from shardweave.planner.solver.solver import Solution, solve
-
-Choice = tuple[int, ...]
 
 MAX_SLOWDOWN = 3e-4
 """The part by which simplifying a choice may make the step slower, altogether."""
