@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import resource
 import weakref
@@ -138,10 +139,12 @@ def test_ten_compiles_in_one_process_stay_flat() -> None:
     for _ in range(10):
         now, after = once()
     assert now <= tensors
-    assert after - before < 60e6, f"{(after - before) / 1e6:.0f} MB more after ten compiles"
+    assert after - before < 17e6, f"{(after - before) / 1e6:.0f} MB more after ten compiles"  # less than one model
 
 
 def resident() -> int:
-    """Bytes of memory that this process has now."""
+    """Bytes of memory that this process has now, less what its allocator has free and would use again."""
+    with contextlib.suppress(AttributeError):  # glibc keeps up to 75 MB more or less of it, by its own thresholds
+        ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
