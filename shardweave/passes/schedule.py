@@ -81,6 +81,8 @@ SHAPING = (GLUE - {WAIT}) | {CAST, aten.add.Tensor, aten.add_.Tensor, aten.cat.d
 """Ops that may stand between a value and the start of its collective."""
 GATHER_DEPTHS = (8, 4, 1)
 """How many groups of parameters may be gathered ahead, where the user does not set `max_prefetch`: each is tried."""
+REDUCTION_DEPTHS = (16, 1)
+"""How many gradients may be under reduction in orders that gather one group ahead, besides as many as are ready."""
 _SAME_TIME_RATIO = 1.005
 """Orders whose times differ by less than this factor count as equally fast. The one that holds less is taken."""
 _MIN_MEMORY_SAVING = 0.1
@@ -582,8 +584,7 @@ class Schedule(Pass):
         held = self.other_bytes + sum((1 + others(node)) * sum(prices.of(node).sizes) for node in order)
         shared, _ = self.repeated.storages(graph, liveness(graph))
         held += sum((1 + others(node)) * prices.of(node).sizes[index] for node, index in shared)
-        # 2. Order the forward, then the backward with what the forward leaves behind. The limit is only given where the
-        #    best order without a limit exceeds it.
+        # 2. Order the forward, then the backward with what the forward leaves behind.
         for backward in (False, True):
             nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and info(n).backward == backward]
             if not nodes:
@@ -592,9 +593,7 @@ class Schedule(Pass):
             if not self.cross_pass:
                 tasks = tasks.after(recompute_barriers(tasks))
             room = None if self.memory_limit is None else self.memory_limit - held
-            best = self._best(tasks, None)
-            if room is not None and best.peak_bytes > room:
-                best = self._best(tasks, room)
+            best = self._best(tasks, room)
             fits &= room is None or best.peak_bytes <= room
             order += [nodes[task] for task in best.order]
             held += tasks.kept_bytes
@@ -635,7 +634,8 @@ class Schedule(Pass):
     def _orders(self, tasks: TaskGraph) -> Iterator[_OrderFinder]:
         """The orders that are tried, as functions of their memory limits."""
         contention = Contention.of(self.cluster.device)
-        depths = [(ahead, UNLIMITED) for ahead in GATHER_DEPTHS] + [(min(GATHER_DEPTHS), min(GATHER_DEPTHS))]
+        depths = [(ahead, UNLIMITED) for ahead in GATHER_DEPTHS]
+        depths += [(min(GATHER_DEPTHS), reductions) for reductions in REDUCTION_DEPTHS]
         if self.max_prefetch is not None:
             depths = [(self.max_prefetch, self.max_prefetch)]
 
