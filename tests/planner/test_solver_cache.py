@@ -46,3 +46,14 @@ def test_what_does_not_fit_or_takes_too_long_anyway_is_not_asked_again(asked: li
     wider = replace(costed, problem=replace(costed.problem, memory_limit=12))
     assert given.expects(wider, wider, ceiling=2.0) == (2.0, 16) and given.takes(12, 2.0)  # whatever fits takes as long
     assert asked == [solver.UNLIMITED, 7] and not given.takes(12, 2.1)
+
+
+def test_a_bound_is_of_what_fits() -> None:
+    given = CachedSolver(10.0)
+    tight = Costed(Problem((Op("up", (FAST, SMALL)), Op("down", (FAST, SMALL))), memory_limit=12), [])
+    assert given.bound(tight, tight) == 2.0  # of any choice, as nothing was asked under the limit
+    given.expects(tight, tight)
+    assert given.bound(tight, tight) == 2.5
+    none = replace(tight, problem=replace(tight.problem, memory_limit=7))
+    given.expects(none, none)
+    assert given.bound(none, none) == math.inf

@@ -164,7 +164,7 @@ class PlanSearch:
             planner = self.planner(start.micro_batches, start, margin, sub_batches, buckets)
             enough = best.step_time * (1 - MIN_GAIN_RATIO)
             try:
-                bound = min(bound, planner.bound)
+                bound = min(bound, planner.bound(enough))
                 other = planner.best_plan(enough, is_other=True)
             except ParallelError:  # what needs the whole batch, as a batch norm does, or strategies that take all of it
                 continue

@@ -103,14 +103,13 @@ class SettingPlanner:
         """Whether the problem is small enough for several settings to be priced."""
         return size(self.layers.plain) <= MAX_CANDIDATES_MODEST
 
-    @property
-    def bound(self) -> float:
-        """Seconds that the program says no plan takes less than that it counts as fitting."""
-        layers, limit = self.layers, self.options.limit(self.cluster)
-        if self.is_modest:
-            self.expected()
-        known = self._solver.expected(layers.with_recomputation, limit) or self._solver.fastest(layers.plain)
-        return known.bound
+    def bound(self, ceiling: float) -> float:
+        """Seconds that the program says no plan takes less than that it counts as fitting.
+
+        Of a problem that is not modest a bound from `ceiling` seconds on will do.
+        """
+        self.expected(math.inf if self.is_modest else ceiling)
+        return self._solver.bound(self.layers.plain, self.layers.with_recomputation)
 
     def expected(self, ceiling: float = math.inf) -> tuple[float, int]:
         """The solver's estimate of the fastest plan that fits: seconds, infinite if none fits, and bytes.

@@ -111,6 +111,13 @@ class CachedSolver:
         """What `expects` found under a limit."""
         return self._known.get((id(costed), limit))
 
+    def bound(self, costed: Costed, smaller: Costed) -> float:
+        """Seconds that no plan takes less than that the program counts as fitting, by what was asked of it so far."""
+        key = id(smaller), costed.problem.memory_limit
+        if key in self._lacking:
+            return math.inf
+        return self._known.get(key, self.fastest(costed)).bound
+
     def takes(self, limit: int, ceiling: float) -> bool:
         """Whether it is known that whatever fits takes at least `ceiling` seconds."""
         bounds = (found.bound for (_, under), found in self._known.items() if under in (limit, UNLIMITED))
