@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardweave import cli
-from shardweave.cost_model import Cluster
+from shardweave.cost_model import Cluster, Options
 from shardweave.ir import Grid, Strategy
 from shardweave.ir.errors import ClusterError, InputError
 from shardweave.validation import CalibratedCluster, Row, Setting, amsp, load, validate
 from shardweave.validation.rows import draw_table, mean_error, rank_correlations
-from shardweave.validation.setting import HOST_SECONDS_PER_RANK, Llama, Sizes, with_deepspeed_host
+from shardweave.validation.setting import HOST_SECONDS_PER_RANK, Llama, Sizes, captured, with_deepspeed_host
 
 SMALL = {"LLaMA-7B": Sizes(2, 512, 4)}
 PAPER: dict[str, Any] = {
@@ -101,6 +102,22 @@ def test_a_row_is_the_plan_that_the_paper_describes(small: None) -> None:
     tiny = Cluster.from_dict({**cluster.to_dict(), "device": {**cluster.to_dict()["device"], "memory": 2**20}})
     rows = [row for row in amsp.rows(PAPER, Setting(cluster=lambda _: tiny)) if not row.name.startswith("another")]
     assert {(row.predicted, row.reason) for row in rows} == {(None, "does not fit")}
+
+
+@pytest.mark.parametrize("gibibytes", [22, 28])
+def test_what_the_planner_chooses_is_as_fast_as_amsps_partition(gibibytes: int) -> None:
+    """Of LLaMA-30B on 1,024 GPUs, with tight memory and with more: its partition is one of what can be chosen."""
+    gpus = 1024
+    cluster = Setting().cluster("amsp").fitted(8, gpus // 8)
+    compiler = captured(amsp.MODELS["LLaMA-30B"], gpus, amsp.SEQUENCE, amsp.PRECISION).with_(cluster)
+    options = Options(
+        memory_limit=gibibytes * 2**30, micro_batches=1, sub_batches=1, recompute="full", precision=amsp.PRECISION
+    )
+    partition = Strategy(Grid(data=gpus), 8, gradients=8, states=32)
+    forced = compiler.with_(options=replace(options, force={"*": partition})).plan()
+    chosen = compiler.with_(options=options).plan()
+    assert chosen.step_time <= 1.002 * forced.step_time
+    assert chosen.peak_memory <= gibibytes * 2**30
 
 
 def test_the_model_has_the_flops_that_the_paper_counts() -> None:

@@ -30,6 +30,7 @@ from shardweave.planner.search.layer_problem import LayerProblem
 from shardweave.planner.search.restrictions import data_parallel, partly_sharded, recomputed_alike, tensor_parallel
 from shardweave.planner.search.solver_cache import (
     MAX_CANDIDATES_MODEST,
+    MAX_ROUGH_GAP,
     UNLIMITED,
     CachedSolver,
     is_small,
@@ -44,7 +45,7 @@ from shardweave.report import Reporter
 ESTIMATE_TOLERANCE = 0.05
 """The part by which the program may overestimate the time of a proposal."""
 
-STOP_GAP = 0.06
+STOP_GAP = 0.01
 """Plans of problems with more than `MAX_CANDIDATES_MODEST` candidates are not compared with others once their simulated
 step is within this part of the program's bound."""
 
@@ -220,7 +221,8 @@ class SettingSearch:
             hint = known.choice if known is not None else self.solver.start_choice(program)
             if hint is None and program is self.plain:
                 hint = fastest.choice
-            bound = self._under_limit(costed, incumbent, hint, most=MAX_ANSWERS_OTHER if is_other else MAX_ANSWERS)
+            most = MAX_ANSWERS_OTHER if is_other else MAX_ANSWERS
+            bound = self._under_limit(costed, incumbent, hint, rough=_is_inexact(free), most=most)
             incumbent.bound = bound if incumbent.best is not None else fastest.bound
         optimum = incumbent.best
         # 3. Neighbours of that, 4. plans that are alike in all layers, and neighbours of the best of these
@@ -487,3 +489,10 @@ def neighbours(costed: Costed, choice: Sequence[int]) -> Iterator[tuple[int, ...
                 for number in numbers:
                     changed[number] = other
                 yield tuple(changed)
+
+
+def _is_inexact(free: Evaluated | None) -> bool:
+    """Whether the simulator differs from the program by more than what a rough answer may be slower than the best."""
+    if free is None or is_small(free.costed):
+        return False
+    return abs(free.evaluation.step_time / free.solution.objective - 1) > MAX_ROUGH_GAP
