@@ -113,10 +113,10 @@ class CachedSolver:
 
     def bound(self, costed: Costed, smaller: Costed) -> float:
         """Seconds that no plan takes less than that the program counts as fitting, by what was asked of it so far."""
-        key = id(smaller), costed.problem.memory_limit
-        if key in self._lacking:
+        limit = costed.problem.memory_limit
+        if (id(smaller), limit) in self._lacking:
             return math.inf
-        return self._known.get(key, self.fastest(costed)).bound
+        return (self.expected(smaller, limit) or self.fastest(costed)).bound
 
     def takes(self, limit: int, ceiling: float) -> bool:
         """Whether it is known that whatever fits takes at least `ceiling` seconds."""
