@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -379,6 +380,7 @@ def modules_around(name: str) -> list[str]:
     return [".".join(parts[: length + 1]) for length in range(len(parts))]
 
 
+@lru_cache(2**16)  # a step has thousands of nodes of a few hundred modules
 def covers(pattern: str, name: str) -> bool:
     """Whether a shell-style pattern matches a module or one that contains it.
 
