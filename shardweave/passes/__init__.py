@@ -8,7 +8,7 @@ from shardweave.passes.codegen import MicroBatchGraphs, Step, graph_hash
 from shardweave.passes.pipeline import Compiled, Shards, layer_multiplicity, lower, with_times
 from shardweave.passes.quantize import QUANTIZATION_BLOCK, quantization_stages
 from shardweave.passes.recompute import region_of
-from shardweave.passes.schedule import RepeatedLayers
+from shardweave.passes.schedule import RepeatedLayers, layer_outputs
 from shardweave.passes.step_boundary import Annotated, annotate, join_names
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "graph_hash",
     "join_names",
     "layer_multiplicity",
+    "layer_outputs",
     "lower",
     "quantization_stages",
     "region_of",

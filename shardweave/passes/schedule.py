@@ -49,7 +49,16 @@ import torch
 from torch import fx
 
 import shardweave.ops  # noqa: F401  (registers the ops)
-from shardweave.cost_model import COMPUTE, NO_SHARING, Cluster, Contention, MicroBatchSharing, NodeCosts, liveness
+from shardweave.cost_model import (
+    COMPUTE,
+    NO_SHARING,
+    Cluster,
+    Contention,
+    MicroBatchSharing,
+    NodeCosts,
+    Storage,
+    liveness,
+)
 from shardweave.ir import UNLIMITED
 from shardweave.passes.base import Pass, Property
 from shardweave.passes.list_scheduler import (
@@ -574,11 +583,7 @@ class Schedule(Pass):
         """The order of the nodes, and whether it keeps to the memory limit. The graph itself is not changed."""
         fits = True
         prices = NodeCosts(self.cluster)
-        more = _layers_left_out(graph, prices, self.repeated_layers)
-
-        def others(node: fx.Node) -> int:
-            return more.get(layer_of(info(node).op), 0)
-
+        others = _num_left_out(graph, prices, self.repeated_layers)
         # 1. Memory that is held from the beginning: inputs, shared storages, and what the graph does not see.
         order = [node for node in graph.nodes if node.op == "placeholder"]
         held = self.other_bytes + sum((1 + others(node)) * sum(prices.of(node).sizes) for node in order)
@@ -656,21 +661,43 @@ class Schedule(Pass):
                 )
 
 
-def _layers_left_out(graph: fx.Graph, prices: NodeCosts, repeated_layers: RepeatedLayers) -> dict[str, int]:
-    """How many layers that were left out of the graph each layer stands for, by its name.
+def layer_outputs(graph: fx.Graph, layer: Callable[[fx.Node], str]) -> set[Storage]:
+    """The storages of values of a layer that the forward of what comes behind it reads.
 
-    Of equal layers, the one that saves the least for the backward stands for those left out: the first and the last
-    layer may also save a value in the layout that an unequal neighbour reads.
+    Parameters
+    ----------
+    graph : fx.Graph
+    layer : callable
+        The layer of a node; "" outside of all layers.
+    """
+    where = liveness(graph).where
+    forward = [node for node in graph.nodes if node.op == "call_function" and not info(node).backward]
+    read = ((node, key) for node in forward for source in node.all_input_nodes for key in where[source])
+    return {key for node, key in read if (own := layer(key[0])) and own != layer(node)}
+
+
+def _num_left_out(graph: fx.Graph, prices: NodeCosts, repeated_layers: RepeatedLayers) -> Callable[[fx.Node], int]:
+    """How many values of layers that were left out of the graph each value stands for.
+
+    The first of a few equal layers may save its input in the layout that an unequal neighbour left it in, the last one
+    its output in the one that a neighbour reads, or not at all. So the output of the last but one stands for those of
+    the layers left out, and for what else these hold the layer that saves the least of that.
     """
     if not repeated_layers:
-        return {}
+        return lambda _: 0
+
+    def layer(node: fx.Node) -> str:
+        return layer_of(info(node).op)
+
+    where, outputs = liveness(graph).where, layer_outputs(graph, layer)
     saved: Counter[str] = Counter()  # bytes that the backward reads
-    where = liveness(graph).where
     backward = [node for node in graph.nodes if node.op == "call_function" and info(node).backward]
-    for storage in {key for node in backward for source in node.all_input_nodes for key in where[source]}:
-        if storage[0].op == "call_function" and not info(storage[0]).backward:
-            saved[layer_of(info(storage[0]).op)] += prices.of(storage[0]).sizes[storage[1]]
-    return {min(few, key=lambda layer: saved[layer]): count for few, count in repeated_layers if count}
+    for key in {key for node in backward for source in node.all_input_nodes for key in where[source]} - outputs:
+        if key[0].op == "call_function" and not info(key[0]).backward:
+            saved[layer(key[0])] += prices.of(key[0]).sizes[key[1]]
+    inside = {min(few, key=lambda each: saved[each]): count for few, count in repeated_layers if count}
+    passed_on, values = {few[-2]: count for few, count in repeated_layers if count}, {node for node, _ in outputs}
+    return lambda node: (passed_on if node in values else inside).get(layer(node), 0)
 
 
 def _fastest_of(

@@ -39,7 +39,20 @@ def test_what_lasts_is_held_once_more_for_each_layer_that_is_left_out() -> None:
         Change(3.0, "working", -100, "blocks.1.up (mm)"),
     ]
     repeated = [(["blocks.1", "blocks.2"], 5), (["head"], 0)]
-    curve = memory_with_repeated_layers(MemoryCurve.of(changes, 4.0), LAYERS, repeated)
+    curve = memory_with_repeated_layers(MemoryCurve.of(changes, 4.0), LAYERS, repeated, ())
     # what only one of the two layers holds is on its way
     assert curve.total.tolist() == [0, 10, 20 + 5 * 10, 170, 173, 176 + 5 * 3, 91, 91]
     assert curve.peak == 191 and curve.at_peak() == {"working": 100, "parameters": 70, "saved": 21}
+
+
+def test_what_the_last_layer_but_one_leaves_to_the_next_is_held_for_each_that_is_left_out() -> None:
+    """The last one's neighbour keeps another value in its place."""
+    changes = [
+        Change(0.0, "saved", 1, "blocks.1.up (mm)"),
+        Change(1.0, "saved", 4, "blocks.1 (add)"),
+        Change(2.0, "saved", 1, "blocks.2.up (mm_1)"),
+        Change(3.0, "saved", -1, "blocks.2.up (mm_1)"),
+        Change(4.0, "saved", -4, "blocks.1 (add)"),
+    ]
+    curve = memory_with_repeated_layers(MemoryCurve.of(changes, 5.0), LAYERS, [(["blocks.1", "blocks.2"], 5)], {"add"})
+    assert curve.total.tolist() == [0, 1, 5 + 5 * 4, 6 + 5 * 5, 5 + 5 * 4, 1, 1]

@@ -29,7 +29,7 @@ from shardweave.cost_model import (
     simulate,
 )
 from shardweave.ir import Assignment, OverlapConfig, PlanError, RecomputeMode, Strategy, readable_bytes
-from shardweave.passes import Annotated, Compiled, RepeatedLayers, Shards, layer_multiplicity, lower
+from shardweave.passes import Annotated, Compiled, RepeatedLayers, Shards, layer_multiplicity, layer_outputs, lower
 from shardweave.planner.search.extrapolation import (
     Layers,
     StepSeconds,
@@ -40,7 +40,7 @@ from shardweave.planner.search.extrapolation import (
 )
 from shardweave.planner.search.layer_problem import Steps, inside, renamed
 from shardweave.planner.search.plan import Plan
-from shardweave.sharding import LayerRun, layer_of, layers_of_ops
+from shardweave.sharding import LayerRun, info, layer_of, layers_of_ops
 
 MAX_CACHED_SHARDED_GRAPHS = 8
 """The number of decisions whose sharded graphs are cached: a plan under a similar limit asks for the same ones."""
@@ -308,7 +308,8 @@ class PlanEvaluator:
             if ops is not None:
                 played = replay(ops, device=self.lowering.cluster.device)
                 seconds = StepSeconds(played.compute + optimizer, played.seconds - played.compute)
-        held = memory_with_repeated_layers(timeline.memory, layers, repeated)
+        outputs = layer_outputs(compiled.step.forward.graph, lambda node: layers.of(info(node).op or node.name))
+        held = memory_with_repeated_layers(timeline.memory, layers, repeated, {node.name for node, _ in outputs})
         return Evaluation(sum(seconds), *seconds, held.peak, held.at_peak())
 
     def _optimizer(self, compiled: Compiled, repeated: RepeatedLayers) -> float:

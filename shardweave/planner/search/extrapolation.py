@@ -63,18 +63,42 @@ def mean_seconds(timeline: Timeline, layers: Layers, few: Sequence[str]) -> Step
     return StepSeconds(compute / len(few), exposed / len(few))
 
 
-def memory_with_repeated_layers(memory: MemoryCurve, layers: Layers, repeated: RepeatedLayers) -> MemoryCurve:
-    """The curve with so many more of equal layers, each holding what the one of them holds that holds least."""
-    mine: dict[str, list[int]] = {}
+def memory_with_repeated_layers(
+    memory: MemoryCurve, layers: Layers, repeated: RepeatedLayers, outputs: Container[str]
+) -> MemoryCurve:
+    """The curve with so many more of equal layers, each holding what the one of them holds that holds least.
+
+    Parameters
+    ----------
+    memory : MemoryCurve
+    layers : Layers
+    repeated : sequence of (sequence of str, int)
+        Layers that are equal, and how many more of them there are.
+    outputs : container of str
+        The names of values that layers leave to what comes behind them. The last of equal layers may hold another
+        one than the layers before it, as its neighbour is another.
+    """
+    inside, passed_on = dict[str, list[int]](), dict[str, list[int]]()
     for row, change in enumerate(memory.changes, start=1):
         if change.kind in LASTING:
-            mine.setdefault(layers.of(change.owner), []).append(row)
+            rows = passed_on if value_of(change.owner) in outputs else inside
+            rows.setdefault(layers.of(change.owner), []).append(row)
     deltas = np.diff(memory.bytes, axis=0, prepend=0)
     found = memory.bytes.copy()
     for few, others in repeated:
         if others:
-            found += others * _least([_held(deltas, mine.get(layer, [])) for layer in few])
+            found += others * _least([_held(deltas, inside.get(layer, [])) for layer in few])
+            found += others * _least([_held(deltas, passed_on.get(layer, [])) for layer in few[:-1]])
     return replace(memory, bytes=found)
+
+
+def value_of(owner: str) -> str:
+    """The name of the value that a memory change is of.
+
+    >>> value_of("blocks.2.up (mm_3)"), value_of("add_7")
+    ('mm_3', 'add_7')
+    """
+    return owner.rpartition(" ")[2].strip("()")
 
 
 def _held(deltas: NDArray[np.int64], rows: Sequence[int]) -> NDArray[np.int64]:
