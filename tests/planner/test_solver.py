@@ -15,7 +15,6 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.ir.errors import InfeasibleError, PlanError
 from shardweave.planner.problem.problem import TICKS_PER_SECOND, Candidate, Edge, Op, Problem
-from shardweave.planner.search.solver_cache import limited
 from shardweave.planner.solver.branch_and_bound import Progress
 from shardweave.planner.solver.ilp import Program, solve_by_cp_sat, solve_by_highs
 from shardweave.planner.solver.solver import Solution, solve
@@ -231,6 +230,6 @@ def test_asking_for_a_smaller_gap_never_gives_a_slower_choice() -> None:
     limit = 30 * 2**30
     options = sw.Options(precision="bf16", memory_limit=limit, micro_batches=1)
     compiler = Compiler(model, sw.Cluster.preset("dgx-h100", nodes=8), inputs, options, None)
-    problem = limited(compiler.search.planner(1).layers.with_recomputation, limit).problem
+    problem = compiler.search.planner(1).layers.with_recomputation.limited(limit).problem
     coarse, exact = solve(problem, gap=1e-3), solve(problem, gap=0.0)
     assert exact.objective <= coarse.objective and coarse.bound <= exact.bound * (1 + 1e-9)

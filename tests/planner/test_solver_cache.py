@@ -11,7 +11,7 @@ import pytest
 from shardweave.planner.problem.problem import Candidate, Op, Problem
 from shardweave.planner.problem.variables import Costed
 from shardweave.planner.search import solver_cache as solver
-from shardweave.planner.search.solver_cache import CachedSolver, limited
+from shardweave.planner.search.solver_cache import CachedSolver
 from shardweave.planner.solver.solver import solve
 
 FAST, SMALL = Candidate("fast", 1.0, state_bytes=8), Candidate("small", 1.5, state_bytes=4)
@@ -32,7 +32,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_what_is_known_under_more_memory_is_not_asked_again(asked: list[int]) -> None:
     costed, given = Costed(Problem((Op("up", (FAST, SMALL)), Op("down", (FAST, SMALL)))), []), CachedSolver(10.0)
-    found = [given.solve(limited(costed, limit)) for limit in (15, 13, 12, 11, 9)]
+    found = [given.solve(costed.limited(limit)) for limit in (15, 13, 12, 11, 9)]
     assert asked == [15, 11]  # the first answer counts 12 bytes, the second one 8
     assert [each.objective for each in found] == [2.5, 2.5, 2.5, 3.0, 3.0]
     assert all(each.status == "optimal" for each in found)

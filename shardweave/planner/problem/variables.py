@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import fx
@@ -58,6 +58,10 @@ class Costed:
 
     problem: Problem
     variables: list[Variable]
+
+    def limited(self, memory_limit: int) -> Costed:
+        """The same under another memory limit, in bytes."""
+        return replace(self, problem=replace(self.problem, memory_limit=memory_limit))
 
 
 class RowBuilder:

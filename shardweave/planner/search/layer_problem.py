@@ -7,11 +7,12 @@ kept, and is connected to its neighbours as that one is to the layer before it. 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardweave.cost_model import Options
+from shardweave.cost_model import Cluster, Options
 from shardweave.ir import Captured, PlanError
 from shardweave.passes import Annotated, annotate
 from shardweave.planner.problem.build_problem import ProblemBuilder
@@ -29,6 +30,9 @@ from shardweave.sharding import (
     deduplicate_layers,
     find_layer_runs,
 )
+
+MAX_CACHED_PROBLEMS = 8
+"""The number of settings whose problems are cached: another memory limit asks for the same ones."""
 
 Layer = str
 
@@ -139,6 +143,8 @@ class Steps:
 
     def __init__(self, captured: Captured, options: Options) -> None:
         self.captured, self.options = captured, options
+        self.priced: deque[tuple[tuple[Cluster, Options], LayerProblem]] = deque(maxlen=MAX_CACHED_PROBLEMS)
+        """The problems of settings, by their clusters and options without a memory limit."""
         self._runs: dict[Hashable, list[LayerRun]] = {}
         self._folded: dict[Hashable, tuple[DeduplicatedStep, Annotated]] = {}
 
@@ -174,7 +180,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class LayerProblem:
-    """A folded step with its problem."""
+    """A folded step with its problem, whatever memory a device may use."""
 
     fold: DeduplicatedStep
     annotated: Annotated
@@ -215,12 +221,6 @@ class LayerProblem:
             return None
         return self.whole(with_modes(self.builder, sliced) if self._chooses_recomputation else sliced)
 
-    def programs(self) -> Iterator[Costed]:
-        """The whole step's problems with more and more choices that save memory."""
-        yield self.with_recomputation
-        if self.in_slices is not None:
-            yield self.in_slices
-
     @cached_property
     def _chooses_recomputation(self) -> bool:
         return self.builder.options.recompute is None and not self.has_checkpoints
@@ -247,6 +247,38 @@ class LayerProblem:
     def _unfolded(self, costed: Costed) -> Costed | None:
         before = {run.layers[count - 1]: run.layers[count - 2] for run, count in self.fold.runs}
         return unfold(costed, self.fold.stands_for, before)
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The whole step's problems under a memory limit, as `LayerProblem` has them without."""
+
+    layers: LayerProblem
+    limit: int
+    """Bytes."""
+
+    def __iter__(self) -> Iterator[Costed]:
+        """With more and more choices that save memory, from that of recomputation on."""
+        yield self.with_recomputation
+        if self.in_slices is not None:
+            yield self.in_slices
+
+    @cached_property
+    def plain(self) -> Costed:
+        """The one without choices that save memory."""
+        return self.layers.plain.limited(self.limit)
+
+    @cached_property
+    def with_recomputation(self) -> Costed:
+        """The same with a choice of recomputation for each layer; the same one where there is none."""
+        found = self.layers.with_recomputation
+        return self.plain if found is self.layers.plain else found.limited(self.limit)
+
+    @cached_property
+    def in_slices(self) -> Costed | None:
+        """The same also with slices of ops that gather much; None where none does."""
+        found = self.layers.in_slices
+        return None if found is None else found.limited(self.limit)
 
 
 def buffer_bytes(captured: Captured) -> int:

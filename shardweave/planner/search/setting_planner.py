@@ -17,7 +17,7 @@ from shardweave.passes import with_times
 from shardweave.planner.problem.build_problem import ProblemBuilder, gradient_bytes
 from shardweave.planner.problem.candidates import allowed_strategies
 from shardweave.planner.search.evaluation import Evaluation, PlanEvaluator
-from shardweave.planner.search.layer_problem import LayerProblem, Steps, buffer_bytes
+from shardweave.planner.search.layer_problem import LayerProblem, Programs, Steps, buffer_bytes
 from shardweave.planner.search.plan import ModelKey, Plan, Saving
 from shardweave.planner.search.plan_building import overlap_of, plan_of
 from shardweave.planner.search.setting_search import Evaluated, SettingSearch
@@ -96,12 +96,12 @@ class SettingPlanner:
     @property
     def is_memory_bound(self) -> bool:
         """Whether memory makes the step slower for sure, and simulating it takes long."""
-        return self._solver.is_memory_bound(self.layers.plain, self.layers.with_recomputation)
+        return self._solver.is_memory_bound(self._programs.plain, self._programs.with_recomputation)
 
     @property
     def is_modest(self) -> bool:
         """Whether the problem is small enough for several settings to be priced."""
-        return size(self.layers.plain) <= MAX_CANDIDATES_MODEST
+        return size(self._programs.plain) <= MAX_CANDIDATES_MODEST
 
     def bound(self, ceiling: float) -> float:
         """Seconds that the program says no plan takes less than that it counts as fitting.
@@ -109,7 +109,7 @@ class SettingPlanner:
         Of a problem that is not modest a bound from `ceiling` seconds on will do.
         """
         self.expected(math.inf if self.is_modest else ceiling)
-        return self._solver.bound(self.layers.plain, self.layers.with_recomputation)
+        return self._solver.bound(self._programs.plain, self._programs.with_recomputation)
 
     def expected(self, ceiling: float = math.inf) -> tuple[float, int]:
         """The solver's estimate of the fastest plan that fits: seconds, infinite if none fits, and bytes.
@@ -117,7 +117,7 @@ class SettingPlanner:
         From `ceiling` seconds on it says so of any plan.
         """
         self.progress("solve")
-        return self._solver.expects(self.layers.plain, self.layers.with_recomputation, ceiling)
+        return self._solver.expects(self._programs.plain, self._programs.with_recomputation, ceiling)
 
     def best_plan(self, ceiling: float = math.inf, is_other: bool = False) -> SettingPlan | None:
         """The best plan of the step; None where none is known to fit that takes less than `ceiling` seconds.
@@ -174,9 +174,18 @@ class SettingPlanner:
 
     @cached_property
     def layers(self) -> LayerProblem:
-        """The folded step's problem: the smallest that tells how layers meet."""
-        runs = self.steps.runs(self.options)
-        mesh = with_times(self.cluster.mesh(), self.options)
+        """The folded step's problem, which is the same under any memory limit."""
+        asked = self.cluster, replace(self.options, memory_limit=None)
+        found = next((layers for other, layers in self.steps.priced if other == asked), None)
+        if found is None:
+            found = self._priced(asked[1])
+            self.steps.priced.append((asked, found))
+        return found
+
+    def _priced(self, options: Options) -> LayerProblem:
+        """Price the smallest folded step that tells how layers meet."""
+        runs = self.steps.runs(options)
+        mesh = with_times(self.cluster.mesh(), options)
         left = FIRST_KEPT_LAYERS
         while True:
             self.progress("annotate")
@@ -185,13 +194,17 @@ class SettingPlanner:
             if not annotated.ops:
                 raise PlanError(f"{self.model} has no matrix product with a parameter: there is nothing to spread")
             self.progress("price")
-            allowed = allowed_strategies(annotated, mesh, self.options)
+            allowed = allowed_strategies(annotated, mesh, options)
             captured = self.steps.captured
-            builder = ProblemBuilder(annotated, self.cluster, self.options, allowed, gradient_bytes(captured))
+            builder = ProblemBuilder(annotated, self.cluster, options, allowed, gradient_bytes(captured))
             layers = LayerProblem(fold, annotated, builder, builder.build(), buffer_bytes(captured))
             if layers.unfolds:
                 return layers
             left += 1
+
+    @cached_property
+    def _programs(self) -> Programs:
+        return Programs(self.layers, self.options.limit(self.cluster))
 
     @cached_property
     def _solver(self) -> CachedSolver:
@@ -201,7 +214,7 @@ class SettingPlanner:
     @cached_property
     def _search(self) -> SettingSearch:
         limit = self.options.limit(self.cluster)
-        return SettingSearch(self.layers, self._solver, self.evaluator, self.options, limit, self.progress)
+        return SettingSearch(self._programs, self._solver, self.evaluator, self.options, limit, self.progress)
 
     def _solving(self, at: Progress) -> None:
         """Tell how far the program is."""

@@ -26,7 +26,7 @@ from shardweave.planner.problem.problem import Kept, invert, restricted
 from shardweave.planner.problem.variables import Costed
 from shardweave.planner.search.choices import decision
 from shardweave.planner.search.evaluation import Decision, Evaluation, PlanEvaluator
-from shardweave.planner.search.layer_problem import LayerProblem
+from shardweave.planner.search.layer_problem import Programs
 from shardweave.planner.search.restrictions import data_parallel, partly_sharded, recomputed_alike, tensor_parallel
 from shardweave.planner.search.solver_cache import (
     MAX_CANDIDATES_MODEST,
@@ -34,7 +34,6 @@ from shardweave.planner.search.solver_cache import (
     UNLIMITED,
     CachedSolver,
     is_small,
-    limited,
     max_over_limit,
     memory_bound_ratio,
     size,
@@ -148,8 +147,8 @@ class SettingSearch:
 
     Parameters
     ----------
-    layers : LayerProblem
-        The step's programs.
+    programs : Programs
+        Of the step, under the limit.
     solver : CachedSolver
     evaluator : PlanEvaluator
     options : Options
@@ -161,16 +160,16 @@ class SettingSearch:
 
     def __init__(
         self,
-        layers: LayerProblem,
+        programs: Programs,
         solver: CachedSolver,
         evaluator: PlanEvaluator,
         options: Options,
         limit: int,
         progress: Reporter,
     ) -> None:
-        self.layers, self.solver, self.evaluator = layers, solver, evaluator
+        self.programs, self.solver, self.evaluator = programs, solver, evaluator
         self.options, self.limit, self.progress = options, limit, progress
-        self.plain = layers.plain
+        self.plain = programs.plain
         self._evaluated: dict[tuple[int, ...], dict[int, Evaluation]] = {}
         """Evaluations by choice (longer for a program with recompute modes) and memory limit."""
         self._counted_ratio = 1.0
@@ -193,9 +192,9 @@ class SettingSearch:
             return None
         if size(self.plain) > MAX_CANDIDATES_MODEST and is_other:
             most = (1 - MIN_GAIN_LARGE) * ceiling
-            if self.solver.expects(self.plain, self.layers.with_recomputation, most)[0] >= most:
+            if self.solver.expects(self.plain, self.programs.with_recomputation, most)[0] >= most:
                 return None
-        for program in self.layers.programs():
+        for program in self.programs:
             found = self._best(program, self.limit, ceiling, is_other)
             if found is not None or ceiling < math.inf:
                 return found
@@ -210,7 +209,7 @@ class SettingSearch:
         # 1. With all the memory that it asks for
         free, fits, looked_around = None, False, False
         if self.plain.problem.memory(fastest.choice) <= incumbent.over_limit * limit:
-            unlimited = limited(self.plain, UNLIMITED)
+            unlimited = self.plain.limited(UNLIMITED)
             free = self._consider(unlimited, self.solver.solve(unlimited, fastest.choice), incumbent)
             fits = self._excess(free, limit) <= 0
             if not fits and free.counted_bytes <= limit:  # others like it may
@@ -274,7 +273,7 @@ class SettingSearch:
         asked = limit if kept is None else self._asked_at_most(incumbent)
         fits, margin, bound, counted = False, 1.0, math.inf, 0 if kept is None else int(incumbent.over_limit * limit)
         for _ in range(most):
-            given = limited(costed, asked) if kept is None else _left(costed, kept, asked)
+            given = costed.limited(asked) if kept is None else _left(costed, kept, asked)
             try:
                 solution = self.solver.solve(given, hint, incumbent.ceiling, rough)
             except InfeasibleError as error:
@@ -398,11 +397,11 @@ class SettingSearch:
         InfeasibleError
             None was found in the time there is.
         """
-        return min((self._least(program) for program in self.layers.programs()), key=_peak)
+        return min((self._least(program) for program in self.programs), key=_peak)
 
     def smallest(self) -> Evaluated:
         """The plan with the smallest memory that is found, or one that fits after all."""
-        found = [self._less(self._nearly_smallest(self._least(program)), program) for program in self.layers.programs()]
+        found = [self._less(self._nearly_smallest(self._least(program)), program) for program in self.programs]
         least = min(found, key=_peak)
         if least.evaluation.peak_memory > self.limit:
             return least
@@ -429,7 +428,7 @@ class SettingSearch:
         """
         costed, low, high = least.costed, least.counted_bytes, least.evaluation.peak_memory
         for part in MEMORY_FRACTIONS if low < high else ():
-            asked = limited(costed, low + int(part * (high - low)))
+            asked = costed.limited(low + int(part * (high - low)))
             solution = self.solver.solve(asked, least.solution.choice, rough=True)
             least = min(least, self._simulated(costed, solution, low), key=_peak)
         return least
@@ -462,7 +461,7 @@ class SettingSearch:
 
 def _left(costed: Costed, kept: Kept, limit: int) -> Costed:
     """With the candidates that a restriction leaves, under another memory limit."""
-    given = limited(costed, limit)
+    given = costed.limited(limit)
     return replace(given, problem=restricted(given.problem, kept))
 
 

@@ -127,7 +127,7 @@ class CachedSolver:
         """A choice that is nearly the fastest of all, whatever it holds."""
         key = id(costed), UNLIMITED
         if key not in self._known:
-            asked = limited(costed, UNLIMITED)
+            asked = costed.limited(UNLIMITED)
             self._known[key] = self.solve(asked, self.start_choice(asked), ceiling=ceiling, rough=True)
         return self._known[key]
 
@@ -183,11 +183,6 @@ def max_over_limit(costed: Costed) -> float:
 def memory_bound_ratio(costed: Costed) -> float:
     """By how much longer memory has to make a step for it to press."""
     return MEMORY_BOUND_RATIO if size(costed) <= MAX_CANDIDATES_MODEST else MEMORY_BOUND_RATIO_LARGE
-
-
-def limited(costed: Costed, limit: int) -> Costed:
-    """Under another memory limit."""
-    return replace(costed, problem=replace(costed.problem, memory_limit=limit))
 
 
 def simplified(problem: Problem, runs: Sequence[Sequence[str]], choice: Choice) -> Choice:
