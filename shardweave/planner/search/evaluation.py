@@ -234,6 +234,8 @@ class Evaluation:
         Bytes a device.
     at_peak : mapping of str to int
         What they hold.
+    is_estimate : bool
+        Whether only a few of the layers were simulated.
     """
 
     step_time: float
@@ -241,6 +243,7 @@ class Evaluation:
     exposed_communication: float
     peak_memory: int
     at_peak: Mapping[str, int]
+    is_estimate: bool = False
 
     @classmethod
     def of(cls, timeline: Timeline) -> Evaluation:
@@ -310,7 +313,7 @@ class PlanEvaluator:
                 seconds = StepSeconds(played.compute + optimizer, played.seconds - played.compute)
         outputs = layer_outputs(compiled.step.forward.graph, lambda node: layers.of(info(node).op or node.name))
         held = memory_with_repeated_layers(timeline.memory, layers, repeated, {node.name for node, _ in outputs})
-        return Evaluation(sum(seconds), *seconds, held.peak, held.at_peak())
+        return Evaluation(sum(seconds), *seconds, held.peak, held.at_peak(), is_estimate=True)
 
     def _optimizer(self, compiled: Compiled, repeated: RepeatedLayers) -> float:
         """Seconds of the optimizer's step with so many more of each layer."""

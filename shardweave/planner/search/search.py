@@ -5,8 +5,8 @@ buckets. `PlanSearch.best` takes these steps:
 
 1. the fastest plan over the numbers of micro-batches;
 2. where some of its communication is exposed, the other settings, each with strategies of its own;
-3. the plan is simulated with all layers. Where it then exceeds the memory limit, steps 1 and 2 are done again with a
-   margin.
+3. the plan is simulated with all layers, and with it a few that are nearly as fast by their estimates. Where none of
+   these keeps to the memory limit, steps 1 and 2 are done again with a margin.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from shardweave.planner.search.evaluation import Decision, Evaluation, Known, Pl
 from shardweave.planner.search.micro_batch_search import fastest, micro_batch_counts
 from shardweave.planner.search.plan import ModelKey, Plan
 from shardweave.planner.search.setting_planner import SettingPlan, SettingPlanner
+from shardweave.planner.search.setting_search import ESTIMATE_ERROR
 from shardweave.planner.solver.solver import relative_gap
 from shardweave.report import Reporter
 
@@ -37,6 +38,9 @@ MARGIN_RATIO = 1.1
 EXCESS_MULTIPLES = (1, 2, 4)
 """Where a whole step exceeds the limit, its schedule is tried under limits lowered by these multiples of the excess,
 before other plans are tried."""
+
+MAX_WHOLE = 3
+"""So many plans are simulated with all layers at most, those first that take least with a few."""
 
 FIGURES = ("step_time", "compute_time", "exposed_communication", "peak_memory")
 """The figures of a plan's whole step."""
@@ -174,21 +178,25 @@ class PlanSearch:
         return found, bound
 
     def _fastest_whole(self, limit: int, ever_faster: Sequence[SettingPlan]) -> tuple[SettingPlan, Plan | None, int]:
-        """The fastest with all layers simulated, and its plan; None where the last one exceeds the memory limit.
+        """The fastest with all layers simulated, and its plan; None where none of those simulated fits.
 
-        And the bytes that it lacks. The others are simulated where the estimate of a faster one was too low.
+        And the bytes that they lack at most. The next one is simulated as long as it may be faster.
         """
-        best, plan = ever_faster[-1], None
-        for each in reversed(ever_faster):
-            if plan is not None and plan.step_time <= each.step_time:
+        likely = sorted((each for found in ever_faster for each in found.with_rivals), key=lambda each: each.step_time)
+        best, plan, lacking = likely[0], None, 0
+        for each in likely[:MAX_WHOLE]:
+            estimate, slowest = each.chosen.evaluation, likely[0].step_time if plan is None else plan.step_time
+            error = ESTIMATE_ERROR if estimate.is_estimate else 0.0
+            if each is not likely[0] and estimate.step_time >= (1 + error) * slowest:
                 break
-            self.progress("simulate", incumbent=each.step_time)
+            if lacking and estimate.peak_memory + lacking > limit:  # the estimates of similar plans are off by as much
+                continue
+            self.progress("simulate", incumbent=slowest)
             other, missing = self._kept_to(limit, each.planner.plan(each, self.key))
-            if plan is None and other is None:
-                return best, None, missing
+            lacking = max(lacking, missing)
             if other is not None and (plan is None or other.step_time < plan.step_time):
                 best, plan = each, other
-        return best, plan, 0
+        return best, plan, lacking
 
     def timeline(self, plan: Plan, sums: bool = True) -> Timeline:
         """The simulated schedule of a plan's whole step."""

@@ -51,6 +51,11 @@ class SettingPlan:
         return self.chosen.evaluation.step_time
 
     @property
+    def with_rivals(self) -> tuple[SettingPlan, ...]:
+        """The plan, and those of the setting that may be faster with all layers."""
+        return self, *(replace(self, chosen=each) for each in self.chosen.rivals)
+
+    @property
     def has_exposed_communication(self) -> bool:
         """Whether overlap could save some of the step's time."""
         evaluation = self.chosen.evaluation

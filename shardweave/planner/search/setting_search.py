@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from shardweave.cost_model import Options
@@ -55,6 +55,10 @@ the time in the program."""
 MAX_SIMULATED_ALIKE = 3
 """The number of restrictions of each kind whose plans are simulated, the fastest in the program first."""
 
+ESTIMATE_ERROR, MAX_RIVALS = 0.01, 2
+"""The part by which a step of a few layers may be simulated as slower than one with all of them takes, beside another:
+so many plans that are at most so much slower than the best are compared with it once more with all layers."""
+
 SQUEEZED_RATIO = 1.1
 """Where a memory limit makes the order of a plan slower by this ratio, the plan is taken for one that does not fit."""
 
@@ -89,6 +93,8 @@ class Evaluated:
         Whether the memory limit makes it slower by much.
     proven_gap : float
         How far the program's own answer is from its bound at most.
+    rivals : tuple of Evaluated
+        Other plans that may be faster with all layers, the one first that is the fastest with a few.
     """
 
     costed: Costed
@@ -97,6 +103,7 @@ class Evaluated:
     schedule_limit: int
     is_memory_bound: bool = False
     proven_gap: float = 0.0
+    rivals: tuple[Evaluated, ...] = ()
 
     @property
     def decision(self) -> Decision:
@@ -122,12 +129,14 @@ class Incumbent:
     best: Evaluated | None = None
     least_objective: float = math.inf
     """What the program's best answer takes in it, of those that fit when simulated."""
+    fitting: list[Evaluated] = field(default_factory=list)
 
     def offer(self, chosen: Evaluated) -> None:
         """Keep the fastest plan that fits."""
         if chosen.evaluation.peak_memory > self.limit:
             return
         self.least_objective = min(self.least_objective, chosen.solution.objective)
+        self.fitting.append(chosen)
         if chosen.evaluation.step_time < self.step_time:
             self.best = chosen
 
@@ -135,6 +144,18 @@ class Incumbent:
     def step_time(self) -> float:
         """Seconds of the best plan's simulated step; infinite where there is none."""
         return math.inf if self.best is None else self.best.evaluation.step_time
+
+    def rivals(self) -> tuple[Evaluated, ...]:
+        """The plans that may be faster than the best with all layers: they and the best were simulated with a few."""
+        found, most = list[Evaluated](), (1 + ESTIMATE_ERROR) * self.step_time
+        known = [] if self.best is None else [self.best.decision]
+        for each in sorted(self.fitting, key=lambda each: each.evaluation.step_time):
+            if each.evaluation.step_time > most or len(found) == MAX_RIVALS:
+                break
+            if each.evaluation.is_estimate and each.decision not in known:
+                known.append(each.decision)
+                found.append(each)
+        return tuple(found)
 
     @property
     def ceiling(self) -> float:
@@ -235,7 +256,11 @@ class SettingSearch:
             return None
         bound = min(incumbent.bound, incumbent.least_objective)
         gap = relative_gap(incumbent.least_objective, bound)
-        best = replace(incumbent.best, solution=incumbent.best.solution.held_to(bound), proven_gap=gap)
+        best, *rivals = (
+            replace(each, solution=each.solution.held_to(bound), proven_gap=gap)
+            for each in (incumbent.best, *incumbent.rivals())
+        )
+        best = replace(best, rivals=tuple(rivals))
         # Memory decides whether the step is cut into more micro-batches, which is decided in the first setting
         return best if is_other else replace(best, is_memory_bound=self._is_slowed(best, optimum, free, fastest))
 

@@ -1,0 +1,117 @@
+"""Plans that take nearly as long by their estimates are compared with all layers simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import shardweave as sw
+from shardweave.compiler.compiler import Compiler
+from shardweave.planner.problem.build_problem import ProblemBuilder
+from shardweave.planner.search.evaluation import Evaluation
+from shardweave.planner.search.search import PlanSearch
+from shardweave.planner.search.setting_planner import SettingPlan
+from shardweave.planner.search.setting_search import Evaluated, Incumbent
+from shardweave.planner.solver.solver import Solution
+from shardweave.report import Reporter
+from tests.models import ZOO
+
+LIMIT, LACKING = 100, 20
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A plan that takes so many seconds, and bytes, with all layers."""
+
+    step_time: float
+    peak_memory: int
+
+
+class Search(PlanSearch):
+    """Knows what whole steps take, and which ones were asked for."""
+
+    def __init__(self) -> None:
+        self.progress, self.asked = Reporter(False), list[Whole]()
+        self.key: Any = None
+
+    def _kept_to(self, limit: int, plan: Any) -> tuple[Any, int]:
+        self.asked.append(plan)
+        return (plan, 0) if plan.peak_memory <= limit else (None, LACKING)
+
+
+def given(seconds: float, memory: int, whole: Whole, is_estimate: bool = True) -> SettingPlan:
+    """A setting's plan that is said to take so much."""
+    evaluation = Evaluation(seconds, seconds, 0.0, memory, {}, is_estimate)
+    planner: Any = SimpleNamespace(plan=lambda *_: whole)
+    chosen: Any = SimpleNamespace(evaluation=evaluation, rivals=())
+    return SettingPlan(planner, chosen)
+
+
+CASES = {
+    "the second is faster": ([given(1.0, 90, Whole(1.01, 90)), given(1.005, 90, Whole(0.99, 90))], 1, 2),
+    "the second is too slow": ([given(1.0, 90, Whole(1.01, 90)), given(1.03, 90, Whole(0.99, 90))], 0, 1),
+    "the first is slower than said": ([given(1.0, 90, Whole(1.2, 90)), given(1.1, 90, Whole(1.1, 90))], 1, 2),
+    "all layers": ([given(1.0, 90, Whole(1.0, 90), False), given(1.0, 90, Whole(0.9, 90), False)], 0, 1),
+    "the first does not fit": ([given(1.0, 90, Whole(1.0, 110)), given(1.0, 80, Whole(1.0, 100))], 1, 2),
+    "nor do those like it": ([given(1.0, 90, Whole(1.0, 110)), given(1.0, 89, Whole(1.0, 99))], None, 1),
+    "a few": ([given(1.0, 90, Whole(1.0 - number / 1000, 90)) for number in range(9)], 2, 3),
+}
+"""Plans, the place of the best one, and how many are simulated with all layers."""
+
+
+@pytest.mark.parametrize(("plans", "best", "num_simulated"), CASES.values(), ids=CASES)
+def test_what_may_be_the_fastest_is_simulated_with_all_layers(
+    plans: list[SettingPlan], best: int | None, num_simulated: int
+) -> None:
+    search = Search()
+    chosen, plan, lacking = search._fastest_whole(LIMIT, plans)
+    assert len(search.asked) == num_simulated
+    if best is None:
+        assert plan is None and lacking == LACKING
+    else:
+        assert chosen is plans[best] and plan is search.asked[best]
+
+
+def test_rivals_are_other_plans_that_fit_and_are_at_most_a_little_slower() -> None:
+    def evaluated(name: str, seconds: float, memory: int = 90, is_estimate: bool = True) -> Evaluated:
+        variable = SimpleNamespace(name=name, op=None, modes=("none",), ports=())
+        costed: Any = SimpleNamespace(variables=[variable], problem=None)
+        solution = Solution((0,), seconds, 0.0, "feasible", 0.0)
+        return Evaluated(costed, solution, Evaluation(seconds, seconds, 0.0, memory, {}, is_estimate), LIMIT)
+
+    incumbent = Incumbent(LIMIT, 0.9)
+    plans = {
+        "slow": evaluated("recompute a", 1.02),
+        "third": evaluated("recompute b", 1.004),
+        "again": evaluated("recompute c", 1.0),
+        "best": evaluated("recompute c", 1.0),
+        "large": evaluated("recompute d", 1.0, memory=101),
+        "exact": evaluated("recompute e", 1.001, is_estimate=False),
+        "fourth": evaluated("recompute f", 1.006),
+        "second": evaluated("recompute g", 1.002),
+    }
+    for each in plans.values():
+        incumbent.offer(each)
+    assert incumbent.rivals() == (plans["second"], plans["third"])
+
+
+def test_another_memory_limit_prices_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, priced = ZOO["mlp"].model(), ZOO["mlp"].batch(0), list[ProblemBuilder]()
+    build = ProblemBuilder.build
+
+    def counted(builder: ProblemBuilder) -> Any:
+        priced.append(builder)
+        return build(builder)
+
+    monkeypatch.setattr(ProblemBuilder, "build", counted)
+    given = sw.Options(micro_batches=1, sub_batches=1, buckets=False)
+    compiler = Compiler(model, sw.Cluster.local(4), inputs, given, None)
+    free = compiler.plan()
+    assert len(priced) == 1
+    less = compiler.with_(options=replace(given, memory_limit=free.peak_memory - 1)).plan()
+    assert len(priced) == 1 and less.peak_memory < free.peak_memory
+    compiler.with_(options=replace(given, buckets=True)).plan()
+    assert len(priced) == 2
