@@ -123,6 +123,13 @@ def test_the_smallest_memory_that_an_error_names_does_and_less_does_not(name: st
     assert smallest_named(caught.value) == smallest
 
 
+@pytest.mark.parametrize("name", ["wide-gpt-dgx", "wide-mlp-dgx"])
+def test_the_bound_of_the_smallest_plan_is_not_that_of_all_the_memory(name: str) -> None:
+    """Though the program counts it as more than the limit."""
+    smallest = smallest_named(fallen(name)[1])
+    assert planner(name).plan(memory_limit=smallest).bound > planner(name).plan().bound
+
+
 def test_as_memory_falls_data_parallelism_gives_way_to_sharded_and_tensor_parallel_forms() -> None:
     names = "wide-gpt-dgx", "wide-mlp-dgx", "wide-mlp-pcie"
     seen = {name: [kinds(plan) for plan in fallen(name)[0]] for name in names}

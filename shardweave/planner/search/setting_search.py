@@ -254,6 +254,8 @@ class SettingSearch:
             self._neighbours(incumbent.best, incumbent)
         if incumbent.best is None:
             return None
+        if optimum is None:
+            self._propose_over_limit(incumbent)
         bound = min(incumbent.bound, incumbent.least_objective)
         gap = relative_gap(incumbent.least_objective, bound)
         best, *rivals = (
@@ -432,7 +434,23 @@ class SettingSearch:
             return least
         # It may be faster in an order for the user's limit than in one for less
         given = self._simulated(least.costed, least.solution, self.limit)
-        return replace(given if given.evaluation.peak_memory <= self.limit else least, is_memory_bound=True)
+        incumbent = Incumbent(self.limit, 0.0, over_limit=max_over_limit(self.plain))
+        incumbent.offer(given if given.evaluation.peak_memory <= self.limit else least)
+        best = self._propose_over_limit(incumbent)
+        return replace(best, solution=best.solution.held_to(incumbent.bound), is_memory_bound=True)
+
+    def _propose_over_limit(self, incumbent: Incumbent) -> Evaluated:
+        """Propose the fastest plan of those that may fit though the program counts them as more than the limit.
+
+        By what it has counted too much so far, for the best plan too. The bound is that of all of these.
+        """
+        best = incumbent.best
+        assert best is not None  # something fits
+        asked = best.costed.limited(max(best.counted_bytes, self._asked_at_most(incumbent)))
+        solution = self.solver.solve(asked, best.solution.choice, rough=True)
+        incumbent.bound = solution.bound
+        self._consider(asked, solution, incumbent)
+        return incumbent.best or best
 
     def _least(self, program: Costed) -> Evaluated:
         choice = smallest(program.problem, self.solver.time_limit)
