@@ -258,9 +258,9 @@ class SettingSearch:
             self._propose_over_limit(incumbent)
         bound = min(incumbent.bound, incumbent.least_objective)
         gap = relative_gap(incumbent.least_objective, bound)
+        others = () if self._is_close(costed, incumbent) else incumbent.rivals()
         best, *rivals = (
-            replace(each, solution=each.solution.held_to(bound), proven_gap=gap)
-            for each in (incumbent.best, *incumbent.rivals())
+            replace(each, solution=each.solution.held_to(bound), proven_gap=gap) for each in (incumbent.best, *others)
         )
         best = replace(best, rivals=tuple(rivals))
         # Memory decides whether the step is cut into more micro-batches, which is decided in the first setting
