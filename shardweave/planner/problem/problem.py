@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -163,6 +163,10 @@ class Edge:
         return all(bool((table >= 0).all()) for table in tables)
 
 
+_Change = tuple[Edge, tuple[int, int], int]
+"""An edge of a table, the ports that it brings together, and how many edges of the same table do."""
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """One candidate is to be chosen for each op; the module's docstring has time and memory.
@@ -259,26 +263,45 @@ class Problem:
         """The time of `choice` in ticks; None where it puts two ports together that cannot be."""
         chosen = self.chosen(choice)
         total = to_ticks(self.fixed_seconds) + sum(candidate.ticks for candidate in chosen)
-        for edge in self.edges:
+        changes = [*self._changes(chosen)]
+        for edge, ports, count in changes:
             # One entry, not `Edge.ticks`: a thousand layers share a table, but not what an edge remembers of it
-            seconds = float(edge.seconds[chosen[edge.producer].out_port, chosen[edge.consumer].in_port])
+            seconds = float(edge.seconds[ports])
             if math.isinf(seconds):
                 return None
-            total += to_ticks(seconds)
-        return total + self.window_ticks(self.load_ticks(choice))
+            total += count * to_ticks(seconds)
+        return total + self.window_ticks(self._load_ticks(chosen, changes))
 
     def load_ticks(self, choice: Sequence[int]) -> tuple[int, ...]:
         """What `choice` loads on each stream of each window, in ticks."""
         chosen = self.chosen(choice)
+        return self._load_ticks(chosen, self._changes(chosen))
+
+    def _load_ticks(self, chosen: Sequence[Candidate], changes: Iterable[_Change]) -> tuple[int, ...]:
         total = np.zeros(self.num_streams, dtype=np.int64)
-        for candidate in chosen:
-            if candidate.loads:
-                total += candidate.load_ticks
-        for edge in self.edges:
+        times = Counter(map(id, chosen))
+        for each in {id(candidate): candidate for candidate in chosen if candidate.loads}.values():
+            total += times[id(each)] * np.array(each.load_ticks)
+        for edge, (row, column), count in changes:
             if edge.loads is not None:
-                loads = edge.loads[:, chosen[edge.producer].out_port, chosen[edge.consumer].in_port]
-                total += np.rint(loads * TICKS_PER_SECOND).astype(np.int64)
+                loads = edge.loads[:, row, column]
+                total += count * np.rint(loads * TICKS_PER_SECOND).astype(np.int64)
         return tuple(map(int, total))
+
+    def _changes(self, chosen: Sequence[Candidate]) -> Iterator[_Change]:
+        """The changes between ports that a choice makes; equal layers share their tables, and those of one are counted."""
+        for edge, ends in self._ends_by_tables:
+            ports = Counter((chosen[producer].out_port, chosen[consumer].in_port) for producer, consumer in ends)
+            for each, count in ports.items():
+                yield edge, each, count
+
+    @cached_property
+    def _ends_by_tables(self) -> list[tuple[Edge, list[tuple[int, int]]]]:
+        found: dict[tuple[int, int, int], tuple[Edge, list[tuple[int, int]]]] = {}
+        for edge in self.edges:
+            _, ends = found.setdefault((id(edge.seconds), id(edge.loads), id(edge.kept)), (edge, []))
+            ends.append((edge.producer, edge.consumer))
+        return [*found.values()]
 
     def window_ticks(self, loads: Sequence[int]) -> int:
         """What the windows take at these loads, one a stream: each as long as its busiest stream."""
@@ -295,8 +318,13 @@ class Problem:
 
     def memory(self, choice: Sequence[int]) -> int:
         """The memory of `choice` in bytes a device."""
-        transient = max((candidate.transient_bytes for candidate in self.chosen(choice)), default=0)
-        return self.fixed_bytes + sum(self.kept_by_op(choice)) + transient
+        chosen = self.chosen(choice)
+        transient = max((candidate.transient_bytes for candidate in chosen), default=0)
+        kept = sum(candidate.kept_bytes for candidate in chosen)
+        moved = sum(
+            count * int(edge.kept[ports]) for edge, ports, count in self._changes(chosen) if edge.kept is not None
+        )
+        return self.fixed_bytes + kept + moved + transient
 
     def kept_by_op(self, choice: Sequence[int]) -> list[int]:
         """The bytes that each op keeps under `choice`; what an edge keeps belongs to its producer."""

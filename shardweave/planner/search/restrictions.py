@@ -81,11 +81,16 @@ def _is_sharded(shards: tuple[int, int, int], each: Strategy) -> bool:
 
 def _kept(costed: Costed, is_so: Callable[[Strategy], bool]) -> Kept:
     """The candidates that are so, of ops that have any."""
-    return _left(costed, [[is_so(each) for each in variable.strategies] for variable in costed.variables])
+    known = {id(each.strategies): each.strategies for each in costed.variables}  # equal layers share theirs
+    are_so = {key: [is_so(each) for each in strategies] for key, strategies in known.items()}
+    return _left(costed, [are_so[id(each.strategies)] for each in costed.variables])
 
 
 def _left(costed: Costed, are_so: Sequence[Sequence[bool]]) -> Kept:
-    return tuple(
-        tuple(index for index in range(len(row.candidates)) if not any(own) or own[index])
-        for row, own in zip(costed.problem.ops, are_so, strict=True)
-    )
+    found: dict[tuple[int, int], tuple[int, ...]] = {}
+    keys = [(id(row.candidates), id(own)) for row, own in zip(costed.problem.ops, are_so, strict=True)]
+    for key, row, own in zip(keys, costed.problem.ops, are_so, strict=True):
+        if key not in found:
+            every = range(len(row.candidates))
+            found[key] = tuple(index for index in every if own[index]) if any(own) else tuple(every)
+    return tuple(found[key] for key in keys)
