@@ -289,7 +289,7 @@ class Problem:
         return tuple(map(int, total))
 
     def _changes(self, chosen: Sequence[Candidate]) -> Iterator[_Change]:
-        """The changes between ports that a choice makes; equal layers share their tables, and those of one are counted."""
+        """The changes of layout of a choice: those by one table, which equal layers share, once with their number."""
         for edge, ends in self._ends_by_tables:
             ports = Counter((chosen[producer].out_port, chosen[consumer].in_port) for producer, consumer in ends)
             for each, count in ports.items():
