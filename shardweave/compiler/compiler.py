@@ -224,6 +224,7 @@ class Compiler:
         The module `into`, where there is one, becomes the parallel module.
         """
         chosen = plan or self.agreed_plan()
+        self.steps.priced.clear()  # they are large, and what is trained is not planned again
         lowered = self.lower_on_all_ranks(chosen)
         made = chosen.with_timeline(lambda sums: self.lowering.timeline(lowered, sums, chosen))
         call = self.captured.call
