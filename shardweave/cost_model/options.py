@@ -303,6 +303,17 @@ class Options:
         )
 
     @property
+    def key(self) -> str:
+        """What tells options apart. Equal ones may have their patterns in another order, and the last match holds.
+
+        >>> force = {"*.up": "dp", "blocks.0": "zdp"}
+        >>> one, other = Options(force=force), Options(force=dict(reversed(force.items())))
+        >>> one == other, one.key == other.key
+        (True, False)
+        """
+        return repr(self)
+
+    @property
     def collective_timeout(self) -> timedelta | None:
         """The time that a rank waits for the others; None for the timeout of the world's own group."""
         if self.timeout is None or isinstance(self.timeout, timedelta):

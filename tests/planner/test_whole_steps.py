@@ -115,3 +115,12 @@ def test_another_memory_limit_prices_nothing_again(monkeypatch: pytest.MonkeyPat
     assert len(priced) == 1 and less.peak_memory < free.peak_memory
     compiler.with_(options=replace(given, buckets=True)).plan()
     assert len(priced) == 2
+
+
+def test_patterns_in_another_order_are_other_options() -> None:
+    """The last one that matches holds, though mappings in another order are equal."""
+    recompute: dict[str, Any] = {"*": "none", "blocks.0": "full"}
+    given = sw.Options(micro_batches=1, sub_batches=1, buckets=False, force={"*": "dp"}, recompute=recompute)
+    compiler = Compiler(ZOO["gpt"].model(), sw.Cluster.local(2), ZOO["gpt"].batch(0), given, None)
+    turned = replace(given, recompute=dict(reversed(recompute.items())))
+    assert compiler.plan().compute_time > compiler.with_(options=turned).plan().compute_time

@@ -257,8 +257,8 @@ class Evaluation:
         )
 
 
-Known = deque[tuple[tuple[Options, Decision], Evaluation]]
-"""Evaluates plans of one step on one cluster."""
+Known = deque[tuple[tuple[str, Decision], Evaluation]]
+"""A cache of evaluations, by `Options.key` and decision."""
 
 Said = TypeVar("Said")
 
@@ -280,7 +280,7 @@ class PlanEvaluator:
 
     def __call__(self, decision: Decision, options: Options) -> Evaluation:
         """Evaluate a decision; `options` have the memory limit."""
-        asked = options, decision
+        asked = options.key, decision
         found = next((evaluation for other, evaluation in self.known if other == asked), None)
         if found is None:
             found = self._simulated(decision, options)

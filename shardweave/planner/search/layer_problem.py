@@ -143,8 +143,8 @@ class Steps:
 
     def __init__(self, captured: Captured, options: Options) -> None:
         self.captured, self.options = captured, options
-        self.priced: deque[tuple[tuple[Cluster, Options], LayerProblem]] = deque(maxlen=MAX_CACHED_PROBLEMS)
-        """The problems of settings, by their clusters and options without a memory limit."""
+        self.priced: deque[tuple[tuple[Cluster, str], LayerProblem]] = deque(maxlen=MAX_CACHED_PROBLEMS)
+        """The problems of settings, by their clusters and the keys of their options without a memory limit."""
         self._runs: dict[Hashable, list[LayerRun]] = {}
         self._folded: dict[Hashable, tuple[DeduplicatedStep, Annotated]] = {}
 

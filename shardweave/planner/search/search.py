@@ -225,7 +225,7 @@ class PlanSearch:
     def _whole(self, plan: Plan) -> Evaluation:
         """Evaluate a plan's whole step; evaluations are cached."""
         strategies = {name: choice.strategy for name, choice in plan.choices.items()}
-        asked = self.lowering.options_of(plan), Decision(strategies, self.lowering.joins_of(plan), {})
+        asked = self.lowering.options_of(plan).key, Decision(strategies, self.lowering.joins_of(plan), {})
         found = next((evaluation for other, evaluation in self._known if other == asked), None)
         if found is None:
             found = Evaluation.of(self.timeline(plan))

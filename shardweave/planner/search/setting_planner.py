@@ -180,10 +180,11 @@ class SettingPlanner:
     @cached_property
     def layers(self) -> LayerProblem:
         """The folded step's problem, which is the same under any memory limit."""
-        asked = self.cluster, replace(self.options, memory_limit=None)
+        options = replace(self.options, memory_limit=None)
+        asked = self.cluster, options.key
         found = next((layers for other, layers in self.steps.priced if other == asked), None)
         if found is None:
-            found = self._priced(asked[1])
+            found = self._priced(options)
             self.steps.priced.append((asked, found))
         return found
 
