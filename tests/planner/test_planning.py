@@ -135,7 +135,9 @@ def test_as_memory_falls_data_parallelism_gives_way_to_sharded_and_tensor_parall
     seen = {name: [kinds(plan) for plan in fallen(name)[0]] for name in names}
     for name in ("wide-gpt-dgx", "wide-mlp-dgx"):
         assert seen[name][0] == {"data"}, seen[name]
-        last = [choice.strategy for choice in fallen(name)[0][-1].choices.values()]
+        # of a GPT's layers: its tables and its head are small, and whole they fit (0.03 % faster)
+        choices = fallen(name)[0][-1].choices
+        last = [choice.strategy for op, choice in choices.items() if op not in ("tokens", "positions", "head")]
         assert "data" not in seen[name][-1] or all(each.degree > 1 or each.states > 1 for each in last), last
     # A head is used as soon as it is gathered: ZeRO-2 of it, once the states are sharded, holds as much as ZeRO-3.
     # Before DDP, ZeRO-2 and ZeRO-3 were simulated, too, tensor parallelism was between the two, and 2 to 3 % slower.
