@@ -696,7 +696,8 @@ def _num_left_out(graph: fx.Graph, prices: NodeCosts, repeated_layers: RepeatedL
         if key[0].op == "call_function" and not info(key[0]).backward:
             saved[layer(key[0])] += prices.of(key[0]).sizes[key[1]]
     inside = {min(few, key=lambda each: saved[each]): count for few, count in repeated_layers if count}
-    passed_on, values = {few[-2]: count for few, count in repeated_layers if count}, {node for node, _ in outputs}
+    passed_on = {few[-2:][0]: count for few, count in repeated_layers if count}
+    values = {node for node, _ in outputs}
     return lambda node: (passed_on if node in values else inside).get(layer(node), 0)
 
 

@@ -88,7 +88,7 @@ def memory_with_repeated_layers(
     for few, others in repeated:
         if others:
             found += others * _least([_held(deltas, inside.get(layer, [])) for layer in few])
-            found += others * _least([_held(deltas, passed_on.get(layer, [])) for layer in few[:-1]])
+            found += others * _least([_held(deltas, passed_on.get(layer, [])) for layer in few[:-1] or few])
     return replace(memory, bytes=found)
 
 
