@@ -40,7 +40,7 @@ import heapq
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -661,16 +661,19 @@ class Schedule(Pass):
                 )
 
 
-def layer_outputs(graph: fx.Graph, layer: Callable[[fx.Node], str]) -> set[Storage]:
+def layer_outputs(
+    graph: fx.Graph, where: Mapping[fx.Node, Sequence[Storage]], layer: Callable[[fx.Node], str]
+) -> set[Storage]:
     """The storages of values of a layer that the forward of what comes behind it reads.
 
     Parameters
     ----------
     graph : fx.Graph
+    where : mapping of Node to sequence of Storage
+        `Liveness.where` of the graph.
     layer : callable
         The layer of a node; "" outside of all layers.
     """
-    where = liveness(graph).where
     forward = [node for node in graph.nodes if node.op == "call_function" and not info(node).backward]
     read = ((node, key) for node in forward for source in node.all_input_nodes for key in where[source])
     return {key for node, key in read if (own := layer(key[0])) and own != layer(node)}
@@ -689,7 +692,8 @@ def _num_left_out(graph: fx.Graph, prices: NodeCosts, repeated_layers: RepeatedL
     def layer(node: fx.Node) -> str:
         return layer_of(info(node).op)
 
-    where, outputs = liveness(graph).where, layer_outputs(graph, layer)
+    where = liveness(graph).where
+    outputs = layer_outputs(graph, where, layer)
     saved: Counter[str] = Counter()  # bytes that the backward reads
     backward = [node for node in graph.nodes if node.op == "call_function" and info(node).backward]
     for key in {key for node in backward for source in node.all_input_nodes for key in where[source]} - outputs:

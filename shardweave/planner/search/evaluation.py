@@ -24,6 +24,7 @@ from shardweave.cost_model import (
     Cluster,
     Options,
     Timeline,
+    liveness,
     optimizer_seconds,
     replay,
     simulate,
@@ -311,7 +312,8 @@ class PlanEvaluator:
             if ops is not None:
                 played = replay(ops, device=self.lowering.cluster.device)
                 seconds = StepSeconds(played.compute + optimizer, played.seconds - played.compute)
-        outputs = layer_outputs(compiled.step.forward.graph, lambda node: layers.of(info(node).op or node.name))
+        forward = compiled.step.forward.graph
+        outputs = layer_outputs(forward, liveness(forward).where, lambda node: layers.of(info(node).op or node.name))
         held = memory_with_repeated_layers(timeline.memory, layers, repeated, {node.name for node, _ in outputs})
         return Evaluation(sum(seconds), *seconds, held.peak, held.at_peak(), is_estimate=True)
 
