@@ -55,6 +55,14 @@ def test_each_all_reduce_becomes_a_reduce_scatter_and_a_gather(batch: int, loop:
     assert {parts.joins[name].get(TWO.name) for name in whole.joins} == {loop}
 
 
+@pytest.mark.parametrize(("batch", "loop"), [(4, "i1"), (8, "i0")])
+def test_sums_are_scattered_over_what_sub_batches_leave_of_the_batch(batch: int, loop: str) -> None:
+    """Two devices share a sample of each sub-batch of a batch of 4: they take halves of its sequence."""
+    whole, parts = (gpt(batch).plan(force=TENSOR, sequence_parallel=wanted, sub_batches=2) for wanted in (False, True))
+    sums = [name for name, join in whole.joins.items() if TWO.name not in join]
+    assert sums and {parts.joins[name].get(TWO.name) for name in sums} == {loop}
+
+
 def test_the_planner_chooses_where_nothing_is_asked_for() -> None:
     """No bias comes before these residual connections, and the batch is too small to be cut for all devices."""
     with torch.device("meta"):

@@ -356,7 +356,8 @@ class ProblemBuilder:
         key = self._key(node)
         if key not in self._joins:
             choices: dict[Assignment, OpSharding] = {}
-            scatters = Scatters(bound, find_rule(node), self.mesh)
+            batch, parts = self.facts.batch_factor(node), self.parts(self.is_undivided(node))
+            scatters = Scatters(bound, find_rule(node), self.mesh, batch, parts)
             for argument in arguments:
                 for port in range(len(self.layouts[argument])):
                     choice = self._choose(node, bound, {argument: port})

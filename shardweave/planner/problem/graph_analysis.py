@@ -243,11 +243,24 @@ def num_bytes(nodes: Iterable[fx.Node]) -> int:
 
 @dataclass
 class Scatters:
-    """The ways to spread one op over devices from which partial sums come."""
+    """The ways to spread one op over devices from which partial sums come.
+
+    Parameters
+    ----------
+    bound : BoundRule
+    rule : Rule, optional
+    mesh : Mesh
+    batch : str
+        The factor of its batch; "" without one.
+    sub_batches : int
+        The batch is cut into so many parts before it is spread.
+    """
 
     bound: BoundRule
     rule: Rule | None
     mesh: Mesh
+    batch: str = ""
+    sub_batches: int = 1
     found: dict[Assignment, OpSharding] = field(default_factory=dict)
     sums: set[frozenset[Axis]] = field(default_factory=set)
 
@@ -261,7 +274,8 @@ class Scatters:
         for name in (name for names in self.bound.outputs[0] for name in names):
             mine = [axis for axis, other in whole.assignment.items() if other == name]
             factor = self.bound.factor(name)
-            if not factor.blocked and factor.size % axes_size([*axes, *mine]) == 0:
+            parts = axes_size([*axes, *mine]) * (self.sub_batches if name == self.batch else 1)
+            if not factor.blocked and factor.size % parts == 0:
                 spread = Assignment.of({**whole.assignment, **dict.fromkeys(self.mesh.ordered(axes), name)})
                 wanted = accept_own_partials(
                     self.rule, spread.as_dict(), input_layouts(self.bound, spread.as_dict())
