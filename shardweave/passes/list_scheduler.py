@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -37,7 +37,7 @@ from shardweave.cost_model import (
     liveness,
 )
 from shardweave.ir import Collective, VerifyError, group_name
-from shardweave.sharding import collective, is_start, is_wait
+from shardweave.sharding import collective, info, is_start, is_wait, layer_of
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,39 @@ class CollectiveStart:
     group: str
     demand: Demand
     collective: Collective
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Equal layers that were left out of a graph, between the last two of these that it has.
+
+    Parameters
+    ----------
+    number : int
+        How many.
+    values : frozenset of Node
+        What stands for the values of each of them.
+    last_two : tuple of (str, str)
+        The names of the layer that the forward runs before them, and of the one that it runs behind them.
+    """
+
+    number: int
+    values: frozenset[fx.Node]
+    last_two: tuple[str, str]
+
+    def count(self, node: fx.Node) -> int:
+        """How many more there are of a value."""
+        return self.number if node in self.values else 0
+
+    def before(self, nodes: Sequence[fx.Node]) -> int:
+        """The index of the first of the nodes of the forward, or the backward, that runs behind the layers.
+
+        The backward runs them the other way round. What is computed again for it may come earlier.
+        """
+        backward = info(nodes[0]).backward
+        layer = self.last_two[0 if backward else 1]
+        own = (i for i, node in enumerate(nodes) if layer_of(info(node).op) == layer and not info(node).recomputed)
+        return next(own, len(nodes) - 1)
 
 
 @dataclass(frozen=True)
@@ -64,8 +97,10 @@ class TaskGraph:
     lives : for each task the numbers of the storages that it uses
     scratch : for each task the bytes of workspace while it runs
     sending : for each start the bytes that it takes until its wait, beside its input and its result
-    sizes : for each storage its bytes. A storage that outlives the part also counts for the layers that it stands for
+    sizes : for each storage its bytes
     kept : for each storage whether it outlives the part
+    left_out : for each task the bytes that layers left out of the graph allocate, less what they free, before it runs
+    left_out_kept_bytes : what these layers leave behind
     """
 
     nodes: Sequence[fx.Node]
@@ -80,6 +115,8 @@ class TaskGraph:
     sending: Sequence[int]
     sizes: Sequence[int]
     kept: Sequence[bool]
+    left_out: Sequence[int] = ()
+    left_out_kept_bytes: int = 0
 
     @classmethod
     def of(
@@ -87,14 +124,14 @@ class TaskGraph:
         graph: fx.Graph,
         nodes: Sequence[fx.Node],
         prices: NodeCosts,
-        others: Callable[[fx.Node], int] = lambda _: 0,
+        left_out: Sequence[LeftOut] = (),
         repeated: MicroBatchSharing = NO_SHARING,
     ) -> TaskGraph:
         """The tasks of these nodes, which are in the order of `graph`.
 
-        A storage that a node leaves to another part counts once more for each of `others(node)`, the equal layers that
-        were left out of the graph. A storage that several runs of the graph share takes no memory here and is not
-        freed. A running sum of gradients is freed.
+        What layers that were left out of the graph leave to another part, and what they free of another part, counts
+        from the task on that they run before. A storage that several runs of the graph share takes no memory here and
+        is not freed. A running sum of gradients is freed.
         """
         # 1. Dependences.
         number = {node: index for index, node in enumerate(nodes)}
@@ -132,11 +169,16 @@ class TaskGraph:
                     if source in inside:
                         for key in found.where[source]:
                             kept[storage(key)] = True
+        # 3. Layers that were left out.
         here = {each for own in born for each in own}
-        for key, each in storages.items():
-            if kept[each] or each not in here:
-                sizes[each] *= 1 + others(key[0])
-        # 3. Times and collectives.
+        others, left_out_kept_bytes = [0] * len(nodes), 0
+        for layers in left_out:
+            of_layer = [(each, layers.count(key[0]) * sizes[each]) for key, each in storages.items()]
+            allocated = sum(size for each, size in of_layer if kept[each] and each in here)
+            freed = sum(size for each, size in of_layer if not kept[each] and each not in here)
+            others[layers.before(nodes)] += allocated - freed
+            left_out_kept_bytes += allocated
+        # 4. Times and collectives.
         transfers: list[CollectiveStart | None] = []
         for node in nodes:
             moved = collective(node) if is_start(node) else None
@@ -146,17 +188,20 @@ class TaskGraph:
         started = [number.get(node.all_input_nodes[0], -1) if is_wait(node) else -1 for node in nodes]
         seconds = [prices.of(node).seconds if prices.of(node).kernel else 0.0 for node in nodes]
         scratch, sending = [prices.of(node).scratch for node in nodes], [prices.of(node).held for node in nodes]
-        return cls(nodes, needs, users, seconds, transfers, started, born, lives, scratch, sending, sizes, kept)
+        memory = born, lives, scratch, sending, sizes, kept, others, left_out_kept_bytes
+        return cls(nodes, needs, users, seconds, transfers, started, *memory)
 
     @cached_property
     def born_bytes(self) -> Sequence[int]:
-        """For each task the bytes that it allocates."""
-        return [sum(self.sizes[storage] for storage in born) for born in self.born]
+        """For each task the bytes that it allocates, and those that layers left out do before it."""
+        own = [sum(self.sizes[storage] for storage in born) for born in self.born]
+        return [size + more for size, more in zip(own, self.left_out, strict=True)] if self.left_out else own
 
     @cached_property
     def kept_bytes(self) -> int:
         """The bytes that the part leaves behind: the least that any order holds at once."""
-        return sum(self.sizes[storage] for born in self.born for storage in born if self.kept[storage])
+        own = sum(self.sizes[storage] for born in self.born for storage in born if self.kept[storage])
+        return own + self.left_out_kept_bytes
 
     @cached_property
     def _readers(self) -> Sequence[int]:

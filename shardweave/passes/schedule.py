@@ -65,6 +65,7 @@ from shardweave.passes.list_scheduler import (
     CollectiveStart,
     GatherGroup,
     Key,
+    LeftOut,
     ScheduledOrder,
     TaskGraph,
     list_schedule,
@@ -583,18 +584,20 @@ class Schedule(Pass):
         """The order of the nodes, and whether it keeps to the memory limit. The graph itself is not changed."""
         fits = True
         prices = NodeCosts(self.cluster)
-        others = _num_left_out(graph, prices, self.repeated_layers)
+        left_out = _left_out(graph, prices, self.repeated_layers)
         # 1. Memory that is held from the beginning: inputs, shared storages, and what the graph does not see.
         order = [node for node in graph.nodes if node.op == "placeholder"]
-        held = self.other_bytes + sum((1 + others(node)) * sum(prices.of(node).sizes) for node in order)
         shared, _ = self.repeated.storages(graph, liveness(graph))
-        held += sum((1 + others(node)) * prices.of(node).sizes[index] for node, index in shared)
+        first = [(node, sum(prices.of(node).sizes)) for node in order]
+        first += [(node, prices.of(node).sizes[index]) for node, index in shared]
+        held = self.other_bytes
+        held += sum(size * (1 + sum(layers.count(node) for layers in left_out)) for node, size in first)
         # 2. Order the forward, then the backward with what the forward leaves behind.
         for backward in (False, True):
             nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and info(n).backward == backward]
             if not nodes:
                 continue
-            tasks = TaskGraph.of(graph, nodes, prices, others, self.repeated)
+            tasks = TaskGraph.of(graph, nodes, prices, left_out, self.repeated)
             if not self.cross_pass:
                 tasks = tasks.after(recompute_barriers(tasks))
             room = None if self.memory_limit is None else self.memory_limit - held
@@ -679,15 +682,15 @@ def layer_outputs(
     return {key for node, key in read if (own := layer(key[0])) and own != layer(node)}
 
 
-def _num_left_out(graph: fx.Graph, prices: NodeCosts, repeated_layers: RepeatedLayers) -> Callable[[fx.Node], int]:
-    """How many values of layers that were left out of the graph each value stands for.
+def _left_out(graph: fx.Graph, prices: NodeCosts, repeated_layers: RepeatedLayers) -> list[LeftOut]:
+    """The layers that were left out of the graph, and which of its values stand for theirs.
 
     The first of a few equal layers may save its input in the layout that an unequal neighbour left it in, the last one
     its output in the one that a neighbour reads, or not at all. So the output of the last but one stands for those of
     the layers left out, and for what else these hold the layer that saves the least of that.
     """
     if not repeated_layers:
-        return lambda _: 0
+        return []
 
     def layer(node: fx.Node) -> str:
         return layer_of(info(node).op)
@@ -699,10 +702,18 @@ def _num_left_out(graph: fx.Graph, prices: NodeCosts, repeated_layers: RepeatedL
     for key in {key for node in backward for source in node.all_input_nodes for key in where[source]} - outputs:
         if key[0].op == "call_function" and not info(key[0]).backward:
             saved[layer(key[0])] += prices.of(key[0]).sizes[key[1]]
-    inside = {min(few, key=lambda each: saved[each]): count for few, count in repeated_layers if count}
-    passed_on = {few[-2:][0]: count for few, count in repeated_layers if count}
-    values = {node for node, _ in outputs}
-    return lambda node: (passed_on if node in values else inside).get(layer(node), 0)
+    passed_on = {node for node, _ in outputs}
+    of_layer: dict[tuple[str, bool], list[fx.Node]] = {}
+    for node in graph.nodes:
+        of_layer.setdefault((layer(node), node in passed_on), []).append(node)
+    found = []
+    for few, number in repeated_layers:
+        if number:
+            last_two = few[-2:][0], few[-1]
+            least = min(few, key=lambda each: saved[each])
+            values = *of_layer.get((least, False), ()), *of_layer.get((last_two[0], True), ())
+            found.append(LeftOut(number, frozenset(values), last_two))
+    return found
 
 
 def _fastest_of(

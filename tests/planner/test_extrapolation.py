@@ -55,4 +55,26 @@ def test_what_the_last_layer_but_one_leaves_to_the_next_is_held_for_each_that_is
         Change(4.0, "saved", -4, "blocks.1 (add)"),
     ]
     curve = memory_with_repeated_layers(MemoryCurve.of(changes, 5.0), LAYERS, [(["blocks.1", "blocks.2"], 5)], {"add"})
-    assert curve.total.tolist() == [0, 1, 5 + 5 * 4, 6 + 5 * 5, 5 + 5 * 4, 1, 1]
+    # the backward has not come to those left out when it has passed the last layer
+    assert curve.total.tolist() == [0, 1, 5 + 5 * 4, 6 + 5 * 5, 5 + 5 * 5, 1 + 5 * 1, 1 + 5 * 1]
+
+
+def test_layers_that_are_left_out_hold_their_gradients_while_the_first_layer_is_computed() -> None:
+    """The backward has passed them then: gradients pile up that are more than what the forward saved."""
+    changes = [
+        Change(0.0, "saved", 3, "blocks.1.up (mm)"),
+        Change(1.0, "saved", 3, "blocks.2.up (mm_1)"),
+        Change(2.0, "working", 100, "blocks.2.up (mm_2)"),
+        Change(3.0, "saved", -3, "blocks.2.up (mm_1)"),
+        Change(3.0, "gradients", 50, "blocks.2.up.weight (mm_2)"),
+        Change(3.0, "working", -100, "blocks.2.up (mm_2)"),
+        Change(4.0, "working", 100, "blocks.1.up (mm_3)"),
+        Change(5.0, "saved", -3, "blocks.1.up (mm)"),
+        Change(5.0, "gradients", 50, "blocks.1.up.weight (mm_3)"),
+        Change(5.0, "working", -100, "blocks.1.up (mm_3)"),
+    ]
+    curve = memory_with_repeated_layers(MemoryCurve.of(changes, 6.0), LAYERS, [(["blocks.1", "blocks.2"], 5)], ())
+    last = [106 + 5 * 3, 103 + 5 * 3, 153 + 5 * 3, 53 + 5 * 3]
+    first = [153 + 5 * 50, 150 + 5 * 50, 200 + 5 * 50, 100 + 5 * 50]
+    assert curve.total.tolist() == [0, 3, 6 + 5 * 3, *last, *first, 100 + 5 * 50]
+    assert curve.at_peak() == {"gradients": 350, "working": 100}

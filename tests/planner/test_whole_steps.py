@@ -7,11 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
+from shardweave.demo.model import GPT, GPTConfig
 from shardweave.planner.problem.build_problem import ProblemBuilder
-from shardweave.planner.search.evaluation import Evaluation
+from shardweave.planner.search.evaluation import Decision, Evaluation
 from shardweave.planner.search.search import PlanSearch
 from shardweave.planner.search.setting_planner import SettingPlan
 from shardweave.planner.search.setting_search import Evaluated, Incumbent
@@ -124,3 +126,22 @@ def test_patterns_in_another_order_are_other_options() -> None:
     compiler = Compiler(ZOO["gpt"].model(), sw.Cluster.local(2), ZOO["gpt"].batch(0), given, None)
     turned = replace(given, recompute=dict(reversed(recompute.items())))
     assert compiler.plan().compute_time > compiler.with_(options=turned).plan().compute_time
+
+
+def test_few_layers_tell_what_memory_costs_where_gradients_pile_up() -> None:
+    """Layers that are computed again save less than their gradients take: memory is shortest at the end."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(context=2048, layers=10, heads=16, width=2048)).to(torch.bfloat16)
+        tokens = torch.zeros(16, 2048, dtype=torch.long)
+    cluster = sw.Cluster.preset("dgx-h100", nodes=2)
+    given = sw.Options(force={"*": "hsdp:2"}, recompute="full", micro_batches=1, sub_batches=1, buckets=False)
+    compiler = Compiler(model, cluster, {"tokens": tokens, "targets": tokens}, given, None)
+    plan = compiler.plan()
+    strategies = {name: choice.strategy for name, choice in plan.choices.items()}
+    decided = Decision(strategies, compiler.lowering.joins_of(plan), {})
+    for part in (1.0, 0.95):
+        options = replace(given, memory_limit=int(part * plan.peak_memory))
+        few, whole = compiler.evaluate(decided, options), compiler.evaluate.whole(decided, options)
+        assert few.is_estimate
+        assert few.step_time == pytest.approx(whole.step_time, rel=0.01)
+        assert few.peak_memory == pytest.approx(whole.peak_memory, rel=0.01)

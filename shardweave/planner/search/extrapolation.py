@@ -1,7 +1,7 @@
 """From the simulated step of two of each stretch of equal layers to the step of all of them.
 
 Away from its ends a step of equal layers is periodic. So each layer that was left out adds the mean time of those that
-were simulated (`mean_seconds`), and the memory of the one that holds least (`memory_with_repeated_layers`). Where
+were simulated (`mean_seconds`), and what one of these holds (`memory_with_repeated_layers`). Where
 reductions of gradients take longer than a layer's kernels, they queue up, and the step is not a sum of layers:
 `with_repeated_layers` finds the period in the order of the streams' ops and repeats it, for `cost_model.replay`.
 """
@@ -24,6 +24,9 @@ from shardweave.sharding import layer_of
 
 LASTING = ("parameters", "optimizer", "copies", "buffers", "saved", "gradients")
 """The kinds of memory that layers hold while others are computed."""
+
+COMPUTED = ("saved", "working")
+"""The kinds of values that layers compute."""
 
 
 class StepSeconds(NamedTuple):
@@ -66,7 +69,10 @@ def mean_seconds(timeline: Timeline, layers: Layers, few: Sequence[str]) -> Step
 def memory_with_repeated_layers(
     memory: MemoryCurve, layers: Layers, repeated: RepeatedLayers, outputs: Container[str]
 ) -> MemoryCurve:
-    """The curve with so many more of equal layers, each holding what the one of them holds that holds least.
+    """The curve with so many more of equal layers, which run between the last two of those that were simulated.
+
+    While one of these two is computed, the layers left out hold what the other one does: the forward and the backward
+    have both passed them, or have yet to.
 
     Parameters
     ----------
@@ -78,17 +84,22 @@ def memory_with_repeated_layers(
         The names of values that layers leave to what comes behind them. The last of equal layers may hold another
         one than the layers before it, as its neighbour is another.
     """
-    inside, passed_on = dict[str, list[int]](), dict[str, list[int]]()
+    inside, passed_on, computed = dict[str, list[int]](), dict[str, list[int]](), dict[str, list[int]]()
     for row, change in enumerate(memory.changes, start=1):
+        layer = layers.of(change.owner)
         if change.kind in LASTING:
             rows = passed_on if value_of(change.owner) in outputs else inside
-            rows.setdefault(layers.of(change.owner), []).append(row)
+            rows.setdefault(layer, []).append(row)
+        if change.kind in COMPUTED and change.bytes > 0:
+            computed.setdefault(layer, []).append(row)
     deltas = np.diff(memory.bytes, axis=0, prepend=0)
     found = memory.bytes.copy()
     for few, others in repeated:
         if others:
-            found += others * _least([_held(deltas, inside.get(layer, [])) for layer in few])
-            found += others * _least([_held(deltas, passed_on.get(layer, [])) for layer in few[:-1] or few])
+            first, last = few[-2:][0], few[-1]
+            by_first, by_last = (_held(deltas, inside.get(layer, [])) for layer in (first, last))
+            found += others * _held_between(by_first, by_last, computed.get(first, []), computed.get(last, []))
+            found += others * _held(deltas, passed_on.get(first, []))
     return replace(memory, bytes=found)
 
 
@@ -108,10 +119,19 @@ def _held(deltas: NDArray[np.int64], rows: Sequence[int]) -> NDArray[np.int64]:
     return np.cumsum(own, axis=0)
 
 
-def _least(held: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """At each moment the row with the smallest sum."""
-    least = np.argmin([each.sum(axis=1) for each in held], axis=0)
-    return np.asarray(np.stack(held)[least, np.arange(len(least))])
+def _held_between(
+    by_first: NDArray[np.int64], by_last: NDArray[np.int64], first: Sequence[int], last: Sequence[int]
+) -> NDArray[np.int64]:
+    """What each layer between two equal ones holds, if values of these two are computed at so many moments.
+
+    Of each kind at most what both hold at once: the first one may save more, beside a neighbour that is not equal.
+    """
+    last_is_computed = np.zeros(len(by_first), dtype=bool)
+    computed = sorted([*((row, False) for row in first), *((row, True) for row in last)])
+    for (row, is_last), (end, _) in zip(computed, [*computed[1:], (len(by_first), False)], strict=True):
+        last_is_computed[row:end] = is_last
+    other = np.where(last_is_computed[:, None], by_first, by_last)
+    return np.asarray(np.minimum(other, np.minimum(by_first, by_last).max(axis=0)))
 
 
 Key = tuple[int, str, str]
