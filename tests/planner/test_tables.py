@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardweave.planner.problem.problem import Problem
-from shardweave.planner.solver.elimination import Tables
+from shardweave.planner.solver.elimination import KEPT, Tables
 from tests.planner.problems import problems
 
 Choice = tuple[int, ...]
@@ -30,6 +30,22 @@ def test_tables_add_up_what_a_problem_does(problem: Problem, data: st.DataObject
             assert then is None or allowed[other]
             if figures is not None and then is not None:
                 assert (then - figures == around[:, other] - around[:, choice[op]]).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.data())
+def test_no_choice_of_a_restriction_takes_less_than_its_ops_take_at_least(problem: Problem, data: st.DataObject) -> None:
+    tables, choice = Tables(problem), drawn(problem, data)
+    kept = tuple(
+        tuple(sorted({own, *data.draw(st.sets(st.integers(0, len(op.candidates) - 1)))}))
+        for own, op in zip(choice, problem.ops, strict=True)
+    )
+    least, figures = tables.least(kept), tables.total(choice)
+    assert (least >= tables.least(tuple(tuple(range(len(op.candidates))) for op in problem.ops))).all()
+    if figures is not None:
+        assert (least <= figures).all()
+        assert int(tables.ticks(least)) <= (problem.ticks(choice) or 0)
+        assert least[KEPT] + problem.fixed_bytes <= problem.memory(choice)
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 9)] * 4), min_size=2, max_size=2))

@@ -146,11 +146,12 @@ class Edge:
         ticks = np.rint(np.where(finite, self.seconds, 0.0) * TICKS_PER_SECOND).astype(np.int64)
         return np.where(finite, ticks, FORBIDDEN)
 
-    def ticks_of_loads(self, streams: Sequence[int] | slice = slice(None)) -> NDArray[np.int64] | None:
-        """The `loads` of `streams` in ticks."""
-        return None if self.loads is None else np.rint(self.loads[streams] * TICKS_PER_SECOND).astype(np.int64)
+    @cached_property
+    def ticks_of_loads(self) -> NDArray[np.int64] | None:
+        """`loads` in ticks."""
+        return None if self.loads is None else np.rint(self.loads * TICKS_PER_SECOND).astype(np.int64)
 
-    @property
+    @cached_property
     def most_seconds(self) -> float:
         """The most that a pair of ports that may go together takes, its loads one after the other."""
         total = self.seconds if self.loads is None else self.seconds + self.loads.sum(axis=0)

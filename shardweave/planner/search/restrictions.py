@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from functools import partial
 
-from shardweave.ir import RECOMPUTE_MODES, Strategy
+from shardweave.ir import RECOMPUTE_MODES, Grid, Strategy
 from shardweave.planner.problem.problem import Kept
-from shardweave.planner.problem.variables import Costed, Variable
+from shardweave.planner.problem.variables import Costed
 from shardweave.sharding import ColumnRowStrategies
 
 
@@ -47,10 +47,21 @@ def tensor_parallel(costed: Costed) -> Iterator[Kept]:
     num_equal = Counter(names)
     is_repeated = [bool(name) and num_equal[name] > 1 for name in names]
     counted = is_repeated if any(is_repeated) else [True] * len(is_repeated)
-    every = {each.grid for variable in costed.variables for each in variable.strategies}
+    grids = {id(each.strategies): [own.grid for own in each.strategies] for each in costed.variables}
+    every = {grid for own in grids.values() for grid in own}
+    any_candidate: list[bool] = []
     for grid in sorted((grid for grid in every if grid.x >= grid.y and grid.x > 1 == grid.experts), key=astuple):
         found = ColumnRowStrategies.of(grid, "dp")
-        own = [_on_grid(found, each) if counts else [] for each, counts in zip(costed.variables, counted, strict=True)]
+        known: dict[tuple[int, str], list[bool]] = {}  # equal layers share their strategies
+        own = []
+        for variable, counts in zip(costed.variables, counted, strict=True):
+            if variable.op is None or not counts:
+                own.append(any_candidate)
+                continue
+            key = id(variable.strategies), variable.op.form
+            if key not in known:
+                known[key] = _on_grid([each.grid for each in found.by_preference(variable.op)], grids[key[0]])
+            own.append(known[key])
         yield _left(costed, own)
 
 
@@ -61,13 +72,10 @@ def recomputed_alike(costed: Costed) -> Iterator[Kept]:
             yield _left(costed, [[each == mode for each in variable.modes] for variable in costed.variables])
 
 
-def _on_grid(found: ColumnRowStrategies, variable: Variable) -> list[bool]:
-    """Which strategies of an op are on the grid that it has there."""
-    if variable.op is None:
-        return []
-    own = {each.grid for each in variable.strategies}
-    its = next((each.grid for each in found.by_preference(variable.op) if each.grid in own), None)
-    return [each.grid == its for each in variable.strategies]
+def _on_grid(preferred: Sequence[Grid], grids: Sequence[Grid]) -> list[bool]:
+    """Which strategies, on these grids, are on the first of the preferred ones that there is among them."""
+    its = next((grid for grid in preferred if grid in grids), None)
+    return [grid == its for grid in grids]
 
 
 def _shards(each: Strategy) -> tuple[int, int, int] | None:

@@ -22,7 +22,7 @@ from itertools import chain
 
 from shardweave.cost_model import Options
 from shardweave.ir import InfeasibleError, PlanError, readable_bytes
-from shardweave.planner.problem.problem import Kept, invert, restricted
+from shardweave.planner.problem.problem import TICKS_PER_SECOND, Kept, invert, restricted
 from shardweave.planner.problem.variables import Costed
 from shardweave.planner.search.choices import decision
 from shardweave.planner.search.evaluation import Decision, Evaluation, PlanEvaluator
@@ -38,6 +38,7 @@ from shardweave.planner.search.solver_cache import (
     memory_bound_ratio,
     size,
 )
+from shardweave.planner.solver.elimination import KEPT, Tables
 from shardweave.planner.solver.solver import Solution, relative_gap, smallest
 from shardweave.report import Reporter
 
@@ -377,8 +378,13 @@ class SettingSearch:
     def _propose(self, costed: Costed, among: Iterable[Kept], incumbent: Incumbent, most: int) -> None:
         """Propose the program's optima of some restrictions: `most` of them, the fastest first."""
         found: list[tuple[float, int, Kept]] = []
+        tables, limit = Tables(costed.problem), int(incumbent.over_limit * incumbent.limit)
         for number, kept in enumerate(among):
-            given = _left(costed, kept, int(incumbent.over_limit * incumbent.limit))
+            least = tables.least(kept)
+            least_seconds = int(tables.ticks(least)) / TICKS_PER_SECOND
+            if least_seconds >= incumbent.ceiling or least[KEPT] > limit - costed.problem.fixed_bytes:
+                continue  # so the solver would say
+            given = _left(costed, kept, limit)
             try:
                 solution = self.solver.solve(given, None, incumbent.ceiling, rough=True)
             except PlanError:

@@ -31,7 +31,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from shardweave.planner.problem.problem import FORBIDDEN, TICKS_PER_SECOND, Candidate, Edge, Problem, to_ticks
+from shardweave.planner.problem.problem import FORBIDDEN, TICKS_PER_SECOND, Candidate, Edge, Kept, Problem, to_ticks
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -75,9 +75,8 @@ class EdgeFigures:
         figures[TICKS] = edge.ticks
         if edge.kept is not None:
             figures[KEPT] = edge.kept
-        loads = edge.ticks_of_loads()
-        if loads is not None:
-            figures[LOADS:] = loads
+        if edge.ticks_of_loads is not None:
+            figures[LOADS:] = edge.ticks_of_loads
         return cls(np.where(allowed, figures, 0), allowed)
 
 
@@ -173,6 +172,24 @@ class Tables:
         """The figures of a choice; None where it puts two ports together that cannot be."""
         figures, allowed = self.sums(choice)
         return figures if allowed else None
+
+    def least(self, kept: Kept) -> Ints:
+        """Figures that no choice among the candidates `kept` of each op is below: the least ones of each op, summed up.
+
+        >>> from shardweave.planner.problem.problem import Op
+        >>> op = Op("up", (Candidate("fast", 1.0, state_bytes=8), Candidate("small", 1.5, state_bytes=4)))
+        >>> tables = Tables(Problem((op, op)))
+        >>> int(tables.least(((0, 1), (0, 1)))[KEPT]), int(tables.least(((0,), (0, 1)))[KEPT])
+        (8, 12)
+        """
+        known: dict[tuple[int, int], Ints] = {}  # equal layers share both
+        total = np.zeros(self.rows, dtype=np.int64)
+        for table, indices in zip(self.op_of, kept, strict=True):
+            key = table, id(indices)
+            if key not in known:
+                known[key] = self.ops[table].figures[:, list(indices)].min(axis=1)
+            total += known[key]
+        return total
 
     def ticks(self, figures: Ints) -> Ints:
         """The time of whole choices with these figures (the first axis): each window as long as its busiest stream."""
