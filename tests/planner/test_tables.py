@@ -34,7 +34,7 @@ def test_tables_add_up_what_a_problem_does(problem: Problem, data: st.DataObject
 
 @settings(max_examples=60, deadline=None)
 @given(problems(), st.data())
-def test_no_choice_of_a_restriction_takes_less_than_its_ops_take_at_least(problem: Problem, data: st.DataObject) -> None:
+def test_no_choice_takes_less_than_its_ops_take_at_least(problem: Problem, data: st.DataObject) -> None:
     tables, choice = Tables(problem), drawn(problem, data)
     kept = tuple(
         tuple(sorted({own, *data.draw(st.sets(st.integers(0, len(op.candidates) - 1)))}))

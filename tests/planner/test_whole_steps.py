@@ -44,11 +44,13 @@ class Search(PlanSearch):
         return (plan, 0) if plan.peak_memory <= limit else (None, LACKING)
 
 
-def given(seconds: float, memory: int, whole: Whole, is_estimate: bool = True) -> SettingPlan:
+def given(
+    seconds: float, memory: int, whole: Whole, is_estimate: bool = True, is_spare: bool = False
+) -> SettingPlan:
     """A setting's plan that is said to take so much."""
     evaluation = Evaluation(seconds, seconds, 0.0, memory, {}, is_estimate)
     planner: Any = SimpleNamespace(plan=lambda *_: whole)
-    chosen: Any = SimpleNamespace(evaluation=evaluation, rivals=())
+    chosen: Any = SimpleNamespace(evaluation=evaluation, rivals=(), is_spare=is_spare)
     return SettingPlan(planner, chosen)
 
 
@@ -56,6 +58,8 @@ CASES = {
     "the second is faster": ([given(1.0, 90, Whole(1.01, 90)), given(1.005, 90, Whole(0.99, 90))], 1, 2),
     "the second is too slow": ([given(1.0, 90, Whole(1.01, 90)), given(1.03, 90, Whole(0.99, 90))], 0, 1),
     "the first is slower than said": ([given(1.0, 90, Whole(1.2, 90)), given(1.1, 90, Whole(1.1, 90))], 1, 2),
+    "as fast as said": ([given(1.0, 90, Whole(1.005, 90)), given(1.0, 90, Whole(0.9, 90), is_spare=True)], 0, 1),
+    "slower than said": ([given(1.0, 90, Whole(1.2, 90)), given(1.1, 90, Whole(1.1, 90), is_spare=True)], 1, 2),
     "all layers": ([given(1.0, 90, Whole(1.0, 90), False), given(1.0, 90, Whole(0.9, 90), False)], 0, 1),
     "the first does not fit": ([given(1.0, 90, Whole(1.0, 110)), given(1.0, 80, Whole(1.0, 100))], 1, 2),
     "nor do those like it": ([given(1.0, 90, Whole(1.0, 110)), given(1.0, 89, Whole(1.0, 99))], None, 1),

@@ -183,14 +183,17 @@ class PlanSearch:
         And the bytes that they lack at most. The next one is simulated as long as it may be faster.
         """
         likely = sorted((each for found in ever_faster for each in found.with_rivals), key=lambda each: each.step_time)
-        best, plan, lacking = likely[0], None, 0
-        for each in likely[:MAX_WHOLE]:
+        best, plan, lacking, num_whole = likely[0], None, 0, 0
+        for each in likely:
             estimate, slowest = each.chosen.evaluation, likely[0].step_time if plan is None else plan.step_time
             error = ESTIMATE_ERROR if estimate.is_estimate else 0.0
-            if each is not likely[0] and estimate.step_time >= (1 + error) * slowest:
+            if num_whole == MAX_WHOLE or (num_whole and estimate.step_time >= (1 + error) * slowest):
                 break
+            if each.chosen.is_spare and plan is not None and slowest <= (1 + ESTIMATE_ERROR) * likely[0].step_time:
+                continue
             if lacking and estimate.peak_memory + lacking > limit:  # the estimates of similar plans are off by as much
                 continue
+            num_whole += 1
             self.progress("simulate", incumbent=slowest)
             other, missing = self._kept_to(limit, each.planner.plan(each, self.key))
             lacking = max(lacking, missing)

@@ -96,6 +96,8 @@ class Evaluated:
         How far the program's own answer is from its bound at most.
     rivals : tuple of Evaluated
         Other plans that may be faster with all layers, the one first that is the fastest with a few.
+    is_spare : bool
+        Whether it is of interest only if the fastest one takes longer with all layers than said.
     """
 
     costed: Costed
@@ -105,6 +107,7 @@ class Evaluated:
     is_memory_bound: bool = False
     proven_gap: float = 0.0
     rivals: tuple[Evaluated, ...] = ()
+    is_spare: bool = False
 
     @property
     def decision(self) -> Decision:
@@ -259,11 +262,12 @@ class SettingSearch:
             self._propose_over_limit(incumbent)
         bound = min(incumbent.bound, incumbent.least_objective)
         gap = relative_gap(incumbent.least_objective, bound)
-        others = () if self._is_close(costed, incumbent) else incumbent.rivals()
         best, *rivals = (
-            replace(each, solution=each.solution.held_to(bound), proven_gap=gap) for each in (incumbent.best, *others)
+            replace(each, solution=each.solution.held_to(bound), proven_gap=gap)
+            for each in (incumbent.best, *incumbent.rivals())
         )
-        best = replace(best, rivals=tuple(rivals))
+        is_spare = self._is_close(costed, incumbent)
+        best = replace(best, rivals=tuple(replace(each, is_spare=is_spare) for each in rivals))
         # Memory decides whether the step is cut into more micro-batches, which is decided in the first setting
         return best if is_other else replace(best, is_memory_bound=self._is_slowed(best, optimum, free, fastest))
 
