@@ -274,7 +274,7 @@ _VECTOR_PRODUCTS = {torch.ops.aten.mv: _vector_product, torch.ops.aten.dot: _vec
 def _dtype(node: fx.Node, outputs: list[torch.Tensor]) -> str:
     for source in node.all_input_nodes:
         for tensor in tensors(source.meta.get("val")):
-            if tensor.is_floating_point():
+            if tensor.dtype.is_floating_point:
                 return str(tensor.dtype).removeprefix("torch.")
     return str(outputs[0].dtype).removeprefix("torch.") if outputs else "float32"
 

@@ -303,7 +303,7 @@ class LocalGraph:
             if step.kind in ("all_reduce", "reduce_scatter"):
                 reduced = node, step.after
         if shared:
-            if not node.meta["val"].is_floating_point():
+            if not node.meta["val"].dtype.is_floating_point:
                 raise needs_whole_batch(origin.op, have, shared[0][0])
             node = self.call(origin, aten.div.Scalar, node, axes_size(axis for axis, _ in shared))
         return node, reduced

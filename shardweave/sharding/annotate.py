@@ -426,7 +426,7 @@ def _own_factors(node: fx.Node, arguments: Sequence[fx.Node] = (), blocked: bool
 
 def _may_be_activation(value: torch.Tensor) -> bool:
     """Whether a value may be an activation: indices and masks are not, and they are small."""
-    return value.is_floating_point() or value.is_complex()
+    return value.dtype.is_floating_point or value.dtype.is_complex
 
 
 def _check_unruled(unruled: Sequence[fx.Node], allow: bool) -> None:
