@@ -38,6 +38,19 @@ def test_what_is_known_under_more_memory_is_not_asked_again(asked: list[int]) ->
     assert all(each.status == "optimal" for each in found)
 
 
+def test_of_many_candidates_is_nothing_asked_again_either(asked: list[int]) -> None:
+    """What is expected of them under a limit is the first answer that is simulated."""
+    parts = range(1, 1 + 2**9)
+    many = tuple(Candidate(f"in {count}", 1.0 + count / 2**10, state_bytes=2**15 // count) for count in parts)
+    costed = Costed(Problem(tuple(Op(f"op {number}", many) for number in range(2**5 + 1)), memory_limit=2**16), [])
+    given = CachedSolver(10.0)
+    assert solver.size(costed) > solver.MAX_CANDIDATES_MODEST
+    expected, _ = given.expects(costed, costed)
+    before = len(asked)
+    assert given.solve(costed).objective == given.solve(costed, rough=True).objective == expected
+    assert len(asked) == before
+
+
 def test_what_does_not_fit_or_takes_too_long_anyway_is_not_asked_again(asked: list[int]) -> None:
     given = CachedSolver(10.0)
     costed = Costed(Problem((Op("up", (FAST, SMALL)), Op("down", (FAST, SMALL))), memory_limit=7), [])

@@ -70,7 +70,7 @@ class CachedSolver:
     _lacking: dict[tuple[int, int], int] = field(default_factory=dict)
     """The bytes that would do where nothing fits, by the same."""
     _solved: dict[tuple[int, int], list[_Solved]] = field(default_factory=dict)
-    """What was found of problems of few candidates, whatever they take, by the identities of ops and edges."""
+    """What was found of problems, whatever they take, by the identities of ops and edges."""
 
     def start_choice(self, costed: Costed) -> tuple[int, ...] | None:
         """The choice of the plan to begin with; None where there is none, or the problem has no such candidates."""
@@ -141,8 +141,8 @@ class CachedSolver:
         """Solve the problem to the allowed gap."""
         rough = rough and size(costed) > MAX_CANDIDATES_ROUGH_EXACT
         gap, problem = MAX_ROUGH_GAP if rough else 0.0 if is_small(costed) else MAX_GAP, costed.problem
-        whatever = ceiling == math.inf and size(costed) <= MAX_CANDIDATES_MODEST
-        before = self._solved.setdefault((id(problem.ops), id(problem.edges)), []) if whatever else []
+        key = id(problem.ops), id(problem.edges)
+        before = self._solved.setdefault(key, []) if ceiling == math.inf else []
         for each in before:
             if each.gap <= gap and each.counted <= problem.memory_limit <= each.problem.memory_limit:
                 return each.solution
