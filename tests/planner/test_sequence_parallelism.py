@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
 
 import shardweave as sw
+from shardweave.compiler.compiler import Compiler
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.runtime.launch import WorkerPool
+from shardweave.sharding import info
 from tests.compiler.training import ADAMW, Way, compile_ways, differences, model_of, train, train_packed
-from tests.models import ZOO
+from tests.models import TODAY, ZOO
 from tests.passes.harness import collectives
 from tests.planner.planners import Planner
 
@@ -83,3 +86,23 @@ def test_training_equals_one_device(name: str, pool: WorkerPool) -> None:
     expected = train(model, case, dtype, count=3, size=2)
     first, *others = pool.run(train_packed, name, dtype, steps, ADAMW, 3, 2, nprocs=4)
     assert not differences(way, expected, [first[0], *(other[0] for other in others)], 1e-9, 1e-8)
+
+
+@pytest.mark.parametrize("name", ["gpt", "t5"])
+def test_no_layout_divides_the_batch_further_than_sub_batches_allow(name: str) -> None:
+    """Of a batch of 4 in two sub-batches two devices have different samples: sums and masks are over no more either."""
+    case = {**TODAY, **ZOO}[name]
+    options = sw.Options(micro_batches=1, sub_batches=2, buckets=False)
+    compiler = Compiler(case.model(), sw.Cluster.local(4), case.batch(0, 4), options, None)
+    builder = compiler.search.planner(1).layers.builder
+    checked = 0
+    for node, layouts in builder.layouts.items():
+        rule = info(node).rule
+        if rule is None:
+            continue
+        dims = [dim for dim, names in enumerate(rule.outputs[0]) if names == (builder.facts.batch_factor(node),)]
+        for layout, dim in product((port[0] for port in layouts), dims):
+            parts = layout.global_shape[dim] // layout.local_shape[dim]
+            assert parts <= 2, f"{node.name} lies in {layout}"
+            checked += parts == 2
+    assert checked

@@ -415,7 +415,7 @@ class ProblemBuilder:
         if not batch or any(has and not given.is_parameter for has, given in zip(having, inputs)):
             return inputs
         used = {axis for given in inputs for axis in (*given.layout.shard_axes, *dict(given.layout.partial))}
-        left, free = bound.sizes()[batch], {}
+        left, free = bound.sizes()[batch] // self.parts(self.is_undivided(node)), {}
         for axis in (*self.mesh.axes, *self.mesh.time_axes):
             if axis not in used and left % axis.size == 0:
                 left, free[axis] = left // axis.size, batch
