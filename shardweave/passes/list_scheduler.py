@@ -71,15 +71,22 @@ class LeftOut:
         """How many more there are of a value."""
         return self.number if node in self.values else 0
 
-    def before(self, nodes: Sequence[fx.Node]) -> int:
-        """The index of the first of the nodes of the forward, or the backward, that runs behind the layers.
+    def before(self, nodes: Sequence[fx.Node], needs: Sequence[Sequence[int]], seconds: Sequence[float]) -> int:
+        """The index of the first kernel of the forward, or the backward, that reads what these layers lead to.
 
-        The backward runs them the other way round. What is computed again for it may come earlier.
+        The backward runs them the other way round. A layer's gathers and recomputation may come ahead of its turn.
         """
-        backward = info(nodes[0]).backward
-        layer = self.last_two[0 if backward else 1]
-        own = (i for i, node in enumerate(nodes) if layer_of(info(node).op) == layer and not info(node).recomputed)
-        return next(own, len(nodes) - 1)
+        behind = self.last_two[0 if info(nodes[0]).backward else 1]
+        layers = [layer_of(info(node).op) for node in nodes]
+        reading: set[int] = set()
+        for index, node in enumerate(nodes):
+            if layers[index] != behind or info(node).recomputed:
+                continue
+            if any(need in reading or layers[need] != behind for need in needs[index]):
+                reading.add(index)
+                if seconds[index]:
+                    return index
+        return len(nodes) - 1
 
 
 @dataclass(frozen=True)
@@ -169,16 +176,7 @@ class TaskGraph:
                     if source in inside:
                         for key in found.where[source]:
                             kept[storage(key)] = True
-        # 3. Layers that were left out.
-        here = {each for own in born for each in own}
-        others, left_out_kept_bytes = [0] * len(nodes), 0
-        for layers in left_out:
-            of_layer = [(each, layers.count(key[0]) * sizes[each]) for key, each in storages.items()]
-            allocated = sum(size for each, size in of_layer if kept[each] and each in here)
-            freed = sum(size for each, size in of_layer if not kept[each] and each not in here)
-            others[layers.before(nodes)] += allocated - freed
-            left_out_kept_bytes += allocated
-        # 4. Times and collectives.
+        # 3. Times and collectives.
         transfers: list[CollectiveStart | None] = []
         for node in nodes:
             moved = collective(node) if is_start(node) else None
@@ -188,6 +186,15 @@ class TaskGraph:
         started = [number.get(node.all_input_nodes[0], -1) if is_wait(node) else -1 for node in nodes]
         seconds = [prices.of(node).seconds if prices.of(node).kernel else 0.0 for node in nodes]
         scratch, sending = [prices.of(node).scratch for node in nodes], [prices.of(node).held for node in nodes]
+        # 4. Layers that were left out.
+        here = {each for own in born for each in own}
+        others, left_out_kept_bytes = [0] * len(nodes), 0
+        for layers in left_out:
+            of_layer = [(each, layers.count(key[0]) * sizes[each]) for key, each in storages.items()]
+            allocated = sum(size for each, size in of_layer if kept[each] and each in here)
+            freed = sum(size for each, size in of_layer if not kept[each] and each not in here)
+            others[layers.before(nodes, needs, seconds)] += allocated - freed
+            left_out_kept_bytes += allocated
         memory = born, lives, scratch, sending, sizes, kept, others, left_out_kept_bytes
         return cls(nodes, needs, users, seconds, transfers, started, *memory)
 

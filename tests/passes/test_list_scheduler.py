@@ -25,8 +25,8 @@ from shardweave.cost_model.collectives import Demand
 from shardweave.cost_model.node_cost import NodeCosts
 from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPT, GPTConfig
-from shardweave.ir import UNLIMITED, Axis, Collective, Grid, RecomputeMode, Strategy
-from shardweave.passes.list_scheduler import CollectiveStart, TaskGraph, list_schedule, simulate_order
+from shardweave.ir import META, UNLIMITED, Axis, Collective, Grid, NodeInfo, RecomputeMode, Strategy
+from shardweave.passes.list_scheduler import CollectiveStart, LeftOut, TaskGraph, list_schedule, simulate_order
 from shardweave.passes.pipeline import lower
 from shardweave.passes.schedule import WAIT, Schedule, bidirectional_schedules, gather_ahead_edges, gather_groups_of
 from shardweave.passes.step_boundary import Annotated, annotate
@@ -338,3 +338,20 @@ def test_models_expose_what_they_must(model: Model) -> None:
     cluster, parts = model.unordered()
     bound = sum(map(exposed_at_least, parts))
     assert 0 < bound * 0.999 <= exposed_seconds(cluster, parts) <= 1.1 * bound
+
+
+def test_layers_that_are_left_out_run_before_the_first_kernel_that_reads_what_they_lead_to() -> None:
+    """A gather of the layer behind them may be far ahead of its turn, and a recomputation as well."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(torch.neg, (x,))
+    gather = graph.call_function(torch.clone, (x,))
+    view = graph.call_function(torch.detach, (first,))
+    kernel = graph.call_function(torch.mul, (view, gather))
+    nodes = [first, gather, view, kernel]
+    for node, op in zip(nodes, ("blocks.1.up", "blocks.2.up", "blocks.2", "blocks.2.up"), strict=True):
+        node.meta[META] = NodeInfo(op=op)
+    left_out = LeftOut(3, frozenset({first}), ("blocks.1", "blocks.2"))
+    needs, seconds = [[], [], [0], [2, 1]], [1.0, 1.0, 0.0, 1.0]
+    assert left_out.before(nodes, needs, seconds) == 3
+    assert left_out.count(first) == 3 and left_out.count(kernel) == 0

@@ -1,9 +1,9 @@
 """From the simulated step of two of each stretch of equal layers to the step of all of them.
 
 Away from its ends a step of equal layers is periodic. So each layer that was left out adds the mean time of those that
-were simulated (`mean_seconds`), and what one of these holds (`memory_with_repeated_layers`). Where
-reductions of gradients take longer than a layer's kernels, they queue up, and the step is not a sum of layers:
-`with_repeated_layers` finds the period in the order of the streams' ops and repeats it, for `cost_model.replay`.
+were simulated (`mean_seconds`), and what one of these holds (`memory_with_repeated_layers`). Where reductions of
+gradients take longer than a layer's kernels, they queue up, and the step is not a sum of layers: `with_repeated_layers`
+finds the period in the order of the streams' ops and repeats it, for `cost_model.replay`.
 """
 
 from __future__ import annotations
