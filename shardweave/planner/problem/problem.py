@@ -369,15 +369,6 @@ class Problem:
         """The candidates that the indices `choice` name, one an op."""
         return [op.candidates[index] for op, index in zip(self.ops, choice, strict=True)]
 
-    @cached_property
-    def edges_of(self) -> tuple[tuple[Edge, ...], ...]:
-        """For each op the edges that begin or end at it."""
-        edges: list[list[Edge]] = [[] for _ in self.ops]
-        for edge in self.edges:
-            edges[edge.producer].append(edge)
-            edges[edge.consumer].append(edge)
-        return tuple(map(tuple, edges))
-
 
 def largest_terms(terms: Iterable[tuple[str, int]], count: int = 5) -> list[tuple[str, int, int]]:
     """The `count` names with the largest sums, as (name, how many terms, sum), largest first.
