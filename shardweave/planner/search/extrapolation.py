@@ -122,9 +122,10 @@ def _held(deltas: NDArray[np.int64], rows: Sequence[int]) -> NDArray[np.int64]:
 def _held_between(
     by_first: NDArray[np.int64], by_last: NDArray[np.int64], first: Sequence[int], last: Sequence[int]
 ) -> NDArray[np.int64]:
-    """What each layer between two equal ones holds, if values of these two are computed at so many moments.
+    """What each layer between two equal ones holds at each moment: what the one of these holds that is not computed.
 
-    Of each kind at most what both hold at once: the first one may save more, beside a neighbour that is not equal.
+    `first` and `last` are the moments at which values of the two are computed. Of each kind of memory it is at most
+    what both hold at once: the first one may save more, beside a neighbour that is not equal.
     """
     last_is_computed = np.zeros(len(by_first), dtype=bool)
     computed = sorted([*((row, False) for row in first), *((row, True) for row in last)])
