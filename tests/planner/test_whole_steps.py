@@ -14,7 +14,7 @@ from shardweave.compiler.compiler import Compiler
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.planner.problem.build_problem import ProblemBuilder
 from shardweave.planner.search.evaluation import Decision, Evaluation
-from shardweave.planner.search.search import PlanSearch
+from shardweave.planner.search.search import Attempt, PlanSearch
 from shardweave.planner.search.setting_planner import SettingPlan
 from shardweave.planner.search.setting_search import Evaluated, Incumbent
 from shardweave.planner.solver.solver import Solution
@@ -38,10 +38,11 @@ class Search(PlanSearch):
     def __init__(self) -> None:
         self.progress, self.asked = Reporter(False), list[Whole]()
         self.key: Any = None
+        self.limit = LIMIT
 
-    def _kept_to(self, limit: int, plan: Any) -> tuple[Any, int]:
+    def _kept_to(self, plan: Any) -> tuple[Any, int]:
         self.asked.append(plan)
-        return (plan, 0) if plan.peak_memory <= limit else (None, LACKING)
+        return (plan, 0) if plan.peak_memory <= LIMIT else (None, LACKING)
 
 
 def given(
@@ -73,12 +74,38 @@ def test_what_may_be_the_fastest_is_simulated_with_all_layers(
     plans: list[SettingPlan], best: int | None, num_simulated: int
 ) -> None:
     search = Search()
-    chosen, plan, lacking = search._fastest_whole(LIMIT, plans)
+    found = search._fastest_whole(plans)
     assert len(search.asked) == num_simulated
     if best is None:
-        assert plan is None and lacking == LACKING
+        assert found.plan is None and found.lacking == LACKING
     else:
-        assert chosen is plans[best] and plan is search.asked[best]
+        assert found.best is plans[best] and found.plan is search.asked[best]
+
+
+@pytest.mark.parametrize(("seconds", "memory", "lacking"), [(1.2, 99, 2), (1.2, 90, 0), (1.005, 99, 0)])
+def test_a_step_that_memory_makes_slower_than_said_asks_for_room(seconds: float, memory: int, lacking: int) -> None:
+    """Only where its memory is nearly all that there is. What is slow for another reason is not planned again."""
+    search = Search()
+    found = search._fastest_whole([given(1.0, memory, Whole(seconds, memory))])
+    assert found.plan is search.asked[0] and found.lacking == lacking
+
+
+def test_a_plan_with_more_room_is_taken_if_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler(ZOO["mlp"].model(), sw.Cluster.local(4), ZOO["mlp"].batch(0), sw.Options(micro_batches=1), None)
+    search, margins = compiler.search, list[int]()
+    first = search._with_margin(0, None)
+    assert first.plan is not None
+
+    def with_margin(_: PlanSearch, margin: int, start: Any) -> Attempt:
+        margins.append(margin)
+        seconds = first.plan.step_time * (1.0 if margin else slower)
+        return replace(first, plan=replace(first.plan, step_time=seconds), lacking=0 if margin else LACKING)
+
+    monkeypatch.setattr(PlanSearch, "_with_margin", with_margin)
+    for slower in (1.1, 0.9):
+        margins.clear()
+        assert search.best().step_time == min(1.0, slower) * first.plan.step_time
+        assert margins == [0, LACKING]
 
 
 def test_rivals_are_other_plans_that_fit_and_are_at_most_a_little_slower() -> None:

@@ -6,7 +6,8 @@ buckets. `PlanSearch.best` takes these steps:
 1. the fastest plan over the numbers of micro-batches;
 2. where some of its communication is exposed, the other settings, each with strategies of its own;
 3. the plan is simulated with all layers, and with it a few that are nearly as fast by their estimates. Where none of
-   these keeps to the memory limit, steps 1 and 2 are done again with a margin.
+   these keeps to the memory limit, all steps are done again with a margin; and once more where memory is so short that
+   the whole step takes longer than said.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shardweave.cost_model import Timeline
 from shardweave.ir import ParallelError, PlanError
@@ -39,6 +40,10 @@ EXCESS_MULTIPLES = (1, 2, 4)
 """Where a whole step exceeds the limit, its schedule is tried under limits lowered by these multiples of the excess,
 before other plans are tried."""
 
+FREE_RATIO = 0.02
+"""A step that takes longer with all layers than said is short of memory if it leaves less than this part of the limit
+free: the next plan has to leave so much free by its estimate, which lets the order of its whole step be faster."""
+
 MAX_WHOLE = 3
 """So many plans are simulated with all layers at most, those first that take least with a few."""
 
@@ -47,6 +52,28 @@ FIGURES = ("step_time", "compute_time", "exposed_communication", "peak_memory")
 
 MAX_CACHED_SIMULATIONS = 256
 """The number of decisions whose simulated figures are cached."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What was found with a margin.
+
+    Parameters
+    ----------
+    best : SettingPlan
+        The fastest plan with all layers, or else the fastest by its estimate.
+    plan : Plan, optional
+        The same with the figures of its whole step; None where none fits.
+    lacking : int
+        Bytes that another plan has to leave free to fit, or to take what its estimate says; 0 where nothing is missing.
+    bound : float
+        Seconds that the program says no plan takes less than.
+    """
+
+    best: SettingPlan
+    plan: Plan | None = None
+    lacking: int = 0
+    bound: float = 0.0
 
 
 class PlanSearch:
@@ -78,6 +105,7 @@ class PlanSearch:
     ) -> None:
         self.lowering, self.evaluate, self.key, self.model, self.progress = lowering, evaluate, key, model, progress
         self.cluster, self.options, self.steps = lowering.cluster, lowering.options, lowering.steps
+        self.limit = self.options.limit(self.cluster)
         self._known: Known = deque(maxlen=MAX_CACHED_SIMULATIONS) if known is None else known
 
     def best(self, weigh: bool = False, start: Plan | None = None) -> Plan:
@@ -99,24 +127,36 @@ class PlanSearch:
             Nothing fits; with the smallest memory that would do.
         """
         begun, margin = time.monotonic(), 0
-        given, limit = self.options.micro_batches, self.options.limit(self.cluster)
-        while True:
-            # 1. Micro-batches
-            counts = micro_batch_counts(self.steps.whole) if given is None else [given]
-            first = fastest(self.planner(count, start, margin) for count in counts)
-            # 2. Sub-batches and buckets
-            ever_faster, bound = self._over_settings(first, margin)
-            # 3. All layers
-            best, plan, missing = self._fastest_whole(limit, ever_faster)
-            if plan is not None:
-                savings = best.planner.savings(best) if weigh else ()
-                return replace(_held_to(plan, bound), savings=savings, planning_seconds=time.monotonic() - begun)
-            margin += int(MARGIN_RATIO * missing)
-            if margin >= limit:  # the smallest plan was simulated whole when it was found
+        found = self._with_margin(margin, start)
+        while found.plan is None:
+            margin += int(MARGIN_RATIO * found.lacking)
+            if margin >= self.limit:  # the smallest plan was simulated whole when it was found
                 raise PlanError(
-                    f"the memory limit of {limit} bytes a device is met by none of the plans that were simulated "
+                    f"the memory limit of {self.limit} bytes a device is met by none of the plans that were simulated "
                     "whole: raise memory_limit a little, or force a strategy"
                 )
+            found = self._with_margin(margin, start)
+        best, plan = found.best, found.plan
+        if found.lacking:
+            try:
+                other = self._with_margin(margin + found.lacking, start)
+            except ParallelError:  # nothing leaves so much free
+                other = found
+            if other.plan is not None and other.plan.step_time < plan.step_time:
+                best, plan = other.best, other.plan
+        savings = best.planner.savings(best) if weigh else ()
+        return replace(_held_to(plan, found.bound), savings=savings, planning_seconds=time.monotonic() - begun)
+
+    def _with_margin(self, margin: int, start: Plan | None) -> Attempt:
+        """Plan with so many bytes of the memory limit left free by estimates."""
+        given = self.options.micro_batches
+        # 1. Micro-batches
+        counts = micro_batch_counts(self.steps.whole) if given is None else [given]
+        first = fastest(self.planner(count, start, margin) for count in counts)
+        # 2. Sub-batches and buckets
+        ever_faster, bound = self._over_settings(first, margin)
+        # 3. All layers
+        return replace(self._fastest_whole(ever_faster), bound=bound)
 
     def planner(
         self,
@@ -137,7 +177,7 @@ class PlanSearch:
         """
         options = replace(
             self.options,
-            memory_limit=self.options.limit(self.cluster),
+            memory_limit=self.limit,
             micro_batches=micro_batches,
             sub_batches=self.options.sub_batches if sub_batches is None else sub_batches,
             buckets=self.options.buckets if buckets is None else buckets,
@@ -177,40 +217,42 @@ class PlanSearch:
                 found.append(other)
         return found, bound
 
-    def _fastest_whole(self, limit: int, ever_faster: Sequence[SettingPlan]) -> tuple[SettingPlan, Plan | None, int]:
-        """The fastest with all layers simulated, and its plan; None where none of those simulated fits.
-
-        And the bytes that they lack at most. The next one is simulated as long as it may be faster.
-        """
+    def _fastest_whole(self, ever_faster: Sequence[SettingPlan]) -> Attempt:
+        """The fastest plan with all layers simulated. The next one is simulated as long as it may be faster."""
         likely = sorted((each for found in ever_faster for each in found.with_rivals), key=lambda each: each.step_time)
-        best, plan, lacking, num_whole = likely[0], None, 0, 0
+        found, num_whole = Attempt(likely[0]), 0
         for each in likely:
-            estimate, slowest = each.chosen.evaluation, likely[0].step_time if plan is None else plan.step_time
+            estimate = each.chosen.evaluation
+            slowest = likely[0].step_time if found.plan is None else found.plan.step_time
             error = ESTIMATE_ERROR if estimate.is_estimate else 0.0
             if num_whole == MAX_WHOLE or (num_whole and estimate.step_time >= (1 + error) * slowest):
                 break
-            if each.chosen.is_spare and plan is not None and slowest <= (1 + ESTIMATE_ERROR) * likely[0].step_time:
+            as_said = found.plan is not None and slowest <= (1 + ESTIMATE_ERROR) * likely[0].step_time
+            if each.chosen.is_spare and as_said:
                 continue
-            if lacking and estimate.peak_memory + lacking > limit:  # the estimates of similar plans are off by as much
+            if found.lacking and estimate.peak_memory + found.lacking > self.limit:  # as similar plans lack as much
                 continue
             num_whole += 1
             self.progress("simulate", incumbent=slowest)
-            other, missing = self._kept_to(limit, each.planner.plan(each, self.key))
-            lacking = max(lacking, missing)
-            if other is not None and (plan is None or other.step_time < plan.step_time):
-                best, plan = each, other
-        return best, plan, lacking
+            plan, lacking = self._kept_to(each.planner.plan(each, self.key))
+            if plan is not None and plan.step_time > (1 + ESTIMATE_ERROR) * estimate.step_time:
+                free = int(FREE_RATIO * self.limit)
+                lacking = free if plan.peak_memory > self.limit - free else 0
+            found = replace(found, lacking=max(found.lacking, lacking))
+            if plan is not None and (found.plan is None or plan.step_time < found.plan.step_time):
+                found = replace(found, best=each, plan=plan)
+        return found
 
     def timeline(self, plan: Plan, sums: bool = True) -> Timeline:
         """The simulated schedule of a plan's whole step."""
         return self.lowering.timeline(self.lowering.lower(plan, not sums, draft=True), sums, plan)
 
-    def _kept_to(self, limit: int, plan: Plan) -> tuple[Plan | None, int]:
-        """The plan as its whole step is simulated, if that keeps to a memory limit; and by how much it missed it.
+    def _kept_to(self, plan: Plan) -> tuple[Plan | None, int]:
+        """The plan as its whole step is simulated, if that keeps to the memory limit; and by how much it missed it.
 
         Its order is made for a little less where it misses the limit by a little.
         """
-        whole = self._whole(plan)
+        whole, limit = self._whole(plan), self.limit
         most, tried = whole.peak_memory, plan
         for times in EXCESS_MULTIPLES:
             if whole.peak_memory <= limit:
