@@ -16,7 +16,6 @@ import shardweave as sw
 from shardweave.compiler.baselines import Baseline, all_for
 from shardweave.compiler.compiler import Compiler
 from shardweave.ir.formatting import readable_bytes, readable_seconds
-from shardweave.planner import micro_batch_counts
 from tests.models.large import LARGE
 
 PAGE = Path(__file__).parents[1] / "docs" / "baselines.md"
@@ -42,7 +41,7 @@ def measure(given: argparse.Namespace) -> Iterator[Cells]:
             compiler = captured.with_(sw.Cluster.preset(preset, nodes=given.nodes))
             cluster, systems = compiler.cluster, all_for(compiler.cluster)
             chosen = [each for each in systems if not given.systems or each.name in given.systems]
-            race = Race(compiler, chosen, given.micro_batches or list(micro_batch_counts(compiler.annotated)))
+            race = Race(compiler, chosen, given.micro_batches or list(compiler.space.micro_batches))
             own = compiler.plan().peak_memory
             for part in given.limits:
                 options = sw.Options(memory_limit=None if part == 1 else int(part * own))

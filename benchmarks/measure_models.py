@@ -22,7 +22,7 @@ from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model import flops_by_op
 from shardweave.ir import Mesh, Strategy
 from shardweave.passes.step_boundary import Annotated
-from shardweave.planner.problem.candidates import legal
+from shardweave.planner.problem.space import legal
 from tests.models import TODAY
 from tests.models.large import LARGE, LAYERS
 

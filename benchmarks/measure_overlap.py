@@ -23,7 +23,7 @@ from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir.formatting import readable_bytes, readable_seconds
 from shardweave.ir.precision import Precision
 from shardweave.passes.pipeline import lower
-from shardweave.planner.problem.candidates import forced_strategies
+from shardweave.planner.problem.space import forced_strategies
 
 PAGE = Path(__file__).parents[1] / "docs" / "overlap.md"
 FIGURE = PAGE.parent / "images" / "overlap.png"

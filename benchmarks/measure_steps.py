@@ -34,7 +34,7 @@ from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import Mesh, Strategy
 from shardweave.ir.formatting import readable_seconds
-from shardweave.planner.problem.candidates import legal
+from shardweave.planner.problem.space import legal
 from shardweave.sharding.parallel_ops import Op
 from tests.compiler.training import Forced, most
 

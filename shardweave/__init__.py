@@ -5,7 +5,7 @@
 16
 """
 
-from shardweave.compiler import Comparison, Sweep, baselines, compare, compile_parallel, plan
+from shardweave.compiler import Comparison, Sweep, baselines, compare, compile_parallel, plan, space
 from shardweave.cost_model import Cluster, Options, Timeline
 from shardweave.ir import (
     Ablation,
@@ -27,7 +27,7 @@ from shardweave.ir import (
     Strategy,
     VerifyError,
 )
-from shardweave.planner import Plan
+from shardweave.planner import Plan, Space
 from shardweave.runtime import (
     ParallelModule,
     Saving,
@@ -66,6 +66,7 @@ __all__ = [
     "Precision",
     "RuleError",
     "Saving",
+    "Space",
     "Strategy",
     "Sweep",
     "Timeline",
@@ -82,4 +83,5 @@ __all__ = [
     "rule",
     "save_checkpoint",
     "save_weights",
+    "space",
 ]

@@ -2,7 +2,7 @@
 baselines. May import every room below it.
 """
 
-from shardweave.compiler.api import compile_parallel, plan
+from shardweave.compiler.api import compile_parallel, plan, space
 from shardweave.compiler.comparison import Comparison, compare
 from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.sweep import Sweep
@@ -14,4 +14,5 @@ __all__ = [
     "compare",
     "compile_parallel",
     "plan",
+    "space",
 ]

@@ -14,7 +14,7 @@ from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.sweep import Sweep, SweepTarget, sweep_batches, sweep_options
 from shardweave.cost_model import Cluster, ClusterLike, Options
 from shardweave.ir import ParallelError, PlanError
-from shardweave.planner import Plan
+from shardweave.planner import Plan, Space
 from shardweave.report import Progress, Reporter
 from shardweave.runtime import Batch, ParallelModule
 
@@ -117,6 +117,33 @@ def plan(
             return sweep_batches(model, cluster, example_inputs, options, reporter)
         compiler = Compiler(model, cluster, example_inputs, options, reporter)
         return compiler.plan(weigh=True) if sweep is None else sweep_options(compiler, sweep)
+
+
+def space(
+    model: nn.Module, cluster: ClusterLike, example_inputs: Any, *, options: Options | None = None
+) -> Space:
+    """What `plan` may choose for `model` on `cluster`: of each op, of each layer, and for the whole step.
+
+    Parameters are those of `plan`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    >>> x = torch.randn(32, 64)
+    >>> print(space(model, Cluster.local(4), x, options=Options(force={"0": ["zero3", "column:4"]}, buckets=False)))
+    the step: 1 micro-batch; 1 or 2 sub-batches; without buckets
+    each layer: recomputation none, fine or full
+    each sum: whole or scattered
+    0: 2 strategies on 2 grids
+    2: 16 strategies on 7 grids
+    >>> found = space(model, Cluster.local(4), x)
+    >>> [str(each) for each in found.strategies(found.annotated.ops[0])][:3]
+    ['(1, 1, 1, 4) DP', '(1, 1, 2, 2) rest/2', '(1, 1, 1, 4) ZDP']
+    """
+    refuse_wrapped(model, LazyParallelModule)
+    with internal_errors(model):
+        return Compiler(model, cluster, example_inputs, options, None).space
 
 
 def compile_parallel(

@@ -14,7 +14,7 @@ from shardweave.compiler.capture_errors import refuse_wrapped
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model import ClusterLike, Options
 from shardweave.ir import InfeasibleError, ParallelError, readable_bytes, readable_seconds
-from shardweave.planner import Plan, micro_batch_counts
+from shardweave.planner import Plan
 from shardweave.report import Progress, Report, Reporter
 
 OWN = Baseline("shardweave", "", "the planner's own plan")
@@ -169,11 +169,12 @@ def compared(
     micro_batches: Sequence[int] | None = None,
 ) -> Comparison:
     """The same as `compare`, for a captured model."""
-    counts = tuple(micro_batches or micro_batch_counts(compiler.annotated))
+    counts = tuple(micro_batches or compiler.space.micro_batches)
     entries: list[Entry] = []
     for baseline in (OWN, *baselines):
         compiler.progress.planned = str(baseline)
-        entries.append(_entry(compiler, baseline, counts if micro_batches or baseline is not OWN else [None]))
+        is_open = baseline is OWN and not micro_batches  # the planner chooses then
+        entries.append(_entry(compiler, baseline, [compiler.options.micro_batches] if is_open else counts))
         if entries[0].plan is None:
             raise InfeasibleError(entries[0].reason)
     own, *others = entries

@@ -29,6 +29,7 @@ from shardweave.planner import (
     PlanEvaluator,
     PlanSearch,
     Sharded,
+    Space,
     StepLowering,
     Steps,
 )
@@ -146,6 +147,11 @@ class Compiler:
         """Searches the plans of this step."""
         known = self._evaluated_whole
         return PlanSearch(self.lowering, self.evaluate, self.model_key, self.name, self.progress, known)
+
+    @property
+    def space(self) -> Space:
+        """What may be chosen for this step."""
+        return self.search.space
 
     def _resolved(self, start: Plan, changes: dict[str, Any]) -> Plan:
         """A plan with other options, from an earlier one."""

@@ -2,7 +2,7 @@
 answers and keeps the best `Plan`. May import every room above this line of the architecture: `ir` to `report`.
 """
 
-from shardweave.planner.problem.candidates import forced_strategies, legal
+from shardweave.planner.problem.space import Space, forced_strategies, legal
 from shardweave.planner.search.evaluation import (
     MAX_CACHED_SHARDED_GRAPHS,
     Decision,
@@ -13,7 +13,6 @@ from shardweave.planner.search.evaluation import (
     StepLowering,
 )
 from shardweave.planner.search.layer_problem import Steps
-from shardweave.planner.search.micro_batch_search import micro_batch_counts
 from shardweave.planner.search.plan import ModelKey, Plan
 from shardweave.planner.search.search import MAX_CACHED_SIMULATIONS, PlanSearch
 
@@ -28,9 +27,9 @@ __all__ = [
     "PlanEvaluator",
     "PlanSearch",
     "Sharded",
+    "Space",
     "StepLowering",
     "Steps",
     "forced_strategies",
     "legal",
-    "micro_batch_counts",
 ]

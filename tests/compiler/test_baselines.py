@@ -13,8 +13,8 @@ import torch
 import shardweave as sw
 from shardweave.ir import Collective
 from shardweave.planner.problem.build_problem import ProblemBuilder
-from shardweave.planner.problem.candidates import forced_strategies
 from shardweave.planner.problem.problem import Kept
+from shardweave.planner.problem.space import Space, forced_strategies
 from shardweave.planner.search.restrictions import data_parallel, partly_sharded, tensor_parallel
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.training import ADAMW, Way, compile_ways, differences, model_of, train, train_packed
@@ -291,7 +291,7 @@ def test_no_plan_is_slower_than_those_that_are_tensor_parallel_on_one_grid(name:
 
 def test_plans_that_are_data_parallel_and_rest_alike_have_one_strategy_an_op() -> None:
     compiler = llama()._compiler
-    costed = ProblemBuilder(compiler.annotated, compiler.cluster, sw.Options(memory_limit=10**12), {}).build()
+    costed = ProblemBuilder(Space(compiler.annotated, compiler.cluster, sw.Options(memory_limit=10**12))).build()
 
     def said(found: Iterator[Kept]) -> list[set[str]]:
         """The strategies that are left, by their names."""
@@ -308,7 +308,7 @@ def test_plans_that_are_data_parallel_and_rest_alike_have_one_strategy_an_op() -
 
 def test_plans_on_one_grid_are_its_columns_and_rows_in_turn() -> None:
     compiler = llama()._compiler
-    costed = ProblemBuilder(compiler.annotated, compiler.cluster, sw.Options(memory_limit=10**12), {}).build()
+    costed = ProblemBuilder(Space(compiler.annotated, compiler.cluster, sw.Options(memory_limit=10**12))).build()
     found = {
         grid: forced_strategies({"*": f"tensor:{grid}"}, compiler.annotated.ops, compiler.cluster.mesh(), 4)
         for grid in ("2x1x1x2", "2x2x1x1", "4x1x1x1")

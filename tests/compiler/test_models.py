@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardweave.ir import Mesh, Strategy
-from shardweave.planner.problem.candidates import legal
+from shardweave.planner.problem.space import legal
 from shardweave.runtime.launch import WorkerPool
 from shardweave.sharding.parallel_ops import Op
 from tests.compiler.training import (

@@ -16,6 +16,7 @@ from shardweave.demo.model import GPTConfig
 from shardweave.ir import Grid, Strategy
 from shardweave.ir.errors import LayoutError, PlanError
 from shardweave.planner.problem.build_problem import ProblemBuilder
+from shardweave.planner.problem.space import Space
 from shardweave.planner.problem.step_choices import with_slices
 from shardweave.runtime.launch import WorkerPool
 from shardweave.sharding.graphs import info
@@ -147,7 +148,7 @@ def test_what_gathers_much_at_a_time_is_offered_in_slices() -> None:
     annotated = Compiler(model, cluster, x, None, None).annotated
 
     def builder(memory_limit: int, **options: Any) -> ProblemBuilder:
-        return ProblemBuilder(annotated, cluster, Options(memory_limit=memory_limit, **options), {})
+        return ProblemBuilder(Space(annotated, cluster, Options(memory_limit=memory_limit, **options)))
 
     tight = builder(200 * 2**20)
     costed = tight.build()

@@ -21,7 +21,7 @@ from shardweave.demo.model import GPTConfig
 from shardweave.ir.errors import InfeasibleError, LayoutError, ParallelError, PlanError
 from shardweave.passes.pipeline import Compiled, lower
 from shardweave.passes.step_boundary import Annotated, annotate
-from shardweave.planner.problem.candidates import forced_strategies
+from shardweave.planner.problem.space import forced_strategies
 from shardweave.runtime.launch import WorkerPool
 from shardweave.sharding.annotate import layer_of
 from shardweave.sharding.graphs import info

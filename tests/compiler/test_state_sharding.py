@@ -18,7 +18,7 @@ from shardweave.ir import Grid, Mesh, Strategy
 from shardweave.ir.errors import LayoutError, PlanError
 from shardweave.ir.strategy import PRESETS, preset
 from shardweave.passes.step_boundary import mesh_for
-from shardweave.planner.problem.candidates import forced_strategies
+from shardweave.planner.problem.space import forced_strategies
 from shardweave.runtime.launch import WorkerPool
 from shardweave.sharding.parallel_ops import Op
 from tests.compiler.training import (

@@ -20,7 +20,7 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model.options import Options
 from shardweave.ir import Mesh, Strategy
-from shardweave.planner.problem.candidates import legal
+from shardweave.planner.problem.space import legal
 from shardweave.planner.search.evaluation import Decision, Evaluation, PlanEvaluator
 from shardweave.runtime.tensor import gather
 from shardweave.sharding.parallel_ops import Op

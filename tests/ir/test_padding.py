@@ -17,7 +17,7 @@ from shardweave.ir import Axis, Layout, Mesh, Padding
 from shardweave.ir.layout import state_layout, state_layouts, steps_between, without_axes
 from shardweave.passes.pipeline import lower
 from shardweave.passes.step_boundary import annotate
-from shardweave.planner.problem.candidates import legal
+from shardweave.planner.problem.space import legal
 from shardweave.sharding.graphs import tensor_bytes
 from tests import local_tensor, lockstep
 from tests.ir.test_layout_algebra import change, parts_of, random_layout

@@ -20,7 +20,7 @@ from shardweave.passes.codegen import MicroBatchGraphs
 from shardweave.passes.partition import StateSharding
 from shardweave.passes.pipeline import Compiled, lower
 from shardweave.passes.verify import verify
-from shardweave.planner.problem.candidates import forced_strategies
+from shardweave.planner.problem.space import forced_strategies
 from shardweave.sharding.graphs import alias_of, info
 from tests.cost_model.handmade import Builder
 from tests.passes.harness import collectives, mesh_of

@@ -30,7 +30,7 @@ from shardweave.passes.list_scheduler import CollectiveStart, LeftOut, TaskGraph
 from shardweave.passes.pipeline import lower
 from shardweave.passes.schedule import WAIT, Schedule, bidirectional_schedules, gather_ahead_edges, gather_groups_of
 from shardweave.passes.step_boundary import Annotated, annotate
-from shardweave.planner.problem.candidates import forced_strategies
+from shardweave.planner.problem.space import forced_strategies
 from shardweave.sharding.graphs import info
 from tests.compiler.test_overlap import megatron
 from tests.passes.bounds import exposed_at_least, seconds_at_least

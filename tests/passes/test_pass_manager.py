@@ -15,7 +15,7 @@ from shardweave.passes.partition import Shard
 from shardweave.passes.pipeline import PASSES, lower
 from shardweave.passes.recompute import Recompute
 from shardweave.passes.schedule import Schedule
-from shardweave.planner.problem.candidates import forced_strategies
+from shardweave.planner.problem.space import forced_strategies
 from tests.passes.joint import joint
 
 CLUSTER = sw.Cluster.local(4)

@@ -20,7 +20,7 @@ from shardweave.ir import Ablation, Mesh, Quantized, axes_size
 from shardweave.passes.pipeline import Compiled, lower
 from shardweave.passes.quantize import Quantize, quantization_stages
 from shardweave.passes.verify import verify
-from shardweave.planner.problem.candidates import forced_strategies
+from shardweave.planner.problem.space import forced_strategies
 from shardweave.sharding.graphs import copied, copied_from, info, is_start, is_wait
 from tests import local_tensor, lockstep
 from tests.cost_model.handmade import Builder

@@ -21,7 +21,7 @@ from shardweave.ir.errors import VerifyError
 from shardweave.passes.pipeline import Compiled, lower
 from shardweave.passes.schedule import GLUE, WAIT, Schedule, fits
 from shardweave.passes.verify import verify
-from shardweave.planner.problem.candidates import legal
+from shardweave.planner.problem.space import legal
 from shardweave.sharding.graphs import copied, info
 from tests.passes.harness import examples, mesh_of
 from tests.passes.joint import joint

@@ -19,7 +19,7 @@ from shardweave.ir.errors import VerifyError
 from shardweave.passes.pipeline import lower
 from shardweave.passes.schedule import Schedule, fits
 from shardweave.passes.verify import verify, verify_memory
-from shardweave.planner.problem.candidates import forced_strategies
+from shardweave.planner.problem.space import forced_strategies
 from shardweave.sharding.graphs import copied, info
 from tests.passes.harness import mesh_of
 from tests.passes.joint import joint

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardweave.cost_model.options import Options
 from shardweave.ir import Mesh, Strategy
 from shardweave.passes.pipeline import Compiled, lower
-from shardweave.planner.problem.candidates import legal
+from shardweave.planner.problem.space import legal
 from tests import lockstep
 from tests.passes.every_node import check_random_assignments, close, random_mesh
 from tests.passes.harness import examples, mesh_of, together

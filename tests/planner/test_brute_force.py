@@ -14,7 +14,7 @@ from torch import nn
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.ir.errors import ParallelError
-from shardweave.planner.problem.candidates import legal
+from shardweave.planner.problem.space import legal
 from shardweave.planner.search.evaluation import Decision, Evaluation
 
 WITHIN = 1.02

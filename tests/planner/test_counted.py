@@ -12,7 +12,7 @@ from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model.node_cost import node_seconds
 from shardweave.ir import RECOMPUTE_MODES, Grid, Strategy
 from shardweave.planner.problem.build_problem import ProblemBuilder
-from shardweave.planner.problem.candidates import allowed_strategies
+from shardweave.planner.problem.space import Space
 from shardweave.planner.problem.step_choices import with_modes
 from shardweave.planner.problem.variables import Costed
 from shardweave.planner.search.setting_search import Evaluated, SettingSearch
@@ -104,9 +104,7 @@ def test_what_runs_again_is_what_the_backward_needs() -> None:
     again = [node for node in step.backward.graph.nodes if node.op == "call_function" and info(node).recomputed]
     products = {info(node).op for node in again if "mm" in str(node.target) and layer_of(info(node).op) == layer}
     seconds = sum(node_seconds(node, cluster) for node in again if layer_of(info(node).op) == layer)
-    builder = ProblemBuilder(
-        compiler.annotated, cluster, options, allowed_strategies(compiler.annotated, cluster.mesh(), compiler.options)
-    )
+    builder = ProblemBuilder(Space(compiler.annotated, cluster, replace(options, recompute=None)))
     problem = with_modes(builder, builder.build()).problem
     mode = next(index for index, op in enumerate(problem.ops) if op.name == f"{layer}:recompute")
     # Of ops that are data parallel: in the port that the plan has

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardweave as sw
-from shardweave.planner.problem.candidates import forced_strategies, strategies
+from shardweave.planner.problem.space import forced_strategies, strategies
 from tests.models import ZOO
 from tests.passes.joint import joint
 from tests.planner.planners import Planner, kind

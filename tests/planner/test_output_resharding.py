@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from shardweave.planner.problem.build_problem import ProblemBuilder
+from shardweave.planner.problem.space import Space
 from shardweave.planner.problem.step_choices import BORDER, with_outputs
 from shardweave.planner.problem.variables import Costed
 from tests.compiler.test_micro_batches import Loss
@@ -32,7 +33,7 @@ def costed(found: Planner, **options: Any) -> tuple[Costed, Costed]:
     """The problem without its outputs, and with them."""
     compiler = found._compiler
     given = sw.Options(memory_limit=10**12, **options)
-    builder = ProblemBuilder(compiler.annotated, compiler.cluster, given, {})
+    builder = ProblemBuilder(Space(compiler.annotated, compiler.cluster, given))
     before = builder.build()
     return before, with_outputs(builder, before, lambda name: name)
 

@@ -20,6 +20,7 @@ from shardweave.ir import Traffic
 from shardweave.planner.problem.build_problem import ProblemBuilder
 from shardweave.planner.problem.overlap_model import Windows
 from shardweave.planner.problem.problem import Problem
+from shardweave.planner.problem.space import Space
 from shardweave.planner.problem.variables import Costed
 from shardweave.planner.search.choices import decision
 from tests.models import TODAY
@@ -50,7 +51,7 @@ def costed_on(preset: str, nodes: int) -> tuple[Compiler, Costed]:
     with torch.device("meta"):
         tokens = torch.zeros(BATCH, CONFIG.context, dtype=torch.long)
         compiler = Planner(GPT(CONFIG), sw.Cluster.preset(preset, nodes=nodes), (tokens, tokens))._compiler
-    return compiler, ProblemBuilder(compiler.annotated, compiler.cluster, OPTIONS, {}).build()
+    return compiler, ProblemBuilder(Space(compiler.annotated, compiler.cluster, OPTIONS)).build()
 
 
 @pytest.mark.parametrize(("preset", "nodes"), [("dgx-h100", 1)])
@@ -110,7 +111,7 @@ def test_an_op_without_a_batch_takes_the_parts_of_its_gradient_as_they_are() -> 
     """T5's bias of positions is the same on every device: each sums its own samples' gradients, and gathers nothing."""
     case = TODAY["t5"]
     compiler = Planner(case.model(), sw.Cluster.local(4), case.batch(0))._compiler
-    costed = ProblemBuilder(compiler.annotated, compiler.cluster, sw.Options(memory_limit=10**12), {}).build()
+    costed = ProblemBuilder(Space(compiler.annotated, compiler.cluster, sw.Options(memory_limit=10**12))).build()
     problem, axes = costed.problem, set(compiler.cluster.mesh().axes)
     names = [name for window in problem.windows for name in window]
     links = [number for number, name in enumerate(names) if name.startswith("backward on")]

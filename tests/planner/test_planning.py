@@ -20,6 +20,7 @@ from shardweave.demo.model import GPT, GPTConfig
 from shardweave.passes import partition
 from shardweave.planner.problem import build_problem
 from shardweave.planner.problem.build_problem import ProblemBuilder
+from shardweave.planner.problem.space import Space
 from shardweave.planner.search import evaluation
 from shardweave.report.progress import Event
 from shardweave.runtime.launch import WorkerPool
@@ -154,7 +155,7 @@ def test_as_memory_falls_data_parallelism_gives_way_to_sharded_and_tensor_parall
 def test_a_mask_that_biases_are_added_to_is_cut_with_the_batch() -> None:
     """T5's biases have no batch, the mask has: each device has a part of the sum, if that is not partial."""
     annotated, cluster = joint("t5").annotated, sw.Cluster.local(4)
-    builder = ProblemBuilder(annotated, cluster, sw.Options(memory_limit=10**12), {})
+    builder = ProblemBuilder(Space(annotated, cluster, sw.Options(memory_limit=10**12)))
     built = builder.build()
     biases = [variable for variable in built.variables if "relative_attention_bias" in variable.name]
     values = [node.meta["val"] for node in annotated.captured.graph.graph.nodes if "val" in node.meta]

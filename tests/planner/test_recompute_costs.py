@@ -14,6 +14,7 @@ from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import RECOMPUTE_MODES
 from shardweave.planner.problem.build_problem import ProblemBuilder
 from shardweave.planner.problem.problem import FORBIDDEN
+from shardweave.planner.problem.space import Space
 from shardweave.planner.problem.step_choices import with_modes
 from tests.planner.planners import Planner
 
@@ -77,7 +78,7 @@ def test_keeping_everything_is_the_problem_without_modes() -> None:
     """
     compiler = planner()._compiler
     options = sw.Options(memory_limit=10**10)
-    builder = ProblemBuilder(compiler.annotated, compiler.cluster, options, {})
+    builder = ProblemBuilder(Space(compiler.annotated, compiler.cluster, options))
     before = builder.build()
     after = with_modes(builder, before)
     layers = [variable.modes for variable in after.variables if variable.modes]
@@ -137,7 +138,7 @@ def test_a_model_with_checkpoints_keeps_them() -> None:
 def test_what_collectives_gather_is_kept_where_none_is_repeated() -> None:
     """In the mode fine: the gathered input of a product that is spread over features, not of a data-parallel one."""
     compiler = planner()._compiler
-    builder = ProblemBuilder(compiler.annotated, compiler.cluster, sw.Options(memory_limit=10**12), {})
+    builder = ProblemBuilder(Space(compiler.annotated, compiler.cluster, sw.Options(memory_limit=10**12)))
     costed = with_modes(builder, builder.build())
     problem = costed.problem
     (up,) = (number for number, variable in enumerate(costed.variables) if variable.name == "blocks.1.up")

@@ -22,6 +22,7 @@ from shardweave.passes import partition
 from shardweave.passes.partition import Shard, Sharder
 from shardweave.passes.step_boundary import annotate
 from shardweave.planner.problem.build_problem import ProblemBuilder
+from shardweave.planner.problem.space import Space
 from shardweave.planner.search.evaluation import Decision
 from shardweave.planner.search.layer_problem import unfold
 from shardweave.sharding.graphs import copied
@@ -134,7 +135,7 @@ def test_the_unfolded_problem_is_that_of_the_whole_step(nodes: int) -> None:
 
     def costed(part: Captured) -> Any:
         annotated = annotate(replace(part, graph=copied(part.graph)), options)
-        return ProblemBuilder(annotated, cluster, options, {}).build()
+        return ProblemBuilder(Space(annotated, cluster, options)).build()
 
     folded = deduplicate_layers(step, {run: 2})
     found = unfold(costed(folded.captured), folded.stands_for, {"blocks.2": "blocks.1"})

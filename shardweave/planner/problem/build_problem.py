@@ -20,16 +20,12 @@ from dataclasses import replace
 import numpy as np
 from torch import fx
 
-from shardweave.cost_model import Cluster, Options
 from shardweave.ir import (
     Assignment,
     Axis,
     BoundRule,
     Captured,
     Layout,
-    LayoutError,
-    Mesh,
-    PlanError,
     Strategy,
     factors_of,
     input_layouts,
@@ -37,14 +33,13 @@ from shardweave.ir import (
     output_layouts,
     without_axes,
 )
-from shardweave.passes import Annotated, with_times
 from shardweave.planner.problem.activation_memory import ActivationMemory
-from shardweave.planner.problem.candidates import legal, spread
 from shardweave.planner.problem.graph_analysis import Facts, Scatters, bound_of, num_bytes, root_of
 from shardweave.planner.problem.op_costs import Parameters, Sizes, price_op
 from shardweave.planner.problem.overlap_model import Costs, Windows
 from shardweave.planner.problem.problem import Edge, Problem
 from shardweave.planner.problem.resharding_costs import Links, Prices, local_numel, tensor_outputs, whole
+from shardweave.planner.problem.space import Space, spread
 from shardweave.planner.problem.variables import Costed, PortLayouts, RowBuilder, Variable
 from shardweave.sharding import (
     Op,
@@ -56,9 +51,7 @@ from shardweave.sharding import (
     follow,
     info,
     is_view,
-    last_match,
     linear_in,
-    matches,
     source_of,
     tensor_args,
 )
@@ -80,29 +73,22 @@ class ProblemBuilder:
 
     Parameters
     ----------
-    annotated : Annotated
-    cluster : Cluster
-    options : Options
-    forced : dict of str to list of Strategy
-        The only strategies of some ops.
+    space : Space
+        The step, and what may be chosen.
     all_gradient_bytes : int, optional
         Of the whole step, where equal layers are left out of this one: buckets are filled from all layers.
     """
 
     def __init__(
         self,
-        annotated: Annotated,
-        cluster: Cluster,
-        options: Options,
-        forced: dict[str, list[Strategy]],
+        space: Space,
         all_gradient_bytes: int | None = None,
     ) -> None:
+        self.space, self.annotated, self.options = space, space.annotated, space.options
+        annotated, cluster, options = space.annotated, space.cluster, space.options
         if all_gradient_bytes is None:
             all_gradient_bytes = gradient_bytes(annotated.captured)
-        self.annotated, self.options = annotated, options
-        mesh = cluster.mesh()
-        timed = with_times(Mesh(tuple(sorted(mesh.axes, key=lambda axis: -axis.stride))), options)
-        self.legal_mesh, self.mesh = timed, replace(timed, sub_batch_axes=())
+        self.mesh = replace(space.mesh, sub_batch_axes=())
         overlap = options.overlap
         self.prices = Prices(self.mesh, cluster, overlap.quantize, all_gradient_bytes if overlap.buckets else 0)
         self.windows = Windows.of(cluster, self.prices.levels, overlap)
@@ -118,7 +104,7 @@ class ProblemBuilder:
         self._changes: dict[object, Links] = {}
         self._sums: dict[object, Links] = {}
         self._known: dict[object, int] = {}
-        self.forced, self.limit = forced, options.limit(cluster)
+        self.limit = options.limit(cluster)
         count, world_size = options.micro_batch_count, self.mesh.world_size
         self.memory = ActivationMemory(annotated, self.facts, count, world_size, self.follows, self.layouts)
         self._followers: dict[object, tuple[PortLayouts, int, Costs, list[tuple[int, int, Costs]]]] = {}
@@ -181,21 +167,13 @@ class ProblemBuilder:
             self._element(op), tuple(op.sizes.items()), op.outputs, op.contracted, op.experts, op.batch,
             self._shared(op), tuple(value.shape for value in values),
             tuple((str(role.node.target), role.atoms, role.batch, bound_of(role.node)) for role in op.roles),
-            tuple(self.forced.get(op.name, ())), self.facts.ends(op), self.facts.beside(op),
+            tuple(self.space.forced.get(op.name, ())), self.facts.ends(op), self.facts.beside(op),
             any_covers(self.options.overlap.exclude_from_sub_batches, op.name),
         ))  # fmt: skip
         known = self._priced.get(signature)
         if known is None:
-            mesh = op.mesh_of(self.legal_mesh, self.options.overlap.exclude_from_sub_batches)
-            options = self.in_slices(op, self.forced.get(op.name) or legal(op, mesh))
-            if not options:
-                devices, sizes = self.mesh.world_size, list(op.sizes.values())
-                raise PlanError(
-                    f"no strategy fits {op.name} on {devices} devices: neither the batch of {op.batch} nor its loops "
-                    f"of sizes {sizes} take up all of them. Use a batch that is a multiple of {devices}, other "
-                    "sizes, or another number of devices"
-                )
-            known = self._priced[signature] = self.spread(Variable(op.name, signature, op), options)
+            strategies = self.space.strategies(op)
+            known = self._priced[signature] = self.spread(Variable(op.name, signature, op), strategies)
         saved, working, product, lasting = np.zeros((4, len(known.ports)))
         costs = self.windows.none(len(known.ports))
         return replace(
@@ -206,12 +184,13 @@ class ProblemBuilder:
         """An op's row with these strategies, each with the gathers that it may keep, priced."""
         op = variable.op
         assert op is not None
-        options = [(strategy, kept) for strategy in strategies for kept in self._kept(op, strategy, strategies)]
+        kept_of = [self.space.kept_slices(op, strategy, strategies) for strategy in strategies]
+        options = [(strategy, kept) for strategy, own in zip(strategies, kept_of, strict=True) for kept in own]
         strategies, kept_slices = [strategy for strategy, _ in options], [kept for _, kept in options]
         names = op.parameter, *op.companions
         parameters = Parameters(
             [tuple(self.facts.shapes[name].shape) for name in names],
-            [self.facts.is_read_again(name) for name in names],
+            [self.space.is_read_again(name) for name in names],
             self._element(op),
             self.options.optimizer_bytes,
             self.annotated.captured.whole,
@@ -235,39 +214,6 @@ class ProblemBuilder:
         return replace(
             variable, strategies=strategies, kept_slices=kept_slices, prices=prices, ports=ports, port_of=port_of
         )
-
-    def in_slices(self, op: Op, strategies: Sequence[Strategy]) -> list[Strategy]:
-        """The strategies in as many slices as the options say: those that these do not divide stay whole."""
-        slices = 1
-        for pattern, count in self.options.overlap.operator_slices.items():
-            slices = count if matches(pattern, op) else slices
-        if slices == 1:
-            return list(strategies)
-        return [replace(each, slices=slices) if self.fits_slices(op, each, slices) else each for each in strategies]
-
-    def fits_slices(self, op: Op, strategy: Strategy, slices: int) -> bool:
-        """Whether the number of slices divides one of the op's loops."""
-        try:
-            op.slice_atom(strategy, self.mesh, slices)
-        except LayoutError:
-            return False
-        return True
-
-    def _kept(self, op: Op, strategy: Strategy, strategies: Sequence[Strategy]) -> Sequence[int]:
-        """How many slices of its parameter an op may keep gathered: as the options say, or any number.
-
-        Not where another of its strategies, which gathers once a step, does the same.
-        """
-        if strategy.rest == 1 or not self.facts.is_read_again(op.parameter):
-            return [0]
-        if self.options.keep_gathered is not None:
-            return [min(strategy.slices, last_match(self.options.overlap.keep_gathered, op.parameter, 0))]
-        if strategy.degree > 1:
-            return [0]
-        once = replace(strategy, grid=replace(strategy.grid, z=1, data=strategy.grid.z * strategy.grid.data), rest=1,
-                       gradients=strategy.states, slices=1)  # fmt: skip
-        is_needless = self.options.micro_batch_count == 1 and once in strategies
-        return range(strategy.slices if is_needless else strategy.slices + 1)
 
     def _element(self, op: Op) -> Sizes:
         """What an element of its parameters takes."""

@@ -68,25 +68,6 @@ class Facts:
         self.differentiated = {root_of(values[index]) for index in tangents}
         """Of what is returned, that whose gradient is given."""
 
-    def is_read_again(self, parameter: str) -> bool:
-        """Whether the backward reads a parameter, or what is made of it alone: then it is gathered for it, too."""
-        return parameter in self._read_again
-
-    @cached_property
-    def _read_again(self) -> set[str]:
-        names = self.annotated.captured.parameters
-        made_of = {node: {names[node.name]} for node in self.graph.nodes if node.name in names}
-        found: set[str] = set()
-        for node in self.graph.nodes:
-            if node.op != "call_function":
-                continue
-            read = set[str]().union(*(made_of.get(source, ()) for source in node.all_input_nodes))
-            if info(node).backward:
-                found |= read
-            elif read and all(source in made_of for source in node.all_input_nodes):
-                made_of[node] = read
-        return found
-
     @cached_property
     def readers(self) -> Counter[fx.Node]:
         """How many ops read each activation."""

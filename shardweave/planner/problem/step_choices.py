@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from shardweave.cost_model import node_work, work_seconds
-from shardweave.ir import RECOMPUTE_MODES, Layout, RecomputeMode, Strategy, axes_size, normalise
+from shardweave.ir import Layout, RecomputeMode, Strategy, axes_size, normalise
 from shardweave.passes import region_of
 from shardweave.planner.problem.build_problem import ProblemBuilder
 from shardweave.planner.problem.graph_analysis import is_alias, num_bytes, root_of
@@ -43,10 +43,7 @@ from shardweave.planner.problem.problem import Candidate, Edge
 from shardweave.planner.problem.problem import Op as Row
 from shardweave.planner.problem.resharding_costs import Links, local_numel, tensor_outputs
 from shardweave.planner.problem.variables import Costed, RowBuilder, Variable
-from shardweave.sharding import graph_outputs, info, last_match, tensor_args, users_through_views
-
-OPERATOR_SLICES = 4
-"""As many as OSDP takes."""
+from shardweave.sharding import graph_outputs, info, tensor_args, users_through_views
 
 MIN_TRANSIENT_RATIO = 1 / 8
 """The part of the largest transient of any op that a strategy's own makes out for it to be offered in slices, too."""
@@ -72,12 +69,11 @@ def with_slices(builder: ProblemBuilder, costed: Costed) -> Costed:
 def _sliced(builder: ProblemBuilder, variable: Variable, much: float) -> list[Strategy]:
     """What an op may have in slices."""
     op, prices = variable.op, variable.prices
-    if op is None or prices is None or op.name in builder.forced or builder.options.operator_slices:
+    if op is None or prices is None:
         return []
     held = zip(variable.strategies, prices.transient_bytes.tolist())
     large = dict.fromkeys(strategy for strategy, transient in held if transient > much)
-    fits = (strategy for strategy in large if builder.fits_slices(op, strategy, OPERATOR_SLICES))
-    return [replace(strategy, slices=OPERATOR_SLICES) for strategy in fits]
+    return builder.space.in_slices(op, list(large))
 
 
 BORDER = ":returned"
@@ -257,11 +253,8 @@ def layer_named(name: str) -> str:
     return name.removesuffix(_SUFFIX)
 
 
-def with_modes(builder: ProblemBuilder, costed: Costed, asked: Mapping[str, RecomputeMode] | None = None) -> Costed:
-    """The problem with a choice of recomputation for each layer whose backward keeps anything for itself.
-
-    Where patterns say how layers are recomputed, each has no other choice.
-    """
+def with_modes(builder: ProblemBuilder, costed: Costed) -> Costed:
+    """The problem with a choice of recomputation for each layer whose backward keeps anything for itself."""
     layers = _layers(builder)
     if not layers:
         return costed
@@ -282,7 +275,7 @@ def with_modes(builder: ProblemBuilder, costed: Costed, asked: Mapping[str, Reco
         rows.append(same.without(row, inside[index]) if index in inside else row)
         variables.append(variable)
         for layer in ends.get(index, ()):
-            modes = RECOMPUTE_MODES if asked is None else (last_match(asked, layer.name, "none"),)
+            modes = builder.space.recompute_modes(layer.name)
             own = [place[number] for number in layer.shares]
             tables = [same.edge(share, modes, builder, at in builder.whole_batch) for at, share in layer.shares.items()]
             edges += [replace(table, producer=number, consumer=len(rows)) for number, table in zip(own, tables)]

@@ -24,7 +24,6 @@ from shardweave.planner.problem.variables import Costed, Variable
 from shardweave.sharding import (
     DeduplicatedStep,
     LayerRun,
-    checkpoint_of,
     copied,
     covers,
     deduplicate_layers,
@@ -194,11 +193,6 @@ class LayerProblem:
         """Whether the last layer of each run that is left is like the one before it."""
         return self._unfolded(self.costed) is not None
 
-    @property
-    def has_checkpoints(self) -> bool:
-        """Whether the user says what is recomputed, by activation checkpoints in the model."""
-        return any(checkpoint_of(node) for node in self.annotated.captured.graph.graph.nodes)
-
     @cached_property
     def plain(self) -> Costed:
         """The whole step's problem without choices that save memory."""
@@ -207,7 +201,7 @@ class LayerProblem:
     @cached_property
     def with_recomputation(self) -> Costed:
         """The same with a choice of recomputation for each layer, if the user leaves it open."""
-        return self.whole(with_modes(self.builder, self.costed)) if self._chooses_recomputation else self.plain
+        return self.whole(with_modes(self.builder, self.costed)) if self.builder.space.has_recomputation else self.plain
 
     @cached_property
     def in_slices(self) -> Costed | None:
@@ -219,17 +213,13 @@ class LayerProblem:
         sliced = with_slices(self.builder, self.costed)
         if sliced is self.costed:
             return None
-        return self.whole(with_modes(self.builder, sliced) if self._chooses_recomputation else sliced)
-
-    @cached_property
-    def _chooses_recomputation(self) -> bool:
-        return self.builder.options.recompute is None and not self.has_checkpoints
+        return self.whole(with_modes(self.builder, sliced) if self.builder.space.has_recomputation else sliced)
 
     def whole(self, costed: Costed) -> Costed:
         """The problem of the whole step, with what the options say of recomputation."""
         options = self.builder.options
         if options.recompute is not None:
-            costed = with_modes(self.builder, costed, options.overlap.recompute)
+            costed = with_modes(self.builder, costed)
         found = self._unfolded(costed)
         if found is None:
             raise PlanError("layers that are equal are not priced alike: a bug in shardweave")

@@ -12,7 +12,6 @@ from itertools import islice
 from math import inf
 
 from shardweave.ir import InfeasibleError, ParallelError
-from shardweave.passes import Annotated
 from shardweave.planner.search.setting_planner import SettingPlan, SettingPlanner
 
 MAX_NEED_RATIO = 1.25
@@ -20,14 +19,6 @@ MAX_NEED_RATIO = 1.25
 
 MAX_COUNTS_WITHOUT_GAIN = 2
 """The search over micro-batch counts ends after so many in a row that are slower than the best."""
-
-
-def micro_batch_counts(annotated: Annotated) -> Iterator[int]:
-    """The powers of two that divide the batch; one where there is none, or no loss to begin each backward from."""
-    count, several = 1, not annotated.captured.whole and annotated.loss_inside and len(annotated.tangents) == 1
-    while annotated.batch % count == 0 and (count == 1 or (several and annotated.batch)):
-        yield count
-        count *= 2
 
 
 def fastest(planners: Iterable[SettingPlanner]) -> SettingPlan:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardweave.cost_model import Timeline
 from shardweave.ir import ParallelError, PlanError
+from shardweave.planner.problem.space import Space
 from shardweave.planner.search.evaluation import Decision, Evaluation, Known, PlanEvaluator, StepLowering
-from shardweave.planner.search.micro_batch_search import fastest, micro_batch_counts
+from shardweave.planner.search.micro_batch_search import fastest
 from shardweave.planner.search.plan import ModelKey, Plan
 from shardweave.planner.search.setting_planner import SettingPlan, SettingPlanner
 from shardweave.planner.search.setting_search import ESTIMATE_ERROR
@@ -29,9 +30,6 @@ from shardweave.report import Reporter
 
 MIN_GAIN_RATIO = 0.002
 """Sub-batches and buckets are taken if they save this part of the step's time."""
-
-SUB_BATCHES = 2
-"""One computes while the other communicates (Oases, arXiv 2305.16121, section 3.1); more make smaller kernels."""
 
 MARGIN_RATIO = 1.1
 """What the next plan leaves free, by what the estimate of the last one was too small: that of the next one differs."""
@@ -149,24 +147,26 @@ class PlanSearch:
 
     def _with_margin(self, margin: int, start: Plan | None) -> Attempt:
         """Plan with so many bytes of the memory limit left free by estimates."""
-        given = self.options.micro_batches
         # 1. Micro-batches
-        counts = micro_batch_counts(self.steps.whole) if given is None else [given]
-        first = fastest(self.planner(count, start, margin) for count in counts)
+        first = fastest(self.planner(count, start, margin) for count in self.space.micro_batches)
         # 2. Sub-batches and buckets
         ever_faster, bound = self._over_settings(first, margin)
         # 3. All layers
         return replace(self._fastest_whole(ever_faster), bound=bound)
+
+    @property
+    def space(self) -> Space:
+        """What may be chosen."""
+        return Space(self.steps.whole, self.cluster, replace(self.options, memory_limit=self.limit))
 
     def planner(
         self,
         micro_batches: int,
         start: Plan | None = None,
         margin: int = 0,
-        sub_batches: int | None = None,
-        buckets: bool | None = None,
+        overlap: tuple[int, bool] | None = None,
     ) -> SettingPlanner:
-        """The planner of a setting; None stands for what the options say.
+        """The planner of a setting.
 
         Parameters
         ----------
@@ -174,25 +174,12 @@ class PlanSearch:
             An earlier plan to begin with.
         margin : int
             Bytes of the memory limit that are left free.
+        overlap : (int, bool), optional
+            The number of sub-batches, and whether there are buckets; if left out, the first of the space.
         """
-        options = replace(
-            self.options,
-            memory_limit=self.limit,
-            micro_batches=micro_batches,
-            sub_batches=self.options.sub_batches if sub_batches is None else sub_batches,
-            buckets=self.options.buckets if buckets is None else buckets,
-        )
+        options = self.space.setting(micro_batches, *(overlap or self.space.overlaps[0]))
         steps, cluster = self.steps, self.cluster
         return SettingPlanner(steps, cluster, options, self.evaluate, self.progress, self.model, start, margin)
-
-    def _other_settings(self) -> Iterator[tuple[int, bool]]:
-        """Sub-batches and buckets where the options leave them open, but one sub-batch without buckets."""
-        options = self.options
-        has_buckets = options.buckets is None and not options.ablation.flat_parameter
-        for sub_batches in (1, SUB_BATCHES) if options.sub_batches is None else (options.sub_batches,):
-            for buckets in (False, True) if has_buckets else (options.overlap.buckets,):
-                if sub_batches > options.overlap.sub_batches or buckets > options.overlap.buckets:
-                    yield sub_batches, buckets
 
     def _over_settings(self, first: SettingPlan, margin: int) -> tuple[list[SettingPlan], float]:
         """The first plan and those of other settings, each faster than the one before; and a bound of all, in seconds.
@@ -200,12 +187,12 @@ class PlanSearch:
         Other settings are not priced where no communication is exposed: they could save next to nothing.
         """
         found, bound = [first], first.chosen.solution.bound
-        for sub_batches, buckets in self._other_settings():
+        for overlap in self.space.overlaps[1:]:
             best = found[-1]
             if not best.has_exposed_communication:
                 break
             start = best.planner.plan(best, self.key)
-            planner = self.planner(start.micro_batches, start, margin, sub_batches, buckets)
+            planner = self.planner(start.micro_batches, start, margin, overlap)
             enough = best.step_time * (1 - MIN_GAIN_RATIO)
             try:
                 bound = min(bound, planner.bound(enough))

@@ -13,9 +13,8 @@ from functools import cached_property
 
 from shardweave.cost_model import Cluster, Options
 from shardweave.ir import InfeasibleError, OverlapConfig, PlanError, readable_bytes
-from shardweave.passes import with_times
 from shardweave.planner.problem.build_problem import ProblemBuilder, gradient_bytes
-from shardweave.planner.problem.candidates import allowed_strategies
+from shardweave.planner.problem.space import Space
 from shardweave.planner.search.evaluation import Evaluation, PlanEvaluator
 from shardweave.planner.search.layer_problem import LayerProblem, Programs, Steps, buffer_bytes
 from shardweave.planner.search.plan import ModelKey, Plan, Saving
@@ -191,7 +190,6 @@ class SettingPlanner:
     def _priced(self, options: Options) -> LayerProblem:
         """Price the smallest folded step that tells how layers meet."""
         runs = self.steps.runs(options)
-        mesh = with_times(self.cluster.mesh(), options)
         left = FIRST_KEPT_LAYERS
         while True:
             self.progress("annotate")
@@ -200,9 +198,8 @@ class SettingPlanner:
             if not annotated.ops:
                 raise PlanError(f"{self.model} has no matrix product with a parameter: there is nothing to spread")
             self.progress("price")
-            allowed = allowed_strategies(annotated, mesh, options)
             captured = self.steps.captured
-            builder = ProblemBuilder(annotated, self.cluster, options, allowed, gradient_bytes(captured))
+            builder = ProblemBuilder(Space(annotated, self.cluster, options), gradient_bytes(captured))
             layers = LayerProblem(fold, annotated, builder, builder.build(), buffer_bytes(captured))
             if layers.unfolds:
                 return layers
