@@ -77,6 +77,47 @@ def test_highs_alone_agrees_but_for_its_tolerance(problem: Problem) -> None:
             assert best <= problem.objective(answer.choice) <= best * (1 + 1e-5) + 1e-5
 
 
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_highs_as_a_heuristic_does_not_fail(problem: Problem) -> None:
+    answer, best = solve_by_highs(Program.fastest(problem), 60.0, heuristic=True), brute_force(problem)
+    if answer.choice is not None and problem.feasible(answer.choice) and best is not None:
+        assert problem.objective(answer.choice) >= best
+
+
+def highs_problem(table: tuple[list[float], ...], last: tuple[list[float], ...], limit: int) -> Problem:
+    """Three equal ops and two others, whose layouts hardly go together."""
+    never, sizes = math.inf, ((10**6, 0), (0, 1), (1001, 1))
+    first = (*(Candidate("", 0.0, transient_bytes=held, in_port=port) for held, port in sizes),
+             Candidate("", 1.0, transient_bytes=1))  # fmt: skip
+    second = tuple(Candidate("", 0.0, in_port=port, out_port=out) for port, out in ((0, 0), (0, 2), (0, 0), (1, 0)))
+    tables = [
+        ((0, 1), ([0, 0, 0], [never, 0, never], [never, 0, 0])),
+        ((1, 2), ([0, 0, never], [never, 0, 0], [0, never, 0])),
+        ((0, 3), ([0, 0, 0], [never, never, 0], [never, 0, never])),
+        ((1, 3), ([0, 1, never], [0, never, never], [never, 0, 0])),
+        ((2, 3), table),
+        ((3, 4), last),
+    ]
+    edges = tuple(Edge(*ends, np.array(seconds, dtype=float)) for ends, seconds in tables)
+    ops = tuple(Op(str(number), (first, second)[number % 2], "ab"[number % 2]) for number in range(5))
+    return Problem(ops, edges, memory_limit=limit)
+
+
+NEVER = math.inf
+
+
+@pytest.mark.parametrize("problem", [
+    highs_problem(([0, 2, 0], [0, NEVER, NEVER], [0, 0, 0]), ([NEVER, 0, 0], [0, 0, 0], [NEVER, 0, 0]), 999_999),
+    highs_problem(([NEVER, 0, NEVER], [0, 0, NEVER], [NEVER, 0, 0]), ([0, NEVER, 0], [0, 0, 0], [0, NEVER, 0]), 10**6),
+], ids=["an error", "a choice of 1 s where there is one of 0 s"])  # fmt: skip
+def test_a_proof_of_highs_is_not_one_of_its_presolve(problem: Problem) -> None:
+    """With presolve, it failed on the first one, and called a slower choice of the second optimal."""
+    answer = solve_by_highs(Program.fastest(problem), 60.0)
+    assert (answer.status, answer.bound, brute_force(problem)) == ("OPTIMAL", 0.0, 0.0)
+    assert solve_by_highs(Program.fastest(problem), 60.0, heuristic=True).status in ("UNKNOWN", "OPTIMAL")
+
+
 def test_a_problem_without_ops() -> None:
     assert optimum(Problem((), fixed_seconds=1.5)) == 1.5
     with pytest.raises(InfeasibleError):

@@ -244,7 +244,7 @@ class Search:
         if heuristic or columns > _MAX_EXACT_COLUMNS:
             gap = incumbent.gap * (_HEURISTIC_GAP_RATIO if heuristic else 1.0)
             target = bound / (1.0 - incumbent.gap) if incumbent.gap < 1.0 else math.inf
-            answer = solve_by_highs(program, left, gap, node_limit, target)
+            answer = solve_by_highs(program, left, gap, node_limit, target, heuristic)
             incumbent.offer(answer.choice and invert(answer.choice, kept))
             fits = answer.choice is None or program.problem.feasible(answer.choice)
             if heuristic or (answer.status != "INFEASIBLE" and fits and incumbent.choice is not None):

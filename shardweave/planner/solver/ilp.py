@@ -157,11 +157,14 @@ def solve_by_highs(
     gap: float = 0.0,
     node_limit: int | None = None,
     target: float = -math.inf,
+    heuristic: bool = False,
 ) -> Answer:
     """Solve the program by HiGHS until objective and bound are within `gap`, or the objective is at most `target`.
 
     Continuous columns are scaled to [0, 1] and rows to coefficients of at most 1, as its tolerances are absolute. So
-    the memory limit holds to about a ten-millionth, and a choice is to be checked.
+    the memory limit holds to about a ten-millionth, and a choice is to be checked. HiGHS's presolve may lose the best
+    choice, and call another one optimal, or fail (OR-Tools 9.15): it is used only for a `heuristic` program, of which
+    nothing but the choice counts.
     """
     model = mathopt.Model()
     upper, cost = np.array(program.upper, dtype=float), np.array(program.cost, dtype=float)
@@ -188,9 +191,13 @@ def solve_by_highs(
         absolute_gap_tolerance=0.0,
         node_limit=node_limit,
         random_seed=0,
+        presolve=None if heuristic else mathopt.Emphasis.OFF,
         highs=highs_pb2.HighsOptionsProto(double_options={"objective_target": (target - program.offset) / unit}),
     )
-    result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
+    try:
+        result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
+    except (AttributeError, RuntimeError):  # MathOpt fails to convert HiGHS's errors, by an AttributeError
+        return Answer(None, -math.inf, "UNKNOWN")
     bound = result.termination.objective_bounds.dual_bound * unit + program.offset
     if not result.has_primal_feasible_solution():
         infeasible = result.termination.reason == mathopt.TerminationReason.INFEASIBLE
