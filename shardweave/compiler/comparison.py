@@ -131,8 +131,8 @@ def compare(
     baselines : sequence of Baseline, optional
         By default all that the cluster's sizes admit, `baselines.all_for`: on many devices these are a hundred.
     micro_batches : sequence of int, optional
-        The numbers to try; by default the planner's own choice for its plan, and for the baselines all powers of two
-        that divide the batch, where the model returns a loss.
+        The numbers to try; by default that of the options. Where these leave it open, the planner's own choice for its
+        plan, and for the baselines all powers of two that divide the batch, where the model returns a loss.
     progress : callable or bool, optional
         As for `shardweave.plan`; `Event.planned` is the baseline that is planned now.
 

@@ -238,6 +238,13 @@ def test_under_a_memory_limit_it_says_which_do_not_fit_and_why() -> None:
     assert "no plan fits into the memory limit" in str(found)
 
 
+def test_options_say_in_how_many_micro_batches_all_are_compared() -> None:
+    x = {"x": torch.zeros(8, 64), "targets": torch.zeros(8, 64)}
+    given = sw.Options(micro_batches=2)
+    found = sw.compare(Chain((64, 64)), sw.Cluster.local(2), x, baselines=[sw.baselines.ddp()], options=given)
+    assert [[*entry.times] for entry in (found.own, *found.baselines)] == [[2], [2]]
+
+
 def test_nothing_to_compare_where_the_planner_itself_finds_no_plan() -> None:
     with pytest.raises(sw.InfeasibleError):
         compared(1)

@@ -237,10 +237,15 @@ class PlanSearch:
     def _kept_to(self, plan: Plan) -> tuple[Plan | None, int]:
         """The plan as its whole step is simulated, if that keeps to the memory limit; and by how much it missed it.
 
-        Its order is made for a little less where it misses the limit by a little.
+        All of the limit is there for its order: a margin was for what its estimate left out. Where that misses the
+        limit, its order is made for what its estimate was made for, and then for a little less.
         """
-        whole, limit = self._whole(plan), self.limit
-        most, tried = whole.peak_memory, plan
+        limit = self.limit
+        tried = replace(plan, schedule_limit=max(plan.schedule_limit, limit))
+        whole = self._whole(tried)
+        if whole.peak_memory > limit > plan.schedule_limit:
+            tried, whole = plan, self._whole(plan)
+        most = whole.peak_memory
         for times in EXCESS_MULTIPLES:
             if whole.peak_memory <= limit:
                 break
