@@ -21,7 +21,7 @@ is all compute and links that are all full meet where the simulator has them mee
 That is a bound: no order of a step hides more. A step of few ops, or one whose products wait for gathers, hides less.
 
 What an op gathers that no other comes before, or reduces at the end of the backward, is waited for: nothing is computed
-beside it (`pricing.Ends`). So is what `Ablation.blocking` names. The optimizer's step is a window of its own: the host
+beside it (`op_costs.Ends`). So is what `Ablation.blocking` names. The optimizer's step is a window of its own: the host
 and the device's memory work at once.
 
 With ``x[o, c]`` and ``t[w]`` as in `solver`, and sums over all ops and edges:

@@ -47,7 +47,7 @@ class Variable:
     modes: tuple[RecomputeMode, ...] = ()
     """Of a layer's recomputation, in which case it has none of the others."""
     degrees: tuple[int, ...] = ()
-    """Of the border (`planner.returned`), in which case it has none of the others."""
+    """Of the outputs (`step_choices.with_outputs`), in which case it has none of the others."""
     origins: tuple[int, ...] = ()
     """The port of the same variable without a choice of recomputation that each port comes from, if there are more."""
 
