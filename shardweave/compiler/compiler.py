@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -60,9 +59,8 @@ class Compiler:
         if batch == "local" and self.options.outputs == "auto":  # a rank's own rows are not among those of one shard
             self.options = replace(self.options, outputs="part")
         self.progress = progress or Reporter(False)
-        self._sharded: Sharded = deque(maxlen=MAX_CACHED_SHARDED_GRAPHS)
-        self._evaluated: Known = deque(maxlen=MAX_CACHED_SIMULATIONS)
-        self._evaluated_whole: Known = deque(maxlen=MAX_CACHED_SIMULATIONS)
+        self._sharded = Sharded(MAX_CACHED_SHARDED_GRAPHS)
+        self._evaluated, self._evaluated_whole = Known(MAX_CACHED_SIMULATIONS), Known(MAX_CACHED_SIMULATIONS)
         self.captured: Captured
         self.steps: Steps
         with self.progress:
@@ -169,8 +167,7 @@ class Compiler:
         other = copy.copy(self)
         other.cluster, other.options = cluster or self.cluster, options or self.options
         if other.cluster is not self.cluster:
-            other._evaluated = deque(maxlen=MAX_CACHED_SIMULATIONS)
-            other._evaluated_whole = deque(maxlen=MAX_CACHED_SIMULATIONS)
+            other._evaluated, other._evaluated_whole = Known(MAX_CACHED_SIMULATIONS), Known(MAX_CACHED_SIMULATIONS)
         return other
 
     # -- compiling

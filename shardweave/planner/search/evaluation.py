@@ -10,7 +10,6 @@ layers.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -39,15 +38,15 @@ from shardweave.planner.search.extrapolation import (
     reductions_queue_up,
     with_repeated_layers,
 )
-from shardweave.planner.search.layer_problem import Steps, inside, renamed
+from shardweave.planner.search.layer_problem import RecentCache, Steps, inside, renamed
 from shardweave.planner.search.plan import Plan
 from shardweave.sharding import LayerRun, info, layer_of, layers_of_ops
 
 MAX_CACHED_SHARDED_GRAPHS = 8
 """The number of decisions whose sharded graphs are cached: a plan under a similar limit asks for the same ones."""
 
-Sharded = deque[tuple[tuple[object, ...], dict[int, Shards]]]
-"""A cache of sharded graphs by decision and annotated step."""
+Sharded = RecentCache[tuple[object, ...], dict[int, Shards]]
+"""Sharded graphs by decision, and by the identity of the annotated step."""
 
 
 class Decision(NamedTuple):
@@ -85,7 +84,7 @@ class StepLowering:
 
     def __init__(self, steps: Steps, cluster: Cluster, options: Options, sharded: Sharded | None = None) -> None:
         self.steps, self.cluster, self.options = steps, cluster, options
-        self._sharded: Sharded = deque(maxlen=MAX_CACHED_SHARDED_GRAPHS) if sharded is None else sharded
+        self._sharded = Sharded(MAX_CACHED_SHARDED_GRAPHS) if sharded is None else sharded
 
     def lower(
         self,
@@ -201,12 +200,7 @@ class StepLowering:
     ) -> Shards:
         """What `shard` made of these, kept for the next time: what is planned is lowered then, or planned again."""
         options = replace(options.with_overlap(OverlapConfig()), memory_limit=None, optimizer=options.optimizer_bytes)
-        decided = strategies, joins, options
-        known = next((each for each in self._sharded if each[0] == decided), None)
-        if known is None:
-            known = decided, {}
-            self._sharded.append(known)
-        return known[1].setdefault(id(annotated), {})
+        return self._sharded.get((strategies, joins, options), dict).setdefault(id(annotated), {})
 
     def _machine(self, plan: Plan) -> Cluster:
         """The cluster by whose figures a plan's step is ordered and simulated: the plan's own, so on all ranks."""
@@ -258,8 +252,8 @@ class Evaluation:
         )
 
 
-Known = deque[tuple[tuple[str, Decision], Evaluation]]
-"""A cache of evaluations, by `Options.key` and decision."""
+Known = RecentCache[tuple[str, Decision], Evaluation]
+"""Evaluations by `Options.key` and decision."""
 
 Said = TypeVar("Said")
 
@@ -277,16 +271,11 @@ class PlanEvaluator:
 
     def __init__(self, lowering: StepLowering, known: Known | None = None) -> None:
         self.lowering, self.steps = lowering, lowering.steps
-        self.known: Known = deque() if known is None else known
+        self.known = Known() if known is None else known
 
     def __call__(self, decision: Decision, options: Options) -> Evaluation:
         """Evaluate a decision; `options` have the memory limit."""
-        asked = options.key, decision
-        found = next((evaluation for other, evaluation in self.known if other == asked), None)
-        if found is None:
-            found = self._simulated(decision, options)
-            self.known.append((asked, found))
-        return found
+        return self.known.get((options.key, decision), lambda: self._simulated(decision, options))
 
     def whole(self, decision: Decision, options: Options) -> Evaluation:
         """Evaluate a decision with all layers lowered and simulated."""

@@ -8,9 +8,10 @@ kept, and is connected to its neighbours as that one is to the layer before it. 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Generic, TypeVar
 
 from shardweave.cost_model import Cluster, Options
 from shardweave.ir import Captured, PlanError
@@ -34,6 +35,33 @@ MAX_CACHED_PROBLEMS = 8
 """The number of settings whose problems are cached: another memory limit asks for the same ones."""
 
 Layer = str
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class RecentCache(Generic[Key, Value]):
+    """The values that were made last, at most `size`. Keys are compared: they need not be hashable.
+
+    >>> cache = RecentCache[list[int], str](size=2)
+    >>> [cache.get(key, lambda: made) for key, made in (([1], "a"), ([2], "b"), ([1], "c"))]
+    ['a', 'b', 'a']
+    """
+
+    def __init__(self, size: int | None = None) -> None:
+        self._entries: deque[tuple[Key, Value]] = deque(maxlen=size)
+
+    def get(self, key: Key, make: Callable[[], Value]) -> Value:
+        """The value of a key; it is made where there is none."""
+        for known, value in self._entries:
+            if known == key:
+                return value
+        value = make()
+        self._entries.append((key, value))
+        return value
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._entries.clear()
 
 
 def inside(name: str, layer: Layer) -> bool:
@@ -142,7 +170,7 @@ class Steps:
 
     def __init__(self, captured: Captured, options: Options) -> None:
         self.captured, self.options = captured, options
-        self.priced: deque[tuple[tuple[Cluster, str], LayerProblem]] = deque(maxlen=MAX_CACHED_PROBLEMS)
+        self.priced = RecentCache[tuple[Cluster, str], LayerProblem](MAX_CACHED_PROBLEMS)
         """The problems of settings, by their clusters and the keys of their options without a memory limit."""
         self._runs: dict[Hashable, list[LayerRun]] = {}
         self._folded: dict[Hashable, tuple[DeduplicatedStep, Annotated]] = {}

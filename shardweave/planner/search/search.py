@@ -13,7 +13,6 @@ buckets. `PlanSearch.best` takes these steps:
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -104,7 +103,7 @@ class PlanSearch:
         self.lowering, self.evaluate, self.key, self.model, self.progress = lowering, evaluate, key, model, progress
         self.cluster, self.options, self.steps = lowering.cluster, lowering.options, lowering.steps
         self.limit = self.options.limit(self.cluster)
-        self._known: Known = deque(maxlen=MAX_CACHED_SIMULATIONS) if known is None else known
+        self._known = Known(MAX_CACHED_SIMULATIONS) if known is None else known
 
     def best(self, weigh: bool = False, start: Plan | None = None) -> Plan:
         """The best plan whose whole step keeps to the memory limit when simulated.
@@ -263,11 +262,7 @@ class PlanSearch:
         """Evaluate a plan's whole step; evaluations are cached."""
         strategies = {name: choice.strategy for name, choice in plan.choices.items()}
         asked = self.lowering.options_of(plan).key, Decision(strategies, self.lowering.joins_of(plan), {})
-        found = next((evaluation for other, evaluation in self._known if other == asked), None)
-        if found is None:
-            found = Evaluation.of(self.timeline(plan))
-            self._known.append((asked, found))
-        return found
+        return self._known.get(asked, lambda: Evaluation.of(self.timeline(plan)))
 
 
 def _held_to(plan: Plan, bound: float) -> Plan:

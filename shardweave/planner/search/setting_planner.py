@@ -180,12 +180,7 @@ class SettingPlanner:
     def layers(self) -> LayerProblem:
         """The folded step's problem, which is the same under any memory limit."""
         options = replace(self.options, memory_limit=None)
-        asked = self.cluster, options.key
-        found = next((layers for other, layers in self.steps.priced if other == asked), None)
-        if found is None:
-            found = self._priced(options)
-            self.steps.priced.append((asked, found))
-        return found
+        return self.steps.priced.get((self.cluster, options.key), lambda: self._priced(options))
 
     def _priced(self, options: Options) -> LayerProblem:
         """Price the smallest folded step that tells how layers meet."""
