@@ -88,7 +88,7 @@ class ProblemBuilder:
         annotated, cluster, options = space.annotated, space.cluster, space.options
         if all_gradient_bytes is None:
             all_gradient_bytes = gradient_bytes(annotated.captured)
-        self.mesh = replace(space.mesh, sub_batch_axes=())
+        self.mesh = space.whole_batch_mesh
         overlap = options.overlap
         self.prices = Prices(self.mesh, cluster, overlap.quantize, all_gradient_bytes if overlap.buckets else 0)
         self.windows = Windows.of(cluster, self.prices.levels, overlap)

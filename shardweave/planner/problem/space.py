@@ -154,6 +154,11 @@ class Space:
         return with_times(Mesh(tuple(axes)), self.options)
 
     @cached_property
+    def whole_batch_mesh(self) -> Mesh:
+        """The same without sub-batches, which are cut from what a micro-batch has."""
+        return replace(self.mesh, sub_batch_axes=())
+
+    @cached_property
     def forced(self) -> dict[str, list[Strategy]]:
         """The strategies of ops that may not have every one: those that the user forces, under ``torch.compile`` all.
 
@@ -202,7 +207,7 @@ class Space:
         slices = 1
         for pattern, count in self.options.overlap.operator_slices.items():
             slices = count if matches(pattern, op) else slices
-        return found if slices == 1 else [self._sliced(op, each, slices) or each for each in found]
+        return [*found] if slices == 1 else [self._sliced(op, each, slices) or each for each in found]
 
     def in_slices(self, op: Op, strategies: Sequence[Strategy]) -> list[Strategy]:
         """These strategies in slices, those that have a loop to slice; none where options say what an op is."""
@@ -213,7 +218,7 @@ class Space:
     def _sliced(self, op: Op, strategy: Strategy, slices: int) -> Strategy | None:
         """A strategy in slices; None where their number divides none of the op's loops."""
         try:
-            op.slice_atom(strategy, replace(self.mesh, sub_batch_axes=()), slices)
+            op.slice_atom(strategy, self.whole_batch_mesh, slices)
         except LayoutError:
             return None
         return replace(strategy, slices=slices)
@@ -264,10 +269,10 @@ class Space:
             f"each layer: recomputation {modes}",
             f"each sum: {sums}",
         ]
-        equal: dict[object, list[str]] = {}
+        equal: dict[tuple[str, tuple[Strategy, ...]], list[str]] = {}
         for op in self.annotated.ops:
             equal.setdefault((re.sub(r"\d+", "*", op.name), tuple(self.strategies(op))), []).append(op.name)
-        for (name, strategies), names in cast("dict[tuple[str, tuple[Strategy, ...]], list[str]]", equal).items():
+        for (name, strategies), names in equal.items():
             grids = len({each.grid for each in strategies})
             many = f"{len(strategies)} strategies on {grids} grid{'s' * (grids > 1)}"
             what = many if len(strategies) > 1 else str(strategies[0])
@@ -280,7 +285,7 @@ def _listed(values: Sequence[object]) -> str:
     >>> _listed([1, 2, 4])
     '1, 2 or 4'
     """
-    *first, last = map(str, values or [""])
+    *first, last = map(str, values)
     return f"{', '.join(first)} or {last}" if first else last
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from shardweave.cost_model import Timeline
 from shardweave.ir import ParallelError, PlanError
@@ -153,7 +154,7 @@ class PlanSearch:
         # 3. All layers
         return replace(self._fastest_whole(ever_faster), bound=bound)
 
-    @property
+    @cached_property
     def space(self) -> Space:
         """What may be chosen."""
         return Space(self.steps.whole, self.cluster, replace(self.options, memory_limit=self.limit))
