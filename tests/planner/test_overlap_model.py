@@ -22,7 +22,7 @@ from shardweave.planner.problem.overlap_model import Windows
 from shardweave.planner.problem.problem import Problem
 from shardweave.planner.problem.space import Space
 from shardweave.planner.problem.variables import Costed
-from shardweave.planner.search.choices import decision
+from shardweave.planner.search.evaluation import decision
 from tests.models import TODAY
 from tests.planner.planners import Planner
 

@@ -1,4 +1,4 @@
-"""Evaluation of plans: lower a plan of one step on one cluster, and simulate the generated step.
+"""Evaluation of plans: what a choice of candidates decides, lowered on one cluster, and the generated step simulated.
 
 Of each stretch of equal layers with one strategy, two layers are lowered, scheduled and simulated. Each of the others
 adds as much to the step's time and memory as one of these (`extrapolation`).
@@ -30,6 +30,8 @@ from shardweave.cost_model import (
 )
 from shardweave.ir import Assignment, OverlapConfig, PlanError, RecomputeMode, Strategy, readable_bytes
 from shardweave.passes import Annotated, Compiled, RepeatedLayers, Shards, layer_multiplicity, layer_outputs, lower
+from shardweave.planner.problem.step_choices import layer_named
+from shardweave.planner.problem.variables import Costed
 from shardweave.planner.search.extrapolation import (
     Layers,
     StepSeconds,
@@ -40,7 +42,7 @@ from shardweave.planner.search.extrapolation import (
 )
 from shardweave.planner.search.layer_problem import RecentCache, Steps, inside, renamed
 from shardweave.planner.search.plan import Plan
-from shardweave.sharding import LayerRun, info, layer_of, layers_of_ops
+from shardweave.sharding import LayerRun, info, last_match, layer_of, layers_of_ops
 
 MAX_CACHED_SHARDED_GRAPHS = 8
 """The number of decisions whose sharded graphs are cached: a plan under a similar limit asks for the same ones."""
@@ -67,6 +69,56 @@ class Decision(NamedTuple):
             recompute={**given.recompute, **self.modes},
             keep_gathered={**given.keep_gathered, **kept},
         )
+
+
+def decision(costed: Costed, choice: Sequence[int]) -> Decision:
+    """The decision of a choice: strategies of ops, layouts of joins."""
+    kept_slices: dict[str, int] = {}
+    found = Decision({}, {}, {}, kept_slices)
+    for variable, index in zip(costed.variables, choice, strict=True):
+        if variable.op is not None:
+            found.strategies[variable.name] = variable.strategies[index]
+            if variable.strategies[index].rest > 1 and any(variable.kept_slices):  # or the backward does not read it
+                parameters = variable.op.parameter, *variable.op.companions
+                kept_slices.update(dict.fromkeys(parameters, variable.kept_slices[index]))
+        elif variable.modes:
+            found.modes[layer_named(variable.name)] = variable.modes[index]
+        elif variable.ports:
+            found.joins[variable.name] = next(iter(variable.ports[index].values())).in_space
+    return found
+
+
+def choice_of(costed: Costed, plan: Plan) -> tuple[int, ...] | None:
+    """The choice that a plan stands for; None where it has another one for some op."""
+    found: list[int] = []
+    for variable in costed.variables:
+        if variable.degrees:
+            most = min(max(choice.strategy.degree for choice in plan.choices.values()), variable.degrees[-1])
+            found.append(next(at for at, degree in enumerate(variable.degrees) if degree >= most))
+            continue
+        given = plan.choices.get(variable.name)
+        if variable.modes:
+            mode = last_match(plan.overlap.recompute, layer_named(variable.name), "none")
+            found.append(variable.modes.index(mode))
+            continue
+        if variable.op is not None and given is not None and given.strategy in variable.strategies:
+            kept = last_match(plan.overlap.keep_gathered, variable.op.parameter, 0)
+            options = [*zip(variable.strategies, variable.kept_slices)]
+            wanted = given.strategy, min(given.strategy.slices, kept)
+            found.append(options.index(wanted) if wanted in options else variable.strategies.index(given.strategy))
+        elif variable.op is None and variable.name in plan.joins:
+            layouts = [named(next(iter(port.values())).in_space) for port in variable.ports]
+            if dict(plan.joins[variable.name]) not in layouts:
+                return None
+            found.append(layouts.index(dict(plan.joins[variable.name])))
+        else:
+            return None
+    return tuple(found)
+
+
+def named(assignment: Assignment) -> dict[str, str]:
+    """The factor that each axis is on, by its name."""
+    return {axis.name: factor for axis, factor in assignment.items}
 
 
 class StepLowering:

@@ -12,8 +12,7 @@ import torch
 from shardweave.cost_model import Cluster, Options, node_work
 from shardweave.ir import UNLIMITED, OverlapConfig, RecomputeMode
 from shardweave.passes import Annotated
-from shardweave.planner.search.choices import named
-from shardweave.planner.search.evaluation import Decision
+from shardweave.planner.search.evaluation import Decision, named
 from shardweave.planner.search.layer_problem import LayerProblem
 from shardweave.planner.search.plan import ModelKey, OpChoice, Plan, RunnerUp
 from shardweave.planner.search.setting_search import Evaluated

@@ -24,8 +24,7 @@ from shardweave.cost_model import Options
 from shardweave.ir import InfeasibleError, PlanError, readable_bytes
 from shardweave.planner.problem.problem import TICKS_PER_SECOND, Kept, invert, restricted
 from shardweave.planner.problem.variables import Costed
-from shardweave.planner.search.choices import decision
-from shardweave.planner.search.evaluation import Decision, Evaluation, PlanEvaluator
+from shardweave.planner.search.evaluation import Decision, Evaluation, PlanEvaluator, decision
 from shardweave.planner.search.layer_problem import Programs
 from shardweave.planner.search.restrictions import data_parallel, partly_sharded, recomputed_alike, tensor_parallel
 from shardweave.planner.search.solver_cache import (

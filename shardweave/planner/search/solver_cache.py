@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from shardweave.ir import InfeasibleError
 from shardweave.planner.problem.problem import Problem
 from shardweave.planner.problem.variables import Costed
-from shardweave.planner.search.choices import choice_of
+from shardweave.planner.search.evaluation import choice_of
 from shardweave.planner.search.layer_problem import inside, renamed
 from shardweave.planner.search.plan import Plan
 from shardweave.planner.solver.branch_and_bound import Progress
