@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +26,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # the workers of xdist, and ranks, inherit it
+        own = tempfile.TemporaryDirectory(prefix="shardweave-tests-")
+        config.add_cleanup(own.cleanup)
+        os.environ["SHARDWEAVE_CACHE"] = own.name
     if config.getoption("--record") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(), "recorder")
 

@@ -391,9 +391,18 @@ class _Request:
             )
         cluster = given.get("cluster")
         if cluster is None:
-            cluster = Cluster.detect() if dist.is_initialized() else Cluster.local(1)
+            cluster = _running_world() if dist.is_initialized() else Cluster.local(1)
         asked = Options(**{key: given[key] for key in accepted & set(given)})
         return cls(Cluster.of(cluster), asked, given.get("inspect"))
+
+
+def _running_world() -> Cluster:
+    """The running world, measured with real tensors, which Dynamo's modes would replace."""
+    from torch._dispatch.python import no_python_dispatcher
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), no_python_dispatcher():
+        return Cluster.detect()
 
 
 def _compile_whole(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:

@@ -11,6 +11,7 @@ from shardweave.cost_model.collectives import (
     crossed_level,
     group_extents,
 )
+from shardweave.cost_model.device_profile import current_device
 from shardweave.cost_model.kernel_scratch import allocated_bytes
 from shardweave.cost_model.machine import Device, Level, Machine
 from shardweave.cost_model.measured_tables import CollectiveTable, Curve, Measured, OpTable, OpTime
@@ -73,6 +74,7 @@ __all__ = [
     "ZERO_PLUS_PLUS",
     "bytes_seconds",
     "collective_demand",
+    "current_device",
     "collective_seconds",
     "crossed_level",
     "flops_by_op",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,14 @@ import yaml
 
 from shardweave.cost_model import measured_tables
 from shardweave.cost_model.cluster_description import build, short_repr
-from shardweave.cost_model.collective_profile import PROFILE_TIMEOUT, fit_links, profile_collectives
+from shardweave.cost_model.collective_profile import (
+    BRIEF,
+    FULL,
+    PROFILE_TIMEOUT,
+    ProfileEffort,
+    fit_links,
+    profile_collectives,
+)
 from shardweave.cost_model.device_profile import (
     broadcast_object,
     current_device,
@@ -27,7 +35,12 @@ from shardweave.cost_model.device_profile import (
 from shardweave.cost_model.machine import Device, Level, M, Machine
 from shardweave.cost_model.measured_tables import Measured, hardware
 from shardweave.distributed import collective, control, forget_failure, run_on_each_rank
-from shardweave.ir import ClusterError, LostRankError
+from shardweave.ir import ClusterError, LostRankError, readable_bytes, readable_seconds
+
+_LOGGER = logging.getLogger("shardweave")
+
+_DEVICE_SECONDS = 4
+"""What measuring the device takes, about: the time of collectives comes on top."""
 
 _PRESETS_OF_GPUS = (  # words of torch's name of the GPU, and the preset; the first match counts
     ("A100 40GB", "perlmutter"),
@@ -57,7 +70,7 @@ def _devices_and_nodes() -> tuple[int, int]:
     return local, world // local
 
 
-def profile_cluster(cluster: M, seconds: float = 30.0) -> M:
+def profile_cluster(cluster: M, effort: ProfileEffort = FULL, cache: bool = True) -> M:
     """`cluster`, the running world, with measurements: new ones, or cached ones of the same hardware and versions.
 
     All ranks get the measurements of rank 0, which are saved in `measured_tables.cache_directory`.
@@ -66,8 +79,10 @@ def profile_cluster(cluster: M, seconds: float = 30.0) -> M:
     ----------
     cluster : Machine
         The machine that runs.
-    seconds : float
-        The time that measuring may take.
+    effort : ProfileEffort
+        How much is measured. What a full profile has measured before serves a brief one, too.
+    cache : bool
+        Take cached measurements where there are some; new ones are saved in any case.
 
     Raises
     ------
@@ -75,41 +90,76 @@ def profile_cluster(cluster: M, seconds: float = 30.0) -> M:
         On all ranks, with the rank and the cause, if a rank fails or takes no part for a minute.
     """
     if not dist.is_initialized():
-        alone = Measured(key=_key(cluster, [hardware()]), covered="one rank: there are no collectives to measure")
-        return replace(cluster, measured=alone, device=profile_device(cluster.device))
+        alone = Measured(key=_key(cluster, [hardware()], effort), covered=_ALONE)
+        return _with_coverage(replace(cluster, measured=alone, device=profile_device(cluster.device, reads=cache)))
     try:
         groups = control(PROFILE_TIMEOUT)
-        found = run_on_each_rank(groups, "profiling the cluster", lambda: _measured(cluster, seconds))
+        found = run_on_each_rank(groups, "profiling the cluster", lambda: _measured(cluster, effort, cache))
     except (RuntimeError, LostRankError) as error:
         forget_failure()  # the groups serve the profile only: the world can still be used
         raise ClusterError(
             f"profiling the cluster failed on rank {dist.get_rank()} of {dist.get_world_size()}: expected every rank "
-            f"to call Cluster.detect(profile=True) and to take part within {PROFILE_TIMEOUT.seconds} s a step, got: "
-            f"{error}"
+            f"to call Cluster.detect() and to take part within {PROFILE_TIMEOUT.seconds} s a step, got: {error}"
         ) from error
-    return fit_links(found) if cluster.library == "gloo" else found
+    return _with_coverage(fit_links(found))
 
 
-def _measured(cluster: M, seconds: float) -> M:
+_ALONE = "one rank: there are no collectives to measure"
+
+
+def _measured(cluster: M, effort: ProfileEffort, cache: bool) -> M:
     """`cluster` with measurements. Collective."""
     world = dist.new_group(timeout=PROFILE_TIMEOUT)
     try:
         with collective("a step of profiling the cluster", world, dedicated=True):
-            key = _key(cluster, gather_objects(hardware(), world))
-            measured = broadcast_object(measured_tables.read(key) if is_rank_zero(world) else None, world)
+            ranks = gather_objects(hardware(), world)
+            measured = broadcast_object(_cached(cluster, ranks, effort) if cache else None, world)
             if measured is None:
-                table, coverage = profile_collectives(cluster, world, seconds=seconds)
+                if is_rank_zero(world):
+                    _LOGGER.info(
+                        "measuring the collectives and the device of this world, %s, in about %.0f s: once, as the "
+                        "result is cached (Cluster.detect(profile=False) does without)",
+                        cluster, effort.seconds + _DEVICE_SECONDS,
+                    )  # fmt: skip
+                table, coverage = profile_collectives(cluster, world, effort)
+                key = _key(cluster, ranks, effort)
                 measured = broadcast_object(Measured(table, key=key, covered=coverage.text(cluster)), world)
                 if is_rank_zero(world) and table.curves:
                     measured_tables.write(measured)
-            return replace(cluster, measured=measured, device=profile_device(cluster.device, group=world))
+            device = profile_device(cluster.device, group=world, reads=cache)
+            return replace(cluster, measured=measured, device=device)
     finally:
         dist.destroy_process_group(world)  # if this rank has failed, the others notice at once
 
 
-def _key(cluster: Machine, ranks: list[Any]) -> str:
+def _cached(cluster: Machine, ranks: list[Any], effort: ProfileEffort) -> Measured | None:
+    """The cached measurements of a profile as this one, or of a full one; None on ranks but 0."""
+    if not is_rank_zero():
+        return None
+    keys = [_key(cluster, ranks, each) for each in dict.fromkeys((FULL, effort))]
+    return next((found for found in map(measured_tables.read, keys) if found is not None), None)
+
+
+def _with_coverage(cluster: M) -> M:
+    """With what is known of the device, and what is assumed, in what the measurements are said to cover."""
+    assert cluster.measured is not None
+    device = cluster.device
+    rates = ", ".join(f"{rate * device.matmul_efficiency:.3g} FLOP/s in {name}" for name, rate in device.flops.items())
+    lines = [
+        cluster.measured.covered,
+        f"device measured: {rates}; memory {readable_bytes(device.memory_bandwidth * device.memory_efficiency)}/s; a "
+        f"launch {readable_seconds(device.launch_latency)}; compute beside collectives takes "
+        f"{device.overlap_slowdown:.2f} times as long",
+        f"assumed, as {cluster.name!r} says: {readable_bytes(device.memory)} of memory a device, what collectives take "
+        "longer beside compute, and all that is listed above as by formula",
+    ]
+    return replace(cluster, measured=replace(cluster.measured, covered="\n".join(lines)))
+
+
+def _key(cluster: Machine, ranks: list[Any], effort: ProfileEffort) -> str:
     levels = [[level.name, level.size] for level in cluster.levels]
-    return measured_tables.key_of({"format": 2, "levels": levels, "library": cluster.library, "ranks": ranks})
+    key = {"format": 2, "levels": levels, "library": cluster.library, "ranks": ranks}
+    return measured_tables.key_of(key if effort == FULL else key | {"effort": effort.name})
 
 
 def preset_of_gpu(name: str) -> str:
@@ -281,15 +331,20 @@ class Cluster(Machine):
         return cls.preset("local-cpu").resized(cpu=n)
 
     @classmethod
-    def detect(cls, profile: bool = False) -> Cluster:
+    def detect(cls, profile: bool | Literal["full"] = True, *, cache: bool = True) -> Cluster:
         """The running torch.distributed world: its size, ``LOCAL_WORLD_SIZE`` ranks a node, the kind of its GPUs.
+
+        Its links and its devices are measured in a few seconds, once for this hardware and these versions: the result
+        is saved in the cache directory (``SHARDWEAVE_CACHE``). All ranks must call it. `measured.covered` says what was
+        measured, and what is assumed.
 
         Parameters
         ----------
-        profile : bool
-            Also measure its collectives, in less than a minute, once for this hardware and these versions: the result
-            is saved in the cache directory (``SHARDWEAVE_CACHE``). All ranks must call it. `measured.covered` says what
-            was measured and what was not.
+        profile : bool or "full"
+            ``"full"`` measures more groups, kinds and sizes of collectives, in about half a minute; later calls take
+            what it has measured. False measures nothing: the figures are those of the preset.
+        cache : bool
+            False measures again: after a change of the network, or if the machine was busy.
 
         Raises
         ------
@@ -297,6 +352,8 @@ class Cluster(Machine):
             If several ranks were started but torch.distributed is not initialised, the ranks do not divide over the
             nodes, no preset knows this kind of GPU, or a rank fails during the profile.
         """
+        if profile not in (True, False, "full"):
+            raise ClusterError(f"profile: expected True, False or 'full', got {short_repr(profile)}")
         devices, nodes = _devices_and_nodes()
         if current_device().type == "cpu":
             cluster = cls.preset("local-cpu").resized(cpu=devices, node=nodes)
@@ -304,7 +361,7 @@ class Cluster(Machine):
             gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
             cluster = cls.preset(preset_of_gpu(gpu.name)).fitted(devices, nodes)
             cluster = replace(cluster, device=replace(cluster.device, name=gpu.name, memory=int(gpu.total_memory)))
-        return profile_cluster(cluster) if profile else cluster
+        return profile_cluster(cluster, FULL if profile == "full" else BRIEF, cache) if profile else cluster
 
 
 ClusterLike = Cluster | str | os.PathLike[str]

@@ -1,9 +1,10 @@
 """Profiling of collectives on the running world, and the latency and bandwidth of each level, fitted to it.
 
-The fitted figures serve collectives that are not in the measured table. Every kind of collective is measured, for every
-placement of a group on the world's mesh, with sizes from 4 KiB on by factors of 4. The functional collectives are those
-that generated graphs call, and all groups of a placement run at the same time. All ranks begin each call together, as
-in a step: calls one after another would find the threads awake.
+The fitted figures serve collectives that are not in the measured table. A full profile measures every kind of
+collective, for every placement of a group on the world's mesh, with sizes from 4 KiB on by factors of 4. A brief one,
+which is the default on a running world, measures the groups of each level alone, with factors of 16. The functional
+collectives are those that generated graphs call, and all groups of a placement run at the same time. All ranks begin
+each call together, as in a step: calls one after another would find the threads awake.
 
 A figure is the median of several samples. Kinds, placements and sizes are measured in rounds, so that other work of the
 machine affects all of them equally. If a smaller size is slower than a larger one, both get the mean. Decisions by the
@@ -39,11 +40,38 @@ _BUFFER_BYTES = {"cpu": tuple(4**k * 1024 for k in range(1, 9)), "cuda": tuple(4
 """Bytes of the whole buffer: from 4 KiB to 64 MiB, and to 256 MiB on GPUs."""
 _FIRST_SAMPLES_SHARE = 0.5
 """The part of the time for one sample of each size. More samples take the rest."""
-_NEXT_SIZE_CALLS = 16
-"""The first sample of the next size, of 4 times the bytes, takes about as long as this number of calls."""
+_FIRST_SAMPLE_CALLS = 4
+"""The first sample of a size takes about as long as this number of calls: three, of which the first are slower."""
 _SAMPLE_SECONDS = 0.03
 _MAX_CALLS_PER_SAMPLE = 8
 _MAX_ROUNDS = 9
+
+
+@dataclass(frozen=True)
+class ProfileEffort:
+    """How much of the collectives a profile measures.
+
+    Parameters
+    ----------
+    name : str
+        In the key of the cache.
+    seconds : float
+        The time that it may take.
+    every_nth_size : int
+        1 for sizes by factors of 4, 2 for factors of 16.
+    across_levels : bool
+        Measures groups of every placement. Without, one for each level, of all its units: the figures of the levels are
+        fitted to these, and say what others take.
+    """
+
+    name: str
+    seconds: float
+    every_nth_size: int
+    across_levels: bool
+
+
+BRIEF = ProfileEffort("brief", 4.0, 2, across_levels=False)
+FULL = ProfileEffort("full", 30.0, 1, across_levels=True)
 
 
 def fit_links(cluster: M) -> M:
@@ -87,8 +115,7 @@ def fit_links(cluster: M) -> M:
     for index, level in enumerate(cluster.levels):
         latency, slower = float(constants[1 + index]), float(constants[1 + count + index])
         if matrix[:, 1 + count + index].any() and slower > 0:
-            shared = None if level.shared_bandwidth is None else level.shared_bandwidth / slower
-            level = replace(level, latency=latency, bandwidth=level.bandwidth / slower, shared_bandwidth=shared)
+            level = level.scaled(1 / slower, latency)
         levels.append(level)
     device = replace(cluster.device, collective_latency=float(constants[0]))
     return replace(cluster, levels=tuple(levels), device=device)
@@ -136,12 +163,14 @@ class Coverage:
             lines.append(f"  groups of {_placement_text(members, names)}: {spans}")
         for kind, members, why in self.missed:
             lines.append(f"  not measured: {kind} in groups of {_placement_text(members, names)}: {why}")
-        lines.append("  outside these sizes, and for other groups and kinds: by formula")
+        lines.append("  outside these sizes, and for other groups and kinds: by formula, its figures fitted to these")
         return "\n".join(lines)
 
 
-def placements(cluster: Machine) -> list[tuple[Axis, ...]]:
+def placements(cluster: Machine, across_levels: bool = True) -> list[tuple[Axis, ...]]:
     """The axes of one group for each distinct count of members per level; groups of the fewest levels first.
+
+    Without `across_levels`, those of the groups that have all units of one level, and one of each other.
 
     Examples
     --------
@@ -149,6 +178,8 @@ def placements(cluster: Machine) -> list[tuple[Axis, ...]]:
     >>> cluster = Cluster.preset("perlmutter", nodes=2)
     >>> [group_extents(axes, cluster) for axes in placements(cluster)]
     [(4, 1), (2, 1), (1, 2), (4, 2), (2, 2)]
+    >>> [group_extents(axes, cluster) for axes in placements(cluster, across_levels=False)]
+    [(4, 1), (1, 2)]
     """
     mesh, choices, low = cluster.mesh(), [], 1
     for level in cluster.levels:
@@ -162,13 +193,17 @@ def placements(cluster: Machine) -> list[tuple[Axis, ...]]:
         crossed = [extent > 1 for extent in group_extents(axes, cluster)]
         return sum(crossed), crossed[::-1], -axes_size(axes)
 
-    return sorted((axes for axes in groups if axes), key=order)
+    def is_whole_level(axes: tuple[Axis, ...]) -> bool:
+        spanned = [(n, level.size) for n, level in zip(group_extents(axes, cluster), cluster.levels) if n > 1]
+        return len(spanned) == 1 and spanned[0][0] == spanned[0][1]
+
+    return sorted((axes for axes in groups if axes and (across_levels or is_whole_level(axes))), key=order)
 
 
 def profile_collectives(
-    cluster: Machine, world: dist.ProcessGroup, *, seconds: float = 30.0
+    cluster: Machine, world: dist.ProcessGroup, effort: ProfileEffort = FULL
 ) -> tuple[CollectiveTable, Coverage]:
-    """Measure the collectives of all placements. All ranks of the running world must call it.
+    """Measure collectives. All ranks of the running world must call it.
 
     Parameters
     ----------
@@ -176,8 +211,8 @@ def profile_collectives(
         The running world, as `Cluster.detect` finds it.
     world : ProcessGroup
         A group of all ranks, with a timeout, in which the ranks agree.
-    seconds : float
-        Time to spend. Each kind and placement gets an equal part of the rest of the first half.
+    effort : ProfileEffort
+        What to measure, and for how long: each kind and placement gets an equal part of the rest of the first half.
 
     Returns
     -------
@@ -191,9 +226,10 @@ def profile_collectives(
     """
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
     agree = _RankAgreement(world, device)
+    seconds = effort.seconds
     begin, first_end = agree.now(), _FIRST_SAMPLES_SHARE * seconds
     # 1. Take a first sample of each kind and placement, at rising sizes.
-    groups = placements(cluster)
+    groups, sizes = placements(cluster, effort.across_levels), _BUFFER_BYTES[device.type][:: effort.every_nth_size]
     left = [(axes, kind) for axes in groups for kind in COLLECTIVE_KINDS]
     found: list[tuple[_Samples, str, tuple[int, ...]]] = []
     missed, made = [], []
@@ -208,7 +244,7 @@ def profile_collectives(
             share = (first_end - (now - begin)) / max(1, len(left))
             left.remove((axes, kind))
             samples = _Samples(kind, made[-1], device)
-            stopped = _measure_sizes(samples, agree, _BUFFER_BYTES[device.type], now + share)
+            stopped = _measure_sizes(samples, agree, sizes, now + share)
             found.append((samples, kind, members))
             if stopped:
                 missed.append((kind, members, stopped))
@@ -331,11 +367,11 @@ class _Samples:
 
 def _measure_sizes(samples: _Samples, agree: _RankAgreement, sizes: Sequence[int], until: float) -> str:
     """Take a first sample at rising sizes until the time is up; returns why sizes are missing, or ""."""
-    for size in sizes:
+    for size, following in zip(sizes, (*sizes[1:], None), strict=True):
         if why := samples.first(size, agree):
             return f"{_size_text(size)} and more: {why}"
         took = samples.seconds.get(size, [0.0])[0]
-        if agree.now() + _NEXT_SIZE_CALLS * took > until and size != sizes[-1]:
+        if following is not None and agree.now() + _FIRST_SAMPLE_CALLS * took * following / size > until:
             return f"more than {_size_text(size)}: its part of the time was over"
     return ""
 

@@ -1,6 +1,6 @@
 """How long a collective takes, and how much of each link it uses: as measured, or by an alpha-beta formula.
 
-The measured table of a profiled cluster (`Cluster.detect(profile=True)`) replaces the formulas, as in AMSP (arXiv
+The measured table of a profiled cluster (`Cluster.detect()`) replaces the formulas, as in AMSP (arXiv
 2311.00257, section IV-A).
 
 For a group of `G` ranks whose whole buffer has `N` bytes (Thakur, Rabenseifner and Gropp 2005, section 4):

@@ -351,6 +351,7 @@ def profile_device(
     *,
     group: dist.ProcessGroup | None = None,
     cache: bool = True,
+    reads: bool = True,
 ) -> Device:
     """`base` with measured figures. All ranks measure at the same time, as they may share cores.
 
@@ -375,6 +376,8 @@ def profile_device(
         By default all ranks.
     cache : bool
         Read and write figures in `measured_tables.cache_directory`, under a key of hardware and versions.
+    reads : bool
+        False measures again, and replaces what is cached.
 
     Returns
     -------
@@ -384,7 +387,7 @@ def profile_device(
     where = current_device() if device is None else torch.device(device)
     key = {"format": 2, "device": where.type, "base": describe(base), "ranks": gather_objects(hardware(), group)}
     name = f"device-{measured_tables.key_of(key)}"
-    kept = _cached(name, _device_of, group) if cache else None
+    kept = _cached(name, _device_of, group) if cache and reads else None
     if kept is not None:
         return kept
     start_together(group)

@@ -87,6 +87,12 @@ class Level:
         shared = math.inf if self.shared_bandwidth is None else self.shared_bandwidth / devices
         return self.efficiency * min(self.bandwidth, shared)
 
+    def scaled(self, factor: float, latency: float) -> Level:
+        """With all bandwidths times `factor`, and another latency."""
+        shared, group = (None if b is None else b * factor for b in (self.shared_bandwidth, self.group_bandwidth))
+        bandwidth = self.bandwidth * factor
+        return replace(self, bandwidth=bandwidth, latency=latency, shared_bandwidth=shared, group_bandwidth=group)
+
 
 @dataclass(frozen=True)
 class Device:

@@ -1,7 +1,7 @@
 """Measured tables of a machine: times of collectives and ops, their interpolation, and the cache on disk.
 
 Like AMSP (arXiv 2311.00257, section IV-A), `collectives.collective_seconds` takes the time of a collective from a table
-if the `Cluster` has one. `Cluster.detect(profile=True)` makes the table. The key of an op is its signature. The cache
+if the `Cluster` has one. `Cluster.detect()` makes the table. The key of an op is its signature. The cache
 has one JSON file for each hardware and set of versions, in the user's cache directory.
 """
 

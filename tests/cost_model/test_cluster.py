@@ -182,10 +182,10 @@ def test_local_ranks() -> None:
 
 def test_detection_without_a_world_is_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert Cluster.detect().world_size == 1
+    assert Cluster.detect(profile=False).world_size == 1
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ClusterError, match="init_process_group"):
-        Cluster.detect()
+        Cluster.detect(profile=False)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 8, 16])
@@ -218,11 +218,11 @@ def test_detection_reads_the_running_world(monkeypatch: pytest.MonkeyPatch) -> N
     try:
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-        assert [level.size for level in Cluster.detect().levels] == [8, 1]
+        assert [level.size for level in Cluster.detect(profile=False).levels] == [8, 1]
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-        assert [level.size for level in Cluster.detect().levels] == [4, 2]
+        assert [level.size for level in Cluster.detect(profile=False).levels] == [4, 2]
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
         with pytest.raises(ClusterError, match="8 ranks do not divide over nodes of LOCAL_WORLD_SIZE=3"):
-            Cluster.detect()
+            Cluster.detect(profile=False)
     finally:
         dist.destroy_process_group()

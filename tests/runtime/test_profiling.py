@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardweave.cost_model import Cluster, Measured, collective_profile, collective_seconds, measured_tables
+from shardweave.cost_model import Cluster, Curve, Measured, collective_profile, collective_seconds, measured_tables
 from shardweave.cost_model import cluster as cluster_module
 from shardweave.cost_model.cluster import profile_cluster
 from shardweave.cost_model.collective_profile import placements
@@ -29,7 +29,8 @@ SIZES = (4096, 65536, 2**20)
 
 def prepare_rank(cache: str) -> None:
     """A short profile, with all the time it wants on a busy machine."""
-    cluster_module.profile_cluster = partial(profile_cluster, seconds=1e4)  # type: ignore[assignment]
+    for name in ("BRIEF", "FULL"):
+        setattr(cluster_module, name, replace(getattr(collective_profile, name), seconds=1e4))
     os.environ["SHARDWEAVE_CACHE"] = cache
     collective_profile._BUFFER_BYTES["cpu"] = SIZES
     collective_profile._SAMPLE_SECONDS = 0.002
@@ -40,9 +41,9 @@ def profile(cache: str, local: int) -> tuple[Cluster, bool]:
     """The profile of this rank, and whether a second one is read back, equal."""
     prepare_rank(cache)
     os.environ["LOCAL_WORLD_SIZE"] = str(local)
-    first = Cluster.detect(profile=True)
+    first = Cluster.detect(profile="full")
     collective_profile._BUFFER_BYTES["cpu"] = ()  # a second measurement would have no points
-    return first, Cluster.detect(profile=True) == first
+    return first, Cluster.detect(profile="full") == first
 
 
 @pytest.mark.parametrize(("local", "places"), [(4, {(4, 1), (2, 1)}), (2, {(2, 1), (1, 2), (2, 2)})])
@@ -65,9 +66,44 @@ def test_a_profile_covers_the_groups_of_the_world_on_all_ranks_alike(
         assert collective_algorithm("all_reduce", 1e5, axes, cluster) == "measured"
         curve = curves["all_reduce", group_extents(axes, cluster)]
         assert collective_seconds("all_reduce", 65536, axes, cluster) == curve.seconds[1]
-    assert cluster.levels[0] != Cluster.detect().levels[0], "the links are fitted to what was measured"
+    assert cluster.levels[0] != Cluster.detect(profile=False).levels[0], "the links are fitted to what was measured"
     assert [file.name for file in tmp_path.glob("cluster-*")] == [f"cluster-{measured.key}.json"]
-    assert json.loads((tmp_path / f"cluster-{measured.key}.json").read_text()) == measured.to_dict()
+    saved = Measured.from_dict(json.loads((tmp_path / f"cluster-{measured.key}.json").read_text()))
+    assert saved == measured and measured.covered.startswith(saved.covered)
+    assert "device measured: " in measured.covered and "assumed, as 'local-cpu' says: 3.7 GiB" in measured.covered
+
+
+def profile_briefly(cache: str) -> list[Cluster]:
+    """By default; again from the cache; measured again; after a full profile; and with new figures after that."""
+    prepare_rank(cache)
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    brief = Cluster.detect()
+    cached = Cluster.detect()
+    again = Cluster.detect(cache=False)
+    full = Cluster.detect(profile="full")
+    return [brief, cached, again, full, Cluster.detect()]
+
+
+def test_a_profile_is_brief_by_default_and_takes_what_is_known(pool: WorkerPool, tmp_path: Path) -> None:
+    brief, cached, again, full, last = pool.run(profile_briefly, str(tmp_path), nprocs=4)[0]
+    assert cached == brief and last == full and again != brief
+    curves = {(curve.kind, curve.members): curve.bytes for curve in _curves(brief)}
+    assert curves == {(kind, members): SIZES[::2] for kind in COLLECTIVE_KINDS for members in ((2, 1), (1, 2))}
+    assert {curve.members for curve in _curves(full)} == {(2, 1), (1, 2), (2, 2)}
+    preset = Cluster.local(2).resized(node=2)
+    # Groups over both levels are priced by the figures of these, which are fitted
+    assert all(one != other for one, other in zip(brief.levels, preset.levels, strict=True))
+    assert "cpu x" not in (brief.measured or Measured()).covered
+    assert len(list(tmp_path.glob("cluster-*"))) == 2
+
+
+def _curves(cluster: Cluster) -> tuple[Curve, ...]:
+    return (cluster.measured or Measured()).collectives.curves
+
+
+def test_what_detect_is_asked_for_is_checked() -> None:
+    with pytest.raises(ClusterError, match="profile: expected True, False or 'full', got 'brief'"):
+        Cluster.detect(profile="brief")  # type: ignore[arg-type]
 
 
 def _texts(places: set[tuple[int, ...]]) -> list[str]:
@@ -76,7 +112,7 @@ def _texts(places: set[tuple[int, ...]]) -> list[str]:
 
 def profile_in_no_time(cache: str) -> Cluster:
     prepare_rank(cache)
-    return profile_cluster(Cluster.detect(), seconds=0.0)
+    return profile_cluster(Cluster.detect(profile=False), replace(collective_profile.FULL, seconds=0.0))
 
 
 def test_what_there_was_no_time_for_is_said_and_priced_by_formula(pool: WorkerPool, tmp_path: Path) -> None:
@@ -94,7 +130,7 @@ def profile_twice() -> list[float]:
     prepare_rank("/dev/null")
     for _ in range(2):
         with pytest.warns(UserWarning) if dist.get_rank() == 0 else nullcontext():
-            cluster = Cluster.detect(profile=True)
+            cluster = Cluster.detect(profile="full")
     value = torch.ones(1)
     for axis in cluster.mesh().axes:
         dist.all_reduce(value, group=RuntimeMesh(cluster.mesh()).group_over([axis]))
@@ -118,7 +154,7 @@ def lose_a_rank(how: str, cache: str) -> None:
             os.kill(os.getpid(), 9)
         else:
             raise ValueError("this rank has other things to do")
-    Cluster.detect(profile=True)
+    Cluster.detect(profile="full")
 
 
 @pytest.mark.parametrize(
@@ -141,13 +177,13 @@ def come_alone(cache: str) -> str:
     if dist.get_rank() == 1:
         return ""
     with pytest.raises(ClusterError) as caught:
-        Cluster.detect(profile=True)
+        Cluster.detect(profile="full")
     return str(caught.value)
 
 
 def test_ranks_do_not_wait_for_ever_for_one_that_does_not_profile(pool: WorkerPool, tmp_path: Path) -> None:
     messages = pool.run(come_alone, str(tmp_path), nprocs=2, timeout=60)
-    assert "failed on rank 0 of 2: expected every rank to call Cluster.detect(profile=True)" in messages[0]
+    assert "failed on rank 0 of 2: expected every rank to call Cluster.detect()" in messages[0]
 
 
 def without_a_collective(cache: str) -> Cluster:
@@ -161,7 +197,7 @@ def without_a_collective(cache: str) -> Cluster:
         return real(kind, *rest)
 
     collective_profile._prepared_call = prepare
-    return Cluster.detect(profile=True)
+    return Cluster.detect(profile="full")
 
 
 def test_a_kind_that_the_backend_lacks_is_left_to_the_formula(pool: WorkerPool, tmp_path: Path) -> None:
@@ -173,7 +209,7 @@ def test_a_kind_that_the_backend_lacks_is_left_to_the_formula(pool: WorkerPool, 
 
 def test_one_rank_has_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    measured = Cluster.detect(profile=True).measured
+    measured = Cluster.detect(profile="full").measured
     assert measured is not None and not measured.collectives.curves and "one rank" in measured.covered
 
 

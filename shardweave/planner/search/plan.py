@@ -658,6 +658,8 @@ def _summary(plan: Plan) -> tuple[str, ...]:
         f"{readable_seconds(plan.exposed_communication)}; memory {readable_bytes(plan.peak_memory)}{limit} a device",
         f"{proof}{program}{_answer(plan)}; planned in {readable_seconds(plan.planning_seconds)}",
     ]
+    if plan.cluster.measured is not None and plan.cluster.measured.collectives.curves:
+        lines.append("costs are by collectives and a device that were measured")
     if plan.micro_batches > 1:
         lines.append(f"{plan.micro_batches} micro-batches a call")
     if text := str(plan.overlap):
