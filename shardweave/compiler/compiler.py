@@ -15,7 +15,7 @@ from torch import nn
 from shardweave.compiler.capture import capture
 from shardweave.compiler.dynamo_workarounds import gc_paused
 from shardweave.compiler.guards import index_checks
-from shardweave.cost_model import Cluster, ClusterLike, Options
+from shardweave.cost_model import Cluster, ClusterLike, Options, current_device
 from shardweave.distributed import control, gather_from_ranks, run_on_all_ranks, run_on_each_rank
 from shardweave.ir import Captured, ParallelError, PlanError
 from shardweave.passes import Annotated, Compiled
@@ -33,7 +33,7 @@ from shardweave.planner import (
     Steps,
 )
 from shardweave.report import LOGGER, Reporter
-from shardweave.runtime import Batch, ParallelModule, become_parallel, named_tensors
+from shardweave.runtime import Batch, ParallelModule, PredictedStep, become_parallel, named_tensors
 from shardweave.sharding import Samples, check_local_batch, global_example, inputs_with_first_size
 
 
@@ -248,6 +248,7 @@ class Compiler:
                 batch=self.batch,
                 whole=self.options.outputs == "whole",
                 checked_calls=self.options.checked_calls,
+                predicted=predicted_step(chosen),
             )
 
         return run_on_each_rank(control(self.options.collective_timeout), "placing the parameters", place_parameters)
@@ -275,6 +276,24 @@ class Compiler:
         """Lower a plan; an error of one rank is raised on all. Collective."""
         groups = control(self.options.collective_timeout)
         return run_on_each_rank(groups, "generating the step", lambda: self.lower(plan))
+
+
+def predicted_step(plan: Plan) -> PredictedStep | None:
+    """The step time that a plan predicts; None if it is for another kind of device than that of this rank."""
+    cluster = plan.cluster
+    if cluster.device.allocator != current_device().type:
+        return None
+    if cluster.measured is None:
+        source = (
+            f"Its figures are those of {cluster.name!r}, and nothing was measured: plan for Cluster.detect(), which "
+            "measures this machine"
+        )
+    else:
+        source = (
+            'Cluster.detect(profile="full", cache=False) measures this machine again, and more of it; plan for that, '
+            "while nothing else runs"
+        )
+    return PredictedStep(plan.step_time, source)
 
 
 def _option_reprs(options: Options) -> dict[str, str]:

@@ -12,10 +12,12 @@ from shardweave.runtime.initialise import initialise, initialised
 from shardweave.runtime.launch import WorkerPool, launch
 from shardweave.runtime.module import ParallelModule, become_parallel, compare_graphs
 from shardweave.runtime.module_tree import copy_with_tensors, named_tensors
+from shardweave.runtime.prediction_check import PredictedStep
 
 __all__ = [
     "Batch",
     "ParallelModule",
+    "PredictedStep",
     "AgreedCall",
     "agree_on_graph",
     "Saving",

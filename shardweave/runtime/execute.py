@@ -30,6 +30,7 @@ from shardweave.runtime.grad_accumulation import (
     split_steps,
 )
 from shardweave.runtime.parameters import local_tensor
+from shardweave.runtime.prediction_check import PredictionCheck
 from shardweave.runtime.tensor import as_gradient_of, untraced
 
 
@@ -173,6 +174,8 @@ class Executor:
     """Returns the seed of a call, the same on all ranks; None for a step that draws no random numbers."""
     make_runner: Callable[[], MicroBatchRunner] | None = None
     """Makes the `MicroBatchRunner` of a step that accumulates gradients."""
+    check: PredictionCheck | None = None
+    """Compares the first training steps with what the plan predicts."""
     syncs: bool = field(default=True, init=False)
     """Whether a backward reduces its gradients, or accumulates them, as under `ParallelModule.no_sync`."""
     _runner: MicroBatchRunner | None = field(default=None, init=False)
@@ -213,6 +216,16 @@ class Executor:
         """Whether there are accumulated gradients that are not reduced yet."""
         return self._runner is not None and self._runner.sums is not None
 
+    @property
+    def _is_whole_step(self) -> bool:
+        """Whether the gradients are those of this call alone, and reduced: as the plan predicts it."""
+        return self.syncs and not self.accumulates
+
+    def backward_ended(self) -> None:
+        """The gradients of a call are computed."""
+        if self.check is not None and self._is_whole_step:
+            self.check.backward_ends()
+
     def _trains(self, parameters: Sequence[torch.Tensor]) -> bool:
         return self.backward is not None and torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
 
@@ -249,6 +262,8 @@ class Executor:
             with torch.no_grad():
                 run = self.run_micro_batches if several else self.run
                 return run(parameters, inputs)[0]
+        if self.check is not None and self._is_whole_step:
+            self.check.forward_begins()
         function = _MicroBatchesFunction if several else _StepFunction
         return list(function.apply(self, inputs, parameters, *self.trained(parameters)))  # type: ignore[no-untyped-call]
 
@@ -465,7 +480,9 @@ class _StepFunction(torch.autograd.Function):
                 "belong to neither value: call backward before optimizer.step(), and before inputs are written to"
             )
         saved, ctx.saved, ctx.inputs = ctx.saved, None, None
-        return *_NO_GRADIENT, *executor.gradients(saved, tangents, ctx.several, ctx.syncs)
+        gradients = executor.gradients(saved, tangents, ctx.several, ctx.syncs)
+        executor.backward_ended()
+        return *_NO_GRADIENT, *gradients
 
 
 class _MicroBatchesFunction(torch.autograd.Function):
@@ -495,7 +512,9 @@ class _MicroBatchesFunction(torch.autograd.Function):
         if tangent is None:  # the user's loss does not depend on the step's
             return *_NO_GRADIENT, *(None for _ in executor.trained(executor.parameters()))
         executor.expect(tangent)
-        return *_NO_GRADIENT, *executor.scaled(found, ctx.is_reduced, ctx.syncs, tangent / ctx.tangent)
+        gradients = executor.scaled(found, ctx.is_reduced, ctx.syncs, tangent / ctx.tangent)
+        executor.backward_ended()
+        return *_NO_GRADIENT, *gradients
 
 
 def _mark(ctx: Any, executor: Executor, outputs: Sequence[torch.Tensor]) -> None:

@@ -41,6 +41,7 @@ from shardweave.runtime.module_tree import (
     submodule,
 )
 from shardweave.runtime.parameters import local_tensor
+from shardweave.runtime.prediction_check import PredictedStep, PredictionCheck
 from shardweave.runtime.tensor import ParallelTensor, distribute, gather, untraced
 
 _RECOMPILE = "Make the change on the model and compile it again"
@@ -158,6 +159,8 @@ class ParallelModule(nn.Module):
         The step returns its outputs whole on every rank.
     checked_calls : float
         The number of calls in which the ranks compare hashes of their inputs: see `Options.checked_calls`.
+    predicted : PredictedStep, optional
+        The plan's step time, if it is for this machine: rank 0 warns if the first steps take much more or less.
 
     Raises
     ------
@@ -190,6 +193,7 @@ class ParallelModule(nn.Module):
         whole: bool = False,
         checked_calls: float = 3,
         reads: Reads | None = None,
+        predicted: PredictedStep | None = None,
     ) -> None:
         # 1. Agree with the other ranks on the graphs, and bind the graphs to process groups. All groups are made before
         # anything can fail on one rank alone.
@@ -213,6 +217,8 @@ class ParallelModule(nn.Module):
         """Names of tensors without values: see `initialise`, `load_weights`, `load_state_dict`."""
         # 3. Set up the calls.
         make = step.micro_batch_graphs
+        device = torch.device(self.mesh.device_type)
+        check = None if predicted is None or self.mesh.rank > 0 else PredictionCheck(predicted, device)
         self._execute = Executor(
             self.spec,
             self.mesh.coordinates,
@@ -223,6 +229,7 @@ class ParallelModule(nn.Module):
             () if step.backward is None else tangents_of_gradients(_single_run_backward(step), self.spec),
             (lambda: self._seeds()) if self.spec.draws else None,
             None if make is None else lambda: MicroBatchRunner(make(), self.spec, self.mesh.coordinates, self._bound),
+            check,
         )
         self._local = LocalBatch(self.spec, self.mesh, whole) if batch == "local" and self.mesh.mesh.axes else None
         self._calls = CallChecks(self.spec, self.mesh, group_of_calls(self.mesh), self._local, checked_calls, checks)
