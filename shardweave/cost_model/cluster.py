@@ -23,6 +23,8 @@ from shardweave.cost_model.collective_profile import (
     PROFILE_TIMEOUT,
     ProfileEffort,
     fit_links,
+    neighbour_seconds,
+    node_groups,
     profile_collectives,
 )
 from shardweave.cost_model.device_profile import (
@@ -32,13 +34,15 @@ from shardweave.cost_model.device_profile import (
     is_rank_zero,
     profile_device,
 )
-from shardweave.cost_model.machine import Device, Level, M, Machine
+from shardweave.cost_model.machine import NODE_GROUP_NAMES, Device, Level, M, Machine
 from shardweave.cost_model.measured_tables import Measured, hardware
 from shardweave.distributed import collective, control, forget_failure, run_on_each_rank
 from shardweave.ir import ClusterError, LostRankError, readable_bytes, readable_seconds
 
 _LOGGER = logging.getLogger("shardweave")
 
+_MIN_NODES_OF_LEAVES = 4
+"""Fewer nodes are on one switch, or on two without a pair of nodes on one."""
 _DEVICE_SECONDS = 4
 """What measuring the device takes, about: the time of collectives comes on top."""
 
@@ -113,6 +117,7 @@ def _measured(cluster: M, effort: ProfileEffort, cache: bool) -> M:
     try:
         with collective("a step of profiling the cluster", world, dedicated=True):
             ranks = gather_objects(hardware(), world)
+            cluster = _with_node_groups(cluster, ranks, world, cache)
             measured = broadcast_object(_cached(cluster, ranks, effort) if cache else None, world)
             if measured is None:
                 if is_rank_zero(world):
@@ -130,6 +135,24 @@ def _measured(cluster: M, effort: ProfileEffort, cache: bool) -> M:
             return replace(cluster, measured=measured, device=device)
     finally:
         dist.destroy_process_group(world)  # if this rank has failed, the others notice at once
+
+
+def _with_node_groups(cluster: M, ranks: list[Any], world: dist.ProcessGroup, cache: bool) -> M:
+    """`cluster` with the leaf switches that its nodes are seen to be on. Collective."""
+    if cluster.levels[-1].size < _MIN_NODES_OF_LEAVES:
+        return cluster
+    name, count = f"leaves-{_key(cluster, ranks, FULL)}", cluster.levels[-1].size
+    known = measured_tables.load(name) if cache and is_rank_zero(world) else None
+    saved = known.get("seconds") if isinstance(known, dict) else None
+    is_whole = isinstance(saved, list) and len(saved) == count and all(isinstance(each, float) for each in saved)
+    seconds = broadcast_object(saved if is_whole else None, world)
+    if seconds is None:
+        seconds = neighbour_seconds(cluster, world)
+        if is_rank_zero(world):
+            measured_tables.store(name, {"seconds": seconds})
+    groups = node_groups(seconds)
+    is_flat = len(groups) == 1 or len(groups) > 1 + len(NODE_GROUP_NAMES)
+    return cluster if is_flat else cluster.with_node_groups([(group.size, group.slowdown) for group in groups])
 
 
 def _cached(cluster: Machine, ranks: list[Any], effort: ProfileEffort) -> Measured | None:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 from shardweave.cost_model.collectives import alpha_beta_cost, group_extents, library_algorithms
 from shardweave.cost_model.machine import M, Machine
 from shardweave.cost_model.measured_tables import COLLECTIVE_KINDS, CollectiveTable, Curve
+from shardweave.distributed import all_gather_objects
 from shardweave.ir import Axis, ClusterError, axes_size, readable_bytes
 
 c10d = torch.ops._c10d_functional
@@ -45,6 +47,11 @@ _FIRST_SAMPLE_CALLS = 4
 _SAMPLE_SECONDS = 0.03
 _MAX_CALLS_PER_SAMPLE = 8
 _MAX_ROUNDS = 9
+_NEIGHBOUR_BYTES = {"cpu": 2**20, "cuda": 2**25}
+"""Bytes that a rank sends to its neighbour in the next node, to find leaf switches."""
+_NEIGHBOUR_SAMPLES = 7
+_LEAF_RATIO = 1.5
+"""A transfer leaves a switch if it takes so many times as long as those that do not."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +266,88 @@ def profile_collectives(
         dist.destroy_process_group(group)
     curves = tuple(samples.curve(members) for samples, _, members in found if samples.seconds)
     return CollectiveTable(curves), Coverage(curves, tuple(missed), agree.now() - begin)
+
+
+def neighbour_seconds(cluster: Machine, world: dist.ProcessGroup) -> list[float]:
+    """Seconds of a transfer from each node to the next one, and from the last to the first. Collective.
+
+    All ranks of a node send at the same time, each to the rank of its number in the next node. Each is a median.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
+    agree, nodes = _RankAgreement(world, device), cluster.levels[-1].size
+    per_node = cluster.world_size // nodes
+    own, local = divmod(dist.get_rank(world), per_node)
+    before, after = (own - 1) % nodes, (own + 1) % nodes
+    buffer = torch.zeros(_NEIGHBOUR_BYTES[device.type], dtype=torch.uint8, device=device)
+    receive = partial(dist.recv, buffer, before * per_node + local, group=world)
+    # A node sends or receives in a round: even nodes send first, then odd ones, then the last one to the first.
+    rounds = [range(0, nodes - 1, 2), range(1, nodes - 1, 2), range(nodes - 1, nodes)]
+    samples = []
+    for _ in range(1 + _NEIGHBOUR_SAMPLES):
+        for senders in rounds:
+            agree.largest(0.0)
+            if own in senders:
+                dist.send(buffer, after * per_node + local, group=world)
+            elif before in senders:
+                samples.append(_seconds(receive, 1, device))
+    mine = before, median(samples[1:])  # the first makes the connections
+    slowest = [0.0] * nodes
+    for source, seconds in all_gather_objects(mine, world):
+        slowest[source] = max(slowest[source], seconds)
+    return slowest
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """A level of units of the level below, as nodes on one leaf switch: how many, and how a transfer is slowed down.
+
+    Parameters
+    ----------
+    size : int
+        The number of units of the level below in one of this level.
+    slowdown : float
+        How many times as long a transfer between two of its units takes as one within the innermost of these levels.
+    """
+
+    size: int
+    slowdown: float
+
+
+def node_groups(seconds: Sequence[float]) -> list[NodeGroup]:
+    """The levels above a node, innermost first, by what a transfer from each node to the next one takes.
+
+    Every so many nodes a transfer leaves a switch, and takes longer. One level where no such period is seen.
+
+    Parameters
+    ----------
+    seconds : sequence of float
+        As `neighbour_seconds`; the last is of the transfer from the last node to the first.
+
+    Examples
+    --------
+    >>> [group.size for group in node_groups([1.0, 1.1, 1.0, 4.0, 1.0, 1.2, 1.0, 4.2])]
+    [4, 2]
+    >>> node_groups([1.0, 3.0, 1.0, 9.0, 1.0, 3.0, 1.0, 9.0])
+    [NodeGroup(size=2, slowdown=1.0), NodeGroup(size=2, slowdown=3.0), NodeGroup(size=2, slowdown=9.0)]
+    >>> [group.size for group in node_groups([1.0, 1.4, 1.0, 1.3])]
+    [4]
+    """
+    groups, left, within = list[NodeGroup](), list(seconds), 0.0
+    while len(left) > 1 or not groups:
+        size = next((size for size in range(2, len(left) // 2 + 1) if _leaves_every(left, size)), len(left))
+        inside = median([each for place, each in enumerate(left, 1) if place % size] or left)
+        within = within or inside
+        groups.append(NodeGroup(size, inside / within))
+        left = left[size - 1 :: size] if size < len(left) else []
+    return groups
+
+
+def _leaves_every(seconds: Sequence[float], size: int) -> bool:
+    """Whether each transfer that leaves one of so many nodes takes longer than all that do not."""
+    if len(seconds) % size:
+        return False
+    inside = [each for place, each in enumerate(seconds, 1) if place % size]
+    return min(seconds[size - 1 :: size]) >= _LEAF_RATIO * max(inside)
 
 
 def isotonic_fit(values: Sequence[float]) -> list[float]:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeVar
 
@@ -21,6 +21,8 @@ from shardweave.ir import ClusterError, Mesh, readable_bytes
 
 MAX_DEVICES = 2**24
 """The largest number of devices of a cluster."""
+NODE_GROUP_NAMES = ("leaf", "pod", "zone", "area")
+"""The names of levels above the nodes that are found by measuring."""
 MAX_BYTES = 2**63 - 1
 """The largest number of bytes of a device: torch counts them in 64-bit integers."""
 
@@ -281,6 +283,28 @@ class Machine:
             sizes[level.name] = devices if last else math.gcd(devices, level.size)
             devices //= sizes[level.name]
         return self.resized(**sizes, **{self.levels[-1].name: nodes})
+
+    def with_node_groups(self, groups: Sequence[tuple[int, float]]) -> Self:
+        """This machine with its nodes on several switches: the outermost level in several, innermost first.
+
+        Parameters
+        ----------
+        groups : sequence of (int, float)
+            For each level the number of its units, and by what its transfers are slower than this outermost level says.
+
+        >>> from shardweave.cost_model import Cluster
+        >>> cluster = Cluster.preset("dgx-a100", nodes=16).with_node_groups([(4, 1.0), (4, 2.0)])
+        >>> [(level.name, level.size) for level in cluster.levels]
+        [('gpu', 8), ('node', 4), ('leaf', 4)]
+        >>> cluster.levels[2].bandwidth / cluster.levels[1].bandwidth
+        0.5
+        """
+        node, names = self.levels[-1], (self.levels[-1].name, *NODE_GROUP_NAMES)
+        levels = [
+            replace(node.scaled(1 / slowdown, node.latency), name=name, size=size)
+            for name, (size, slowdown) in zip(names, groups)
+        ]
+        return replace(self, levels=(*self.levels[:-1], *levels), measured=None)
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain types; `from_dict` is its inverse."""
