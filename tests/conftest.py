@@ -30,6 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
         own = tempfile.TemporaryDirectory(prefix="shardweave-tests-")
         config.add_cleanup(own.cleanup)
         os.environ["SHARDWEAVE_CACHE"] = own.name
+        os.environ["SHARDWEAVE_PLAN_CACHE"] = "0"  # tests watch how plans are made
     if config.getoption("--record") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(), "recorder")
 

@@ -15,6 +15,7 @@ from torch import nn
 from shardweave.compiler.capture import capture
 from shardweave.compiler.dynamo_workarounds import gc_paused
 from shardweave.compiler.guards import index_checks
+from shardweave.compiler.plan_cache import SWITCH, cached_plan, plan_key, save_plan
 from shardweave.cost_model import Cluster, ClusterLike, Options, current_device
 from shardweave.distributed import control, gather_from_ranks, run_on_all_ranks, run_on_each_rank
 from shardweave.ir import Captured, ParallelError, PlanError
@@ -128,6 +129,17 @@ class Compiler:
         """
         with self.progress, gc_paused():
             found = self.search.best(weigh, start)
+        return found.with_model(lambda sums: self.search.timeline(found, sums), self._resolved)
+
+    def known_plan(self) -> Plan:
+        """The best plan, of an earlier run of the same step if there is one."""
+        key = plan_key(self.captured, self.cluster, self.options)
+        found = cached_plan(key, self.model_key, self.cluster)
+        if found is None:
+            found = self.plan()
+            save_plan(key, found, self.options)
+            return found
+        LOGGER.info("the plan is that of an earlier run (%s=0 plans anew)", SWITCH)
         return found.with_model(lambda sums: self.search.timeline(found, sums), self._resolved)
 
     @property
@@ -254,13 +266,16 @@ class Compiler:
         return run_on_each_rank(control(self.options.collective_timeout), "placing the parameters", place_parameters)
 
     def agreed_plan(self) -> Plan:
-        """Rank 0's plan, or its error, on all ranks: a time limit would give each rank another plan. Collective."""
+        """Rank 0's plan, or its error, on all ranks: a time limit would give each rank another plan. Collective.
+
+        The plan is that of an earlier run of the same step, if there is one.
+        """
         if self.cluster.world_size == 1:
-            return self.plan()
+            return self.known_plan()
 
         def make() -> dict[str, Any] | ParallelError:
             try:
-                return self.plan().to_dict()
+                return self.known_plan().to_dict()
             except ParallelError as error:
                 return error
 

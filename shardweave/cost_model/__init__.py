@@ -14,7 +14,15 @@ from shardweave.cost_model.collectives import (
 from shardweave.cost_model.device_profile import current_device
 from shardweave.cost_model.kernel_scratch import allocated_bytes
 from shardweave.cost_model.machine import Device, Level, Machine
-from shardweave.cost_model.measured_tables import CollectiveTable, Curve, Measured, OpTable, OpTime
+from shardweave.cost_model.measured_tables import (
+    CollectiveTable,
+    Curve,
+    Measured,
+    OpTable,
+    OpTime,
+    cache_directory,
+    store_cached,
+)
 from shardweave.cost_model.memory import (
     NO_SHARING,
     MemoryCurve,
@@ -74,7 +82,9 @@ __all__ = [
     "ZERO_PLUS_PLUS",
     "bytes_seconds",
     "collective_demand",
+    "cache_directory",
     "current_device",
+    "store_cached",
     "collective_seconds",
     "crossed_level",
     "flops_by_op",

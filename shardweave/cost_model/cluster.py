@@ -142,14 +142,14 @@ def _with_node_groups(cluster: M, ranks: list[Any], world: dist.ProcessGroup, ca
     if cluster.levels[-1].size < _MIN_NODES_OF_LEAVES:
         return cluster
     name, count = f"leaves-{_key(cluster, ranks, FULL)}", cluster.levels[-1].size
-    known = measured_tables.load(name) if cache and is_rank_zero(world) else None
+    known = measured_tables.load_cached(name) if cache and is_rank_zero(world) else None
     saved = known.get("seconds") if isinstance(known, dict) else None
     is_whole = isinstance(saved, list) and len(saved) == count and all(isinstance(each, float) for each in saved)
     seconds = broadcast_object(saved if is_whole else None, world)
     if seconds is None:
         seconds = neighbour_seconds(cluster, world)
         if is_rank_zero(world):
-            measured_tables.store(name, {"seconds": seconds})
+            measured_tables.store_cached(name, {"seconds": seconds})
     groups = node_groups(seconds)
     is_flat = len(groups) == 1 or len(groups) > 1 + len(NODE_GROUP_NAMES)
     return cluster if is_flat else cluster.with_node_groups([(group.size, group.slowdown) for group in groups])

@@ -224,7 +224,7 @@ def profile_ops(
     times = median_over_ranks(mine)
     new = OpTable.of([OpTime(seconds, works[signature]) for signature, seconds in times.items()])
     if cache and times and is_rank_zero():
-        measured_tables.store(name, kept.merged(new).to_dict())
+        measured_tables.store_cached(name, kept.merged(new).to_dict())
     found = kept.merged(new).times
     return OpTable(
         {signature: found[signature] for signature in works if signature in found},
@@ -396,7 +396,7 @@ def profile_device(
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         found = replace(found, overlap_slowdown=profile_slowdown(where, group=group))
     if cache and is_rank_zero(group):
-        measured_tables.store(name, describe(found))
+        measured_tables.store_cached(name, describe(found))
     return found
 
 
@@ -462,7 +462,7 @@ def _cached(name: str, parse: Callable[[object], T], group: dist.ProcessGroup | 
     found = None
     if is_rank_zero(group):
         with suppress(ClusterError):
-            found = parse(measured_tables.load(name))
+            found = parse(measured_tables.load_cached(name))
     return cast("T | None", broadcast_object(found, group))
 
 

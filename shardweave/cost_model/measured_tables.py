@@ -435,18 +435,18 @@ def key_of(data: Mapping[str, Any]) -> str:
 def read(key: str) -> Measured | None:
     """The saved measurements of `key`; None if there are none, or the file is damaged."""
     try:
-        found = Measured.from_dict(load(f"cluster-{key}"))
+        found = Measured.from_dict(load_cached(f"cluster-{key}"))
     except ClusterError:
         return None
     return found if found.key == key else None
 
 
 def write(measured: Measured) -> Path | None:
-    """Save `measured` under its key, as `store` does."""
-    return store(f"cluster-{measured.key}", measured.to_dict())
+    """Save `measured` under its key, as `store_cached` does."""
+    return store_cached(f"cluster-{measured.key}", measured.to_dict())
 
 
-def load(name: str) -> object:
+def load_cached(name: str) -> object:
     """The saved data of `name`; None if there is none, or the file is damaged."""
     try:
         found: object = json.loads(_path(name).read_text(encoding="utf-8"))
@@ -455,7 +455,7 @@ def load(name: str) -> object:
         return None
 
 
-def store(name: str, data: Mapping[str, Any]) -> Path | None:
+def store_cached(name: str, data: Mapping[str, Any]) -> Path | None:
     """Save `data`, of plain types, under `name`. A reader at the same time sees the old or the new file.
 
     Returns
@@ -476,8 +476,8 @@ def store(name: str, data: Mapping[str, Any]) -> Path | None:
             raise
     except OSError as error:
         warnings.warn(
-            f"the cluster's measurements could not be kept in {path.parent}: {error.strerror or error}; "
-            "set SHARDWEAVE_CACHE to a directory that can be written",
+            f"{path.name} could not be kept in {path.parent}: {error.strerror or error}; what it holds is measured or "
+            "planned again in the next run. Set SHARDWEAVE_CACHE to a directory that can be written",
             stacklevel=2,
         )
         return None

@@ -1,10 +1,10 @@
 """What the backward computes or gathers again: the passes `Recompute` and `KeepUnsharded`.
 
 `Recompute` recomputes activations in the backward instead of saving them (activation checkpointing). A layer
-that is recomputed saves only the values that it reads from other layers. In mode ``"full"`` its collectives run again in
-the backward. In mode ``"fine"`` their results are saved as well, so that recomputation repeats no communication (Oases,
-section 3.2). The recomputed nodes and the gradients are in one backward graph: the scheduler may recompute one layer
-while the gradients of another are being reduced.
+that is recomputed saves only the values that it reads from other layers. In mode ``"full"`` its collectives run again
+in the backward. In mode ``"fine"`` their results are saved as well, so that recomputation repeats no communication
+(Oases, section 3.2). The recomputed nodes and the gradients are in one backward graph: the scheduler may recompute one
+layer while the gradients of another are being reduced.
 
 A recomputed node shares the all-gathers of the backward, unless `regather_in_recompute` asks for its own. It never
 shares those of an op in slices: all slices would be gathered at once, which is what slices are to avoid.
