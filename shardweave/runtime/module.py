@@ -473,6 +473,7 @@ class ParallelModule(nn.Module):
             parameters=TensorLookup(twin, self.spec.parameters, "_parameters", self.mesh),
             buffers=TensorLookup(twin, self.spec.buffers, "_buffers", self.mesh),
             seeds=(lambda: twin._seeds()) if self.spec.draws else None,
+            check=None,
         )
         twin._tree_guard = ModuleTreeGuard(twin)
         return twin
