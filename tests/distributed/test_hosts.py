@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +15,7 @@ from torch import Tensor, nn
 
 import shardweave as sw
 from shardweave.ir.errors import LostRankError
+from tests.distributed.namespaces import enter, remove, run, skip_without
 from tests.runtime.worlds import World
 
 X = torch.randn(12, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -34,43 +32,30 @@ class Hosts:
     def enter(self, rank: int) -> None:
         """Move this process to the host of a rank, two ranks to each."""
         host = rank // 2
-        with open(f"/run/netns/{self.names[host]}") as namespace:
-            libc = ctypes.CDLL(None, use_errno=True)
-            if libc.setns(namespace.fileno(), 0x40000000):  # CLONE_NEWNET
-                raise OSError(ctypes.get_errno(), "setns")
-        os.environ.update(GLOO_SOCKET_IFNAME=self.interfaces[host], LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank % 2))
-
-
-def ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+        enter(self.names[host], self.interfaces[host], rank % 2, 2)
 
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    if os.name != "posix" or os.geteuid() != 0:
-        pytest.skip("two hosts are two network namespaces, which only root can make")
-    if shutil.which("ip") is None:
-        pytest.skip("two hosts are made by the command ip: install iproute2 (apt-get install iproute2)")
+    skip_without("ip")
     unique = f"{os.getpid():x}{time.monotonic_ns() % 4096:x}"
     made = Hosts((f"sw-{unique}-a", f"sw-{unique}-b"), (f"sw{unique}a", f"sw{unique}b"))
     try:
         try:
             for name in made.names:
-                ip("netns", "add", name)
+                run("ip", "netns", "add", name)
         except OSError as error:
             pytest.skip(f"network namespaces cannot be made here: {error}")
         one, other = made.interfaces
-        ip("link", "add", one, "netns", made.names[0], "type", "veth", "peer", "name", other, "netns", made.names[1])
+        ends = one, "netns", made.names[0], "type", "veth", "peer", "name", other, "netns", made.names[1]
+        run("ip", "link", "add", *ends)
         for number, (name, interface) in enumerate(zip(made.names, made.interfaces, strict=True), 1):
-            ip("-n", name, "address", "add", f"10.83.0.{number}/24", "dev", interface)
-            ip("-n", name, "link", "set", interface, "up")
-            ip("-n", name, "link", "set", "lo", "up")
+            run("ip", "-n", name, "address", "add", f"10.83.0.{number}/24", "dev", interface)
+            run("ip", "-n", name, "link", "set", interface, "up")
+            run("ip", "-n", name, "link", "set", "lo", "up")
         yield made
     finally:
-        for name in made.names:  # the interfaces go with them
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+        remove(made.names)
 
 
 class Model(nn.Module):
@@ -147,7 +132,7 @@ def test_a_cut_link_ends_both_hosts_after_the_timeout(hosts: Hosts, tmp_path: Pa
         deadline = time.monotonic() + 90.0
         while len(list(tmp_path.glob("ready*"))) < 4 and time.monotonic() < deadline:
             time.sleep(0.05)
-        ip("-n", hosts.names[0], "link", "set", hosts.interfaces[0], "down")
+        run("ip", "-n", hosts.names[0], "link", "set", hosts.interfaces[0], "down")
         (tmp_path / "cut").touch()
         for rank, (message, seconds) in enumerate(world.results(range(4))):
             assert f"rank {rank} could not finish" in message

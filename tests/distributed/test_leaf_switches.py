@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,69 +18,56 @@ from shardweave.cost_model import cluster as cluster_module
 from shardweave.cost_model import collective_profile
 from shardweave.cost_model.collective_profile import node_groups
 from shardweave.ir.errors import ClusterError
+from tests.distributed.namespaces import enter, remove, run, skip_without
 from tests.runtime.worlds import World
 
 ADDRESS = "10.87.0.{}"
 
 
-def command(*arguments: str) -> None:
-    done = subprocess.run(arguments, capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"{' '.join(arguments)}: {done.stderr.strip()}")
-
-
 def rate(namespace: str, interface: str, mbit: int) -> None:
     shape = ("root", "tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "200ms")
-    command("ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", interface, *shape)
+    run("ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", interface, *shape)
 
 
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
     """The names of four namespaces, and so of their interfaces; a fifth holds the switches."""
-    if os.name != "posix" or os.geteuid() != 0:
-        pytest.skip("hosts are network namespaces, which only root can make")
-    if shutil.which("ip") is None or shutil.which("tc") is None:
-        pytest.skip("hosts are made by the commands ip and tc: install iproute2 (apt-get install iproute2)")
+    skip_without("ip", "tc")
     unique = f"sw{os.getpid():x}{time.monotonic_ns() % 256:x}"
     names, switches = [f"{unique}h{number}" for number in range(4)], f"{unique}s"
     inside = ("ip", "-n", switches, "link")
     try:
         try:
             for name in (*names, switches):
-                command("ip", "netns", "add", name)
+                run("ip", "netns", "add", name)
             for bridge in ("left", "right"):
-                command(*inside, "add", bridge, "type", "bridge")
-                command(*inside, "set", bridge, "up")
-            command(*inside, "add", "cablel", "type", "veth", "peer", "name", "cabler")
+                run(*inside, "add", bridge, "type", "bridge")
+                run(*inside, "set", bridge, "up")
+            run(*inside, "add", "cablel", "type", "veth", "peer", "name", "cabler")
             ports = [("cablel", "left"), ("cabler", "right")]
             for number, name in enumerate(names):
                 port = f"port{number}"
                 ends = (name, "netns", name, "type", "veth", "peer", "name", port, "netns", switches)
-                command("ip", "link", "add", *ends)
-                command("ip", "-n", name, "address", "add", f"{ADDRESS.format(number + 1)}/24", "dev", name)
+                run("ip", "link", "add", *ends)
+                run("ip", "-n", name, "address", "add", f"{ADDRESS.format(number + 1)}/24", "dev", name)
                 for interface in (name, "lo"):
-                    command("ip", "-n", name, "link", "set", interface, "up")
+                    run("ip", "-n", name, "link", "set", interface, "up")
                 rate(name, name, 400)
                 ports.append((port, "left" if number < 2 else "right"))
             for port, bridge in ports:
-                command(*inside, "set", port, "master", bridge)
-                command(*inside, "set", port, "up")
+                run(*inside, "set", port, "master", bridge)
+                run(*inside, "set", port, "up")
             for cable in ("cablel", "cabler"):
                 rate(switches, cable, 100)
         except OSError as error:
             pytest.skip(f"network namespaces cannot be joined here: {error}")
         yield names
     finally:
-        for name in (*names, switches):  # the interfaces go with them
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+        remove((*names, switches))
 
 
-def enter(names: list[str], rank: int) -> None:
-    with open(f"/run/netns/{names[rank]}") as namespace:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(namespace.fileno(), 0x40000000):  # CLONE_NEWNET
-            raise OSError(ctypes.get_errno(), "setns")
-    os.environ.update(GLOO_SOCKET_IFNAME=names[rank], LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
+def enter_host(names: list[str], rank: int) -> None:
+    enter(names[rank], names[rank], 0, 1)
 
 
 def detects(cache: str) -> list[sw.Cluster]:
@@ -93,8 +77,7 @@ def detects(cache: str) -> list[sw.Cluster]:
 
 
 def test_hosts_on_two_switches_are_two_levels(hosts: list[str], tmp_path: Path) -> None:
-    run = partial(enter, hosts)
-    with World(detects, str(tmp_path), size=4, address=ADDRESS.format(1), enter=run) as world:
+    with World(detects, str(tmp_path), size=4, address=ADDRESS.format(1), enter=partial(enter_host, hosts)) as world:
         found = world.results(range(4))
     cluster, again = found[0]
     assert again == cluster and all(clusters == [cluster, cluster] for clusters in found)
