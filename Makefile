@@ -15,7 +15,7 @@ PYTEST = $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loads
 # The ranks of one test share the cores: one thread each.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test lint types pytest test-long test-all record notebook figures rules models clean
+.PHONY: help install demo test lint types pytest test-long test-all record notebook figures bench rules models clean
 
 help:
 	@echo "make install   the environment .venv, with what the tests and linters need"
@@ -29,6 +29,7 @@ help:
 	@echo "make pytest    the short tests alone"
 	@echo "make notebook  run notebooks/ and keep the outputs"
 	@echo "make figures   draw the figures of README.md and docs/ again"
+	@echo "make bench     steps over slow links, beside DDP, FSDP2 and tensor parallelism by hand: docs/performance.md"
 	@echo "make rules     write docs/rules.md from the code"
 	@echo "make models    measure every model of the zoo again, into docs/models.md"
 	@echo "make clean     remove the virtual environment and every generated file"
@@ -64,6 +65,9 @@ notebook: $(VENV)/.installed-dev
 figures: $(VENV)/.installed
 	$(BIN)/python docs/make_figures.py
 	$(BIN)/python -m docs.make_architecture
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/python -m benchmarks.bench
 
 rules: $(VENV)/.installed
 	$(BIN)/python -m docs.make_rules

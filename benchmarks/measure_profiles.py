@@ -3,8 +3,7 @@
 python -m benchmarks.measure_profiles                      # two hosts, a link of 200 Mbit/s
 python -m benchmarks.measure_profiles --mbit 1000 --batch 16
 
-Two network namespaces, which only root can make, are the hosts: a pair of virtual interfaces joins them, and `tc tbf`
-bounds its rate. They are removed at the end. The three steps take turns, so that other work of the machine meets all.
+The three steps take turns, so that other work of the machine meets all.
 """
 
 from __future__ import annotations
@@ -12,13 +11,10 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -27,36 +23,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardweave as sw
+from benchmarks.hosts import hosts, run_ranks
 
 PROFILES: tuple[bool | Literal["full"], ...] = (False, True, "full")
-ADDRESS = "10.85.0.{}"
-
-
-@contextmanager
-def hosts(mbit: int) -> Iterator[tuple[str, str]]:
-    """The names of two namespaces, and of the interface of each, that a link of this rate joins."""
-    names = (f"sw{os.getpid()}a", f"sw{os.getpid()}b")
-    try:
-        for name in names:
-            _run("ip", "netns", "add", name)
-        one, other = names
-        _run("ip", "link", "add", one, "netns", one, "type", "veth", "peer", "name", other, "netns", other)
-        for number, name in enumerate(names, 1):
-            _run("ip", "-n", name, "address", "add", f"{ADDRESS.format(number)}/24", "dev", name)
-            for interface in (name, "lo"):
-                _run("ip", "-n", name, "link", "set", interface, "up")
-            rate = ("rate", f"{mbit}mbit", "burst", "64kb", "latency", "100ms")
-            _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", name, "root", "tbf", *rate)
-        yield names
-    finally:
-        for name in names:  # the interfaces go with them
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}: {done.stderr.strip()} (this needs root, and the commands ip and tc)")
 
 
 def llama() -> nn.Module:
@@ -107,18 +76,9 @@ def main() -> None:
         measure(given.batch, given.rounds)
         dist.destroy_process_group()
         return
-    with hosts(given.mbit) as names, tempfile.TemporaryDirectory() as cache:
-        print(f"two hosts, {given.mbit} Mbit/s, batch {given.batch}")
-        world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": ADDRESS.format(1)}
-        world |= {"MASTER_PORT": "29400", "SHARDWEAVE_CACHE": cache}
-        ranks = []
-        for rank, name in enumerate(names):
-            own = {**os.environ, **world, "RANK": str(rank), "GLOO_SOCKET_IFNAME": name}
-            command = ["ip", "netns", "exec", name, sys.executable, "-m", "benchmarks.measure_profiles", *sys.argv[1:]]
-            ranks.append(subprocess.Popen(command, env=own))
-        for process in ranks:
-            if process.wait():
-                raise SystemExit(process.returncode)
+    with hosts(2, given.mbit) as names, tempfile.TemporaryDirectory() as cache:
+        print(f"two hosts, {given.mbit} Mbit/s, batch {given.batch}" if names else f"loopback, batch {given.batch}")
+        run_ranks(names, 1, "benchmarks.measure_profiles", sys.argv[1:], {"SHARDWEAVE_CACHE": cache})
 
 
 if __name__ == "__main__":
