@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardweave.compiler.capture import capture
 from shardweave.ir.captured import Captured
-from shardweave.passes.drop_zero_tangents import drop_tangents
+from shardweave.passes.step_boundary import drop_tangents
 from tests.passes.harness import placeholders
 
 
