@@ -40,6 +40,7 @@ from shardweave.runtime.module_tree import (
     shard_state_dict,
     submodule,
 )
+from shardweave.runtime.optimizers import register_hook
 from shardweave.runtime.parameters import local_tensor
 from shardweave.runtime.prediction_check import PredictedStep, PredictionCheck
 from shardweave.runtime.tensor import ParallelTensor, distribute, gather, untraced
@@ -211,6 +212,7 @@ class ParallelModule(nn.Module):
         forward = self._bound(step.forward)
         backward = None if step.backward is None else self._bound(step.backward)
         # 2. Copy the module tree, with sharded parameters.
+        register_hook()
         specs = (*self.spec.parameters, *self.spec.buffers)
         self._layouts, attributes = copy_module_tree(self, model, specs, self.mesh)
         self.unset = meta_tensor_names(model)

@@ -32,7 +32,6 @@ import torch.distributed as dist
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardweave.distributed import RuntimeMesh, collective, world_group
@@ -228,31 +227,8 @@ def distribute(local: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.
         raise LayoutError(f"this rank's part has shape {tuple(local.shape)}, but {layout} has {layout.local_shape}")
     if mesh.device_mesh is None:
         return local
-    _register_state_hook()
     sharding = Sharding(layout, mesh)
     return ParallelTensor.of(unpadded(local, part_shape(layout, sharding.coordinates)), sharding)
-
-
-@cache
-def _register_state_hook() -> None:
-    register_optimizer_step_pre_hook(_make_states_parallel)
-
-
-def _make_states_parallel(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Make states that ``torch.load`` returned, which are plain DTensors, parallel tensors.
-
-    For an op on plain states alone DTensor would search for placements on all axes of the mesh: docs/checkpoints.md has
-    the times.
-    """
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if (
-                isinstance(parameter, ParallelTensor)
-                and type(value) is DTensor
-                and value.shape == parameter.shape
-                and value.placements == parameter.placements
-            ):
-                state[key] = ParallelTensor.of(value._local_tensor, parameter.sharding, parameter._spec)
 
 
 def as_gradient_of(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
