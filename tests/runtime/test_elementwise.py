@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardweave.distributed.process_groups import RuntimeMesh
 from shardweave.ir import Axis, Layout, Mesh
 from shardweave.runtime.launch import WorkerPool
+from shardweave.runtime.optimizers import register_hook
 from shardweave.runtime.parameters import local_shard, local_tensor
 from shardweave.runtime.tensor import ParallelTensor, distribute, elementwise
 
@@ -100,6 +101,7 @@ def step_in_a_large_world(world: int, reloaded: bool) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=world - 1, world_size=world)
     mesh = Mesh.of_levels([("gpu", 8), ("node", world // 8)])
     running = RuntimeMesh(mesh)
+    register_hook()  # as a parallel module does
     axes: tuple[Axis, ...] = mesh.axes
     layouts = [Layout(((3, axes[0], axes[5], 2), (axes[1], 4))), Layout(((axes[2], 4),)), Layout(())]
     full = [torch.ones(layout.global_shape) for layout in layouts]
