@@ -15,7 +15,7 @@ from torch import nn
 from shardweave.compiler.capture import capture
 from shardweave.compiler.dynamo_workarounds import gc_paused
 from shardweave.compiler.guards import index_checks
-from shardweave.compiler.plan_cache import SWITCH, cached_plan, plan_key, save_plan
+from shardweave.compiler.plan_cache import SWITCH, cached_plan, is_on, plan_key, save_plan
 from shardweave.cost_model import Cluster, ClusterLike, Options, current_device
 from shardweave.distributed import control, gather_from_ranks, run_on_all_ranks, run_on_each_rank
 from shardweave.ir import Captured, ParallelError, PlanError
@@ -128,19 +128,24 @@ class Compiler:
         With `weigh` the gain of each choice for the whole step is measured, which doubles the time of planning.
         """
         with self.progress, gc_paused():
-            found = self.search.best(weigh, start)
-        return found.with_model(lambda sums: self.search.timeline(found, sums), self._resolved)
+            return self._of_this_step(self.search.best(weigh, start))
 
     def known_plan(self) -> Plan:
         """The best plan, of an earlier run of the same step if there is one."""
+        if not is_on():
+            return self.plan()
         key = plan_key(self.captured, self.cluster, self.options)
-        found = cached_plan(key, self.model_key, self.cluster)
-        if found is None:
-            found = self.plan()
-            save_plan(key, found, self.options)
-            return found
-        LOGGER.info("the plan is that of an earlier run (%s=0 plans anew)", SWITCH)
-        return found.with_model(lambda sums: self.search.timeline(found, sums), self._resolved)
+        known = cached_plan(key, self.model_key, self.cluster)
+        if known is not None:
+            LOGGER.info("the plan is that of an earlier run (%s=0 plans anew)", SWITCH)
+            return self._of_this_step(known)
+        found = self.plan()
+        save_plan(key, found, self.options)
+        return found
+
+    def _of_this_step(self, plan: Plan) -> Plan:
+        """A plan that can show its timeline, and be made again with other options."""
+        return plan.with_model(lambda sums: self.search.timeline(plan, sums), self._resolved)
 
     @property
     def lowering(self) -> StepLowering:

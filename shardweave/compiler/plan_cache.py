@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -24,9 +25,6 @@ from shardweave.sharding import info
 
 SWITCH = "SHARDWEAVE_PLAN_CACHE"
 """The environment variable that switches the cache off, by ``0``."""
-
-NOT_IN_THE_PLAN = ("timeout", "check_inputs")
-"""The options that a plan does not depend on."""
 
 
 def is_on() -> bool:
@@ -54,9 +52,9 @@ def plan_key(captured: Captured, cluster: Cluster, options: Options) -> str:
         captured.parameters, captured.buffers, captured.inputs, captured.tangents, captured.outputs, captured.gradients,
         captured.mutated_buffers, captured.aliases, captured.training, captured.whole, captured.dtypes,
     )  # fmt: skip
-    asked = {name: repr(value) for name, value in vars(options).items() if name not in NOT_IN_THE_PLAN}
+    asked = replace(options, timeout=None, check_inputs=0).key  # how long ranks wait is no part of a plan
     versions = torch.__version__, version("ortools"), _source_hash()
-    text = repr((nodes, names, cluster.name, cluster.fingerprint, sorted(asked.items()), versions))
+    text = repr((nodes, names, cluster.name, cluster.fingerprint, asked, versions))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -79,7 +77,7 @@ def _source_hash() -> str:
 def cached_plan(key: str, model_key: ModelKey, cluster: Cluster) -> Plan | None:
     """The plan that was saved under a key; None if there is none, or after a warning if the file is none of ours."""
     path = cache_directory() / f"{_name(key)}.json"
-    if not is_on() or not path.is_file():
+    if not path.is_file():
         return None
     try:
         plan = Plan.load(path)
@@ -92,7 +90,7 @@ def cached_plan(key: str, model_key: ModelKey, cluster: Cluster) -> Plan | None:
 
 def save_plan(key: str, plan: Plan, options: Options) -> None:
     """Save a plan for later runs, unless the time limit may have ended its search."""
-    if is_on() and plan.planning_seconds < options.time_limit:
+    if plan.planning_seconds < options.time_limit:
         data: dict[str, Any] = plan.to_dict()
         store_cached(_name(key), data)
 

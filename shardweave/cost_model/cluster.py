@@ -94,7 +94,8 @@ def profile_cluster(cluster: M, effort: ProfileEffort = FULL, cache: bool = True
         On all ranks, with the rank and the cause, if a rank fails or takes no part for a minute.
     """
     if not dist.is_initialized():
-        alone = Measured(key=_key(cluster, [hardware()], effort), covered=_ALONE)
+        covered = "one rank: there are no collectives to measure"
+        alone = Measured(key=_key(cluster, [hardware()], effort), covered=covered)
         return _with_coverage(replace(cluster, measured=alone, device=profile_device(cluster.device, reads=cache)))
     try:
         groups = control(PROFILE_TIMEOUT)
@@ -106,9 +107,6 @@ def profile_cluster(cluster: M, effort: ProfileEffort = FULL, cache: bool = True
             f"to call Cluster.detect() and to take part within {PROFILE_TIMEOUT.seconds} s a step, got: {error}"
         ) from error
     return _with_coverage(fit_links(found))
-
-
-_ALONE = "one rank: there are no collectives to measure"
 
 
 def _measured(cluster: M, effort: ProfileEffort, cache: bool) -> M:

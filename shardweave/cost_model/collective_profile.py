@@ -231,7 +231,7 @@ def profile_collectives(
     ClusterError
         If a rank fails or does not take part within `PROFILE_TIMEOUT`.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
+    device = _collectives_device()
     agree = _RankAgreement(world, device)
     seconds = effort.seconds
     begin, first_end = agree.now(), _FIRST_SAMPLES_SHARE * seconds
@@ -273,7 +273,7 @@ def neighbour_seconds(cluster: Machine, world: dist.ProcessGroup) -> list[float]
 
     All ranks of a node send at the same time, each to the rank of its number in the next node. Each is a median.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
+    device = _collectives_device()
     agree, nodes = _RankAgreement(world, device), cluster.levels[-1].size
     per_node = cluster.world_size // nodes
     own, local = divmod(dist.get_rank(world), per_node)
@@ -368,6 +368,12 @@ def isotonic_fit(values: Sequence[float]) -> list[float]:
             mean, count = (mean * count + before * number) / (count + number), count + number
         pools.append((mean, count))
     return [math.exp(mean) for mean, count in pools for _ in range(count)]
+
+
+def _collectives_device() -> torch.device:
+    """The device whose tensors this world's collectives move."""
+    is_nccl = "nccl" in dist.get_backend()
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
 class _RankAgreement:
