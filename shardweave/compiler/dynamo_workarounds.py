@@ -6,6 +6,7 @@ has no model here.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import gc
 import logging
@@ -41,6 +42,7 @@ def traceable(model: nn.Module) -> Iterator[None]:
     _refuse_lost_dropout(model)
     with (
         torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True),
+        _builtins_known(),
         _without_checks(),
         _output_hooks(model),
         _no_input_gradients(model),
@@ -67,6 +69,19 @@ def _refuse_lost_dropout(model: nn.Module) -> None:
                 f"({kind}) would be lost by a capture: set its dropout to 0, or write it as {module.num_layers} {kind} "
                 "of one layer with nn.Dropout between them"
             )
+
+
+@contextlib.contextmanager
+def _builtins_known() -> Iterator[None]:
+    """Let Dynamo's code refer to builtins such as `type`, which torch 2.11 and 2.12 miss among its globals."""
+    environment: Any = torch._dynamo.convert_frame.GraphRuntimeEnv
+    check = environment._check_external_refs
+
+    def checked(self: Any, known: dict[str, Any]) -> None:
+        check(self, vars(builtins) | known)
+
+    with mock.patch.object(environment, "_check_external_refs", checked):
+        yield
 
 
 @contextlib.contextmanager

@@ -81,7 +81,7 @@ def recorded_effects() -> Iterator[Effects]:
     from torch._dynamo.output_graph import OutputGraph
 
     effects = Effects()
-    name = "get_replayed_side_effect_source_refs"
+    name = "cleanup"  # after a trace, while its side effects are still there
     inner = getattr(OutputGraph, name)
 
     @functools.wraps(inner)
