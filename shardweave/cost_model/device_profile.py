@@ -38,6 +38,8 @@ _WARM_UP_CALLS = 2
 _BATCH_SECONDS = 1e-3
 _MAX_CALLS_PER_BATCH = 100
 _MIN_BATCHES, _MAX_BATCHES = 3, 9
+_LAUNCH_CYCLES = 100_000
+"""Cycles of a GPU, about 50 µs, in which the host launches one call; an op on one number took it 13.5 µs."""
 _SHARED_CORE_SECONDS = 0.03
 """Linux gives each of the ranks that share a core about 3 ms at a time; this is several of their turns."""
 
@@ -104,6 +106,8 @@ def _elapsed_seconds(call: Callable[[], Any], calls: int, device: torch.device) 
         event: Any = torch.cuda.Event
         begin, end = event(enable_timing=True), event(enable_timing=True)
         torch.cuda.synchronize(device)
+        # The host launches all calls while the GPU waits: else a short kernel would take as long as its launch.
+        torch.cuda._sleep(calls * _LAUNCH_CYCLES)  # type: ignore[no-untyped-call]
         begin.record()
         for _ in range(calls):
             call()
@@ -494,7 +498,7 @@ def _time_kernels(base: Device, device: torch.device, budget: float) -> dict[str
                 if time.perf_counter() > until:
                     return found
                 try:
-                    left, right = (torch.ones(s, device=device).to(kind) for s in ((m, k), (k, n)))
+                    left, right = (torch.rand(s, device=device).to(kind) for s in ((m, k), (k, n)))
                     found[f"{dtype}:{m},{n},{k}"] = call_seconds(partial(aten.mm.default, left, right), device, 0.05)
                 except RuntimeError:
                     break  # this device cannot multiply this dtype
