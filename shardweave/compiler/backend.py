@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import currentframe
 from typing import Any
 
@@ -37,6 +37,8 @@ from shardweave.planner import Plan
 from shardweave.report import Reporter
 from shardweave.runtime import (
     AgreedCall,
+    InductorMode,
+    RegionCompiler,
     agree_on_graph,
     boxed,
     compare_graphs,
@@ -354,9 +356,8 @@ def shardweave(
         check_world(request.cluster)
         partition = _Partition(request, sources_of(gm, example_inputs))
         with torch._functorch.config.patch(donated_buffer=False):  # retain_graph=True may run a backward again
-            compiled: Callable[..., Any] = aot_autograd(fw_compiler=_compile_whole, partition_fn=partition)(
-                gm, example_inputs
-            )
+            finish = partial(_compile_whole, inductor=request.options.inductor)
+            compiled: Callable[..., Any] = aot_autograd(fw_compiler=finish, partition_fn=partition)(gm, example_inputs)
             return compiled
     except ParallelError as error:
         # Dynamo lets this kind of its errors through, where it would hide any other in a BackendCompilerFailed.
@@ -405,9 +406,10 @@ def _running_world() -> Cluster:
         return Cluster.detect()
 
 
-def _compile_whole(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+def _compile_whole(gm: fx.GraphModule, inputs: Sequence[Any], inductor: InductorMode) -> Callable[[list[Any]], Any]:
     """A graph as AOTAutograd calls it. Without gradients, every rank computes the whole graph."""
-    run = boxed(gm, copy.deepcopy(gm.graph))
+    device = next((value.device.type for value in inputs if isinstance(value, Tensor)), "cpu")
+    run = boxed(gm, RegionCompiler(inductor, device)(gm, copy.deepcopy(gm.graph)))
 
     def call(arguments: list[Any]) -> Any:
         return run(arguments)

@@ -171,7 +171,7 @@ class Compiler:
     def _resolved(self, start: Plan, changes: dict[str, Any]) -> Plan:
         """A plan with other options, from an earlier one."""
         # These change the capture, or do not matter to the plan.
-        fixed = {"precision", "replicate_unknown_ops", "timeout", "check_inputs"}
+        fixed = {"precision", "replicate_unknown_ops", "timeout", "check_inputs", "inductor"}
         known = {each.name for each in fields(Options)} - fixed
         if unknown := [name for name in changes if name not in known]:
             raise PlanError(f"resolve can change {', '.join(sorted(known))}, not {', '.join(unknown)}: plan anew")
@@ -266,6 +266,7 @@ class Compiler:
                 whole=self.options.outputs == "whole",
                 checked_calls=self.options.checked_calls,
                 predicted=predicted_step(chosen),
+                inductor=self.options.inductor,
             )
 
         return run_on_each_rank(control(self.options.collective_timeout), "placing the parameters", place_parameters)

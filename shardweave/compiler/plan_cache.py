@@ -52,7 +52,7 @@ def plan_key(captured: Captured, cluster: Cluster, options: Options) -> str:
         captured.parameters, captured.buffers, captured.inputs, captured.tangents, captured.outputs, captured.gradients,
         captured.mutated_buffers, captured.aliases, captured.training, captured.whole, captured.dtypes,
     )  # fmt: skip
-    asked = replace(options, timeout=None, check_inputs=0).key  # how long ranks wait is no part of a plan
+    asked = replace(options, timeout=None, check_inputs=0, inductor=False).key  # they are no part of a plan
     versions = torch.__version__, version("ortools"), _source_hash()
     text = repr((nodes, names, cluster.name, cluster.fingerprint, asked, versions))
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -168,6 +168,10 @@ class Options:
         The number of calls in which the ranks compare hashes of their inputs, to find ranks with different batches. In
         every call they agree that all can run it, so that an error of one rank is raised on all. With ``"never"`` they
         do neither. See docs/inputs.md.
+    inductor : "auto" or bool
+        Inductor compiles the compute between collectives; the order of these stands. ``"auto"`` compiles on GPUs, and
+        runs ops that Inductor cannot compile as they are, after a warning. ``True`` compiles on CPUs, too, where steps
+        gain no time by it; such ops are an error then. The plan does not count what is gained. See docs/overlap.md.
     replicate_unknown_ops : bool
         Compute ops without a sharding rule whole on every device, instead of refusing the model.
     ablation : Ablation
@@ -204,6 +208,7 @@ class Options:
     quantize: Literal["zero++"] | Mapping[Quantized, int] | None = None
     timeout: float | timedelta | None = None
     check_inputs: int | Literal["always", "never"] = 3
+    inductor: Literal["auto"] | bool = "auto"
     replicate_unknown_ops: bool = False
     ablation: Ablation = Ablation()
 

@@ -8,6 +8,7 @@ from shardweave.runtime.call_checks import AgreedCall, Batch, agree_on_graph, gr
 from shardweave.runtime.checkpoint.checkpoint import Saving, load_checkpoint, save_checkpoint
 from shardweave.runtime.checkpoint.weights import load_weights, save_weights
 from shardweave.runtime.execute import boxed
+from shardweave.runtime.inductor import InductorMode, RegionCompiler
 from shardweave.runtime.initialise import initialise, initialised
 from shardweave.runtime.launch import WorkerPool, launch
 from shardweave.runtime.module import ParallelModule, become_parallel, compare_graphs
@@ -16,8 +17,10 @@ from shardweave.runtime.prediction_check import PredictedStep
 
 __all__ = [
     "Batch",
+    "InductorMode",
     "ParallelModule",
     "PredictedStep",
+    "RegionCompiler",
     "AgreedCall",
     "agree_on_graph",
     "Saving",

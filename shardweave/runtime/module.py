@@ -32,6 +32,7 @@ from shardweave.passes import Step
 from shardweave.runtime.call_checks import Batch, CallChecks, group_of_calls
 from shardweave.runtime.execute import Executor, boxed, refuse_transforms
 from shardweave.runtime.grad_accumulation import Boxed, MicroBatchRunner
+from shardweave.runtime.inductor import InductorMode, RegionCompiler
 from shardweave.runtime.inputs import LocalBatch
 from shardweave.runtime.module_tree import (
     TensorLookup,
@@ -112,7 +113,7 @@ def _hooks(module: nn.Module) -> tuple[int, ...]:
 
 
 _STEP_ATTRIBUTES = ("spec", "graphs", "plan", "mesh", "_coordinates", "_flatten", "_unflatten", "_layouts", "_execute",
-             "_local", "_calls", "_tree_guard", "_constants")  # fmt: skip
+             "_local", "_calls", "_tree_guard", "_constants", "_regions")  # fmt: skip
 """Attributes of a parallel module that belong to its compiled step."""
 _ATTRIBUTES = (*_STEP_ATTRIBUTES, "unset", "_seeds")
 """The attributes of a parallel module that the model does not have."""
@@ -162,6 +163,8 @@ class ParallelModule(nn.Module):
         The number of calls in which the ranks compare hashes of their inputs: see `Options.checked_calls`.
     predicted : PredictedStep, optional
         The plan's step time, if it is for this machine: rank 0 warns if the first steps take much more or less.
+    inductor : "auto" or bool
+        Inductor compiles the compute between collectives: see `Options.inductor`.
 
     Raises
     ------
@@ -195,6 +198,7 @@ class ParallelModule(nn.Module):
         checked_calls: float = 3,
         reads: Reads | None = None,
         predicted: PredictedStep | None = None,
+        inductor: InductorMode = "auto",
     ) -> None:
         # 1. Agree with the other ranks on the graphs, and bind the graphs to process groups. All groups are made before
         # anything can fail on one rank alone.
@@ -209,6 +213,7 @@ class ParallelModule(nn.Module):
         self._coordinates = self.spec.mesh.coordinates(self.mesh.rank)
         self._flatten = flatten or _positional
         self._unflatten = unflatten or _one_or_all
+        self._regions = RegionCompiler(inductor, self.mesh.device_type)
         forward = self._bound(step.forward)
         backward = None if step.backward is None else self._bound(step.backward)
         # 2. Copy the module tree, with sharded parameters.
@@ -300,7 +305,7 @@ class ParallelModule(nn.Module):
         return self._execute.running()
 
     def _bound(self, graph: fx.GraphModule) -> Boxed:
-        return boxed(graph, self.mesh.bind_graph(graph.graph), self.mesh)
+        return boxed(graph, self._regions(graph, self.mesh.bind_graph(graph.graph)), self.mesh)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
