@@ -30,6 +30,7 @@ from shardweave.compiler.capture_errors import (
     refuse_effects,
     refuse_values,
 )
+from shardweave.compiler.constant_masks import fold_constant_masks
 from shardweave.compiler.dynamo_workarounds import traceable
 from shardweave.compiler.guards import after_a_call, reads_of, recorded_effects
 from shardweave.compiler.mixed_precision import cast, cast_inputs_inside, take_cast_parameters, working_copies
@@ -222,6 +223,8 @@ def _joint_graph(
                 raise changes[0].error
             reads = reads.without({change.shown for change in changes})  # a call of the model itself sets them
         _name_once(module)
+        fold_constant_masks(module.graph)
+        module.recompile()
         stack.enter_context(torch._guards.tracing(module.meta["tracing_context"]))
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)
     return joint.graph_module, joint.out_spec, reads

@@ -1,0 +1,138 @@
+"""Attention masks that depend on no input are computed once, while a step is captured.
+
+The causal mask becomes ``is_causal=True``, and a mask that hides nothing is left out: attention then takes its fast
+kernels, which have no mask. Models of `transformers` leave such masks out in eager mode, where they look at the values,
+but build them whenever they are traced.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_MAX_ELEMENTS = 2**28
+"""Of each tensor that is computed for a mask; larger masks stay, as computing them takes memory and seconds."""
+_WRITES = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.iand, operator.ior, operator.ixor}
+aten = torch.ops.aten
+
+
+class _NotConstantError(Exception):
+    """A value depends on more than the graph, or is too large."""
+
+
+class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets no op run that draws random numbers, leaves memory as it is, or has a result that is too large."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in op.tags or "empty" in op.name():
+            raise _NotConstantError
+        result = op(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.numel() > _MAX_ELEMENTS:
+            raise _NotConstantError
+        return result
+
+
+def fold_constant_masks(graph: fx.Graph) -> None:
+    """Replace the constant masks of attention in a graph of torch functions, as Dynamo makes it.
+
+    Nothing is replaced in a graph that writes into a constant in place.
+
+    Examples
+    --------
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> ones = graph.call_function(torch.ones, (4, 4), {"dtype": torch.bool})
+    >>> attention = graph.call_function(ATTENTION, (x, x, x), {"attn_mask": graph.call_method("tril", (ones,))})
+    >>> fold_constant_masks(graph)
+    >>> attention.kwargs
+    {'attn_mask': None, 'is_causal': True}
+    """
+    constants = _constant_nodes(graph)
+    if constants is None:
+        return
+    folded: dict[fx.Node, dict[str, Any] | None] = {}
+    for node in graph.find_nodes(op="call_function", target=ATTENTION):
+        given = dict(zip(_ARGUMENTS, node.args)) | node.kwargs
+        mask = given.get("attn_mask")
+        if mask not in constants or given.get("is_causal"):
+            continue
+        if mask not in folded:
+            folded[mask] = _without_mask(mask, constants)
+        if (instead := folded[mask]) is not None:
+            given |= instead
+            node.args = tuple(given.pop(name) for name in _ARGUMENTS[:3])
+            node.kwargs = given
+
+
+def _constant_nodes(graph: fx.Graph) -> list[fx.Node] | None:
+    """The nodes that depend on no placeholder and no attribute, in order; None if one of them is written in place."""
+    constants: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        if _writes(node) and any(source in constants for source in node.all_input_nodes):
+            return None
+        if all(source in constants for source in node.all_input_nodes):
+            constants[node] = None
+    return list(constants)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a call of a torch function or method may write into an argument."""
+    if getattr(node.target, "__module__", "") == "_operator":  # where `and_` is no method of a tensor
+        return node.target in _WRITES
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return "out" in node.kwargs or (name.endswith("_") and not name.endswith("__"))
+
+
+def _without_mask(mask: fx.Node, constants: Iterable[fx.Node]) -> dict[str, Any] | None:
+    """What attention takes instead of `mask`; None if it needs the mask."""
+    try:
+        value = _value(mask, constants)
+    except Exception:  # a function that runs apart from its graph may raise anything
+        return None
+    if value.dtype != torch.bool:  # what is added to the scores
+        hidden = value <= torch.finfo(value.dtype).min
+        if not bool((hidden | (value == 0)).all()):
+            return None
+        value = ~hidden
+    rows, columns = value.shape[-2:]
+    if bool(value.all()):
+        return {"attn_mask": None, "is_causal": False}
+    if rows == columns and bool((value == torch.ones(rows, columns, dtype=torch.bool).tril()).all()):
+        return {"attn_mask": None, "is_causal": True}
+    return None
+
+
+def _value(wanted: fx.Node, constants: Iterable[fx.Node]) -> Tensor:
+    """The value of `wanted`, computed on the CPU from the nodes that it depends on."""
+    needed, left = {wanted}, [wanted]
+    while left:
+        sources = set(left.pop().all_input_nodes) - needed
+        needed |= sources
+        left += sources
+    values: dict[fx.Node, Any] = {}
+    cpu = torch.device("cpu")
+    with torch.no_grad(), _Constants():  # type: ignore[no-untyped-call]
+        for node in constants:
+            if node not in needed:
+                continue
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            args, kwargs = fx.node.map_aggregate((args, kwargs), lambda x: cpu if isinstance(x, torch.device) else x)
+            call: Any = node.target
+            if node.op == "call_method":
+                call = getattr(Tensor, call)
+            values[node] = call(*args, **kwargs)
+            if node is wanted:
+                break
+    result = values[wanted]
+    if not isinstance(result, Tensor) or result.dim() < 2:
+        raise _NotConstantError
+    return result
