@@ -527,7 +527,8 @@ def _fit_device(base: Device, device: torch.device, times: dict[str, float]) -> 
             if traffic < _MAX_TRAFFIC_SHARE * net or m == n == k == _LARGE_DIMENSION[device.type]:
                 points.append(((m, n, k), net))
         if points:
-            rate, halves[dtype] = fit_rate_and_half(points)
+            limit = base.peak(dtype) / 2 if device.type != "cpu" else math.inf
+            rate, halves[dtype] = fit_rate_and_half(points, limit)
             rates[dtype] = 2 * rate
     # 3. Efficiencies: parts of the known peaks of a GPU.
     efficiency = memory_efficiency = 1.0
@@ -550,7 +551,9 @@ def _fit_device(base: Device, device: torch.device, times: dict[str, float]) -> 
     )
 
 
-def fit_rate_and_half(points: Sequence[tuple[Sequence[float], float]]) -> tuple[float, float]:
+def fit_rate_and_half(
+    points: Sequence[tuple[Sequence[float], float]], limit: float = math.inf
+) -> tuple[float, float]:
     """The rate ``r`` and the half ``h`` for which ``prod(d + h for d in dims) / r`` fits the seconds best.
 
     The error is the mean distance of the logarithms, which limits the weight of a disturbed measurement.
@@ -559,6 +562,9 @@ def fit_rate_and_half(points: Sequence[tuple[Sequence[float], float]]) -> tuple[
     ----------
     points : sequence of (dims, seconds)
         At least one.
+    limit : float
+        The highest rate that the device can have; the fit extrapolates from sizes that do not reach its rate. A rate
+        beyond it is fitted only if the points themselves show one.
 
     Examples
     --------
@@ -572,5 +578,7 @@ def fit_rate_and_half(points: Sequence[tuple[Sequence[float], float]]) -> tuple[
     for half in steps:
         logs = [math.log(math.prod(size + half for size in dims) / seconds) for dims, seconds in points]
         middle = median(logs)
+        if half and math.exp(middle) > limit:
+            break  # the rate rises with the half
         best = min(best, (sum(abs(value - middle) for value in logs) / len(logs), half, math.exp(middle)))
     return best[2], best[1]

@@ -40,6 +40,16 @@ def test_a_fit_finds_the_curve_that_the_times_were_made_of(rate: float, half: fl
     assert found_half == pytest.approx(half, rel=0.1, abs=0.5)
 
 
+def test_a_rate_beyond_the_data_sheet_is_fitted_only_if_it_was_measured() -> None:
+    """Products that the device computes in 10 µs, whatever their size, look like halves of endless sizes."""
+    points = [((size, size, size), 1e-5 + size**3 / 1e12) for size in (128, 512, 1024)]
+    free, _ = fit_rate_and_half(points)
+    rate, half = fit_rate_and_half(points, limit=1e12)
+    assert free > 1e12 >= rate and half > 0
+    fast, none = fit_rate_and_half(points, limit=1e9)
+    assert fast > 1e9 and none == 0
+
+
 def test_one_disturbed_measurement_does_not_spoil_a_fit() -> None:
     points = [((size, 512, 512), (size + 8) * 520 * 520 / 1e9) for size in (8, 16, 64, 128, 256, 512)]
     points[-1] = points[-1][0], 10 * points[-1][1]
