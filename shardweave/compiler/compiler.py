@@ -34,7 +34,7 @@ from shardweave.planner import (
     Steps,
 )
 from shardweave.report import LOGGER, Reporter
-from shardweave.runtime import Batch, ParallelModule, PredictedStep, become_parallel, named_tensors
+from shardweave.runtime import Batch, ParallelModule, PredictedStep, RegionCompiler, become_parallel, named_tensors
 from shardweave.sharding import Samples, check_local_batch, global_example, inputs_with_first_size
 
 
@@ -74,7 +74,14 @@ class Compiler:
                 self._take(capture(model, example_inputs, self.options.mixed_precision))
 
     def _take(self, captured: Captured) -> None:
-        self.captured, self.steps = captured, Steps(captured, self.options)
+        self.captured = captured
+        self.options = self.options.with_states_of(self._largest_itemsize)
+        self.steps = Steps(captured, self.options)
+
+    @property
+    def _largest_itemsize(self) -> int:
+        """Bytes of a number of the largest dtype that the user's parameters have."""
+        return max((dtypes.master.itemsize for dtypes in self.captured.dtypes.values()), default=4)
 
     def _samples(self, model: nn.Module, example_inputs: Any) -> Samples:
         """Capture the step of these inputs; returns its samples."""
@@ -182,7 +189,8 @@ class Compiler:
     def with_(self, cluster: Cluster | None = None, options: Options | None = None) -> Compiler:
         """This compiler, its capture shared, for another cluster or with other options."""
         other = copy.copy(self)
-        other.cluster, other.options = cluster or self.cluster, options or self.options
+        other.cluster = cluster or self.cluster
+        other.options = (options or self.options).with_states_of(self._largest_itemsize)
         if other.cluster is not self.cluster:
             other._evaluated, other._evaluated_whole = Known(MAX_CACHED_SIMULATIONS), Known(MAX_CACHED_SIMULATIONS)
         return other
@@ -265,7 +273,7 @@ class Compiler:
                 batch=self.batch,
                 whole=self.options.outputs == "whole",
                 checked_calls=self.options.checked_calls,
-                predicted=predicted_step(chosen),
+                predicted=predicted_step(chosen, self.options),
                 inductor=self.options.inductor,
             )
 
@@ -299,7 +307,7 @@ class Compiler:
         return run_on_each_rank(groups, "generating the step", lambda: self.lower(plan))
 
 
-def predicted_step(plan: Plan) -> PredictedStep | None:
+def predicted_step(plan: Plan, options: Options) -> PredictedStep | None:
     """The step time that a plan predicts; None if it is for another kind of device than that of this rank."""
     cluster = plan.cluster
     if cluster.device.allocator != current_device().type:
@@ -314,7 +322,8 @@ def predicted_step(plan: Plan) -> PredictedStep | None:
             'Cluster.detect(profile="full", cache=False) measures this machine again, and more of it; plan for that, '
             "while nothing else runs"
         )
-    return PredictedStep(plan.step_time, source)
+    compiles = RegionCompiler(options.inductor, cluster.device.allocator).is_on
+    return PredictedStep(plan.step_time, source, may_take_less=compiles)
 
 
 def _option_reprs(options: Options) -> dict[str, str]:

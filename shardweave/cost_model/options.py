@@ -37,8 +37,8 @@ RESERVED_MEMORY_SHARE = 0.1
 """The part of a device's memory that plans leave to the context, fragments and the user's own tensors by default."""
 ZERO_PLUS_PLUS: Mapping[Quantized, int] = {"parameters": 8, "gradients": 4}
 """The value of ``quantize="zero++"``."""
-OPTIMIZER_STATE_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "adamw": 8}
-"""Bytes of optimizer state for each parameter."""
+OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
+"""Numbers of an optimizer's state for each number of a parameter, in the same dtype."""
 
 RENAMED_OPTIONS = {
     "undivided": "exclude_from_sub_batches",
@@ -102,7 +102,8 @@ class Options:
         Bytes that one device may use, or a text with a unit: ``"20GB"`` is 20 * 10**9 bytes, ``"20GiB"`` is 20 * 2**30
         (`ir.formatting.bytes_of`). By default nine tenths of the device's memory.
     optimizer : str or int
-        ``"adamw"``, ``"adam"``, ``"momentum"``, ``"sgd"``, or the bytes of optimizer state for each parameter.
+        ``"adamw"``, ``"adam"``, ``"momentum"``, ``"sgd"``: its states have the dtype of the parameters, as those of
+        torch's optimizers do. Or the bytes of optimizer state for each number of a parameter.
     force : mapping from a name pattern to a strategy, or several
         Shell patterns (``"blocks.*.mlp.up"``), matched against the names of modules and parameters; the last match
         holds. A strategy is one of the following, or a sequence of them, from which the planner chooses:
@@ -234,8 +235,8 @@ class Options:
             raise PlanError(f"timeout is in seconds, or a timedelta, and must be positive, got {self.timeout!r}")
         if isinstance(self.optimizer, int) and self.optimizer < 0:
             raise PlanError(f"optimizer must be its bytes of state per parameter, or a name, got {self.optimizer}")
-        if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZER_STATE_BYTES:
-            known = ", ".join(OPTIMIZER_STATE_BYTES)
+        if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZER_STATES:
+            known = ", ".join(OPTIMIZER_STATES)
             raise PlanError(
                 f"optimizer {self.optimizer!r} is unknown; expected one of {known}, or its bytes of state per parameter"
             )
@@ -332,8 +333,18 @@ class Options:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of optimizer state for each parameter, in float32."""
-        return self.optimizer if isinstance(self.optimizer, int) else OPTIMIZER_STATE_BYTES[self.optimizer]
+        """Bytes of optimizer state for each number of a parameter; of float32 where the optimizer is a name."""
+        return self.optimizer if isinstance(self.optimizer, int) else 4 * OPTIMIZER_STATES[self.optimizer]
+
+    def with_states_of(self, itemsize: int) -> Options:
+        """These options with the bytes of state for parameters of `itemsize` bytes, where the optimizer is a name.
+
+        >>> Options(optimizer="adamw").with_states_of(2).optimizer
+        4
+        """
+        if isinstance(self.optimizer, int):
+            return self
+        return replace(self, optimizer=itemsize * OPTIMIZER_STATES[self.optimizer])
 
 
 @functools.cache

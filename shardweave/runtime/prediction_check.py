@@ -35,10 +35,13 @@ class PredictedStep:
         Of a step, the optimizer's part included.
     source : str
         Where the figures of the plan come from, and how to get better ones: for the warning.
+    may_take_less : bool
+        Whether less time is no surprise: plans do not count what Inductor gains.
     """
 
     seconds: float
     source: str
+    may_take_less: bool = False
 
 
 @dataclass
@@ -112,7 +115,7 @@ class PredictionCheck:
         seconds = self.predicted.seconds
         if least > MAX_ERROR_RATIO * seconds:
             took = f"its forward and backward alone take {readable_seconds(least)}"
-        elif most < seconds / MAX_ERROR_RATIO:
+        elif most < seconds / MAX_ERROR_RATIO and not self.predicted.may_take_less:
             took = f"the first ones take {readable_seconds(most)}, with all that lies between two of them"
         else:
             return

@@ -119,3 +119,23 @@ def test_what_a_user_meets_has_a_short_repr() -> None:
     assert eval(repr(options), names) == options and eval(repr(choice.strategy), names) == choice.strategy
     assert "12 ops" in repr(plan) and "a step" in repr(plan) and "of 953.7 MiB a device" in repr(plan)
     assert str(plan) == repr(plan)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "expected"),
+    [(torch.float32, None, 8), (torch.bfloat16, None, 4), (torch.float64, None, 16), (torch.float32, "bf16", 8)],
+)
+def test_states_of_a_named_optimizer_have_the_dtype_of_the_parameters(
+    dtype: torch.dtype, precision: str | None, expected: int
+) -> None:
+    model, x = nn.Linear(64, 64, dtype=dtype), torch.ones(4, 64, dtype=dtype)
+    plan = sw.plan(model, sw.Cluster.local(1), x, options=sw.Options(optimizer="adamw", precision=precision))
+    assert plan.optimizer_bytes == expected
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(x).sum().backward()
+    optimizer.step()
+    kept = sum(value.nbytes for value in optimizer.state[model.weight].values() if value.dim())
+    assert kept == expected * model.weight.numel()
+    assert plan.resolve(optimizer="momentum").optimizer_bytes == expected // 2
+    given = sw.plan(model, sw.Cluster.local(1), x, options=sw.Options(optimizer=3, precision=precision))
+    assert given.optimizer_bytes == 3

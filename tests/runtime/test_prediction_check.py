@@ -45,6 +45,12 @@ def told(check: PredictionCheck, clock: list[float], steps: list[tuple[float, fl
     return [str(each.message) for each in caught]
 
 
+def test_compiled_steps_may_take_less_than_is_said(clock: list[float]) -> None:
+    for seconds, is_told in ((0.1, False), (1.4, True)):
+        check = PredictionCheck(PredictedStep(1.0, "By guess.", may_take_less=True), torch.device("cpu"))
+        assert bool(told(check, clock, [(seconds, 0.0)] * NUM_STEPS)) == is_told
+
+
 @pytest.mark.parametrize(
     ("compute", "rest", "message"),
     [
@@ -76,10 +82,11 @@ def test_calls_without_a_backward_and_backwards_of_several_calls_are_no_steps(cl
 def test_a_plan_for_other_devices_predicts_nothing_here() -> None:
     model, x = nn.Linear(8, 8), torch.ones(4, 8)
     plan = sw.plan(model, sw.Cluster.local(1), x)
-    found = predicted_step(plan)
+    found = predicted_step(plan, sw.Options())
     assert found is not None and found.seconds == plan.step_time
     assert "figures are those of 'local-cpu', and nothing was measured: plan for Cluster.detect()" in found.source
-    assert predicted_step(sw.plan(model, sw.Cluster.preset("dgx-a100", nodes=1), torch.ones(8, 8))) is None
+    other = sw.plan(model, sw.Cluster.preset("dgx-a100", nodes=1), torch.ones(8, 8))
+    assert predicted_step(other, sw.Options()) is None
 
 
 class Loss(nn.Module):
