@@ -7,7 +7,7 @@ from shardweave.passes.bucket import FULL_BUCKET_RATIO
 from shardweave.passes.codegen import MicroBatchGraphs, Step, graph_hash
 from shardweave.passes.pipeline import Compiled, Shards, layer_multiplicity, lower, with_times
 from shardweave.passes.quantize import QUANTIZATION_BLOCK, quantization_stages
-from shardweave.passes.recompute import region_of
+from shardweave.passes.recompute import recompute_fusible, region_of
 from shardweave.passes.schedule import RepeatedLayers, layer_outputs
 from shardweave.passes.step_boundary import Annotated, annotate, join_names
 
@@ -27,6 +27,7 @@ __all__ = [
     "layer_outputs",
     "lower",
     "quantization_stages",
+    "recompute_fusible",
     "region_of",
     "with_times",
 ]

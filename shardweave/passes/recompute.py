@@ -13,6 +13,9 @@ shares those of an op in slices: all slices would be gathered at once, which is 
 gathered parameter is freed after its use in the forward, and the backward gathers it again. A parameter that is kept is
 gathered once: this saves an all-gather and costs the memory of the gathered parameter (the cache of AxoNN, section
 IV-D). Of a sliced op some slices may be kept and others not (OSDP, section 3.3).
+
+`recompute_fusible` lets a finished backward recompute values by pointwise ops: for steps that Inductor compiles, which
+fuses such ops with those that read them.
 """
 
 from __future__ import annotations
@@ -21,13 +24,15 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from shardweave.ir import META, Axis, RecomputeMode
-from shardweave.ops import coordinate
+from shardweave.ops import coordinate, is_coordinate
 from shardweave.passes.base import Pass, Property
-from shardweave.passes.spmd_builder import finished, sort_by_place
-from shardweave.sharding import graph_outputs, info, is_start, is_wait, last_match, layer_of
+from shardweave.passes.codegen import as_module
+from shardweave.passes.spmd_builder import finished, remove_dead, sort_by_place
+from shardweave.sharding import copied, graph_outputs, info, is_start, is_wait, last_match, layer_of
 
 
 def region_of(node: fx.Node) -> str:
@@ -203,3 +208,154 @@ class KeepUnsharded(Pass):
         names = {axis.name for axis in self.axes}
         mine = next((step for axis, step in info(node).steps if axis in names), 0)
         return mine < last_match(self.slices, collective.owner, 0)
+
+
+def recompute_fusible(
+    forward: fx.GraphModule, backward: fx.GraphModule, num_results: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Recompute saved values in the backward by pointwise ops, from other saved values.
+
+    A value is no longer saved if pointwise ops of its layer compute it from values that are. If they compute it from
+    one smaller value, such as a value in bfloat16 that is cast to float32, that one is saved in its place. A value is
+    recomputed where it is first used, or earlier, before the values that it is made from would be freed. So at no point
+    of the backward more bytes are held.
+
+    Parameters
+    ----------
+    forward, backward : GraphModule
+        As `codegen.split` makes them. They are not changed.
+    num_results : int
+        How many outputs of the forward are not saved values.
+    """
+    pair = _Fusible(copied(forward), copied(backward), num_results)
+    pair.choose()
+    pair.write()
+    return as_module(forward, pair.forward, "Forward"), as_module(backward, pair.backward, "Backward")
+
+
+class _Fusible:
+    """One run of `recompute_fusible`."""
+
+    def __init__(self, forward: fx.GraphModule, backward: fx.GraphModule, num_results: int) -> None:
+        self.forward, self.backward = forward.graph, backward.graph
+        outputs = graph_outputs(self.forward)
+        self.results, saved = outputs[:num_results], outputs[num_results:]
+        self.place = {node: index for index, node in enumerate(self.forward.nodes)}
+        self.late = list(self.backward.nodes)
+        self.coordinates = {node.name: node for node in self.late if is_coordinate(node)}
+        taken = [node for node in self.backward.find_nodes(op="placeholder") if not is_coordinate(node)]
+        self.holders: dict[fx.Node, fx.Node] = dict(zip(saved, taken))
+        """The placeholder of the backward that takes each saved value."""
+        self.rest = next(node for node in self.late if not is_coordinate(node) and node not in taken[: len(saved)])
+        places = {node: index for index, node in enumerate(self.late)}
+        uses = {value: [places[user] for user in holder.users] for value, holder in self.holders.items()}
+        self.first = {value: min(found, default=0) for value, found in uses.items()}
+        self.last = {value: max(found, default=0) for value, found in uses.items()}
+        """The places in the backward where a saved value is first and last used."""
+        self.kept = set(saved)
+        self.dropped: dict[fx.Node, set[fx.Node]] = {}
+        """The saved values that each value is recomputed from."""
+
+    def choose(self) -> None:
+        """Decide which values are recomputed."""
+        candidates = [value for value in self.holders if _is_fusible(value) and value not in self.results]
+        for value in candidates:
+            self._save_smaller(value)
+        pinned = {leaf for value in self.dropped for leaf in self.dropped[value]}
+        for value in candidates:
+            if value not in self.kept or value in pinned:
+                continue
+            leaves = self._leaves(value, region_of(value))
+            if leaves is not None:
+                self.kept.remove(value)
+                self.dropped[value] = leaves
+                # Else a chain of values over all layers would be recomputed from its start.
+                pinned |= {leaf for leaf in leaves if region_of(leaf) != region_of(value) or not region_of(value)}
+
+    def _save_smaller(self, value: fx.Node) -> None:
+        """Save the smallest value that `value` alone is computed from in its place, if there is one."""
+        found = source = value
+        while _is_fusible(source) and len(source.all_input_nodes) == 1:
+            (source,) = source.all_input_nodes
+            if source in self.kept:
+                return  # it may be recomputed without
+            if source.op == "call_function" and _bytes(source) < _bytes(found):
+                found = source
+        if found is not value:
+            self.kept.remove(value)
+            self.kept.add(found)
+            self.dropped[value] = {found}
+            self.first[found] = self.last[found] = min(self.first[value], self.last.get(found, len(self.late)))
+
+    def _leaves(self, value: fx.Node, region: str) -> set[fx.Node] | None:
+        """The saved values that fusible ops of a layer compute `value` from; None if it takes more than these."""
+        leaves: set[fx.Node] = set()
+        for source in value.all_input_nodes:
+            if source in self.kept:
+                leaves.add(source)
+            elif not is_coordinate(source):
+                is_inside = region_of(source) == region and (bool(region) or source not in self.dropped)
+                inner = self._leaves(source, region) if _is_fusible(source) and is_inside else None
+                if inner is None:
+                    return None
+                leaves |= inner
+        return leaves
+
+    def write(self) -> None:
+        """Change the outputs of the forward, and the inputs of the backward."""
+        kept = sorted(self.kept, key=self.place.__getitem__)
+        self.forward.output_node().args = ((*self.results, *kept),)
+        for value in kept:
+            if value not in self.holders:
+                with self.backward.inserting_before(self.rest):
+                    self.holders[value] = self.backward.placeholder(value.name)
+                self.holders[value].meta = dict(value.meta)
+            else:
+                self.rest.prepend(self.holders[value])
+        made: dict[fx.Node, fx.Node] = {}
+        for place, value in sorted(((self._place_of(each), each) for each in self.dropped), key=lambda pair: pair[0]):
+            again = self._copy(value, place, made)
+            self.holders[value].replace_all_uses_with(again)
+            self.backward.erase_node(self.holders[value])
+            made[value] = again
+        remove_dead(self.forward)
+
+    def _place_of(self, value: fx.Node) -> int:
+        """Where in the backward a value is recomputed."""
+        freed = [self.last[leaf] for leaf in self.dropped[value] if leaf.op != "placeholder"]
+        return min([self.first[value], *freed])
+
+    def _copy(self, node: fx.Node, place: int, made: dict[fx.Node, fx.Node]) -> fx.Node:
+        """The backward's copy of `node`, for a user at `place`."""
+        if node in self.kept:
+            return self.holders[node]
+        if node in made and self.last[node] >= place:
+            return made[node]
+        if is_coordinate(node):
+            return self.coordinates[node.name]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda leaf: self._copy(leaf, place, made))
+        again: fx.Node
+        with self.backward.inserting_before(self.late[place]):
+            again = self.backward.create_node("call_function", node.target, args, kwargs, f"{node.name}_again")
+        again.meta = {**node.meta, "partitioner_tag": "is_backward"}
+        again.meta[META] = replace(info(node), backward=True, recomputed=True)
+        return again
+
+
+def _is_fusible(node: fx.Node) -> bool:
+    """Whether an op computes each element by itself, or takes another view, or is arithmetic on coordinates."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return node.op == "call_function" and getattr(target, "__name__", "") in ("add", "mul")
+    if target.namespace != "aten" or torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
+        return False
+    is_view = any(value.alias_info is not None for value in target._schema.returns)
+    return is_view or torch.Tag.pointwise in target.tags or target in _FUSIBLE
+
+
+_FUSIBLE = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default}
+
+
+def _bytes(node: fx.Node) -> int:
+    value: torch.Tensor = node.meta["val"]
+    return value.numel() * value.element_size()

@@ -28,7 +28,7 @@ from torch.utils.data import DistributedSampler
 from shardweave.distributed import RuntimeMesh, collective, gather_from_ranks
 from shardweave.ir import ConstantsCheck, InputError, Layout, ParallelError, Reads, StepSpec, ValueSpec, axes_size
 from shardweave.ops import IndexChecks, Seeds, all_reduced
-from shardweave.passes import Step
+from shardweave.passes import Step, recompute_fusible
 from shardweave.runtime.call_checks import Batch, CallChecks, group_of_calls
 from shardweave.runtime.execute import Executor, boxed, refuse_transforms
 from shardweave.runtime.grad_accumulation import Boxed, MicroBatchRunner
@@ -214,8 +214,13 @@ class ParallelModule(nn.Module):
         self._flatten = flatten or _positional
         self._unflatten = unflatten or _one_or_all
         self._regions = RegionCompiler(inductor, self.mesh.device_type)
-        forward = self._bound(step.forward)
-        backward = None if step.backward is None else self._bound(step.backward)
+        pair = step.forward, step.backward
+        if self._regions.is_on and step.backward is not None:
+            pair = recompute_fusible(
+                step.forward, step.backward, len(self.spec.mutated_buffers) + len(self.spec.outputs)
+            )
+        forward, backward = (None if graph is None else self._bound(graph) for graph in pair)
+        assert forward is not None
         # 2. Copy the module tree, with sharded parameters.
         register_hook()
         specs = (*self.spec.parameters, *self.spec.buffers)
