@@ -28,6 +28,7 @@ from torch import Tensor, fx, nn
 from shardweave.compiler.capture import extend_backward
 from shardweave.compiler.capture_errors import refuse_open_sizes
 from shardweave.compiler.compiler import Compiler, check_world
+from shardweave.compiler.dynamo_workarounds import recurrent_layers
 from shardweave.cost_model import OLD_OPTION_NAMES, Cluster, Options
 from shardweave.distributed import RuntimeMesh, control, gather_from_ranks, run_on_each_rank
 from shardweave.ir import SEED, Axis, Captured, CaptureError, Mesh, ParallelError, digit_size
@@ -355,8 +356,9 @@ def shardweave(
         request = _Request.of(options or {}, mode)
         check_world(request.cluster)
         partition = _Partition(request, sources_of(gm, example_inputs))
-        with torch._functorch.config.patch(donated_buffer=False):  # retain_graph=True may run a backward again
-            finish = partial(_compile_whole, inductor=request.options.inductor)
+        finish = partial(_compile_whole, inductor=request.options.inductor)
+        # retain_graph=True may run a backward again
+        with torch._functorch.config.patch(donated_buffer=False), recurrent_layers():
             compiled: Callable[..., Any] = aot_autograd(fw_compiler=finish, partition_fn=partition)(gm, example_inputs)
             return compiled
     except ParallelError as error:

@@ -200,9 +200,6 @@ def _joint_graph(
         warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
         # Dynamo makes a size dynamic that differs from an earlier capture's; a step has the sizes of its inputs.
         stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True))
-        # Without oneDNN, recurrent layers are plain ops. Its one op needs a workspace that a generated graph lacks.
-        warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")
-        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         if any(parameter.is_meta for parameter in model.parameters()):
             model = _off_meta(model, fake)

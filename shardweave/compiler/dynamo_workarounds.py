@@ -18,9 +18,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
-
-from shardweave.ir import CaptureError
+from torch import Tensor, nn
+from torch._C import DispatchKey
+from torch._decomp import decompositions
 
 HINTS = {
     "layerdrop": "Which layers run is drawn anew in each step: set layerdrop to 0 in the model's config.",
@@ -28,6 +28,9 @@ HINTS = {
     "num_masked_span": "SpecAugment is drawn on the host: set apply_spec_augment=False in the model's config.",
     "autograd.grad(": "Use torch.func.grad, which is captured: torch.func.grad(f)(x) is the gradient of a number f(x).",
     ".backward(": "Call backward outside of the model; where a forward needs gradients, torch.func.grad is captured.",
+    "pack_padded_sequence(": "The number of rows of a packed sequence depends on the lengths. Give the layer the "
+    "padded batch, mask its outputs by the lengths, and take each row's last state from them by gather: a layer of one "
+    "direction computes the same. For the other direction, reverse each row by its length with gather, too.",
     "print(": "Take the print out (what a logger or warnings.warn says is left out by itself).",
 }
 """The way out for a source line that stops a capture, by a word in that line."""
@@ -39,10 +42,10 @@ def traceable(model: nn.Module) -> Iterator[None]:
 
     The model is restored afterwards.
     """
-    _refuse_lost_dropout(model)
     with (
         torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True),
         _builtins_known(),
+        recurrent_layers(),
         _without_checks(),
         _output_hooks(model),
         _no_input_gradients(model),
@@ -59,16 +62,78 @@ def _logging_functions() -> set[Callable[..., Any]]:
     return kept | {warnings.warn}
 
 
-def _refuse_lost_dropout(model: nn.Module) -> None:
-    """`CaptureError` for dropout between recurrent layers, which torch's decomposition of them leaves out."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.RNNBase) and module.training and module.dropout and module.num_layers > 1:
-            kind = type(module).__name__
-            raise CaptureError(
-                f"the dropout of {module.dropout} between the {module.num_layers} layers of {name or 'the model'} "
-                f"({kind}) would be lost by a capture: set its dropout to 0, or write it as {module.num_layers} {kind} "
-                "of one layer with nn.Dropout between them"
-            )
+@contextlib.contextmanager
+def recurrent_layers() -> Iterator[None]:
+    """While this runs, AOTAutograd traces a layer of an LSTM, GRU or RNN as one op over all steps, a cell as one step.
+
+    Torch's decomposition has ops of their own for each step, and loses the dropout between layers. It stays where an
+    LSTM has projections. Torch's cells are fused ops on CUDA.
+    """
+    helper: Callable[..., Any] = decompositions._rnn_helper
+    long: Callable[..., Any] = decompositions.one_layer_lstm
+
+    def layers(
+        x: Tensor, hidden: Any, params: Any, biases: bool, count: int, dropout: float, train: bool, both: bool,
+        batch_first: bool, layer: Callable[..., Any],
+    ) -> tuple[Tensor, list[Any]]:  # fmt: skip
+        """Torch's own helper, a layer at a time."""
+        finals: list[Any] = []
+        ways = 2 if both else 1
+        for first in range(0, ways * count, ways):
+            if first and train and dropout:
+                x = torch.dropout(x, dropout, True)
+            mine = hidden[first : first + ways], params[first : first + ways]
+            x, final = helper(x, *mine, biases, 1, 0.0, train, both, batch_first, layer)
+            finals += final
+        return x, finals
+
+    def one_layer(
+        x: Tensor, hidden: Tensor, params: Any, has_biases: bool, hidden_fn: str, reverse: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        states = steps(x, hidden.unsqueeze(0), params, has_biases, hidden_fn, reverse)
+        return states[0], states[0, 0 if reverse else -1]
+
+    def one_layer_lstm(
+        x: Tensor, hidden: Any, params: Any, has_biases: bool, reverse: bool = False
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        if len(params) in (3, 5):  # a projection is the last parameter
+            result: tuple[Tensor, tuple[Tensor, Tensor]] = long(x, hidden, params, has_biases, reverse)
+            return result
+        states = steps(x, torch.stack([*hidden]), params, has_biases, "lstm", reverse)
+        last = 0 if reverse else -1
+        return states[0], (states[0, last], states[1, last])
+
+    def steps(x: Tensor, initial: Tensor, params: Any, has_biases: bool, cell: str, reverse: bool) -> Tensor:
+        bias, state_bias = params[2:4] if has_biases else (None, None)
+        igates = nn.functional.linear(x, params[0], bias)
+        given = (None if value is None else value.to(igates.dtype) for value in (params[1], state_bias, initial))
+        states: Tensor = torch.ops.shardweave.recurrence(igates, *given, cell, reverse)
+        return states
+
+    def lstm_cell(x: Tensor, hidden: Any, *params: Any) -> tuple[Tensor, Tensor]:
+        states = steps(x[None], torch.stack([*hidden]), [*params, None, None], True, "lstm", False)
+        return states[0, 0], states[1, 0]
+
+    def gru_cell(x: Tensor, hidden: Tensor, *params: Any) -> Tensor:
+        return steps(x[None], hidden[None], [*params, None, None], True, "gru", False)[0, 0]
+
+    patched = mock.patch.multiple(
+        decompositions,
+        _rnn_helper=layers,
+        one_layer_rnn=one_layer,
+        one_layer_lstm=one_layer_lstm,
+        select_one_layer_lstm_function=lambda *_: one_layer_lstm,  # oneDNN's needs a workspace that a graph lacks
+        rnn_cell=lambda nonlinearity: nonlinearity.__name__,
+        gru_cell="gru",
+    )
+    keys = DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched)
+        for op, form in ((torch.ops.aten.lstm_cell.default, lstm_cell), (torch.ops.aten.gru_cell.default, gru_cell)):
+            op._dispatch_cache.clear()
+            stack.callback(op._dispatch_cache.clear)
+            stack.enter_context(mock.patch.dict(op.py_kernels, dict.fromkeys(keys, form)))
+        yield
 
 
 @contextlib.contextmanager

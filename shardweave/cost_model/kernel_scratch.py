@@ -147,7 +147,7 @@ def _convolution(node: fx.Node) -> int:
 
 
 def _input_gradient(node: fx.Node) -> int:
-    """The same for the gradient, and a contiguous input whose shape alone is needed (`ops.convolution_and_moe`)."""
+    """The same for the gradient, and a contiguous input whose shape alone is needed (`ops.layer_ops`)."""
     gradient, weight, result = _value(node, "grad"), _value(node, "weight"), node.meta["val"]
     plain = tensor_bytes(result)
     if _is_pointwise(weight):
@@ -195,13 +195,19 @@ def _padded_channels(channels: int) -> int:
 
 
 def _expert_mm(node: fx.Node) -> int:
-    """ops/convolution_and_moe.py: the rows in their experts' order, and one expert's product, if all have as many."""
+    """ops/layer_ops.py: the rows in their experts' order, and one expert's product, if all have as many."""
     experts = int(_value(node, "weight").shape[0])
     return tensor_bytes(_value(node, "x")) + tensor_bytes(node.meta["val"]) // max(1, experts)
 
 
 def _expert_outer(node: fx.Node) -> int:
     return tensor_bytes(_value(node, "x")) + tensor_bytes(_value(node, "grad"))
+
+
+def _recurrence_backward(node: fx.Node) -> int:
+    """ops/layer_ops.py: the gates of the hidden states, and the hidden states before each step."""
+    states = _value(node, "states")
+    return tensor_bytes(_value(node, "igates")) + tensor_bytes(states) // int(states.shape[0])
 
 
 def _quantize(node: fx.Node) -> int:
@@ -261,6 +267,7 @@ _ANY_DEVICE: dict[str, Callable[[fx.Node], int]] = {
     "sum_dequantized": _sum_dequantized,
     "ordered_bits": _ordered_bits,
     "from_ordered_bits": _from_ordered_bits,
+    "recurrence_backward": _recurrence_backward,
 }
 _CPU: dict[str, Callable[[fx.Node], int]] = {
     **_ANY_DEVICE,

@@ -123,6 +123,11 @@ def _expert_outer(call: _Call) -> Product:
     return Product(m, n, max(1, rows // (call.value("experts", 1) * call.value("spread", 1))))
 
 
+def _recurrence(call: _Call) -> Product:
+    """The product of a step."""
+    return Product(call.shape("igates")[1], *call.shape("weight"))
+
+
 _PRODUCT_READERS: dict[str, Callable[[_Call], Product | None]] = {  # by name: this room does not import ops
     "aten::mm": _matrices,
     "aten::bmm": _matrices,
@@ -135,6 +140,8 @@ _PRODUCT_READERS: dict[str, Callable[[_Call], Product | None]] = {  # by name: t
     "shardweave::conv_weight_grad": partial(_filters, weight="", image="input", output="grad"),
     "shardweave::expert_mm": _expert_mm,
     "shardweave::expert_outer": _expert_outer,
+    "shardweave::recurrence": _recurrence,
+    "shardweave::recurrence_backward": _recurrence,
 }
 
 

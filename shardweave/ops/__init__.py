@@ -1,9 +1,9 @@
 """Custom operators (``torch.ops.shardweave.*``) that generated graphs call: quantized blocks, padding, gradients of
-convolutions, mixtures of experts, random numbers that do not depend on the layout, checked indices, slices of a time
-axis. Importing this package registers them. May import `ir`.
+convolutions, mixtures of experts, recurrent layers, random numbers that do not depend on the layout, checked indices,
+slices of a time axis. Importing this package registers them. May import `ir`.
 """
 
-from shardweave.ops import convolution_and_moe  # noqa: F401  (registers the ops)
+from shardweave.ops import layer_ops  # noqa: F401  (registers the ops)
 from shardweave.ops.communication_encodings import all_reduced
 from shardweave.ops.local_shards import IndexChecks, IndexRange, coordinate, is_coordinate, joined, total, unpad
 from shardweave.ops.seeded_random import Seeds, hash_seeds, seeded

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-_LIBRARY: Any = torch.library.Library("shardweave", "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY: Any = torch.library.Library("shardweave", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Register an operator with its kernel for all devices, and the function that computes its fake results."""
     name = schema.partition("(")[0]
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardweave::{name}", fake, lib=_LIBRARY)
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardweave::{name}", fake, lib=LIBRARY)

@@ -315,13 +315,15 @@ def _roles(parameter: fx.Node, gradient: fx.Node | None, classes: Classes, batch
     roles: dict[fx.Node, Role] = {}
 
     def add(node: fx.Node, dims: Sequence[Sequence[str]], meaning: Labels) -> None:
-        rule = info(node).rule
-        assert rule is not None
+        rule, own = info(node).rule, find_rule(node)
+        assert rule is not None and own is not None
         atoms = {atom: factor for names, atoms in zip(dims, meaning) for factor, atom in zip(names, atoms)}
         rows = tuple(
             factor.name
             for factor in rule.factors
-            if factor.name not in atoms.values() and classes.of[node, factor.name] in batches
+            if factor.name not in atoms.values()
+            and classes.of[node, factor.name] in batches
+            and not (factor.blocked and own.decompose is None)
         )
         roles.setdefault(node, Role(node, tuple(atoms.items()), rows))
 

@@ -166,6 +166,26 @@ def test_whatever_autograd_does(pool: WorkerPool) -> None:
         torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-9)
 
 
+def recur(compiled: bool, fullgraph: bool = False) -> list[Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: nn.Module = nn.LSTM(4, 4, 2).double()
+    with torch._dynamo.config.patch(allow_rnn=fullgraph):
+        step = torch.compile(model, backend="shardweave", fullgraph=fullgraph) if compiled else model
+        x = torch.randn(3, 8, 4).double()
+        steps, (_, cells) = step(x)
+        (steps.square().mean() + cells.sum()).backward()
+    return [steps.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def test_recurrent_layers(pool: WorkerPool) -> None:
+    """Where Dynamo traces them, which is not its default, they are sharded."""
+    (alone,) = pool.run(recur, False, nprocs=1)
+    for fullgraph in (False, True):
+        for found in pool.run(recur, True, fullgraph, nprocs=2):
+            assert all(torch.allclose(*pair, rtol=1e-9) for pair in zip(found, alone, strict=True))
+
+
 def test_it_is_found_by_name() -> None:
     assert "shardweave" in torch._dynamo.list_backends()
 

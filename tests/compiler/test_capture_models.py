@@ -272,14 +272,30 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_are_captured_but_not_the_dropout_that_would_be_lost(kind: Any) -> None:
-    x = torch.randn(2, 3, 4)
+def test_a_recurrent_layer_is_captured_as_one_op_over_all_steps(kind: Any) -> None:
+    x = torch.randn(2, 30, 4)
     model = Recurrent(kind(4, 4, 2, batch_first=True, bidirectional=kind is nn.GRU))
     assert_computes(capture(model, x), model, (x,), {})
     model = Recurrent(kind(4, 4, 2, dropout=0.5))
-    with pytest.raises(CaptureError, match=r"the dropout of 0\.5 between the 2 layers of cell .* would be lost"):
-        capture(model, x)
-    assert capture(model.eval(), x).gradients
+    graphs = [capture(model, x).graph.graph, capture(model.eval(), x).graph.graph]
+    assert all(len(graph.nodes) < 150 for graph in graphs)
+    dropped = [any("dropout" in str(node.target) for node in graph.nodes) for graph in graphs]
+    assert dropped == [True, False]
+
+
+class PackedSteps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(self.cell(packed)[0], batch_first=True)[0].sum()
+
+
+def test_a_packed_sequence_is_refused_with_a_way_out() -> None:
+    with pytest.raises(CaptureError, match=r"\nThe number of rows .* the padded batch"):
+        capture(PackedSteps(), (torch.randn(2, 3, 4), torch.tensor([3, 2])))
 
 
 def test_what_a_model_raises_is_what_a_user_reads() -> None:

@@ -62,11 +62,33 @@ class Empty(nn.Module):
         return loss + self.table(torch.empty(0, dtype=torch.long)).sum(), self.narrow(x), self.prompt
 
 
+class Recurrent(nn.Module):
+    """Recurrent layers of all kinds, with initial states and without, and a cell in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, 2, batch_first=True, bidirectional=True)
+        self.gru, self.rnn = nn.GRU(8, 8, bias=False), nn.RNN(8, 8, nonlinearity="relu", bidirectional=True)
+        self.projected, self.cell = nn.LSTM(16, 8, proj_size=4), nn.LSTMCell(4, 8)
+        self.gru_cell, self.head = nn.GRUCell(4, 8, bias=False), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps, (hidden, cells) = self.lstm(x.view(-1, 2, 4))
+        steps, last = self.gru(steps.transpose(0, 1), hidden[:2].transpose(0, 1).reshape(1, -1, 8) + x)
+        steps, _ = self.projected(self.rnn(steps)[0])
+        state = last[0], x
+        for step in steps:
+            state = self.cell(step, state)
+        rows_as_steps, _ = self.rnn(x[:, None])
+        state = self.gru_cell(steps[0], state[0]), state[1]
+        return self.head(state[0]).pow(2).mean() + (cells[-1] * steps[0]).mean() + rows_as_steps.square().mean()
+
+
 def rows(generator: torch.Generator, size: int = 8) -> dict[str, Tensor]:
     return {"x": torch.randn(size, 8, generator=generator)}
 
 
-MODELS = {model.__name__: model for model in (Coupling, Constants, Empty)}
+MODELS = {model.__name__: model for model in (Coupling, Constants, Empty, Recurrent)}
 
 
 def two_steps(model: nn.Module) -> Any:
@@ -86,7 +108,8 @@ def two_steps(model: nn.Module) -> Any:
 @pytest.mark.parametrize("name", list(MODELS))
 def test_an_ordinary_model_trains_as_on_one_device(name: str, pool: WorkerPool) -> None:
     case = Case(name, MODELS[name], rows)
-    ways = [Way("planner"), Way("zdp", {"*": "zdp"})]
+    planned = Way("tensor", {"*": "tensor:4"}) if name == "Recurrent" else Way("planner")
+    ways = [planned, Way("zdp", {"*": "zdp"})]
     steps = compile_ways(case.model(DTYPE), case, DTYPE, 4, ways)
     run = partial(same_in_both_worlds, two_steps, steps, [way.name for way in ways], case)
     assert pool.run(run, nprocs=4) == [[]] * 4
@@ -244,7 +267,7 @@ class Unruled(nn.Module):
         super().__init__()
         self.bag, self.recurrent = nn.EmbeddingBag(32, 8), nn.LSTM(8, 8, batch_first=True)
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
-        self.head = nn.Linear(8, 8)
+        self.gru_cell, self.head = nn.GRUCell(4, 8, bias=False), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         bags = self.bag((x.abs() * 10).long().clamp(max=31))

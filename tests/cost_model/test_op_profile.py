@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardweave as sw
-import shardweave.ops.convolution_and_moe  # noqa: F401  (registers the ops)
+import shardweave.ops.layer_ops  # noqa: F401  (registers the ops)
 from shardweave.cost_model import Cluster, Measured, OpTable, OpTime, Work, device_profile, node_seconds, node_work
 from shardweave.cost_model.device_profile import profile_ops, profiled_ops
 from shardweave.ir import Assignment

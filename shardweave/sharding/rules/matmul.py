@@ -37,7 +37,9 @@ from shardweave.sharding.rules.registry import (
     argument,
     argument_names,
     bind,
+    bind_pattern,
     call_with,
+    family,
     ordered_args,
     parse,
     register_decomposition,
@@ -164,6 +166,21 @@ rule(
     lower=lower_expert_mm,
 )
 rule(torch.ops.shardweave.expert_outer.default, "s k, s n, s -> e k n", owned={"e": (0, 1)}, lower=lower_expert_outer)
+
+rule(torch.ops.shardweave.recurrence.default, "[s] b [g], [g] [h], [g], [k] b [h] -> [k] [s] b [h]")
+_RECURRENCE_BACKWARD = "[k] [s] b [h], [s] b [g], [g] [h], [g], [k] b [h], [k] [s] b [h] -> [s] b [g], [k] b [h]"
+
+
+def bind_recurrence_backward(node: fx.Node) -> BoundRule:
+    """The gradients of both kinds of gates, where there are two."""
+    return bind_pattern(node, _RECURRENCE_BACKWARD + ", [s] b [g]" * (len(node.meta["val"]) - 2))
+
+
+family(
+    [torch.ops.shardweave.recurrence_backward.default],
+    bind_recurrence_backward,
+    "the gradients of igates and initial, for a GRU of both kinds of gates, in the same loops; blocked: all but `b`",
+)
 
 
 ATTENTION_FORWARD = [

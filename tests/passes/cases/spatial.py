@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 
-import shardweave.ops.convolution_and_moe  # noqa: F401
+import shardweave.ops.layer_ops  # noqa: F401
 from tests.passes.cases.draw import Call, Draw, case
 
 aten = torch.ops.aten

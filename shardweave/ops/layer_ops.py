@@ -1,0 +1,346 @@
+"""Ops of whole layers, each with its own rule: the gradients of convolutions, the matmuls of a mixture of experts, and
+the steps of recurrent layers.
+
+``aten.convolution_backward`` computes both gradients, and takes the input and the weight for both. Here each gradient
+is an op of its own that takes what it depends on, and the shape of its result, so that each can be sharded by itself.
+
+A mixture of experts sorts its tokens by expert, multiplies group by group, and sorts back. The ops here do all three,
+so that everything outside of them keeps the order of the tokens, and each has a rule of one line.
+
+A recurrent layer that is written out has a dozen ops for each step of its sequence. Here all steps are one op. What
+does not depend on the step before, the product of the sequence and the weight, stays outside of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from shardweave.ops.library import LIBRARY, register
+
+aten = torch.ops.aten
+_OPTIONS = (
+    "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups"
+)
+_TRANSPOSED = 3
+"""The index of `transposed` among the options."""
+
+
+def _gradient(index: int) -> Callable[..., Tensor]:
+    """The gradient of a convolution's input (index 0) or weight (index 1), of which only the size is needed."""
+
+    def gradient(grad: Tensor, other: Tensor, size: Sequence[int], *options: Any) -> Tensor:
+        operands = [other, other]
+        operands[index] = grad.new_empty(1).expand(size)
+        mask = [index == 0, index == 1, False]
+        result: Tensor = aten.convolution_backward.default(grad, *operands, None, *options, mask)[index]
+        return result
+
+    return gradient
+
+
+for _index, _schema in enumerate(
+    (
+        f"conv_input_grad(Tensor grad, Tensor weight, SymInt[] input_size, {_OPTIONS}) -> Tensor",
+        f"conv_weight_grad(Tensor grad, Tensor input, SymInt[] weight_size, {_OPTIONS}) -> Tensor",
+    )
+):
+    register(_schema, _gradient(_index), _gradient(_index))
+
+
+def _flops(grad: Sequence[int], kernel: Sequence[int], applied: Sequence[int]) -> int:
+    """Two FLOPs for each weight of the kernel, each sample, and each position that the kernel is applied at."""
+    return 2 * grad[0] * math.prod(kernel) * math.prod(applied[2:])
+
+
+@register_flop_formula(torch.ops.shardweave.conv_input_grad)
+def _input_grad_flops(
+    grad: Sequence[int], weight: Sequence[int], input_size: Sequence[int], *options: Any, **_: object
+) -> int:
+    return _flops(grad, weight, input_size if options[_TRANSPOSED] else grad)
+
+
+@register_flop_formula(torch.ops.shardweave.conv_weight_grad)
+def _weight_grad_flops(
+    grad: Sequence[int], input: Sequence[int], weight_size: Sequence[int], *options: Any, **_: object
+) -> int:
+    return _flops(grad, weight_size, input if options[_TRANSPOSED] else grad)
+
+
+@torch.library.custom_op("shardweave::expert_mm", mutates_args=())
+def expert_mm(x: Tensor, weight: Tensor, expert: Tensor, spread: int = 1) -> Tensor:
+    """Each row of `x` times the weight of its expert: ``y[s] = x[s] @ weight[expert[s]]``.
+
+    Parameters
+    ----------
+    x : Tensor
+        Of shape (rows, k).
+    weight : Tensor
+        Of shape (experts, k, n).
+    expert : Tensor
+        Of shape (rows,): the expert of each row; a row whose expert is not in ``[0, experts)`` gives zeros and is not
+        computed.
+    spread : int
+        The number of devices that the experts are sharded over: a rank computes about one in `spread` rows. Only the
+        cost model uses it; it changes no result.
+
+    Examples
+    --------
+    >>> weight = torch.stack([torch.eye(2), 2 * torch.eye(2)])
+    >>> expert_mm(torch.ones(3, 2), weight, torch.tensor([1, 5, 0])).tolist()
+    [[2.0, 2.0], [0.0, 0.0], [1.0, 1.0]]
+    """
+    order, ends = _groups(expert, weight.shape[0])
+    sorted_x = x[order]
+    result = x.new_zeros(x.shape[0], weight.shape[2])
+    for index, (start, end) in enumerate(ends):
+        if end > start:
+            result[order[start:end]] = sorted_x[start:end] @ weight[index]
+    return result
+
+
+@expert_mm.register_fake
+def _(x: Tensor, weight: Tensor, expert: Tensor, spread: int = 1) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("shardweave::expert_outer", mutates_args=())
+def expert_outer(x: Tensor, grad: Tensor, expert: Tensor, experts: int, spread: int = 1) -> Tensor:
+    """The gradient of the weights of `expert_mm`: for each expert, the sum of ``outer(x[s], grad[s])`` over its rows.
+
+    Parameters
+    ----------
+    x, grad : Tensor
+        Of shapes (rows, k) and (rows, n).
+    expert : Tensor
+        Of shape (rows,); rows of other experts than ``[0, experts)`` are left out.
+
+    Returns
+    -------
+    Tensor
+        Of shape (experts, k, n).
+    """
+    order, ends = _groups(expert, experts)
+    sorted_x, sorted_grad = x[order], grad[order]
+    result = x.new_zeros(experts, x.shape[1], grad.shape[1])
+    for index, (start, end) in enumerate(ends):
+        if end > start:
+            torch.mm(sorted_x[start:end].t(), sorted_grad[start:end], out=result[index])
+    return result
+
+
+@expert_outer.register_fake
+def _(x: Tensor, grad: Tensor, expert: Tensor, experts: int, spread: int = 1) -> Tensor:
+    return x.new_empty(experts, x.shape[1], grad.shape[1])
+
+
+def _groups(expert: Tensor, experts: int) -> tuple[Tensor, list[tuple[int, int]]]:
+    """The stable order of the rows by expert, and the start and end of each expert's rows in it."""
+    group = torch.where((expert < 0) | (expert >= experts), experts, expert)
+    order = torch.argsort(group, stable=True)
+    ends = torch.bincount(group, minlength=experts + 1).cumsum(0)[:experts].tolist()
+    return order, list(zip([0, *ends], ends))
+
+
+@register_flop_formula(torch.ops.shardweave.expert_mm)
+def _expert_mm_flops(x: Any, weight: Any, expert: Any, spread: int = 1, **_: Any) -> int:
+    return int(2 * x[0] * x[1] * weight[2] // spread)
+
+
+@register_flop_formula(torch.ops.shardweave.expert_outer)
+def _expert_outer_flops(x: Any, grad: Any, expert: Any, experts: int, spread: int = 1, **_: Any) -> int:
+    return int(2 * x[0] * x[1] * grad[1] // spread)
+
+
+# -- recurrent layers
+
+Steps = tuple[Tensor, ...]
+
+
+def _tanh(igates: Tensor, hgates: Tensor, *_: Tensor) -> Steps:
+    return (torch.tanh(igates + hgates),)
+
+
+def _relu(igates: Tensor, hgates: Tensor, *_: Tensor) -> Steps:
+    return (torch.relu(igates + hgates),)
+
+
+def _gru(igates: Tensor, hgates: Tensor, hidden: Tensor) -> Steps:
+    reset, update, new = _gru_gates(igates, hgates)
+    return ((hidden - new) * update + new,)
+
+
+def _gru_gates(igates: Tensor, hgates: Tensor) -> Steps:
+    inputs, states = igates.chunk(3, -1), hgates.chunk(3, -1)
+    reset, update = (inputs[0] + states[0]).sigmoid(), (inputs[1] + states[1]).sigmoid()
+    return reset, update, (inputs[2] + states[2] * reset).tanh()
+
+
+def _lstm(igates: Tensor, hgates: Tensor, hidden: Tensor, cell: Tensor) -> Steps:
+    entered, forget, new, shown = _lstm_gates(igates, hgates)
+    cell = forget * cell + entered * new
+    return shown * cell.tanh(), cell
+
+
+def _lstm_gates(igates: Tensor, hgates: Tensor) -> Steps:
+    entered, forget, new, shown = (igates + hgates).chunk(4, -1)
+    return entered.sigmoid(), forget.sigmoid(), new.tanh(), shown.sigmoid()
+
+
+def _sigmoid_grad(grad: Tensor, value: Tensor) -> Tensor:
+    return grad * value * (1 - value)
+
+
+def _tanh_grad(grad: Tensor, value: Tensor) -> Tensor:
+    return grad * (1 - value * value)
+
+
+# The gradients of a step: of its igates, its hgates, and what of those of its states does not come through the hgates.
+# `after` and `before` are the states after and before it; `grads` are the gradients of those after it.
+
+
+def _tanh_backward(igates: Tensor, hgates: Tensor, after: Steps, before: Steps, grads: Steps) -> tuple[Steps, Steps]:
+    grad = _tanh_grad(grads[0], after[0])
+    return (grad, grad), (torch.zeros_like(grads[0]),)
+
+
+def _relu_backward(igates: Tensor, hgates: Tensor, after: Steps, before: Steps, grads: Steps) -> tuple[Steps, Steps]:
+    grad = grads[0] * (after[0] > 0)
+    return (grad, grad), (torch.zeros_like(grads[0]),)
+
+
+def _gru_backward(igates: Tensor, hgates: Tensor, after: Steps, before: Steps, grads: Steps) -> tuple[Steps, Steps]:
+    reset, update, new = _gru_gates(igates, hgates)
+    grad_new = _tanh_grad(grads[0] * (1 - update), new)
+    grad_update = _sigmoid_grad(grads[0] * (before[0] - new), update)
+    grad_reset = _sigmoid_grad(grad_new * hgates.chunk(3, -1)[2], reset)
+    inputs = torch.cat([grad_reset, grad_update, grad_new], -1)
+    return (inputs, torch.cat([grad_reset, grad_update, grad_new * reset], -1)), (grads[0] * update,)
+
+
+def _lstm_backward(igates: Tensor, hgates: Tensor, after: Steps, before: Steps, grads: Steps) -> tuple[Steps, Steps]:
+    entered, forget, new, shown = _lstm_gates(igates, hgates)
+    seen = after[1].tanh()
+    cell = grads[1] + _tanh_grad(grads[0] * shown, seen)
+    parts = [
+        _sigmoid_grad(cell * new, entered),
+        _sigmoid_grad(cell * before[1], forget),
+        _tanh_grad(cell * entered, new),
+        _sigmoid_grad(grads[0] * seen, shown),
+    ]
+    grad = torch.cat(parts, -1)
+    return (grad, grad), (torch.zeros_like(grads[0]), cell * forget)
+
+
+_CELLS: dict[str, tuple[Callable[..., Steps], Callable[..., tuple[Steps, Steps]]]] = {
+    "tanh": (_tanh, _tanh_backward),
+    "relu": (_relu, _relu_backward),
+    "gru": (_gru, _gru_backward),
+    "lstm": (_lstm, _lstm_backward),
+}
+
+
+def _order(steps: int, reverse: bool) -> list[int]:
+    return list(range(steps))[:: -1 if reverse else 1]
+
+
+def _recurrence(
+    igates: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor, cell: str, reverse: bool
+) -> Tensor:
+    """The states of a recurrent layer after each step.
+
+    `igates` (steps, rows, gates) are the products of the inputs, `weight` (gates, hidden) and `bias` make those of the
+    hidden state. `initial` (states, rows, hidden) has the hidden state before the first step, of an LSTM also the cell.
+    The result is of shape (states, steps, rows, hidden).
+    """
+    states = igates.new_empty(initial.shape[0], igates.shape[0], *initial.shape[1:])
+    before = initial.unbind()
+    for step in _order(igates.shape[0], reverse):
+        hgates = torch.nn.functional.linear(before[0], weight, bias)
+        before = _CELLS[cell][0](igates[step], hgates, *before)
+        for index, state in enumerate(before):
+            states[index, step] = state
+    return states
+
+
+def _recurrence_backward(
+    grad: Tensor,
+    igates: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial: Tensor,
+    states: Tensor,
+    cell: str,
+    reverse: bool,
+) -> list[Tensor]:
+    """The gradients of `igates` and `initial`, and for a GRU of the hidden states' gates, which are else the first."""
+    order = _order(igates.shape[0], reverse)
+    hgates = torch.nn.functional.linear(before_steps(states[:1], initial[:1], reverse)[0], weight, bias)
+    found = torch.empty_like(igates), torch.empty_like(igates) if cell == "gru" else None
+    coming = tuple(torch.zeros_like(state) for state in initial)
+    for index in reversed(range(len(order))):
+        step = order[index]
+        before = states[:, order[index - 1]] if index else initial
+        grads = tuple(late + mine for late, mine in zip(coming, grad[:, step]))
+        (inputs, hidden), direct = _CELLS[cell][1](igates[step], hgates[step], states[:, step], before, grads)
+        coming = (direct[0] + hidden @ weight, *direct[1:])
+        for result, value in zip(found, (inputs, hidden)):
+            if result is not None:
+                result[step] = value
+    return [found[0], torch.stack(coming), *(result for result in found[1:] if result is not None)]
+
+
+def before_steps(states: Tensor, initial: Tensor, reverse: bool) -> Tensor:
+    """The states before each step, from those after each step."""
+    parts = [states[:, 1:], initial.unsqueeze(1)] if reverse else [initial.unsqueeze(1), states[:, :-1]]
+    return torch.cat(parts, 1)
+
+
+_ARGUMENTS = "Tensor igates, Tensor weight, Tensor? bias, Tensor initial"
+register(
+    f"recurrence({_ARGUMENTS}, str cell, bool reverse) -> Tensor",
+    _recurrence,
+    lambda igates, weight, bias, initial, *_: igates.new_empty(
+        initial.shape[0], igates.shape[0], *initial.shape[1:]
+    ),
+)
+register(
+    f"recurrence_backward(Tensor grad, {_ARGUMENTS}, Tensor states, str cell, bool reverse) -> Tensor[]",
+    _recurrence_backward,
+    lambda grad, igates, weight, bias, initial, states, cell, reverse: [
+        torch.empty_like(igates), torch.empty_like(initial), *([torch.empty_like(igates)] if cell == "gru" else [])
+    ],
+)  # fmt: skip
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    igates, weight, bias, initial, *ctx.options = inputs
+    ctx.save_for_backward(igates, weight, bias, initial, output)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    igates, weight, bias, initial, states = ctx.saved_tensors
+    op = torch.ops.shardweave.recurrence_backward.default
+    inputs, first, *others = op(grad, igates, weight, bias, initial, states, *ctx.options)
+    gates = (others[0] if others else inputs).flatten(0, 1)
+    before = before_steps(states[:1], initial[:1], ctx.options[-1])[0].flatten(0, 1)
+    return inputs, gates.t() @ before, None if bias is None else gates.sum(0), first, None, None
+
+
+torch.library.register_autograd("shardweave::recurrence", _gradients, setup_context=_save_for_backward, lib=LIBRARY)
+
+
+@register_flop_formula(torch.ops.shardweave.recurrence)
+def _recurrence_flops(igates: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return int(2 * math.prod(igates) * weight[1])
+
+
+@register_flop_formula(torch.ops.shardweave.recurrence_backward)
+def _recurrence_backward_flops(grad: Any, igates: Any, weight: Any, *_: Any, **__: Any) -> int:
+    """The gates of the hidden states again, and the gradients of these states."""
+    return int(4 * math.prod(igates) * weight[1])
