@@ -210,12 +210,21 @@ def find_ops(captured: Captured, classes: Classes) -> list[Op]:
     """The ops of a captured and annotated step, in the order of their first forward node.
 
     A product of two parameters is the op of the first. The second becomes a companion of an op, as biases do, unless it
-    has another product of its own.
+    has another product of its own. In a model that contracts no parameter, the ops that read one with an input count.
     """
+    return _find_ops(captured, classes) or _find_ops(captured, classes, contracted_only=False)
+
+
+def _find_ops(captured: Captured, classes: Classes, contracted_only: bool = True) -> list[Op]:
     graph = captured.graph.graph
     position = {node: index for index, node in enumerate(graph.nodes)}
     batches, _ = batch_classes(captured, classes)
     gradients = _gradient_nodes(captured)
+    from_inputs: set[fx.Node] = set()
+    for node in graph.nodes:
+        given = node.op == "placeholder" and (node.name in captured.inputs or node.name in captured.tangents)
+        if given or any(source in from_inputs for source in node.all_input_nodes):
+            from_inputs.add(node)
     placeholders = {
         name: graph_node for graph_node in graph.nodes if (name := captured.parameters.get(graph_node.name))
     }
@@ -224,7 +233,8 @@ def find_ops(captured: Captured, classes: Classes) -> list[Op]:
     taken: set[fx.Node] = set()
     for name, node in placeholders.items():
         # 1. Find the nodes that contract the parameter or compute its gradient.
-        roles = [role for role in _roles(node, gradients.get(name), classes, batches) if role.node not in taken]
+        roles = _roles(node, gradients.get(name), classes, batches, from_inputs, contracted_only)
+        roles = [role for role in roles if role.node not in taken]
         uses = [position[user] for user in users_through_views(node)]
         first_use[name] = min(uses, default=len(position))
         contracting = [role for role in roles if not info(role.node).backward]
@@ -307,8 +317,19 @@ def _gradient_nodes(captured: Captured) -> dict[str, fx.Node]:
 Labels = list[list[Atom]]
 
 
-def _roles(parameter: fx.Node, gradient: fx.Node | None, classes: Classes, batches: frozenset[int]) -> list[Role]:
-    """The nodes that contract the parameter or compute its gradient, and which of their factors are its atoms."""
+def _roles(
+    parameter: fx.Node,
+    gradient: fx.Node | None,
+    classes: Classes,
+    batches: frozenset[int],
+    from_inputs: set[fx.Node],
+    contracted_only: bool,
+) -> list[Role]:
+    """The nodes that contract the parameter or compute its gradient, and which of their factors are its atoms.
+
+    The parameter may also be contracted after elementwise ops (a mask, fake quantization). Unless `contracted_only`,
+    nodes that read it together with the batch count as well.
+    """
     bound = info(parameter).rule
     assert bound is not None
     labels: Labels = [[(dim, index) for index in range(len(names))] for dim, names in enumerate(bound.outputs[0])]
@@ -327,7 +348,9 @@ def _roles(parameter: fx.Node, gradient: fx.Node | None, classes: Classes, batch
         )
         roles.setdefault(node, Role(node, tuple(atoms.items()), rows))
 
-    # 1. Forward from the parameter, through views, to the ops that contract it.
+    passed = {parameter}
+
+    # 1. Forward from the parameter, through views and elementwise ops, to the ops that contract it.
     def forward(value: fx.Node, meaning: Labels) -> None:
         for user in value.users:
             rule = info(user).rule
@@ -342,8 +365,13 @@ def _roles(parameter: fx.Node, gradient: fx.Node | None, classes: Classes, batch
                 inside = {name for names in dims for name in names}
                 outside = {name for output in rule.outputs for names in output for name in names}
                 contracts = any(name not in outside for name in inside)
-                if argument is value and contracts and list(map(len, dims)) == list(map(len, meaning)):
+                if argument is not value or list(map(len, dims)) != list(map(len, meaning)):
+                    continue
+                if contracts or (not contracted_only and user in from_inputs):
                     add(user, dims, meaning)
+                elif dims == rule.outputs[0] and user not in from_inputs and user not in passed:
+                    passed.add(user)
+                    forward(user, meaning)
 
     # 2. Back from the gradient, through views and sums, to the ops that compute it.
     def back(value: fx.Node, meaning: Labels) -> None:

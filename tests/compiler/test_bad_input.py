@@ -123,8 +123,16 @@ def test_an_op_without_a_rule() -> None:
 
 
 def test_a_model_with_nothing_to_spread() -> None:
-    error = caught(sw.plan, nn.LayerNorm(8), sw.Cluster.local(2), torch.zeros(4, 8))
-    assert_told(error, "LayerNorm", "no matrix product")
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.scale.exp(), x.sin()
+
+    error = caught(sw.plan, Apart(), sw.Cluster.local(2), torch.zeros(4, 8))
+    assert_told(error, "Apart", "no op that reads a parameter")
 
 
 @pytest.mark.parametrize("force", [{}, {"*": "dp"}])

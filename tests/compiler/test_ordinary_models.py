@@ -84,11 +84,37 @@ class Recurrent(nn.Module):
         return self.head(state[0]).pow(2).mean() + (cells[-1] * steps[0]).mean() + rows_as_steps.square().mean()
 
 
+class Computed(nn.Module):
+    """Weights that are computed from parameters: masked as by pruning, and standardised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("mask", torch.ones(16, 8).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.down.weight
+        weight = (weight - weight.mean(1, keepdim=True)) / weight.std(1, keepdim=True)
+        x = F.linear(x, self.up.weight * self.mask, self.up.bias).relu()  # type: ignore[operator]
+        return F.linear(x, weight.clamp(-2, 2), self.down.bias).pow(2).mean()
+
+
+class Elementwise(nn.Module):
+    """Parameters of which none is contracted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.norm = nn.Parameter(torch.ones(8)), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x * self.scale).sin().pow(2).mean()
+
+
 def rows(generator: torch.Generator, size: int = 8) -> dict[str, Tensor]:
     return {"x": torch.randn(size, 8, generator=generator)}
 
 
-MODELS = {model.__name__: model for model in (Coupling, Constants, Empty, Recurrent)}
+MODELS = {model.__name__: model for model in (Coupling, Constants, Empty, Recurrent, Computed, Elementwise)}
 
 
 def two_steps(model: nn.Module) -> Any:

@@ -191,7 +191,9 @@ class SettingPlanner:
             counts: dict[LayerRun, int] = {run: min(left, len(run.layers)) for run in runs}
             fold, annotated = self.steps.folded(counts)
             if not annotated.ops:
-                raise PlanError(f"{self.model} has no matrix product with a parameter: there is nothing to spread")
+                raise PlanError(
+                    f"{self.model} has no op that reads a parameter together with the batch: there is nothing to spread"
+                )
             self.progress("price")
             captured = self.steps.captured
             builder = ProblemBuilder(Space(annotated, self.cluster, options), gradient_bytes(captured))
