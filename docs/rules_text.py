@@ -85,6 +85,9 @@ Ops that models use, with what to write instead:
 
 {refused}
 
+Complex numbers are sharded as real ones are, parameters included, and sent as pairs of real numbers. A conjugate is
+computed where it is made. A Fourier transform (`torch.fft`, `stft`, `istft`) blocks the dimensions that it transforms.
+
 Sizes, branches and numbers that depend on the values of tensors (`.item()`, `nonzero`, `x[mask]`, `unique`) are refused
 earlier, in capture: one graph has to serve every step.
 """
@@ -94,7 +97,6 @@ REFUSED: tuple[tuple[str, str, str], ...] = (
     ("_pdist_forward", "distances of all pairs of one list", "the same, and `torch.triu`"),
     ("_ctc_loss", "a recursion over time", "the loss outside of the model"),
     ("_embedding_bag", "bags of any length", "`embedding`, then a sum over the bag's dimension"),
-    ("_fft_r2c", "every output needs every input", "a product with the Fourier matrix, for short dimensions"),
     ("_linalg_svd", "factorisations, solves, determinants", "the computation outside of the model"),
     ("linalg_cross", "three numbers", "products of slices"),
     ("renorm", "norms of slices, compared", "`linalg.vector_norm` and `torch.where`"),

@@ -258,7 +258,8 @@ def _flops(node: fx.Node, value: object) -> int:
     if count is None:
         return 0
     args, kwargs = fx.node.map_arg(op_arguments(node), lambda source: source.meta.get("val"))
-    return int(count(*args, **kwargs, out_val=value))
+    real_products = 4 if any(tensor.is_complex() for tensor in tensors(value)) else 1
+    return real_products * int(count(*args, **kwargs, out_val=value))
 
 
 @cache
@@ -281,8 +282,8 @@ _VECTOR_PRODUCTS = {torch.ops.aten.mv: _vector_product, torch.ops.aten.dot: _vec
 def _dtype(node: fx.Node, outputs: list[torch.Tensor]) -> str:
     for source in node.all_input_nodes:
         for tensor in tensors(source.meta.get("val")):
-            if tensor.dtype.is_floating_point:
-                return str(tensor.dtype).removeprefix("torch.")
+            if tensor.is_floating_point() or tensor.is_complex():
+                return str(tensor.dtype.to_real()).removeprefix("torch.")
     return str(outputs[0].dtype).removeprefix("torch.") if outputs else "float32"
 
 

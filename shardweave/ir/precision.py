@@ -96,7 +96,8 @@ class Precision:
 
     def dtypes(self, master: torch.dtype) -> Dtypes:
         """The dtypes of a parameter that the model holds in `master`."""
-        return Dtypes(master, self.reduce_dtype or self.working(master))
+        reduced = self.reduce_dtype if master.is_floating_point else None  # complex numbers are not cast
+        return Dtypes(master, reduced or self.working(master))
 
     def to_dict(self) -> dict[str, Any]:
         """The dtypes by their names; `from_dict` is its inverse.

@@ -110,6 +110,12 @@ def _candidate(node: fx.Node) -> Collective | None:
     return collective
 
 
+def _is_complex(start: fx.Node) -> bool:
+    """Whether a start sends complex numbers, as pairs: a piece of a bucket with other sizes might not begin at a pair.
+    """
+    return start.all_input_nodes[0].target is aten.view_as_real.default
+
+
 def _buckets(
     graph: fx.Graph, prices: NodeCosts, side: Mapping[fx.Node, Side], is_flat: Callable[[Collective], bool]
 ) -> list[list[_Member]]:
@@ -131,7 +137,8 @@ def _buckets(
                 continue
             at = _first_use(node) if collective.cause == "parameter" else _last_operand(node)
             member = _Member(node, collective, start_seconds.get(at, 0.0), index, side[node])
-            same = collective.kind, collective.axes, collective.cause, node.meta["val"].dtype, str(node.args[1:])
+            kind = collective.kind, collective.axes, collective.cause
+            same = kind, node.meta["val"].dtype, _is_complex(node), str(node.args[1:])
             flat = is_flat(collective)
             layer = layer_of(collective.owner) if collective.cause == "parameter" and not flat else ""
             groups.setdefault((flat, (same, layer, side[node], depth[collective.cause][node])), []).append(member)

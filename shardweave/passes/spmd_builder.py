@@ -303,7 +303,7 @@ class LocalGraph:
             if step.kind in ("all_reduce", "reduce_scatter"):
                 reduced = node, step.after
         if shared:
-            if not node.meta["val"].dtype.is_floating_point:
+            if not (node.meta["val"].is_floating_point() or node.meta["val"].is_complex()):
                 raise needs_whole_batch(origin.op, have, shared[0][0])
             node = self.call(origin, aten.div.Scalar, node, axes_size(axis for axis, _ in shared))
         return node, reduced
@@ -325,8 +325,15 @@ class LocalGraph:
     def _collect(
         self, kind: Any, target: Any, node: fx.Node, step: RedistributionStep, origin: Origin, *args: Any
     ) -> fx.Node:
-        """Start a collective and wait for it. The pass `Schedule` moves the two apart later."""
+        """Start a collective and wait for it. The pass `Schedule` moves the two apart later.
+
+        Complex numbers are sent as pairs of real ones: backends have no complex dtypes.
+        """
         value = node.meta["val"]
+        if value.is_complex():
+            pairs = self.call(origin, aten.view_as_real.default, node)
+            pairs = self._collect(kind, target, pairs, step, origin, *args)
+            return self.call(origin, aten.view_as_complex.default, pairs)
         whole = value.numel() * value.element_size() * (axes_size(step.axes) if kind == "all_gather" else 1)
         collective = Collective(kind, step.axes, whole, origin.op, origin.reason, origin.cause)
         start = self.call(origin, target, node, *args, group_name(step.axes), collective=collective)

@@ -447,7 +447,7 @@ class ParallelModule(nn.Module):
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for part in parts:
             part.mul_(factor.to(part.dtype))
-        return total.to(parts[0].dtype)
+        return total.to(parts[0].dtype.to_real())
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, torch.Tensor]:

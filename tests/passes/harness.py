@@ -238,10 +238,10 @@ def run_sharded(
 def assert_equal(got: Tensor, expected: Tensor, what: str = "") -> None:
     """Equal to the rounding of the dtype, also where sums of parts cancel."""
     assert got.shape == expected.shape and got.dtype == expected.dtype, (what, got.shape, expected.shape)
-    if not expected.is_floating_point():
+    if not (expected.is_floating_point() or expected.is_complex()):
         assert torch.equal(got, expected), what
         return
-    tolerance = 1e-11 if expected.dtype == torch.float64 else 2e-5
+    tolerance = 1e-11 if expected.dtype in (torch.float64, torch.complex128) else 2e-5
     scale = max(1.0, float(expected.abs().nan_to_num(0, 0, 0).max())) if expected.numel() else 1.0
     torch.testing.assert_close(
         got, expected, rtol=tolerance, atol=tolerance * scale, equal_nan=True, msg=lambda text: f"{what}: {text}"

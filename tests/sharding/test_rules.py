@@ -77,7 +77,7 @@ def test_from_anywhere_to_anywhere(target: object, data: st.DataObject) -> None:
     expected = module(*values)
     mesh = data.draw(meshes())
     sources = {
-        node.name: random_layout(node, mesh, d.rng, partial=value.is_floating_point(), chance=0.7)
+        node.name: random_layout(node, mesh, d.rng, partial=value.is_floating_point() or value.is_complex(), chance=0.7)
         for node, value in zip(placeholders(module), values)
     }
     assignments = random_assignments(module, mesh, d.rng, share=data.draw(st.sampled_from([0.0, 0.5])))

@@ -260,7 +260,8 @@ class StepLowering:
 
     def _optimizer_bytes(self, compiled: Compiled, plan: Plan | None = None) -> float:
         """Bytes of optimizer states for each byte of a parameter."""
-        itemsize = max(getattr(torch, parameter.dtype).itemsize for parameter in compiled.step.spec.parameters)
+        dtypes = {getattr(torch, parameter.dtype).to_real() for parameter in compiled.step.spec.parameters}
+        itemsize = max(dtype.itemsize for dtype in dtypes)
         given = None if plan is None else plan.optimizer_bytes
         return (self.options.optimizer_bytes if given is None else given) / int(itemsize)
 

@@ -151,4 +151,4 @@ def _model_flops(layers: LayerProblem) -> float:
 def _dtype(annotated: Annotated) -> str:
     captured = annotated.captured
     first = next(node for node in captured.graph.graph.nodes if node.name in captured.parameters)
-    return str(first.meta["val"].dtype).removeprefix("torch.")
+    return str(first.meta["val"].dtype.to_real()).removeprefix("torch.")

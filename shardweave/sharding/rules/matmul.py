@@ -90,7 +90,9 @@ LINEAR_IN_FIRST = {
     aten.permute.default, aten.expand.default, aten.squeeze.dim, aten.unsqueeze.default, aten.clone.default,
     aten.mul.Scalar, aten.neg.default, aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim,
     aten._to_copy.default, aten.slice_backward.default, aten.select_backward.default, aten.div.Scalar,
-    aten.detach.default, aten.alias.default, aten.div.Tensor,
+    aten.detach.default, aten.alias.default, aten.div.Tensor, aten._conj.default, aten._conj_physical.default,
+    aten.view_as_real.default, aten.view_as_complex.default, aten._fft_c2c.default, aten._fft_r2c.default,
+    aten._fft_c2r.default,
 }  # fmt: skip
 """Ops that are linear in their first argument."""
 LINEAR_GRADIENTS = {
@@ -99,12 +101,15 @@ LINEAR_GRADIENTS = {
     aten.silu_backward.default, aten.tanh_backward.default, aten.sigmoid_backward.default,
     aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
     aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.tril.default, aten.triu.default,
-    aten.flip.default, aten.roll.default,
+    aten.flip.default, aten.roll.default, aten.select.int, aten.slice.Tensor,
 }  # fmt: skip
 """Gradients, and ops that pick or move entries, are linear in their first argument, too."""
 LINEAR_IN_EACH = {aten.mul.Tensor, aten.mm.default, aten.bmm.default}
 """Ops that are linear in each of their two arguments while the other one is fixed."""
-LINEAR_TOGETHER = {aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default}
+LINEAR_TOGETHER = {
+    aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default, aten.slice_scatter.default,
+    aten.select_scatter.default,
+}  # fmt: skip
 """Ops that are linear in all their tensors together."""
 
 
@@ -124,7 +129,8 @@ def linear_in(node: fx.Node) -> tuple[tuple[int, ...], ...]:
     count = len(tensor_args(node))
     if node.target is aten._to_copy.default and not _is_floating(node.kwargs.get("dtype")):
         return ()
-    if node.target in LINEAR_IN_FIRST or node.target in LINEAR_GRADIENTS:
+    pads_zeros = node.target is aten.constant_pad_nd.default and argument(node, "value") == 0
+    if node.target in LINEAR_IN_FIRST or node.target in LINEAR_GRADIENTS or pads_zeros:
         return ((0,),)
     if node.target in LINEAR_IN_EACH:
         return tuple((index,) for index in range(count))
@@ -135,7 +141,7 @@ def linear_in(node: fx.Node) -> tuple[tuple[int, ...], ...]:
 
 
 def _is_floating(dtype: object) -> bool:
-    return dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+    return dtype is None or (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex))
 
 
 def _lower_experts(emit: Emitter, experts: int, *rest: Any) -> fx.Node:

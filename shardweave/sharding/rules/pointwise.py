@@ -36,10 +36,12 @@ UNTAGGED = [
     aten.mish_backward.default,
     aten.softshrink_backward.default,
     aten.hardshrink_backward.default,
+    aten.complex.default,
+    aten.polar.default,
 ]
 # Linear in all tensor arguments together: a sum of partial sums is a partial sum.
 ADDITIONS = [aten.add.Tensor, aten.sub.Tensor]
-SUMS = [*ADDITIONS, aten.neg.default, aten.mul.Scalar, aten.div.Scalar]
+SUMS = [*ADDITIONS, aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten._conj_physical.default]
 
 
 POINTWISE = Rule(bind_broadcast, source="one factor a dimension, none where it is broadcast; blocked: nothing")

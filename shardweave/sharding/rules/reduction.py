@@ -69,7 +69,10 @@ def bind_diagonal(node: fx.Node) -> BoundRule:
 
 
 def bind_unfold(node: fx.Node) -> BoundRule:
-    """Windows along a dimension: the dimension, the windows and their elements are blocked."""
+    """Windows along a dimension: the dimension, the windows and their elements are blocked.
+
+    The other dimensions of windows may be broadcast, as those of an inverse short-time Fourier transform are.
+    """
     backward = node.target is aten.unfold_backward.default
     given, (result,) = shape(tensor_args(node)[0]), output_shapes(node)
     whole, windows = (result, given) if backward else (given, result)
@@ -77,7 +80,8 @@ def bind_unfold(node: fx.Node) -> BoundRule:
     factors = Factors()
     names = [factors.new(size, blocked=index == dim) for index, size in enumerate(whole)]
     count, inside = factors.new(windows[dim], blocked=True), factors.new(windows[-1], blocked=True)
-    cut = [*names[:dim], count, *names[dim + 1 :], inside]
+    cut = [count if index == dim else names[index] if size > 1 else () for index, size in enumerate(windows[:-1])]
+    cut.append(inside)
     return factors.rule([cut], [names]) if backward else factors.rule([names], [cut])
 
 
@@ -101,6 +105,11 @@ SCANS = [
     aten.prod.dim_int,
 ]
 family(SCANS, along("dim"), "in order along a dimension; blocked: that dimension")
+family(
+    [aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default],
+    along("dim"),
+    "a Fourier transform along dimensions; blocked: those dimensions",
+)
 family([aten.flip.default, aten.roll.default], along("dims"), "moved along dimensions; blocked: those dimensions")
 family(
     [aten.prod.default, aten.median.default, aten.nanmedian.default],

@@ -29,6 +29,7 @@ from shardweave.sharding.rules.registry import (
     family,
     output_shapes,
     register_conditional,
+    register_decomposition,
     rule,
     shape,
     tensor_args,
@@ -148,7 +149,13 @@ family(
     kind="view",
 )
 family(
-    [aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default],
+    [
+        aten.detach.default,
+        aten.alias.default,
+        aten.lift_fresh_copy.default,
+        aten.resolve_conj.default,
+        aten.resolve_neg.default,
+    ],
     bind_broadcast,
     "the value itself; blocked: nothing",
     lower=lower_identity,
@@ -208,9 +215,30 @@ def bind_glu(node: fx.Node) -> BoundRule:
     return factors.rule([shared, wide], [wide]) if backward else factors.rule([wide], [shared])
 
 
+@register_decomposition(aten._conj.default)
+def conj(x: Tensor) -> Any:
+    """The conjugate in memory of its own: collectives and custom ops know no lazily conjugated values."""
+    return aten._conj_physical.default(x)
+
+
+@register_decomposition(aten._neg_view.default)
+def neg_view(x: Tensor) -> Any:
+    """As `conj`, of the imaginary part of a conjugate."""
+    return aten.neg.default(x)
+
+
+def lower_view_as_complex(emit: Emitter) -> fx.Node:
+    """The op, after a copy where a real and an imaginary part do not lie side by side."""
+    (value,) = emit.args
+    *outer, last = value.meta["val"].stride()
+    if last != 1 or any(stride % 2 for stride in outer):
+        value = emit.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+    return emit.call(emit.node.target, value)
+
+
 family([aten.repeat.default], bind_repeat, "`d -> (r d)`; blocked: nothing", lower=lower_repeat)
 rule(aten.view_as_real.default, "... -> ... [part]")
-rule(aten.view_as_complex.default, "... [part] -> ...")
+rule(aten.view_as_complex.default, "... [part] -> ...", lower=lower_view_as_complex)
 family([aten.view.dtype], bind_bits, "the same bits; blocked: the last dimension where its size changes")
 family(
     [aten.glu.default, aten.glu_backward.default],

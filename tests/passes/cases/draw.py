@@ -54,6 +54,9 @@ class Draw:
     def tensor(self, *size: int) -> Tensor:
         return torch.randn(size, generator=self.generator, dtype=self.dtype)
 
+    def complex(self, *size: int) -> Tensor:
+        return torch.complex(self.tensor(*size), self.tensor(*size))
+
     def positive(self, *size: int) -> Tensor:
         return torch.rand(size, generator=self.generator, dtype=self.dtype) + 0.5
 

@@ -151,3 +151,19 @@ def logical_not(d: Draw) -> Call:
 def logical(d: Draw) -> Call:
     size = d.sizes(0, 3)
     return (d.mask(*size), d.mask(*d.broadcast(size))), {}
+
+
+@case(aten.complex.default, aten.polar.default)
+def from_two_reals(d: Draw) -> Call:
+    return _pair(d), {}
+
+
+@case(
+    aten._conj_physical.default,
+    aten._conj.default,
+    aten._neg_view.default,
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
+)
+def of_complex(d: Draw) -> Call:
+    return (d.complex(*d.sizes(0, 3)),), {}

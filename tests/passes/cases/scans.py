@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from tests.passes.cases.compute import some_dims
 from tests.passes.cases.draw import Call, Draw, case
 
 aten = torch.ops.aten
@@ -145,8 +146,10 @@ def unfold_backward(d: Draw) -> Call:
     size = d.sizes(1, 3)
     dim = d.dim(len(size)) % len(size)
     width, step = d.rng.randrange(1, size[dim] + 1), d.choice([1, 2])
-    grad = torch.zeros(size).unfold(dim, width, step)
-    return (d.tensor(*grad.shape), size, dim, width, step), {}
+    windows = list(torch.zeros(size).unfold(dim, width, step).shape)
+    spread = [index for index in range(len(size)) if index != dim and d.flag()]
+    grad = d.tensor(*(1 if index in spread else length for index, length in enumerate(windows)))
+    return (grad, size, dim, width, step), {}
 
 
 # -- pieces and repetitions
@@ -251,3 +254,30 @@ def activation_backward(d: Draw) -> Call:
 def shrink_backward(d: Draw) -> Call:
     size = d.sizes(0, 3)
     return (d.tensor(*size), d.tensor(*size), 0.4), {}
+
+
+def _normalized(d: Draw, size: list[int]) -> tuple[list[int], int]:
+    dims = sorted({dim % len(size) for dim in some_dims(d, len(size))})
+    return dims or [0], d.choice([0, 1, 2])
+
+
+@case(aten._fft_c2c.default)
+def fft(d: Draw) -> Call:
+    size = d.sizes(1, 3)
+    return (d.complex(*size), *_normalized(d, size), d.flag()), {}
+
+
+@case(aten._fft_r2c.default)
+def fft_of_reals(d: Draw) -> Call:
+    size = d.sizes(1, 3)
+    return (d.tensor(*size), *_normalized(d, size), d.flag()), {}
+
+
+@case(aten._fft_c2r.default)
+def fft_to_reals(d: Draw) -> Call:
+    size = d.sizes(1, 3)
+    dims, norm = _normalized(d, size)
+    last = dims[-1]
+    whole = size[last]
+    half = torch.fft.fftn(d.tensor(*size), dim=dims).narrow(last, 0, whole // 2 + 1).contiguous()
+    return (half, dims, norm, whole), {}
