@@ -44,6 +44,7 @@ from shardweave.ir import (
     as_call,
     canonical_arguments,
     leaf_names,
+    with_objects_opened,
 )
 from shardweave.runtime import copy_with_tensors
 
@@ -222,6 +223,9 @@ def _joint_graph(
         _name_once(module)
         fold_constant_masks(module.graph)
         module.recompile()
+        codegen = module.graph._codegen
+        returned = codegen.process_outputs
+        vars(codegen)["process_outputs"] = lambda outputs: with_objects_opened(returned(outputs))
         stack.enter_context(torch._guards.tracing(module.meta["tracing_context"]))
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)
     return joint.graph_module, joint.out_spec, reads

@@ -13,6 +13,7 @@ from shardweave.ir.captured import (
     as_call,
     canonical_arguments,
     leaf_names,
+    with_objects_opened,
 )
 from shardweave.ir.errors import (
     CaptureError,
@@ -158,4 +159,5 @@ __all__ = [
     "steps_between",
     "layout_through_view",
     "with_axes_joined",
+    "with_objects_opened",
 ]

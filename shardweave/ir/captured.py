@@ -8,11 +8,12 @@ configs and globals that capture turned into constants: the step does not follow
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 import types
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,6 +123,58 @@ class CallTree:
         tensors = iter(outputs)
         values = [next(tensors) if constant is TENSOR_OUTPUT else constant for constant in self.output_constants]
         return pytree.tree_unflatten(values, self.output_spec)
+
+
+class OpenObject:
+    """An object that pytrees do not know, such as a cache of keys and values, opened for a capture.
+
+    As a pytree, it has the attributes that hold tensors. Put together again, it is an object of its own class, with
+    these attributes and the others as they were. No class is registered for the whole process.
+    """
+
+    def __init__(self, kind: type, attributes: Mapping[str, Any]) -> None:
+        holds = {name: any(isinstance(x, Tensor) for x in pytree.tree_leaves(x)) for name, x in attributes.items()}
+        self.values = [value for name, value in attributes.items() if holds[name]]
+        self.context = (
+            kind,
+            tuple(name for name in attributes if holds[name]),
+            tuple((name, value) for name, value in attributes.items() if not holds[name]),
+        )
+
+
+def _close(values: Iterable[Any], context: Any) -> Any:
+    kind, names, constants = context
+    result = kind.__new__(kind)
+    vars(result).update({name: copy.copy(value) for name, value in constants})
+    vars(result).update(zip(names, values, strict=True))
+    return result
+
+
+pytree.register_pytree_node(OpenObject, lambda opened: (opened.values, opened.context), _close)
+
+
+def with_objects_opened(value: Any) -> Any:
+    """`value` with an `OpenObject` in the place of each object in it whose attributes hold tensors.
+
+    >>> class Cache:
+    ...     def __init__(self):
+    ...         self.keys, self.size = [torch.ones(2), torch.ones(3)], 2
+    >>> leaves, spec = pytree.tree_flatten(with_objects_opened({"cache": Cache()}))
+    >>> len(leaves), vars(pytree.tree_unflatten([1, 2], spec)["cache"])
+    (2, {'size': 2, 'keys': [1, 2]})
+    """
+    inside: set[int] = set()  # the objects that are being opened
+
+    def opened(leaf: Any) -> Any:
+        plain = isinstance(leaf, (Tensor, nn.Module, *PLAIN_TYPES)) or callable(leaf)
+        if plain or not hasattr(leaf, "__dict__") or id(leaf) in inside:
+            return leaf
+        inside.add(id(leaf))
+        result = OpenObject(type(leaf), pytree.tree_map(opened, vars(leaf)))
+        inside.discard(id(leaf))
+        return result if result.values else leaf
+
+    return pytree.tree_map(opened, value)
 
 
 def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

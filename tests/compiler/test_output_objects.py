@@ -1,0 +1,116 @@
+"""Models that return objects, such as a cache of keys and values, train on four ranks to the numbers of one device."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import shardweave as sw
+from shardweave.runtime.launch import WorkerPool
+from tests.compiler.test_models import any_of
+from tests.compiler.training import Way, _double_loss, compile_ways, model_of
+from tests.models import Case, hub
+from tests.runtime.loop import DTYPE, same_in_both_worlds
+
+TOKENS = {"vocab_size": hub.VOCABULARY, "bos_token_id": 0, "eos_token_id": 1}
+
+
+def llama() -> nn.Module:
+    """As it comes: `use_cache` is at its default."""
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**hub.DECODER, **TOKENS}))
+
+
+def gpt2() -> nn.Module:
+    sizes = {"n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 4}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**TOKENS, **sizes, **dropout))
+
+
+BUILDS = {"llama": llama, "gpt2": gpt2}
+
+
+class InDouble(Case):
+    """A case whose model computes in float64 throughout."""
+
+    def model(self, dtype: torch.dtype = DTYPE, seed: int = 0) -> nn.Module:
+        model = model_of(Case(self.name, self.build, self.draw, self.loss), dtype)
+        model.loss_function = _double_loss
+        return model
+
+
+def two_steps(model: nn.Module) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    seen = []
+    for step in range(2):
+        output = model(**hub.tokens(torch.Generator().manual_seed(step), 8))
+        cache = output.past_key_values
+        assert isinstance(cache, transformers.DynamicCache) and cache.get_seq_length() == hub.LENGTH
+        output.loss.backward()
+        seen += [output.loss.detach(), [(layer.keys.detach(), layer.values.detach()) for layer in cache.layers]]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("name", list(BUILDS))
+def test_a_model_that_returns_its_cache_trains_as_on_one_device(name: str, pool: WorkerPool) -> None:
+    case = InDouble(name, BUILDS[name], hub.tokens)
+    whole = {"outputs": "whole"}
+    ways = [Way("zdp", {"*": "zdp"}, options=whole), Way("drawn", any_of(0), options=whole)]
+    steps = compile_ways(case.model(DTYPE), case, DTYPE, 4, ways)
+    run = partial(same_in_both_worlds, two_steps, steps, [way.name for way in ways], case)
+    assert pool.run(run, nprocs=4) == [[]] * 4
+
+
+def losses(name: str, options: dict[str, Any] | None) -> list[float]:
+    case = InDouble(name, BUILDS[name], hub.tokens)
+    model: Any = case.model(DTYPE)
+    if options is not None:
+        model = torch.compile(model, backend="shardweave", options=options)
+    return [float(value) for value in two_steps(model)[::2]]
+
+
+@pytest.mark.parametrize("name", list(BUILDS))
+def test_it_does_so_under_torch_compile(name: str, pool: WorkerPool) -> None:
+    (alone,) = pool.run(losses, name, None, nprocs=1)
+    options = {"cluster": sw.Cluster.local(2), "force": {"*": "tensor:2"}}
+    for found in pool.run(losses, name, options, nprocs=2, timeout=120):
+        assert found == pytest.approx(alone, rel=1e-8)
+
+
+class Answer:
+    """A user's own class."""
+
+    def __init__(self, loss: Tensor, hidden: Tensor) -> None:
+        self.kind, self.loss, self.parts, self.history = "answer", loss, {"hidden": [hidden]}, [1]
+
+
+class Answers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Answer, torch.distributions.Normal]:
+        hidden = self.up(x)
+        return Answer(hidden.pow(2).mean(), hidden), torch.distributions.Normal(hidden, 1.0)
+
+
+def test_objects_of_any_class_are_returned_anew_in_each_call() -> None:
+    model, x = Answers(), torch.randn(4, 8)
+    parallel = sw.compile_parallel(model, sw.Cluster.local(1), x)
+    (answer, normal), (again, _) = parallel(x), parallel(x)
+    expected, spread = model(x)
+    assert type(answer) is Answer and answer.kind == "answer"
+    torch.testing.assert_close(answer.loss, expected.loss)
+    torch.testing.assert_close(answer.parts, expected.parts)
+    torch.testing.assert_close(normal.scale, spread.scale)
+    answer.history.append(2)
+    assert again.history == [1] == parallel(x)[0].history
+    answer.loss.backward()
+    assert all(parameter.grad is not None for parameter in itertools.islice(parallel.parameters(), 1))
