@@ -242,15 +242,15 @@ class _Fusible:
         self.results, saved = outputs[:num_results], outputs[num_results:]
         self.place = {node: index for index, node in enumerate(self.forward.nodes)}
         self.late = list(self.backward.nodes)
-        self.coordinates = {node.name: node for node in self.late if is_coordinate(node)}
+        self.coordinates: dict[str, fx.Node] = {node.name: node for node in self.late if is_coordinate(node)}
         taken = [node for node in self.backward.find_nodes(op="placeholder") if not is_coordinate(node)]
         self.holders: dict[fx.Node, fx.Node] = dict(zip(saved, taken))
         """The placeholder of the backward that takes each saved value."""
         self.rest = next(node for node in self.late if not is_coordinate(node) and node not in taken[: len(saved)])
         places = {node: index for index, node in enumerate(self.late)}
         uses = {value: [places[user] for user in holder.users] for value, holder in self.holders.items()}
-        self.first = {value: min(found, default=0) for value, found in uses.items()}
-        self.last = {value: max(found, default=0) for value, found in uses.items()}
+        self.first = {value: min(found, default=len(self.late) - 1) for value, found in uses.items()}
+        self.last = {value: max(found, default=len(self.late) - 1) for value, found in uses.items()}
         """The places in the backward where a saved value is first and last used."""
         self.kept = set(saved)
         self.dropped: dict[fx.Node, set[fx.Node]] = {}
@@ -334,7 +334,6 @@ class _Fusible:
         if is_coordinate(node):
             return self.coordinates[node.name]
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda leaf: self._copy(leaf, place, made))
-        again: fx.Node
         with self.backward.inserting_before(self.late[place]):
             again = self.backward.create_node("call_function", node.target, args, kwargs, f"{node.name}_again")
         again.meta = {**node.meta, "partitioner_tag": "is_backward"}
