@@ -4,8 +4,8 @@ A capture leaves the user's model, and the state that torch and Python hold for 
 (`preserved`). Torch's own capture writes into both: it replaces parameters by traced tensors and installs names in the
 globals of the user's module, and it may fail at any point in between.
 
-With `capture_errors`, which reads their errors, this is the only module that touches torch's private capture
-interfaces.
+With `capture_errors`, which reads their errors, and `plan_cache`, which describes and saves their graphs, this is the
+only module that touches torch's private capture interfaces.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from shardweave.compiler.constant_masks import fold_constant_masks
 from shardweave.compiler.dynamo_workarounds import traceable
 from shardweave.compiler.guards import after_a_call, reads_of, recorded_effects
 from shardweave.compiler.mixed_precision import cast, cast_inputs_inside, take_cast_parameters, working_copies
+from shardweave.compiler.plan_cache import cached_graph, save_graph, trace_key
 from shardweave.ir import (
     TENSOR_OUTPUT,
     CallTree,
@@ -227,7 +228,13 @@ def _joint_graph(
         returned = codegen.process_outputs
         vars(codegen)["process_outputs"] = lambda outputs: with_objects_opened(returned(outputs))
         stack.enter_context(torch._guards.tracing(module.meta["tracing_context"]))
+        # AOTAutograd takes half of the time. What it made of the same graph is taken from an earlier run.
+        traced = trace_key(module, args, kwargs)
+        if traced and (known := cached_graph(traced[0], module.meta["tracing_context"].fake_mode)):
+            return known, traced[1], reads
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)
+        if traced:
+            save_graph(traced[0], joint.graph_module)
     return joint.graph_module, joint.out_spec, reads
 
 

@@ -22,6 +22,7 @@ from shardweave.cost_model.measured_tables import (
     OpTime,
     cache_directory,
     store_cached,
+    store_file,
 )
 from shardweave.cost_model.memory import (
     NO_SHARING,
@@ -85,6 +86,7 @@ __all__ = [
     "cache_directory",
     "current_device",
     "store_cached",
+    "store_file",
     "collective_seconds",
     "crossed_level",
     "flops_by_op",

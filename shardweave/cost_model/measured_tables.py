@@ -456,20 +456,25 @@ def load_cached(name: str) -> object:
 
 
 def store_cached(name: str, data: Mapping[str, Any]) -> Path | None:
-    """Save `data`, of plain types, under `name`. A reader at the same time sees the old or the new file.
+    """Save `data`, of plain types, under `name`, as `store_file` does."""
+    return store_file(_path(name).name, json.dumps(data, indent=1).encode())
+
+
+def store_file(name: str, content: bytes) -> Path | None:
+    """Write a file of the cache. A reader at the same time sees the old or the new file.
 
     Returns
     -------
     Path or None
         The file; None, with a warning, if it cannot be written: the next run measures again.
     """
-    path = _path(name)
+    path = cache_directory() / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(data, file, indent=1)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
             os.replace(draft, path)
         except BaseException:
             os.unlink(draft)
