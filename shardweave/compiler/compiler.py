@@ -64,7 +64,7 @@ class Compiler:
         self._evaluated, self._evaluated_whole = Known(MAX_CACHED_SIMULATIONS), Known(MAX_CACHED_SIMULATIONS)
         self.captured: Captured
         self.steps: Steps
-        with self.progress:
+        with self.progress, gc_paused():
             self.progress("capture")
             if captured is not None:
                 self._take(captured)
@@ -304,7 +304,8 @@ class Compiler:
     def lower_on_all_ranks(self, plan: Plan) -> Compiled:
         """Lower a plan; an error of one rank is raised on all. Collective."""
         groups = control(self.options.collective_timeout)
-        return run_on_each_rank(groups, "generating the step", lambda: self.lower(plan))
+        with gc_paused():
+            return run_on_each_rank(groups, "generating the step", lambda: self.lower(plan))
 
 
 def predicted_step(plan: Plan, options: Options) -> PredictedStep | None:

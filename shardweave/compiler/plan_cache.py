@@ -37,7 +37,7 @@ from torch._subclasses import FakeTensor
 from shardweave.cost_model import Cluster, Options, cache_directory, store_cached, store_file
 from shardweave.ir import PLAIN_TYPES, Captured, PlanError
 from shardweave.planner import ModelKey, Plan
-from shardweave.sharding import graph_outputs, info
+from shardweave.sharding import graph_outputs, info, module_of
 
 SWITCH = "SHARDWEAVE_PLAN_CACHE"
 """The environment variable that switches the cache off, by ``0``."""
@@ -148,14 +148,17 @@ _TARGETS = ("torch", "_operator", "math")
 _OPS = ("aten", "prims")
 """The namespaces of ops of which the same is true."""
 _HIGHER_ORDER = ("tag_activation_checkpoint", "autograd_function_apply")
+"""The ops on graphs that depend on nothing but these graphs."""
 _KNOWN_META = {
     "creation_timestamp", "example_value", "grapharg", "nn_module_stack", "source_fn_stack", "stack_trace",
     "tensor_dict", "val",
 }  # fmt: skip
+"""The metadata of nodes of Dynamo's graph. Other metadata may tell AOTAutograd something."""
 _SAVED_META = ("val", "desc", "partitioner_tag", "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "recompute",
                "ac_graph_id")  # fmt: skip
 """The metadata of nodes of a joint graph that shardweave reads."""
 _HEADER = b"shardweave graph 1\n"
+"""The start of a file, before the digest of what follows."""
 
 
 class _NotCovered(Exception):
@@ -170,14 +173,14 @@ def trace_key(module: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, 
     if not is_on():
         return None
     try:
-        # 1. Number the storages of all tensors, as views of one tensor are traced together.
+        # 1. Describe the tensors. Their storages are numbered, as views of one tensor are traced together.
         tensors = _Tensors()
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         places: dict[int, str] = {}
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                places[id(leaf)] = f"input {index}"
+                places[id(leaf)] = f".input{index}"  # no name of a parameter starts with a dot
         for name, tensor in named:
             places.setdefault(id(tensor), name)
         given = [places[id(leaf)] if id(leaf) in places else tensors(leaf) for leaf in leaves]
@@ -189,12 +192,12 @@ def trace_key(module: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, 
         flat = (*args, *kwargs.values())
         inputs = [_place(value, places) for value in flatten(*flat)]
         results = [_made_again(node) for node in graph_outputs(module.graph)]
-        places |= {id(value): f"output {index}" for index, value in enumerate(results)}
+        places |= {id(value): f".output{index}" for index, value in enumerate(results)}
         returned, out_spec = pytree.tree_flatten(unflatten(results, flat))
         outputs = [_place(value, places) for value in returned]
         # 3. Describe the graph, and the state of torch.
         text = repr((_state(), str(spec), given, described, inputs, outputs, _graph_text(module, tensors)))
-    except _NotCovered:
+    except Exception:  # besides `_NotCovered`, whatever the model's own classes raise; a cache must not stop a capture
         return None
     return hashlib.sha256(text.encode()).hexdigest()[:32], out_spec
 
@@ -204,7 +207,7 @@ def _place(value: Any, places: Mapping[int, str]) -> str:
     if id(value) in places:
         return places[id(value)]
     if isinstance(value, PLAIN_TYPES):
-        return repr(value)
+        return f".constant {value!r}"
     raise _NotCovered(f"a {type(value).__name__} that is no input")
 
 
@@ -387,7 +390,7 @@ def save_graph(key: str, module: fx.GraphModule) -> None:
                 raise _NotCovered(f"a call of {target}")
             arguments = _thawed(node.args), _thawed(node.kwargs)
             pickler.dump((node.name, node.op, target, *arguments, _saved_meta(node, shared)))
-    except (_NotCovered, pickle.PicklingError, TypeError, AttributeError):
+    except (_NotCovered, pickle.PicklingError, TypeError, AttributeError):  # pickle raises all of these
         return
     content = file.getvalue()
     store_file(f"graph-{key}.bin", _HEADER + hashlib.sha256(content).digest() + content)
@@ -415,7 +418,7 @@ def cached_graph(key: str, mode: Any) -> fx.GraphModule | None:
         try:
             graph = _read_graph(body, mode)
             _used(path)
-            return fx.GraphModule(torch.nn.Module(), graph)
+            return module_of(fx.GraphModule({}, fx.Graph()), graph)
         except Exception as error:  # whatever a file of another program leads to
             reason = str(error)
     warnings.warn(f"the cached graph {path} is not used, and made again: {reason}", stacklevel=2)

@@ -223,10 +223,10 @@ def traces(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def described(step: Captured) -> list[object]:
-    keys = plan_cache._SAVED_META
+    """All that the package reads of a captured step."""
     nodes = [
         (node.name, node.op, node.target, str((node.args, node.kwargs)), plan_cache._described(node.meta.get("val")),
-         op_name(node), bool(checkpoint_of(node)), *(node.meta.get(key) for key in keys if "stack_t" in key or "tag" in key))
+         op_name(node), bool(checkpoint_of(node)), node.meta.get("stack_trace"), node.meta.get("partitioner_tag"))
         for node in step.graph.graph.nodes
     ]  # fmt: skip
     assert step.call is not None
