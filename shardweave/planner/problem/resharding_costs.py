@@ -261,12 +261,21 @@ class Prices:
         What is moved quantized, as `passes.Quantize` does.
     merged_bytes : int
         Of all gradients, where their reductions are merged into buckets, as `passes.Bucket` does; 0 where they are not.
+    only_small : bool
+        Whether only reductions are merged that take longer to start than to transfer their bytes. Of all-gathers these
+        are merged in any case.
     """
 
     def __init__(
-        self, mesh: Mesh, cluster: Cluster, bits: Mapping[Quantized, int] | None = None, merged_bytes: int = 0
+        self,
+        mesh: Mesh,
+        cluster: Cluster,
+        bits: Mapping[Quantized, int] | None = None,
+        merged_bytes: int = 0,
+        only_small: bool = False,
     ) -> None:
-        self.mesh, self.cluster, self.bits, self.merged_bytes = mesh, cluster, bits or {}, merged_bytes
+        self.mesh, self.cluster, self.bits = mesh, cluster, bits or {}
+        self.merged_bytes, self.only_small = merged_bytes, only_small
         self._axes = (*mesh.axes, *mesh.time_axes, *mesh.slice_axes)
         self.levels = [level.name for level in cluster.levels if level.size > 1] or [cluster.levels[0].name]
         self.num_links = 1 + 2 * len(self.levels)
@@ -298,8 +307,9 @@ class Prices:
         return np.stack([self.one_way(sources, targets, itemsize), back])
 
     def gathers(self, sources: Sequence[Layout], targets: Sequence[Layout], itemsize: float) -> Links:
-        """As `one_way`, of parameters: their all-gathers may be quantized."""
-        return self.one_way(sources, targets, itemsize, {"all_gather": self.bits.get("parameters", 0)})
+        """As `one_way`, of parameters: their all-gathers may be quantized, or merged."""
+        bits: Bits = {"all_gather": self.bits.get("parameters", 0)}
+        return self.one_way(sources, targets, itemsize, bits, is_merged=self.merged_bytes > 0)
 
     def scatters(self, sources: Sequence[Layout], targets: Sequence[Layout], itemsize: float) -> Links:
         """As `one_way`, of gradients: their reduce-scatters may be quantized, their reductions merged."""
@@ -438,7 +448,9 @@ class Prices:
             demand = collective_demand(kind, num_bytes, axes, self.cluster)
             outermost = crossed_level(axes, self.cluster)
             latency = demand.latency
-            if is_merged:  # a part of the one latency of a full bucket, or of the only one
+            is_small = demand.transfer < latency
+            if is_merged and (is_small or not (self.only_small or kind == "all_gather")):
+                # a part of the one latency of a full bucket, or of the only one
                 share = max(demand.transfer / FULL_BUCKET_RATIO, latency * num_bytes / self.merged_bytes)
                 latency = min(latency, share)
             links[1 + self.levels.index(outermost)] = latency + demand.transfer

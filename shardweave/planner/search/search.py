@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardweave.cost_model import Timeline
-from shardweave.ir import ParallelError, PlanError
+from shardweave.ir import Buckets, ParallelError, PlanError
 from shardweave.planner.problem.space import Space
 from shardweave.planner.search.evaluation import Decision, Evaluation, Known, PlanEvaluator, StepLowering
 from shardweave.planner.search.micro_batch_search import fastest
@@ -164,7 +164,7 @@ class PlanSearch:
         micro_batches: int,
         start: Plan | None = None,
         margin: int = 0,
-        overlap: tuple[int, bool] | None = None,
+        overlap: tuple[int, Buckets] | None = None,
     ) -> SettingPlanner:
         """The planner of a setting.
 
@@ -174,8 +174,8 @@ class PlanSearch:
             An earlier plan to begin with.
         margin : int
             Bytes of the memory limit that are left free.
-        overlap : (int, bool), optional
-            The number of sub-batches, and whether there are buckets; if left out, the first of the space.
+        overlap : (int, bool or "small"), optional
+            The number of sub-batches, and which collectives are merged; if left out, the first of the space.
         """
         options = self.space.setting(micro_batches, *(overlap or self.space.overlaps[0]))
         steps, cluster = self.steps, self.cluster
