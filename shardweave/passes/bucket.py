@@ -76,11 +76,12 @@ class Bucket(Pass):
         copies: dict[str, tuple[fx.Node, Side]] = {}
         buckets = _buckets(graph, prices, sides(graph, self.cut_points), self._is_flat, self.only_small)
         graph_module.meta[_MERGED] = bool(buckets)
+        known: dict[object, Any] = {}  # results of equal layers
         for bucket in buckets:
             flat = copies if self._is_flat(bucket[0].collective) else None
             demands = [prices.collective(member.collective) for member in bucket]
             large = [member.start for member, each in zip(bucket, demands) if each.transfer >= each.latency]
-            _MergedCollective(graph, bucket, place, flat, large).write()
+            _MergedCollective(graph, bucket, place, flat, large, known).write()
         sort_by_place(graph, place)
         return finished(graph_module)
 
@@ -224,7 +225,7 @@ class _Merger:
         return [run for runs in layers.values() for run in runs]
 
     def _merge_small(self, runs: list[_Run]) -> list[_Run]:
-        """Merge what is small, of any layers."""
+        """Merge what is small, of any layers, until it is not small any more."""
         found: list[_Run] = []
         open_run: _Run | None = None
         for run in sorted(runs, key=_seconds):
@@ -232,7 +233,7 @@ class _Merger:
                 found.append(run)
             elif open_run and _size(open_run + run) <= self.most and self._gain(open_run, run) >= 0:
                 open_run += run
-                open_run = None if self._is_full(open_run) else open_run
+                open_run = open_run if self._is_small(open_run) else None
             else:
                 open_run = run
                 found.append(run)
@@ -351,7 +352,9 @@ class _MergedCollective:
         place: dict[fx.Node, int],
         copies: dict[str, tuple[fx.Node, Side]] | None = None,
         large: Sequence[fx.Node] = (),
+        known: dict[object, Any] | None = None,
     ) -> None:
+        self.known = known
         self.graph, self.bucket, self.place, self.copies, self.is_small = graph, bucket, place, copies, not large
         self.first, self.collective = bucket[0].start, bucket[0].collective
         # It counts as the layer's of its first large member, or, of small ones alone, as that of the module around all.
@@ -432,7 +435,7 @@ class _MergedCollective:
 
     def _evaluated(self, node: fx.Node) -> Any:
         assert callable(node.target)
-        return fake_result(node.target, node.args, node.kwargs, self.first.meta["val"].fake_mode)
+        return fake_result(node.target, node.args, node.kwargs, self.first.meta["val"].fake_mode, self.known)
 
     def _replace_wait(self, wait: fx.Node, piece: fx.Node) -> fx.Node:
         """Let the users of `wait` read `piece`, which has as many elements. Return the node that they read.

@@ -262,8 +262,7 @@ class Prices:
     merged_bytes : int
         Of all gradients, where their reductions are merged into buckets, as `passes.Bucket` does; 0 where they are not.
     only_small : bool
-        Whether only reductions are merged that take longer to start than to transfer their bytes. Of all-gathers these
-        are merged in any case.
+        Whether only reductions are merged that take longer to start than to transfer their bytes, until they do not.
     """
 
     def __init__(
@@ -307,9 +306,8 @@ class Prices:
         return np.stack([self.one_way(sources, targets, itemsize), back])
 
     def gathers(self, sources: Sequence[Layout], targets: Sequence[Layout], itemsize: float) -> Links:
-        """As `one_way`, of parameters: their all-gathers may be quantized, or merged."""
-        bits: Bits = {"all_gather": self.bits.get("parameters", 0)}
-        return self.one_way(sources, targets, itemsize, bits, is_merged=self.merged_bytes > 0)
+        """As `one_way`, of parameters: their all-gathers may be quantized."""
+        return self.one_way(sources, targets, itemsize, {"all_gather": self.bits.get("parameters", 0)})
 
     def scatters(self, sources: Sequence[Layout], targets: Sequence[Layout], itemsize: float) -> Links:
         """As `one_way`, of gradients: their reduce-scatters may be quantized, their reductions merged."""
@@ -448,10 +446,9 @@ class Prices:
             demand = collective_demand(kind, num_bytes, axes, self.cluster)
             outermost = crossed_level(axes, self.cluster)
             latency = demand.latency
-            is_small = demand.transfer < latency
-            if is_merged and (is_small or not (self.only_small or kind == "all_gather")):
-                # a part of the one latency of a full bucket, or of the only one
-                share = max(demand.transfer / FULL_BUCKET_RATIO, latency * num_bytes / self.merged_bytes)
+            if is_merged:  # a part of the one latency of a full bucket, or of the only one
+                full = 1.0 if self.only_small else FULL_BUCKET_RATIO
+                share = max(demand.transfer / full, latency * num_bytes / self.merged_bytes)
                 latency = min(latency, share)
             links[1 + self.levels.index(outermost)] = latency + demand.transfer
             for level, use in demand.use.items():
