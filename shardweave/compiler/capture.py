@@ -141,6 +141,8 @@ def _globals(model: nn.Module) -> Iterator[dict[str, Any]]:
 def capture(model: nn.Module, example_inputs: Any, precision: Precision | None = None) -> Captured:
     """Capture the forward and backward of `model` on inputs like `example_inputs` as one aten graph.
 
+    If no parameter requires a gradient, there is no backward.
+
     Parameters
     ----------
     model : nn.Module
@@ -154,7 +156,7 @@ def capture(model: nn.Module, example_inputs: Any, precision: Precision | None =
     Raises
     ------
     CaptureError
-        With the user's source line, where the model branches on data or has nothing to train.
+        With the user's source line, where the model branches on data.
     """
     # 1. Bring the arguments into the order of the signature, and name them.
     args, kwargs = as_call(example_inputs)
@@ -176,8 +178,6 @@ def capture(model: nn.Module, example_inputs: Any, precision: Precision | None =
             f"the batch has no rows ({shapes}), so there is nothing to spread over devices: compile for the batch that "
             "a step trains on, and leave out a last batch without rows"
         )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise CaptureError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to train")
     # 3. Trace, describe the inputs and outputs, and move the casts of mixed precision to them.
     graph, out_spec, reads = _joint_graph(model, args, kwargs, precision)
     captured = _captured_step(graph, out_spec, model, signature, spec, names, leaves)
@@ -204,7 +204,8 @@ def _joint_graph(
         stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True))
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         if any(parameter.is_meta for parameter in model.parameters()):
-            model = _off_meta(model, fake)
+            given = [leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            model = _off_meta(model, fake, next((device for device in given if device.type != "meta"), None))
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: _fake_like(t, fake), (args, kwargs))
         if precision is not None and precision.cast_forward_inputs and precision.param_dtype is not None:
             args, kwargs = cast((args, kwargs), precision.param_dtype)  # see cast_inputs_inside
@@ -261,15 +262,16 @@ def _name_once(module: nn.Module) -> None:
     vars(module).update(named_parameters=members("_parameters"), named_buffers=members("_buffers"))
 
 
-def _fake_like(tensor: Tensor, fake: Any) -> Tensor:
+def _fake_like(tensor: Tensor, fake: Any, device: torch.device | None = None) -> Tensor:
     """A contiguous fake tensor of its shape, so that a step does not depend on the strides of the example."""
     with fake:
-        return torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
+        off_meta = device or "cpu"
+        return torch.empty(tensor.size(), dtype=tensor.dtype, device=off_meta if tensor.is_meta else tensor.device)
 
 
-def _off_meta(model: nn.Module, fake: Any) -> nn.Module:
-    """A copy of a meta model with fake tensors on the CPU, so that the ops of a real device are captured."""
-    return copy_with_tensors(model, lambda _, x: _fake_like(x, fake) if x.is_meta else x.detach().clone())
+def _off_meta(model: nn.Module, fake: Any, device: torch.device | None) -> nn.Module:
+    """A copy of a meta model with fake tensors on the inputs' device, so that the ops of a real device are captured."""
+    return copy_with_tensors(model, lambda _, x: _fake_like(x, fake, device) if x.is_meta else x.detach().clone())
 
 
 def _first_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardweave.compiler.capture import capture
+from shardweave.compiler.capture_errors import internal_errors
 from shardweave.compiler.dynamo_workarounds import gc_paused
 from shardweave.compiler.guards import index_checks
 from shardweave.compiler.plan_cache import SWITCH, cached_plan, is_on, plan_key, save_plan
 from shardweave.cost_model import Cluster, ClusterLike, Options, current_device
-from shardweave.distributed import control, gather_from_ranks, run_on_all_ranks, run_on_each_rank
-from shardweave.ir import Captured, ParallelError, PlanError
+from shardweave.distributed import (
+    Failure,
+    control,
+    gather_from_ranks,
+    raise_failures,
+    run_on_all_ranks,
+    run_on_each_rank,
+)
+from shardweave.ir import Captured, InputError, LayoutError, ParallelError, PlanError, axes_size, readable_bytes
 from shardweave.passes import Annotated, Compiled
 from shardweave.planner import (
     MAX_CACHED_SHARDED_GRAPHS,
@@ -34,7 +45,17 @@ from shardweave.planner import (
     Steps,
 )
 from shardweave.report import LOGGER, Reporter
-from shardweave.runtime import Batch, ParallelModule, PredictedStep, RegionCompiler, become_parallel, named_tensors
+from shardweave.runtime import (
+    Batch,
+    CompiledStep,
+    ParallelModule,
+    PredictedStep,
+    Recompile,
+    RegionCompiler,
+    become_parallel,
+    call_text,
+    named_tensors,
+)
 from shardweave.sharding import Samples, check_local_batch, global_example, inputs_with_first_size
 
 
@@ -255,29 +276,120 @@ class Compiler:
         self.steps.priced.clear()  # they are large, and what is trained is not planned again
         lowered = self.lower_on_all_ranks(chosen)
         made = chosen.with_timeline(lambda sums: self.lowering.timeline(lowered, sums, chosen))
-        call = self.captured.call
-        assert call is not None
+        first = self.compiled_step(lowered)
+        assert self.captured.call is not None
+        again = Recompile(
+            self.captured.call.signature, partial(self.compile_again, made, lowered), self.options.recompile_limit
+        )
         make: Callable[..., ParallelModule] = ParallelModule if into is None else partial(become_parallel, into)
 
         def place_parameters() -> ParallelModule:
             return make(
                 model,
-                lowered.step,
-                flatten=call.flatten,
-                unflatten=call.unflatten,
-                graphs=lowered.graphs,
+                **{each.name: getattr(first, each.name) for each in fields(first)},
                 plan=made,
-                reads=self.captured.reads,
                 timeout=self.options.collective_timeout,
-                checks=index_checks(self.annotated.captured) if self.cluster.world_size > 1 else None,
                 batch=self.batch,
                 whole=self.options.outputs == "whole",
                 checked_calls=self.options.checked_calls,
                 predicted=predicted_step(chosen, self.options),
                 inductor=self.options.inductor,
+                recompile=again,
             )
 
         return run_on_each_rank(control(self.options.collective_timeout), "placing the parameters", place_parameters)
+
+    def compiled_step(self, lowered: Compiled) -> CompiledStep:
+        """The lowered step, with what a call of the captured model needs."""
+        call, captured = self.captured.call, self.captured
+        assert call is not None
+        shapes = {spec.name: torch.Size(spec.layout.global_shape) for spec in lowered.step.spec.inputs}
+        leaves = [shapes.get(name, constant) for name, constant in zip(call.names, call.constants, strict=True)]
+        return CompiledStep(
+            lowered.step,
+            call.flatten,
+            call.unflatten,
+            lowered.graphs,
+            captured.reads,
+            index_checks(self.annotated.captured) if self.cluster.world_size > 1 else None,
+            call_text(call.names, leaves, captured.training, bool(captured.gradients)),
+        )
+
+    def compile_again(
+        self, plan: Plan, first: Compiled, model: nn.Module, example_inputs: tuple[Any, ...], parts: int, trains: bool
+    ) -> CompiledStep:
+        """The step of another call of the model, from the `plan` of the `first` step. Collective.
+
+        Parameters
+        ----------
+        model : nn.Module
+            The model as it is now; the values of its parameters do not matter.
+        example_inputs : tuple
+            ``(args, kwargs)`` of the call.
+        parts : int
+            The number of parts of the global batch, of which the inputs are one.
+        trains : bool
+            Whether the step has a backward.
+
+        Raises
+        ------
+        InputError
+            If the plan does not fit the inputs.
+        """
+
+        def compile() -> CompiledStep | Exception:
+            try:
+                with internal_errors(model), contextlib.nullcontext() if trains else torch.no_grad():
+                    return self._lowered_again(plan, first, model, example_inputs, parts)
+            except Exception as error:  # a control group that is closed would end all later calls
+                return error
+
+        timeout = self.options.collective_timeout
+        made = run_on_each_rank(control(timeout), "compiling the step for other inputs", compile)
+        caught = made if isinstance(made, Exception) else None
+        failures = gather_from_ranks(None if caught is None else Failure.of(caught), timeout)
+        raise_failures(failures, caught, "compiling the step for other inputs failed")
+        assert isinstance(made, CompiledStep)
+        return made
+
+    def _lowered_again(
+        self, plan: Plan, first: Compiled, model: nn.Module, example_inputs: tuple[Any, ...], parts: int
+    ) -> CompiledStep:
+        # 1. Capture the step of the global batch. What the options say of the batch is for the first step.
+        inputs, known = example_inputs, {each.name: each for each in first.step.spec.inputs}
+        if parts > 1:
+            rows, _ = inputs_with_first_size(model, inputs)
+            batched = {name for name in rows if name not in known or known[name].layout.shard_axes}
+            inputs = global_example(model, inputs, parts, batched)
+        options = replace(self.options, micro_batches=None, sub_batches=None)
+        made = Compiler(model, self.cluster, inputs, options, None, self.batch)
+        # 2. Lower it with the strategies of the plan, as far as its batch can be cut.
+        batch, ranks = made.annotated.batch, axes_size(first.step.spec.data_axes)
+        if batch and batch % ranks:
+            raise InputError(
+                f"a batch of {batch} does not divide into the {ranks} parts of the plan, one for each data rank: "
+                f"pass a multiple of {ranks} (drop_last=True in the loader leaves out a smaller last batch), or compile"
+                " with a plan that spreads the batch over fewer ranks"
+            )
+        accumulates = plan.micro_batches if made.annotated.tangents else 1
+        micro_batches = math.gcd(accumulates, max(batch // ranks, 1))
+        is_cut = batch // ranks // micro_batches % plan.overlap.sub_batches == 0
+        overlap = plan.overlap if is_cut else replace(plan.overlap, sub_batches=1)
+        try:
+            lowered = made.lower(replace(plan, micro_batches=micro_batches, overlap=overlap))
+        except (PlanError, LayoutError) as error:
+            raise InputError(
+                f"the plan of the first step does not fit these inputs: {error}. Pass inputs of sizes that its "
+                "strategies divide, as those of the first step; or compile the model with these inputs"
+            ) from error
+        # 3. Check its memory.
+        needed, limit = made.lowering.timeline(lowered, plan=plan).peak_memory, options.limit(self.cluster)
+        if needed > limit:
+            raise InputError(
+                f"the step for these inputs takes {needed} bytes ({readable_bytes(needed)}) a device, and the memory "
+                f"limit is {limit} ({readable_bytes(limit)}): pass smaller inputs, or compile the model with these"
+            )
+        return made.compiled_step(lowered)
 
     def agreed_plan(self) -> Plan:
         """Rank 0's plan, or its error, on all ranks: a time limit would give each rank another plan. Collective.

@@ -175,6 +175,9 @@ class Options:
         Inductor compiles the compute between collectives; the order of these stands. ``"auto"`` compiles on GPUs, and
         runs ops that Inductor cannot compile as they are, after a warning. ``True`` compiles on CPUs, too, where steps
         gain no time by it; such ops are an error then. The plan does not count what is gained. See docs/overlap.md.
+    recompile_limit : int
+        The most steps of one parallel module. Calls with inputs of other sizes or in another mode compile a step of
+        their own, from the same plan; a call that needs one more is refused.
     replicate_unknown_ops : bool
         Compute ops without a sharding rule whole on every device, instead of refusing the model.
     ablation : Ablation
@@ -212,6 +215,7 @@ class Options:
     timeout: float | timedelta | None = None
     check_inputs: int | Literal["always", "never"] = 3
     inductor: Literal["auto"] | bool = "auto"
+    recompile_limit: int = 8
     replicate_unknown_ops: bool = False
     ablation: Ablation = Ablation()
 
@@ -248,6 +252,8 @@ class Options:
             raise PlanError(f"micro_batches counts parts of a batch and must be positive, got {self.micro_batches}")
         if isinstance(self.check_inputs, int) and self.check_inputs < 0:
             raise PlanError(f"check_inputs counts calls, and cannot be negative, got {self.check_inputs}")
+        if self.recompile_limit < 1:
+            raise PlanError(f"recompile_limit counts steps and must be positive, got {self.recompile_limit}")
         _ = self.overlap  # checks its options
 
     def __repr__(self) -> str:

@@ -13,6 +13,7 @@ from shardweave.ir.captured import (
     as_call,
     canonical_arguments,
     leaf_names,
+    plain,
     with_objects_opened,
 )
 from shardweave.ir.errors import (
@@ -149,6 +150,7 @@ __all__ = [
     "leaf_names",
     "normalise",
     "outermost_first",
+    "plain",
     "output_layouts",
     "preset",
     "prime_factors",

@@ -166,7 +166,8 @@ def _buckets(
             member = _Member(node, collective, start_seconds.get(at, 0.0), index, side[node])
             kind = collective.kind, collective.axes, collective.cause
             same = kind, node.meta["val"].dtype, _is_complex(node), str(node.args[1:])
-            groups.setdefault((is_flat(collective), (same, side[node], depth[collective.cause][node])), []).append(member)
+            key = is_flat(collective), (same, side[node], depth[collective.cause][node])
+            groups.setdefault(key, []).append(member)
         # 3. Merge within each group where it pays.
         for (flat, _), members in groups.items():
             members.sort(key=lambda m: (m.seconds, m.place))

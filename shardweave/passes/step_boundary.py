@@ -75,7 +75,9 @@ def annotate(captured: Captured, options: Options) -> Annotated:
     first = len(captured.mutated_buffers)
     returned = values[first : first + len(captured.outputs)]
     scalars = {index for index, value in enumerate(returned) if value.meta["val"].dim() == 0}
-    loss_inside = any(index in scalars for index in captured.tangents.values())
+    # A step without gradients has no tangents, but returns the outputs of a model with a loss in the same way.
+    losses = captured.tangents.values() or [i for i in scalars if returned[i].meta["val"].is_floating_point()]
+    loss_inside = not scalars.isdisjoint(losses)
     if loss_inside and not captured.whole:
         unused = [name for name, index in captured.tangents.items() if index not in scalars]
         drop_tangents(captured.graph, unused)

@@ -10,16 +10,19 @@ from shardweave.runtime.checkpoint.weights import load_weights, save_weights
 from shardweave.runtime.execute import boxed
 from shardweave.runtime.inductor import InductorMode, RegionCompiler
 from shardweave.runtime.initialise import initialise, initialised
+from shardweave.runtime.inputs import call_text
 from shardweave.runtime.launch import WorkerPool, launch
-from shardweave.runtime.module import ParallelModule, become_parallel, compare_graphs
+from shardweave.runtime.module import CompiledStep, ParallelModule, Recompile, become_parallel, compare_graphs
 from shardweave.runtime.module_tree import copy_with_tensors, named_tensors
 from shardweave.runtime.prediction_check import PredictedStep
 
 __all__ = [
     "Batch",
+    "CompiledStep",
     "InductorMode",
     "ParallelModule",
     "PredictedStep",
+    "Recompile",
     "RegionCompiler",
     "AgreedCall",
     "agree_on_graph",
@@ -27,6 +30,7 @@ __all__ = [
     "WorkerPool",
     "become_parallel",
     "boxed",
+    "call_text",
     "compare_graphs",
     "copy_with_tensors",
     "group_of_calls",

@@ -34,9 +34,10 @@ def group_of_calls(mesh: RuntimeMesh) -> dist.ProcessGroup | None:
 
 @dataclass(frozen=True)
 class _Report:
-    """The report of one rank on its call: its error, how it runs the step, and the hashes of its inputs."""
+    """The report of one rank on its call: its error, the call, how it runs the step, and the hashes of its inputs."""
 
     failure: Failure | None
+    call: str
     running: Mapping[str, bool]
     hashes: tuple[tuple[str, str], ...] = ()
 
@@ -55,7 +56,11 @@ class CallChecks:
     """The number of calls in which hashes are compared. If negative, ranks do not agree at all."""
     indices: IndexChecks | None = None
     """Ranges of indices among the inputs. They are checked on a CPU; a GPU's kernels check them."""
+    call: str = ""
+    """The call that the step is for, in words: the shapes of its inputs, and the mode of the model."""
     _done: int = field(default=0, init=False)
+    passes_parts: bool = field(default=False, init=False)
+    """Whether the last call passed this rank's part of the global batch, and not the whole."""
 
     @property
     def _agrees(self) -> bool:
@@ -83,8 +88,7 @@ class CallChecks:
         state: Mapping[str, bool] = {}
         try:
             state = running()
-            shapes = None if self.local is None else [self.local.shape(spec) for spec in self.spec.inputs]
-            values = check_inputs(flatten(), self.spec.inputs, self.mesh.device_type, shapes)
+            values = self.checked(flatten())
             self._check_indices(values)
             parts = [] if self.local is not None else self._localized(values)
         except Exception as error:  # the other ranks must be told, whatever the error is
@@ -92,10 +96,47 @@ class CallChecks:
                 raise
             caught = error
         if self._agrees:
-            self._agree(values, parts, state, caught)
+            hashing = self._done < self.checked_calls
+            self._done += 1
+            hashes = self._hashes(values, parts) if hashing and caught is None else ()
+            reports = self._agree(self.call, state, caught, hashes, hashing)
+            self._check_values(reports)
         if self.local is None:
+            self.passes_parts = self.are_parts(values)
             return parts
         return self._localized(self.local.parts(values))
+
+    def checked(self, values: Sequence[object]) -> list[torch.Tensor]:
+        """The tensors of a call; InputError if they are not those that the step was compiled for."""
+        shapes = None if self.local is None else [self.local.shape(spec) for spec in self.spec.inputs]
+        return check_inputs(values, self.spec.inputs, self.mesh.device_type, shapes)
+
+    def are_parts(self, values: Sequence[torch.Tensor]) -> bool:
+        """Whether these inputs, if there are any, are this rank's part of the global batch, and not the whole."""
+        pairs = zip(values, self.spec.inputs)
+        return self.local is None and any(tuple(value.shape) != spec.layout.global_shape for value, spec in pairs)
+
+    def are_equal(self, call: str, values: Sequence[torch.Tensor]) -> bool:
+        """Whether all ranks pass the same values in a `call`; False if they do not agree on calls. Collective."""
+        if not self._agrees:
+            return False
+        hashes = tuple((_hash(value), "") for value in values)
+        reports = self._agree(f"{call}, the size of a part of the batch", {}, None, hashes, True)
+        return len({report.hashes for report in reports}) == 1
+
+    def agree_to_compile(self, call: str, caught: Exception | None) -> None:
+        """Agree that all ranks compile a step for the same `call`. Collective.
+
+        Raises
+        ------
+        Exception
+            `caught`, the error of this rank, or the error of another rank; InputError if ranks call the model with
+            other inputs, or run a step that is compiled already.
+        """
+        if self._agrees:
+            self._agree(f"{call}, which is to be compiled", {}, caught, (), False)
+        elif caught is not None:
+            raise caught
 
     def _check_indices(self, values: Sequence[torch.Tensor]) -> None:
         """Raise IndexRangeError if an index is out of range. A part of the batch is repeated to the global shape."""
@@ -117,26 +158,27 @@ class CallChecks:
 
     def _agree(
         self,
-        values: Sequence[torch.Tensor],
-        parts: Sequence[torch.Tensor],
+        call: str,
         running: Mapping[str, bool],
         caught: Exception | None,
-    ) -> None:
-        # 1. One all-reduce. It is enough if all ranks are in the same mode and no hashes are due.
-        hashing = self._done < self.checked_calls
-        self._done += 1
+        hashes: tuple[tuple[str, str], ...],
+        hashing: bool,
+    ) -> list[_Report]:
+        """The reports of all ranks, after checks; none where the ranks need not exchange them."""
+        # 1. One all-reduce. It is enough if all ranks make the same call in the same mode and no hashes are due.
         flags = (hashing, *running.values())
-        code = 0 if caught is not None else 1 + sum(flag << place for place, flag in enumerate(flags))
+        digest = int(blake2b(call.encode(), digest_size=6).hexdigest(), 16) << len(flags)
+        code = 0 if caught is not None else 1 + digest + sum(flag << place for place, flag in enumerate(flags))
         if _same_on_all_ranks(code, self.group) and code and not hashing:
-            return
-        # 2. Exchange errors, modes and hashes.
-        hashes = self._hashes(values, parts) if hashing and caught is None else ()
-        mine = _Report(None if caught is None else Failure.of(caught), running, hashes)
+            return []
+        # 2. Exchange errors, calls, modes and hashes.
+        mine = _Report(None if caught is None else Failure.of(caught), call, running, hashes)
         with collective("comparing the inputs of a call", self.group):
             reports: list[_Report] = all_gather_objects(mine, self.group)
         raise_failures([report.failure for report in reports], caught, "no rank runs this call, as it fails")
+        _check_calls(reports)
         self._check_modes(reports)
-        self._check_values(reports)
+        return reports
 
     def _check_modes(self, reports: Sequence[_Report]) -> None:
         for what in reports[0].running:
@@ -159,7 +201,7 @@ class CallChecks:
 
     def _check_values(self, reports: Sequence[_Report]) -> None:
         """Raise InputError if the hashes show that the ranks do not pass the same global batch."""
-        if not all(len(report.hashes) == len(self.spec.inputs) for report in reports):
+        if not reports or not all(len(report.hashes) == len(self.spec.inputs) for report in reports):
             return
         same_everywhere = []
         for index, spec in enumerate(self.spec.inputs):
@@ -193,7 +235,7 @@ class CallChecks:
                 f'all ranks pass the same batch ({self._batched_names()}), but with batch="local" each rank passes '
                 "samples of its own. Give the loader a sampler of this rank: parallel.sampler(dataset), or "
                 "DistributedSampler(dataset, world_size, rank)",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def _batched_names(self) -> str:
@@ -206,6 +248,18 @@ class CallChecks:
             "sampler=parallel.sampler(dataset) and the global batch size over parallel.data_world_size (this rank's "
             "part is number parallel.data_rank). If each rank passes samples of its own, as under "
             'DistributedDataParallel, compile with batch="local" and with this rank\'s batch as the example'
+        )
+
+
+def _check_calls(reports: Sequence[_Report]) -> None:
+    """Raise InputError if ranks make different calls: with inputs of other shapes, or in another mode."""
+    ranks = _ranks_by_value(report.call for report in reports)
+    if len(ranks) > 1:
+        told = "; ".join(f"{_rank_text(which)} with {call}" for call, which in [*ranks.items()][:4])
+        raise InputError(
+            f"the ranks call the model with different inputs: {told}. All ranks pass inputs of the same shapes, and "
+            "call the model in the same mode: a loader that gives one rank a smaller last batch needs drop_last=True, "
+            "or a sampler that pads (parallel.sampler(dataset))"
         )
 
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from shardweave.distributed import COLLECTIVES, RuntimeMesh, group_of, lost_rank, raise_if_rank_lost
 from shardweave.ir import META, LostRankError, ParallelError, StepSpec, axes_size
 from shardweave.runtime.grad_accumulation import (
+    Accumulation,
     Boxed,
     Gradients,
     MicroBatchRunner,
@@ -172,16 +173,19 @@ class Executor:
     """For each gradient of `backward`, the outputs that it depends on; see `tangents_of_gradients`."""
     seeds: Callable[[], int] | None = None
     """Returns the seed of a call, the same on all ranks; None for a step that draws no random numbers."""
-    make_runner: Callable[[], MicroBatchRunner] | None = None
+    make_runner: Callable[[Accumulation], MicroBatchRunner] | None = None
     """Makes the `MicroBatchRunner` of a step that accumulates gradients."""
     check: PredictionCheck | None = None
     """Compares the first training steps with what the plan predicts."""
-    syncs: bool = field(default=True, init=False)
-    """Whether a backward reduces its gradients, or accumulates them, as under `ParallelModule.no_sync`."""
+    shared: Accumulation = field(default_factory=Accumulation)
+    """What calls accumulate; the steps of a module for other inputs share it."""
     _runner: MicroBatchRunner | None = field(default=None, init=False)
     _tangent: torch.Tensor | None = field(default=None, init=False)
-    _sources_of_sums: frozenset[int] = field(default=frozenset(), init=False)
-    """The outputs whose tangents the accumulated gradients come from."""
+
+    @property
+    def syncs(self) -> bool:
+        """Whether a backward reduces its gradients, or accumulates them, as under `ParallelModule.no_sync`."""
+        return self.shared.syncs
 
     @property
     def runner(self) -> MicroBatchRunner:
@@ -189,14 +193,18 @@ class Executor:
         if self._runner is None:
             if self.make_runner is None:
                 raise ParallelError("this step has no graphs for gradient accumulation: compile the model again")
-            self._runner = self.make_runner()
+            self._runner = self.make_runner(self.shared)
         return self._runner
 
     def drop_accumulated(self) -> None:
         """Forget accumulated gradients that are not reduced yet."""
-        self._sources_of_sums = frozenset()
+        self.shared.drop()
+        self.release()
+
+    def release(self) -> None:
+        """Free the parameters that calls under `ParallelModule.no_sync` keep gathered."""
         if self._runner is not None:
-            self._runner.drop()
+            self._runner.release()
 
     def tangent(self) -> torch.Tensor:
         """The expected tangent of the loss: that of the last call, 1 at first."""
@@ -214,7 +222,7 @@ class Executor:
     @property
     def accumulates(self) -> bool:
         """Whether there are accumulated gradients that are not reduced yet."""
-        return self._runner is not None and self._runner.sums is not None
+        return self.shared.sums is not None
 
     @property
     def _is_whole_step(self) -> bool:
@@ -409,16 +417,16 @@ class Executor:
         `given` are the outputs whose tangents they come from. `taken` has the addresses of memory of other tensors.
         """
         parameters = self.trained(self.parameters())
-        self._sources_of_sums |= given
+        self.shared.reached |= {index for index, sources in enumerate(self.sources) if not given.isdisjoint(sources)}
         if not syncs:
             return [None] * len(parameters)
         if self.accumulates:
             pairs = zip(found, self.runner.finish(), strict=True)
             found = [b if a is None else a if b is None else a + b for a, b in pairs]
-        reached, self._sources_of_sums = self._sources_of_sums, frozenset()
+        reached, self.shared.reached = self.shared.reached, frozenset()
         mine = [
-            None if gradient is None or sources.isdisjoint(reached) else _owned(gradient, taken)
-            for gradient, sources in zip(found, self.sources, strict=True)
+            None if gradient is None or index not in reached else _owned(gradient, taken)
+            for index, (gradient, sources) in enumerate(zip(found, self.sources, strict=True))
             if sources
         ]
         return [None if g is None else as_gradient_of(g, p) for g, p in zip(mine, parameters, strict=True)]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardweave.ir import Axis, Layout, StepSpec
+from shardweave.ir import META, Axis, Layout, ParallelError, StepSpec
 from shardweave.passes import MicroBatchGraphs
 from shardweave.runtime.parameters import REDUCE_OPS, padded
 from shardweave.runtime.tensor import part_for_step
@@ -64,6 +65,24 @@ Gradients = list[torch.Tensor | None]
 
 
 @dataclass
+class Accumulation:
+    """The gradients that calls under `ParallelModule.no_sync` accumulate; shared by all steps of a module."""
+
+    syncs: bool = True
+    """Whether a backward reduces its gradients, or accumulates them."""
+    sums: Gradients | None = None
+    """Accumulated gradients that are not reduced yet."""
+    layouts: object = None
+    """The names and layouts of `sums`."""
+    reached: frozenset[int] = frozenset()
+    """The indices of the gradients that were accumulated."""
+
+    def drop(self) -> None:
+        """Forget accumulated gradients."""
+        self.sums, self.reached = None, frozenset()
+
+
+@dataclass
 class MicroBatchRunner:
     """Runs the micro-batches of one step on this rank, and holds the values that they share."""
 
@@ -72,11 +91,40 @@ class MicroBatchRunner:
     coordinates: tuple[int, ...]
     bind: Callable[[fx.GraphModule], Boxed]
     """Binds a graph to this rank's process groups."""
-    sums: Gradients | None = field(default=None, init=False)
-    """Accumulated gradients that are not reduced yet."""
+    shared: Accumulation = field(default_factory=Accumulation)
     _bound: dict[fx.GraphModule, Boxed] = field(default_factory=dict, init=False)
     _gathered: list[torch.Tensor] = field(default_factory=list, init=False)
     _gathered_from: list[tuple[torch.Tensor, int]] = field(default_factory=list, init=False)
+
+    @cached_property
+    def _layouts(self) -> object:
+        graph = self.graphs.whole_backward.graph
+        (returned,) = graph.output_node().args
+        names = [spec.name for spec in self.spec.parameters if spec.trainable]
+        with_gradient = [name for name, value in zip(names, returned, strict=True) if value is not None]  # type: ignore[arg-type]
+        holders = [node for node in graph.find_nodes(op="placeholder") if node.name in self.graphs.accumulators]
+        return names, with_gradient, [node.meta[META].layouts for node in holders]
+
+    @property
+    def sums(self) -> Gradients | None:
+        """Accumulated gradients that are not reduced yet.
+
+        Raises
+        ------
+        ParallelError
+            If a step for other inputs has accumulated them with other layouts.
+        """
+        if self.shared.sums is not None and self.shared.layouts != self._layouts:
+            raise ParallelError(
+                "gradients were accumulated under no_sync() in calls with other inputs, whose step accumulates other "
+                "gradients than the step of this call, so that they cannot be added: accumulate over calls with the "
+                "same inputs only, or reduce each call's gradients (leave no_sync() before the inputs change)"
+            )
+        return self.shared.sums
+
+    @sums.setter
+    def sums(self, sums: Gradients | None) -> None:
+        self.shared.sums, self.shared.layouts = sums, self._layouts
 
     def forward(
         self,
@@ -175,7 +223,7 @@ class MicroBatchRunner:
 
     def drop(self) -> None:
         """Forget accumulated gradients and gathered parameters."""
-        self.sums = None
+        self.shared.sums = None
         self.release()
 
     def _run(self, graph: fx.GraphModule) -> Boxed:

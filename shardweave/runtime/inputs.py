@@ -8,14 +8,18 @@ for it. The outputs of each sample go back to the rank that passed it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from shardweave.distributed import RuntimeMesh, collective
 from shardweave.ir import (
+    PLAIN_TYPES,
     Axis,
     Digit,
     InputError,
@@ -24,11 +28,78 @@ from shardweave.ir import (
     StepSpec,
     ValueSpec,
     axes_size,
+    canonical_arguments,
     dtype_name,
+    leaf_names,
     normalise,
+    plain,
 )
 from shardweave.runtime.parameters import local_part, ranges
 from shardweave.runtime.tensor import distribute
+
+
+@dataclass(frozen=True)
+class CallSignature:
+    """What tells calls apart that need different steps.
+
+    Parameters
+    ----------
+    structure : TreeSpec
+        Of the arguments.
+    leaves : tuple
+        The shape and dtype of each tensor among the arguments, and the other values.
+    modes : tuple of bool
+        Whether the model and each of its submodules are in training mode.
+    trains : bool
+        Whether gradients are wanted.
+    """
+
+    structure: TreeSpec
+    leaves: tuple[object, ...]
+    modes: tuple[bool, ...]
+    trains: bool
+
+    @classmethod
+    def of(
+        cls,
+        signature: inspect.Signature,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        modes: tuple[bool, ...],
+        trains: bool,
+    ) -> CallSignature:
+        """The signature of a call of a model whose forward has this `signature`."""
+        leaves, structure = tree_flatten(canonical_arguments(signature, args, kwargs))
+        described = (
+            (tuple(leaf.shape), leaf.dtype, leaf.device.type, leaf.requires_grad) if isinstance(leaf, torch.Tensor)
+            else (type(leaf), plain(leaf))
+            for leaf in leaves
+        )  # fmt: skip
+        return cls(structure, tuple(described), modes, trains)
+
+    def text(self, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """The call in words, such as ``"tokens (8, 128), flag=True in training mode"``."""
+        leaves, _ = tree_flatten(canonical_arguments(signature, args, kwargs))
+        return call_text(leaf_names(signature, args, kwargs), leaves, self.modes[0], self.trains)
+
+
+def call_text(names: Sequence[str], leaves: Sequence[object], training: bool, trains: bool) -> str:
+    """A call in words; a leaf is a tensor, the shape of one, or another value.
+
+    >>> call_text(["tokens", "flag"], [torch.Size([8, 128]), True], False, False)
+    'tokens (8, 128), flag=True in evaluation mode without gradients'
+    """
+    shapes = [leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    told = [
+        f"{name} {tuple(leaf)}"
+        if isinstance(leaf, torch.Size)
+        else f"{name}={leaf!r}"
+        if isinstance(leaf, PLAIN_TYPES)
+        else f"{name} (a {type(leaf).__name__})"
+        for name, leaf in zip(names, shapes, strict=True)
+    ]
+    mode = f"{'training' if training else 'evaluation'} mode{'' if trains else ' without gradients'}"
+    return f"{', '.join(told) or 'no inputs'} in {mode}"
 
 
 def check_inputs(
@@ -95,6 +166,12 @@ def local_input(value: torch.Tensor, spec: ValueSpec, coordinates: Mapping[str, 
 def _typed(value: object, spec: ValueSpec, device_type: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise InputError(f"input {spec.name!r} must be a tensor, but is a {type(value).__name__}: {value!r}")
+    check_tensor(value, spec, device_type)
+    return value
+
+
+def check_tensor(value: torch.Tensor, spec: ValueSpec, device_type: str) -> None:
+    """Raise InputError if a tensor has another dtype or device than a step takes, or requires a gradient."""
     if dtype_name(value.dtype) != spec.dtype:
         raise InputError(
             f"input {spec.name!r} must have dtype {spec.dtype}, but has {dtype_name(value.dtype)}: convert it with "
@@ -107,7 +184,6 @@ def _typed(value: object, spec: ValueSpec, device_type: str) -> torch.Tensor:
             f"input {spec.name!r} requires a gradient, but a compiled step has gradients of parameters only: "
             "detach it, or move what computes it into the model"
         )
-    return value
 
 
 functional = torch.ops._c10d_functional

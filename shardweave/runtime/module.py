@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import math
 import types
 import warnings
@@ -23,20 +24,35 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DistributedSampler
 
 from shardweave.distributed import RuntimeMesh, collective, gather_from_ranks
-from shardweave.ir import ConstantsCheck, InputError, Layout, ParallelError, Reads, StepSpec, ValueSpec, axes_size
+from shardweave.ir import (
+    ConstantsCheck,
+    InputError,
+    Layout,
+    ParallelError,
+    Reads,
+    StepSpec,
+    ValueSpec,
+    axes_size,
+    canonical_arguments,
+    dtype_name,
+    leaf_names,
+)
 from shardweave.ops import IndexChecks, Seeds, all_reduced
 from shardweave.passes import Step, recompute_fusible
 from shardweave.runtime.call_checks import Batch, CallChecks, group_of_calls
 from shardweave.runtime.execute import Executor, boxed, refuse_transforms
-from shardweave.runtime.grad_accumulation import Boxed, MicroBatchRunner
+from shardweave.runtime.grad_accumulation import Accumulation, Boxed, MicroBatchRunner
 from shardweave.runtime.inductor import InductorMode, RegionCompiler
-from shardweave.runtime.inputs import LocalBatch
+from shardweave.runtime.inputs import CallSignature, LocalBatch, check_tensor
 from shardweave.runtime.module_tree import (
+    ModuleTreeGuard,
     TensorLookup,
     copy_module_tree,
+    copy_without_values,
     meta_tensor_names,
     shard_state_dict,
     submodule,
@@ -46,79 +62,59 @@ from shardweave.runtime.parameters import local_tensor
 from shardweave.runtime.prediction_check import PredictedStep, PredictionCheck
 from shardweave.runtime.tensor import ParallelTensor, distribute, gather, untraced
 
-_RECOMPILE = "Make the change on the model and compile it again"
-
-
-@dataclass(frozen=True)
-class _Submodule:
-    path: str
-    parent: nn.Module
-    name: str
-    module: nn.Module
-    training: bool
-    hooks: tuple[int, ...]
-
-
-class ModuleTreeGuard:
-    """Checks that the submodules of `root` are those with which the step was compiled.
-
-    >>> root = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    >>> guard = ModuleTreeGuard(root)
-    >>> root[1] = nn.GELU()
-    >>> guard.check()
-    Traceback (most recent call last):
-    shardweave.ir.errors.ParallelError: '1' was a ReLU when the step was compiled, and is a GELU now: the step goes on \
-computing the former. Make the change on the model and compile it again
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self._seen = [
-            _Submodule(f"{path}.{name}".lstrip("."), parent, name, module, module.training, _hooks(module))
-            for path, parent in root.named_modules()
-            for name, module in parent._modules.items()
-            if module is not None
-        ]
-
-    def check(self) -> None:
-        """Raise ParallelError if a submodule was replaced, or its mode or hooks have changed."""
-        for seen in self._seen:
-            module = seen.parent._modules.get(seen.name)
-            if module is not seen.module:
-                was, now = (type(each).__name__ for each in (seen.module, module))
-                other = "another one" if was == now else f"a {now}"
-                is_now = "is gone" if module is None else f"is {other} now"
-                raise ParallelError(
-                    f"{seen.path!r} was a {was} when the step was compiled, and {is_now}: the step goes on computing "
-                    f"the former. {_RECOMPILE}"
-                )
-            if module.training is not seen.training:
-                modes = ("evaluation", "training")
-                raise ParallelError(
-                    f"{seen.path!r} was in {modes[seen.training]} mode when the step was compiled, and is in "
-                    f"{modes[module.training]} mode now, which the step does not hear of. {_RECOMPILE}"
-                )
-            if (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or seen.hooks) and _hooks(
-                module
-            ) != seen.hooks:
-                raise ParallelError(
-                    f"hooks of {seen.path!r} were added or removed after the step was compiled: the step does not call "
-                    "submodules, so that they would never run. Register them on the model before it is compiled, or "
-                    "on the parallel module itself"
-                )
-
-
-def _hooks(module: nn.Module) -> tuple[int, ...]:
-    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return tuple(key for hooks in kinds for key in hooks)
-
-
 _STEP_ATTRIBUTES = ("spec", "graphs", "plan", "mesh", "_coordinates", "_flatten", "_unflatten", "_layouts", "_execute",
-             "_local", "_calls", "_tree_guard", "_constants", "_regions")  # fmt: skip
-"""Attributes of a parallel module that belong to its compiled step."""
+             "_local", "_calls", "_tree_guard", "_constants", "_bind", "_recompile", "_hidden",
+             "_accumulation", "_steps", "_known", "_passes_parts", "_regions")  # fmt: skip
+"""Attributes of a parallel module that belong to its compiled steps."""
 _ATTRIBUTES = (*_STEP_ATTRIBUTES, "unset", "_seeds")
 """The attributes of a parallel module that the model does not have."""
 Flatten = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[object]]
 Unflatten = Callable[[list[torch.Tensor]], Any]
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A generated step, and what its calls need; the fields are those of `ParallelModule`.
+
+    `call` says in words which call it is for.
+    """
+
+    step: Step
+    flatten: Flatten | None = None
+    unflatten: Unflatten | None = None
+    graphs: Mapping[str, fx.GraphModule] | None = None
+    reads: Reads | None = None
+    checks: IndexChecks | None = None
+    call: str = ""
+
+
+@dataclass(frozen=True)
+class Recompile:
+    """Compiles the steps of calls with other inputs, or in another mode.
+
+    Parameters
+    ----------
+    signature : inspect.Signature
+        Of the model's forward.
+    compile : callable
+        Takes the model with meta tensors, ``(args, kwargs)``, the number of parts of the global batch of which these
+        are one (1 if they are the global batch), and whether the step has a backward. Collective.
+    limit : int
+        The most steps of one module.
+    """
+
+    signature: inspect.Signature
+    compile: Callable[[nn.Module, tuple[Any, ...], int, bool], CompiledStep]
+    limit: int
+
+
+@dataclass(frozen=True)
+class _BoundStep:
+    """A step bound to this rank: the attributes of the module while it runs, and the mode that it is for."""
+
+    attributes: Mapping[str, Any]
+    modes: tuple[bool, ...]
+    trains: bool
 
 
 class ParallelModule(nn.Module):
@@ -165,6 +161,10 @@ class ParallelModule(nn.Module):
         The plan's step time, if it is for this machine: rank 0 warns if the first steps take much more or less.
     inductor : "auto" or bool
         Inductor compiles the compute between collectives: see `Options.inductor`.
+    call : str
+        The call that the step is for, in words.
+    recompile : Recompile, optional
+        Compiles steps for calls with other inputs, or in another mode. Without it such calls are refused.
 
     Raises
     ------
@@ -174,6 +174,15 @@ class ParallelModule(nn.Module):
         If the world has another size than the step's mesh, if ranks have compiled different graphs, or if the model
         lacks a parameter of the step.
     """
+
+    spec: StepSpec
+    graphs: dict[str, fx.GraphModule]
+    _flatten: Flatten
+    _unflatten: Unflatten
+    _execute: Executor
+    _local: LocalBatch | None
+    _calls: CallChecks
+    _constants: ConstantsCheck | None
 
     def __new__(cls, model: nn.Module, *_: Any, **__: Any) -> ParallelModule:
         made: ParallelModule = object.__new__(parallel_class(type(model)) if cls is ParallelModule else cls)
@@ -199,28 +208,21 @@ class ParallelModule(nn.Module):
         reads: Reads | None = None,
         predicted: PredictedStep | None = None,
         inductor: InductorMode = "auto",
+        call: str = "",
+        recompile: Recompile | None = None,
     ) -> None:
-        # 1. Agree with the other ranks on the graphs, and bind the graphs to process groups. All groups are made before
-        # anything can fail on one rank alone.
+        # 1. Agree with the other ranks on the graphs. All process groups are made before anything can fail on one rank
+        # alone.
         vars(self).update(vars(nn.Module()))  # the model's own __init__ is not called
         self.training = model.training
         self.spec = step.spec
         self._seeds = Seeds(compare_graphs(step, timeout))
-        self.graphs = dict(graphs or {"forward": step.forward})
         self.plan = plan
         devices = {tensor.device.type for tensor in model.parameters()} - {"meta"}
         self.mesh = RuntimeMesh(self.spec.mesh, devices.pop() if len(devices) == 1 else None, timeout)
         self._coordinates = self.spec.mesh.coordinates(self.mesh.rank)
-        self._flatten = flatten or _positional
-        self._unflatten = unflatten or _one_or_all
         self._regions = RegionCompiler(inductor, self.mesh.device_type)
-        pair = step.forward, step.backward
-        if self._regions.is_on and step.backward is not None:
-            pair = recompute_fusible(
-                step.forward, step.backward, len(self.spec.mutated_buffers) + len(self.spec.outputs)
-            )
-        forward, backward = (None if graph is None else self._bound(graph) for graph in pair)
-        assert forward is not None
+        graphs_of_rank = self._bound_graphs(step)
         # 2. Copy the module tree, with sharded parameters.
         register_hook()
         specs = (*self.spec.parameters, *self.spec.buffers)
@@ -228,28 +230,24 @@ class ParallelModule(nn.Module):
         self.unset = meta_tensor_names(model)
         """Names of tensors without values: see `initialise`, `load_weights`, `load_state_dict`."""
         # 3. Set up the calls.
-        make = step.micro_batch_graphs
+        self._accumulation, self._recompile = Accumulation(), recompile
+        self._passes_parts: bool | None = None
+        self._bind = functools.partial(_bound_attributes, batch=batch, whole=whole, checked_calls=checked_calls)
         device = torch.device(self.mesh.device_type)
         check = None if predicted is None or self.mesh.rank > 0 else PredictionCheck(predicted, device)
-        self._execute = Executor(
-            self.spec,
-            self.mesh.coordinates,
-            forward,
-            backward,
-            TensorLookup(self, self.spec.parameters, "_parameters", self.mesh),
-            TensorLookup(self, self.spec.buffers, "_buffers", self.mesh),
-            () if step.backward is None else tangents_of_gradients(_single_run_backward(step), self.spec),
-            (lambda: self._seeds()) if self.spec.draws else None,
-            None if make is None else lambda: MicroBatchRunner(make(), self.spec, self.mesh.coordinates, self._bound),
-            check,
-        )
-        self._local = LocalBatch(self.spec, self.mesh, whole) if batch == "local" and self.mesh.mesh.axes else None
-        self._calls = CallChecks(self.spec, self.mesh, group_of_calls(self.mesh), self._local, checked_calls, checks)
+        first = CompiledStep(step, flatten, unflatten, graphs, reads, checks, call)
+        bound = self._bind(self, first, graphs_of_rank, check=check)
+        vars(self).update(bound)
         self.register_load_state_dict_pre_hook(_shard_state_dict)  # type: ignore[no-untyped-call]
         self.register_state_dict_pre_hook(_check_replaced_parameters)  # type: ignore[no-untyped-call]
+        self._hidden = {name: attributes[name] for name in attributes.keys() & vars(self).keys() - {"training"}}
+        """The model's attributes that this module's own hide: hooks of the model, which are part of its steps."""
         self._take_attributes(model, attributes)
         self._tree_guard = ModuleTreeGuard(self)
-        self._constants = None if reads is None else ConstantsCheck(reads, model, self)
+        bound["_constants"] = self._constants = None if reads is None else ConstantsCheck(reads, model, self)
+        trains = any(parameter.trainable for parameter in self.spec.parameters)
+        self._steps = [_BoundStep(bound, self._modes(), trains)]
+        self._known: dict[CallSignature, _BoundStep] = {}
 
     def _take_attributes(self, model: nn.Module, attributes: dict[str, Any]) -> None:
         """Take over the model's own attributes, except those whose names this module has."""
@@ -275,8 +273,8 @@ class ParallelModule(nn.Module):
         Raises
         ------
         InputError
-            On all ranks, if a tensor on one of them has another shape or dtype than the step was compiled for; in the
-            first calls also if ranks pass different tensors where they should pass the same.
+            On all ranks, if ranks pass tensors of different shapes, or the plan does not fit them; in the first calls
+            also if ranks pass different tensors where they should pass the same.
         IndexRangeError
             If an index is out of range, such as a token without a row in the embedding.
         ParallelError
@@ -288,7 +286,11 @@ class ParallelModule(nn.Module):
             refuse_transforms(self._execute, (args, kwargs))
             return self._flatten(args, kwargs)
 
+        if self._recompile is not None:
+            self._choose_step(self._recompile, args, kwargs)
         inputs = self._calls(given, self._running)
+        if self._passes_parts is None:
+            self._passes_parts = self._calls.passes_parts
         outputs = self._execute(inputs)
         if self._local is not None:
             return self._unflatten(self._local.returned(outputs))
@@ -304,10 +306,151 @@ class ParallelModule(nn.Module):
                 "was on the meta device. Give them some by shardweave.initialise, load_weights, load_checkpoint or "
                 "load_state_dict before the first call"
             )
-        self._tree_guard.check()
+        self._tree_guard.check(modes=self._recompile is None)
         if self._constants is not None:
             self._constants.check(self)
         return self._execute.running()
+
+    # -- steps for other inputs
+
+    def _modes(self) -> tuple[bool, ...]:
+        return self.training, *self._tree_guard.modes()
+
+    def _choose_step(self, recompile: Recompile, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Switch to the step of a call. If there is none yet, compile it, which is collective."""
+        # 1. Find a step that is compiled. If calls pass the global batch, one with the size of a rank's part of it may
+        # be a smaller global batch: it is if all ranks pass the same.
+        caught: Exception | None = None
+        step: _BoundStep | None = None
+        values: list[torch.Tensor] = []
+        call = ""
+        try:
+            parameters = self._execute.parameters()
+            trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
+            wanted = CallSignature.of(recompile.signature, args, kwargs, self._modes(), trains)
+            step = self._known.get(wanted)
+            if step is None:
+                call = wanted.text(recompile.signature, args, kwargs)
+                step, values = self._accepting_step(wanted, args, kwargs)
+        except Exception as error:  # the other ranks must be told, whatever the error is
+            caught = error
+        is_ambiguous = step is not None and self._passes_parts is False and step.attributes["_calls"].are_parts(values)
+        if is_ambiguous and self._calls.are_equal(call, values):
+            step, _ = self._accepting_step(wanted, args, kwargs, whole=True)
+        if step is not None:
+            self._use(step, wanted)
+            return
+        # 2. If there is none, check the call, and agree with the other ranks that all of them compile.
+        try:
+            if caught is None:
+                parts = self.data_world_size if self._passes_parts else 1
+                call += f" (one of {parts} parts)" if parts > 1 else ""
+                self._tree_guard.check(modes=False)
+                example = self._checked_example(recompile, call, args, kwargs)
+                twin = self._without_values(trains)
+        except Exception as error:  # as above
+            caught = error
+        self._calls.agree_to_compile(call, caught)
+        # 3. Compile it from the plan.
+        self._warn_of_compiling(recompile, call)
+        compiled = recompile.compile(twin, example, parts, trains)
+        compare_graphs(compiled.step, self.mesh.timeout)
+        step = self._add_step(compiled, twin, trains)
+        self._use(step, wanted)
+
+    def _accepting_step(
+        self, wanted: CallSignature, args: tuple[Any, ...], kwargs: dict[str, Any], whole: bool = False
+    ) -> tuple[_BoundStep | None, list[torch.Tensor]]:
+        """The step that computes a call, and the tensors of the call; None if there is no such step yet.
+
+        A step with a backward computes calls without gradients too. If `whole`, the call has the global batch.
+        """
+        for step in self._steps:
+            if step.modes != wanted.modes or (wanted.trains and not step.trains):
+                continue
+            calls: CallChecks = step.attributes["_calls"]
+            try:
+                values = calls.checked(step.attributes["_flatten"](args, kwargs))
+            except InputError:
+                continue
+            if not (whole and calls.are_parts(values)):
+                return step, values
+        return None, []
+
+    def _use(self, step: _BoundStep, wanted: CallSignature) -> None:
+        self._known[wanted] = step
+        if self._execute is not step.attributes["_execute"]:
+            self._execute.release()
+            vars(self).update(step.attributes)
+
+    def _checked_example(
+        self, recompile: Recompile, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """The arguments of a call that is to be compiled, without autograd; InputError if no step can take them."""
+        leaves, spec = tree_flatten(canonical_arguments(recompile.signature, args, kwargs))
+        names = leaf_names(recompile.signature, args, kwargs)
+        known = {each.name: each for step in self._steps for each in step.attributes["spec"].inputs}
+        for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+            if isinstance(leaf, torch.Tensor):
+                dtype = known[name].dtype if name in known else dtype_name(leaf.dtype)
+                check_tensor(leaf, ValueSpec(name, Layout.replicated(leaf.shape), dtype), self.mesh.device_type)
+                leaves[index] = leaf.detach()
+        if len(self._steps) >= recompile.limit:
+            calls = "; ".join(step.attributes["_calls"].call for step in self._steps[:4])
+            raise InputError(
+                f"a call with {call} needs a step of its own, but {len(self._steps)} are compiled already, the most "
+                f"that Options(recompile_limit={recompile.limit}) allows (for {calls}, ...). Pad the inputs to a few "
+                "sizes (drop_last=True leaves out a smaller last batch), or set a higher limit"
+            )
+        found: tuple[Any, ...] = tree_unflatten(leaves, spec)
+        return found
+
+    def _warn_of_compiling(self, recompile: Recompile, call: str) -> None:
+        """Warn once that inputs of other sizes compile a step each."""
+        inputs = {step.attributes["_calls"].call.split(" in ")[0] for step in self._steps}
+        if self.mesh.rank == 0 and len(inputs) == 1 and call.split(" in ")[0] not in inputs:
+            warnings.warn(
+                f"the model is compiled again, for {call}, as it was for {self._calls.call}. Each size of the inputs "
+                f"takes a step of its own, and a module has at most {recompile.limit} (Options(recompile_limit=...)): "
+                "pad the inputs to a few sizes, or leave out a smaller last batch (drop_last=True), to compile less",
+                stacklevel=9,
+            )
+
+    def _without_values(self, trains: bool) -> nn.Module:
+        """The model as it is now, with parameters on the meta device; if it `trains`, they require gradients."""
+        kind = type(self).__bases__[-1]
+        if kind is nn.Module:
+            raise InputError("the class of this model is not known: call it with inputs as it was compiled for")
+        own = {name: value for name, value in vars(self).items() if name not in _ATTRIBUTES}
+        specs = [step.attributes["spec"] for step in self._steps if step.trains]
+        known = {each.name: each.trainable for spec in specs for each in spec.parameters}
+        trained = [name for name, each in self.named_parameters() if trains and known.get(name, each.requires_grad)]
+        return copy_without_values(self, kind, {**own, **self._hidden}, trained)
+
+    def _add_step(self, compiled: CompiledStep, model: nn.Module, trains: bool) -> _BoundStep:
+        """Bind a step for other inputs. Collective."""
+        spec = compiled.step.spec
+        for each in spec.parameters:
+            layout = self._layouts.get(each.name, Layout.replicated(each.layout.global_shape))
+            if layout != each.layout:
+                raise InputError(
+                    f"a step for these inputs keeps {each.name!r} in the layout {each.layout}, but the parameters lie "
+                    f"where the first step has them, {layout}: compile the model with inputs that use the parameters "
+                    "in the same way"
+                )
+        bound = self._bind(self, compiled, self._bound_graphs(compiled.step))
+        bound["_constants"] = None if compiled.reads is None else ConstantsCheck(compiled.reads, model, self)
+        step = _BoundStep(bound, self._modes(), trains)
+        self._steps.append(step)
+        return step
+
+    def _bound_graphs(self, step: Step) -> tuple[Boxed, Boxed | None]:
+        """The forward and the backward of a step, bound to process groups."""
+        forward, backward = step.forward, step.backward
+        if backward is not None and self._regions.is_on:
+            num_results = len(step.spec.mutated_buffers) + len(step.spec.outputs)
+            forward, backward = recompute_fusible(forward, backward, num_results)
+        return self._bound(forward), None if backward is None else self._bound(backward)
 
     def _bound(self, graph: fx.GraphModule) -> Boxed:
         return boxed(graph, self._regions(graph, self.mesh.bind_graph(graph.graph)), self.mesh)
@@ -331,11 +474,12 @@ class ParallelModule(nn.Module):
         >>> parallel.weight.grad
         tensor([[4., 4., 4., 4.]])
         """
-        before, self._execute.syncs = self._execute.syncs, False
+        shared = self._accumulation
+        before, shared.syncs = shared.syncs, False
         try:
             yield
         finally:
-            self._execute.syncs = before
+            shared.syncs = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those accumulated under `no_sync`, which an optimizer's ``zero_grad`` keeps."""
@@ -349,8 +493,10 @@ class ParallelModule(nn.Module):
         return distribute(value, spec.layout, self.mesh)
 
     def train(self, mode: bool = True) -> ParallelModule:
-        """Accept the mode of the capture; raise ParallelError for the other one, which needs another graph."""
-        if mode != self.training:
+        """Set the mode, as of any module. The first call in another mode compiles a step for it, from the same plan."""
+        if self._recompile is not None:
+            super().train(mode)
+        elif mode != self.training:
             now, wanted = ("training", "evaluation") if self.training else ("evaluation", "training")
             raise ParallelError(
                 f"the step was captured in {now} mode, and the {wanted} mode of a model may compute something else. "
@@ -479,16 +625,26 @@ class ParallelModule(nn.Module):
         twin: ParallelModule = object.__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
-        twin._calls = dataclasses.replace(self._calls)
-        twin._execute = dataclasses.replace(
-            self._execute,
-            parameters=TensorLookup(twin, self.spec.parameters, "_parameters", self.mesh),
-            buffers=TensorLookup(twin, self.spec.buffers, "_buffers", self.mesh),
-            seeds=(lambda: twin._seeds()) if self.spec.draws else None,
-            check=None,
-        )
+        twin._accumulation, twin._known = Accumulation(), {}
+        twin._steps = [twin._of_twin(step) for step in self._steps]
+        current = next(i for i, step in enumerate(self._steps) if step.attributes["_execute"] is self._execute)
+        vars(twin).update(twin._steps[current].attributes)
         twin._tree_guard = ModuleTreeGuard(twin)
         return twin
+
+    def _of_twin(self, step: _BoundStep) -> _BoundStep:
+        """A step of the module that this one is a copy of, with the tensors of this one."""
+        execute: Executor = step.attributes["_execute"]
+        copied = dataclasses.replace(
+            execute,
+            parameters=TensorLookup(self, execute.spec.parameters, "_parameters", self.mesh),
+            buffers=TensorLookup(self, execute.spec.buffers, "_buffers", self.mesh),
+            seeds=(lambda: self._seeds()) if execute.spec.draws else None,
+            check=None,
+            shared=self._accumulation,
+        )
+        calls = dataclasses.replace(step.attributes["_calls"])
+        return dataclasses.replace(step, attributes={**step.attributes, "_execute": copied, "_calls": calls})
 
     def __copy__(self) -> ParallelModule:
         """A module that shares everything with this one, as ``copy.copy`` of a module does."""
@@ -514,6 +670,43 @@ class ParallelModule(nn.Module):
 
 for _name in _ATTRIBUTES:  # class attributes, so that properties of the model's class do not take their place
     setattr(ParallelModule, _name, None)
+
+
+def _bound_attributes(
+    module: ParallelModule,
+    compiled: CompiledStep,
+    graphs: tuple[Boxed, Boxed | None],
+    batch: Batch,
+    whole: bool,
+    checked_calls: float,
+    check: PredictionCheck | None = None,
+) -> dict[str, Any]:
+    """The attributes of `module` while it runs a step whose bound forward and backward are `graphs`. Collective."""
+    step, spec, mesh = compiled.step, compiled.step.spec, module.mesh
+    make, shared = step.micro_batch_graphs, module._accumulation
+    execute = Executor(
+        spec,
+        mesh.coordinates,
+        *graphs,
+        TensorLookup(module, spec.parameters, "_parameters", mesh),
+        TensorLookup(module, spec.buffers, "_buffers", mesh),
+        () if step.backward is None else tangents_of_gradients(_single_run_backward(step), spec),
+        (lambda: module._seeds()) if spec.draws else None,
+        None if make is None else lambda sums: MicroBatchRunner(make(), spec, mesh.coordinates, module._bound, sums),
+        check,
+        shared,
+    )
+    local = LocalBatch(spec, mesh, whole) if batch == "local" and mesh.mesh.axes else None
+    calls = CallChecks(spec, mesh, group_of_calls(mesh), local, checked_calls, compiled.checks, compiled.call)
+    return {
+        "spec": spec,
+        "graphs": dict(compiled.graphs or {"forward": step.forward}),
+        "_flatten": compiled.flatten or _positional,
+        "_unflatten": compiled.unflatten or _one_or_all,
+        "_execute": execute,
+        "_local": local,
+        "_calls": calls,
+    }
 
 
 _classes: WeakKeyDictionary[type[nn.Module], type[ParallelModule]] = WeakKeyDictionary()

@@ -5,7 +5,7 @@ list of blocks, a bound method, a function that closes over a module) are copied
 the model's tensors and does not keep them alive. Other objects (a configuration, a tokenizer) are shared.
 
 `copy_module_tree` puts the model's parameters and buffers into the copy, as DTensors under the model's own names.
-`TensorLookup` finds tensors by name.
+`TensorLookup` finds tensors by name. `ModuleTreeGuard` finds changes of the tree that a generated step does not follow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import functools
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -189,6 +190,76 @@ def _items(value: Any) -> Iterator[Any]:
         yield from attributes.values()
 
 
+_RECOMPILE = "Make the change on the model and compile it again"
+
+
+@dataclass(frozen=True)
+class _Submodule:
+    path: str
+    parent: nn.Module
+    name: str
+    module: nn.Module
+    training: bool
+    hooks: tuple[int, ...]
+
+
+class ModuleTreeGuard:
+    """Checks that the submodules of `root` are those with which the step was compiled.
+
+    >>> root = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> guard = ModuleTreeGuard(root)
+    >>> root[1] = nn.GELU()
+    >>> guard.check()
+    Traceback (most recent call last):
+    shardweave.ir.errors.ParallelError: '1' was a ReLU when the step was compiled, and is a GELU now: the step goes on \
+computing the former. Make the change on the model and compile it again
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._seen = [
+            _Submodule(f"{path}.{name}".lstrip("."), parent, name, module, module.training, _hooks(module))
+            for path, parent in root.named_modules()
+            for name, module in parent._modules.items()
+            if module is not None
+        ]
+
+    def modes(self) -> tuple[bool, ...]:
+        """Whether each submodule is in training mode."""
+        return tuple(seen.module.training for seen in self._seen)
+
+    def check(self, modes: bool = True) -> None:
+        """Raise ParallelError if a submodule was replaced, its hooks have changed, or its mode if `modes` count."""
+        for seen in self._seen:
+            module = seen.parent._modules.get(seen.name)
+            if module is not seen.module:
+                was, now = (type(each).__name__ for each in (seen.module, module))
+                other = "another one" if was == now else f"a {now}"
+                is_now = "is gone" if module is None else f"is {other} now"
+                raise ParallelError(
+                    f"{seen.path!r} was a {was} when the step was compiled, and {is_now}: the step goes on computing "
+                    f"the former. {_RECOMPILE}"
+                )
+            if modes and module.training is not seen.training:
+                names = ("evaluation", "training")
+                raise ParallelError(
+                    f"{seen.path!r} was in {names[seen.training]} mode when the step was compiled, and is in "
+                    f"{names[module.training]} mode now, which the step does not hear of. {_RECOMPILE}"
+                )
+            if (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or seen.hooks) and _hooks(
+                module
+            ) != seen.hooks:
+                raise ParallelError(
+                    f"hooks of {seen.path!r} were added or removed after the step was compiled: the step does not call "
+                    "submodules, so that they would never run. Register them on the model before it is compiled, or "
+                    "on the parallel module itself"
+                )
+
+
+def _hooks(module: nn.Module) -> tuple[int, ...]:
+    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return tuple(key for hooks in kinds for key in hooks)
+
+
 def copy_module_tree(
     target: nn.Module, model: nn.Module, specs: Iterable[ParameterSpec], mesh: RuntimeMesh
 ) -> tuple[dict[str, Layout], dict[str, Any]]:
@@ -358,6 +429,24 @@ def copy_with_tensors(model: nn.Module, replace: Callable[[str, torch.Tensor], t
             vars(made).update(vars(tensor))
             memo[id(tensor)] = made
     return copy.deepcopy(model, memo)
+
+
+def copy_without_values(
+    module: nn.Module, kind: type[nn.Module], attributes: Mapping[str, Any], trained: Collection[str]
+) -> nn.Module:
+    """A deep copy of `module` as one of the class `kind` with these `attributes`, and with meta parameters.
+
+    Buffers that are plain tensors keep their values. Of the parameters, those that are `trained` require a gradient.
+    """
+    twin: nn.Module = object.__new__(kind)
+    memo: dict[int, Any] = {id(module): twin}
+    for name, tensor in named_tensors(module):
+        if id(tensor) not in memo and (isinstance(tensor, (nn.Parameter, DTensor))):
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(value, name in trained) if is_parameter else value
+    vars(twin).update({name: copy.deepcopy(value, memo) for name, value in attributes.items()})
+    return twin
 
 
 def submodule(root: nn.Module, path: str) -> nn.Module:

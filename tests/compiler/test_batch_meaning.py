@@ -297,12 +297,13 @@ def an_error_of_one_rank_is_raised_on_all(force: Any) -> None:
 
 def refuses_on_all_ranks(batch: str, given: tuple[Tensor, ...], force: Any) -> None:
     parallel, rank, (x, y) = compiled(WithLoss(), given, force, batch), dist.get_rank(), given
-    wrong = {"shape": (x[:1], y), "float32": (x.float(), y), "missing": (x,), "too many": (x, y, x), "tensor": (x, 1)}
+    wrong = {"shape": (x[:1], y), "float32": (x.float(), y), "missing": (x,), "too many": (x, y, x), "y=1": (x, 1)}
     for said, values in [*wrong.items()] * 2:
         for told in on_all_ranks(lambda values=values: parallel(*(values if rank == 1 else given))):  # type: ignore[misc]
             assert "rank 1" in told and said in told, told
         parallel(x, y).backward()
-    assert all("rank 1" not in told and "shape" in told for told in on_all_ranks(lambda: parallel(x[:1], y)))
+    narrow = on_all_ranks(lambda: parallel(x[:, :1], y))
+    assert all("rank 1" not in told and "WithLoss cannot be captured" in told for told in narrow), narrow
     with torch.set_grad_enabled(rank != 1):
         for told in on_all_ranks(lambda: parallel(x, y)):
             assert "rank 0 call the step with gradients, and rank 1 do not" in told

@@ -1,0 +1,175 @@
+"""Calls with inputs of other sizes, or in another mode: a step for each from the same plan, equal to one device."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardweave as sw
+from shardweave.runtime import WorkerPool
+
+
+class Language(nn.Module):
+    """A small language model with dropout, a batch norm, an optional target and a flag, as nanoGPT's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 8)
+        self.up, self.down, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.0)
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 32, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, scale: bool = False) -> tuple[Tensor, Any]:
+        x = self.embedding(tokens)
+        x = x + self.drop(self.down(torch.relu(self.up(x))))
+        x = self.norm(x.flatten(0, 1)).view_as(x)
+        if scale:
+            x = 2 * x
+        if targets is None:
+            return self.head(x[:, [-1]]), None
+        logits = self.head(x)
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def words(rows: int = 8, length: int = 4, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    both = torch.randint(32, (2, rows, length), generator=generator)
+    return both[0], both[1]
+
+
+def made(force: Any = None, batch: Any = "global", given: Any = None, **options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = Language().double()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    asked = sw.Options(force=force or {}, **options)
+    given = given or words()
+    return model, sw.compile_parallel(
+        model, sw.Cluster.local(world), given, options=asked, batch=batch, progress=False
+    )
+
+
+def assert_same_step(parallel: Any, model: nn.Module, given: tuple[Any, ...], own: Any = None) -> None:
+    """The loss and the gradients of a call are those of one device."""
+    for each, inputs in ((parallel, own or given), (model, given)):
+        each.zero_grad()
+        each(*inputs)[1].backward()
+    whole = {name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in
+             parallel.named_parameters()}  # fmt: skip
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(whole[name], parameter.grad, msg=name)
+
+
+def same_loss(parallel: Any, model: nn.Module, given: tuple[Any, ...]) -> None:
+    torch.testing.assert_close(parallel(*given)[1], model(*given)[1])
+
+
+@pytest.mark.filterwarnings("ignore:the model is compiled again")
+def other_calls(force: Any) -> None:
+    model, parallel = made(force)
+    layouts = {name: parameter.placements for name, parameter in parallel.named_parameters() if dist.is_initialized()}
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for given in (words(), words(4), words(8, 6), (*words(), True), words()):
+            assert_same_step(parallel, model, given)
+    told = [str(each.message) for each in heard if "compiled again" in str(each.message)]
+    assert len(told) == (not dist.is_initialized() or dist.get_rank() == 0), told
+    for name, placements in layouts.items():
+        assert parallel.get_parameter(name).placements == placements
+    # Evaluation and training in a loop, as nanoGPT's estimate_loss does.
+    for seed in range(2):
+        parallel.eval(), model.eval()
+        with torch.no_grad():
+            for given in (words(8, 4, seed), words(8, 4, seed + 1)):
+                same_loss(parallel, model, given)
+            assert parallel(words()[0])[0].shape[1:] == (1, 32) and parallel(words()[0])[1] is None
+        parallel.train(), model.train()
+        assert_same_step(parallel, model, words(8, 4, seed))
+    for name, buffer in parallel.named_buffers():
+        torch.testing.assert_close(buffer, model.get_buffer(name))
+    # A copy, as an average of the weights is.
+    twin = copy.deepcopy(parallel).eval()
+    with torch.no_grad():
+        twin.get_parameter("head.weight").zero_()
+        model.eval()
+        same_loss(parallel.eval(), model, words())
+        parallel.train()
+
+
+def accumulated(force: Any) -> None:
+    """Calls of several sizes under no_sync add up."""
+    model, parallel = made(force)
+    for each in (parallel, model):
+        for given in (words(4), words(8)):
+            context = each.no_sync() if each is parallel else torch.enable_grad()
+            with context:
+                each(*given)[1].backward()
+        each(*words(4, 6))[1].backward()
+    for name, parameter in parallel.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), model.get_parameter(name).grad, msg=name)
+
+
+def parts_and_local(force: Any) -> None:
+    """Each rank passes its part, or samples of its own; also of a smaller batch."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for batch in ("global", "local"):
+        mine = tuple(value.chunk(world)[rank] for value in words())
+        model, parallel = made(force, batch, None if batch == "global" else mine)
+        for given in (words(), words(4)):
+            own = tuple(value.chunk(world)[rank] for value in given)
+            assert_same_step(parallel, model, given, own)
+
+
+def told(call: Callable[[], Any]) -> str:
+    with pytest.raises(sw.ParallelError) as error:
+        call()
+    return str(error.value)
+
+
+def refused(force: Any) -> None:
+    """Errors are the same on all ranks, and the next call works."""
+    model, parallel = made(force, recompile_limit=2)
+    rank = dist.get_rank()
+    assert_same_step(parallel, model, words())
+    assert "batch of 7" in told(lambda: parallel(*words(7)))
+    each = told(lambda: parallel(*words(8 if rank else 4)))
+    assert "rank 0 with tokens (4, 4)" in each and "rank 1 with tokens (8, 4)" in each and "drop_last=True" in each
+    if rank:
+        parallel.eval()
+    each = told(lambda: parallel(*words()))
+    assert "in training mode" in each and "in evaluation mode" in each, each
+    parallel.train()
+    assert_same_step(parallel, model, words(4))
+    each = told(lambda: parallel(*words(2)))
+    assert "recompile_limit=2" in each and "tokens (2, 4)" in each
+    assert_same_step(parallel, model, words())
+
+
+def frozen(force: Any) -> None:
+    """A model without trained parameters: a forward, in both modes."""
+    torch.manual_seed(0)
+    model = Language().double().requires_grad_(False)
+    parallel = sw.compile_parallel(
+        model, sw.Cluster.local(2), words(), options=sw.Options(force=force), progress=False
+    )
+    same_loss(parallel, model, words())
+    same_loss(parallel.eval(), model.eval(), words())
+
+
+@pytest.mark.parametrize("force", [{"*": "zdp"}, {"*": "tensor:2"}], ids=str)
+def test_other_calls(force: Any, pool: WorkerPool) -> None:
+    pool.run(other_calls, force, nprocs=2, timeout=300)
+
+
+def test_other_calls_on_one_device() -> None:
+    other_calls({})
+
+
+@pytest.mark.parametrize("check", [accumulated, parts_and_local, refused, frozen])
+def test_on_ranks(check: Any, pool: WorkerPool) -> None:
+    pool.run(check, {"*": "zdp"}, nprocs=2, timeout=300)
