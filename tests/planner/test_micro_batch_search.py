@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.planner.search.evaluation import Evaluation
-from shardweave.planner.search.micro_batch_search import fastest, smallest_of
+from shardweave.planner.search.search import fastest, smallest_of
 from shardweave.planner.search.setting_planner import SettingPlan, SettingPlanner
 from shardweave.planner.search.setting_search import SettingSearch
 from shardweave.runtime import ParallelModule
