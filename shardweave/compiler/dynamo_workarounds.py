@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch._decomp import decompositions
+from torch.nn.modules import transformer
 
 HINTS = {
     "layerdrop": "Which layers run is drawn anew in each step: set layerdrop to 0 in the model's config.",
@@ -151,15 +152,25 @@ def _builtins_known() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_checks() -> Iterator[None]:
-    """Switch off the checks of values in torch's distributions and in transformers."""
+    """Switch off the checks of values in torch's distributions, in transformers and in `nn.Transformer`.
+
+    The last looks at a mask for whether it is causal, to say so to attention, which takes the mask all the same.
+    """
     distributions = torch.distributions.Distribution
     validates = distributions._validate_args
     distributions.set_default_validate_args(False)
     try:
-        with mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1"):
+        with (
+            mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1"),
+            mock.patch.object(transformer, "_detect_is_causal_mask", _said_to_be_causal),
+        ):
             yield
     finally:
         distributions.set_default_validate_args(validates)
+
+
+def _said_to_be_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    return is_causal is True
 
 
 class _Collector:

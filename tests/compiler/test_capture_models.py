@@ -283,6 +283,30 @@ def test_a_recurrent_layer_is_captured_as_one_op_over_all_steps(kind: Any) -> No
     assert dropped == [True, False]
 
 
+def test_a_transformer_is_captured_without_its_look_at_the_mask() -> None:
+    class Translation(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Transformer(4, 2, 1, 1, 8, 0.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.layers(x, x, tgt_mask=nn.Transformer.generate_square_subsequent_mask(3))
+            return result
+
+    model, x = Translation(), torch.randn(3, 2, 4)
+    assert_computes(capture(model, x), model, (x,), {})
+
+
+class Inverse(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.inv(self.weight) @ x
+
+
+def test_a_checked_factorisation_is_refused_with_the_function_that_does_not_raise() -> None:
+    with pytest.raises(CaptureError, match=r"linalg\.inv\(self(?s:.)*inv_ex"):
+        capture(Inverse(4, 4), torch.randn(4, 4))
+
+
 class PackedSteps(nn.Module):
     def __init__(self) -> None:
         super().__init__()
