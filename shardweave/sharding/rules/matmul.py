@@ -22,6 +22,7 @@ Fused attention
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from shardweave.ir import BoundRule, RuleError, axes_size
 from shardweave.sharding.rules.registry import (
     RULES,
     Emitter,
+    Factors,
     Rule,
     argument,
     argument_names,
@@ -41,6 +43,7 @@ from shardweave.sharding.rules.registry import (
     call_with,
     family,
     ordered_args,
+    output_shapes,
     parse,
     register_decomposition,
     rule,
@@ -186,6 +189,42 @@ family(
     [torch.ops.shardweave.recurrence_backward.default],
     bind_recurrence_backward,
     "the gradients of igates and initial, for a GRU of both kinds of gates, in the same loops; blocked: all but `b`",
+)
+
+
+def bind_batched_matrices(node: fx.Node) -> BoundRule:
+    """A loop for each dimension before the last two of the first argument; all is blocked where others broadcast."""
+    first, *others = map(shape, tensor_args(node))
+    results = output_shapes(node)
+    batch = first[:-2]
+    aligned = all(len(size) == len(first) or size == first[:-1] for size in others) and all(
+        size[: len(batch)] == batch for size in (*others, *results)
+    )
+    factors = Factors()
+    rows = [factors.new(size) for size in batch] if aligned else []
+
+    def dims(size: Sequence[int]) -> list[tuple[str, ...]]:
+        return [*rows, *(factors.new(length, blocked=True) for length in size[len(rows) :])]
+
+    return factors.rule(map(dims, [first, *others]), map(dims, results))
+
+
+BATCHED_MATRICES = [
+    aten._linalg_det.default,
+    aten._linalg_slogdet.default,
+    aten._linalg_solve_ex.default,
+    aten._linalg_svd.default,
+    aten._linalg_eigh.default,
+    aten.linalg_inv_ex.default,
+    aten.linalg_cholesky_ex.default,
+    aten.linalg_lu_factor_ex.default,
+    aten.linalg_lu_solve.default,
+    aten.linalg_solve_triangular.default,
+    aten.linalg_qr.default,
+    aten._cdist_forward.default,
+]
+family(
+    BATCHED_MATRICES, bind_batched_matrices, "matrices side by side; blocked: their own two dimensions, and all else"
 )
 
 

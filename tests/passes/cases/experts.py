@@ -1,4 +1,4 @@
-"""Cases of products with one of many weights a row, and of recurrent layers."""
+"""Cases of products with one of many weights a row, of recurrent layers, and of matrices side by side."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 import shardweave.ops.layer_ops  # noqa: F401  (registers the ops)
 from tests.passes.cases.draw import Call, Draw, case
 
-custom_ops = torch.ops.shardweave
+aten, custom_ops = torch.ops.aten, torch.ops.shardweave
 
 
 def _rows(d: Draw) -> tuple[list[int], Tensor]:
@@ -50,3 +50,41 @@ def recurrence(d: Draw) -> Call:
 def recurrence_backward(d: Draw) -> Call:
     (arguments, _), cell, size = _recurrent(d)
     return (d.tensor(*size), *arguments, d.tensor(*size), cell, d.flag()), {}
+
+
+def _matrices(d: Draw) -> Tensor:
+    """Symmetric and positive definite, so that no result jumps."""
+    size = d.size()
+    made = d.tensor(*d.sizes(0, 2), size, size)
+    return made @ made.mT + (1 + torch.arange(size, dtype=made.dtype)) * torch.eye(size, dtype=made.dtype)
+
+
+@case(aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_eigh.default, aten.linalg_inv_ex.default)
+@case(aten.linalg_cholesky_ex.default, aten.linalg_lu_factor_ex.default, aten._linalg_svd.default)
+@case(aten.linalg_qr.default)
+def matrices(d: Draw) -> Call:
+    return (_matrices(d) / 8,), {}
+
+
+@case(aten._linalg_solve_ex.default)
+def solve(d: Draw) -> Call:
+    matrix = _matrices(d)
+    return (matrix, d.tensor(*d.choice([matrix.shape[:-1], (*matrix.shape[:-1], 3), matrix.shape[-1:]]))), {}
+
+
+@case(aten.linalg_solve_triangular.default)
+def solve_triangular(d: Draw) -> Call:
+    matrix = _matrices(d)
+    return (matrix, d.tensor(*matrix.shape[:-1], 3)), {"upper": d.flag()}
+
+
+@case(aten.linalg_lu_solve.default)
+def lu_solve(d: Draw) -> Call:
+    matrix = _matrices(d)
+    return (*torch.linalg.lu_factor(matrix), d.tensor(*matrix.shape[:-1], 3)), {}
+
+
+@case(aten._cdist_forward.default)
+def distances(d: Draw) -> Call:
+    first, second, width, *batch = d.sizes(3, 5)
+    return (d.tensor(*batch, first, width), d.tensor(*batch, second, width), d.choice([1.0, 2.0]), None), {}
