@@ -54,8 +54,9 @@ In the tables, *more* says:
 
 ## An op without a rule
 
-If the result is floating point, the model is refused. The `RuleError` lists each such op with its module and source
-line. You can:
+Every device computes the op whole, on gathered inputs, and also all ops that its blocked factors reach. A warning lists
+each such op with its module and source line, and so does `plan.explain()`. With `Options(replicate_unknown_ops=False)`
+the model is refused instead. To share the work:
 
 - write the line with other ops;
 - give the op a rule, in one line, before the model is compiled:
@@ -70,11 +71,7 @@ line. You can:
   A rule may also say how the parts of a contracted factor combine (`reduce={{"m": "max"}}`), how the op is called on
   local tensors if this is not the same call (`lower=`), and which simpler ops replace it if an input is sharded along a
   blocked factor (`decompose=`): see `shardweave/sharding/rules/registry.py`. `tests/sharding/test_rules.py` shows how a
-  rule is tested;
-- set `Options(replicate_unknown_ops=True)`: every device computes the op in full, and also all ops that its blocked
-  factors reach.
-
-An op on integers or flags without a rule is replicated on every device, with a warning.
+  rule is tested.
 
 ### Ops of torch that have none
 
@@ -93,11 +90,10 @@ earlier, in capture: one graph has to serve every step.
 """
 REFUSED: tuple[tuple[str, str, str], ...] = (
     ("masked_scatter", "the n-th element that is masked takes the n-th value: a count over all", "`torch.where`"),
-    ("_cdist_forward", "distances of all pairs", "products and norms: `(x**2).sum(-1) - 2 * x @ y.T + ...`"),
-    ("_pdist_forward", "distances of all pairs of one list", "the same, and `torch.triu`"),
+    ("_pdist_forward", "distances of all pairs of one list", "`torch.cdist` and `torch.triu`"),
     ("_ctc_loss", "a recursion over time", "the loss outside of the model"),
     ("_embedding_bag", "bags of any length", "`embedding`, then a sum over the bag's dimension"),
-    ("_linalg_svd", "factorisations, solves, determinants", "the computation outside of the model"),
+    ("linalg_matrix_exp", "every output needs every input", "the computation outside of the model"),
     ("linalg_cross", "three numbers", "products of slices"),
     ("renorm", "norms of slices, compared", "`linalg.vector_norm` and `torch.where`"),
     ("put", "places in the whole value", "`index_put` or `scatter`"),

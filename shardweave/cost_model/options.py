@@ -179,7 +179,8 @@ class Options:
         The most steps of one parallel module. Calls with inputs of other sizes or in another mode compile a step of
         their own, from the same plan; a call that needs one more is refused.
     replicate_unknown_ops : bool
-        Compute ops without a sharding rule whole on every device, instead of refusing the model.
+        Compute ops without a sharding rule whole on every device, with a warning. ``plan.explain()`` lists them. If
+        False, a model with such an op is refused.
     ablation : Ablation
         Switches off overlap or sharing, to measure its gain or to model a system without it.
 
@@ -216,7 +217,7 @@ class Options:
     check_inputs: int | Literal["always", "never"] = 3
     inductor: Literal["auto"] | bool = "auto"
     recompile_limit: int = 8
-    replicate_unknown_ops: bool = False
+    replicate_unknown_ops: bool = True
     ablation: Ablation = Ablation()
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from shardweave.sharding.annotate import (
     layer_of,
     modules_around,
     source_of,
+    unruled_ops,
 )
 from shardweave.sharding.graphs import (
     alias_of,
@@ -142,6 +143,7 @@ __all__ = [
     "tensor_bytes",
     "tensor_shape",
     "tensors",
+    "unruled_ops",
     "users_through_views",
     "assign_column_row_forms",
 ]

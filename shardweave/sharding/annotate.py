@@ -429,12 +429,27 @@ def _may_be_activation(value: torch.Tensor) -> bool:
     return value.dtype.is_floating_point or value.dtype.is_complex
 
 
+def unruled_ops(graph: fx.Graph) -> tuple[str, ...]:
+    """The ops of an annotated graph that every device computes whole, as they have no rule, each with its module."""
+    dependent = depends_on_inputs(graph)
+    return tuple(
+        dict.fromkeys(
+            f"{node.target} in {info(node).op}"
+            for node in graph.nodes
+            if node.op == "call_function"
+            and node in dependent
+            and node.target is not operator.getitem
+            and find_rule(node) is None
+        )
+    )
+
+
 def _check_unruled(unruled: Sequence[fx.Node], allow: bool) -> None:
     floating = [
         node for node in unruled if any(isinstance(v, torch.Tensor) and _may_be_activation(v) for v in _values(node))
     ]
+    listed = "\n  ".join(sorted({describe(node) for node in (unruled if allow else floating)}))
     if floating and not allow:
-        listed = "\n  ".join(sorted({describe(node) for node in floating}))
         raise RuleError(
             f"no sharding rule for {len(floating)} op(s) that activations pass through; these ops, and all after them, "
             f"would be replicated on every device:\n  {listed}\n"
@@ -442,8 +457,12 @@ def _check_unruled(unruled: Sequence[fx.Node], allow: bool) -> None:
             "or allow it with Options(replicate_unknown_ops=True)."
         )
     if unruled:
-        names = ", ".join(sorted({str(node.target) for node in unruled}))
-        warnings.warn(f"replicated on every device, because they have no sharding rule: {names}", stacklevel=2)
+        listed = listed or ", ".join(sorted({str(node.target) for node in unruled}))
+        warnings.warn(
+            f"computed whole on every device, because they have no sharding rule:\n  {listed}\n"
+            "Write these lines with other ops, or add a rule with shardweave.rule(op, pattern), to share this work.",
+            stacklevel=2,
+        )
 
 
 def layer_of(name: str) -> str:

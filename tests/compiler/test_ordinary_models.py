@@ -283,7 +283,7 @@ def test_batch_norm_in_mixed_precision_keeps_statistics_in_float32(pool: WorkerP
     assert pool.run(trains_with_batch_norm, steps, nprocs=2) == [[], []]
 
 
-# -- what the error about an op without a rule advises
+# -- ops without a rule
 
 
 class Unruled(nn.Module):
@@ -293,7 +293,7 @@ class Unruled(nn.Module):
         super().__init__()
         self.bag, self.recurrent = nn.EmbeddingBag(32, 8), nn.LSTM(8, 8, batch_first=True)
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
-        self.gru_cell, self.head = nn.GRUCell(4, 8, bias=False), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         bags = self.bag((x.abs() * 10).long().clamp(max=31))
@@ -306,7 +306,7 @@ def trains_unruled(dtype: torch.dtype) -> list[str]:
     case, failures = Case("unruled", Unruled, rows), []
     tolerance = {"rtol": 1e-8, "atol": 1e-9} if dtype == DTYPE else {"rtol": 1e-3, "atol": 1e-4}
     for force in ({}, {"*": "zdp"}):
-        options = sw.Options(replicate_unknown_ops=True, force=force)
+        options = sw.Options(force=force)
         model = case.model(dtype)
         parallel = sw.compile_parallel(
             case.model(dtype), sw.Cluster.local(2), case.batch(0, dtype=dtype), options=options
@@ -323,8 +323,10 @@ def trains_unruled(dtype: torch.dtype) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32], ids=str)
-def test_ops_without_a_rule_train_as_on_one_device_where_they_are_allowed(dtype: torch.dtype, pool: WorkerPool) -> None:
+def test_ops_without_a_rule_train_as_on_one_device(dtype: torch.dtype, pool: WorkerPool) -> None:
     case = Case("unruled", Unruled, rows)
-    with pytest.raises(sw.RuleError, match=r"_embedding_bag(?s:.)*replicate_unknown_ops=True"):
-        sw.plan(case.model(dtype), sw.Cluster.local(2), case.batch(0, dtype=dtype))
+    with pytest.warns(UserWarning, match=r"whole on every device(?s:.)*_embedding_bag"):
+        plan = sw.plan(case.model(dtype), sw.Cluster.local(2), case.batch(0, dtype=dtype))
+    assert "aten._embedding_bag.default in bag" in plan.whole_ops
+    assert "without a sharding rule: " in str(plan.explain()) and sw.Plan.from_dict(plan.to_dict()) == plan
     assert pool.run(trains_unruled, dtype, nprocs=2) == [[], []]

@@ -14,7 +14,7 @@ from shardweave.ir import PlanError
 RENAMED: list[tuple[dict[str, Any], sw.Options, str]] = [
     ({"undivided": ["a"]}, sw.Options(exclude_from_sub_batches=["a"]), "exclude_from_sub_batches=..."),
     ({"lookahead": 2}, sw.Options(max_prefetch=2), "max_prefetch=..."),
-    ({"allow_unruled": True}, sw.Options(replicate_unknown_ops=True), "replicate_unknown_ops=..."),
+    ({"allow_unruled": False}, sw.Options(replicate_unknown_ops=False), "replicate_unknown_ops=..."),
     ({"blocking": ["gather"]}, sw.Options(ablation=sw.Ablation(blocking=["gather"])), "Ablation(blocking=...)"),
     ({"whole_sums": True}, sw.Options(ablation=sw.Ablation(all_reduce_gradients=True)), "all_reduce_gradients=..."),
     ({"gather_again": True}, sw.Options(ablation=sw.Ablation(regather_in_recompute=True)), "regather_in_recompute=..."),

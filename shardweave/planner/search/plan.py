@@ -237,6 +237,8 @@ class Plan:
         The patterns of `Options.force` that had a say.
     joins : mapping of str to mapping of str to str
         How ops that bring several values together (a residual sum, attention) are spread: each axis' factor.
+    whole_ops : tuple of str
+        The ops that every device computes whole, as they have no sharding rule, each with its module.
     micro_batches : int
         Into how many parts a call's batch is cut, one computed after another.
     overlap : OverlapConfig
@@ -266,6 +268,7 @@ class Plan:
     optimizer_bytes: int | None = None
     forced: tuple[str, ...] = ()
     joins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    whole_ops: tuple[str, ...] = ()
     micro_batches: int = 1
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     savings: tuple[Saving, ...] = ()
@@ -446,8 +449,9 @@ class Plan:
             strategies[f"choices.{name}.strategy"] = made.strategy
             if made.runner_up is not None:
                 strategies[f"choices.{name}.runner_up.strategy"] = made.runner_up.strategy
-        figures = {name: data[name] for name in _FIGURES}
-        figures["forced"] = tuple(figures["forced"])
+        figures = {name: data[name] for name in _FIGURES if name != "whole_ops"}
+        figures["whole_ops"] = data.get("whole_ops", ())
+        figures["forced"], figures["whole_ops"] = tuple(figures["forced"]), tuple(figures["whole_ops"])
         figures["overlap"] = OverlapConfig.from_dict(data["overlap"])
         figures["savings"] = tuple(Saving(*saving) for saving in figures["savings"])
         try:
@@ -670,6 +674,8 @@ def _summary(plan: Plan) -> tuple[str, ...]:
         lines.append(f"precision: {plan.model_key.precision}")
     if plan.forced:
         lines.append(f"forced: {', '.join(plan.forced)}")
+    if plan.whole_ops:
+        lines.append(f"computed whole on every device, without a sharding rule: {', '.join(plan.whole_ops)}")
     others = [choice.runner_up for choice in plan.choices.values() if choice.runner_up is not None]
     if any(other.seconds < 0 and not other.missing_bytes for other in others):
         lines.append("runner-ups that save time do so in the program; the simulator took this plan for the fastest")

@@ -28,7 +28,7 @@ from shardweave.planner.search.solver_cache import MAX_CANDIDATES_MODEST, Cached
 from shardweave.planner.solver.branch_and_bound import Progress
 from shardweave.planner.solver.solver import alternatives
 from shardweave.report import Reporter
-from shardweave.sharding import LayerRun, covers, info, last_match, layer_of
+from shardweave.sharding import LayerRun, covers, info, last_match, layer_of, unruled_ops
 
 MIN_EXPOSED_RATIO = 0.02
 """Other settings are tried only if exposed communication is more than this part of the step's time."""
@@ -308,6 +308,7 @@ def plan_of(
         optimizer_bytes=options.optimizer_bytes,
         forced=tuple(options.force),
         joins={name: named(assignment) for name, assignment in chosen.decision.joins.items()},
+        whole_ops=unruled_ops(layers.annotated.captured.graph.graph),
         micro_batches=options.micro_batch_count,
         overlap=overlap,
     )
