@@ -54,9 +54,12 @@ In the tables, *more* says:
 
 ## An op without a rule
 
-Every device computes the op whole, on gathered inputs, and also all ops that its blocked factors reach. A warning lists
-each such op with its module and source line, and so does `plan.explain()`. With `Options(replicate_unknown_ops=False)`
-the model is refused instead. To share the work:
+An op that torch tags as pointwise has the rule of pointwise ops. Any other op without a rule is replaced by torch's own
+decomposition, if there is one, and the ops in it need rules.
+
+An op without either is computed whole on every device, on gathered inputs, and so are all ops that its blocked factors
+reach. A warning lists each such op with its module and source line, and so does `plan.explain()`. With
+`Options(replicate_unknown_ops=False)` the model is refused instead. To share the work:
 
 - write the line with other ops;
 - give the op a rule, in one line, before the model is compiled:
@@ -94,12 +97,9 @@ REFUSED: tuple[tuple[str, str, str], ...] = (
     ("_ctc_loss", "a recursion over time", "the loss outside of the model"),
     ("_embedding_bag", "bags of any length", "`embedding`, then a sum over the bag's dimension"),
     ("linalg_matrix_exp", "every output needs every input", "the computation outside of the model"),
-    ("linalg_cross", "three numbers", "products of slices"),
-    ("renorm", "norms of slices, compared", "`linalg.vector_norm` and `torch.where`"),
     ("put", "places in the whole value", "`index_put` or `scatter`"),
     ("index_reduce", "places in an order", "`scatter_reduce`"),
     ("fractional_max_pool2d", "random windows", "`max_pool2d`"),
-    ("_weight_norm_interface", "the weight norm of `torch.nn.utils`", "the norm and the product, written out"),
     ("_grouped_mm", "row groups that come from no sort of experts", "the dispatch below, or `bmm`"),
 )
 """Ops without a rule: why, and what to write instead."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import shardweave as sw
 from shardweave.runtime.launch import WorkerPool
@@ -330,3 +331,30 @@ def test_ops_without_a_rule_train_as_on_one_device(dtype: torch.dtype, pool: Wor
     assert "aten._embedding_bag.default in bag" in plan.whole_ops
     assert "without a sharding rule: " in str(plan.explain()) and sw.Plan.from_dict(plan.to_dict()) == plan
     assert pool.run(trains_unruled, dtype, nprocs=2) == [[], []]
+
+
+# -- reparametrized weights
+
+
+class Reparametrized(nn.Module):
+    """Spectral and weight norms beside a plain layer, and an activation that torch does not tag as pointwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = parametrizations.spectral_norm(nn.Conv1d(1, 8, 3, padding=1))
+        self.second = parametrizations.weight_norm(nn.Conv1d(8, 8, 3, padding=2, dilation=2))
+        self.third = parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.second(F.hardswish(self.first(x[:, None]))).transpose(1, 2)
+        loss: Tensor = self.last(F.leaky_relu(self.third(h), 0.2)).square().mean()
+        return loss
+
+
+def test_reparametrized_weights_train_as_on_one_device(pool: WorkerPool) -> None:
+    case = Case("reparametrized", Reparametrized, rows)
+    ways = [Way("zdp", {"*": "zdp"}), Way("tensor", {"*": "tensor:4"})]
+    steps = compile_ways(case.model(DTYPE), case, DTYPE, 4, ways)
+    run = partial(same_in_both_worlds, two_steps, steps, [way.name for way in ways], case)
+    assert pool.run(run, nprocs=4) == [[]] * 4

@@ -36,6 +36,7 @@ UNTAGGED = [
     aten.mish_backward.default,
     aten.softshrink_backward.default,
     aten.hardshrink_backward.default,
+    aten.hardswish.default,
     aten.complex.default,
     aten.polar.default,
 ]

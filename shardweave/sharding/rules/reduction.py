@@ -233,6 +233,20 @@ def norm(x: Tensor, p: float | None = 2, dim: Dim = None, keepdim: bool = False,
     return vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
 
 
+@register_decomposition(aten._weight_norm_interface.default)
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
+    """A weight with the direction of `v` and the norms `g` of its slices along `dim`, and the norms of `v`."""
+    norms = vector_norm(v, 2, [d for d in range(v.dim()) if d != dim % v.dim()], keepdim=True)
+    return v * (g / norms), norms
+
+
+@register_decomposition(aten._weight_norm_interface_backward.default)
+def weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The gradients of `v` and `g`."""
+    along = aten.sum.dim_IntList(grad * v, [d for d in range(v.dim()) if d != dim % v.dim()], True)
+    return (g / norms) * (grad - v * (along / (norms * norms))), along / norms
+
+
 @register_decomposition(aten.logsumexp.default)
 def logsumexp(x: Tensor, dim: Dim, keepdim: bool = False) -> Any:
     """Computed on differences to the maximum, unless that is infinite."""

@@ -477,7 +477,26 @@ def form_of(node: fx.Node) -> Form | None:
     """The decomposition of a node, None if there is none."""
     if node.target in CONDITIONAL:
         return CONDITIONAL[node.target](node)
-    return DECOMPOSITIONS.get(node.target)
+    return DECOMPOSITIONS.get(node.target) or _form_without_rule(node)
+
+
+def _form_without_rule(node: fx.Node) -> Form | None:
+    """Torch's own decomposition of an op that has no rule and is not pointwise; None if torch has none.
+
+    What draws random numbers is left as it is, and so is what makes a tensor out of no other.
+    """
+    target = node.target
+    if target in RULES or not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+        return None
+    kept = {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded}
+    return None if kept & {*target.tags} or not tensor_args(node) else torch_form(target)
+
+
+@cache
+def torch_form(target: Any) -> Form | None:
+    """Torch's decomposition of an op, None if there is none."""
+    found: Form | None = get_decompositions([target]).get(target)
+    return found
 
 
 aten = torch.ops.aten

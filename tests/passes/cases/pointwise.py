@@ -51,6 +51,7 @@ def with_number(d: Draw) -> Call:
     aten.leaky_relu.default,
     aten.elu.default,
     aten.softplus.default,
+    aten.hardswish.default,
 )
 def unary(d: Draw) -> Call:
     return (d.tensor(*d.sizes(0, 3)),), {}

@@ -281,3 +281,18 @@ def fft_to_reals(d: Draw) -> Call:
     whole = size[last]
     half = torch.fft.fftn(d.tensor(*size), dim=dims).narrow(last, 0, whole // 2 + 1).contiguous()
     return (half, dims, norm, whole), {}
+
+
+@case(aten._weight_norm_interface.default)
+def weight_norm(d: Draw) -> Call:
+    size, dim = d.sizes(2, 3), d.choice([0, -1])
+    dim %= len(size)
+    gains = [length if index == dim else 1 for index, length in enumerate(size)]
+    return (d.positive(*size), d.tensor(*gains), dim), {}
+
+
+@case(aten._weight_norm_interface_backward.default)
+def weight_norm_backward(d: Draw) -> Call:
+    (weight, gains, dim), _ = weight_norm(d)
+    norms = weight.square().sum([index for index in range(weight.dim()) if index != dim], keepdim=True).sqrt()
+    return (d.tensor(*weight.shape), weight, gains, norms, dim), {}
