@@ -171,7 +171,7 @@ def test_few_layers_tell_what_memory_costs_where_gradients_pile_up() -> None:
     strategies = {name: choice.strategy for name, choice in plan.choices.items()}
     decided = Decision(strategies, compiler.lowering.joins_of(plan), {})
     for part in (1.0, 0.95):
-        options = replace(given, memory_limit=int(part * plan.peak_memory))
+        options = replace(compiler.options, memory_limit=int(part * plan.peak_memory))
         few, whole = compiler.evaluate(decided, options), compiler.evaluate.whole(decided, options)
         assert few.is_estimate
         assert few.step_time == pytest.approx(whole.step_time, rel=0.01)

@@ -261,20 +261,12 @@ class Prices:
         What is moved quantized, as `passes.Quantize` does.
     merged_bytes : int
         Of all gradients, where their reductions are merged into buckets, as `passes.Bucket` does; 0 where they are not.
-    only_small : bool
-        Whether only reductions are merged that take longer to start than to transfer their bytes, until they do not.
     """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        cluster: Cluster,
-        bits: Mapping[Quantized, int] | None = None,
-        merged_bytes: int = 0,
-        only_small: bool = False,
+        self, mesh: Mesh, cluster: Cluster, bits: Mapping[Quantized, int] | None = None, merged_bytes: int = 0
     ) -> None:
-        self.mesh, self.cluster, self.bits = mesh, cluster, bits or {}
-        self.merged_bytes, self.only_small = merged_bytes, only_small
+        self.mesh, self.cluster, self.bits, self.merged_bytes = mesh, cluster, bits or {}, merged_bytes
         self._axes = (*mesh.axes, *mesh.time_axes, *mesh.slice_axes)
         self.levels = [level.name for level in cluster.levels if level.size > 1] or [cluster.levels[0].name]
         self.num_links = 1 + 2 * len(self.levels)
@@ -447,8 +439,7 @@ class Prices:
             outermost = crossed_level(axes, self.cluster)
             latency = demand.latency
             if is_merged:  # a part of the one latency of a full bucket, or of the only one
-                full = 1.0 if self.only_small else FULL_BUCKET_RATIO
-                share = max(demand.transfer / full, latency * num_bytes / self.merged_bytes)
+                share = max(demand.transfer / FULL_BUCKET_RATIO, latency * num_bytes / self.merged_bytes)
                 latency = min(latency, share)
             links[1 + self.levels.index(outermost)] = latency + demand.transfer
             for level, use in demand.use.items():
