@@ -90,8 +90,7 @@ class ProblemBuilder:
             all_gradient_bytes = gradient_bytes(annotated.captured)
         self.mesh = space.whole_batch_mesh
         overlap = options.overlap
-        merged_bytes = all_gradient_bytes if overlap.buckets is True else 0  # what small ones save, simulation counts
-        self.prices = Prices(self.mesh, cluster, overlap.quantize, merged_bytes)
+        self.prices = Prices(self.mesh, cluster, overlap.quantize, all_gradient_bytes if overlap.buckets else 0)
         self.windows = Windows.of(cluster, self.prices.levels, overlap)
         self.facts = Facts(annotated, cluster)
         self.variables: list[Variable] = []

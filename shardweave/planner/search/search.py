@@ -23,7 +23,7 @@ from itertools import islice
 from math import inf
 
 from shardweave.cost_model import Timeline
-from shardweave.ir import Buckets, InfeasibleError, ParallelError, PlanError
+from shardweave.ir import InfeasibleError, ParallelError, PlanError
 from shardweave.planner.problem.space import Space
 from shardweave.planner.search.evaluation import Decision, Evaluation, Known, PlanEvaluator, StepLowering
 from shardweave.planner.search.plan import ModelKey, Plan
@@ -174,7 +174,7 @@ class PlanSearch:
         micro_batches: int,
         start: Plan | None = None,
         margin: int = 0,
-        overlap: tuple[int, Buckets] | None = None,
+        overlap: tuple[int, bool] | None = None,
     ) -> SettingPlanner:
         """The planner of a setting.
 
@@ -184,8 +184,8 @@ class PlanSearch:
             An earlier plan to begin with.
         margin : int
             Bytes of the memory limit that are left free.
-        overlap : (int, bool or "small"), optional
-            The number of sub-batches, and which collectives are merged; if left out, the first of the space.
+        overlap : (int, bool), optional
+            The number of sub-batches, and whether there are buckets; if left out, the first of the space.
         """
         options = self.space.setting(micro_batches, *(overlap or self.space.overlaps[0]))
         steps, cluster = self.steps, self.cluster
