@@ -102,8 +102,10 @@ class MicroBatchRunner:
         (returned,) = graph.output_node().args
         names = [spec.name for spec in self.spec.parameters if spec.trainable]
         with_gradient = [name for name, value in zip(names, returned, strict=True) if value is not None]  # type: ignore[arg-type]
-        holders = [node for node in graph.find_nodes(op="placeholder") if node.name in self.graphs.accumulators]
-        return names, with_gradient, [node.meta[META].layouts for node in holders]
+        # A step that was saved without its notes has no layouts; a module of such a step has no other steps.
+        notes = [node.meta.get(META) for node in graph.find_nodes(op="placeholder")
+                 if node.name in self.graphs.accumulators]  # fmt: skip
+        return names, with_gradient, [None if note is None else note.layouts for note in notes]
 
     @property
     def sums(self) -> Gradients | None:
