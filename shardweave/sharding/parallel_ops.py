@@ -351,13 +351,13 @@ def _roles(
     passed = {parameter}
 
     # 1. Forward from the parameter, through views and elementwise ops, to the ops that contract it.
-    def forward(value: fx.Node, meaning: Labels) -> None:
+    def forward(value: fx.Node, meaning: Labels, is_computed: bool = False) -> None:
         for user in value.users:
             rule = info(user).rule
             if user.op == "output" or rule is None:
                 continue
             if is_view(user):
-                forward(user, _through(rule.inputs[0], rule.outputs[0], meaning))
+                forward(user, _through(rule.inputs[0], rule.outputs[0], meaning), is_computed)
                 continue
             if find_rule(user) is None:
                 continue  # it is replicated on every device: there is nothing to decide
@@ -367,11 +367,12 @@ def _roles(
                 contracts = any(name not in outside for name in inside)
                 if argument is not value or list(map(len, dims)) != list(map(len, meaning)):
                     continue
-                if contracts or (not contracted_only and user in from_inputs):
+                reads_inputs = user in from_inputs  # a norm of the parameters, for one, does not
+                if reads_inputs and (contracts or not contracted_only) or contracts and not is_computed:
                     add(user, dims, meaning)
-                elif dims == rule.outputs[0] and user not in from_inputs and user not in passed:
+                elif dims == rule.outputs[0] and not reads_inputs and user not in passed:
                     passed.add(user)
-                    forward(user, meaning)
+                    forward(user, meaning, is_computed=True)
 
     # 2. Back from the gradient, through views and sums, to the ops that compute it.
     def back(value: fx.Node, meaning: Labels) -> None:
