@@ -23,7 +23,7 @@ def small() -> nn.Module:
 
 @cache
 def planned() -> tuple[Compiler, sw.Plan]:
-    compiler = Case("", "", small, 32, 256, 2, ()).compiler()
+    compiler = Case("", "", small, 64, 256, 2, ()).compiler()
     return compiler, compiler.plan()
 
 

@@ -320,6 +320,8 @@ _INHERITED = ("partitioner_tag", "nn_module_stack", "fwd_nn_module_stack", "stac
 def decompose(node: fx.Node, form: Callable[..., Any], known: dict[object, Any]) -> list[fx.Node]:
     """Replace `node` by the ops of `form`, traced on its arguments, and return the new nodes.
 
+    A form that writes into an argument is not taken: the node stays as it is.
+
     `known` is a cache: calls with equal arguments have equal traces.
     """
     leaves = list(node.all_input_nodes)
@@ -329,6 +331,8 @@ def decompose(node: fx.Node, form: Callable[..., Any], known: dict[object, Any])
     if key not in known:
         known[key] = _traced(node, form, leaves)
     traced = known[key]
+    if any(isinstance(op := inner.target, torch._ops.OpOverload) and op._schema.is_mutable for inner in traced.nodes):
+        return []
     mapping: dict[fx.Node, Any] = {}
     added: list[fx.Node] = []
     arguments = iter(leaves)

@@ -314,9 +314,10 @@ def test_what_cannot_be_captured_is_told_with_the_line(line: str, model: nn.Modu
     assert ("Take the print out" if isinstance(model, Printing) else "torch.where") in text
 
 
-def test_what_has_nothing_to_train_is_refused() -> None:
-    with pytest.raises(CaptureError, match="Linear has no parameter that requires a gradient"):
-        capture(nn.Linear(4, 4).requires_grad_(False), torch.randn(2, 4))
+def test_what_has_nothing_to_train_has_no_backward() -> None:
+    captured = capture(nn.Linear(4, 4).requires_grad_(False), torch.randn(2, 4))
+    assert not captured.gradients and not captured.tangents
+    assert [len(node.meta["val"].shape) for node in captured.graph.graph.find_nodes(op="placeholder")] == [2, 1, 2]
 
 
 def test_an_input_with_a_gradient_is_refused() -> None:
