@@ -20,7 +20,6 @@ _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _MAX_ELEMENTS = 2**28
 """Of each tensor that is computed for a mask; larger masks stay, as computing them takes memory and seconds."""
 _WRITES = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.iand, operator.ior, operator.ixor}
-aten = torch.ops.aten
 
 
 class _NotConstantError(Exception):

@@ -171,7 +171,7 @@ def _relu(igates: Tensor, hgates: Tensor, *_: Tensor) -> Steps:
 
 
 def _gru(igates: Tensor, hgates: Tensor, hidden: Tensor) -> Steps:
-    reset, update, new = _gru_gates(igates, hgates)
+    _, update, new = _gru_gates(igates, hgates)
     return ((hidden - new) * update + new,)
 
 
