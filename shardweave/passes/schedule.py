@@ -601,8 +601,10 @@ class Schedule(Pass):
             if not self.cross_pass:
                 tasks = tasks.after(recompute_barriers(tasks))
             room = None if self.memory_limit is None else self.memory_limit - held
-            best = self._best(tasks, room)
-            fits &= room is None or best.peak_bytes <= room
+            best = self._best(tasks, None)
+            if room is not None and best.peak_bytes > room:  # else a limit that is just met makes no step slower
+                best = self._best(tasks, room)
+                fits &= best.peak_bytes <= room
             order += [nodes[task] for task in best.order]
             held += tasks.kept_bytes
         return order, fits
