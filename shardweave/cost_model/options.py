@@ -15,6 +15,7 @@ from shardweave.ir import (
     QUANTIZATION_BITS,
     UNLIMITED,
     Ablation,
+    Buckets,
     Grid,
     OverlapConfig,
     PlanError,
@@ -150,8 +151,9 @@ class Options:
         Parameters that are gathered for the forward are kept for the backward, instead of gathered again. For an op in
         slices a number says how many slices are kept. By default the planner chooses for each
         op. (``"zero2"`` is the strategy that gathers once a step.)
-    buckets : bool, optional
-        Merge small collectives of parameters and gradients. By default the planner chooses.
+    buckets : bool or "small", optional
+        Merge collectives of parameters and gradients; with ``"small"`` only those that take longer to start than to
+        transfer their bytes. By default the planner chooses.
     sequence_parallel : bool, optional
         Reduce-scatter the partial sums of tensor parallelism at residual connections, so that the following norms are
         sharded on the batch, or on the sequence if the batch is too small. Without it they are all-reduced. By default
@@ -208,7 +210,7 @@ class Options:
     recompute: RecomputeMode | Mapping[str, RecomputeMode] | None = None
     operator_slices: int | Mapping[str, int] = field(default_factory=dict)
     keep_gathered: bool | Mapping[str, bool | int] | None = None
-    buckets: bool | None = None
+    buckets: Buckets | None = None
     sequence_parallel: bool | None = None
     quantize: Literal["zero++"] | Mapping[Quantized, int] | None = None
     timeout: float | timedelta | None = None

@@ -19,6 +19,9 @@ Quantized = Literal["parameters", "gradients"]
 QUANTIZATION_BITS: Mapping[Quantized, tuple[int, ...]] = {"parameters": (8,), "gradients": (8, 4)}
 """The kinds of traffic that may be quantized, and the bits that each allows."""
 
+Buckets = bool | Literal["small"]
+"""Whether collectives are merged: none, those that take longer to start than to transfer, or all where it pays."""
+
 UNLIMITED = 2**31
 """A count that is no limit."""
 _CROSS_PASS = "recomputation while gradients are reduced"
@@ -126,7 +129,7 @@ class OverlapConfig:
     recompute: Mapping[str, RecomputeMode] = field(default_factory=dict)
     operator_slices: Mapping[str, int] = field(default_factory=dict)
     keep_gathered: Mapping[str, int] = field(default_factory=dict)
-    buckets: bool = False
+    buckets: Buckets = False
     max_prefetch: int | None = None
     quantize: Mapping[Quantized, int] = field(default_factory=dict)
     exclude_from_sub_batches: tuple[str, ...] = ()
@@ -152,6 +155,8 @@ class OverlapConfig:
                 raise PlanError(f"quantize[{kind!r}] is {allowed} bits, got {bits!r}")
         if self.sub_batches < 1:
             raise PlanError(f"sub_batches counts parts of a batch and must be positive, got {self.sub_batches}")
+        if self.buckets not in (False, True, "small"):
+            raise PlanError(f"buckets must be True, False or 'small', got {self.buckets!r}")
         if self.max_prefetch is not None and self.max_prefetch < 0:
             raise PlanError(f"max_prefetch counts all-gathers and cannot be negative, got {self.max_prefetch}")
 
@@ -178,7 +183,8 @@ class OverlapConfig:
                     for pattern, count in self.keep_gathered.items() if count]:  # fmt: skip
             found[" and ".join(kept)] = replace(self, keep_gathered={})
         if self.buckets:
-            found["buckets"] = replace(self, buckets=False)
+            words = "small collectives merged" if self.buckets == "small" else "buckets"
+            found[words] = replace(self, buckets=False)
         if self.max_prefetch is not None:
             found[f"at most {self.max_prefetch} gathered ahead"] = replace(self, max_prefetch=None)
         for kind, bits in self.quantize.items():

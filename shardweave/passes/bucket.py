@@ -3,7 +3,12 @@
 The time of a collective is its latency plus the transfer of its bytes. Independent collectives whose transfers are
 short against the latency are merged, until the transfer takes most of the time. A merge must save more than it delays:
 a gradient that waits for a later one overlaps with less of the backward, and an op waits for all parameters that are
-gathered together with its own. To save memory, only parameters of one layer are gathered together.
+gathered together with its own. To save memory, large parameters are gathered together within a layer only.
+
+A *small* collective takes longer to start than to transfer its bytes: that of a norm's weight or of a bias. Small ones
+are merged across layers, all of a process group into one where it does not become large. What is still small then is
+carried by a larger collective, if the latency that this saves is more than the copies into and out of the buffer take.
+A plan may ask for these merges alone (`Bucket.only_small`): they delay little, and hold next to no memory.
 
 A *flat* bucket has all parameters that are not sharded during a step, at any cost: the flat parameter of the first
 version of FSDP, and fairscale's, around a whole model. It is gathered before the forward and held until its gradient is
@@ -15,14 +20,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from shardweave.cost_model import Cluster, NodeCosts
-from shardweave.ir import META, Collective
+from shardweave.cost_model import Cluster, Demand, NodeCosts, bytes_seconds
+from shardweave.ir import META, Collective, axes_size
 from shardweave.passes.base import Pass, Property
 from shardweave.passes.partition import StateSharding
 from shardweave.passes.spmd_builder import finished, sort_by_place
@@ -61,19 +66,36 @@ class Bucket(Pass):
     cluster: Cluster
     cut_points: Sequence[Collection[str]] = ()
     flat: Mapping[str, StateSharding] | None = None
+    only_small: bool = False
+    """Merge only collectives that take longer to start than to transfer their bytes."""
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         graph = graph_module.graph
         prices = NodeCosts(self.cluster)
         place = {node: index for index, node in enumerate(graph.nodes)}
         copies: dict[str, tuple[fx.Node, Side]] = {}
-        for bucket in _buckets(graph, prices, sides(graph, self.cut_points), self._is_flat):
-            _MergedCollective(graph, bucket, place, copies if self._is_flat(bucket[0].collective) else None).write()
+        buckets = _buckets(graph, prices, sides(graph, self.cut_points), self._is_flat, self.only_small)
+        graph_module.meta[_MERGED] = bool(buckets)
+        known: dict[object, Any] = {}  # results of equal layers
+        for bucket in buckets:
+            flat = copies if self._is_flat(bucket[0].collective) else None
+            demands = [prices.collective(member.collective) for member in bucket]
+            large = [member.start for member, each in zip(bucket, demands) if each.transfer >= each.latency]
+            _MergedCollective(graph, bucket, place, flat, large, known).write()
         sort_by_place(graph, place)
         return finished(graph_module)
 
     def _is_flat(self, collective: Collective) -> bool:
         return self.flat is not None and not self.flat.get(collective.owner, StateSharding()).parameter
+
+
+_MERGED = "merged"
+"""The key in a graph module's meta that says whether it has buckets."""
+
+
+def has_merged(graph_module: fx.GraphModule) -> bool:
+    """Whether `Bucket` merged anything in a graph."""
+    return bool(graph_module.meta[_MERGED])
 
 
 Side = tuple[frozenset[int], frozenset[int]]
@@ -117,11 +139,16 @@ def _is_complex(start: fx.Node) -> bool:
 
 
 def _buckets(
-    graph: fx.Graph, prices: NodeCosts, side: Mapping[fx.Node, Side], is_flat: Callable[[Collective], bool]
+    graph: fx.Graph,
+    prices: NodeCosts,
+    side: Mapping[fx.Node, Side],
+    is_flat: Callable[[Collective], bool],
+    only_small: bool,
 ) -> list[list[_Member]]:
     """The sets of starts to merge; those of the forward first."""
     found: list[list[_Member]] = []
     depth = {cause: _depths(graph, cause) for cause in ("parameter", "gradient")}
+    most = max((what.bytes for node in graph.nodes if (what := _candidate(node))), default=0)
     for backward in (False, True):
         nodes = [n for n in graph.nodes if n.op == "call_function" and info(n).backward == backward]
         # 1. The compute before each node, in seconds.
@@ -139,13 +166,12 @@ def _buckets(
             member = _Member(node, collective, start_seconds.get(at, 0.0), index, side[node])
             kind = collective.kind, collective.axes, collective.cause
             same = kind, node.meta["val"].dtype, _is_complex(node), str(node.args[1:])
-            flat = is_flat(collective)
-            layer = layer_of(collective.owner) if collective.cause == "parameter" and not flat else ""
-            groups.setdefault((flat, (same, layer, side[node], depth[collective.cause][node])), []).append(member)
+            key = is_flat(collective), (same, side[node], depth[collective.cause][node])
+            groups.setdefault(key, []).append(member)
         # 3. Merge within each group where it pays.
         for (flat, _), members in groups.items():
             members.sort(key=lambda m: (m.seconds, m.place))
-            found += [members] if flat else _merge_where_it_pays(members, prices, elapsed)
+            found += [members] if flat else _Merger(members, prices, elapsed, most).buckets(only_small)
     return [members for members in found if len(members) > 1]
 
 
@@ -163,30 +189,110 @@ def _is_candidate(node: fx.Node, cause: str) -> bool:
     return collective is not None and collective.cause == cause
 
 
-def _merge_where_it_pays(members: Sequence[_Member], prices: NodeCosts, end: float) -> list[list[_Member]]:
-    """Runs of consecutive members that are cheaper as one collective."""
+_Run = list[_Member]
 
-    def demand(size: int) -> Any:
-        return prices.collective(replace(members[0].collective, bytes=size))
 
-    runs: list[list[_Member]] = []
-    size = 0
-    for member in members:
-        single = demand(member.collective.bytes)
-        if runs:
-            before, both = demand(size), demand(size + member.collective.bytes)
-            saved = before.seconds + single.seconds - both.seconds
-            if member.collective.cause == "parameter":
-                delay = both.transfer - before.transfer  # the first user of the bucket waits that much longer
-            else:
-                delay = max(0.0, both.seconds - max(end - member.seconds, single.seconds))
-            if before.transfer < FULL_BUCKET_RATIO * before.latency and saved > 0 and delay <= saved:
+class _Merger:
+    """Merges the starts of one group. They are sorted by when they can start, or their results are used.
+
+    Parameters
+    ----------
+    members : sequence of _Member
+    prices : NodeCosts
+    end : float
+        Seconds of all compute of the forward, or of the backward.
+    most : int
+        Bytes that small starts of different layers have together at most: they hold memory for longer.
+    """
+
+    def __init__(self, members: Sequence[_Member], prices: NodeCosts, end: float, most: int) -> None:
+        self.members, self.prices, self.end, self.most = members, prices, end, most
+        self.gathers = members[0].collective.cause == "parameter"
+
+    def buckets(self, only_small: bool) -> list[_Run]:
+        """The starts, each alone or with those that it is merged with."""
+        runs = [[member] for member in self.members] if only_small else self._merge_within_layers()
+        return self._carry_small(self._merge_small(runs))
+
+    def _merge_within_layers(self) -> list[_Run]:
+        """Merge consecutive starts: of parameters those of one layer, of gradients all."""
+        layers: dict[str, list[_Run]] = {}
+        for member in self.members:
+            runs = layers.setdefault(layer_of(member.collective.owner) if self.gathers else "", [])
+            if runs and not self._is_full(runs[-1]) and self._gain(runs[-1], [member]) >= 0:
                 runs[-1].append(member)
-                size += member.collective.bytes
-                continue
-        runs.append([member])
-        size = member.collective.bytes
-    return runs
+            else:
+                runs.append([member])
+        return [run for runs in layers.values() for run in runs]
+
+    def _merge_small(self, runs: list[_Run]) -> list[_Run]:
+        """Merge what is small, of any layers, until it is not small any more."""
+        found: list[_Run] = []
+        open_run: _Run | None = None
+        for run in sorted(runs, key=_seconds):
+            if not self._is_small(run):
+                found.append(run)
+            elif open_run and _size(open_run + run) <= self.most and self._gain(open_run, run) >= 0:
+                open_run += run
+                open_run = open_run if self._is_small(open_run) else None
+            else:
+                open_run = run
+                found.append(run)
+        return found
+
+    def _carry_small(self, runs: list[_Run]) -> list[_Run]:
+        """Merge what is still small with the larger run that gains most."""
+        found = [run for run in runs if not self._is_small(run)]
+        for run in [run for run in runs if self._is_small(run)]:
+            pairs = [sorted((other, run), key=_seconds) for other in found if not self._is_small(other)]
+            gains = [self._gain(*pair) - self._copies(pair) for pair in pairs]
+            best = max(gains, default=-1.0)
+            if best > 0:
+                first, second = pairs[gains.index(best)]
+                found = [each for each in found if each is not first and each is not second] + [first + second]
+            else:
+                found.append(run)
+        return found
+
+    def _gain(self, before: _Run, run: _Run) -> float:
+        """Seconds that links are busy for less if `before` takes `run` along, less what this delays.
+
+        Negative where nothing is saved.
+        """
+        first, single, both = self._demand(_size(before)), self._demand(_size(run)), self._demand(_size(before + run))
+        saved = first.seconds + single.seconds - both.seconds
+        if saved <= 0:
+            return -1.0
+        if self.gathers:
+            return saved - (both.transfer - first.transfer)  # the first user of the bucket waits that much longer
+        return saved - max(0.0, both.seconds - max(self.end - _seconds(run), single.seconds))
+
+    def _copies(self, runs: Sequence[_Run]) -> float:
+        """Seconds of the copies into and out of the buffer of those that are not merged with others already."""
+        collective, sizes = self.members[0].collective, [_size(run) for run in runs if len(run) == 1]
+        times = 2 + 2 / axes_size(collective.axes) if collective.kind == "all_gather" else 2
+        return sum(bytes_seconds(int(times * size), self.prices.cluster) for size in sizes)
+
+    def _is_small(self, run: _Run) -> bool:
+        demand = self._demand(_size(run))
+        return demand.transfer < demand.latency
+
+    def _is_full(self, run: _Run) -> bool:
+        demand = self._demand(_size(run))
+        return demand.transfer >= FULL_BUCKET_RATIO * demand.latency
+
+    def _demand(self, size: int) -> Demand:
+        return self.prices.collective(replace(self.members[0].collective, bytes=size))
+
+
+def _size(run: _Run) -> int:
+    return sum(member.collective.bytes for member in run)
+
+
+def _seconds(run: _Run) -> float:
+    """When the first result of gathers is used, or the last of gradients can be reduced."""
+    seconds = [member.seconds for member in run]
+    return min(seconds) if run[0].collective.cause == "parameter" else max(seconds)
 
 
 def _first_use(start: fx.Node) -> fx.Node:
@@ -200,6 +306,23 @@ def _last_operand(start: fx.Node) -> fx.Node:
     while node.all_input_nodes and (node is start or node.target in _GLUE):
         node = max(node.all_input_nodes)
     return node
+
+
+def _is_permuted(wait: fx.Node) -> bool:
+    """Whether all that reads a result is a permutation, which copies it anyway."""
+    users = list(wait.users)
+    alone = len(users) == 1 and users[0].target is reshape
+    return alone and all(each.target is permute for each in users[0].users)
+
+
+def _common_module(names: Sequence[str]) -> str:
+    """The innermost module around all of these.
+
+    >>> _common_module(["blocks.0.norm", "blocks.1.norm"]), _common_module(["norm", "head"])
+    ('blocks', '')
+    """
+    parts = [name.split(".") for name in names]
+    return ".".join(each[0] for each in takewhile(lambda each: len({*each}) == 1, zip(*parts)))
 
 
 def _backward_reads(copy: fx.Node) -> list[fx.Node]:
@@ -218,7 +341,10 @@ _GLUE = {reshape, permute, aten.clone.default, aten.t.default, _CAST}
 
 
 class _MergedCollective:
-    """One collective in the place of several. For flat buckets, `copies` has the gathered parameters by name."""
+    """One collective in the place of several, of which some may be `large`.
+
+    For flat buckets, `copies` has the gathered parameters by name.
+    """
 
     def __init__(
         self,
@@ -226,9 +352,14 @@ class _MergedCollective:
         bucket: Sequence[_Member],
         place: dict[fx.Node, int],
         copies: dict[str, tuple[fx.Node, Side]] | None = None,
+        large: Sequence[fx.Node] = (),
+        known: dict[object, Any] | None = None,
     ) -> None:
-        self.graph, self.bucket, self.place, self.copies = graph, bucket, place, copies
+        self.known = known
+        self.graph, self.bucket, self.place, self.copies, self.is_small = graph, bucket, place, copies, not large
         self.first, self.collective = bucket[0].start, bucket[0].collective
+        # It counts as the layer's of its first large member, or, of small ones alone, as that of the module around all.
+        self.op = info(large[0]).op if large else _common_module([info(member.start).op for member in bucket])
         self.starts = [member.start for member in bucket]
         spots = [place[start] for start in self.starts]
         self.spot = max(spots) if self.collective.cause == "gradient" else min(spots)
@@ -268,9 +399,12 @@ class _MergedCollective:
                     self.copies[member.collective.owner] = value, member.side
 
     def _cut(self, arrived: fx.Node, sizes: Sequence[int], waits: Sequence[fx.Node]) -> list[fx.Node]:
-        """The piece of each member: a view, or for a flat all-gather a copy, so that the buffer can be freed."""
+        """The piece of each member: a view, or a copy, which one op makes of all.
+
+        Of a flat all-gather, so that the buffer can be freed; of small ones, which would be copied one by one.
+        """
         dim = int(self.collective.kind == "all_gather")
-        if self.copies is not None and dim:
+        if dim and (self.copies is not None or (self.is_small and not any(map(_is_permuted, waits)))):
             parts = self._call(aten.split_with_sizes_copy.default, arrived, sizes, dim)
             return [self._call(operator.getitem, parts, index) for index in range(len(sizes))]
         return [
@@ -294,14 +428,15 @@ class _MergedCollective:
 
     def _call(self, target: Callable[..., Any], *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, kwargs)
-        node.meta[META] = replace(info(like or self.first), layouts=(), collective=None)
+        op = self.op if like is None else info(like).op
+        node.meta[META] = replace(info(like or self.first), op=op, layouts=(), collective=None)
         self.place[node] = self.spot if like is None else max(self.spot, self.place[like])
         node.meta["val"] = self._evaluated(node)
         return node
 
     def _evaluated(self, node: fx.Node) -> Any:
         assert callable(node.target)
-        return fake_result(node.target, node.args, node.kwargs, self.first.meta["val"].fake_mode)
+        return fake_result(node.target, node.args, node.kwargs, self.first.meta["val"].fake_mode, self.known)
 
     def _replace_wait(self, wait: fx.Node, piece: fx.Node) -> fx.Node:
         """Let the users of `wait` read `piece`, which has as many elements. Return the node that they read.
@@ -309,9 +444,7 @@ class _MergedCollective:
         The piece is brought to the shape of `wait`, which copies a strided piece. It is left as it is where a
         permutation follows, which copies anyway.
         """
-        users = list(wait.users)
-        alone = len(users) == 1 and users[0].target is reshape
-        if not (alone and all(each.target is permute for each in users[0].users)):
+        if not _is_permuted(wait):
             piece = self._call(reshape, piece, list(wait.meta["val"].shape), like=wait)
             piece.meta[META] = info(wait)
         wait.replace_all_uses_with(piece)

@@ -41,7 +41,7 @@ from shardweave.ir import (
     slice_axis,
 )
 from shardweave.passes.base import Pass, PassManager
-from shardweave.passes.bucket import Bucket
+from shardweave.passes.bucket import Bucket, has_merged
 from shardweave.passes.codegen import MicroBatchGraphs, Step, graph_hash, split, split_whole_batch_sums
 from shardweave.passes.disable_overlap import DisableOverlap
 from shardweave.passes.partition import Shard, ShardedStep, StateSharding, sharded_step
@@ -338,7 +338,7 @@ class _Lowering:
         if at < len(passes):
             unbucketed, fallback = copied(local), manager.fork()
             local = manager.run(local, passes[at:])
-            if not fits(local):
+            if not fits(local) and has_merged(local):
                 manager, local = fallback, fallback.run(unbucketed, passes[at + 1 :])
         # 3. Keep the last graph, of drafts too: no pass changes it any more.
         self.graphs |= {**manager.history, manager.names[-1]: local}
@@ -378,7 +378,7 @@ class _Lowering:
             # No bucket may reach across a tangent, or across what runs once a step and what runs for each micro-batch.
             cut_points: list[Collection[str]] = [[tangent] for tangent in self.annotated.tangents]
             cut_points += [step.gathered_once, step.accumulators.values()] if accumulates else []
-            passes.append(Bucket(self.cluster, cut_points, flat))
+            passes.append(Bucket(self.cluster, cut_points, flat, overlap.buckets == "small" and flat is None))
         if overlap.quantize:
             passes.append(Quantize(overlap.quantize))
         if ablation.blocking:

@@ -68,7 +68,7 @@ def test_training_equals_one_device(name: str, pool: WorkerPool) -> None:
         recompute=st.sampled_from(["fine", "full", "none"]),
         operator_slices=st.sampled_from([2, 1, 4]),
         keep_gathered=st.sampled_from([{"*": 1}, False, True]),
-        buckets=st.booleans(),
+        buckets=st.sampled_from([False, True, "small"]),
         ablation=st.builds(
             sw.Ablation,
             flat_parameter=st.booleans(),
@@ -118,7 +118,7 @@ def test_buckets_of_several_runs_equal_one_device(micro_batches: int, accumulate
     chosen = [
         Way(f"{name}, {on}", force, micro_batches=micro_batches, accumulates=accumulates, options=on)
         for name, force in {"zero1": {"*": "zero1"}, "hsdp": {"*": "hsdp:2"}, "mixed": rests}.items()
-        for on in ({"buckets": True}, {"ablation": FLAT})
+        for on in ({"buckets": True}, {"buckets": "small"}, {"ablation": FLAT})
     ]
     woven = Way("woven", rests, micro_batches=micro_batches, accumulates=accumulates,
                 options={"buckets": True, "sub_batches": 2, "recompute": "full",

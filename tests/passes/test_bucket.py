@@ -146,9 +146,12 @@ def test_a_flat_parameter_is_there_until_its_gradient_is() -> None:
 
 
 def copies(module: fx.GraphModule) -> Counter[str]:
-    """The nodes that do nothing but copy."""
+    """The nodes that do nothing but copy, and the pieces that one op makes of a buffer."""
     shaping = {aten.reshape.default: "shape", aten.clone.default: "shape", aten.cat.default: "cat"}
-    return Counter(shaping[n.target] for n in module.graph.nodes if n.target in shaping and alias_of(n) is None)
+    found = Counter(shaping[n.target] for n in module.graph.nodes if n.target in shaping and alias_of(n) is None)
+    splits = module.graph.find_nodes(op="call_function", target=aten.split_with_sizes_copy.default)
+    found["shape"] += sum(len(split.users) for split in splits)
+    return found
 
 
 def test_what_arrives_is_copied_once() -> None:
@@ -176,15 +179,17 @@ def _permutes(node: fx.Node) -> bool:
 
 def gathers(builder: Builder, name: str, depth: int, rows: int = 4) -> fx.Node:
     """A parameter gathered in so many steps."""
-    value = builder.tensor(name, rows, 4)
+    value = builder.tensor(name.replace(".", "_"), rows, 4)
     for _ in range(depth):
         value = builder.wait(builder.start("all_gather", value, AXES, name, "parameter"))
     return value
 
 
-def bucketed(builder: Builder, outputs: Sequence[fx.Node], cut_points: Sequence[Sequence[str]] = ()) -> list[str]:
+def bucketed(
+    builder: Builder, outputs: Sequence[fx.Node], cut_points: Sequence[Sequence[str]] = (), only_small: bool = False
+) -> list[str]:
     """The owners of what the bucketed graph moves."""
-    module = Bucket(CLUSTER, cut_points)(builder.module(outputs))
+    module = Bucket(CLUSTER, cut_points, only_small=only_small)(builder.module(outputs))
     verify(module, "bucket")
     return sorted(what.owner for what in collectives(module))
 
@@ -219,3 +224,40 @@ def test_what_would_keep_its_first_user_waiting_stays_apart() -> None:
             start = builder.start("all_gather", builder.tensor(name, rows, 4), AXES, name, "parameter")
             outputs.append(builder.wait(start))
     assert bucketed(builder, outputs) == ["large", "small"]
+
+
+# -- small ones
+
+
+@pytest.mark.parametrize("only_small", [False, True])
+def test_what_is_small_is_one_collective_over_all_layers(only_small: bool) -> None:
+    """It belongs to no layer, so that what one of equal layers takes is not taken for what all of them take."""
+    with FakeTensorMode():
+        builder = Builder(AXES)
+        sizes = {"norm": 4, "up": 2**20, "down": 2**20}
+        names = {f"blocks.{layer}.{part}": rows for layer in range(3) for part, rows in sizes.items()}
+        outputs = [gathers(builder, name, 1, rows) for name, rows in names.items()]
+    module = builder.module(outputs)
+    found = Bucket(CLUSTER, only_small=only_small)(module)
+    verify(found, "bucket")
+    large = [name for name in names if not name.endswith("norm")]
+    assert {what.owner for what in collectives(found)} == {"blocks.0.norm and 2 more", *large}
+    merged = next(node for node in found.graph.nodes if (what := info(node).collective) and " and " in what.owner)
+    assert info(merged).op == "blocks"
+    assert len(found.graph.find_nodes(op="call_function", target=aten.split_with_sizes_copy.default)) == 1
+
+
+def test_what_is_small_is_carried_where_the_copies_take_less_than_a_latency() -> None:
+    for rows, expected in ((2**13, ["large and 1 more"]), (2**22, ["large", "small"])):
+        with FakeTensorMode():
+            builder = Builder(AXES)
+            outputs = [gathers(builder, name, 1, size) for name, size in (("large", rows), ("small", 4))]
+        assert bucketed(builder, outputs, only_small=True) == expected
+
+
+def test_small_ones_of_all_layers_hold_no_more_than_the_largest_collective() -> None:
+    with FakeTensorMode():
+        builder = Builder(AXES)
+        outputs = [gathers(builder, f"blocks.{layer}.norm", 1, 4 + 4 * (layer == 3)) for layer in range(4)]
+    merged = bucketed(builder, outputs, only_small=True)
+    assert merged == ["blocks.0.norm and 1 more", "blocks.2.norm", "blocks.3.norm"]

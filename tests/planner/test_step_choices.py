@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPTConfig
-from shardweave.ir import OverlapConfig
+from shardweave.ir import Collective, OverlapConfig
 from shardweave.ir.errors import PlanError
 from shardweave.planner.search.evaluation import Decision, Evaluation, PlanEvaluator
 from shardweave.planner.search.search import MIN_GAIN_RATIO
@@ -42,10 +43,11 @@ def test_what_saves_too_little_is_not_chosen(monkeypatch: pytest.MonkeyPatch) ->
     """A plan without buckets and sub-batches is simpler; it is kept where they save next to nothing."""
     on = Planner(*_on_meta(), force={"*": "zero3"}).on(sw.Cluster.preset("dgx-a100", nodes=2))
     closed, free = on.plan(**CLOSED), on.plan(**{**CLOSED, "buckets": None})
-    assert free.overlap.buckets
-    ratio = closed.step_time / free.step_time * (1 - MIN_GAIN_RATIO / 2)
-    slowed(monkeypatch, lambda overlap: overlap.buckets, ratio)
-    assert on.plan(**{**CLOSED, "buckets": None}).overlap == OverlapConfig()
+    small = on.plan(**{**CLOSED, "buckets": "small"})
+    assert free.overlap.buckets is True and closed.step_time >= small.step_time >= free.step_time
+    ratio = small.step_time / free.step_time * (1 - MIN_GAIN_RATIO / 2)
+    slowed(monkeypatch, lambda overlap: overlap.buckets is True, ratio)
+    assert on.plan(**{**CLOSED, "buckets": None}).overlap == OverlapConfig(buckets="small")
 
 
 @pytest.mark.parametrize("asked", CLOSED)
@@ -68,7 +70,7 @@ def test_nothing_is_tried_where_no_communication_is_exposed(monkeypatch: pytest.
     slowed(monkeypatch, lambda overlap: bool(found.append(overlap)), 1.0)
     plan = Planner(*_on_meta()).on(sw.Cluster.local(1)).plan()
     assert plan.exposed_communication <= MIN_EXPOSED_RATIO * plan.step_time
-    assert not any(overlap.buckets or overlap.sub_batches > 1 for overlap in found)
+    assert not any(overlap.buckets is True or overlap.sub_batches > 1 for overlap in found)
 
 
 @pytest.mark.parametrize("preset, nodes", [("dgx-a100", 2), ("rtx3090-pcie", 1)])
@@ -109,6 +111,30 @@ def test_as_many_layers_stay_gathered_as_memory_allows() -> None:
     assert none.step_time > between.step_time > most.step_time
     assert between.overlap.keep_gathered
     assert _gathers(on.lowered(most)) < _gathers(on.lowered(between)) < _gathers(on.lowered(none))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_no_small_collective_is_left_alone(ranks: int) -> None:
+    """In the sizes of the demo: what moves less than 64 KiB has no other of its kind, group and dtype to go with."""
+    model, batch = MetaGPT(GPTConfig(layers=3), 16).build()
+    open_buckets = {"force": {"*": "zero3"}, "keep_gathered": False, "micro_batches": 1}
+    on = Planner(model, sw.Cluster.local(ranks), batch, **open_buckets)
+    plan, plain = on.plan(), on.plan(buckets=False)
+    assert plan.step_time < plain.step_time and plan.timeline().step_time == plan.step_time
+    step, before = on.lowered(plan), on.lowered(plain)
+    for module, other in ((step.forward, before.forward), (step.backward, before.backward)):
+        assert module is not None and other is not None
+        found, earlier = _of_states(module), _of_states(other)
+        assert len(found) < len(earlier)
+        assert sum(what.bytes for what, _ in found) == sum(what.bytes for what, _ in earlier)
+        kinds = Counter((what.kind, what.axes, dtype) for what, dtype in found)
+        assert all(kinds[what.kind, what.axes, dtype] == 1 for what, dtype in found if what.bytes < 2**16)
+
+
+def _of_states(module: fx.GraphModule) -> list[tuple[Collective, torch.dtype]]:
+    """The collectives of parameters and gradients, and their dtypes."""
+    found = [(info(node).collective, node.meta.get("val")) for node in module.graph.nodes]
+    return [(what, value.dtype) for what, value in found if what is not None and what.cause != "activation"]
 
 
 def _gathers(step: Any) -> int:

@@ -40,6 +40,9 @@ class Search(PlanSearch):
         self.key: Any = None
         self.limit = LIMIT
 
+    def _merged(self, found: SettingPlan) -> SettingPlan:
+        return found
+
     def _kept_to(self, plan: Any) -> tuple[Any, int]:
         self.asked.append(plan)
         return (plan, 0) if plan.peak_memory <= LIMIT else (None, LACKING)

@@ -37,6 +37,7 @@ from shardweave.ir import (
     RECOMPUTE_MODES,
     Assignment,
     Axis,
+    Buckets,
     Grid,
     LayoutError,
     Mesh,
@@ -117,17 +118,21 @@ class Space:
         return (1, SUB_BATCHES) if self.options.sub_batches is None else (self.options.sub_batches,)
 
     @property
-    def buckets(self) -> tuple[bool, ...]:
-        """Whether gradients are reduced in buckets."""
-        is_open = self.options.buckets is None and not self.options.ablation.flat_parameter
-        return (False, True) if is_open else (self.options.overlap.buckets,)
+    def merges_small(self) -> bool:
+        """Whether small collectives may be merged in a plan without buckets, once it is chosen."""
+        return self.options.buckets is None and not self.options.ablation.flat_parameter
 
     @property
-    def overlaps(self) -> tuple[tuple[int, bool], ...]:
-        """Numbers of sub-batches, and whether there are buckets; first what overlaps least."""
+    def buckets(self) -> tuple[Buckets, ...]:
+        """Whether collectives are merged, and which."""
+        return (False, True) if self.merges_small else (self.options.overlap.buckets,)
+
+    @property
+    def overlaps(self) -> tuple[tuple[int, Buckets], ...]:
+        """Numbers of sub-batches, and which collectives are merged; first what overlaps least."""
         return tuple((sub_batches, buckets) for sub_batches in self.sub_batches for buckets in self.buckets)
 
-    def setting(self, micro_batches: int, sub_batches: int, buckets: bool) -> Options:
+    def setting(self, micro_batches: int, sub_batches: int, buckets: Buckets) -> Options:
         """The options of a setting."""
         given = self.options.buckets if self.options.ablation.flat_parameter else buckets
         return replace(self.options, micro_batches=micro_batches, sub_batches=sub_batches, buckets=given)
@@ -259,7 +264,9 @@ class Space:
         return found
 
     def __str__(self) -> str:
-        buckets = " or ".join("with buckets" if each else "without buckets" for each in self.buckets)
+        words = {False: "without buckets", "small": "small collectives merged", True: "with buckets"}
+        merged = ("small", True) if self.merges_small else self.buckets
+        buckets = " or ".join(words[each] for each in merged)
         micro_batches, sub_batches = _listed(self.micro_batches), _listed(self.sub_batches)
         modes = _listed(RECOMPUTE_MODES) if self.has_recomputation else self.options.recompute or "as the model says"
         sums = {None: "whole or scattered", True: "scattered", False: "whole"}[self.options.sequence_parallel]

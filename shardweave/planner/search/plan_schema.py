@@ -167,7 +167,7 @@ _OVERLAP = record(
         "recompute": mapping(one_of(*RECOMPUTE_MODES)),
         "operator_slices": mapping(_COUNT),
         "keep_gathered": mapping(whole(high=MAX_COUNT)),
-        "buckets": _BOOLEAN,
+        "buckets": one_of(True, False, "small"),
         "max_prefetch": optional(whole(high=MAX_COUNT)),
         "quantize": mapping(
             one_of(*sorted(set().union(*QUANTIZATION_BITS.values()))), names=one_of(*QUANTIZATION_BITS)

@@ -23,7 +23,7 @@ from itertools import islice
 from math import inf
 
 from shardweave.cost_model import Timeline
-from shardweave.ir import InfeasibleError, ParallelError, PlanError
+from shardweave.ir import Buckets, InfeasibleError, ParallelError, PlanError
 from shardweave.planner.problem.space import Space
 from shardweave.planner.search.evaluation import Decision, Evaluation, Known, PlanEvaluator, StepLowering
 from shardweave.planner.search.plan import ModelKey, Plan
@@ -174,7 +174,7 @@ class PlanSearch:
         micro_batches: int,
         start: Plan | None = None,
         margin: int = 0,
-        overlap: tuple[int, bool] | None = None,
+        overlap: tuple[int, Buckets] | None = None,
     ) -> SettingPlanner:
         """The planner of a setting.
 
@@ -184,8 +184,8 @@ class PlanSearch:
             An earlier plan to begin with.
         margin : int
             Bytes of the memory limit that are left free.
-        overlap : (int, bool), optional
-            The number of sub-batches, and whether there are buckets; if left out, the first of the space.
+        overlap : (int, bool or "small"), optional
+            The number of sub-batches, and which collectives are merged; if left out, the first of the space.
         """
         options = self.space.setting(micro_batches, *(overlap or self.space.overlaps[0]))
         steps, cluster = self.steps, self.cluster
@@ -196,7 +196,7 @@ class PlanSearch:
 
         Plans of other settings are not simulated where no communication is exposed: they could save next to nothing.
         """
-        found, bound = [first], first.chosen.solution.bound
+        found, bound = [self._merged(first)], first.chosen.solution.bound
         for overlap in self.space.overlaps[1:]:
             best = found[-1]
             start = best.planner.plan(best, self.key)
@@ -209,12 +209,13 @@ class PlanSearch:
                 continue
             if other is not None and other.step_time <= enough:
                 bound = min(bound, other.chosen.solution.bound)
-                found.append(other)
+                found.append(self._merged(other))
         return found, bound
 
     def _fastest_whole(self, ever_faster: Sequence[SettingPlan]) -> Attempt:
         """The fastest plan with all layers simulated. The next one is simulated as long as it may be faster."""
-        likely = sorted((each for found in ever_faster for each in found.with_rivals), key=lambda each: each.step_time)
+        all_found = (self._merged(each) for found in ever_faster for each in found.with_rivals)
+        likely = sorted(all_found, key=lambda each: each.step_time)
         found, num_whole = Attempt(likely[0]), 0
         for each in likely:
             estimate = each.chosen.evaluation
@@ -241,6 +242,11 @@ class PlanSearch:
     def timeline(self, plan: Plan, sums: bool = True) -> Timeline:
         """The simulated schedule of a plan's whole step."""
         return self.lowering.timeline(self.lowering.lower(plan, not sums, draft=True), sums, plan)
+
+    def _merged(self, found: SettingPlan) -> SettingPlan:
+        """A plan with small collectives merged, where that is open and makes the step no slower."""
+        is_open = self.space.merges_small and not found.overlap.buckets
+        return found.with_small_merged() if is_open else found
 
     def _kept_to(self, plan: Plan) -> tuple[Plan | None, int]:
         """The plan as its whole step is simulated, if that keeps to the memory limit; and by how much it missed it.

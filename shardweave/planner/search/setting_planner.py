@@ -39,15 +39,27 @@ FIRST_KEPT_LAYERS = 2
 
 @dataclass(frozen=True)
 class SettingPlan:
-    """The best plan of one setting."""
+    """The best plan of one setting.
+
+    Strategies are chosen without merging small collectives, which changes what they take by less than 1 %.
+    """
 
     planner: SettingPlanner
     chosen: Evaluated
+    merges_small: bool = False
 
     @property
     def overlap(self) -> OverlapConfig:
         """The choices for the whole step."""
-        return overlap_of(self.planner.options.overlap, self.chosen.decision)
+        overlap = overlap_of(self.planner.options.overlap, self.chosen.decision)
+        return replace(overlap, buckets="small") if self.merges_small else overlap
+
+    def with_small_merged(self) -> SettingPlan:
+        """The plan with small collectives merged, if the step takes no longer so."""
+        merged = self.planner.evaluated(self.chosen, replace(self.overlap, buckets="small"))
+        if merged.step_time > self.step_time:
+            return self
+        return replace(self, chosen=replace(self.chosen, evaluation=merged), merges_small=True)
 
     @property
     def step_time(self) -> float:
@@ -57,7 +69,7 @@ class SettingPlan:
     @property
     def with_rivals(self) -> tuple[SettingPlan, ...]:
         """The plan, and those of the setting that may be faster with all layers."""
-        return self, *(replace(self, chosen=each) for each in self.chosen.rivals)
+        return self, *(replace(self, chosen=each, merges_small=False) for each in self.chosen.rivals)
 
     @property
     def has_exposed_communication(self) -> bool:
