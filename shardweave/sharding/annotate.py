@@ -368,8 +368,8 @@ def _traced(node: fx.Node, form: Callable[..., Any], leaves: Sequence[fx.Node]) 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda leaf: lookup[leaf])
         return form(*args, **kwargs)
 
-    with fake:
-        traced = make_fx(call)(*[leaf.meta["val"] for leaf in leaves])
+    with fake:  # values of their own, as nodes of a saved graph share theirs, and a trace tells arguments apart by them
+        traced = make_fx(call)(*[leaf.meta["val"].detach() for leaf in leaves])
     traced.graph.eliminate_dead_code()
     return traced.graph
 

@@ -253,6 +253,25 @@ def test_a_saved_graph_is_that_of_its_model(traces: list[int], kind: str, monkey
     assert len(traces) == (2 if known else 3)
 
 
+def test_ops_of_a_saved_graph_are_decomposed_on_their_own_arguments(traces: list[int]) -> None:
+    """The vectors of a batch norm have one shape, and nodes of a saved graph share their fake values by shape."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(32, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1), nn.Flatten(0)).double()
+
+    x = torch.randn(16, 32, dtype=torch.float64)
+    alone: nn.Module = model()
+    alone(x).sum().backward()
+    for _ in range(2):
+        parallel: Any = sw.compile_parallel(model(), sw.Cluster.local(1), x)
+        parallel(x).sum().backward()
+        for mine, theirs in zip(parallel.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+        torch.testing.assert_close(parallel[1].running_mean, alone.get_buffer("1.running_mean"))
+    assert len(traces) == 1
+
+
 def test_what_a_joint_graph_depends_on_is_in_its_key(traces: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     capture(Model(), X)
     capture(Model(), X)
