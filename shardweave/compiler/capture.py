@@ -141,7 +141,7 @@ def _globals(model: nn.Module) -> Iterator[dict[str, Any]]:
 def capture(model: nn.Module, example_inputs: Any, precision: Precision | None = None) -> Captured:
     """Capture the forward and backward of `model` on inputs like `example_inputs` as one aten graph.
 
-    If no parameter requires a gradient, there is no backward.
+    If no parameter and no input requires a gradient, there is no backward.
 
     Parameters
     ----------
@@ -165,12 +165,6 @@ def capture(model: nn.Module, example_inputs: Any, precision: Precision | None =
     names = leaf_names(signature, args, kwargs)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     # 2. Refuse what cannot be trained.
-    for name, leaf in zip(names, leaves):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            raise CaptureError(
-                f"the input {name} requires a gradient, but gradients are returned for parameters only: "
-                "make it a parameter of the model, or detach it"
-            )
     sized = {name: leaf for name, leaf in zip(names, leaves) if isinstance(leaf, Tensor) and leaf.dim()}
     if sized and all(leaf.shape[0] == 0 for leaf in sized.values()):
         shapes = ", ".join(f"{name} {tuple(leaf.shape)}" for name, leaf in sized.items())
@@ -182,7 +176,9 @@ def capture(model: nn.Module, example_inputs: Any, precision: Precision | None =
     graph, out_spec, reads = _joint_graph(model, args, kwargs, precision)
     captured = _captured_step(graph, out_spec, model, signature, spec, names, leaves)
     given = {name: leaf.dtype for name, leaf in zip(names, leaves) if isinstance(leaf, Tensor)}
-    cast_inputs_inside(graph.graph, {node: given[name] for node, name in captured.inputs.items()})
+    first = len(captured.mutated_buffers) + len(captured.outputs)
+    places = {name: first + index for index, name in enumerate(captured.input_gradients)}
+    cast_inputs_inside(graph.graph, {node: (given[name], places.get(name)) for node, name in captured.inputs.items()})
     take_cast_parameters(graph.graph, captured.parameters, captured.gradients)
     graph.recompile()
     policy = precision or Precision()
@@ -206,9 +202,12 @@ def _joint_graph(
         if any(parameter.is_meta for parameter in model.parameters()):
             given = [leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             model = _off_meta(model, fake, next((device for device in given if device.type != "meta"), None))
+        wanted = [_requires_gradient(leaf) for leaf in pytree.tree_leaves((args, kwargs))]
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: _fake_like(t, fake), (args, kwargs))
         if precision is not None and precision.cast_forward_inputs and precision.param_dtype is not None:
             args, kwargs = cast((args, kwargs), precision.param_dtype)  # see cast_inputs_inside
+        for leaf in (leaf for leaf, wants in zip(pytree.tree_leaves((args, kwargs)), wanted, strict=True) if wants):
+            leaf.requires_grad_()
         stack.enter_context(traceable(model))
         stack.enter_context(working_copies(model, precision, fake))
         # Not under `fake`: Dynamo makes its own mode, and under another one it mistakes buffers that are views.
@@ -267,6 +266,11 @@ def _fake_like(tensor: Tensor, fake: Any, device: torch.device | None = None) ->
     with fake:
         off_meta = device or "cpu"
         return torch.empty(tensor.size(), dtype=tensor.dtype, device=off_meta if tensor.is_meta else tensor.device)
+
+
+def _requires_gradient(leaf: object) -> bool:
+    """Whether a call with this argument gives it a gradient."""
+    return isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()
 
 
 def _off_meta(model: nn.Module, fake: Any, device: torch.device | None) -> nn.Module:
@@ -329,6 +333,7 @@ def _captured_step(
     # 2. Sort the outputs: new values of buffers, results of the forward, gradients. Add the gradients of tied names.
     output = graph.output_node()
     gradient_of: dict[str, Any] = {}
+    gradient_of_input: dict[str, Any] = {}
     mutated: dict[str, Any] = {}
     returned: list[Any] = []
     for value, described in zip(output.args[0], output.meta.pop("desc")):  # type: ignore[arg-type]
@@ -342,6 +347,8 @@ def _captured_step(
             mutated[shared.get(target, target)] = value
         elif kind == "PlainAOTOutput":
             returned.append(value)
+        elif kind == "GradAOTOutput" and type(described.grad_of).__name__ == "PlainAOTInput":
+            gradient_of_input[names[described.grad_of.idx]] = value
         elif kind == "GradAOTOutput":
             name = tied.get(described.grad_of.target, described.grad_of.target)
             before = gradient_of.get(name)
@@ -353,9 +360,12 @@ def _captured_step(
             gradient_of[name] = before if value is None else value
     # 3. Return the tensors among these: a constant of the forward is no output of the graph.
     gradients = tuple(name for name in parameters.values() if model.get_parameter(name).requires_grad)
+    wanted = {name for name, leaf in zip(names, leaves, strict=True) if _requires_gradient(leaf)}
+    input_gradients = tuple(name for name in inputs.values() if name in wanted)
     positions = [index for index, value in enumerate(returned) if isinstance(value, fx.Node)]
     tensors = [returned[index] for index in positions]
-    output.args = ([*mutated.values(), *tensors, *(gradient_of.get(name) for name in gradients)],)
+    of_inputs, of_parameters = map(gradient_of_input.get, input_gradients), map(gradient_of.get, gradients)
+    output.args = ([*mutated.values(), *tensors, *of_inputs, *of_parameters],)
     extend_backward(graph)
     graph.set_codegen(fx.graph.CodeGen())  # flat arguments, in the placeholders' order
     graph.lint()
@@ -385,6 +395,7 @@ def _captured_step(
             tuple(TENSOR_OUTPUT if isinstance(value, fx.Node) else value for value in returned),
         ),
         model.training,
+        input_gradients=input_gradients,
     )
 
 

@@ -312,7 +312,7 @@ class Compiler:
             lowered.graphs,
             captured.reads,
             index_checks(self.annotated.captured) if self.cluster.world_size > 1 else None,
-            call_text(call.names, leaves, captured.training, bool(captured.gradients)),
+            call_text(call.names, leaves, captured.training, lowered.step.spec.trains, captured.input_gradients),
         )
 
     def compile_again(

@@ -63,18 +63,29 @@ def cast(values: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
 
 
-def cast_inputs_inside(graph: fx.Graph, given: Mapping[str, torch.dtype]) -> None:
-    """Let a captured graph take its inputs in the dtypes `given` by placeholder, and cast them itself."""
+def cast_inputs_inside(graph: fx.Graph, given: Mapping[str, tuple[torch.dtype, int | None]]) -> None:
+    """Let a captured graph take its inputs in the dtypes `given` by placeholder, and cast them itself.
+
+    It casts their gradients back, whose places among the graph's outputs are given with the dtypes.
+    """
+    output = graph.output_node()
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in [node for node in graph.nodes if node.name in given]:
-        value = node.meta["val"]
-        if value.dtype == given[node.name]:
+        value, (dtype, place) = node.meta["val"], given[node.name]
+        if value.dtype == dtype:
             continue
         with graph.inserting_before(first):
             copy = graph.call_function(CAST, (node,), {"dtype": value.dtype})
         node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
         copy.meta["val"] = value
-        node.meta["val"] = value.to(given[node.name])
+        node.meta["val"] = value.to(dtype)
+        if place is not None and isinstance(results[place], fx.Node):
+            with graph.inserting_before(output):
+                back = graph.call_function(CAST, (results[place],), {"dtype": dtype})
+            back.meta.update(val=results[place].meta["val"].to(dtype), partitioner_tag="is_backward")
+            results[place] = back
+    output.args = (results,)
 
 
 def take_cast_parameters(graph: fx.Graph, parameters: Mapping[str, str], gradients: Sequence[str]) -> None:

@@ -71,6 +71,7 @@ def plan_key(captured: Captured, cluster: Cluster, options: Options) -> str:
     names = (
         captured.parameters, captured.buffers, captured.inputs, captured.tangents, captured.outputs, captured.gradients,
         captured.mutated_buffers, captured.aliases, captured.training, captured.whole, captured.dtypes,
+        captured.input_gradients,
     )  # fmt: skip
     asked = replace(options, timeout=None, check_inputs=0, inductor=False).key  # they are no part of a plan
     versions = torch.__version__, version("ortools"), _source_hash()

@@ -145,6 +145,7 @@ class _SimulatedStep:
         self.inputs: list[tuple[Storage, ...]] = []  # of each parameter, buffer and input
         self.gathered: list[tuple[Storage, ...]] = []  # of each parameter gathered for all micro-batches
         self.gradients: list[tuple[Storage, ...]] = []
+        self.input_gradients: list[tuple[Storage, ...]] = []
         self._liveness_cache: dict[Hashable, Liveness] = {}
 
     def count_constants(self, *graphs: fx.Graph) -> None:
@@ -248,7 +249,10 @@ class _SimulatedStep:
         self._set_kind(found, _results(graph), "gradients")
         # The caller holds the tangents until the backward returns.
         tangents = set(output_storages(holders[len(saved) : len(holders) - len(self.gradients)], found))
-        results = [output_storages(result, found) for result in _results(graph) if isinstance(result, fx.Node)]
+        of_inputs = len(self.spec.differentiable_inputs)  # they come first; the caller keeps them
+        mine, others = ([output_storages(result, found) for result in some if isinstance(result, fx.Node)]
+                        for some in (_results(graph)[:of_inputs], _results(graph)[of_inputs:]))  # fmt: skip
+        results = [*mine, *others]
         gradients = {storage for storages in results for storage in storages}
         before = {storage for storages in self.gradients for storage in storages}
         freed = (*_TRANSIENT_KINDS, "copies", "saved", *(("gradients",) if before else ()))
@@ -256,7 +260,8 @@ class _SimulatedStep:
         self._free(tangents - gradients, _TRANSIENT_KINDS)
         if is_last:
             self._free(self._shared, ("copies",))
-        self.gradients = results
+        self.input_gradients += mine
+        self.gradients = others
 
     def run_optimizer(self) -> None:
         """Simulate the optimizer's step, and free the gradients."""
@@ -266,7 +271,7 @@ class _SimulatedStep:
         self._change_memory("scratch", scratch, "optimizer")
         self._run_kernel("optimizer", "optimizer", optimizer_seconds(sizes, ratio, self.cluster))
         self._change_memory("scratch", -scratch, "optimizer")
-        gradients = {storage for storages in self.gradients for storage in storages}
+        gradients = {storage for storages in (*self.gradients, *self.input_gradients) for storage in storages}
         self._free(gradients, ("gradients", "copies", "saved", *_TRANSIENT_KINDS))
 
     def timeline(self) -> Timeline:

@@ -40,7 +40,7 @@ class Captured:
     ----------
     graph : GraphModule
         Placeholders: parameters, buffers, inputs, tangents. Outputs: new values of `mutated_buffers`, then of
-        `outputs`, then the gradients of `gradients`.
+        `outputs`, then the gradients of `input_gradients`, then those of `gradients`.
     parameters, buffers, inputs : dict from placeholder name to the model's name
     tangents : dict from placeholder name to the index of its output
     outputs : tuple of str
@@ -59,6 +59,8 @@ class Captured:
         The dtypes of the master weight and of the gradient reduction, for each parameter in mixed precision.
     reads : Reads, optional
         The Python values that became constants of the graph.
+    input_gradients : tuple of str
+        Names of the inputs that require a gradient, in the order of `inputs`.
     known : dict
         A cache of fake results and decompositions of ops, shared by all lowerings: see `LocalGraph` and `decompose`.
     """
@@ -77,6 +79,7 @@ class Captured:
     whole: bool = False
     dtypes: Mapping[str, Dtypes] = field(default_factory=dict)
     reads: Reads | None = field(default=None, repr=False, compare=False)
+    input_gradients: tuple[str, ...] = ()
     known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
 

@@ -109,10 +109,10 @@ class ParameterSpec:
 class ValueSpec:
     """A tensor that a user passes in or gets back: its name, global layout and dtype (``"float32"``).
 
-    A backward starts at the outputs that are `differentiable`. An output that is `left_out` has a gradient in the model
-    but not in the step, whose backward starts at the model's own loss. `rows` is the number of rows of the first
-    dimension for each sample of the batch: 1 for ``[batch, ...]``, the sequence length for
-    ``[batch * sequence, ...]``, and 0 if the first dimension is not the batch.
+    A backward starts at the outputs that are `differentiable`, and gives the gradients of inputs that are. An output
+    that is `left_out` has a gradient in the model but not in the step, whose backward starts at the model's own loss.
+    `rows` is the number of rows of the first dimension for each sample of the batch: 1 for ``[batch, ...]``, the
+    sequence length for ``[batch * sequence, ...]``, and 0 if the first dimension is not the batch.
     """
 
     name: str
@@ -137,8 +137,8 @@ class StepSpec:
     include the seed if the backward draws random numbers too.
 
     The backward graph takes the coordinates, the saved values, and one tangent for each differentiable output (of its
-    local part, unless it is a scalar). It returns one gradient for each trainable parameter, in order, at the
-    parameter's layout.
+    local part, unless it is a scalar). It returns one gradient for each differentiable input, at the input's layout,
+    then one for each trainable parameter, at the parameter's layout.
     """
 
     mesh: Mesh
@@ -153,10 +153,20 @@ class StepSpec:
     draws: bool = False
     """Whether the forward graph takes a seed."""
     micro_batch_layouts: tuple[Layout, ...] = ()
-    """In a step of several micro-batches, the layout of each input and then each output, with the time axis of `mesh`
-    that cuts it into micro-batches."""
+    """In a step of several micro-batches, the layout of each input, then each output, then each gradient of an input,
+    with the time axis of `mesh` that cuts it into micro-batches."""
     sub_batches: int = 1
     """The number of sub-batches that the graphs cut each micro-batch into. Each is sharded over the devices."""
+
+    @property
+    def differentiable_inputs(self) -> tuple[int, ...]:
+        """The indices of the inputs whose gradients the backward returns."""
+        return tuple(index for index, value in enumerate(self.inputs) if value.differentiable)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the step has gradients of parameters or of inputs."""
+        return bool(self.differentiable_inputs) or any(parameter.trainable for parameter in self.parameters)
 
     @property
     def micro_batches(self) -> int:

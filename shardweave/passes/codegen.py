@@ -185,6 +185,8 @@ class MicroBatchGraphs:
     whole_batch_sums : GraphModule, optional
         Computes one micro-batch's part of each sum over the whole batch. It takes the inputs of the forward without
         these sums.
+    input_gradients : int
+        How many of the backward's results are gradients of inputs, which come first and are not added up.
     """
 
     whole_forward: fx.GraphModule
@@ -192,6 +194,7 @@ class MicroBatchGraphs:
     gathered_parameters: Sequence[str]
     accumulators: Mapping[str, str]
     whole_batch_sums: fx.GraphModule | None = None
+    input_gradients: int = 0
     _backwards: dict[tuple[bool, bool], fx.GraphModule] = field(default_factory=dict)
 
     def forward(self, gathers: bool, returns_gathered: bool) -> fx.GraphModule:
@@ -245,15 +248,18 @@ class MicroBatchGraphs:
     def finish(self) -> fx.GraphModule:
         """The graph from running sums to gradients at the layout of the states, if the last run returned sums."""
         names = list(self.accumulators.values())
-        read = _reading(self.whole_backward, names, "Finish")
+        graph, _ = _copied(self.whole_backward)
+        graph.output_node().args = (tuple(graph_outputs(graph)[self.input_gradients :]),)
+        read = _reading(_without_dead_code(self.whole_backward, graph, "Finish"), names, "Finish")
         return _only(read, {*names, *_coordinates(read)}, "Finish")
 
     def _returning_sums(self) -> fx.GraphModule:
         """The backward with the running sum in the place of each gradient."""
         graph, nodes = _copied(self.whole_backward)
-        sums = iter(self.accumulators.values())
-        outputs = [nodes[next(sums)] if isinstance(each, fx.Node) else each for each in graph_outputs(graph)]
-        graph.output_node().args = (tuple(outputs),)
+        sums, outputs = iter(self.accumulators.values()), graph_outputs(graph)
+        of_inputs, of_parameters = outputs[: self.input_gradients], outputs[self.input_gradients :]
+        summed = (nodes[next(sums)] if isinstance(each, fx.Node) else each for each in of_parameters)
+        graph.output_node().args = ((*of_inputs, *summed),)
         return _without_dead_code(self.whole_backward, graph, "MiddleBackward")
 
 

@@ -114,7 +114,7 @@ class ShardedStep:
     """What `Shard` decided about a step, for the passes after it and for the signature. Nodes are given by name."""
 
     output_layouts: Mapping[int, Layout]
-    """The layouts of the outputs of the forward, by index."""
+    """The layouts of the outputs of the forward, and of the gradients of inputs, by index."""
     state_layouts: Mapping[str, Layout]
     """The layout of each parameter's optimizer states, and of the parameter between steps."""
     state_sharding: Mapping[str, StateSharding]
@@ -538,7 +538,7 @@ class StepOutputs:
         self.results: dict[int, Any] = {}
         """The local node of each output, by its index."""
         self.layouts: dict[int, Layout] = {}
-        """The layouts of the outputs of the forward."""
+        """The layouts of the outputs of the forward, and of the gradients of inputs."""
         self.sub_batch_layouts: dict[int, Layout] = {}
         """Their layouts inside one sub-batch."""
         self.accumulators: dict[str, fx.Node] = {}
@@ -560,12 +560,12 @@ class StepOutputs:
                 self.values.backward = False
                 self.sub_batch_layouts[index] = (wanted or self.values.layout(value)).without_partial()
                 self.results[index], self.layouts[index] = self.returned(value, wanted)
-            elif backward and name is not None:
+            elif backward and name is not None and wanted is None:
                 self.values.backward = True
                 self.results[index] = self.gradient(name, value)
             elif backward:
                 self.values.backward = True
-                self.results[index], _ = self.returned(value, wanted)
+                self.results[index], self.layouts[index] = self.returned(value, wanted)
         if is_first:
             self._write_tangents(graph)
 
@@ -682,8 +682,8 @@ class Shard(Pass):
     """The layouts of inputs, buffers and tangents, by placeholder, and of parameters whose layout is fixed. Values that
     are not named are replicated."""
     outputs: Sequence[Layout | None]
-    """The layout of each output of the graph; None for the layout that it has, and for a gradient, that of its
-    parameter's states."""
+    """The layout of each output of the graph; None for the layout that it has, and for the gradient of a parameter,
+    that of its states."""
     parameters: Mapping[str, str] = field(default_factory=dict)
     """The parameters' names, by placeholder."""
     tangents: Mapping[str, int] = field(default_factory=dict)
@@ -693,7 +693,7 @@ class Shard(Pass):
     inputs: Collection[str] = ()
     """The placeholders of a call's inputs."""
     gradients: Sequence[str] = ()
-    """The parameters whose gradients are the last outputs."""
+    """The inputs and the parameters whose gradients are the last outputs."""
     state_sharding: Mapping[str, StateSharding] = field(default_factory=dict)
     """The axes that each parameter and its states are sharded over, beyond those of the layout of its first use."""
     accumulates: bool = False

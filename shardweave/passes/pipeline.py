@@ -267,7 +267,8 @@ class _Lowering:
         inside = {node.name for node in forward.graph.nodes}
         gathered = [name for name in step.gathered_once if name in inside]
         spec = self._spec(boundary, local, forward, backward)
-        return MicroBatchGraphs(forward, backward, gathered, step.accumulators, sums), spec
+        of_inputs = len(self.annotated.captured.input_gradients)
+        return MicroBatchGraphs(forward, backward, gathered, step.accumulators, sums, of_inputs), spec
 
     def _spec(
         self, boundary: Boundary, local: fx.GraphModule, forward: fx.GraphModule, backward: fx.GraphModule
@@ -311,7 +312,7 @@ class _Lowering:
             boundary.tangents,
             {**captured.buffers, **captured.inputs},
             tuple(captured.inputs),
-            captured.gradients,
+            (*captured.input_gradients, *captured.gradients),
             {
                 name: state_sharding.get(name, StateSharding())._replace(dtypes=captured.dtypes.get(name))
                 for name in captured.parameters.values()

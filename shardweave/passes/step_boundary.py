@@ -241,7 +241,9 @@ class Boundary:
             self.sources |= {name: self._batch(self.values[name]) for name in self.tangents}
             self.tangents = {}
         mutated = [Layout.replicated(node.meta["val"].shape) for node in results[:first]]
-        self.wanted = [*mutated, *outputs, *(None for _ in captured.gradients)]
+        wanted = captured.input_gradients
+        self.input_gradients = [self.sources[node] for node, name in captured.inputs.items() if name in wanted]
+        self.wanted = [*mutated, *outputs, *self.input_gradients, *(None for _ in captured.gradients)]
 
     def _batch(self, value: torch.Tensor) -> Layout:
         """The layout of an input: the first dimension sharded over data axes and micro-batches, if it is the batch."""
@@ -275,7 +277,7 @@ class Boundary:
         Parameters
         ----------
         output_layouts : mapping of int to Layout
-            The layouts of the outputs of the forward, by index.
+            The layouts of the outputs of the forward, and of the gradients of inputs, by index.
         state_layouts : mapping of str to Layout
             The layouts of parameters between steps, by name.
         forward : GraphModule
@@ -304,7 +306,9 @@ class Boundary:
         times = self.mesh.micro_batch_axes
         micro_batch_layouts = [without_axes(self.sources[node], self.mesh.sub_batch_axes) for node in captured.inputs]
         inputs = tuple(
-            ValueSpec(name, without_axes(layout, times), dtype[node], rows=self.rows[node])
+            ValueSpec(
+                name, without_axes(layout, times), dtype[node], name in captured.input_gradients, rows=self.rows[node]
+            )
             for (node, name), layout in zip(captured.inputs.items(), micro_batch_layouts)
         )
         # 3. Outputs.
@@ -318,6 +322,8 @@ class Boundary:
             left_out = index in captured.tangents.values() and index not in active
             rows = self.returned_rows[index]
             outputs.append(ValueSpec(name, whole, dtype_name(value.dtype), index in active, left_out, rows))
+        for index, layout in enumerate(self.input_gradients, first + len(captured.outputs)):
+            micro_batch_layouts.append(output_layouts.get(index, layout))
         return StepSpec(
             replace(self.mesh, sub_batch_axes=(), slice_axes=()),
             parameters,

@@ -20,7 +20,7 @@ from torch import nn
 from shardweave.distributed import Failure, RuntimeMesh, all_gather_objects, collective, control_of, raise_failures
 from shardweave.ir import InputError, ParallelError, StepSpec, ValueSpec
 from shardweave.ops import IndexChecks
-from shardweave.runtime.inputs import LocalBatch, check_inputs, local_input
+from shardweave.runtime.inputs import LocalBatch, check_inputs, local_input, wants_gradient
 
 Batch = Literal["global", "local"]
 """The meaning of a call's batch: the global batch (or this rank's part of it), or this rank's own samples."""
@@ -68,8 +68,8 @@ class CallChecks:
 
     def __call__(
         self, flatten: Callable[[], Sequence[object]], running: Callable[[], Mapping[str, bool]]
-    ) -> list[torch.Tensor]:
-        """This rank's part of each input. Collective.
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The tensors of a call, and this rank's part of each, without autograd. Collective.
 
         `flatten` returns the tensors of the call, `running` the mode in which this rank runs the step, which all ranks
         must share. Both may raise an error.
@@ -82,13 +82,17 @@ class CallChecks:
         IndexRangeError
             On all ranks, if an index on one of them is out of range.
         """
+        given: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         parts: list[torch.Tensor] = []
         caught: Exception | None = None
         state: Mapping[str, bool] = {}
         try:
             state = running()
-            values = self.checked(flatten())
+            given = self.checked(flatten())
+            pairs = [(x, spec) for x, spec in zip(given, self.spec.inputs, strict=True) if spec.differentiable]
+            state = {**state, **{f"with a gradient of {spec.name}": wants_gradient(x) for x, spec in pairs}}
+            values = [value.detach() if value.requires_grad else value for value in given]
             self._check_indices(values)
             parts = [] if self.local is not None else self._localized(values)
         except Exception as error:  # the other ranks must be told, whatever the error is
@@ -103,8 +107,8 @@ class CallChecks:
             self._check_values(reports)
         if self.local is None:
             self.passes_parts = self.are_parts(values)
-            return parts
-        return self._localized(self.local.parts(values))
+            return given, parts
+        return given, self._localized(self.local.parts(values))
 
     def checked(self, values: Sequence[object]) -> list[torch.Tensor]:
         """The tensors of a call; InputError if they are not those that the step was compiled for."""

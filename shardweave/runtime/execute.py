@@ -30,6 +30,7 @@ from shardweave.runtime.grad_accumulation import (
     local_parameters,
     split_steps,
 )
+from shardweave.runtime.inputs import InputGradients, wants_gradient
 from shardweave.runtime.parameters import local_tensor
 from shardweave.runtime.prediction_check import PredictionCheck
 from shardweave.runtime.tensor import as_gradient_of, untraced
@@ -170,7 +171,9 @@ class Executor:
     buffers: Callable[[], list[torch.Tensor]]
     """Returns the current tensors of `spec.buffers`, in order."""
     sources: Sequence[frozenset[int]]
-    """For each gradient of `backward`, the outputs that it depends on; see `tangents_of_gradients`."""
+    """For each gradient of a parameter, the outputs that it depends on; see `tangents_of_gradients`."""
+    input_gradients: InputGradients
+    """Brings gradients of inputs to the ranks that passed them."""
     seeds: Callable[[], int] | None = None
     """Returns the seed of a call, the same on all ranks; None for a step that draws no random numbers."""
     make_runner: Callable[[Accumulation], MicroBatchRunner] | None = None
@@ -234,8 +237,8 @@ class Executor:
         if self.check is not None and self._is_whole_step:
             self.check.backward_ends()
 
-    def _trains(self, parameters: Sequence[torch.Tensor]) -> bool:
-        return self.backward is not None and torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+    def _trains(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return self.backward is not None and any(map(wants_gradient, tensors))
 
     def running(self) -> dict[str, bool]:
         """The mode of the next call, in words. All ranks need the same mode, or their collectives would not match.
@@ -261,19 +264,22 @@ class Executor:
             "after others under no_sync()": self.accumulates,
         }
 
-    def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The step's outputs, from the local parts of its inputs."""
+    def __call__(self, inputs: list[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The step's outputs, from the local parts of its inputs, which the user has passed as `given`."""
         parameters = self.parameters()
-        trains = self._trains(parameters)
+        wanted = [given[index] for index in self.spec.differentiable_inputs]
+        trains = self._trains([*parameters, *wanted])
         several = self.spec.micro_batches > 1
         if not trains:
             with torch.no_grad():
                 run = self.run_micro_batches if several else self.run
-                return run(parameters, inputs)[0]
+                return list(run(parameters, inputs)[0])
         if self.check is not None and self._is_whole_step:
             self.check.forward_begins()
         function = _MicroBatchesFunction if several else _StepFunction
-        return list(function.apply(self, inputs, parameters, *self.trained(parameters)))  # type: ignore[no-untyped-call]
+        passed = [_Passed(tuple(value.shape), _averaging_ranks(value)) for value in wanted]
+        trained = self.trained(parameters)
+        return list(function.apply(self, inputs, passed, parameters, *wanted, *trained))  # type: ignore[no-untyped-call]
 
     def trained(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The `parameters` that some output depends on. Autograd and hooks must not see the others."""
@@ -314,13 +320,15 @@ class Executor:
 
     def run_micro_batches(
         self, parameters: Sequence[torch.Tensor], inputs: list[torch.Tensor], tangent: torch.Tensor | None = None
-    ) -> tuple[list[Any], Gradients, bool]:
+    ) -> tuple[list[Any], Gradients, Gradients, bool]:
         """Run one micro-batch after another: its forward and, with a tangent of the loss, its backward.
 
         Returns
         -------
         outputs : list of Tensor
             The outputs of the whole batch.
+        of_inputs : list of Tensor or None
+            The gradients of differentiable inputs.
         gradients : list of Tensor or None
             The gradients, or their sums over the micro-batches, which are not reduced yet.
         is_reduced : bool
@@ -336,7 +344,7 @@ class Executor:
         # 2. Run the micro-batches. The last backward reduces, unless there are sums of earlier calls.
         reduces = self.syncs and not self.accumulates
         sums: Gradients | None = None
-        parts = []
+        parts, of_inputs = [], []
         for step, piece in enumerate(pieces):
             last = step == axis.size - 1
             keeps = not last or not self.syncs
@@ -344,21 +352,26 @@ class Executor:
             if tangent is not None:
                 arguments = [*saved, tangent.clone()]
                 saved.clear()
-                sums = self.runner.backward(arguments, step, sums, last and reduces)
+                mine, sums = self.runner.backward(arguments, step, sums, last and reduces)
+                of_inputs.append(mine)
             mutated = len(self.spec.mutated_buffers)
             parts.append(returned[mutated:])
-        # 3. Update the buffers, and join the outputs.
+        # 3. Update the buffers, and join the outputs and the gradients of inputs.
         self._update_buffers(returned, [])
         if tangent is None and self.syncs:
             self.runner.release()
-        outputs = layouts[len(inputs) :]
-        joined = [join_steps(part, layout, axis) for part, layout in zip(zip(*parts), outputs, strict=True)]
-        return joined, sums or [], reduces
+        results = [[*part, *mine] for part, mine in zip(parts, of_inputs or [[]] * len(parts), strict=True)]
+        joined = [None if part[0] is None else join_steps(part, layout, axis)
+                  for part, layout in zip(zip(*results), layouts[len(inputs) :])]  # fmt: skip
+        count = len(self.spec.outputs)
+        return joined[:count], joined[count:], sums or [], reduces
 
     def gradients(
         self, saved: list[Any], tangents: Sequence[torch.Tensor | None], several: bool, syncs: bool
-    ) -> Gradients:
-        """The gradients of the trained parameters, as DTensors; all None while gradients only accumulate.
+    ) -> tuple[Gradients, Gradients]:
+        """The gradients of differentiable inputs, as the step has them, and those of the trained parameters.
+
+        The latter are DTensors, and all None while gradients only accumulate.
 
         A tangent is None for an output that the user's loss does not depend on, and a gradient is None if all outputs
         that it depends on have no tangent. The tangent of an output that is sharded over data axes belongs to a loss of
@@ -374,6 +387,7 @@ class Executor:
         assert self.backward is not None
         given = {index: tangent for index, tangent in enumerate(tangents) if tangent is not None}
         taken = {tangent.data_ptr() for tangent in given.values()}
+        of_inputs: Gradients = [None] * len(self.spec.differentiable_inputs)
         found: Gradients = [None] * len(self.sources)
         if given:  # without any tangent, no parameter gets a gradient
             arguments = [*saved]
@@ -386,20 +400,33 @@ class Executor:
                         tangent = torch.zeros(output.layout.local_shape, dtype=dtype, device=device)
                     arguments.append((tangent if ranks == 1 else tangent / ranks).contiguous())
             if several:
-                found = self._accumulated(arguments, syncs)
+                of_inputs, found = self._accumulated(arguments, syncs)
             else:
                 boxed = [*self.coordinates, *arguments]
                 arguments.clear()
-                found = list(self.backward(boxed))
-        return self._for_autograd(found, frozenset(given), syncs, taken)
+                results = list(self.backward(boxed))
+                of_inputs, found = results[: len(of_inputs)], results[len(of_inputs) :]
+        of_inputs = [None if gradient is None else _owned(gradient, taken) for gradient in of_inputs]
+        return of_inputs, self._for_autograd(found, frozenset(given), syncs, taken)
 
-    def _accumulated(self, arguments: list[Any], syncs: bool) -> Gradients:
+    def _accumulated(self, arguments: list[Any], syncs: bool) -> tuple[Gradients, Gradients]:
         runner = self.runner
         before, runner.sums = runner.sums, None
-        found = runner.backward(arguments, None, before, syncs)
+        of_inputs, found = runner.backward(arguments, None, before, syncs)
         if not syncs:
             runner.sums = found
-        return found
+        return of_inputs, found
+
+    def returned(self, found: Gradients, tangents: Sequence[torch.Tensor | None], ctx: Any) -> Gradients:
+        """The gradients `found` of differentiable inputs as the user passed the inputs, for those that require one."""
+        finish = self.input_gradients
+        given = (index for index, tangent in enumerate(tangents) if tangent is not None)
+        ranks = max(map(finish.averaging_ranks, given), default=1)
+        asked = ctx.needs_input_grad[len(_NO_GRADIENT) :]
+        return [
+            finish(gradient, index, how.shape, max(ranks, how.ranks)) if wants and gradient is not None else None
+            for gradient, index, how, wants in zip(found, self.spec.differentiable_inputs, ctx.passed, asked)
+        ]
 
     def scaled(self, found: Gradients, is_reduced: bool, syncs: bool, factor: torch.Tensor) -> Gradients:
         """The gradients of a call's micro-batches times `factor`, as `gradients` returns them."""
@@ -432,6 +459,31 @@ class Executor:
         return [None if g is None else as_gradient_of(g, p) for g, p in zip(mine, parameters, strict=True)]
 
 
+@dataclass(frozen=True)
+class _Passed:
+    """An input as the user has passed it: its shape, and over how many ranks an earlier parallel module averages."""
+
+    shape: tuple[int, ...]
+    ranks: int
+
+
+def _averaging_ranks(value: torch.Tensor) -> int:
+    """The number of ranks over which parallel modules that computed `value` average their gradients; 1 without any."""
+    ranks, seen = 1, set()
+    stack: list[tuple[Any, int]] = [(value.grad_fn, value.output_nr)]
+    while stack:
+        node, output = stack.pop()
+        if node is None or (node, output) in seen:
+            continue
+        seen.add((node, output))
+        executor = getattr(node, "executor", None)
+        if isinstance(executor, Executor):
+            ranks = max(ranks, executor.input_gradients.averaging_ranks(output))
+        else:
+            stack += node.next_functions
+    return ranks
+
+
 def _owned(gradient: torch.Tensor, taken: set[int]) -> torch.Tensor:
     """`gradient` in memory of its own, not at `taken`, as users and later backwards write to gradients in place.
 
@@ -452,12 +504,14 @@ _USE_TORCH_FUNC = (
     "compute what needs such derivatives inside the model's forward, with torch.func (torch.func.grad, "
     "torch.func.jvp), which is captured, and compile the model with it; docs/how-it-works.md has an example"
 )
-_NO_GRADIENT = (None, None, None)
-"""The gradients of the first arguments of these functions: the executor and two lists."""
+_NO_GRADIENT = (None, None, None, None)
+"""The gradients of the first arguments of these functions: the executor and three lists."""
 
 
 class _StepFunction(torch.autograd.Function):
-    """A call of a step as one node of autograd, which takes the DTensor parameters and returns their gradients.
+    """A call of a step as one node of autograd.
+
+    It takes the user's inputs and the DTensor parameters that are trained, and returns their gradients.
 
     The saved values are in a plain list, so that the backward graph frees each after its last use. So a step can run
     backward once only.
@@ -465,13 +519,18 @@ class _StepFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, executor: Executor, inputs: list[torch.Tensor], parameters: list[torch.Tensor], *_: torch.Tensor
+        ctx: Any,
+        executor: Executor,
+        inputs: list[torch.Tensor],
+        passed: list[_Passed],
+        parameters: list[torch.Tensor],
+        *_: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.several = not executor.syncs or executor.accumulates
         outputs, saved = executor.run(parameters, inputs, ctx.several)
         # An output that held itself through its own autograd node would never be freed.
         ctx.saved = [x.detach() if any(x is output for output in outputs) else x for x in saved]
-        ctx.executor, ctx.syncs = executor, executor.syncs
+        ctx.executor, ctx.passed, ctx.syncs = executor, passed, executor.syncs
         ctx.inputs = [x for x in inputs if any(x is other for other in saved)]
         ctx.versions = _versions([*parameters, *ctx.inputs])
         _mark(ctx, executor, outputs)
@@ -488,9 +547,9 @@ class _StepFunction(torch.autograd.Function):
                 "belong to neither value: call backward before optimizer.step(), and before inputs are written to"
             )
         saved, ctx.saved, ctx.inputs = ctx.saved, None, None
-        gradients = executor.gradients(saved, tangents, ctx.several, ctx.syncs)
+        found, gradients = executor.gradients(saved, tangents, ctx.several, ctx.syncs)
         executor.backward_ended()
-        return *_NO_GRADIENT, *gradients
+        return *_NO_GRADIENT, *executor.returned(found, tangents, ctx), *gradients
 
 
 class _MicroBatchesFunction(torch.autograd.Function):
@@ -503,10 +562,15 @@ class _MicroBatchesFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, executor: Executor, inputs: list[torch.Tensor], parameters: list[torch.Tensor], *_: torch.Tensor
+        ctx: Any,
+        executor: Executor,
+        inputs: list[torch.Tensor],
+        passed: list[_Passed],
+        parameters: list[torch.Tensor],
+        *_: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.executor, ctx.syncs, ctx.tangent = executor, executor.syncs, executor.tangent()
-        outputs, ctx.found, ctx.is_reduced = executor.run_micro_batches(parameters, inputs, ctx.tangent)
+        ctx.executor, ctx.passed, ctx.syncs, ctx.tangent = executor, passed, executor.syncs, executor.tangent()
+        outputs, *ctx.found, ctx.is_reduced = executor.run_micro_batches(parameters, inputs, ctx.tangent)
         _mark(ctx, executor, outputs)
         return tuple(outputs)
 
@@ -515,14 +579,16 @@ class _MicroBatchesFunction(torch.autograd.Function):
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         executor: Executor = ctx.executor
         _check_backward(executor, tangents, ctx.found)
-        found, ctx.found = ctx.found, None
+        (of_inputs, found), ctx.found = ctx.found, None
         (tangent,) = [x for x, spec in zip(tangents, executor.spec.outputs, strict=True) if spec.differentiable]
         if tangent is None:  # the user's loss does not depend on the step's
-            return *_NO_GRADIENT, *(None for _ in executor.trained(executor.parameters()))
+            return *_NO_GRADIENT, *(None for _ in (*of_inputs, *executor.trained(executor.parameters())))
         executor.expect(tangent)
-        gradients = executor.scaled(found, ctx.is_reduced, ctx.syncs, tangent / ctx.tangent)
+        factor = tangent / ctx.tangent
+        gradients = executor.scaled(found, ctx.is_reduced, ctx.syncs, factor)
         executor.backward_ended()
-        return *_NO_GRADIENT, *gradients
+        mine = [None if gradient is None else gradient * factor for gradient in of_inputs]
+        return *_NO_GRADIENT, *executor.returned(mine, tangents, ctx), *gradients
 
 
 def _mark(ctx: Any, executor: Executor, outputs: Sequence[torch.Tensor]) -> None:

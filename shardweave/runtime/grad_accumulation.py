@@ -101,7 +101,8 @@ class MicroBatchRunner:
         graph = self.graphs.whole_backward.graph
         (returned,) = graph.output_node().args
         names = [spec.name for spec in self.spec.parameters if spec.trainable]
-        with_gradient = [name for name, value in zip(names, returned, strict=True) if value is not None]  # type: ignore[arg-type]
+        gradients = returned[self.graphs.input_gradients :]  # type: ignore[index]
+        with_gradient = [name for name, value in zip(names, gradients, strict=True) if value is not None]  # type: ignore[arg-type]
         # A step that was saved without its notes has no layouts; a module of such a step has no other steps.
         notes = [node.meta.get(META) for node in graph.find_nodes(op="placeholder")
                  if node.name in self.graphs.accumulators]  # fmt: skip
@@ -180,8 +181,12 @@ class MicroBatchRunner:
             sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else list(parts)
         return sums
 
-    def backward(self, arguments: list[Any], step: int | None, before: Gradients | None, reduces: bool) -> Gradients:
-        """Run one backward, and add the sums `before`. The gradients are reduced if it `reduces`.
+    def backward(
+        self, arguments: list[Any], step: int | None, before: Gradients | None, reduces: bool
+    ) -> tuple[Gradients, Gradients]:
+        """Run one backward, and add the sums `before`. Returns the gradients of inputs, and those of parameters.
+
+        The latter are reduced if it `reduces`.
 
         `arguments` are the saved values of the forward, then the tangents. The lists are emptied, so that the graph
         frees each value after its last use.
@@ -197,11 +202,13 @@ class MicroBatchRunner:
         if before is not None:
             before.clear()
         results = list(run(boxed))
+        of_inputs, results = results[: self.graphs.input_gradients], results[self.graphs.input_gradients :]
         if reduces:
             self.release()
         elif not adds:
+            held |= {x.untyped_storage().data_ptr() for x in of_inputs if x is not None}
             results = _owned(results, held)
-        return results
+        return of_inputs, results
 
     def add(self, sums: Gradients) -> None:
         """Add to the accumulated gradients."""

@@ -35,7 +35,7 @@ from shardweave.ir import (
     plain,
 )
 from shardweave.runtime.parameters import local_part, ranges
-from shardweave.runtime.tensor import distribute
+from shardweave.runtime.tensor import distribute, gather
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,25 @@ class CallSignature:
     def text(self, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """The call in words, such as ``"tokens (8, 128), flag=True in training mode"``."""
         leaves, _ = tree_flatten(canonical_arguments(signature, args, kwargs))
-        return call_text(leaf_names(signature, args, kwargs), leaves, self.modes[0], self.trains)
+        names = leaf_names(signature, args, kwargs)
+        wanted = [name for name, leaf in zip(names, leaves, strict=True) if self.trains and wants_gradient(leaf)]
+        return call_text(names, leaves, self.modes[0], self.trains, wanted)
 
 
-def call_text(names: Sequence[str], leaves: Sequence[object], training: bool, trains: bool) -> str:
-    """A call in words; a leaf is a tensor, the shape of one, or another value.
+def wants_gradient(leaf: object) -> bool:
+    """Whether a call gives this argument a gradient."""
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
+
+
+def call_text(
+    names: Sequence[str], leaves: Sequence[object], training: bool, trains: bool, wanted: Sequence[str] = ()
+) -> str:
+    """A call in words; a leaf is a tensor, the shape of one, or another value. `wanted` get gradients themselves.
 
     >>> call_text(["tokens", "flag"], [torch.Size([8, 128]), True], False, False)
     'tokens (8, 128), flag=True in evaluation mode without gradients'
+    >>> call_text(["x"], [torch.Size([8, 128])], True, True, ["x"])
+    'x (8, 128) in training mode with a gradient of x'
     """
     shapes = [leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     told = [
@@ -98,7 +109,8 @@ def call_text(names: Sequence[str], leaves: Sequence[object], training: bool, tr
         else f"{name} (a {type(leaf).__name__})"
         for name, leaf in zip(names, shapes, strict=True)
     ]
-    mode = f"{'training' if training else 'evaluation'} mode{'' if trains else ' without gradients'}"
+    of = f" with a gradient of {', '.join(wanted)}" if wanted else ""
+    mode = f"{'training' if training else 'evaluation'} mode{of if trains else ' without gradients'}"
     return f"{', '.join(told) or 'no inputs'} in {mode}"
 
 
@@ -171,7 +183,7 @@ def _typed(value: object, spec: ValueSpec, device_type: str) -> torch.Tensor:
 
 
 def check_tensor(value: torch.Tensor, spec: ValueSpec, device_type: str) -> None:
-    """Raise InputError if a tensor has another dtype or device than a step takes, or requires a gradient."""
+    """Raise InputError if a tensor has another dtype or device than a step takes, or a gradient that it lacks."""
     if dtype_name(value.dtype) != spec.dtype:
         raise InputError(
             f"input {spec.name!r} must have dtype {spec.dtype}, but has {dtype_name(value.dtype)}: convert it with "
@@ -179,10 +191,10 @@ def check_tensor(value: torch.Tensor, spec: ValueSpec, device_type: str) -> None
         )
     if value.device.type != device_type:
         raise InputError(f"input {spec.name!r} must be on {device_type}, but is on {value.device}: move it there")
-    if value.requires_grad and torch.is_grad_enabled():
+    if wants_gradient(value) and not spec.differentiable:
         raise InputError(
-            f"input {spec.name!r} requires a gradient, but a compiled step has gradients of parameters only: "
-            "detach it, or move what computes it into the model"
+            f"input {spec.name!r} requires a gradient, but this step was compiled for one that does not: detach it, or "
+            "compile the model with an example input that requires a gradient"
         )
 
 
@@ -215,12 +227,12 @@ class LocalBatch:
         for value in batched:
             _digits_in_samples(value)
         for output in spec.outputs:
-            if output.differentiable and output.layout.shard_axes and not self._has_own_rows(output):
+            if output.differentiable and output.layout.shard_axes and not self.has_own_rows(output):
                 raise ParallelError(
                     f"the output {output.name}, from which a loss is computed, has the layout {output.layout}, so that "
                     'no rank can be given the rows of its own batch: compile with Options(outputs="part") or "whole"'
                 )
-        axes = {self._copy_axes(value.layout) for value in (*batched, *filter(self._has_own_rows, spec.outputs))}
+        axes = {self._copy_axes(value.layout) for value in (*batched, *filter(self.has_own_rows, spec.outputs))}
         for names in sorted(axes, key=lambda found: [axis.name for axis in found]):
             if names:
                 mesh.group_over(names)
@@ -245,7 +257,7 @@ class LocalBatch:
     def returned(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs of a call. Outputs with a batch dimension have the rows of this rank's samples."""
         given = list(values)
-        own = [index for index, spec in enumerate(self.spec.outputs) if self._has_own_rows(spec) and not self.whole]
+        own = [index for index, spec in enumerate(self.spec.outputs) if self.has_own_rows(spec) and not self.whole]
         moved = [index for index in own if self.spec.outputs[index].differentiable and given[index].requires_grad]
         if moved:
             for index, value in zip(moved, _OwnRowsFunction.apply(self, moved, *(given[index] for index in moved))):  # type: ignore[no-untyped-call]
@@ -277,7 +289,14 @@ class LocalBatch:
             found.append(_select_rows(value, self._samples_of_group(over), needed, spec.rows) / axes_size(over))
         return found
 
-    def _has_own_rows(self, spec: ValueSpec) -> bool:
+    def input_gradient(self, gradient: torch.Tensor, spec: ValueSpec) -> torch.Tensor:
+        """The gradient of this rank's samples, from the gradient of the part of an input that this rank computes."""
+        if not spec.rows:
+            return gradient
+        have = _sample_order(_digits_in_samples(spec), self._coordinates(self.mesh.rank))
+        return _select_rows(gradient, have, self._own[self.mesh.rank], spec.rows)
+
+    def has_own_rows(self, spec: ValueSpec) -> bool:
         """Whether an output can be returned as the rows of each rank's own samples."""
         if not spec.rows or not set(spec.layout.shard_axes) <= set(self.spec.data_axes):
             return False
@@ -327,6 +346,42 @@ class LocalBatch:
                 whole = piece.clone(memory_format=torch.contiguous_format).flatten().view(value.dtype)
                 found[index] = whole.view(count * value.shape[0], *value.shape[1:])
         return found
+
+
+@dataclass(frozen=True)
+class InputGradients:
+    """Brings the gradients of a step's inputs to the ranks and the shapes in which they were passed.
+
+    A whole input, the same on all ranks, gets the gradient of the global loss, on all ranks. A rank's part of the batch
+    gets the gradient of that rank's loss, as under DistributedDataParallel. Where the loss is the global one, because
+    the model computes it, the part gets that one's gradient. If the part comes out of another parallel module, whose
+    backward averages over ranks, it is multiplied by their number, so that the parameters there get the same gradient.
+    """
+
+    spec: StepSpec
+    mesh: RuntimeMesh
+    local: LocalBatch | None
+
+    def averaging_ranks(self, output: int) -> int:
+        """The number of ranks over which gradients of losses of this output are averaged."""
+        spec = self.spec.outputs[output]
+        if self.local is not None:
+            return len(self.local.ranks) if self.local.has_own_rows(spec) and not self.local.whole else 1
+        return axes_size(axis for axis in spec.layout.shard_axes if axis in self.spec.data_axes)
+
+    def __call__(self, gradient: torch.Tensor, index: int, shape: Sequence[int], ranks: int) -> torch.Tensor:
+        """The gradient of the input `index`, which was passed with `shape`, from that of the part in the step.
+
+        `ranks` is the number of ranks over which the losses, or an earlier parallel module, average. Collective.
+        """
+        spec = self.spec.inputs[index]
+        if self.local is not None:
+            return self.local.input_gradient(gradient, spec) * (ranks if spec.rows else 1)
+        if not spec.layout.shard_axes:
+            return gradient
+        if tuple(shape) == spec.layout.local_shape:
+            return gradient * ranks
+        return gather(gradient, spec.layout, self.mesh, f"the gradient of {spec.name}")
 
 
 class _OwnRowsFunction(torch.autograd.Function):

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import DistributedSampler
 
 from shardweave.distributed import RuntimeMesh, collective, gather_from_ranks
@@ -47,7 +47,7 @@ from shardweave.runtime.call_checks import Batch, CallChecks, group_of_calls
 from shardweave.runtime.execute import Executor, boxed, refuse_transforms
 from shardweave.runtime.grad_accumulation import Accumulation, Boxed, MicroBatchRunner
 from shardweave.runtime.inductor import InductorMode, RegionCompiler
-from shardweave.runtime.inputs import CallSignature, LocalBatch, check_tensor
+from shardweave.runtime.inputs import CallSignature, InputGradients, LocalBatch, check_tensor, wants_gradient
 from shardweave.runtime.module_tree import (
     ModuleTreeGuard,
     TensorLookup,
@@ -245,8 +245,7 @@ class ParallelModule(nn.Module):
         self._take_attributes(model, attributes)
         self._tree_guard = ModuleTreeGuard(self)
         bound["_constants"] = self._constants = None if reads is None else ConstantsCheck(reads, model, self)
-        trains = any(parameter.trainable for parameter in self.spec.parameters)
-        self._steps = [_BoundStep(bound, self._modes(), trains)]
+        self._steps = [_BoundStep(bound, self._modes(), self.spec.trains)]
         self._known: dict[CallSignature, _BoundStep] = {}
 
     def _take_attributes(self, model: nn.Module, attributes: dict[str, Any]) -> None:
@@ -288,10 +287,10 @@ class ParallelModule(nn.Module):
 
         if self._recompile is not None:
             self._choose_step(self._recompile, args, kwargs)
-        inputs = self._calls(given, self._running)
+        values, inputs = self._calls(given, self._running)
         if self._passes_parts is None:
             self._passes_parts = self._calls.passes_parts
-        outputs = self._execute(inputs)
+        outputs = self._execute(inputs, values)
         if self._local is not None:
             return self._unflatten(self._local.returned(outputs))
         return self._unflatten(
@@ -326,7 +325,8 @@ class ParallelModule(nn.Module):
         call = ""
         try:
             parameters = self._execute.parameters()
-            trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
+            leaves = tree_leaves((args, kwargs))
+            trains = any(map(wants_gradient, (*parameters, *leaves)))
             wanted = CallSignature.of(recompile.signature, args, kwargs, self._modes(), trains)
             step = self._known.get(wanted)
             if step is None:
@@ -341,9 +341,10 @@ class ParallelModule(nn.Module):
             self._use(step, wanted)
             return
         # 2. If there is none, check the call, and agree with the other ranks that all of them compile.
+        is_part = None if caught is not None else self._passes_known_part(args, kwargs, call)
         try:
             if caught is None:
-                parts = self.data_world_size if self._passes_parts else 1
+                parts = self.data_world_size if is_part or (is_part is None and self._passes_parts) else 1
                 call += f" (one of {parts} parts)" if parts > 1 else ""
                 self._tree_guard.check(modes=False)
                 example = self._checked_example(recompile, call, args, kwargs)
@@ -352,7 +353,8 @@ class ParallelModule(nn.Module):
             caught = error
         self._calls.agree_to_compile(call, caught)
         # 3. Compile it from the plan.
-        self._warn_of_compiling(recompile, call)
+        if is_part is None:
+            self._warn_of_compiling(recompile, call)
         compiled = recompile.compile(twin, example, parts, trains)
         compare_graphs(compiled.step, self.mesh.timeout)
         step = self._add_step(compiled, twin, trains)
@@ -363,7 +365,8 @@ class ParallelModule(nn.Module):
     ) -> tuple[_BoundStep | None, list[torch.Tensor]]:
         """The step that computes a call, and the tensors of the call; None if there is no such step yet.
 
-        A step with a backward computes calls without gradients too. If `whole`, the call has the global batch.
+        A step with a backward computes calls without gradients too. One with gradients of inputs does not compute calls
+        with other gradients, which would take longer than they need. If `whole`, the call has the global batch.
         """
         for step in self._steps:
             if step.modes != wanted.modes or (wanted.trains and not step.trains):
@@ -373,9 +376,25 @@ class ParallelModule(nn.Module):
                 values = calls.checked(step.attributes["_flatten"](args, kwargs))
             except InputError:
                 continue
+            asked = tuple(index for index, value in enumerate(values) if wants_gradient(value))
+            if wanted.trains and asked != calls.spec.differentiable_inputs:
+                continue
             if not (whole and calls.are_parts(values)):
                 return step, values
         return None, []
+
+    def _passes_known_part(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: str) -> bool | None:
+        """Whether a call that is to be compiled passes a part of the batch of a step that is there.
+
+        None if its inputs have the sizes of no such step. May be collective.
+        """
+        for step in self._steps:
+            calls: CallChecks = step.attributes["_calls"]
+            with contextlib.suppress(InputError), torch.no_grad():  # whatever inputs require gradients
+                values = calls.checked(step.attributes["_flatten"](args, kwargs))
+                is_part = calls.are_parts(values)
+                return is_part and not (self._passes_parts is False and self._calls.are_equal(call, values))
+        return None
 
     def _use(self, step: _BoundStep, wanted: CallSignature) -> None:
         self._known[wanted] = step
@@ -386,15 +405,15 @@ class ParallelModule(nn.Module):
     def _checked_example(
         self, recompile: Recompile, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """The arguments of a call that is to be compiled, without autograd; InputError if no step can take them."""
+        """The arguments of a call that is to be compiled, without their history; InputError if no step takes them."""
         leaves, spec = tree_flatten(canonical_arguments(recompile.signature, args, kwargs))
         names = leaf_names(recompile.signature, args, kwargs)
         known = {each.name: each for step in self._steps for each in step.attributes["spec"].inputs}
         for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if isinstance(leaf, torch.Tensor):
                 dtype = known[name].dtype if name in known else dtype_name(leaf.dtype)
-                check_tensor(leaf, ValueSpec(name, Layout.replicated(leaf.shape), dtype), self.mesh.device_type)
-                leaves[index] = leaf.detach()
+                check_tensor(leaf, ValueSpec(name, Layout.replicated(leaf.shape), dtype, True), self.mesh.device_type)
+                leaves[index] = leaf.detach().requires_grad_(wants_gradient(leaf))
         if len(self._steps) >= recompile.limit:
             calls = "; ".join(step.attributes["_calls"].call for step in self._steps[:4])
             raise InputError(
@@ -684,19 +703,22 @@ def _bound_attributes(
     """The attributes of `module` while it runs a step whose bound forward and backward are `graphs`. Collective."""
     step, spec, mesh = compiled.step, compiled.step.spec, module.mesh
     make, shared = step.micro_batch_graphs, module._accumulation
+    local = LocalBatch(spec, mesh, whole) if batch == "local" and mesh.mesh.axes else None
     execute = Executor(
         spec,
         mesh.coordinates,
         *graphs,
         TensorLookup(module, spec.parameters, "_parameters", mesh),
         TensorLookup(module, spec.buffers, "_buffers", mesh),
-        () if step.backward is None else tangents_of_gradients(_single_run_backward(step), spec),
+        ()
+        if step.backward is None
+        else tangents_of_gradients(_single_run_backward(step), spec)[len(spec.differentiable_inputs) :],
+        InputGradients(spec, mesh, local),
         (lambda: module._seeds()) if spec.draws else None,
         None if make is None else lambda sums: MicroBatchRunner(make(), spec, mesh.coordinates, module._bound, sums),
         check,
         shared,
     )
-    local = LocalBatch(spec, mesh, whole) if batch == "local" and mesh.mesh.axes else None
     calls = CallChecks(spec, mesh, group_of_calls(mesh), local, checked_calls, compiled.checks, compiled.call)
     return {
         "spec": spec,

@@ -89,7 +89,7 @@ def deduplicate_layers(captured: Captured, kept_counts: Mapping[LayerRun, int]) 
     layers = _Layers(captured.graph.graph, _states(captured))
     gone = {layer for run, count in kept_counts.items() for layer in run.layers[count:]}
     gone_states = {name for name in _states(captured).values() if layer_of(name) in gone}
-    names = (*captured.mutated_buffers, *captured.outputs, *captured.gradients)
+    names = (*captured.mutated_buffers, *captured.outputs, *captured.input_gradients, *captured.gradients)
     results = zip(names, graph_outputs(captured.graph.graph), strict=True)
     closed = [(run.layers[count - 1], run.layers[-1]) for run, count in kept_counts.items() if count < len(run.layers)]
     kept = [value for name, value in results if name not in gone_states]

@@ -110,7 +110,9 @@ def global_example(
     """
     names, leaves, spec = _leaves(model, example_inputs)
     grown = [
-        leaf.new_empty((1, *leaf.shape[1:])).expand(ranks * leaf.shape[0], *leaf.shape[1:])
+        leaf.new_empty((1, *leaf.shape[1:]), requires_grad=leaf.requires_grad).expand(
+            ranks * leaf.shape[0], *leaf.shape[1:]
+        )
         if name in batch and isinstance(leaf, Tensor)
         else leaf
         for name, leaf in zip(names, leaves)

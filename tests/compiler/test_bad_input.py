@@ -170,7 +170,6 @@ X, Y = torch.zeros(8, 6), torch.zeros(8, 7)
         ((X,), {"target": Y}, ("target",)),
         ((), {}, ("forward", "x")),
         ((X.to("meta"), Y), {}, ("'x'", "meta", "cpu")),
-        ((X.requires_grad_(False).clone().requires_grad_(), Y), {}, ("'x'", "requires a gradient", "detach")),
     ],
 )
 def test_an_input_of_another_dtype_or_kind(

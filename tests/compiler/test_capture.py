@@ -320,9 +320,15 @@ def test_what_has_nothing_to_train_has_no_backward() -> None:
     assert [len(node.meta["val"].shape) for node in captured.graph.graph.find_nodes(op="placeholder")] == [2, 1, 2]
 
 
-def test_an_input_with_a_gradient_is_refused() -> None:
-    with pytest.raises(CaptureError, match="the input input requires a gradient.*detach it"):
-        capture(nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True))
+def test_gradients_of_inputs_come_before_those_of_parameters() -> None:
+    x = torch.randn(2, 4, requires_grad=True)
+    captured = capture(nn.Linear(4, 3), x)
+    assert captured.input_gradients == ("input",) and captured.gradients == ("weight", "bias")
+    (returned,) = captured.graph.graph.output_node().args
+    assert [tuple(node.meta["val"].shape) for node in returned] == [(2, 3), (2, 4), (3, 4), (3,)]  # type: ignore
+    assert x.grad is None and capture(nn.Linear(4, 3), x.detach()).input_gradients == ()
+    with torch.no_grad():
+        assert capture(nn.Linear(4, 3), x).input_gradients == ()
 
 
 def test_a_call_that_does_not_fit_is_refused() -> None:
