@@ -387,6 +387,8 @@ class Executor:
         assert self.backward is not None
         given = {index: tangent for index, tangent in enumerate(tangents) if tangent is not None}
         taken = {tangent.data_ptr() for tangent in given.values()}
+        if _graph_is_kept():
+            taken |= {value.data_ptr() for value in saved if isinstance(value, torch.Tensor)}
         of_inputs: Gradients = [None] * len(self.spec.differentiable_inputs)
         found: Gradients = [None] * len(self.sources)
         if given:  # without any tangent, no parameter gets a gradient
@@ -497,8 +499,8 @@ def _owned(gradient: torch.Tensor, taken: set[int]) -> torch.Tensor:
 
 
 _RUN_TWICE = (
-    "this step has been run backward already, and what it saved is freed: call the module again, or add "
-    "the losses up before one backward"
+    "this step has been run backward already, and what it saved is freed: pass retain_graph=True to each backward but "
+    "the last, call the module again, or add the losses up before one backward"
 )
 _USE_TORCH_FUNC = (
     "compute what needs such derivatives inside the model's forward, with torch.func (torch.func.grad, "
@@ -513,8 +515,8 @@ class _StepFunction(torch.autograd.Function):
 
     It takes the user's inputs and the DTensor parameters that are trained, and returns their gradients.
 
-    The saved values are in a plain list, so that the backward graph frees each after its last use. So a step can run
-    backward once only.
+    The saved values are in a plain list, so that the backward graph frees each after its last use. With
+    ``retain_graph=True`` it takes a copy of the list.
     """
 
     @staticmethod
@@ -546,7 +548,11 @@ class _StepFunction(torch.autograd.Function):
                 "a parameter or an input was changed in place between forward and backward, so the gradients would "
                 "belong to neither value: call backward before optimizer.step(), and before inputs are written to"
             )
-        saved, ctx.saved, ctx.inputs = ctx.saved, None, None
+        saved = ctx.saved
+        if _graph_is_kept():
+            saved = [*saved]
+        else:
+            ctx.saved = ctx.inputs = None
         found, gradients = executor.gradients(saved, tangents, ctx.several, ctx.syncs)
         executor.backward_ended()
         return *_NO_GRADIENT, *executor.returned(found, tangents, ctx), *gradients
@@ -579,7 +585,11 @@ class _MicroBatchesFunction(torch.autograd.Function):
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         executor: Executor = ctx.executor
         _check_backward(executor, tangents, ctx.found)
-        (of_inputs, found), ctx.found = ctx.found, None
+        of_inputs, found = ctx.found
+        if _graph_is_kept():  # the sums are scaled in place
+            found = [None if gradient is None else gradient.clone() for gradient in found]
+        else:
+            ctx.found = None
         (tangent,) = [x for x, spec in zip(tangents, executor.spec.outputs, strict=True) if spec.differentiable]
         if tangent is None:  # the user's loss does not depend on the step's
             return *_NO_GRADIENT, *(None for _ in (*of_inputs, *executor.trained(executor.parameters())))
@@ -641,6 +651,12 @@ def _check_backward(executor: Executor, tangents: Sequence[torch.Tensor | None],
         )
     if saved is None:
         raise ParallelError(_RUN_TWICE)
+
+
+def _graph_is_kept() -> bool:
+    """Whether the backward that runs now was called with ``retain_graph=True``."""
+    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return kept
 
 
 def _versions(tensors: list[torch.Tensor]) -> list[int]:
