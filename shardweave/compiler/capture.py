@@ -27,6 +27,7 @@ from shardweave.compiler.capture_errors import (
     capture_error,
     module_and_line,
     readable_errors,
+    refuse_backward_hooks,
     refuse_effects,
     refuse_values,
 )
@@ -165,6 +166,7 @@ def capture(model: nn.Module, example_inputs: Any, precision: Precision | None =
     names = leaf_names(signature, args, kwargs)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     # 2. Refuse what cannot be trained.
+    refuse_backward_hooks(model)
     sized = {name: leaf for name, leaf in zip(names, leaves) if isinstance(leaf, Tensor) and leaf.dim()}
     if sized and all(leaf.shape[0] == 0 for leaf in sized.values()):
         shapes = ", ".join(f"{name} {tuple(leaf.shape)}" for name, leaf in sized.items())

@@ -148,6 +148,22 @@ def readable_errors(model: nn.Module) -> Iterator[None]:
         raise capture_error(model, reason, _module_of(model, chain), _line(chain), way_out) from error
 
 
+def refuse_backward_hooks(model: nn.Module) -> None:
+    """Raise CaptureError if a submodule has hooks on its backward, or the model one that it would not run the same."""
+    for name, module in model.named_modules():
+        hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+        if hooks and (name or not module._is_full_backward_hook and module._backward_hooks):
+            called = ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
+            raise capture_error(
+                model,
+                f"it has hooks on its backward ({called}), which are not captured",
+                name,
+                way_out="To change a gradient there, register a hook on a tensor in a forward, or in a forward hook of "
+                "the module: output.register_hook(function) is captured. Hooks on parameters and those of "
+                "model.register_full_backward_hook, for the whole model, run as ever.",
+            )
+
+
 def refuse_values(model: nn.Module, node: fx.Node) -> None:
     """Raise CaptureError where a number or a size of the graph depends on the values of tensors."""
     for value in pytree.tree_leaves(node.meta.get("val")):

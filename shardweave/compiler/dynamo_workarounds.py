@@ -32,6 +32,8 @@ HINTS = {
     "pack_padded_sequence(": "The number of rows of a packed sequence depends on the lengths. Give the layer the "
     "padded batch, mask its outputs by the lengths, and take each row's last state from them by gather: a layer of one "
     "direction computes the same. For the other direction, reverse each row by its length with gather, too.",
+    "retain_grad(": "Pass a tensor of zeros that requires a gradient, and add it to that value: its gradient is the "
+    "value's.",
     "print(": "Take the print out (what a logger or warnings.warn says is left out by itself).",
 }
 """The way out for a source line that stops a capture, by a word in that line."""
@@ -50,6 +52,7 @@ def traceable(model: nn.Module) -> Iterator[None]:
         _without_checks(),
         _output_hooks(model),
         _no_input_gradients(model),
+        _only_captured_hooks(model),
     ):
         yield
 
@@ -234,6 +237,21 @@ def _no_input_gradients(model: nn.Module) -> Iterator[None]:
             of_library = type(module).__module__.startswith("transformers.")
             if of_library and getattr(module, "_requires_grad", None) is True:
                 stack.enter_context(mock.patch.object(module, "_requires_grad", False))
+        yield
+
+
+@contextlib.contextmanager
+def _only_captured_hooks(model: nn.Module) -> Iterator[None]:
+    """Take away the hooks that the parallel module runs: backward hooks of the whole model, hooks for all modules.
+
+    The former are restored with the model.
+    """
+    model._backward_hooks.clear()
+    model._backward_pre_hooks.clear()
+    with contextlib.ExitStack() as stack:
+        for name, hooks in vars(nn.modules.module).items():
+            if name.startswith("_global_") and isinstance(hooks, dict):
+                stack.enter_context(mock.patch.dict(hooks, clear=True))
         yield
 
 

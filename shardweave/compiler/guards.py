@@ -73,6 +73,8 @@ class Effects:
     written: list[_Write] = field(default_factory=list)
     lengths: list[tuple[Any, int]] = field(default_factory=list)
     """Dynamo's sources of containers that are changed in place, with their lengths after a call."""
+    hooks: list[tuple[str, str]] = field(default_factory=list)
+    """The expressions of parameters and inputs that hooks are registered on, with the methods that register them."""
 
 
 @contextlib.contextmanager
@@ -88,6 +90,8 @@ def recorded_effects() -> Iterator[Effects]:
     def noted(graph: Any, *args: Any, **kwargs: Any) -> Any:
         effects.written.clear()  # Dynamo may have restarted
         effects.lengths.clear()
+        hooks = graph.side_effects.tensor_hooks.values()
+        effects.hooks[:] = [(tensor.source.name, method) for tensor, _, _, method in hooks]
         for item, attributes in graph.side_effects.store_attr_mutations.items():
             if _is_from_outside(item):
                 effects.written.extend(_attribute_write(item.source, name, each) for name, each in attributes.items())
@@ -196,7 +200,8 @@ def reads_of(module: Any, model: nn.Module, effects: Effects) -> tuple[Reads, li
     Raises
     ------
     CaptureError
-        The model's forward reads a value that it computes from tensors, such as a state.
+        The model's forward reads a value that it computes from tensors, such as a state; or it registers hooks on
+        parameters or inputs.
     """
     # 1. Turn Dynamo's guards into expressions.
     from torch._dynamo.convert_frame import get_traced_fn
@@ -211,6 +216,13 @@ def reads_of(module: Any, model: nn.Module, effects: Effects) -> tuple[Reads, li
         expressions.add(source, guard)
         touched.setdefault(source.name, source)
     reads = Reads(list(expressions.reads.values()), expressions.names)
+    for name, method in effects.hooks:
+        raise capture_error(
+            model,
+            f"its forward calls {method} of {expressions.shown(name)}, and hooks on parameters and inputs are no part "
+            "of a captured step",
+            way_out="Register the hook once, outside of the forward. Hooks on what the forward computes are captured.",
+        )
     # 2. Compare the writes with them. A write that nothing reads is lost, with a warning.
     lost = []
     for source, length in effects.lengths:
@@ -374,7 +386,8 @@ class _SourceExpressions:
         found = 1
         while found:  # these are nested for attributes of a class's attribute
             text, found = re.subn(r"dict\(type\(([^()]*)\)(?:\.__mro__\[\d+\])?\.__dict__\)\['(\w+)'\]", r"\1.\2", text)
-        text = re.sub(r"(?:\.__dict__\['_(?:modules|buffers)'\]|\._(?:modules|buffers))\['(\w+)'\]", r".\1", text)
+        kinds = "_(?:modules|buffers|parameters)"
+        text = re.sub(rf"(?:\.__dict__\['{kinds}'\]|\.{kinds})\['(\w+)'\]", r".\1", text)
         return re.sub(r"\.__dict__\['(\w+)'\]", r".\1", text)
 
 

@@ -251,9 +251,11 @@ class ParallelModule(nn.Module):
     def _take_attributes(self, model: nn.Module, attributes: dict[str, Any]) -> None:
         """Take over the model's own attributes, except those whose names this module has."""
         own = vars(self)
-        hooks = [name for name in attributes if name in own and "state_dict" in name]  # the step runs the other hooks
-        for name in hooks:
-            own[name].update(attributes[name])
+        for name in [name for name in attributes if name in own and ("state_dict" in name or "_backward" in name)]:
+            if isinstance(own[name], dict):  # the step runs the other hooks
+                own[name].update(attributes[name])
+            else:
+                own[name] = attributes[name]
         users = {name for name in dir(type(model)) if not hasattr(nn.Module, name)}
         users |= {*model._modules, *model._parameters, *model._buffers, *(attributes.keys() - vars(nn.Module()).keys())}
         names = {name for name in (*vars(ParallelModule), *_ATTRIBUTES) if not name.startswith("_")}
@@ -393,7 +395,9 @@ class ParallelModule(nn.Module):
             with contextlib.suppress(InputError), torch.no_grad():  # whatever inputs require gradients
                 values = calls.checked(step.attributes["_flatten"](args, kwargs))
                 is_part = calls.are_parts(values)
-                return is_part and not (self._passes_parts is False and self._calls.are_equal(call, values))
+                if is_part and self._passes_parts is False and self._calls.are_equal(call, values):
+                    return None  # a smaller global batch
+                return is_part
         return None
 
     def _use(self, step: _BoundStep, wanted: CallSignature) -> None:

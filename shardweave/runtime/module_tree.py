@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -22,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _has_any_global_hook
 
 from shardweave.distributed import RuntimeMesh
 from shardweave.ir import Layout, ParallelError, ParameterSpec
@@ -216,6 +218,7 @@ computing the former. Make the change on the model and compile it again
     """
 
     def __init__(self, root: nn.Module) -> None:
+        self._told = False
         self._seen = [
             _Submodule(f"{path}.{name}".lstrip("."), parent, name, module, module.training, _hooks(module))
             for path, parent in root.named_modules()
@@ -245,19 +248,24 @@ computing the former. Make the change on the model and compile it again
                     f"{seen.path!r} was in {names[seen.training]} mode when the step was compiled, and is in "
                     f"{names[module.training]} mode now, which the step does not hear of. {_RECOMPILE}"
                 )
-            if (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or seen.hooks) and _hooks(
-                module
-            ) != seen.hooks:
+            if _hooks(module) != seen.hooks:
                 raise ParallelError(
                     f"hooks of {seen.path!r} were added or removed after the step was compiled: the step does not call "
                     "submodules, so that they would never run. Register them on the model before it is compiled, or "
                     "on the parallel module itself"
                 )
+        if not self._told and _has_any_global_hook():  # type: ignore[no-untyped-call]
+            self._told = True
+            warnings.warn(
+                "a hook is registered for all modules, but the step does not call submodules: it runs for the parallel "
+                "module alone. To look at a submodule, use the model on one device",
+                stacklevel=2,
+            )
 
 
 def _hooks(module: nn.Module) -> tuple[int, ...]:
     kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return tuple(key for hooks in kinds for key in hooks)
+    return tuple(key for hooks in kinds for key in hooks) if any(kinds) else ()
 
 
 def copy_module_tree(

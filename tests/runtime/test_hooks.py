@@ -1,0 +1,144 @@
+"""Hooks: they run as on one device, or are refused with a way out; none is ignored without a word."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+import shardweave as sw
+from shardweave.ir import CaptureError, ParallelError
+
+X = torch.linspace(-1, 1, 24).view(4, 6)
+Hooked = Callable[[Any], object]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(torch.relu(self.up(x))).square().mean()
+        return result
+
+
+class HooksOnItsParameter(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.up.weight.register_hook(lambda gradient: 2 * gradient)
+        return super().forward(x)
+
+
+class Retains(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        hidden.retain_grad()
+        result: Tensor = self.down(hidden).square().mean()
+        return result
+
+
+def compiled(model: nn.Module) -> Any:
+    return sw.compile_parallel(model, sw.Cluster.local(1), X, progress=False)
+
+
+def doubled(_: object, gradients: tuple[Tensor | None, ...], *others: object) -> tuple[Tensor | None, ...]:
+    return tuple(None if gradient is None else 2 * gradient for gradient in gradients)
+
+
+def on_a_parameter(model: Any) -> None:
+    model.up.weight.register_hook(lambda gradient: 3 * gradient)
+
+
+def on_an_output(model: Any) -> None:
+    def hook(module: nn.Module, inputs: object, output: Tensor) -> None:
+        output.register_hook(lambda gradient: 2 * gradient)
+
+    model.up.register_forward_hook(hook)
+
+
+def on_the_forward(model: Any) -> None:
+    model.up.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
+    model.down.register_forward_hook(lambda module, inputs, output: output + 1)
+
+
+def before_the_backward(model: Any) -> None:
+    model.register_full_backward_pre_hook(doubled)
+
+
+def on_the_backward(model: Any) -> None:
+    model.register_full_backward_hook(doubled)
+
+
+EARLY = [on_a_parameter, on_an_output, on_the_forward, before_the_backward, on_the_backward]
+LATE = [on_a_parameter, before_the_backward, on_the_backward]
+
+
+@pytest.mark.parametrize(
+    ("register", "late"), [*((each, False) for each in EARLY), *((each, True) for each in LATE)]
+)
+def test_hooks_run_as_on_one_device(register: Hooked, late: bool) -> None:
+    """Registered before the model is compiled, or on the parallel module."""
+    alone, model = Net(), Net()
+    register(alone)
+    parallel = compiled(model) if late else None
+    register(model if parallel is None else parallel)
+    parallel = parallel or compiled(model)
+    for _ in range(2):
+        x, mine = X.clone().requires_grad_(), X.clone().requires_grad_()
+        alone(x).backward()
+        parallel(mine).backward()
+        torch.testing.assert_close(mine.grad, x.grad)
+        for name, parameter in alone.named_parameters():
+            torch.testing.assert_close(parallel.get_parameter(name).grad, parameter.grad, msg=name)
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_of_submodules_are_refused(register: str) -> None:
+    model = Net()
+    getattr(model.up, register)(doubled)
+    with pytest.raises(CaptureError, match=r"in up \(Linear\), it has hooks on its backward \(doubled\)") as caught:
+        compiled(model)
+    assert "output.register_hook(function) is captured" in str(caught.value)
+    assert [*model.up._backward_hooks.values(), *model.up._backward_pre_hooks.values()] == [doubled]
+    parallel = compiled(Net())
+    getattr(parallel.up, register)(doubled)
+    with pytest.raises(ParallelError, match="hooks of 'up' were added or removed"):
+        parallel(X)
+
+
+def test_hooks_that_a_forward_registers_on_a_parameter_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"calls register_hook of model.up.weight[^$]*Register the hook once"):
+        compiled(HooksOnItsParameter())
+
+
+def test_retain_grad_has_a_way_out() -> None:
+    with pytest.raises(CaptureError, match="Pass a tensor of zeros that requires a gradient"):
+        compiled(Retains())
+
+
+def test_hooks_for_all_modules_run_for_the_parallel_module_after_a_warning() -> None:
+    called: list[str] = []
+
+    def hook(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        called.append(type(module).__name__)
+        return 2 * output
+
+    expected = Net()(X)
+    handle = register_module_forward_hook(hook)
+    try:
+        parallel = compiled(Net())
+        called.clear()
+        with pytest.warns(UserWarning, match="for all modules.*runs for the parallel module alone"):
+            torch.testing.assert_close(parallel(X), 2 * expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            parallel(X)
+    finally:
+        handle.remove()
+    assert called == ["ParallelNet", "ParallelNet"]
