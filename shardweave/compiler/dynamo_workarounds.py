@@ -28,7 +28,8 @@ HINTS = {
     "skip_the_layer": "Which layers run is drawn anew in each step: set layerdrop to 0 in the model's config.",
     "num_masked_span": "SpecAugment is drawn on the host: set apply_spec_augment=False in the model's config.",
     "autograd.grad(": "Use torch.func.grad, which is captured: torch.func.grad(f)(x) is the gradient of a number f(x).",
-    ".backward(": "Call backward outside of the model; where a forward needs gradients, torch.func.grad is captured.",
+    ".backward(": "Call backward outside of the model. In a forward, torch.autograd.grad is captured.",
+    ".requires_grad_(": "Make a leaf of your own, x = x.detach().requires_grad_(), or pass an input that requires one.",
     "pack_padded_sequence(": "The number of rows of a packed sequence depends on the lengths. Give the layer the "
     "padded batch, mask its outputs by the lengths, and take each row's last state from them by gather: a layer of one "
     "direction computes the same. For the other direction, reverse each row by its length with gather, too.",
@@ -53,6 +54,7 @@ def traceable(model: nn.Module) -> Iterator[None]:
         _output_hooks(model),
         _no_input_gradients(model),
         _only_captured_hooks(model),
+        _inner_gradients(),
     ):
         yield
 
@@ -237,6 +239,22 @@ def _no_input_gradients(model: nn.Module) -> Iterator[None]:
             of_library = type(module).__module__.startswith("transformers.")
             if of_library and getattr(module, "_requires_grad", None) is True:
                 stack.enter_context(mock.patch.object(module, "_requires_grad", False))
+        yield
+
+
+@contextlib.contextmanager
+def _inner_gradients() -> Iterator[None]:
+    """Let Dynamo trace `torch.autograd.grad` in a forward, also of tensors that the forward makes leaves.
+
+    It refuses outputs that are computed from such a leaf, as they would not lead back to it; nothing outside can ask
+    for that. Torch before 2.13 may lack the setting or the check.
+    """
+    with contextlib.ExitStack() as stack:
+        if hasattr(torch._dynamo.config, "trace_autograd_ops"):
+            stack.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
+        graph: Any = torch._dynamo.output_graph.OutputGraph
+        check = "_check_requires_grad_intermediate_outputs"
+        stack.enter_context(mock.patch.object(graph, check, lambda *_: None, create=True))
         yield
 
 

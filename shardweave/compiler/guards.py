@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardweave.compiler.capture_errors import INSTALLED, capture_error
+from shardweave.compiler.dynamo_workarounds import HINTS
 from shardweave.ir import PLAIN_TYPES, Captured, CaptureError, Read, Reads
 from shardweave.ops import IndexChecks, IndexRange
 from shardweave.sharding import argument, describe, info, shape
@@ -254,6 +255,8 @@ def _changed(model: nn.Module, expressions: _SourceExpressions, written: _Write,
         return []  # unchanged, or a constant that is computed once
     shown = expressions.shown(source.name)
     comparable = written.is_constant and isinstance(read, PLAIN_TYPES)
+    if written.is_attribute and written.key == "grad":
+        raise capture_error(model, f"its forward changes {shown}", way_out=HINTS[".backward("])
     was = f" ({read!r} now, {written.value!r} after a call)" if comparable else ""
     is_buffer = any(read is buffer for buffer in model.buffers())
     error = capture_error(

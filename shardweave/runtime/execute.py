@@ -503,8 +503,9 @@ _RUN_TWICE = (
     "the last, call the module again, or add the losses up before one backward"
 )
 _USE_TORCH_FUNC = (
-    "compute what needs such derivatives inside the model's forward, with torch.func (torch.func.grad, "
-    "torch.func.jvp), which is captured, and compile the model with it; docs/how-it-works.md has an example"
+    "compute what needs such derivatives inside the model's forward, with torch.autograd.grad or torch.func "
+    "(torch.func.grad, torch.func.jvp), which are captured, and compile the model with it; docs/how-it-works.md has an "
+    "example"
 )
 _NO_GRADIENT = (None, None, None, None)
 """The gradients of the first arguments of these functions: the executor and three lists."""

@@ -50,6 +50,26 @@ class HessianVector(Net):
         return loss(parameters) + sum(t.square().sum() for t in [*gradient.values(), *product.values()])
 
 
+class AutogradPenalty(Net):
+    """The same, with a leaf that the forward makes, and a step along the gradient of another one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        start = x.detach().clone().requires_grad_()
+        (direction,) = torch.autograd.grad(super().forward(start), start)
+        return super().forward(x + direction) + (slope.norm(dim=1) - 1).square().mean()
+
+
+class ParameterPenalty(Net):
+    """A penalty on the gradient of the parameters, beside a loss that leads through the same graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x)
+        gradients = torch.autograd.grad(loss, list(self.parameters()), create_graph=True)
+        return loss + sum(gradient.square().sum() for gradient in gradients)
+
+
 def compiled(model: nn.Module, ranks: int, **options: Any) -> Any:
     return sw.compile_parallel(model.double(), sw.Cluster.local(ranks), BATCH, options=sw.Options(**options))
 
@@ -67,7 +87,7 @@ def inside_the_model_they_are_those_of_one_device(kind: type[nn.Module]) -> None
         torch.testing.assert_close(whole(other.grad), one.grad, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [InputPenalty, HessianVector])
+@pytest.mark.parametrize("kind", [InputPenalty, HessianVector, AutogradPenalty, ParameterPenalty])
 def test_second_order_terms_inside_the_model_are_right(kind: type[nn.Module], pool: WorkerPool) -> None:
     pool.run(inside_the_model_they_are_those_of_one_device, kind, nprocs=2)
 
@@ -172,16 +192,22 @@ def test_several_ranks_refuse_together(pool: WorkerPool) -> None:
     pool.run(first_order_is_fine_and_second_is_refused_on_all_ranks, nprocs=2)
 
 
-@pytest.mark.parametrize("way", ["grad", "backward"])
-def test_a_forward_that_asks_autograd_itself_is_told_of_torch_func(way: str) -> None:
+def test_a_forward_that_runs_backward_itself_is_told_of_another_way() -> None:
     class Asks(Net):
         def forward(self, x: Tensor) -> Tensor:
             loss = super().forward(x)
-            if way == "backward":
-                loss.backward(create_graph=True)
-                return loss
-            gradients = torch.autograd.grad(loss, list(self.parameters()), create_graph=True)
-            return loss + sum(g.square().sum() for g in gradients)
+            loss.backward(create_graph=True)
+            return loss
 
-    with pytest.raises(CaptureError, match=r"torch\.func\.grad"):
+    with pytest.raises(CaptureError, match=r"changes model\.net\.0\.weight\.grad\n.*torch\.autograd\.grad is captured"):
+        compiled(Asks(), 1)
+
+
+def test_a_forward_that_makes_its_input_a_leaf_is_told_of_another_way() -> None:
+    class Asks(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x.requires_grad_()
+            return super().forward(x)
+
+    with pytest.raises(CaptureError, match=r"x = x\.detach\(\)\.requires_grad_\(\)"):
         compiled(Asks(), 1)
