@@ -48,7 +48,7 @@ from shardweave.ir import (
     leaf_names,
     with_objects_opened,
 )
-from shardweave.runtime import copy_with_tensors
+from shardweave.runtime import copy_with_tensors, wants_gradient
 
 
 @contextlib.contextmanager
@@ -204,7 +204,7 @@ def _joint_graph(
         if any(parameter.is_meta for parameter in model.parameters()):
             given = [leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             model = _off_meta(model, fake, next((device for device in given if device.type != "meta"), None))
-        wanted = [_requires_gradient(leaf) for leaf in pytree.tree_leaves((args, kwargs))]
+        wanted = [wants_gradient(leaf) for leaf in pytree.tree_leaves((args, kwargs))]
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: _fake_like(t, fake), (args, kwargs))
         if precision is not None and precision.cast_forward_inputs and precision.param_dtype is not None:
             args, kwargs = cast((args, kwargs), precision.param_dtype)  # see cast_inputs_inside
@@ -268,11 +268,6 @@ def _fake_like(tensor: Tensor, fake: Any, device: torch.device | None = None) ->
     with fake:
         off_meta = device or "cpu"
         return torch.empty(tensor.size(), dtype=tensor.dtype, device=off_meta if tensor.is_meta else tensor.device)
-
-
-def _requires_gradient(leaf: object) -> bool:
-    """Whether a call with this argument gives it a gradient."""
-    return isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()
 
 
 def _off_meta(model: nn.Module, fake: Any, device: torch.device | None) -> nn.Module:
@@ -362,7 +357,7 @@ def _captured_step(
             gradient_of[name] = before if value is None else value
     # 3. Return the tensors among these: a constant of the forward is no output of the graph.
     gradients = tuple(name for name in parameters.values() if model.get_parameter(name).requires_grad)
-    wanted = {name for name, leaf in zip(names, leaves, strict=True) if _requires_gradient(leaf)}
+    wanted = {name for name, leaf in zip(names, leaves, strict=True) if wants_gradient(leaf)}
     input_gradients = tuple(name for name in inputs.values() if name in wanted)
     positions = [index for index, value in enumerate(returned) if isinstance(value, fx.Node)]
     tensors = [returned[index] for index in positions]

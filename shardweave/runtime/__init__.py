@@ -10,7 +10,7 @@ from shardweave.runtime.checkpoint.weights import load_weights, save_weights
 from shardweave.runtime.execute import boxed
 from shardweave.runtime.inductor import InductorMode, RegionCompiler
 from shardweave.runtime.initialise import initialise, initialised
-from shardweave.runtime.inputs import call_text
+from shardweave.runtime.inputs import call_text, wants_gradient
 from shardweave.runtime.launch import WorkerPool, launch
 from shardweave.runtime.module import CompiledStep, ParallelModule, Recompile, become_parallel, compare_graphs
 from shardweave.runtime.module_tree import copy_with_tensors, named_tensors
@@ -43,4 +43,5 @@ __all__ = [
     "ranks_agree",
     "save_checkpoint",
     "save_weights",
+    "wants_gradient",
 ]

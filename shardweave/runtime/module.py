@@ -395,7 +395,7 @@ class ParallelModule(nn.Module):
             with contextlib.suppress(InputError), torch.no_grad():  # whatever inputs require gradients
                 values = calls.checked(step.attributes["_flatten"](args, kwargs))
                 is_part = calls.are_parts(values)
-                if is_part and self._passes_parts is False and self._calls.are_equal(call, values):
+                if is_part and not self._passes_parts and self._calls.are_equal(call, values):
                     return None  # a smaller global batch
                 return is_part
         return None
