@@ -57,7 +57,7 @@ from shardweave.runtime.module_tree import (
     shard_state_dict,
     submodule,
 )
-from shardweave.runtime.optimizers import register_hook
+from shardweave.runtime.optimizers import note_replaced, register_hook
 from shardweave.runtime.parameters import local_tensor
 from shardweave.runtime.prediction_check import PredictedStep, PredictionCheck
 from shardweave.runtime.tensor import ParallelTensor, distribute, gather, untraced
@@ -227,6 +227,7 @@ class ParallelModule(nn.Module):
         register_hook()
         specs = (*self.spec.parameters, *self.spec.buffers)
         self._layouts, attributes = copy_module_tree(self, model, specs, self.mesh)
+        note_replaced(model.parameters())
         self.unset = meta_tensor_names(model)
         """Names of tensors without values: see `initialise`, `load_weights`, `load_state_dict`."""
         # 3. Set up the calls.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,9 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardweave.ir import ParallelError
 from shardweave.runtime.tensor import ParallelTensor
 
 ELEMENTWISE = {
@@ -32,16 +34,38 @@ ELEMENTWISE = {
 """Optimizers whose states are elementwise; not classes derived from them, whose steps may be anything."""
 
 
+_replaced: Any = WeakTensorKeyDictionary()
+"""The parameters of models that were compiled: their parallel modules train others."""
+
+
 @functools.cache
 def register_hook() -> None:
     """Let each optimizer, right before its steps, be prepared for parallel tensors."""
     register_optimizer_step_pre_hook(_prepare)
 
 
+def note_replaced(parameters: Iterable[torch.Tensor]) -> None:
+    """Note the parameters of a model that was compiled. An optimizer of these alone trains nothing."""
+    _replaced.update((parameter, True) for parameter in parameters)
+
+
 def _prepare(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    _refuse_replaced(optimizer)
     _make_states_parallel(optimizer)
     if any(isinstance(parameter, ParallelTensor) for group in optimizer.param_groups for parameter in group["params"]):
         speed_up(optimizer)
+
+
+def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ParallelError if the step would train nothing, as its parameters are those before compiling."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if all(each.grad is None for each in parameters) and any(each in _replaced for each in parameters):
+        raise ParallelError(
+            f"this {type(optimizer).__name__} has the parameters of the model before it was compiled, which get no "
+            "gradients: make the optimizer from the parameters of the parallel module (parallel.parameters(), or a "
+            "method of the model called on the parallel module). Compiled with example_inputs, it has them at once; "
+            "without, after its first call"
+        )
 
 
 def _make_states_parallel(optimizer: torch.optim.Optimizer) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
+import shardweave as sw
 from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.parameters import local_tensor
 from tests.compiler.packing import Packed
@@ -143,3 +144,27 @@ def test_scaled_gradients_in_other_worlds(world: int, pool: WorkerPool) -> None:
     packed = packed_ways(world, [WAYS[-1]])
     ranks = pool.run(same_in_both_worlds, partial(scaled, ADAMW, True), packed, ["mixed"], nprocs=world, timeout=120)
     assert not any(ranks), "\n\n".join(problem for found in ranks for problem in found)
+
+
+class Configured(nn.Linear):
+    """A model that makes its own optimizer, as those of GPT training scripts do."""
+
+    def configure_optimizers(self, lr: float) -> optim.Optimizer:
+        decayed = [parameter for _, parameter in self.named_parameters() if parameter.dim() > 1]
+        return optim.AdamW([{"params": decayed}, {"params": [self.bias], "weight_decay": 0.0}], lr=lr)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_an_optimizer_from_before_compiling_is_refused(lazy: bool) -> None:
+    """It would train the parameters of the model, which the parallel module does not read."""
+    model, x = Configured(4, 2), torch.ones(2, 4)
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), None if lazy else x)
+    early = (parallel if lazy else model).configure_optimizers(0.1)
+    parallel(x).sum().backward()
+    with pytest.raises(sw.ParallelError, match="before it was compiled.*example_inputs"):
+        early.step()
+    model(x).sum().backward()  # the model itself may go on
+    early.step()
+    before = [value.detach().clone() for value in parallel.parameters()]
+    parallel.configure_optimizers(0.1).step()
+    assert all(not torch.equal(value, now) for value, now in zip(before, parallel.parameters(), strict=True))
