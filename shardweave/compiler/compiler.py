@@ -29,7 +29,7 @@ from shardweave.distributed import (
     run_on_all_ranks,
     run_on_each_rank,
 )
-from shardweave.ir import Captured, InputError, LayoutError, ParallelError, PlanError, axes_size, readable_bytes
+from shardweave.ir import Captured, InputError, Layout, LayoutError, ParallelError, PlanError, axes_size, readable_bytes
 from shardweave.passes import Annotated, Compiled
 from shardweave.planner import (
     MAX_CACHED_SHARDED_GRAPHS,
@@ -363,7 +363,11 @@ class Compiler:
             inputs = global_example(model, inputs, parts, batched)
         options = replace(self.options, micro_batches=None, sub_batches=None)
         made = Compiler(model, self.cluster, inputs, options, None, self.batch)
-        # 2. Lower it with the strategies of the plan, as far as its batch can be cut.
+        # 2. Lower it with the strategies of the plan, as far as its batch can be cut. Its parameters stay.
+        captured, layouts = made.annotated.captured, {each.name: each.layout for each in first.step.spec.parameters}
+        for name in set(captured.parameters.values()).difference(layouts):
+            layouts[name] = Layout.replicated(model.get_parameter(name).shape)
+        made.annotated.captured = replace(captured, at_rest=layouts)
         batch, ranks = made.annotated.batch, axes_size(first.step.spec.data_axes)
         if batch and batch % ranks:
             raise InputError(

@@ -22,6 +22,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from shardweave.ir.errors import InputError, ParallelError
+from shardweave.ir.layout import Layout
 from shardweave.ir.precision import Dtypes
 
 TENSOR_OUTPUT = "<a tensor output>"
@@ -57,6 +58,8 @@ class Captured:
         Parameters, their gradients and the outputs are whole on every rank, as under torch.compile.
     dtypes : mapping of str to Dtypes
         The dtypes of the master weight and of the gradient reduction, for each parameter in mixed precision.
+    at_rest : mapping of str to Layout
+        The layouts of parameters between steps, where the first step of the model has chosen them.
     reads : Reads, optional
         The Python values that became constants of the graph.
     input_gradients : tuple of str
@@ -78,6 +81,7 @@ class Captured:
     training: bool
     whole: bool = False
     dtypes: Mapping[str, Dtypes] = field(default_factory=dict)
+    at_rest: Mapping[str, Layout] = field(default_factory=dict)
     reads: Reads | None = field(default=None, repr=False, compare=False)
     input_gradients: tuple[str, ...] = ()
     known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)

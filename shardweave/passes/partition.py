@@ -89,13 +89,14 @@ class StateSharding(NamedTuple):
     Each stage adds axes to the stage before it: `parameter` (s_p) shards the parameter during a step, `gradient` (s_g)
     also shards the accumulated gradient, `states` (s_os) also shards the optimizer's states, and with them the
     parameter between steps. `dtypes` are the dtypes of the master weight and of the gradient reduction; None where both
-    are the dtype that the step computes in.
+    are the dtype that the step computes in. `at_rest` is the layout between steps, where another step has chosen it.
     """
 
     parameter: tuple[Axis, ...] = ()
     gradient: tuple[Axis, ...] = ()
     states: tuple[Axis, ...] = ()
     dtypes: Dtypes | None = None
+    at_rest: Layout | None = None
 
 
 class WholeBatchSum(NamedTuple):
@@ -380,6 +381,7 @@ class ShardedValues:
         free = [[axis for axis in part if axis not in want.shard_axes] for part in every]
         stages = [without_axes(each, self.mesh.slice_axes) for each in state_layouts(want, free, self.mesh)]
         in_step, self.gradient_layouts[name], layout = stages
+        layout = axes.at_rest or layout
         value = node.meta["val"]
         dtype = axes.dtypes.master if axes.dtypes else value.dtype
         with self.local.fake:
@@ -609,8 +611,10 @@ class StepOutputs:
         """
         origin = Origin(name, "gradient", "gradient", True)
         dtype = value.meta["val"].dtype
-        dtypes = self.values.state_sharding.get(name, StateSharding()).dtypes or Dtypes(dtype, dtype)
-        at_rest = self.values.state_layouts.get(name) or Layout.replicated(value.meta["val"].shape)
+        sharding = self.values.state_sharding.get(name, StateSharding())
+        dtypes = sharding.dtypes or Dtypes(dtype, dtype)
+        whole = Layout.replicated(value.meta["val"].shape)
+        at_rest = self.values.state_layouts.get(name) or sharding.at_rest or whole
         first = self.values.gradient_layouts.get(name, at_rest) if self.options.all_reduce_gradients else at_rest
         summed = self._accumulated if self.options.accumulates else self._reduced
         found = summed(value, first, dtypes.reduced, origin)
@@ -773,9 +777,10 @@ class Sharder:
 
     def sharded_step(self) -> ShardedStep:
         """What the run decided about the step."""
+        unread = {name: each.at_rest for name, each in self.options.state_sharding.items() if each.at_rest}
         return ShardedStep(
             self.outputs.layouts,
-            self.values.state_layouts,
+            {**unread, **self.values.state_layouts},
             self.options.state_sharding,
             [node.name for node in self.values.gathered_once],
             {node.all_input_nodes[0].name: node.name for node in self.outputs.accumulators.values()},

@@ -314,7 +314,9 @@ class _Lowering:
             tuple(captured.inputs),
             (*captured.input_gradients, *captured.gradients),
             {
-                name: state_sharding.get(name, StateSharding())._replace(dtypes=captured.dtypes.get(name))
+                name: state_sharding.get(name, StateSharding())._replace(
+                    dtypes=captured.dtypes.get(name), at_rest=captured.at_rest.get(name)
+                )
                 for name in captured.parameters.values()
             },
             accumulates,

@@ -161,6 +161,35 @@ def frozen(force: Any) -> None:
     same_loss(parallel.eval(), model.eval(), words())
 
 
+class Pictures(nn.Module):
+    """A batch norm, which follows the convolution in training only, and a scale that one kind of call reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor, is_scaled: bool = False) -> tuple[None, Tensor]:
+        y = self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+        return None, (y * self.scale if is_scaled else y).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:the model is compiled again")
+def kept_layouts(force: Any) -> None:
+    """Parameters that another step would keep elsewhere stay where the first step has them."""
+    torch.manual_seed(0)
+    model, x = Pictures().double(), torch.randn(8, 3, 6, 6, dtype=torch.float64)
+    options = sw.Options(force=force)
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(2), (x,), options=options, progress=False)
+    assert not any(placement.is_replicate() for placement in parallel.norm.weight.placements)
+    for _ in range(2):
+        parallel.eval(), model.eval()
+        for given in ((x,), (x, True), (x[:4],)):
+            assert_same_step(parallel, model, given)
+        parallel.train(), model.train()
+        assert_same_step(parallel, model, (x,))
+
+
 @pytest.mark.parametrize("force", [{"*": "zdp"}, {"*": "tensor:2"}], ids=str)
 def test_other_calls(force: Any, pool: WorkerPool) -> None:
     pool.run(other_calls, force, nprocs=2, timeout=300)
@@ -173,3 +202,8 @@ def test_other_calls_on_one_device() -> None:
 @pytest.mark.parametrize("check", [accumulated, parts_and_local, refused, frozen])
 def test_on_ranks(check: Any, pool: WorkerPool) -> None:
     pool.run(check, {"*": "zdp"}, nprocs=2, timeout=300)
+
+
+@pytest.mark.parametrize("force", [{"conv": "column", "head": "row"}, {"*": "zero3"}], ids=str)
+def test_parameters_stay_where_they_are(force: Any, pool: WorkerPool) -> None:
+    pool.run(kept_layouts, force, nprocs=2, timeout=300)
