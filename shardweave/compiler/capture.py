@@ -293,7 +293,8 @@ def _captured_step(
     """The captured step of AOTAutograd's joint graph, whose inputs and outputs are described in ``meta["desc"]``."""
     graph = module.graph
     for node in graph.nodes:
-        refuse_values(model, node)
+        if node.op != "placeholder" or node.users:  # AOTAutograd has an open input for a number that is a constant
+            refuse_values(model, node)
         refuse_effects(model, node)
     # 1. Name the inputs. A tied tensor that comes in twice becomes one input.
     tied = _first_names(model.named_parameters(remove_duplicate=False))

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.data import DistributedSampler
 
 from shardweave.distributed import RuntimeMesh, collective, gather_from_ranks
@@ -288,6 +288,8 @@ class ParallelModule(nn.Module):
             refuse_transforms(self._execute, (args, kwargs))
             return self._flatten(args, kwargs)
 
+        if any(isinstance(leaf, ParallelTensor) for leaf in tree_leaves((args, kwargs))):  # made from a parameter
+            args, kwargs = tree_map_only(ParallelTensor, ParallelTensor.full_tensor, (args, kwargs))
         if self._recompile is not None:
             self._choose_step(self._recompile, args, kwargs)
         values, inputs = self._calls(given, self._running)

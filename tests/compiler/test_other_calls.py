@@ -190,6 +190,35 @@ def kept_layouts(force: Any) -> None:
         assert_same_step(parallel, model, (x,))
 
 
+class Recurrent(nn.Module):
+    """Makes its first state like a parameter, and takes the last one of the call before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(4, 8), nn.Linear(8, 4)
+
+    def initial(self, rows: int) -> Tensor:
+        return next(self.parameters()).new_zeros(rows, 8)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        for each in x.unbind(1):
+            state = self.cell(each, state)
+        return state, self.head(state).square().mean()
+
+
+def carried_state(force: Any) -> None:
+    torch.manual_seed(0)
+    model, batches = Recurrent().double(), torch.randn(3, 8, 2, 4, dtype=torch.float64)
+    options = sw.Options(force=force, outputs="whole")
+    given = (batches[0], model.initial(8))
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(2), given, options=options, progress=False)
+    states = [each.initial(8) for each in (parallel, model)]
+    for x in batches:
+        assert_same_step(parallel, model, (x, states[1]), (x, states[0]))
+        states = [each(x, state)[0].detach() for each, state in zip((parallel, model), states, strict=True)]
+        torch.testing.assert_close(*states)
+
+
 @pytest.mark.parametrize("force", [{"*": "zdp"}, {"*": "tensor:2"}], ids=str)
 def test_other_calls(force: Any, pool: WorkerPool) -> None:
     pool.run(other_calls, force, nprocs=2, timeout=300)
@@ -199,7 +228,27 @@ def test_other_calls_on_one_device() -> None:
     other_calls({})
 
 
-@pytest.mark.parametrize("check", [accumulated, parts_and_local, refused, frozen])
+class Steps(nn.Module):
+    """Computes as often as a number says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, steps: int = 1) -> Tensor:
+        for _ in range(steps):
+            x = torch.tanh(self.linear(x))
+        return x
+
+
+def test_a_number_is_a_constant_of_its_step() -> None:
+    model, x = Steps(), torch.randn(2, 4)
+    parallel = sw.compile_parallel(model, sw.Cluster.local(1), (x, 3), progress=False)
+    for steps in (3, 2, 1, 3):
+        torch.testing.assert_close(parallel(x, steps), model(x, steps))
+
+
+@pytest.mark.parametrize("check", [accumulated, parts_and_local, refused, frozen, carried_state])
 def test_on_ranks(check: Any, pool: WorkerPool) -> None:
     pool.run(check, {"*": "zdp"}, nprocs=2, timeout=300)
 
