@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch._decomp import decompositions
 from torch.nn.modules import transformer
+from torch.nn.modules.batchnorm import _BatchNorm
 
 HINTS = {
     "layerdrop": "Which layers run is drawn anew in each step: set layerdrop to 0 in the model's config.",
@@ -50,6 +51,8 @@ def traceable(model: nn.Module) -> Iterator[None]:
         torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True),
         _builtins_known(),
         recurrent_layers(),
+        _ctc_losses(),
+        _averaging_norms(),
         _without_checks(),
         _output_hooks(model),
         _no_input_gradients(model),
@@ -132,14 +135,62 @@ def recurrent_layers() -> Iterator[None]:
         rnn_cell=lambda nonlinearity: nonlinearity.__name__,
         gru_cell="gru",
     )
+    forms = {torch.ops.aten.lstm_cell.default: lstm_cell, torch.ops.aten.gru_cell.default: gru_cell}
+    with patched, _traced_as(forms):
+        yield
+
+
+@contextlib.contextmanager
+def _traced_as(forms: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """While this runs, composite ops are traced as these forms of them."""
     keys = DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patched)
-        for op, form in ((torch.ops.aten.lstm_cell.default, lstm_cell), (torch.ops.aten.gru_cell.default, gru_cell)):
+        for op, form in forms.items():
             op._dispatch_cache.clear()
             stack.callback(op._dispatch_cache.clear)
             stack.enter_context(mock.patch.dict(op.py_kernels, dict.fromkeys(keys, form)))
         yield
+
+
+def _ctc_losses() -> contextlib.AbstractContextManager[None]:
+    """While this runs, a CTC loss is traced as one op whose results have the same sizes for any lengths."""
+
+    def ctc_loss(
+        log_probs: Tensor, targets: Tensor, inputs: Any, lengths: Any, blank: int = 0, reduction: int = 1,
+        zero_infinity: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if log_probs.dim() == 2:  # one sequence
+            row = ctc_loss(log_probs[:, None], targets[None], inputs, lengths, blank, reduction, zero_infinity)
+            return row.squeeze()
+        if targets.dim() == 1 and not isinstance(lengths, Tensor):
+            rows = [nn.functional.pad(row, (0, max(lengths) - len(row))) for row in torch.split(targets, [*lengths])]
+            targets = torch.stack(rows)
+        if targets.dim() == 1:
+            raise ValueError(_CONCATENATED)
+        inputs, lengths = (_numbers(value, targets) for value in (inputs, lengths))
+        op = torch.ops.shardweave.ctc_loss.default
+        loss: Tensor = op(log_probs, targets, inputs, lengths, blank, zero_infinity)[0]
+        if zero_infinity:
+            loss = torch.where(loss == torch.inf, torch.zeros_like(loss), loss)
+        if reduction == 1:
+            loss = (loss / lengths.clamp_min(1).to(loss.dtype)).mean()
+        return loss.sum() if reduction == 2 else loss
+
+    aten = torch.ops.aten.ctc_loss
+    return _traced_as({aten.Tensor: ctc_loss, aten.IntList: ctc_loss})
+
+
+def _numbers(values: Any, like: Tensor) -> Tensor:
+    """Lengths as a tensor."""
+    if isinstance(values, Tensor):
+        return values.reshape(-1).long()
+    return torch.cat([like.new_full((1,), value, dtype=torch.long) for value in values])
+
+
+_CONCATENATED = (
+    "the targets of a ctc_loss are one row, whose parts depend on the values of target_lengths: pass targets of the "
+    "shape (rows, longest target), padded with any label"
+)
 
 
 @contextlib.contextmanager
@@ -172,6 +223,30 @@ def _without_checks() -> Iterator[None]:
             yield
     finally:
         distributions.set_default_validate_args(validates)
+
+
+@contextlib.contextmanager
+def _averaging_norms() -> Iterator[None]:
+    """Let batch norms with ``momentum=None``, whose momentum is one over the number of batches, compute it as a tensor.
+
+    Their own forward makes a Python number of it.
+    """
+    original = _BatchNorm.forward
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if self.momentum is not None or not self.training or not self.track_running_stats:
+            return original(self, x)
+        self._check_input_dim(x)
+        self.num_batches_tracked.add_(1)
+        mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        result = nn.functional.batch_norm(x, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        with torch.no_grad():
+            for tracked, found in ((self.running_mean, mean), (self.running_var, variance)):
+                tracked.add_((found - tracked) / self.num_batches_tracked)
+        return result
+
+    with mock.patch.object(_BatchNorm, "forward", forward):
+        yield
 
 
 def _said_to_be_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:

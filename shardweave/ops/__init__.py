@@ -1,6 +1,6 @@
 """Custom operators (``torch.ops.shardweave.*``) that generated graphs call: quantized blocks, padding, gradients of
-convolutions, mixtures of experts, recurrent layers, random numbers that do not depend on the layout, checked indices,
-slices of a time axis. Importing this package registers them. May import `ir`.
+convolutions, mixtures of experts, recurrent layers, the CTC loss, random numbers that do not depend on the layout,
+checked indices, slices of a time axis. Importing this package registers them. May import `ir`.
 """
 
 from shardweave.ops import layer_ops  # noqa: F401  (registers the ops)

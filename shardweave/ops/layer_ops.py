@@ -1,5 +1,5 @@
-"""Ops of whole layers, each with its own rule: the gradients of convolutions, the matmuls of a mixture of experts, and
-the steps of recurrent layers.
+"""Ops of whole layers, each with its own rule: the gradients of convolutions, the matmuls of a mixture of experts, the
+steps of recurrent layers, and the CTC loss.
 
 ``aten.convolution_backward`` computes both gradients, and takes the input and the weight for both. Here each gradient
 is an op of its own that takes what it depends on, and the shape of its result, so that each can be sharded by itself.
@@ -344,3 +344,41 @@ def _recurrence_flops(igates: Any, weight: Any, *_: Any, **__: Any) -> int:
 def _recurrence_backward_flops(grad: Any, igates: Any, weight: Any, *_: Any, **__: Any) -> int:
     """The gates of the hidden states again, and the gradients of these states."""
     return int(4 * math.prod(igates) * weight[1])
+
+
+# -- the CTC loss, whose `log_alpha` torch makes as long as the longest target, which no graph can know
+
+
+def _ctc_loss(log_probs: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """The loss of each row, and `log_alpha` as for targets as long as `targets` (rows, length) are wide."""
+    loss, alpha = aten._ctc_loss.Tensor(log_probs, targets, *rest)
+    return loss, torch.nn.functional.pad(alpha, (0, 2 * targets.shape[1] + 1 - alpha.shape[2]))
+
+
+_CTC = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths"
+register(
+    f"ctc_loss({_CTC}, int blank, bool zero_infinity) -> (Tensor, Tensor)",
+    _ctc_loss,
+    lambda log_probs, targets, *_: (
+        log_probs.new_empty(log_probs.shape[1]),
+        log_probs.new_empty(log_probs.shape[1], log_probs.shape[0], 2 * targets.shape[1] + 1),
+    ),
+)
+register(
+    f"ctc_loss_backward(Tensor grad, {_CTC}, Tensor loss, Tensor log_alpha, int blank, bool zero_infinity) -> Tensor",
+    aten._ctc_loss_backward.Tensor,
+    lambda grad, log_probs, *_: torch.empty_like(log_probs),
+)
+
+
+def _save_ctc(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.blank, ctx.zero_infinity = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _ctc_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    op = torch.ops.shardweave.ctc_loss_backward.default
+    return op(grad, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity), *[None] * 5
+
+
+torch.library.register_autograd("shardweave::ctc_loss", _ctc_gradients, setup_context=_save_ctc, lib=LIBRARY)

@@ -118,11 +118,11 @@ def rows(generator: torch.Generator, size: int = 8) -> dict[str, Tensor]:
 MODELS = {model.__name__: model for model in (Coupling, Constants, Empty, Recurrent, Computed, Elementwise)}
 
 
-def two_steps(model: nn.Module) -> Any:
+def two_steps(model: nn.Module, draw: Any = rows) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     seen = []
     for step in range(2):
-        found = model(Case("", type(model), rows).batch(step, dtype=DTYPE)["x"])
+        found = model(**Case("", type(model), draw).batch(step, dtype=DTYPE))
         loss = found[0] if isinstance(found, tuple) else found
         loss.backward()
         seen += [loss.detach(), {n: None if p.grad is None else whole(p.grad) for n, p in model.named_parameters()}]
@@ -357,4 +357,42 @@ def test_reparametrized_weights_train_as_on_one_device(pool: WorkerPool) -> None
     ways = [Way("zdp", {"*": "zdp"}), Way("tensor", {"*": "tensor:4"})]
     steps = compile_ways(case.model(DTYPE), case, DTYPE, 4, ways)
     run = partial(same_in_both_worlds, two_steps, steps, [way.name for way in ways], case)
+    assert pool.run(run, nprocs=4) == [[]] * 4
+
+
+# -- what torch computes with numbers and sizes that depend on values
+
+
+class Aligned(nn.Module):
+    """The CTC losses of speech recognition, whose saved values are as long as the longest target, and a batch norm
+    whose momentum is one over the number of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8, momentum=None)
+        self.last = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, lengths: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
+        frames = self.last(torch.relu(self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)))
+        log_probs = frames.log_softmax(-1).transpose(0, 1)
+        mean = F.ctc_loss(log_probs, targets, lengths, counts)
+        some = F.ctc_loss(log_probs, targets, lengths, counts, reduction="none", zero_infinity=True)
+        ends = [10] * x.shape[0], [2] * x.shape[0]
+        return mean + some.square().mean() + F.ctc_loss(log_probs, targets[:, :2], *ends, blank=5, reduction="sum")
+
+
+def speech(generator: torch.Generator, size: int = 8) -> dict[str, Tensor]:
+    return {
+        "x": torch.randn(size, 10, 8, generator=generator),
+        "lengths": torch.randint(7, 11, (size,), generator=generator),
+        "targets": torch.randint(1, 5, (size, 4), generator=generator),
+        "counts": torch.randint(1, 4, (size,), generator=generator),
+    }
+
+
+def test_losses_and_norms_with_sizes_of_their_own_train_as_on_one_device(pool: WorkerPool) -> None:
+    case = Case("aligned", Aligned, speech)
+    ways = [Way("zdp", {"*": "zdp"}), Way("tensor", {"*": "tensor:4"})]
+    steps = compile_ways(case.model(DTYPE), case, DTYPE, 4, ways)
+    run = partial(same_in_both_worlds, partial(two_steps, draw=speech), steps, [way.name for way in ways], case)
     assert pool.run(run, nprocs=4) == [[]] * 4

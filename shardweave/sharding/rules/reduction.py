@@ -24,6 +24,7 @@ from shardweave.sharding.rules.registry import (
     family,
     output_shapes,
     register_decomposition,
+    rule,
     shape,
     tensor_args,
     with_local_shape,
@@ -104,6 +105,9 @@ SCANS = [
     aten.argmin.default,
     aten.prod.dim_int,
 ]
+_CTC = "[t] b [c], b [s], b, b"
+rule(torch.ops.shardweave.ctc_loss.default, f"{_CTC} -> b, b [t] [a]")
+rule(torch.ops.shardweave.ctc_loss_backward.default, f"b, {_CTC}, b, b [t] [a] -> [t] b [c]")
 family(SCANS, along("dim"), "in order along a dimension; blocked: that dimension")
 family(
     [aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default],

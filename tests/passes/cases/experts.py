@@ -1,4 +1,4 @@
-"""Cases of products with one of many weights a row, of recurrent layers, and of matrices side by side."""
+"""Cases of products with one of many weights a row, of recurrent layers, the CTC loss, and matrices side by side."""
 
 from __future__ import annotations
 
@@ -50,6 +50,25 @@ def recurrence(d: Draw) -> Call:
 def recurrence_backward(d: Draw) -> Call:
     (arguments, _), cell, size = _recurrent(d)
     return (d.tensor(*size), *arguments, d.tensor(*size), cell, d.flag()), {}
+
+
+def _alignment(d: Draw) -> tuple[Tensor, ...]:
+    steps, rows, labels, length = d.size() + 8, d.size(), d.size() + 1, d.size(among=[1, 2, 4])
+    log_probs = d.tensor(steps, rows, labels).log_softmax(-1)
+    full = torch.full((rows,), steps), torch.full((rows,), length)  # torch leaves what is beyond the lengths unset
+    return log_probs, 1 + d.integers(labels - 1, rows, length), *full
+
+
+@case(custom_ops.ctc_loss.default)
+def ctc_loss(d: Draw) -> Call:
+    return (*_alignment(d), 0, d.flag()), {}
+
+
+@case(custom_ops.ctc_loss_backward.default)
+def ctc_loss_backward(d: Draw) -> Call:
+    arguments, zero_infinity = _alignment(d), d.flag()
+    results = custom_ops.ctc_loss.default(*arguments, 0, zero_infinity)
+    return (d.tensor(arguments[0].shape[1]), *arguments, *results, 0, zero_infinity), {}
 
 
 def _matrices(d: Draw) -> Tensor:
