@@ -30,6 +30,7 @@ from shardweave.compiler.capture_errors import (
     refuse_backward_hooks,
     refuse_effects,
     refuse_values,
+    way_out_of,
 )
 from shardweave.compiler.constant_masks import fold_constant_masks
 from shardweave.compiler.dynamo_workarounds import traceable
@@ -341,7 +342,7 @@ def _captured_step(
             if type(described.mutated_input).__name__ != "BufferAOTInput":
                 what = f"parameter {target}" if target else f"input {names[described.mutated_input.idx]}"
                 reason, way_out = f"it changes its {what} in place", f"Copy that {what.split()[0]} first (.clone())."
-                raise capture_error(model, reason, *module_and_line(model, value), way_out)
+                raise capture_error(model, reason, *module_and_line(model, value), way_out_of(value, way_out))
             mutated[shared.get(target, target)] = value
         elif kind == "PlainAOTOutput":
             returned.append(value)

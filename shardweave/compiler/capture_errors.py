@@ -79,6 +79,24 @@ _WAY_OUT = (
     "Write that line without branching on the values of tensors and without leaving the graph (torch.where, "
     "masks instead of selections, no .item(), no printing), then compile again."
 )
+_SELECTION = (
+    "How many elements are selected is not known before the step runs. Keep all of them, and multiply by the mask or "
+    "take torch.where(mask, value, 0): the mean of selected elements is (value * mask).sum() / mask.sum(); each expert "
+    "of a loop takes all rows, and its result is multiplied by the mask of its rows."
+)
+_WAYS_OUT = {
+    "nonzero": _SELECTION,
+    "masked_select": _SELECTION,
+    "aten.index.Tensor": _SELECTION,
+    "bincount": "Count with a fixed number of bins: torch.nn.functional.one_hot(values, bins).sum(0).",
+    "unique": "How many values differ is not known before the step runs. If all values are below a number, "
+    "torch.nn.functional.one_hot(values, number).sum(0) has the count of each; or find the unique values where batches "
+    "are made, and pass them as an input.",
+    "embedding_renorm": "An embedding with max_norm changes its table in each call. Leave max_norm out, and keep the "
+    "rows within it by a line before each call, on all ranks: weight.data.copy_(torch.renorm(weight.detach(), "
+    "norm_type, 0, max_norm)), where weight is that of the parallel module.",
+}
+"""The way out where an op of this name stops a capture."""
 _RAISED = (
     "The model itself stops here: mend the call or the config, then compile again. If it runs by itself, it makes up "
     "an optional input (such as attention_mask) only where it is not compiled: give it that input."
@@ -170,7 +188,13 @@ def refuse_values(model: nn.Module, node: fx.Node) -> None:
         sizes = value.shape if isinstance(value, Tensor) else (value,)
         if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
             what = "a size" if isinstance(value, Tensor) else "a number"
-            raise capture_error(model, f"{what} depends on the values of tensors", *module_and_line(model, node))
+            place, way_out = module_and_line(model, node), way_out_of(node, _WAY_OUT)
+            raise capture_error(model, f"{what} depends on the values of tensors", *place, way_out)
+
+
+def way_out_of(node: fx.Node, otherwise: str) -> str:
+    """The way out for the op of a node that stops a capture."""
+    return next((text for name, text in _WAYS_OUT.items() if name in str(node.target)), otherwise)
 
 
 def refuse_effects(model: nn.Module, node: fx.Node) -> None:

@@ -75,6 +75,14 @@ def finds(x: Tensor) -> Tensor:
     return x[torch.nonzero(x[:, 0])[:, 0]]
 
 
+def counts(x: Tensor) -> Tensor:
+    return x.sum() * torch.bincount(x[:, 0].long().abs(), minlength=4)
+
+
+def differ(x: Tensor) -> Tensor:
+    return x[torch.unique(x[:, 0].long().abs())]
+
+
 def loops(x: Tensor) -> Tensor:
     return torch.stack([x[i] for i in torch.nonzero(x[:, 0]).flatten().tolist()])
 
@@ -116,12 +124,14 @@ def inverts(x: Tensor) -> Tensor:
     return torch.linalg.inv(x @ x.T)
 
 
-WAY, STOPS, PRINT = "torch.where", "mend the call or the config", "Take the print out"
+WAY, MASK, STOPS, PRINT = "torch.where", "multiply by the mask", "mend the call or the config", "Take the print out"
 REFUSED = [
     (branches, "a branch depends on the values", "return -x if", WAY),
     (takes_an_item, "a number depends on the values", "x.max().item()", WAY),
-    (selects, "a size depends on the values", "x[x[:, 0] > 0]", WAY),
-    (finds, "a size depends on the values", "x[torch.nonzero(x[:, 0])[:, 0]]", WAY),
+    (selects, "a size depends on the values", "x[x[:, 0] > 0]", MASK),
+    (finds, "a size depends on the values", "x[torch.nonzero(x[:, 0])[:, 0]]", MASK),
+    (counts, "a size depends on the values", "torch.bincount(", "one_hot(values, bins)"),
+    (differ, "a size depends on the values", "torch.unique(", "one_hot(values, number)"),
     (loops, "a number depends on the values", ".flatten().tolist()", WAY),
     (prints, "builtin operator `print`", "print(x.shape)", PRINT),
     (stops, "it raises ValueError: 'bad shape (8, 4)'", "raise ValueError", STOPS),
@@ -175,3 +185,30 @@ def test_the_torch_compile_door_refuses_open_sizes_too(inner: Callable[[Tensor],
     compiled = torch.compile(Model(inner), backend="shardweave", fullgraph=True, options=options)
     with pytest.raises(CaptureError, match=rf"depends on the values of tensors\n  .* in {inner.__name__}: return "):
         compiled(torch.randn(8, 4))
+
+
+class Renormed(nn.Module):
+    def __init__(self, max_norm: float | None) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 4, max_norm=max_norm), nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.table(tokens)).square().mean()
+
+
+def test_a_table_with_max_norm_is_refused_with_a_line_that_does_the_same() -> None:
+    model, other, tokens = Renormed(1.0), Renormed(None), torch.randint(0, 8, (3, 4, 2))
+    other.load_state_dict(model.state_dict())
+    with pytest.raises(CaptureError, match=r"weight\.data\.copy_\(torch\.renorm\(weight\.detach\(\), norm_type, 0"):
+        capture(model, tokens[0])
+    parallel: Any = sw.compile_parallel(other, sw.Cluster.local(1), tokens[0], progress=False)
+    optimizers = [torch.optim.SGD(each.parameters(), 1.0) for each in (model, parallel)]
+    for batch in tokens:
+        weight = parallel.table.weight
+        weight.data.copy_(torch.renorm(weight.detach(), 2, 0, 1.0))
+        losses = [each(batch) for each in (model, parallel)]
+        torch.testing.assert_close(*losses)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
