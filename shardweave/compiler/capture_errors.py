@@ -145,7 +145,7 @@ def capture_error(
 ) -> CaptureError:
     """An error with the reason, the module, the source line and the way out."""
     where = f"in {module} ({type(model.get_submodule(module)).__name__}), " if module else ""
-    hints = [hint for word, hint in HINTS.items() if word in line]
+    hints = [hint for word, hint in HINTS.items() if word in line or f"`{word.rstrip('(')}`" in reason]
     return CaptureError(
         f"{type(model).__name__} cannot be captured as one graph: {where}{reason}{line}\n{' '.join(hints) or way_out}"
     )

@@ -380,8 +380,9 @@ class TensorLookup:
         if tuple(tensor.shape) != spec.layout.global_shape or tensor.dtype != dtype:
             raise ParallelError(
                 f"the step was compiled for {spec.name!r} of shape {spec.layout.global_shape} and {dtype}, but it is "
-                f"of shape {tuple(tensor.shape)} and {tensor.dtype} now: compile the model in these (model.to(...) "
-                "before compile_parallel, or Options(precision=...) for another dtype of the computation)"
+                f"of shape {tuple(tensor.shape)} and {tensor.dtype} now: compile the model in these (change its sizes, "
+                "or call model.to(...), before compile_parallel; Options(precision=...) is for another dtype of the "
+                "computation)"
             )
         has_layout = isinstance(tensor, ParallelTensor) and tensor.sharding.layout == spec.layout
         if has_layout or self._mesh.device_mesh is None or not isinstance(tensor, nn.Parameter):

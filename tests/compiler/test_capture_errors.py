@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence as packed
 
 import shardweave as sw
 from shardweave.compiler.capture import capture
@@ -83,6 +84,10 @@ def differ(x: Tensor) -> Tensor:
     return x[torch.unique(x[:, 0].long().abs())]
 
 
+def packs(x: Tensor) -> Tensor:
+    return packed(x[:, :, None], [4] * 8, batch_first=True).data
+
+
 def loops(x: Tensor) -> Tensor:
     return torch.stack([x[i] for i in torch.nonzero(x[:, 0]).flatten().tolist()])
 
@@ -132,6 +137,7 @@ REFUSED = [
     (finds, "a size depends on the values", "x[torch.nonzero(x[:, 0])[:, 0]]", MASK),
     (counts, "a size depends on the values", "torch.bincount(", "one_hot(values, bins)"),
     (differ, "a size depends on the values", "torch.unique(", "one_hot(values, number)"),
+    (packs, "`pack_padded_sequence`", "packed(x[:, :, None]", "mask its outputs by the lengths"),
     (loops, "a number depends on the values", ".flatten().tolist()", WAY),
     (prints, "builtin operator `print`", "print(x.shape)", PRINT),
     (stops, "it raises ValueError: 'bad shape (8, 4)'", "raise ValueError", STOPS),
