@@ -286,6 +286,15 @@ class Executor:
         trainable = [p for spec, p in zip(self.spec.parameters, parameters, strict=True) if spec.trainable]
         return [parameter for parameter, sources in zip(trainable, self.sources, strict=True) if sources]
 
+    def frozen(self, ctx: Any) -> frozenset[int]:
+        """The gradients of parameters that are not wanted in a call, as these were frozen after compiling."""
+        wanted = iter(ctx.needs_input_grad[len(_NO_GRADIENT) + len(self.spec.differentiable_inputs) :])
+        return frozenset(index for index, sources in enumerate(self.sources) if sources and not next(wanted))
+
+    def trains_inputs_alone(self, frozen: frozenset[int]) -> bool:
+        """Whether all parameters are `frozen`: the call has no part in what calls accumulate."""
+        return all(index in frozen for index, sources in enumerate(self.sources) if sources)
+
     def run(
         self, parameters: Sequence[torch.Tensor], inputs: list[torch.Tensor], several: bool = False
     ) -> tuple[list[Any], list[Any]]:
@@ -367,7 +376,12 @@ class Executor:
         return joined[:count], joined[count:], sums or [], reduces
 
     def gradients(
-        self, saved: list[Any], tangents: Sequence[torch.Tensor | None], several: bool, syncs: bool
+        self,
+        saved: list[Any],
+        tangents: Sequence[torch.Tensor | None],
+        several: bool,
+        syncs: bool,
+        frozen: frozenset[int],
     ) -> tuple[Gradients, Gradients]:
         """The gradients of differentiable inputs, as the step has them, and those of the trained parameters.
 
@@ -383,6 +397,8 @@ class Executor:
             The forward ran the graphs for gradient accumulation.
         syncs : bool
             This call reduces the gradients.
+        frozen : frozenset of int
+            The gradients that are not wanted.
         """
         assert self.backward is not None
         given = {index: tangent for index, tangent in enumerate(tangents) if tangent is not None}
@@ -402,17 +418,23 @@ class Executor:
                         tangent = torch.zeros(output.layout.local_shape, dtype=dtype, device=device)
                     arguments.append((tangent if ranks == 1 else tangent / ranks).contiguous())
             if several:
-                of_inputs, found = self._accumulated(arguments, syncs)
+                of_inputs, found = self._accumulated(arguments, syncs, frozen)
             else:
                 boxed = [*self.coordinates, *arguments]
                 arguments.clear()
                 results = list(self.backward(boxed))
                 of_inputs, found = results[: len(of_inputs)], results[len(of_inputs) :]
         of_inputs = [None if gradient is None else _owned(gradient, taken) for gradient in of_inputs]
-        return of_inputs, self._for_autograd(found, frozenset(given), syncs, taken)
+        return of_inputs, self._for_autograd(found, frozenset(given), syncs, taken, frozen)
 
-    def _accumulated(self, arguments: list[Any], syncs: bool) -> tuple[Gradients, Gradients]:
+    def _accumulated(
+        self, arguments: list[Any], syncs: bool, frozen: frozenset[int]
+    ) -> tuple[Gradients, Gradients]:
         runner = self.runner
+        if frozen:
+            of_inputs, found = runner.backward(arguments, None, None, False)
+            self._add(found, frozen)
+            return of_inputs, runner.finish() if syncs else found
         before, runner.sums = runner.sums, None
         of_inputs, found = runner.backward(arguments, None, before, syncs)
         if not syncs:
@@ -430,35 +452,49 @@ class Executor:
             for gradient, index, how, wants in zip(found, self.spec.differentiable_inputs, ctx.passed, asked)
         ]
 
-    def scaled(self, found: Gradients, is_reduced: bool, syncs: bool, factor: torch.Tensor) -> Gradients:
+    def _add(self, found: Gradients, frozen: frozenset[int]) -> None:
+        """Add to the accumulated gradients, except those that are `frozen`."""
+        for index in frozen:
+            if (gradient := found[index]) is not None:
+                gradient.zero_()
+        self.runner.add(found)
+
+    def scaled(
+        self, found: Gradients, is_reduced: bool, syncs: bool, factor: torch.Tensor, frozen: frozenset[int]
+    ) -> Gradients:
         """The gradients of a call's micro-batches times `factor`, as `gradients` returns them."""
         if values := [value for value in found if value is not None]:
             torch._foreach_mul_(values, factor)
-        if not is_reduced:
-            self.runner.add(found)
+        if not is_reduced and not self.trains_inputs_alone(frozen):
+            self._add(found, frozen)
             found = self.runner.finish() if syncs else found
         loss = frozenset(index for index, output in enumerate(self.spec.outputs) if output.differentiable)
-        return self._for_autograd(found, loss, syncs, set())
+        return self._for_autograd(found, loss, syncs, set(), frozen)
 
-    def _for_autograd(self, found: Gradients, given: frozenset[int], syncs: bool, taken: set[int]) -> Gradients:
+    def _for_autograd(
+        self, found: Gradients, given: frozenset[int], syncs: bool, taken: set[int], frozen: frozenset[int]
+    ) -> Gradients:
         """Gradients as autograd takes them, with the accumulated ones added.
 
         `given` are the outputs whose tangents they come from. `taken` has the addresses of memory of other tensors.
         """
         parameters = self.trained(self.parameters())
-        self.shared.reached |= {index for index, sources in enumerate(self.sources) if not given.isdisjoint(sources)}
+        if self.trains_inputs_alone(frozen):
+            return [None] * len(parameters)
+        mine = {index for index, sources in enumerate(self.sources) if not given.isdisjoint(sources)}
+        self.shared.reached |= mine - frozen
         if not syncs:
             return [None] * len(parameters)
         if self.accumulates:
             pairs = zip(found, self.runner.finish(), strict=True)
             found = [b if a is None else a if b is None else a + b for a, b in pairs]
         reached, self.shared.reached = self.shared.reached, frozenset()
-        mine = [
+        owned = [
             None if gradient is None or index not in reached else _owned(gradient, taken)
             for index, (gradient, sources) in enumerate(zip(found, self.sources, strict=True))
             if sources
         ]
-        return [None if g is None else as_gradient_of(g, p) for g, p in zip(mine, parameters, strict=True)]
+        return [None if g is None else as_gradient_of(g, p) for g, p in zip(owned, parameters, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -529,7 +565,8 @@ class _StepFunction(torch.autograd.Function):
         parameters: list[torch.Tensor],
         *_: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.several = not executor.syncs or executor.accumulates
+        ctx.frozen = executor.frozen(ctx)
+        ctx.several = (not executor.syncs or executor.accumulates) and not executor.trains_inputs_alone(ctx.frozen)
         outputs, saved = executor.run(parameters, inputs, ctx.several)
         # An output that held itself through its own autograd node would never be freed.
         ctx.saved = [x.detach() if any(x is output for output in outputs) else x for x in saved]
@@ -543,7 +580,7 @@ class _StepFunction(torch.autograd.Function):
     @untraced
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         executor: Executor = ctx.executor
-        _check_backward(executor, tangents, ctx.saved)
+        _check_backward(executor, tangents, ctx.saved, ctx.syncs, ctx.frozen)
         if ctx.versions != _versions([*executor.parameters(), *ctx.inputs]):
             raise ParallelError(
                 "a parameter or an input was changed in place between forward and backward, so the gradients would "
@@ -554,7 +591,7 @@ class _StepFunction(torch.autograd.Function):
             saved = [*saved]
         else:
             ctx.saved = ctx.inputs = None
-        found, gradients = executor.gradients(saved, tangents, ctx.several, ctx.syncs)
+        found, gradients = executor.gradients(saved, tangents, ctx.several, ctx.syncs, ctx.frozen)
         executor.backward_ended()
         return *_NO_GRADIENT, *executor.returned(found, tangents, ctx), *gradients
 
@@ -577,6 +614,7 @@ class _MicroBatchesFunction(torch.autograd.Function):
         *_: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.executor, ctx.passed, ctx.syncs, ctx.tangent = executor, passed, executor.syncs, executor.tangent()
+        ctx.frozen = executor.frozen(ctx)
         outputs, *ctx.found, ctx.is_reduced = executor.run_micro_batches(parameters, inputs, ctx.tangent)
         _mark(ctx, executor, outputs)
         return tuple(outputs)
@@ -585,7 +623,7 @@ class _MicroBatchesFunction(torch.autograd.Function):
     @untraced
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         executor: Executor = ctx.executor
-        _check_backward(executor, tangents, ctx.found)
+        _check_backward(executor, tangents, ctx.found, ctx.syncs, ctx.frozen)
         of_inputs, found = ctx.found
         if _graph_is_kept():  # the sums are scaled in place
             found = [None if gradient is None else gradient.clone() for gradient in found]
@@ -596,7 +634,7 @@ class _MicroBatchesFunction(torch.autograd.Function):
             return *_NO_GRADIENT, *(None for _ in (*of_inputs, *executor.trained(executor.parameters())))
         executor.expect(tangent)
         factor = tangent / ctx.tangent
-        gradients = executor.scaled(found, ctx.is_reduced, ctx.syncs, factor)
+        gradients = executor.scaled(found, ctx.is_reduced, ctx.syncs, factor, ctx.frozen)
         executor.backward_ended()
         mine = [None if gradient is None else gradient * factor for gradient in of_inputs]
         return *_NO_GRADIENT, *executor.returned(mine, tangents, ctx), *gradients
@@ -626,8 +664,10 @@ def refuse_transforms(executor: Executor, arguments: object) -> None:
             )
 
 
-def _check_backward(executor: Executor, tangents: Sequence[torch.Tensor | None], saved: object) -> None:
-    """Raise ParallelError for second derivatives, batched gradients, unknown gradients, or a second backward."""
+def _check_backward(
+    executor: Executor, tangents: Sequence[torch.Tensor | None], saved: object, syncs: bool, frozen: frozenset[int]
+) -> None:
+    """Raise ParallelError for second derivatives, batched, unknown or lost gradients, or a second backward."""
     if torch.is_grad_enabled():  # create_graph=True
         raise ParallelError(
             "create_graph=True asks for gradients that can be differentiated again, but the backward of a compiled "
@@ -652,6 +692,13 @@ def _check_backward(executor: Executor, tangents: Sequence[torch.Tensor | None],
         )
     if saved is None:
         raise ParallelError(_RUN_TWICE)
+    if syncs and not executor.trains_inputs_alone(frozen) and (lost := executor.shared.reached & frozen):
+        names = [spec.name for spec in executor.spec.parameters if spec.trainable]
+        raise ParallelError(
+            f"gradients of {', '.join(names[index] for index in sorted(lost)[:5])} were accumulated under no_sync(), "
+            "and would be lost, as these parameters are frozen in the call that reduces them: freeze them after a call "
+            "outside of no_sync()"
+        )
 
 
 def _graph_is_kept() -> bool:

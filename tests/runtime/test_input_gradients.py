@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardweave as sw
-from shardweave.ir import InputError
+from shardweave.ir import InputError, ParallelError
 from shardweave.runtime import WorkerPool
 
 
@@ -183,7 +184,41 @@ def accumulated(force: Any) -> None:
     assert_same_gradients(parallel, model)
 
 
+def frozen_meanwhile(force: Any, **options: Any) -> None:
+    """Calls with frozen parameters have no part in what is accumulated, as little as in `.grad` on one device."""
+    model = Critic().double()
+    parallel = compiled(model, (leaf(X), SHIFT, Y), force, **options)
+    part = [parallel.up.weight, model.up.weight]
+
+    def run(module: Any, given: Tensor, frozen: list[Tensor], syncs: bool) -> Tensor | None:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        x = leaf(given)
+        with nullcontext() if syncs or module is model else module.no_sync():
+            module(x, SHIFT, Y).backward()
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        return x.grad
+
+    every = [*parallel.parameters(), *model.parameters()]
+    for last in ([], every):  # the last call but one reduces, or has no part in what is accumulated
+        for module in (model, parallel):
+            module.zero_grad()
+        calls = (X, [], False), (Z, every, False), (-X, part, False), (2 * X, last, True), (Z, [], True)
+        for given, frozen, syncs in calls:
+            mine, alone = (run(module, given, frozen, syncs) for module in (parallel, model))
+            torch.testing.assert_close(mine, alone)
+        assert_same_gradients(parallel, model)
+    with parallel.no_sync():
+        parallel(X, SHIFT, Y).backward()
+    if world() > 1:
+        with pytest.raises(ParallelError, match="up.weight were accumulated under no_sync.., and would be lost"):
+            run(parallel, X, part, True)
+
+
 def two_ranks() -> None:
+    frozen_meanwhile({"*": "zdp"})
+    frozen_meanwhile({"*": "dp"}, micro_batches=2)
     data, zero3, tensor = {"*": "dp"}, {"*": "zdp"}, {"*": "tensor:2"}
     gradients_of_inputs(zero3)
     gradients_of_inputs(data, micro_batches=2)
