@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 import torch
 from networkx.utils import UnionFind
 from torch import fx
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardweave.ir import META, BoundRule, Dims, Factor, NodeInfo, RuleError
@@ -369,7 +370,7 @@ def _traced(node: fx.Node, form: Callable[..., Any], leaves: Sequence[fx.Node]) 
         return form(*args, **kwargs)
 
     with fake:  # values of their own, as nodes of a saved graph share theirs, and a trace tells arguments apart by them
-        traced = make_fx(call)(*[leaf.meta["val"].detach() for leaf in leaves])
+        traced = make_fx(call)(*tree_map_only(torch.Tensor, torch.Tensor.detach, [leaf.meta["val"] for leaf in leaves]))
     traced.graph.eliminate_dead_code()
     return traced.graph
 

@@ -71,5 +71,16 @@ def test_a_form_is_known_of_equal_arguments_alone() -> None:
     assert len(known) == 4  # y * y has the form of x * x
 
 
+def test_arguments_that_share_a_fake_value_are_told_apart() -> None:
+    """Equal nodes of a saved graph, and of equal layers, have one fake value."""
+    fake, graph = FakeTensorMode(), fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    x.meta["val"] = y.meta["val"] = fake.from_tensor(torch.ones(3))
+    node = graph.call_function(torch.ops.aten.mul.Tensor, (x, y))
+    node.meta["val"] = x.meta["val"]
+    (form,) = decompose(node, multiplied, {})
+    assert form.args == (x, y)
+
+
 def multiplied(first: Any, second: Any) -> Any:
     return torch.ops.aten.mul.Tensor(first, second)
