@@ -15,7 +15,7 @@ PYTEST = $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loads
 # The ranks of one test share the cores: one thread each.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test lint types pytest test-long test-all record notebook figures bench rules models clean
+.PHONY: help install demo test lint types pytest test-long test-all record notebook figures bench rules models zoo clean
 
 help:
 	@echo "make install   the environment .venv, with what the tests and linters need"
@@ -32,6 +32,7 @@ help:
 	@echo "make bench     steps over slow links, beside DDP, FSDP2 and tensor parallelism by hand: docs/performance.md"
 	@echo "make rules     write docs/rules.md from the code"
 	@echo "make models    measure every model of the zoo again, into docs/models.md"
+	@echo "make zoo       try every architecture of transformers, diffusers, torchvision and timm, for hours; docs/zoo.md"
 	@echo "make clean     remove the virtual environment and every generated file"
 
 install: $(VENV)/.installed-dev
@@ -74,6 +75,9 @@ rules: $(VENV)/.installed
 
 models: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.measure_models
+
+zoo: $(VENV)/.installed-dev
+	$(BIN)/python -m benchmarks.zoo
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
