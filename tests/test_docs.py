@@ -15,7 +15,7 @@ from tests.models import TODAY
 from tests.snippets import is_used, pages, run_on_a_rank, run_shell, snippets
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("rules.md", "models.md")
+PAGES = ("rules.md", "models.md", "zoo.md")
 WITH_CODE = [page for page in pages() if any(block.language for block in snippets(page))]
 NOT_EXECUTED: list[str] = []
 """The first lines of the blocks that no CPU can run; each is marked in its page."""
