@@ -85,10 +85,10 @@ tried, on {dates}, with {versions}, by
 The models have {layers} layers or one a stage, and a batch of {batch}. Sizes are made small by the names of settings
 (`benchmarks/zoo_models.py`), and rates of dropout are zero, as ranks draw other numbers. The loss is the model's own if
 it has labels, else the mean square of its outputs. The GPUs are those of `Cluster.preset("dgx-a100")` with {slower:,}
-times fewer FLOPs a second, so that FLOPs count in small models. Plans have one micro-batch, one sub-batch and no
-recomputation, which makes planning short. Equal is to {precise:.0e} of each tensor's largest element in float64, and to
-{rough:.0e} where the model computes in float32. A dash is what was not tried, or could not be compared; in the summary,
-what could not be captured counts as tried.
+times fewer FLOPs a second, so that FLOPs count in small models. Plans have one micro-batch, one sub-batch, and neither
+buckets nor recomputation, which makes planning short. Equal is to {precise:.0e} of each tensor's largest element in
+float64, and to {rough:.0e} where the model computes in float32. A dash is what was not tried, or could not be compared;
+in the summary, what could not be captured counts as tried.
 
 ## Summary
 
