@@ -88,7 +88,9 @@ def test_what_compute_waits_for_does_not_hide(micro_batches: int) -> None:
     """Each kind of traffic that a step has adds to the program's time; with none that hides it is the simulator's."""
     compiler, _ = costed_on("dgx-h100", 2)
     chosen = sw.Strategy(sw.Grid(data=16), 2, gradients=4, states=8)
-    asked = replace(OPTIONS, force={"*": chosen}, micro_batches=micro_batches, sub_batches=1, recompute="none")
+    asked = replace(
+        OPTIONS, force={"*": chosen}, micro_batches=micro_batches, sub_batches=1, recompute="none", buckets=False
+    )
     kinds: tuple[Traffic, ...] = ("gather", "scatter", "reduce", "broadcast")
     plans = [
         compiler.with_(options=replace(asked, ablation=sw.Ablation(blocking=kinds[:count]))).plan()

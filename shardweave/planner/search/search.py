@@ -194,17 +194,19 @@ class PlanSearch:
     def _over_settings(self, first: SettingPlan, margin: int) -> tuple[list[SettingPlan], float]:
         """The first plan and those of other settings, each faster than the one before; and a bound of all, in seconds.
 
-        Plans of other settings are not simulated where no communication is exposed: they could save next to nothing.
+        Other settings are not priced where no communication is exposed: they could save next to nothing.
         """
         found, bound = [self._merged(first)], first.chosen.solution.bound
         for overlap in self.space.overlaps[1:]:
             best = found[-1]
+            if not best.has_exposed_communication:
+                break
             start = best.planner.plan(best, self.key)
             planner = self.planner(start.micro_batches, start, margin, overlap)
             enough = best.step_time * (1 - MIN_GAIN_RATIO)
             try:
                 bound = min(bound, planner.bound(enough))
-                other = planner.best_plan(enough, is_other=True) if best.has_exposed_communication else None
+                other = planner.best_plan(enough, is_other=True)
             except ParallelError:  # what needs the whole batch, as a batch norm does, or strategies that take all of it
                 continue
             if other is not None and other.step_time <= enough:

@@ -112,19 +112,11 @@ class CachedSolver:
         return self._known.get((id(costed), limit))
 
     def bound(self, costed: Costed, smaller: Costed) -> float:
-        """Seconds that no plan takes less than that the program counts as fitting, by what was asked of it so far.
-
-        Where it counts none so, it may have counted too much: then of those that it counts least for, and of the plan
-        to begin with.
-        """
+        """Seconds that no plan takes less than that the program counts as fitting, by what was asked of it so far."""
         limit = costed.problem.memory_limit
-        needed = self._lacking.get((id(smaller), limit))
-        if needed is None:
-            return (self.expected(smaller, limit) or self.fastest(costed)).bound
-        start = self.start_choice(smaller)
-        bound = math.inf if start is None else smaller.problem.objective(start)
-        may_fit = needed <= max_over_limit(costed) * limit
-        return min(bound, self.solve(smaller.limited(needed)).bound) if may_fit else bound
+        if (id(smaller), limit) in self._lacking:
+            return math.inf
+        return (self.expected(smaller, limit) or self.fastest(costed)).bound
 
     def takes(self, limit: int, ceiling: float) -> bool:
         """Whether it is known that whatever fits takes at least `ceiling` seconds."""
