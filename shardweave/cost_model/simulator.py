@@ -219,8 +219,9 @@ class _SimulatedStep:
             self.gathered = [output_storages(result, found) for result in results[split:]]
             self._set_kind(found, results[split:], "copies")
         self._set_kind(found, results[first:last], "outputs")
-        holders = _placeholders(graph, self.spec, self.spec.draws)[: len(self.spec.parameters)]
-        of_parameters = [result for result in node_nodes(results[last:split]) if copied_from(result) in holders]
+        holders = {*_placeholders(graph, self.spec, self.spec.draws)[: len(self.spec.parameters)]}
+        sources = {result: copied_from(result) for result in node_nodes(results[last:split])}
+        of_parameters = [result for result, found_in in sources.items() if found_in and found_in <= holders]
         self._set_kind(found, of_parameters, "copies")
         self._set_kind(found, results[last:split], "saved")
         # 3. Run the nodes. The new values of mutated buffers are copied and freed.

@@ -24,7 +24,8 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _COPIES_STRIDED = ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten")  # views of contiguous values
 _DEQUANTIZE = torch.ops.shardweave.dequantize_blocks.default
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten.reshape.default,
-           torch.ops.shardweave.quantize_blocks.default, _DEQUANTIZE)  # fmt: skip
+           torch.ops.aten.split_with_sizes_copy.default, torch.ops.shardweave.quantize_blocks.default,
+           _DEQUANTIZE)  # fmt: skip
 _RESHAPES = ("aten::reshape", "aten::flatten")
 _NOTHING = NodeInfo()
 
@@ -100,20 +101,27 @@ def gathers_parameter(node: fx.Node) -> bool:
     return gathers or node.target is _DEQUANTIZE
 
 
-def copied_from(node: fx.Node) -> fx.Node | None:
-    """The placeholder that `node` views, casts, copies or gathers; None if `node` computes something.
+def copied_from(node: fx.Node) -> set[fx.Node]:
+    """The placeholders that `node` views, casts, copies, joins or gathers; none if `node` computes something.
 
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
     >>> copy = graph.call_function(torch.ops.aten._to_copy.default, (x,), {"dtype": torch.bfloat16})
     >>> copied_from(copy), copied_from(graph.call_function(torch.ops.aten.neg.default, (copy,)))
-    (x, None)
+    ({x}, set())
     """
-    while node.op != "placeholder":
-        if not (node.target in _COPIES or is_start(node) or alias_of(node) is not None):
-            return None
-        node = node.all_input_nodes[0]
-    return node
+    found, rest = set[fx.Node](), [node]
+    while rest:
+        node = rest.pop()
+        if node.op == "placeholder":
+            found.add(node)
+        elif node.target == torch.ops.aten.cat.default:
+            rest += node.all_input_nodes
+        elif node.target in _COPIES or is_start(node) or alias_of(node) is not None:
+            rest.append(node.all_input_nodes[0])
+        else:
+            return set()
+    return found
 
 
 def alias_of(node: fx.Node) -> fx.Node | None:

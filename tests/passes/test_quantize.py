@@ -144,8 +144,8 @@ def test_kernels_are_priced_by_what_they_read_and_write() -> None:
 def test_what_is_gathered_in_blocks_is_a_copy_of_its_parameter() -> None:
     module = quantized(moved(mesh_of(2), "all_gather", (4, 4), "parameter"), ZERO)
     (whole,) = module.graph.output_node().all_input_nodes
-    source = copied_from(whole)
-    assert source is not None and source.name == "x"
+    (source,) = copied_from(whole)
+    assert source.name == "x"
 
 
 @pytest.mark.parametrize(
