@@ -107,11 +107,11 @@ class Stages:
             for inputs in tried:
                 inputs = converted(inputs, dtype)
                 try:
-                    first = float(trained(step, inputs, 0, steps=0)[0])
-                except Exception as error:
+                    first = float(trained(step, inputs, 0))
+                except Exception as error:  # whatever a library raises of inputs that do not suit it
                     errors.append(f"{', '.join(inputs)}: {cause_of(error)}")
                     continue
-                if first != float(trained(step, inputs, 1, steps=0)[0]):  # it draws random numbers in training
+                if first != float(trained(step, inputs, 1)):  # it draws random numbers in training
                     step.eval()
                 self.result.inputs, self.result.dtype = ", ".join(inputs), str(dtype).removeprefix("torch.")
                 return step, inputs
@@ -129,15 +129,15 @@ class Stages:
         return plan
 
     def _equal(self, compiler: Measured, plan: sw.Plan, step: nn.Module, inputs: Inputs) -> None:
-        first = float(trained(step, inputs, 0, steps=0)[0])
-        if first != float(trained(step, inputs, 1, steps=0)[0]):
+        first = float(trained(step, inputs, 0))
+        if first != float(trained(step, inputs, 1)):
             raise RuntimeError("not compared: the model draws random numbers by itself")
         lowered = compiler.lower(plan)
         self.result.difference = difference = largest_difference(compiler, lowered, step, inputs)
         tolerance = TOLERANCES[least_precise(compiler.captured)]
         if not difference <= tolerance:
             eager = cast(nn.Module, torch.compile(step, backend="eager"))
-            if float(trained(eager, inputs, 0, steps=0)[0]) != first:
+            if float(trained(eager, inputs, 0)) != first:
                 self.result.difference = None
                 raise RuntimeError('not compared: it computes another loss under torch.compile(backend="eager") too')
             raise AssertionError(f"differs from one device by {difference:.1e} of the largest element")
@@ -157,24 +157,17 @@ def converted(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     }
 
 
-def trained(step: nn.Module, inputs: Inputs, seed: int, steps: int) -> list[Tensor]:
-    """Losses of the first step and of `steps` more, each with its backward; the gradients are those of the last."""
-    losses = []
+def trained(step: nn.Module, inputs: Inputs, seed: int) -> Tensor:
+    """The loss, after its backward: the parameters have their gradients."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for index in range(steps + 1):
-            step.zero_grad()
-            loss = step(**inputs)
-            loss.backward()
-            losses.append(loss.detach())
-            if index < steps:
-                with torch.no_grad():
-                    for parameter in step.parameters():
-                        if parameter.grad is not None:
-                            parameter.sub_(LEARNING_RATE * parameter.grad)
-    if not all(loss.isfinite() for loss in losses):
+        step.zero_grad()
+        loss = step(**inputs)
+        loss.backward()
+    if not loss.isfinite():
         raise ValueError("its loss is not finite")
-    return losses
+    found: Tensor = loss.detach()
+    return found
 
 
 def least_precise(captured: Captured) -> torch.dtype:
@@ -211,7 +204,7 @@ def largest_difference(compiler: Measured, lowered: Compiled, step: nn.Module, i
         given = [parts[value.name] for value in (*spec.parameters, *spec.buffers)] + batch
         results = list(zip(*lockstep.run(lowered.step.forward, mesh, given)))
         written, (loss_parts, *saved) = results[: len(spec.mutated_buffers)], results[len(spec.mutated_buffers) :]
-        (loss,) = trained(step, inputs, 0, steps=0)
+        loss = trained(step, inputs, 0)
         worst = max(worst, difference(together(list(loss_parts), spec.outputs[0].layout, mesh), loss, 0.0))
         # 3. Backward.
         tangents = [
@@ -281,7 +274,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 def in_process(entry: Entry, reports: Connection, seconds: int, memory: int, until: str) -> None:
     """What the process of one architecture does."""
-    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (as long as the process lives)
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))

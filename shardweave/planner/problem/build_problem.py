@@ -90,7 +90,7 @@ class ProblemBuilder:
             all_gradient_bytes = gradient_bytes(annotated.captured)
         self.mesh = space.whole_batch_mesh
         overlap = options.overlap
-        merged_bytes = all_gradient_bytes if overlap.buckets is True else 0  # of small ones, the simulator counts it
+        merged_bytes = all_gradient_bytes if overlap.buckets is True else 0  # merges of small ones are not priced
         self.prices = Prices(self.mesh, cluster, overlap.quantize, merged_bytes)
         self.windows = Windows.of(cluster, self.prices.levels, overlap)
         self.facts = Facts(annotated, cluster)
