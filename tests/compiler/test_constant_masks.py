@@ -87,8 +87,34 @@ def test_a_mask_that_an_input_makes_stays() -> None:
 
 
 def test_large_masks_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constant_masks, "_MAX_ELEMENTS", 63)
+    monkeypatch.setattr(constant_masks, "_MAX_BYTES", 63)
     assert masks_of(Masked(lower), torch.randn(4, 8, 16)) == ["kept"]
+
+
+def packed(sequences: int, length: int) -> Tensor:
+    """A causal mask within documents, as models of transformers make it; each sequence is one document."""
+    positions = torch.arange(length)[None].expand(sequences, -1)
+    document = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+    which = torch.arange(sequences)[:, None, None, None]
+    rows, columns = torch.arange(length)[:, None], torch.arange(length)
+    return (document[which, rows] == document[which, columns]) & (rows >= columns)
+
+
+def test_a_mask_that_is_the_same_for_all_sequences_takes_the_memory_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constant_masks, "_MAX_BYTES", 8 * 8)
+    x = torch.randn(64, 8, 16)
+    assert masks_of(Masked(lambda: ~(~lower().expand(64, 2, 8, 8))), x) == ["causal"]
+
+
+def test_a_mask_within_documents_is_causal_where_each_sequence_is_one_document() -> None:
+    assert masks_of(Masked(lambda: packed(64, 8)), torch.randn(64, 8, 16)) == ["causal"]
+
+
+def test_a_mask_of_many_rows_is_compared_in_blocks() -> None:
+    causal = torch.ones(2050, 2050, dtype=torch.bool).tril()
+    assert constant_masks._is_causal(causal)
+    causal[2049, 2049] = False
+    assert not constant_masks._is_causal(causal)
 
 
 @pytest.mark.parametrize(
