@@ -89,6 +89,11 @@ def captured_from(joint: fx.GraphModule, sources: Sequence[Source], num_forward:
             primals.append(source.name)
             if isinstance(node.meta["val"], Tensor):
                 named[source.kind][node.name] = source.name
+        elif "Token" in type(what).__name__:
+            raise CaptureError(
+                "an op checks values, or says them, beside the graph. Of the functions of torch.linalg, call those "
+                "whose names end in _ex (inv_ex, solve_ex), which return an error code; or use compile_parallel"
+            )
         else:
             raise CaptureError(f"the graph has an input of the kind {type(what).__name__} ({what}): not supported")
     # 2. Put the gradients of parameters and inputs after the outputs.

@@ -293,6 +293,7 @@ def _captured_step(
 ) -> Captured:
     """The captured step of AOTAutograd's joint graph, whose inputs and outputs are described in ``meta["desc"]``."""
     graph = module.graph
+    _checks_as_values(graph)
     for node in graph.nodes:
         if node.op != "placeholder" or node.users:  # AOTAutograd has an open input for a number that is a constant
             refuse_values(model, node)
@@ -396,6 +397,46 @@ def _captured_step(
         model.training,
         input_gradients=input_gradients,
     )
+
+
+def _checks_as_values(graph: fx.Graph) -> None:
+    """Let checks of torch.linalg return what they check: AOTAutograd orders them by tokens, and they have no result."""
+    output = graph.output_node()
+    effects = graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects)
+    checks = [node for node in effects if node.args[1] is torch.ops.aten._linalg_check_errors.default]
+    if not checks or len(checks) != len(effects):
+        return  # another effect is refused
+    for check in checks:
+        token, _, info, what = check.args
+        assert isinstance(token, fx.Node) and isinstance(info, fx.Node)
+        function = info.all_input_nodes[0]
+        results = [node for node in function.users if node.args[1] == 0 and node.users]
+        for result in results:
+            users = [user for user in result.users if user.meta.get("partitioner_tag") != "is_backward"]
+            function.append(info)
+            function.append(result)
+            with graph.inserting_after(info):
+                arguments = (result, info, what, check.kwargs["is_matrix"])
+                checked = graph.call_function(torch.ops.shardweave.checked_matrices.default, arguments)
+            checked.meta.update(result.meta)
+            for user in users:
+                user.replace_input_with(result, checked)
+        for following in list(check.users):
+            following.replace_all_uses_with(token)
+            graph.erase_node(following)
+        graph.erase_node(check)
+    # The tokens, of which nothing is left
+    described = zip(output.args[0], output.meta["desc"])  # type: ignore[arg-type]
+    kept = [(value, kind) for value, kind in described if not _is_token(kind)]
+    output.args, output.meta["desc"] = ([value for value, _ in kept],), [kind for _, kind in kept]
+    for node in graph.find_nodes(op="placeholder"):
+        if _is_token(node.meta["desc"]):
+            graph.erase_node(node)
+
+
+def _is_token(described: Any) -> bool:
+    """Whether this describes an input or output by which AOTAutograd orders effects."""
+    return "Token" in type(described).__name__
 
 
 def extend_backward(graph: fx.Graph) -> None:

@@ -202,11 +202,6 @@ def refuse_effects(model: nn.Module, node: fx.Node) -> None:
     if node.target is torch.ops.higher_order.with_effects:
         what = f"{node.args[1]} acts beside the graph: it checks the values of tensors, or says them"
         way_out = "Write that line with ops that only compute, then compile again."
-        if node.args[1] is torch.ops.aten._linalg_check_errors.default:
-            way_out = (
-                "Call the function of torch.linalg whose name ends in _ex (inv_ex, cholesky_ex, solve_ex): it returns "
-                "an error code instead of raising."
-            )
         raise capture_error(model, what, *module_and_line(model, node), way_out)
 
 

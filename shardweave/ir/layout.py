@@ -301,6 +301,8 @@ def split_digits(digits: Sequence[Digit], sizes: Sequence[int]) -> list[Digits] 
     >>> split_digits((32,), [4, 8]), split_digits((6,), [4])
     ([(4,), (8,)], None)
     """
+    if 0 in digits:  # a dimension without elements
+        return [normalise([size]) for size in sizes] if len(digits) == 1 else None
     queue = list(digits)
     runs: list[Digits] = []
     for size in sizes:

@@ -1,10 +1,12 @@
-"""Ops on a rank's part of a value: padded rows, the steps of a time axis, and indices into a sharded dimension.
+"""Ops on a rank's part of a value: padded rows, the steps of a time axis, and checks of indices and of matrices.
 
 - Padded rows: an uneven dimension has room for the longest part on each rank (`ir.Padding`).
 - Time axes: until `UnrollSubBatches` writes every step, a graph computes one step of each time axis. `total` and
   `joined` stand where the region of an axis ends, for ops on the results of all steps. They are never run.
 - Checked indices: a rank gives zeros for rows that another rank holds, and would do so for an index that no rank holds.
   Torch's own kernels raise an error for such an index. So does this op, on each rank that sees the index.
+- Checked matrices: functions of torch.linalg raise an error for a matrix that has no inverse, for example. In torch's
+  graph the check has no result. This op returns what it has checked, so that it is sharded with that.
 """
 
 from __future__ import annotations
@@ -118,6 +120,22 @@ def checked_index(index: Tensor, start: int, low: int, high: int, what: str) -> 
     return index - start
 
 
+def checked_matrices(result: Tensor, info: Tensor, what: str, is_matrix: bool) -> Tensor:
+    """`result` of the function `what` of torch.linalg, after a check of its error codes: `info`, one for each matrix.
+
+    Raises
+    ------
+    torch.linalg.LinAlgError
+        As on one device. Only ranks that compute a failed matrix raise it.
+
+    >>> checked_matrices(*torch.linalg.inv_ex(torch.eye(2)), "linalg.inv", True)
+    tensor([[1., 0.],
+            [0., 1.]])
+    """
+    torch._linalg_check_errors(info, what, is_matrix=is_matrix)
+    return result.clone()
+
+
 def check_range(index: Tensor, low: int, high: int, what: str) -> None:
     """Raise `IndexRangeError` if an index is less than `low` or not less than `high`."""
     if not index.numel():
@@ -170,3 +188,8 @@ _CHECKED_INDEX = "checked_index(Tensor index, SymInt start, int low, int high, s
 register("pad(Tensor x, int dim, int size, int[] levels) -> Tensor", pad, _fake_pad)
 register("unpad(Tensor x, int dim, int size, int[] levels) -> Tensor", unpad, _fake_unpad)
 register(_CHECKED_INDEX, checked_index, lambda index, *_: torch.empty_like(index))
+register(
+    "checked_matrices(Tensor result, Tensor info, str what, bool is_matrix) -> Tensor",
+    checked_matrices,
+    lambda result, *_: torch.empty_like(result),
+)

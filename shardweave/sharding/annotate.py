@@ -367,7 +367,8 @@ def _traced(node: fx.Node, form: Callable[..., Any], leaves: Sequence[fx.Node]) 
     def call(*values: Any) -> Any:
         lookup = dict(zip(leaves, values))
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda leaf: lookup[leaf])
-        return form(*args, **kwargs)
+        given = (list(each) if isinstance(each, list) else each for each in args)  # some forms write into their lists
+        return form(*given, **kwargs)
 
     with fake:  # values of their own, as nodes of a saved graph share theirs, and a trace tells arguments apart by them
         traced = make_fx(call)(*tree_map_only(torch.Tensor, torch.Tensor.detach, [leaf.meta["val"] for leaf in leaves]))

@@ -377,8 +377,8 @@ def _roles(
     # 2. Back from the gradient, through views and sums, to the ops that compute it.
     def back(value: fx.Node, meaning: Labels) -> None:
         rule = info(value).rule
-        if value.op == "placeholder" or value.target is operator.getitem or rule is None:
-            return
+        if value.op == "placeholder" or value.target is operator.getitem or rule is None or not rule.inputs:
+            return  # an input, or a constant gradient
         if is_view(value):
             back(tensor_args(value)[0], _through(rule.outputs[0], rule.inputs[0], meaning))
         elif _sums(value):

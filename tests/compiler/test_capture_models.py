@@ -14,6 +14,7 @@ import torch
 import transformers as tf
 from torch import Tensor, nn
 
+import shardweave as sw
 from shardweave.compiler.capture import capture
 from shardweave.ir.errors import CaptureError
 from tests.compiler.test_capture import assert_computes
@@ -297,14 +298,32 @@ def test_a_transformer_is_captured_without_its_look_at_the_mask() -> None:
     assert_computes(capture(model, x), model, (x,), {})
 
 
-class Inverse(nn.Linear):
+class Checked(nn.Linear):
+    """Functions of torch.linalg that raise an error for matrices without an inverse, of a parameter and of a batch."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return torch.linalg.inv(self.weight) @ x
+        matrices = x[:, :, None] * x[:, None] + self.weight @ self.weight.mT
+        factors, solved = torch.linalg.cholesky(matrices), torch.linalg.solve(matrices, x)
+        return torch.linalg.inv(self.weight).sum() + factors.sum() + solved.sum() + torch.linalg.det(matrices).sum()
 
 
-def test_a_checked_factorisation_is_refused_with_the_function_that_does_not_raise() -> None:
-    with pytest.raises(CaptureError, match=r"linalg\.inv\(self(?s:.)*inv_ex"):
-        capture(Inverse(4, 4), torch.randn(4, 4))
+def test_checked_functions_of_linalg_compute_and_raise_as_on_one_device() -> None:
+    model, x = Checked(4, 4), torch.randn(2, 4)
+    captured = capture(model, x)
+    assert_computes(captured, model, (x,), {})
+    check = torch.ops.shardweave.checked_matrices.default
+    checks = captured.graph.graph.find_nodes(op="call_function", target=check)
+    assert [node.args[2] for node in checks] == ["linalg.cholesky", "torch.linalg.solve", "linalg.inv"]
+    assert len(captured.graph.graph.find_nodes(op="placeholder")) == 4  # weight, bias, x and the tangent: no tokens
+    parallel = sw.compile_parallel(model, sw.Cluster.local(1), x, progress=False)
+    with torch.no_grad():
+        model.weight.zero_()
+        next(parallel.parameters()).zero_()
+    for each in (model, parallel):
+        with pytest.raises(torch.linalg.LinAlgError, match="linalg.cholesky"):
+            each(x)
+    with pytest.raises(CaptureError, match="inv_ex"):  # its calling convention has no place for the check
+        torch.compile(Checked(4, 4), backend="shardweave")(x)
 
 
 class PackedSteps(nn.Module):

@@ -122,6 +122,8 @@ def _is_bound(digits: tuple[Digit, ...], bound: int) -> bool:
         ((2, Y), [3, 2], None),
         ((4,), [2], None),
         ((2,), [4], None),
+        ((0,), [0, 4], [(0,), (4,)]),
+        ((X, 0), [0, 4], None),
     ],
 )
 def test_cut_table(digits: tuple[Digit, ...], sizes: list[int], runs: object) -> None:

@@ -116,6 +116,18 @@ def test_names_are_module_paths() -> None:
         }
 
 
+class Signs(nn.Linear):
+    """The gradient of its weight is a constant, and it takes the mean of a number along its only dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x).sgn().sum() + self.bias.sum()).mean(0)
+
+
+def test_parameters_with_constant_gradients_are_sharded_by_their_products() -> None:
+    captured = capture(Signs(4, 4), torch.randn(8, 4))
+    assert annotate(captured, Options()).ops[0].parameter == "weight"
+
+
 class Unruled(nn.Module):
     """Its matrix exponential of activations has no rule."""
 

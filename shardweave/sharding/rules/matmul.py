@@ -228,6 +228,21 @@ family(
 )
 
 
+def bind_checked_matrices(node: fx.Node) -> BoundRule:
+    """The dimensions of the error codes are the first ones of the checked result."""
+    result, info = map(shape, tensor_args(node))
+    factors = Factors()
+    names = [factors.new(size) for size in result]
+    return factors.rule([names, names[: len(info)]], [names])
+
+
+family(
+    [torch.ops.shardweave.checked_matrices.default],
+    bind_checked_matrices,
+    "a result of torch.linalg and the error code of each matrix; blocked: nothing",
+)
+
+
 ATTENTION_FORWARD = [
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,

@@ -142,7 +142,7 @@ Dim = int | Sequence[int] | None
 
 def _dims(x: Tensor, dim: Dim) -> list[int]:
     listed = [dim] if isinstance(dim, int) else list(dim or ())
-    return [d % max(x.dim(), 1) for d in listed] or list(range(x.dim()))
+    return [d % x.dim() for d in listed if x.dim()] or list(range(x.dim()))
 
 
 @register_decomposition(aten.mean.dim)

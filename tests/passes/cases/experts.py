@@ -85,6 +85,13 @@ def matrices(d: Draw) -> Call:
     return (_matrices(d) / 8,), {}
 
 
+@case(custom_ops.checked_matrices.default)
+def checked(d: Draw) -> Call:
+    matrices = _matrices(d)
+    *_, info = torch.linalg.inv_ex(matrices)
+    return (d.choice([matrices, matrices[..., 0]]), info, "linalg.inv", info.dim() == 0), {}
+
+
 @case(aten._linalg_solve_ex.default)
 def solve(d: Draw) -> Call:
     matrix = _matrices(d)
