@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from shardweave.compiler.capture import extend_backward
+from shardweave.compiler.capture import asserts_as_values, extend_backward
 from shardweave.compiler.capture_errors import refuse_open_sizes
 from shardweave.compiler.compiler import Compiler, check_world
 from shardweave.compiler.dynamo_workarounds import recurrent_layers
@@ -75,6 +75,7 @@ def captured_from(joint: fx.GraphModule, sources: Sequence[Source], num_forward:
     """AOTAutograd's joint graph as a captured step: its inputs named, its gradients after the outputs."""
     # 1. Name the inputs.
     graph = copied(joint)
+    asserts_as_values(graph.graph, range(num_forward))
     described = joint.graph.output_node().meta["desc"]
     named: dict[str, dict[str, str]] = {"parameter": {}, "buffer": {}, "input": {}}
     primals: list[str] = []

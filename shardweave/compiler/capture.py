@@ -14,7 +14,7 @@ import contextlib
 import inspect
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -293,7 +293,9 @@ def _captured_step(
 ) -> Captured:
     """The captured step of AOTAutograd's joint graph, whose inputs and outputs are described in ``meta["desc"]``."""
     graph = module.graph
-    _checks_as_values(graph)
+    _linalg_checks_as_values(graph)
+    kinds = [type(described).__name__ for described in graph.output_node().meta["desc"]]
+    asserts_as_values(graph, [index for index, kind in enumerate(kinds) if kind == "PlainAOTOutput"])
     for node in graph.nodes:
         if node.op != "placeholder" or node.users:  # AOTAutograd has an open input for a number that is a constant
             refuse_values(model, node)
@@ -399,7 +401,64 @@ def _captured_step(
     )
 
 
-def _checks_as_values(graph: fx.Graph) -> None:
+_ASSERTS = {torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg}
+
+
+def asserts_as_values(graph: fx.Graph, outputs: Iterable[int]) -> None:
+    """Let asserts return a value that the forward needs: they have no users, and would be removed.
+
+    An assert of a flag for each element of a value, such as ``torch.isfinite(x).all()``, returns that value, so that
+    each rank checks its own part. Any other returns the first tensor of these outputs.
+    """
+    aten = torch.ops.aten
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    output = graph.output_node()
+    for node in [node for node in place if node.target in _ASSERTS]:
+        condition, message = node.args[0], node.args[1] if len(node.args) > 1 else "an assert does not hold"
+        assert isinstance(condition, fx.Node)
+        # 1. The flags that have to be true: those of which the condition says that all are, or that none is not.
+        flags, inverted = condition, condition.target is aten.logical_not.default
+        inner = condition.args[0] if inverted else condition
+        if isinstance(inner, fx.Node) and inner.target is (aten.any.default if inverted else aten.all.default):
+            (flags,) = inner.all_input_nodes
+        # 2. The value that they belong to, of the same shape, and its users behind them; or an output.
+        value, users = _checked_value(flags, place)
+        if value is None:
+            flags, inverted = condition, False
+            returned = list(output.args[0])  # type: ignore[arg-type]
+            value = next((returned[index] for index in outputs if isinstance(returned[index], fx.Node)), None)
+            users = [output]
+        # 3. The check, in the forward
+        if value is not None:
+            last = max(value, flags, key=place.__getitem__)
+            with graph.inserting_after(last):
+                op = torch.ops.shardweave.asserted.default
+                checked = graph.call_function(op, (value, flags, not inverted, message))
+            checked.meta.update(node.meta, val=value.meta["val"])
+            place[checked] = place[last]
+            for user in users:
+                user.replace_input_with(value, checked)
+        graph.erase_node(node)
+
+
+def _checked_value(flags: fx.Node, place: Mapping[fx.Node, int]) -> tuple[fx.Node | None, list[fx.Node]]:
+    """The nearest value that flags are computed from element by element, and its users in the forward behind them."""
+    shape, value = flags.meta["val"].shape, flags
+    chain = {flags}
+    while shape:
+        before = [node for node in value.all_input_nodes if node.meta["val"].shape == shape]
+        if not before or torch.Tag.pointwise not in getattr(value.target, "tags", ()):
+            break
+        value = before[0]
+        users = [user for user in value.users if user.meta.get("partitioner_tag") != "is_backward"]
+        users = [user for user in users if user.op != "output" and user not in chain and place[user] > place[flags]]
+        if users and type(value.meta.get("desc")).__name__ != "ParamAOTInput":  # which products read as it is
+            return value, users
+        chain.add(value)
+    return None, []
+
+
+def _linalg_checks_as_values(graph: fx.Graph) -> None:
     """Let checks of torch.linalg return what they check: AOTAutograd orders them by tokens, and they have no result."""
     output = graph.output_node()
     effects = graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects)

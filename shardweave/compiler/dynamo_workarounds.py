@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import dis
 import gc
+import linecache
 import logging
 import os
 import sys
@@ -21,6 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch._decomp import decompositions
+from torch._dynamo import trace_rules
+from torch._dynamo.symbolic_convert import (
+    InliningGeneratorInstructionTranslator,
+    InliningInstructionTranslator,
+    InstructionTranslator,
+)
+from torch._dynamo.variables import TensorVariable, UserFunctionVariable
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -54,6 +63,7 @@ def traceable(model: nn.Module) -> Iterator[None]:
         _ctc_losses(),
         _averaging_norms(),
         _without_checks(),
+        _raises_as_asserts(),
         _output_hooks(model),
         _no_input_gradients(model),
         _only_captured_hooks(model),
@@ -223,6 +233,70 @@ def _without_checks() -> Iterator[None]:
             yield
     finally:
         distributions.set_default_validate_args(validates)
+
+
+_BRANCHES = "POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE"
+
+
+@contextlib.contextmanager
+def _raises_as_asserts() -> Iterator[None]:
+    """Let Dynamo trace a branch on a tensor as an assert, if one side of it only raises an error.
+
+    Of ``if torch.isnan(x).any(): raise ValueError(...)``, for one, Dynamo knows no graph, while asserts are ops. The
+    error is an AssertionError then, with the message or the line of that one.
+    """
+
+    inlined = {torch._assert: UserFunctionVariable, nn.functional.gaussian_nll_loss: UserFunctionVariable}
+
+    def patched(name: str, jump: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        jumps_if = name.endswith("TRUE")
+
+        def branch(self: Any, instruction: Any) -> None:
+            value = self.stack[-1]
+            # 1. Which side raises: the next instruction, or the target of the jump?
+            next_raises = _raised_message(self, self.instruction_pointer)
+            target_raises = _raised_message(self, self.indexof[instruction.target])
+            if not isinstance(value, TensorVariable) or (next_raises is None) == (target_raises is None):
+                return jump(self, instruction)
+            # 2. Assert that the other one is taken, and take it.
+            condition = self.pop().as_proxy()
+            if jumps_if == (next_raises is None):
+                condition = self.output.create_proxy("call_method", "logical_not", (condition,), {})
+            arguments = condition, next_raises or target_raises
+            self.output.create_proxy("call_function", torch._assert_async, arguments, {})
+            if next_raises is not None:
+                self.jump(instruction)
+            return None
+
+        return branch
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(trace_rules.get_torch_obj_rule_map(), inlined))
+        for kind in (InstructionTranslator, InliningInstructionTranslator, InliningGeneratorInstructionTranslator):
+            table: list[Any] = list(kind.dispatch_table)
+            for name in set(_BRANCHES) & set(dis.opmap):
+                table[dis.opmap[name]] = patched(name, table[dis.opmap[name]])
+            stack.enter_context(mock.patch.object(kind, "dispatch_table", table))
+        yield
+
+
+def _raised_message(translator: Any, index: int) -> str | None:
+    """The message of the error that the code from an instruction on raises, or its line; None if it does more."""
+    texts: list[str] = []
+    is_computed = False
+    for instruction in translator.instructions[index:]:
+        name = instruction.opname
+        if name == "RAISE_VARARGS":
+            line = linecache.getline(translator.f_code.co_filename, instruction.starts_line or 0).strip()
+            return texts[0] if len(texts) == 1 and not is_computed else line or "an error is raised"
+        if not name.startswith(("LOAD_", "BUILD_", "FORMAT_", "CALL", "PRECALL", "PUSH_NULL", "KW_NAMES", "BINARY_")):
+            return None
+        is_computed |= name.startswith(("BUILD_", "FORMAT_", "BINARY_"))
+        local = translator.symbolic_locals.get(instruction.argval) if name == "LOAD_FAST" else None
+        known = local.as_python_constant() if local is not None and local.is_python_constant() else instruction.argval
+        if isinstance(known, str) and (local is not None or name == "LOAD_CONST"):
+            texts.append(known)
+    return None
 
 
 @contextlib.contextmanager

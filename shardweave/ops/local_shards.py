@@ -5,8 +5,8 @@
   `joined` stand where the region of an axis ends, for ops on the results of all steps. They are never run.
 - Checked indices: a rank gives zeros for rows that another rank holds, and would do so for an index that no rank holds.
   Torch's own kernels raise an error for such an index. So does this op, on each rank that sees the index.
-- Checked matrices: functions of torch.linalg raise an error for a matrix that has no inverse, for example. In torch's
-  graph the check has no result. This op returns what it has checked, so that it is sharded with that.
+- Checks of values: functions of torch.linalg raise an error for a matrix that has no inverse, and a forward may have
+  asserts. In torch's graph a check has no result. These ops return a value, so that the check is sharded with it.
 """
 
 from __future__ import annotations
@@ -136,6 +136,26 @@ def checked_matrices(result: Tensor, info: Tensor, what: str, is_matrix: bool) -
     return result.clone()
 
 
+def asserted(value: Tensor, flags: Tensor, expected: bool, message: str) -> Tensor:
+    """`value`, after an assert that all flags are as `expected`.
+
+    Raises
+    ------
+    AssertionError
+        One is not; only ranks that have it raise this. On a GPU the check runs on the device: it ends the process
+        without waiting for the step.
+
+    >>> asserted(torch.ones(2), torch.tensor([True, True]), True, "two ones")
+    tensor([1., 1.])
+    """
+    holds = flags.all() if expected else flags.any().logical_not()
+    if holds.device.type != "cpu":
+        torch._assert_async(holds, message)
+    elif not holds:
+        raise AssertionError(message)
+    return value.clone()
+
+
 def check_range(index: Tensor, low: int, high: int, what: str) -> None:
     """Raise `IndexRangeError` if an index is less than `low` or not less than `high`."""
     if not index.numel():
@@ -192,4 +212,9 @@ register(
     "checked_matrices(Tensor result, Tensor info, str what, bool is_matrix) -> Tensor",
     checked_matrices,
     lambda result, *_: torch.empty_like(result),
+)
+register(
+    "asserted(Tensor value, Tensor flags, bool expected, str message) -> Tensor",
+    asserted,
+    lambda value, *_: torch.empty_like(value),
 )

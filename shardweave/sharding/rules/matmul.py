@@ -228,18 +228,18 @@ family(
 )
 
 
-def bind_checked_matrices(node: fx.Node) -> BoundRule:
-    """The dimensions of the error codes are the first ones of the checked result."""
-    result, info = map(shape, tensor_args(node))
+def bind_checked(node: fx.Node) -> BoundRule:
+    """The dimensions of flags and error codes are the first ones of the checked value."""
+    value, flags = map(shape, tensor_args(node))
     factors = Factors()
-    names = [factors.new(size) for size in result]
-    return factors.rule([names, names[: len(info)]], [names])
+    names = [factors.new(size) for size in value]
+    return factors.rule([names, names[: len(flags)]], [names])
 
 
 family(
-    [torch.ops.shardweave.checked_matrices.default],
-    bind_checked_matrices,
-    "a result of torch.linalg and the error code of each matrix; blocked: nothing",
+    [torch.ops.shardweave.checked_matrices.default, torch.ops.shardweave.asserted.default],
+    bind_checked,
+    "a value with a flag for each element, or an error code for each matrix; blocked: nothing",
 )
 
 

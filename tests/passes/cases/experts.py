@@ -92,6 +92,12 @@ def checked(d: Draw) -> Call:
     return (d.choice([matrices, matrices[..., 0]]), info, "linalg.inv", info.dim() == 0), {}
 
 
+@case(custom_ops.asserted.default)
+def asserted(d: Draw) -> Call:
+    value = d.tensor(*d.sizes(1, 3))
+    return (value, d.choice([value, value.sum()]) < 1e9, True, "small"), {}
+
+
 @case(aten._linalg_solve_ex.default)
 def solve(d: Draw) -> Call:
     matrix = _matrices(d)
