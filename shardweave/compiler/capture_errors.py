@@ -101,6 +101,11 @@ _RAISED = (
     "The model itself stops here: mend the call or the config, then compile again. If it runs by itself, it makes up "
     "an optional input (such as attention_mask) only where it is not compiled: give it that input."
 )
+_OF_A_LIBRARY = (
+    "That line belongs to an installed library, {library}. Look for an argument of the call, or a setting of the "
+    "model's config, that avoids it; else, before you compile, put a function of your own in the place of {function}, "
+    "in which that line can be captured. "
+)
 _TORCH = torch.__path__[0]
 _OWN = str(Path(__file__).parents[1])
 INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib", "stdlib"))
@@ -146,6 +151,11 @@ def capture_error(
     """An error with the reason, the module, the source line and the way out."""
     where = f"in {module} ({type(model.get_submodule(module)).__name__}), " if module else ""
     hints = [hint for word, hint in HINTS.items() if word in line or f"`{word.rstrip('(')}`" in reason]
+    if found := re.match(r"\n  (\S+):\d+ in ([^:\s]+): ", line):
+        folder = next((each for each in INSTALLED if found[1].startswith(each)), None)
+        if folder and way_out != _RAISED:
+            library = Path(found[1]).relative_to(folder).parts[0]
+            way_out = _OF_A_LIBRARY.format(library=library, function=found[2]) + way_out
     return CaptureError(
         f"{type(model).__name__} cannot be captured as one graph: {where}{reason}{line}\n{' '.join(hints) or way_out}"
     )
