@@ -158,10 +158,12 @@ class _Layers:
         """A key that equal layers share; None if the layer cannot be removed.
 
         A layer cannot be removed if a node outside of its neighbours reads it, or if it has an op with several inputs
-        and no module, as plans name such ops by number.
+        and no module, as plans name such ops by number. One that is not called has nothing to remove.
         """
         near = {layer, _neighbour(layer, -1), _neighbour(layer, 1)}
         nodes = self.members[layer]
+        if all(node.op == "placeholder" for node in nodes):
+            return None
         for node in nodes:
             backward = node.meta.get("partitioner_tag") == "is_backward"
             if not backward and len(node.all_input_nodes) > 1 and op_name(node) == node.name:

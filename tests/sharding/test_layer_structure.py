@@ -121,6 +121,13 @@ def test_layers_that_are_read_from_outside_are_no_run() -> None:
     assert runs_of(Stack([16] * 5, returns=True)) == []
 
 
+def test_layers_that_are_not_called_are_no_run() -> None:
+    model = Blocks([nn.Linear(8, 8)])
+    model.unused = nn.ModuleList(nn.Linear(8, 8) for _ in range(9))
+    assert runs_of(model) == []
+    sw.compile_parallel(model, sw.Cluster.local(1), torch.zeros(4, 8), progress=False)
+
+
 def test_layers_of_which_the_options_differ_are_not_equal() -> None:
     same = [nn.Linear(8, 8) for _ in range(7)]
     apart = runs_of(Blocks(same), said=lambda name: name.startswith("blocks.3"))
