@@ -115,7 +115,7 @@ class Stages:
                     step.eval()
                 self.result.inputs, self.result.dtype = ", ".join(inputs), str(dtype).removeprefix("torch.")
                 return step, inputs
-        raise RuntimeError(errors[0] if errors else "no inputs are known for it")
+        raise RuntimeError("; ".join(dict.fromkeys(errors)) or "no inputs are known for it")
 
     def _captured(self, step: nn.Module, inputs: Inputs) -> Measured:
         compiler = Measured(step, slow_gpus(), ((), inputs), OPTIONS, None)

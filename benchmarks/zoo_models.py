@@ -6,6 +6,7 @@ few settings that names do not tell.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -103,9 +104,12 @@ SIZES: tuple[tuple[str, int | Callable[[int], int]], ...] = (
         "sliding_window|attention_window|local_attention|window_size|index_topk|attention_chunk_size",
         lambda size: min(size, 8),
     ),
+    ("attention_hidden_size", 2 * HIDDEN),  # of both streams
     (WIDTHS, lambda size: min(size, HIDDEN)),
     (INNER, lambda size: min(size, 2 * HIDDEN)),
     ("num_queries", lambda size: min(size, 16)),
+    ("num_groups", lambda size: min(size, 8)),
+    ("upsample_groups", HIDDEN),
     ("num_labels", 4),
 )
 DEPTHS = re.compile(r"(encoder_)?depths?|num_blocks|\w*_layers|layers_per_block|blocks_per_stage|stage_num\w*")
@@ -178,7 +182,7 @@ def small_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(value, (list, tuple)) and value and all(type(each) is int for each in value):
             changed[name] = type(value)(small_numbers(name, tuple(value)))
             if re.search("indices$|indexes$", name):  # of layers
-                changed[name] = sorted({min(index, LAYERS - 1) for index in value})
+                changed[name] = list(range(len(value)))
         elif isinstance(value, dict):
             changed[name] = small_mapping(value)
     if "apply_spec_augment" in settings:
@@ -187,6 +191,16 @@ def small_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         changed["num_key_value_heads"] = changed.get("num_attention_heads", HEADS)
     if "qk_rope_head_dim" in changed and "head_dim" in changed:  # the size that is rotated
         changed["head_dim"] = changed["qk_rope_head_dim"]
+    given = {
+        "head_dim": HIDDEN // HEADS,
+        "prediction_length": 8,
+        "default_language": "en_XX",
+        "vocab_size": VOCABULARY,
+        "num_experts_per_tok": 2,
+    }
+    if "kv_lora_rank" in settings:
+        del given["head_dim"]
+    changed |= {name: value for name, value in given.items() if settings.get(name, value) is None}
     # 2. Lists with one item a layer.
     for name in ("num_hidden_layers", "n_layer", "num_layers"):
         layers = settings.get(name)
@@ -199,7 +213,9 @@ def small_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
             kept = [kept[0], kept[0] + 1]
         if kept:
             changed[name] = len(kept)
-            changed |= {key: [value[index] for index in kept] for key, value in lists.items()}
+            changed |= {key: [changed.get(key, value)[index] for index in kept] for key, value in lists.items()}
+        taken = [len(changed[key]) for key in settings if re.search("indices$|indexes$", key) and key in changed]
+        changed[name] = max(changed.get(name, layers), *taken, 0)
     # 3. Special tokens lie in the vocabulary, each by itself.
     free = VOCABULARY - 1
     for name, value in settings.items():
@@ -272,13 +288,23 @@ def small_config(config: Any, hints: Mapping[str, Any]) -> Any:
     settings = {name: value for name, value in vars(config).items() if not hasattr(value, "to_dict")}
     parts = {name: small_config(value, {}) for name, value in vars(config).items() if hasattr(value, "to_dict")}
     changed = {**small_settings(settings), **parts, **hints}
-    try:
+    made = config
+    with contextlib.suppress(Exception):  # the constructor of some configs takes other names
         made = type(config)(**changed)
-    except Exception:  # the constructor of some configs takes other names
-        made = config
+    with contextlib.suppress(Exception):  # a part of a config has settings of its own, such as its backbone
+        usual = vars(type(config)())
+        own = {name: value for name, value in settings.items() if name in usual and usual[name] != value}
+        made = type(config)(**{**own, **changed}) if own else made
+    made.allow_global_per_layer_attribute_access = True
     for name, value in changed.items():
         if getattr(made, name, None) != value and not hasattr(value, "to_dict"):
             setattr(made, name, value)
+    rotary = getattr(made, "rope_parameters", None)
+    axes = getattr(type(made), "ignore_keys_at_rope_validation", ())
+    if isinstance(rotary, dict) and "rope_type" in rotary and "mrope_section" in axes:
+        head = getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads
+        eighth = int(head * rotary.get("partial_rotary_factor", 1.0)) // 8
+        made.rope_parameters = {**rotary, "mrope_section": [2 * eighth, eighth, eighth]}
     return made
 
 
@@ -319,29 +345,54 @@ def transformers_inputs(model: Any, config: Any, labels: str) -> Iterator[Inputs
         "input_features": torch.randn(BATCH, mels, 2 * positions),
         "past_values": torch.randn(BATCH, setting(config, ["context_length"], 32), 1),
         "inputs_embeds": torch.randn(BATCH, LENGTH, setting(config, ["hidden_size"], HIDDEN)),
-        "states": torch.randn(BATCH, LENGTH, 17),
+        "states": torch.randn(BATCH, LENGTH, setting(config, ["state_dim"], 17)),
     }
+    # What some models need beside one of these.
+    context, future = made["past_values"].shape[1], setting(config, ["prediction_length"], 8)
+    past, features = context + max(setting(config, ["lags_sequence"], [0])), setting(config, ["num_time_features"], 0)
+    beside = {
+        "query_embeds": made["inputs_embeds"],
+        "bbox": torch.randint(0, 16, (BATCH, LENGTH, 4)).sort(-1).values,
+        "actions": torch.randn(BATCH, LENGTH, setting(config, ["act_dim"], 4)),
+        "rewards": torch.randn(BATCH, LENGTH, 1),
+        "returns_to_go": torch.randn(BATCH, LENGTH, 1),
+        "timesteps": torch.arange(LENGTH).repeat(BATCH, 1),
+        "past_time_features": torch.randn(BATCH, past, features),
+        "past_observed_mask": torch.ones(BATCH, past),
+        "future_values": torch.randn(BATCH, future),
+        "future_time_features": torch.randn(BATCH, future, features),
+    }
+    beside = {name: value for name, value in beside.items() if name in names}
+    if "past_time_features" in names:
+        made["past_values"] = torch.randn(BATCH, past)
     main = model.main_input_name
     kinds: list[str] = [name for name in ("input_ids", "pixel_values") if name in names]
     tried: list[list[str]] = [kinds] if len(kinds) == 2 else []
+    tried += [["input_ids", name] for name in ("input_features", "input_values") if {"input_ids", name} <= names]
     tried += [[main]] if main in made else []
     tried += [[name] for name in made if name in names and name != main]
     targets = {"tokens": tokens, "class": torch.randint(0, 2, (BATCH,))}
     for chosen in tried:
-        batch = {name: made[name] for name in chosen}
+        batch = {name: made[name] for name in chosen} | beside
         if "input_ids" in batch and "attention_mask" in names:
             batch["attention_mask"] = torch.ones_like(tokens)
-        if labels != "none" and "labels" in names:
-            yield {**batch, "labels": targets[labels]}
-        if "decoder_input_ids" in names:
-            yield {**batch, "decoder_input_ids": tokens}
-        yield batch
-        if chosen == ["input_values"]:  # with a channel
-            yield {"input_values": made["input_values"][:, None]}
-        if chosen == ["input_features"]:  # some libraries' features have time first
-            yield {name: value.transpose(1, 2).contiguous() for name, value in batch.items()}
-        if chosen == ["pixel_values"]:
-            yield {"pixel_values": torch.randn(BATCH, setting(config, ["num_frames"], 4), channels, height, width)}
+        if "input_features" in batch and "input_features_mask" in names:
+            batch["input_features_mask"] = torch.ones(BATCH, 2 * positions, dtype=torch.bool)
+        # Some features have time first, some waves a channel, some images are videos.
+        others = []
+        if "input_features" in batch:
+            others.append({"input_features": made["input_features"].transpose(1, 2).contiguous()})
+        if "input_values" in batch:
+            others.append({"input_values": made["input_values"][:, None]})
+        if "pixel_values" in batch:
+            frames = setting(config, ["num_frames"], 4)
+            others.append({"pixel_values": torch.randn(BATCH, frames, channels, height, width)})
+        for other in ({}, *others):
+            if labels != "none" and "labels" in names:
+                yield {**batch, **other, "labels": targets[labels]}
+            if "decoder_input_ids" in names:
+                yield {**batch, **other, "decoder_input_ids": tokens}
+            yield {**batch, **other}
 
 
 # -- diffusers
