@@ -73,6 +73,8 @@ tried, on {dates}, with {versions}, by
 {commands}
 ```
 
+What has a result is not tried again at every commit: results may be of different commits of these dates.
+
 | column | meaning |
 | --- | --- |
 | runs | a small model of it can be built, and runs forward and backward on one device |
