@@ -6,6 +6,7 @@ import contextlib
 import copy
 import hashlib
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -29,7 +30,17 @@ from shardweave.distributed import (
     run_on_all_ranks,
     run_on_each_rank,
 )
-from shardweave.ir import Captured, InputError, Layout, LayoutError, ParallelError, PlanError, axes_size, readable_bytes
+from shardweave.ir import (
+    Captured,
+    InputError,
+    Layout,
+    LayoutError,
+    ParallelError,
+    PlanError,
+    axes_size,
+    outermost_first,
+    readable_bytes,
+)
 from shardweave.passes import Annotated, Compiled
 from shardweave.planner import (
     MAX_CACHED_SHARDED_GRAPHS,
@@ -56,7 +67,7 @@ from shardweave.runtime import (
     call_text,
     named_tensors,
 )
-from shardweave.sharding import Samples, check_local_batch, global_example, inputs_with_first_size
+from shardweave.sharding import Samples, check_local_batch, global_example, idle_axes, inputs_with_first_size
 
 
 class Compiler:
@@ -368,16 +379,19 @@ class Compiler:
         for name in set(captured.parameters.values()).difference(layouts):
             layouts[name] = Layout.replicated(model.get_parameter(name).shape)
         made.annotated.captured = replace(captured, at_rest=layouts)
-        batch, ranks = made.annotated.batch, axes_size(first.step.spec.data_axes)
-        if batch and batch % ranks:
-            raise InputError(
-                f"a batch of {batch} does not divide into the {ranks} parts of the plan, one for each data rank: "
-                f"pass a multiple of {ranks} (drop_last=True in the loader leaves out a smaller last batch), or compile"
-                " with a plan that spreads the batch over fewer ranks"
-            )
+        # Axes that do not divide the batch are idle; those that shard the batch of every op are kept first.
+        data, batch = first.step.spec.data_axes, made.annotated.batch
+        ops = [op.name for op in made.annotated.ops if op.batch > 1 and op.name in plan.choices]
+        used = [plan.choices[name].strategy.axes(self.cluster.mesh()) for name in ops]
+        others = {axis for axes in used for axis in (*axes.z, *axes.data)}.difference(data)
+        sharding = [*data, *outermost_first(others)]
+        idle = idle_axes(batch, sharding)
+        made.annotated.leave_idle(idle)
+        planned, ranks = axes_size(data), axes_size(axis for axis in data if axis not in idle)
         accumulates = plan.micro_batches if made.annotated.tangents else 1
-        micro_batches = math.gcd(accumulates, max(batch // ranks, 1))
-        is_cut = batch // ranks // micro_batches % plan.overlap.sub_batches == 0
+        samples = batch // axes_size(axis for axis in sharding if axis not in idle)
+        micro_batches = math.gcd(accumulates, max(samples, 1))
+        is_cut = samples // micro_batches % plan.overlap.sub_batches == 0
         overlap = plan.overlap if is_cut else replace(plan.overlap, sub_batches=1)
         try:
             lowered = made.lower(replace(plan, micro_batches=micro_batches, overlap=overlap))
@@ -386,12 +400,26 @@ class Compiler:
                 f"the plan of the first step does not fit these inputs: {error}. Pass inputs of sizes that its "
                 "strategies divide, as those of the first step; or compile the model with these inputs"
             ) from error
-        # 3. Check its memory.
+        # 3. Check its memory. Ranks with more samples than the plan gives them may compute as many as that at a time.
         needed, limit = made.lowering.timeline(lowered, plan=plan).peak_memory, options.limit(self.cluster)
+        most = max(self.annotated.batch // axes_size(sharding) // plan.micro_batches, 1)
+        more = next((n for n in range(micro_batches + 1, samples + 1) if samples % n == 0 and samples // n <= most), 0)
+        if needed > limit and idle and more and made.annotated.tangents:
+            with contextlib.suppress(PlanError, LayoutError):  # the model needs the whole batch at once
+                lowered = made.lower(replace(plan, micro_batches=more, overlap=replace(plan.overlap, sub_batches=1)))
+                needed = made.lowering.timeline(lowered, plan=plan).peak_memory
         if needed > limit:
             raise InputError(
                 f"the step for these inputs takes {needed} bytes ({readable_bytes(needed)}) a device, and the memory "
                 f"limit is {limit} ({readable_bytes(limit)}): pass smaller inputs, or compile the model with these"
+            )
+        if batch and ranks < planned and dist.get_rank() == 0:
+            warnings.warn(
+                f"a batch of {batch} does not divide into the {planned} parts of the plan: it is computed in {ranks}, "
+                f"{planned // ranks} ranks each computing the same, so that a call takes the time and memory of "
+                f"{batch // ranks * planned} samples. A batch that is a multiple of {planned}, or drop_last=True in "
+                "the loader, avoids it",
+                stacklevel=2,
             )
         return made.compiled_step(lowered)
 

@@ -296,9 +296,10 @@ class _Lowering:
             assignments.update(op.assignments(strategy, mesh))
             axes = strategy.axes(self.mesh)
             state_sharding.update(dict.fromkeys((op.parameter, *op.companions), StateSharding(*axes.stages)))
+        has_other_loops = captured.at_rest and self.annotated.batch == 1  # than those that a plan's joins name
         for node, name in join_names(captured.graph.graph).items():
-            if name in self.joins:
-                assignments[node.name] = self.joins[name]
+            if name in self.joins and not has_other_loops:
+                assignments[node.name] = self.annotated.without_idle(node, self.joins[name])
         # 2. The layouts of what enters and leaves the step.
         data = data_axes(self.annotated.ops, self.strategies, self.mesh)
         boundary = Boundary(self.annotated, self.mesh, data, self.options)

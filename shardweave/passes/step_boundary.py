@@ -15,6 +15,7 @@ from torch import fx
 from shardweave.cost_model import Options
 from shardweave.ir import (
     SEED,
+    Assignment,
     Axis,
     Captured,
     Layout,
@@ -63,6 +64,23 @@ class Annotated:
     tangents: tuple[str, ...]
     """The placeholders of the outputs that a backward may start from."""
     loss_inside: bool
+    idle: frozenset[Axis] = frozenset()
+    """Axes that do not shard the batch: see `Op.idle`."""
+
+    def leave_idle(self, axes: frozenset[Axis]) -> None:
+        """Shard the batch over none of these axes."""
+        self.idle, self.ops = axes, [replace(op, idle=axes) for op in self.ops]
+
+    def without_idle(self, node: fx.Node, assignment: Assignment) -> Assignment:
+        """The assignment of a node without the axes that are idle and on the batch."""
+        bound, (batches, _) = info(node).rule, batch_classes(self.captured, self.classes)
+        if not self.idle or bound is None:
+            return assignment
+        names = {factor.name for factor in bound.factors}
+        return Assignment.of({
+            axis: name for axis, name in assignment.items
+            if name in names and not (axis in self.idle and self.classes.of[node, name] in batches)
+        })  # fmt: skip
 
 
 def annotate(captured: Captured, options: Options) -> Annotated:
@@ -180,7 +198,7 @@ def data_axes(ops: list[Op], strategies: Mapping[str, Strategy], mesh: Mesh) -> 
     for op in ops:
         if op.batch > 1:
             axes = strategies[op.name].axes(mesh)
-            common &= {*axes.z, *axes.data}
+            common &= {*axes.z, *axes.data} - op.idle
     return tuple(outermost_first(common)) if any(op.batch > 1 for op in ops) else ()
 
 

@@ -58,6 +58,8 @@ class CallChecks:
     """Ranges of indices among the inputs. They are checked on a CPU; a GPU's kernels check them."""
     call: str = ""
     """The call that the step is for, in words: the shapes of its inputs, and the mode of the model."""
+    takes_parts: bool = True
+    """Whether a rank may pass its part of the global batch; not if the step has fewer parts than the first one."""
     _done: int = field(default=0, init=False)
     passes_parts: bool = field(default=False, init=False)
     """Whether the last call passed this rank's part of the global batch, and not the whole."""
@@ -112,7 +114,11 @@ class CallChecks:
 
     def checked(self, values: Sequence[object]) -> list[torch.Tensor]:
         """The tensors of a call; InputError if they are not those that the step was compiled for."""
-        shapes = None if self.local is None else [self.local.shape(spec) for spec in self.spec.inputs]
+        shapes = None
+        if self.local is not None:
+            shapes = [self.local.shape(spec) for spec in self.spec.inputs]
+        elif not self.takes_parts:
+            shapes = [spec.layout.global_shape for spec in self.spec.inputs]
         return check_inputs(values, self.spec.inputs, self.mesh.device_type, shapes)
 
     def are_parts(self, values: Sequence[torch.Tensor]) -> bool:

@@ -551,17 +551,21 @@ class ParallelModule(nn.Module):
     @property
     def data_world_size(self) -> int:
         """The number of parts of the batch: the data parallel degree, or with ``batch="local"`` one for each rank."""
-        return self.spec.mesh.world_size if self._local is not None else axes_size(self.spec.data_axes)
+        return self._parts(self._steps[0].attributes["spec"])[0]
 
     @property
     def data_rank(self) -> int:
         """The index of this rank's part, in ``[0, data_world_size)``."""
+        return self._parts(self._steps[0].attributes["spec"])[1]
+
+    def _parts(self, spec: StepSpec) -> tuple[int, int]:
+        """The number of parts of a step's batch, and the index of this rank's part."""
         if self._local is not None:
-            return self.mesh.rank
+            return self.spec.mesh.world_size, self.mesh.rank
         index = 0
-        for axis in self.spec.data_axes:
+        for axis in spec.data_axes:
             index = index * axis.size + self._coordinates[axis.name]
-        return index
+        return axes_size(spec.data_axes), index
 
     def sampler(self, dataset: Sized, **options: Any) -> DistributedSampler[Any]:
         """A sampler for this rank's part of `dataset`; `options` as for DistributedSampler (`shuffle`, `seed`, ...).
@@ -576,9 +580,9 @@ class ParallelModule(nn.Module):
         Raises
         ------
         InputError
-            If the tensor's first dimension does not divide by `data_world_size`.
+            If the tensor's first dimension does not divide by the number of parts of the last call's batch.
         """
-        parts, steps = self.data_world_size, self.spec.micro_batches * self.spec.sub_batches
+        (parts, mine), steps = self._parts(self.spec), self.spec.micro_batches * self.spec.sub_batches
         if self._local is not None:  # a rank's own samples are one piece, however many steps compute them
             steps = 1
         if parts > 1 and (tensor.ndim == 0 or tensor.shape[0] % (steps * parts)):
@@ -588,7 +592,7 @@ class ParallelModule(nn.Module):
             )
         if parts == 1:
             return tensor
-        return torch.cat([step.chunk(parts)[self.data_rank] for step in tensor.chunk(steps)])
+        return torch.cat([step.chunk(parts)[mine] for step in tensor.chunk(steps)])
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -726,7 +730,17 @@ def _bound_attributes(
         check,
         shared,
     )
-    calls = CallChecks(spec, mesh, group_of_calls(mesh), local, checked_calls, compiled.checks, compiled.call)
+    planned = module._steps[0].attributes["spec"] if module._steps else spec
+    calls = CallChecks(
+        spec,
+        mesh,
+        group_of_calls(mesh),
+        local,
+        checked_calls,
+        compiled.checks,
+        compiled.call,
+        takes_parts=spec.data_axes == planned.data_axes,
+    )
     return {
         "spec": spec,
         "graphs": dict(compiled.graphs or {"forward": step.forward}),

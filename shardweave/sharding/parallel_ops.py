@@ -83,6 +83,8 @@ class Op:
         The size of the batch loop, 1 if there is none.
     form : {"column", "row", ""}
         How Megatron's tensor parallelism splits the op (see the module's docstring).
+    idle : frozenset of Axis
+        Axes that do not shard the batch, whatever the strategy, as they do not divide it: see `idle_axes`.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Op:
     roles: tuple[Role, ...]
     batch: int
     form: Literal["column", "row", ""] = ""
+    idle: frozenset[Axis] = frozenset()
 
     def atoms_of(self, strategy: Strategy, mesh: Mesh) -> dict[Axis, Atom]:
         """The atom of the parameter that each x, y and expert axis is on.
@@ -147,7 +150,7 @@ class Op:
         atoms = self.atoms_of(strategy, mesh)
         if strategy.slices > 1:
             atoms |= {slice_axis(strategy.slices): self.slice_atom(strategy, mesh, strategy.slices)}
-        rows = [*axes.z, *axes.data, *mesh.time_axes]
+        rows = [axis for axis in (*axes.z, *axes.data, *mesh.time_axes) if axis not in self.idle]
         if self.batch > 1:
             left = self.batch
             for axis in rows:
@@ -189,6 +192,22 @@ class Op:
             for dim in range(rank)
         )
         return Layout(dims_layout(dims, sizes, assignment))
+
+
+def idle_axes(batch: int, axes: Iterable[Axis]) -> frozenset[Axis]:
+    """The `axes` that cannot shard a batch, taken in this order: ranks along them compute the same samples.
+
+    >>> outer, inner = Axis("node0", 2, 2), Axis("gpu0", 2, 1)
+    >>> [sorted(axis.name for axis in idle_axes(batch, (outer, inner))) for batch in (8, 10, 3)]
+    [[], ['gpu0'], ['gpu0', 'node0']]
+    """
+    idle = set()
+    for axis in axes:
+        if batch % axis.size:
+            idle.add(axis)
+        else:
+            batch //= axis.size
+    return frozenset(idle)
 
 
 def batch_classes(captured: Captured, classes: Classes) -> tuple[frozenset[int], int]:
