@@ -88,8 +88,13 @@ Ops that models use, with what to write instead:
 Complex numbers are sharded as real ones are, parameters included, and sent as pairs of real numbers. A conjugate is
 computed where it is made. A Fourier transform (`torch.fft`, `stft`, `istft`) blocks the dimensions that it transforms.
 
-Sizes, branches and numbers that depend on the values of tensors (`.item()`, `nonzero`, `x[mask]`, `unique`) are refused
-earlier, in capture: one graph has to serve every step.
+Ops between which a size or a number depends on the values of tensors (`x[mask]`, `nonzero`, `torch.where(mask)`,
+`unique`, `repeat_interleave` by a tensor, `.item()`) become one op `shardweave.region`, for each selection one in the
+forward and one in the backward. Every rank computes it whole, so its inputs are gathered, and the batch is not cut into
+micro-batches or sub-batches. What the backward needs of a selection it selects again. In plans, a selection counts as
+large as what it selects from, a number that is a size as the largest dimension of the inputs: only the former bounds
+memory. Random numbers for selected elements (dropout), and results of the model of such a size, are refused in capture,
+and so are branches on values.
 """
 REFUSED: tuple[tuple[str, str, str], ...] = (
     ("masked_scatter", "the n-th element that is masked takes the n-th value: a count over all", "`torch.where`"),

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from shardweave.compiler.capture import asserts_as_values, extend_backward
+from shardweave.compiler.capture import asserts_as_values, enclose_open_sizes, extend_backward
 from shardweave.compiler.capture_errors import refuse_open_sizes
 from shardweave.compiler.compiler import Compiler, check_world
 from shardweave.compiler.dynamo_workarounds import recurrent_layers
@@ -46,7 +46,7 @@ from shardweave.runtime import (
     group_of_calls,
     ranks_agree,
 )
-from shardweave.sharding import copied, draws, graph_outputs, info
+from shardweave.sharding import copied, draws, graph_outputs, info, tensors
 
 aten = torch.ops.aten
 
@@ -75,7 +75,6 @@ def captured_from(joint: fx.GraphModule, sources: Sequence[Source], num_forward:
     """AOTAutograd's joint graph as a captured step: its inputs named, its gradients after the outputs."""
     # 1. Name the inputs.
     graph = copied(joint)
-    asserts_as_values(graph.graph, range(num_forward))
     described = joint.graph.output_node().meta["desc"]
     named: dict[str, dict[str, str]] = {"parameter": {}, "buffer": {}, "input": {}}
     primals: list[str] = []
@@ -104,7 +103,13 @@ def captured_from(joint: fx.GraphModule, sources: Sequence[Source], num_forward:
     gradients = {name: value for name, value in zip(primals, values[num_forward:]) if value is not None}
     graph.graph.output_node().args = ([*values[:num_forward], *gradients.values()],)
     # 3. Fix symbolic sizes, and describe the step.
+    given = [node for node in graph.graph.find_nodes(op="placeholder") if node.name not in tangents]
+    if all(isinstance(size, int) for node in given for value in tensors(node.meta["val"]) for size in value.shape):
+        enclose_open_sizes(graph, graph.graph)
     _fix_sizes(graph.graph)
+    asserts_as_values(graph.graph, range(num_forward))
+    for node in graph.graph.nodes:
+        node.meta.setdefault("val", None)  # checks of values have none
     extend_backward(graph.graph)
     graph.graph.lint()
     graph.recompile()

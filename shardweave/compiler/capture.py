@@ -12,16 +12,23 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
+import operator
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from types import FunctionType
 from typing import Any
 
+import networkx
 import torch
 import torch.utils._pytree as pytree
+from networkx.utils import UnionFind
 from torch import Tensor, fx, nn
+from torch.utils.flop_counter import flop_registry
 
 from shardweave.compiler.capture_errors import (
     capture_error,
@@ -42,6 +49,7 @@ from shardweave.ir import (
     CallTree,
     Captured,
     CaptureError,
+    InternalError,
     Precision,
     Reads,
     as_call,
@@ -49,7 +57,9 @@ from shardweave.ir import (
     leaf_names,
     with_objects_opened,
 )
+from shardweave.ops import REGION_NAMES
 from shardweave.runtime import copy_with_tensors, wants_gradient
+from shardweave.sharding import INHERITED_META, draws, tensors, writes_by_mask
 
 
 @contextlib.contextmanager
@@ -294,6 +304,7 @@ def _captured_step(
     """The captured step of AOTAutograd's joint graph, whose inputs and outputs are described in ``meta["desc"]``."""
     graph = module.graph
     _linalg_checks_as_values(graph)
+    enclose_open_sizes(model, graph)
     kinds = [type(described).__name__ for described in graph.output_node().meta["desc"]]
     asserts_as_values(graph, [index for index, kind in enumerate(kinds) if kind == "PlainAOTOutput"])
     for node in graph.nodes:
@@ -507,3 +518,179 @@ def extend_backward(graph: fx.Graph) -> None:
         late = any(argument.meta.get("partitioner_tag") == "is_backward" for argument in node.all_input_nodes)
         if late and node.op != "output":
             node.meta["partitioner_tag"] = "is_backward"
+
+
+# -- regions in which sizes or numbers depend on the values of tensors
+
+
+def enclose_open_sizes(model: nn.Module, graph: fx.Graph) -> None:
+    """Move ops between which a size or a number depends on the values of tensors into ops ``shardweave.region``.
+
+    A region takes and returns tensors of fixed sizes, so the rest of the compiler sees no other ones. What a backward
+    needs of such values is computed again in its own region.
+    """
+    extend_backward(graph)
+    opened = {node for node in graph.nodes if _is_open(node) and (node.op != "placeholder" or node.users)}
+    for node in graph.output_node().all_input_nodes:
+        if node in opened:
+            what = "the size of a result depends on the values of tensors"
+            way_out = "Return the whole tensor and a mask of what is meant, and select outside of the model."
+            raise capture_error(model, what, *module_and_line(model, node), way_out)
+    # 1. Find the ops that make or read an open value; an op and its results belong together.
+    inside = {node for node in graph.nodes if opened.intersection([node, *node.all_input_nodes])}
+    inside.update(filter(writes_by_mask, graph.nodes))
+    if not inside:
+        return
+    # 2. An open value joins its maker and its readers. The forward and the backward have regions of their own.
+    joined: UnionFind = UnionFind(graph.nodes)
+    for node in graph.nodes:
+        for arg in node.all_input_nodes:
+            if (arg in opened or node.target is operator.getitem) and _is_late(arg) == _is_late(node):
+                joined.union(arg, node)
+    # 3. Regions that need each other's results become one, with all that lies between.
+    order = networkx.DiGraph()
+    for node in graph.nodes:
+        order.add_edges_from((joined[arg], joined[node]) for arg in node.all_input_nodes)
+    for several in networkx.strongly_connected_components(order):
+        joined.union(*several)
+    members: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        members.setdefault(joined[node], []).append(node)
+    regions = [found for found in members.values() if inside.intersection(found)]
+    for node in (node for found in regions for node in found):
+        _refuse_open(model, node)
+    # 4. Replace them, those of the backward first: they may ask for more results of the forward's.
+    maker = _RegionMaker(model, graph, opened)
+    for found in sorted(regions, key=lambda found: not _is_late(found[0])):
+        maker(found)
+    for node in reversed([node for found in regions for node in found]):
+        graph.erase_node(node)
+    # 5. Sort the nodes: a region starts when all of its inputs are there, and no forward after the backward.
+    places = {node: (_is_late(node), place) for place, node in enumerate(graph.nodes)}
+    order = networkx.DiGraph((arg, node) for node in places for arg in node.all_input_nodes)
+    order.add_nodes_from(places)
+    for node in list(networkx.lexicographical_topological_sort(order, places.__getitem__)):
+        if node.op not in ("placeholder", "output"):
+            graph.output_node().prepend(node)
+
+
+def _is_open(node: fx.Node) -> bool:
+    """Whether a number or a size in the value of a node is no constant; those of the step's inputs are."""
+    symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    for value in pytree.tree_leaves(node.meta.get("val")):
+        numbers = (*value.shape, *value.stride(), value.storage_offset()) if isinstance(value, Tensor) else (value,)
+        if any(isinstance(number, symbolic) for number in numbers):
+            return True
+    return False
+
+
+def _symbols(node: fx.Node) -> set[Any]:
+    """The symbols of numbers and sizes in the value of a node that depend on the values of tensors."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    kinds = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+    values = [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, kinds)]
+    return set().union(*map(free_unbacked_symbols, values))
+
+
+def _is_late(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def _refuse_open(model: nn.Module, node: fx.Node) -> None:
+    """Raise CaptureError for a node that no region can hold."""
+    if draws(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
+        what = f"{node.target} runs on a number of elements that depends on the values of tensors"
+        way_out = "Draw random numbers, such as those of dropout, for all elements, before some of them are selected."
+        raise capture_error(model, what, *module_and_line(model, node), way_out)
+
+
+class _RegionMaker:
+    """Replaces the nodes of a region by one call. `opened` are the nodes whose values have open sizes."""
+
+    def __init__(self, model: nn.Module, graph: fx.Graph, opened: set[fx.Node]) -> None:
+        self._model, self._graph, self._opened = model, graph, opened
+        self._places = {node: place for place, node in enumerate(graph.nodes)}
+        # A selection has at most as many elements as what it selects from. A number may be anything: it is taken for
+        # the largest dimension of the step's inputs.
+        given = [value for node in graph.find_nodes(op="placeholder") for value in tensors(node.meta.get("val"))]
+        largest = max((size for value in given for size in value.shape if isinstance(size, int)), default=1)
+        self._hints: dict[Any, int] = {}
+        for node in (node for node in graph.nodes if node in opened):
+            sources = [value for arg in node.all_input_nodes for value in tensors(arg.meta["val"])]
+            bound = max((math.prod(self._size(value)) for value in sources), default=largest)
+            hint = bound if any(True for _ in tensors(node.meta["val"])) else largest
+            for symbol in _symbols(node) - self._hints.keys():
+                self._hints[symbol] = hint
+
+    def __call__(self, found: Sequence[fx.Node]) -> None:
+        # 1. Add what the forward computed of open sizes; find the inputs and the outputs.
+        within, waiting = {*found}, [*found]
+        while waiting:
+            more = [arg for arg in waiting.pop().all_input_nodes if arg in self._opened and arg not in within]
+            within.update(more)
+            waiting += more
+        nodes = sorted(within, key=self._places.__getitem__)
+        inputs = list(dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in within))
+        fixed = [node for node in found if node not in self._opened and isinstance(node.meta.get("val"), Tensor)]
+        outputs = [node for node in fixed if any(user not in within for user in node.users)]
+        if not outputs:  # nothing but checks of these sizes
+            return
+        # 2. Write the code, with names that are equal in equal regions.
+        inner, device = fx.Graph(), inputs[0].meta["val"].device
+        inside = {node: inner.placeholder(f"a{index}") for index, node in enumerate(inputs)}
+        made_on = cache(lambda: inner.call_function(getattr, (inside[inputs[0]], "device")))
+
+        def own(leaf: Any) -> Any:
+            if isinstance(leaf, str):  # the message of a check
+                return re.sub(r"\bz?uf?\d+\b", "value", leaf).partition(" on node ")[0]
+            return inside[leaf] if isinstance(leaf, fx.Node) else made_on() if leaf == device else leaf
+
+        for index, node in enumerate(nodes):
+            args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), own)
+            inside[node] = inner.create_node("call_function", node.target, args, kwargs, f"v{index}")
+        inner.output([inside[node] for node in outputs])
+        code = inner.python_code("self")
+        usual = fx.Graph().python_code("self").globals.keys()
+        if unknown := code.globals.keys() - usual - REGION_NAMES.keys():
+            raise InternalError(f"the code of a region refers to {sorted(unknown)}")
+        # 3. Call it.
+        values = [node.meta["val"] for node in outputs]
+        shapes = ", ".join(" ".join([str(value.dtype)[6:], *map(str, value.shape)]) for value in values)
+        text = code.src.strip().replace("def forward(self, ", "def region(")
+        with self._graph.inserting_before(found[0]):
+            op = torch.ops.shardweave.region.default
+            described = text, shapes, sum(map(self._flops, nodes)), sum(map(self._bytes, nodes))
+            call = self._graph.call_function(op, (inputs, *described))
+            call.meta = {name: found[0].meta[name] for name in INHERITED_META if name in found[0].meta}
+            with values[0].fake_mode:
+                call.meta["val"] = op([arg.meta["val"] for arg in inputs], *described)
+            for index, node in enumerate(outputs):
+                result = self._graph.call_function(operator.getitem, (call, index))
+                result.meta = call.meta | {"val": call.meta["val"][index]}
+                node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in within)
+
+    def _size(self, value: Tensor) -> list[int]:
+        """The size of a tensor, an upper bound or a guess where it is open."""
+        return [self._number(size) for size in value.shape]
+
+    def _number(self, value: Any) -> Any:
+        return max(0, int(value.node.expr.xreplace(self._hints))) if isinstance(value, torch.SymInt) else value
+
+    def _flops(self, node: fx.Node) -> int:
+        formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+        if formula is None:
+            return 0
+
+        def sized(value: Any) -> Any:
+            return torch.empty(self._size(value), device="meta") if isinstance(value, Tensor) else self._number(value)
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: pytree.tree_map(sized, arg.meta["val"]))
+        return int(formula(*args, **kwargs, out_val=pytree.tree_map(sized, node.meta["val"])))
+
+    def _bytes(self, node: fx.Node) -> int:
+        """Bytes that a node allocates."""
+        returned = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
+        if node.target is operator.getitem or any(value.alias_info is not None for value in returned):
+            return 0
+        return sum(math.prod(self._size(value)) * value.element_size() for value in tensors(node.meta.get("val")))

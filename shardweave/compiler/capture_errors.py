@@ -79,19 +79,7 @@ _WAY_OUT = (
     "Write that line without branching on the values of tensors and without leaving the graph (torch.where, "
     "masks instead of selections, no .item(), no printing), then compile again."
 )
-_SELECTION = (
-    "How many elements are selected is not known before the step runs. Keep all of them, and multiply by the mask or "
-    "take torch.where(mask, value, 0): the mean of selected elements is (value * mask).sum() / mask.sum(); each expert "
-    "of a loop takes all rows, and its result is multiplied by the mask of its rows."
-)
 _WAYS_OUT = {
-    "nonzero": _SELECTION,
-    "masked_select": _SELECTION,
-    "aten.index.Tensor": _SELECTION,
-    "bincount": "Count with a fixed number of bins: torch.nn.functional.one_hot(values, bins).sum(0).",
-    "unique": "How many values differ is not known before the step runs. If all values are below a number, "
-    "torch.nn.functional.one_hot(values, number).sum(0) has the count of each; or find the unique values where batches "
-    "are made, and pass them as an input.",
     "embedding_renorm": "An embedding with max_norm changes its table in each call. Leave max_norm out, and keep the "
     "rows within it by a line before each call, on all ranks: weight.data.copy_(torch.renorm(weight.detach(), "
     "norm_type, 0, max_norm)), where weight is that of the parallel module.",
@@ -216,14 +204,15 @@ def refuse_effects(model: nn.Module, node: fx.Node) -> None:
 
 
 def refuse_open_sizes(graph: fx.Graph) -> None:
-    """Raise CaptureError where a size in Dynamo's graph depends on the values of tensors."""
+    """Raise CaptureError where a size in Dynamo's graph depends on the values of tensors, and others may vary, too."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     for node in graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, (Tensor, torch.SymInt)) and free_unbacked_symbols(value):
                 line = _user_line(str(node.meta.get("stack_trace", "")))
-                raise CaptureError(f"a size of the graph depends on the values of tensors{line}\n{_WAY_OUT}")
+                way_out = "Fix the sizes of the inputs: torch.compile(..., dynamic=False)."
+                raise CaptureError(f"a size of the graph depends on the values of tensors{line}\n{way_out}")
 
 
 def module_and_line(model: nn.Module, node: fx.Node) -> tuple[str, str]:

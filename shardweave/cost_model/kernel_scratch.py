@@ -268,6 +268,7 @@ _ANY_DEVICE: dict[str, Callable[[fx.Node], int]] = {
     "ordered_bits": _ordered_bits,
     "from_ordered_bits": _from_ordered_bits,
     "recurrence_backward": _recurrence_backward,
+    "region": lambda node: int(_value(node, "scratch")),
 }
 _CPU: dict[str, Callable[[fx.Node], int]] = {
     **_ANY_DEVICE,

@@ -3,14 +3,15 @@ convolutions, mixtures of experts, recurrent layers, the CTC loss, random number
 checked indices, slices of a time axis. Importing this package registers them. May import `ir`.
 """
 
-from shardweave.ops import layer_ops  # noqa: F401  (registers the ops)
 from shardweave.ops.communication_encodings import all_reduced
+from shardweave.ops.layer_ops import REGION_NAMES
 from shardweave.ops.local_shards import IndexChecks, IndexRange, coordinate, is_coordinate, joined, total, unpad
 from shardweave.ops.seeded_random import Seeds, hash_seeds, seeded
 
 __all__ = [
     "IndexRange",
     "IndexChecks",
+    "REGION_NAMES",
     "Seeds",
     "all_reduced",
     "coordinate",

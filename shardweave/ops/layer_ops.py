@@ -1,5 +1,5 @@
 """Ops of whole layers, each with its own rule: the gradients of convolutions, the matmuls of a mixture of experts, the
-steps of recurrent layers, and the CTC loss.
+steps of recurrent layers, the CTC loss, and regions in which sizes depend on values.
 
 ``aten.convolution_backward`` computes both gradients, and takes the input and the weight for both. Here each gradient
 is an op of its own that takes what it depends on, and the shape of its result, so that each can be sharded by itself.
@@ -14,13 +14,16 @@ does not depend on the step before, the product of the sequence and the weight, 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from shardweave.ir import InputError
 from shardweave.ops.library import LIBRARY, register
 
 aten = torch.ops.aten
@@ -382,3 +385,55 @@ def _ctc_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ..
 
 
 torch.library.register_autograd("shardweave::ctc_loss", _ctc_gradients, setup_context=_save_ctc, lib=LIBRARY)
+
+
+# -- regions of ops between which sizes or numbers depend on the values of tensors (`compiler.capture` makes them)
+
+REGION_NAMES = {
+    "torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan, "math": math, "operator": operator,
+    "getattr": getattr,
+}  # fmt: skip
+"""What the code of a region may refer to."""
+
+
+@cache
+def _region_function(code: str) -> Callable[..., list[Tensor]]:
+    names: dict[str, Any] = dict(REGION_NAMES)
+    exec(code, names)  # written by a capture of this process or, from a saved graph, by an earlier one
+    function: Callable[..., list[Tensor]] = names["region"]
+    return function
+
+
+def _region(inputs: list[Tensor], code: str, shapes: str, flops: int, scratch: int) -> list[Tensor]:
+    """What the function `region` of `code` returns, as tensors of their own that are as `shapes` says."""
+    results, taken = [], {tensor.untyped_storage()._cdata for tensor in inputs}
+    for value in _region_function(code)(*inputs):
+        aliased = value.untyped_storage()._cdata in taken
+        results.append(value.clone(memory_format=torch.contiguous_format) if aliased else value.contiguous())
+        taken.add(results[-1].untyped_storage()._cdata)
+    found = ", ".join(" ".join([str(value.dtype)[6:], *map(str, value.shape)]) for value in results)
+    if found != shapes:
+        raise InputError(
+            f"what is computed from a selection by values is {found}, but the captured step has {shapes}: the model "
+            "combines the selection with a tensor of a fixed size, and this batch selects another number of elements"
+        )
+    return results
+
+
+def _region_shapes(inputs: list[Tensor], code: str, shapes: str, flops: int, scratch: int) -> list[Tensor]:
+    """Tensors as `shapes` lists them: ``"float32 16 8, int64"``."""
+    made = []
+    for described in shapes.split(", "):
+        dtype, *sizes = described.split(" ")
+        made.append(inputs[0].new_empty([int(size) for size in sizes], dtype=getattr(torch, dtype)))
+    return made
+
+
+register(
+    "region(Tensor[] inputs, str code, str shapes, int flops, int scratch) -> Tensor[]", _region, _region_shapes
+)
+
+
+@register_flop_formula(torch.ops.shardweave.region)
+def _region_flops(inputs: Any, code: str, shapes: str, flops: int, scratch: int, **_: Any) -> int:
+    return flops

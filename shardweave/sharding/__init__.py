@@ -3,6 +3,7 @@ the ops that get a strategy, and the equal layers of a model. May import `ir` an
 """
 
 from shardweave.sharding.annotate import (
+    INHERITED_META,
     Annotate,
     Classes,
     any_covers,
@@ -69,6 +70,7 @@ from shardweave.sharding.propagate import (
     passing_sums,
 )
 from shardweave.sharding.rules import find_rule, is_view
+from shardweave.sharding.rules.index import writes_by_mask
 from shardweave.sharding.rules.matmul import LINEAR_IN_EACH, LINEAR_IN_FIRST, linear_in
 from shardweave.sharding.rules.random import draws
 from shardweave.sharding.rules.registry import EVERY, Rule, argument, argument_names, rule, shape, tensor_args
@@ -82,6 +84,7 @@ __all__ = [
     "Classes",
     "LINEAR_IN_EACH",
     "EVERY",
+    "INHERITED_META",
     "LINEAR_IN_FIRST",
     "DeduplicatedStep",
     "Op",
@@ -147,5 +150,6 @@ __all__ = [
     "tensors",
     "unruled_ops",
     "users_through_views",
+    "writes_by_mask",
     "assign_column_row_forms",
 ]

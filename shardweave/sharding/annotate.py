@@ -314,7 +314,8 @@ def bind_new(nodes: Sequence[fx.Node], parents: Sequence[fx.Node]) -> list[fx.No
     return list(nodes)
 
 
-_INHERITED = ("partitioner_tag", "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "recompute", "ac_graph_id")
+INHERITED_META = ("partitioner_tag", "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "recompute",
+                  "ac_graph_id")  # fmt: skip
 """Metadata that the nodes of a decomposition copy from the node that they replace."""
 
 
@@ -345,7 +346,7 @@ def decompose(node: fx.Node, form: Callable[..., Any], known: dict[object, Any])
                 result = fx.node.map_arg(inner.args[0], lambda leaf: mapping[leaf])
             else:
                 copy = node.graph.node_copy(inner, lambda leaf: mapping[leaf])
-                copy.meta |= {key: node.meta[key] for key in _INHERITED if key in node.meta}
+                copy.meta |= {key: node.meta[key] for key in INHERITED_META if key in node.meta}
                 mapping[inner] = copy
                 added.append(copy)
     if isinstance(result, (tuple, list)):

@@ -227,9 +227,34 @@ def added_to_zeros(op: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
     return x + op(zeros, *args)
 
 
+def _mask_of(node: fx.Node) -> fx.Node | None:
+    """The mask among the indices of an `index_put`."""
+    given = argument(node, "indices")
+    return next((index for index in given if index is not None and index.meta["val"].dtype == torch.bool), None)
+
+
+def writes_by_mask(node: fx.Node) -> bool:
+    """Whether a node writes values of their own into the elements that a mask selects."""
+    if node.target is not aten.index_put.default or _mask_of(node) is None:
+        return False
+    alone = sum(index is not None for index in argument(node, "indices")) == 1
+    one = all(isinstance(size, int) and size == 1 for size in argument(node, "values").meta["val"].shape)
+    return not (alone and one) or bool(argument(node, "accumulate"))
+
+
+def _fill_by_mask(x: Tensor, indices: Sequence[Tensor | None], value: Tensor, *_: Any) -> Tensor:
+    """One number where a mask, which covers some dimensions of `x`, is true."""
+    (mask,) = (index for index in indices if index is not None)
+    after = x.dim() - len(indices) + 1 - mask.dim()
+    return torch.where(mask.reshape([*mask.shape, *[1] * after]), value.reshape([]), x)
+
+
 @register_conditional(aten.index_put.default)
 def accumulated(node: fx.Node) -> Callable[..., Tensor] | None:
-    """Decompose an `index_put` that accumulates on a value that is not zero."""
+    """Decompose an `index_put` that writes one number by a mask, or accumulates on a value that is not zero."""
+    mask = _mask_of(node)
+    if mask is not None and not writes_by_mask(node) and not argument(node, "accumulate"):
+        return _fill_by_mask
     if not argument(node, "accumulate") or is_zero(argument(node, "self")):
         return None
     return partial(added_to_zeros, aten.index_put.default)

@@ -108,6 +108,15 @@ SCANS = [
 _CTC = "[t] b [c], b [s], b, b"
 rule(torch.ops.shardweave.ctc_loss.default, f"{_CTC} -> b, b [t] [a]")
 rule(torch.ops.shardweave.ctc_loss_backward.default, f"b, {_CTC}, b, b [t] [a] -> [t] b [c]")
+def bind_whole(node: fx.Node) -> BoundRule:
+    """No dimension can be split."""
+    factors = Factors()
+    given, results = [shape(arg) for arg in tensor_args(node)], output_shapes(node)
+    made = [[[factors.new(size, blocked=True) for size in value] for value in side] for side in (given, results)]
+    return factors.rule(*made)
+
+
+family([torch.ops.shardweave.region.default], bind_whole, "sizes inside depend on values; blocked: all dimensions")
 family(SCANS, along("dim"), "in order along a dimension; blocked: that dimension")
 family(
     [aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default],

@@ -120,3 +120,15 @@ def lu_solve(d: Draw) -> Call:
 def distances(d: Draw) -> Call:
     first, second, width, *batch = d.sizes(3, 5)
     return (d.tensor(*batch, first, width), d.tensor(*batch, second, width), d.choice([1.0, 2.0]), None), {}
+
+
+@case(custom_ops.region.default)
+def region(d: Draw) -> Call:
+    """The sum of the rows of which another value is positive, and a pointwise result."""
+    rows, width = d.size(), d.size()
+    code = """def region(a0, a1):
+    v0 = torch.ops.aten.index.Tensor(a0, [torch.ops.aten.gt.Scalar(a1, 0)])
+    return [v0.sum(0), torch.ops.aten.relu.default(a0)]"""
+    x = d.tensor(rows, width)
+    dtype = str(x.dtype).removeprefix("torch.")
+    return ([x, d.tensor(rows)], code, f"{dtype} {width}, {dtype} {rows} {width}", 0, 0), {}

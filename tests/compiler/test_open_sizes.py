@@ -1,0 +1,152 @@
+"""Models in which sizes and numbers depend on the values of tensors train to the numbers of one device."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardweave as sw
+from shardweave.runtime.launch import WorkerPool
+from tests.compiler.training import Way, compile_ways
+from tests.models import Case
+from tests.runtime.loop import DTYPE, same_in_both_worlds, whole
+
+EXPERTS = 4
+
+
+class Selects(nn.Module):
+    """Two layers, and between or after them one of the ways in which users make sizes of values."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        if kind == "mixture":
+            self.gate = nn.Linear(8, EXPERTS)
+            self.experts = nn.ModuleList(
+                nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(EXPERTS)
+            )
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.down(self.up(x).relu()).flatten(0, 1)
+        loss: Tensor = getattr(self, self.kind)(hidden, labels.flatten())
+        return loss
+
+    def mixture_of(self, hidden: Tensor) -> Tensor:
+        weights, chosen = self.gate(hidden).softmax(-1).topk(2)
+        mask = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+        result = torch.zeros_like(hidden)
+        for index in range(EXPERTS):
+            top, rows = torch.where(mask[index])
+            result.index_add_(0, rows, self.experts[index](hidden[rows]) * weights[rows, top, None])
+        return result
+
+    def mixture(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return (hidden + self.mixture_of(hidden)).pow(2).mean()
+
+    def kept(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        losses = F.cross_entropy(hidden, labels, reduction="none")
+        return losses[labels > 2].mean()
+
+    def kept_rows(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        keep = labels > 2
+        return F.cross_entropy(hidden[keep], labels[keep])
+
+    def centred(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        rows = hidden[labels > 2]
+        return (rows - rows.mean(0).tanh()).pow(2).sum() / len(rows)  # a fixed size between two open ones
+
+    def written(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        keep, changed = labels > 2, hidden.clone()
+        changed[keep] = hidden[keep].tanh() * 2
+        return changed.pow(2).mean()
+
+    def filled(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        changed = hidden * 2
+        changed[labels > 2] = 0.5
+        changed[:, torch.arange(8) > 5] = hidden.mean()
+        return changed.pow(2).mean()
+
+    def placed(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        changed, keep = hidden * 2, torch.arange(len(hidden)) + labels * 0 < 4
+        changed[keep] = hidden[4:8].tanh()  # so many rows as are selected
+        return changed.pow(2).mean()
+
+    def masked(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return torch.masked_select(hidden, labels[:, None] > 2).sin().sum()
+
+    def loops(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        edges = torch.stack([labels, labels.roll(1)])
+        edges = edges[:, edges[0] != edges[1]]
+        edges = torch.cat([edges, torch.arange(len(hidden)).expand(2, -1)], 1)
+        return torch.zeros_like(hidden).index_add(0, edges[1], hidden[edges[0]]).pow(2).mean()
+
+    def cut(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return hidden[: int(labels.max())].pow(2).mean()
+
+    def scaled(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return (hidden * hidden.detach().abs().max().item()).pow(2).mean()
+
+    def repeated(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return hidden.repeat_interleave(labels, 0).pow(2).mean()
+
+    def distinct(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        values, places = labels.unique(return_inverse=True)
+        return torch.zeros(len(values), 8, dtype=hidden.dtype).index_add(0, places, hidden).pow(2).sum()
+
+
+KINDS = (
+    "kept", "kept_rows", "centred", "written", "filled", "placed", "masked", "loops", "cut", "scaled", "repeated",
+    "distinct", "mixture",
+)  # fmt: skip
+
+
+def draw(generator: torch.Generator, size: int = 8) -> dict[str, Tensor]:
+    x = torch.randn(size, 2, 8, generator=generator)
+    return {"x": x, "labels": torch.randint(0, 8, (size, 2), generator=generator)}
+
+
+def batches() -> list[dict[str, Tensor]]:
+    """Two drawn batches; one from which a rank selects all and another nothing; one of which all is selected."""
+    found = [draw(torch.Generator().manual_seed(seed)) for seed in range(4)]
+    found[2]["labels"] = torch.tensor([[1, 2]] * 4 + [[5, 7]] * 4)
+    found[3]["labels"].fill_(4)
+    return [{"x": batch["x"].to(DTYPE), "labels": batch["labels"]} for batch in found]
+
+
+def losses_and_gradients(model: nn.Module) -> Any:
+    seen = []
+    for batch in batches():
+        model.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        seen += [loss.detach(), *(whole(p.grad).clone() for _, p in model.named_parameters() if p.grad is not None)]
+    model.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trains_as_on_one_device(kind: str, pool: WorkerPool) -> None:
+    case = Case(kind, partial(Selects, kind), draw)
+    ways = [Way("zdp", {"*": "zdp"}), Way("tensor and data", {"up": (2, 1, 1, 2), "down": (1, 2, 1, 2)})]
+    if kind in ("kept", "mixture"):
+        ways += [Way("dp", {"*": "dp"}), Way("3d", {"up": (2, 1, 2, 1), "down": (1, 2, 2, 1)}), Way("planner")]
+    steps = compile_ways(case.model(DTYPE), case, DTYPE, 4, ways)
+    run = partial(same_in_both_worlds, losses_and_gradients, steps, [way.name for way in ways], case)
+    assert pool.run(run, nprocs=4) == [[]] * 4
+
+
+@pytest.mark.parametrize("kind", ["kept", "mixture", "cut"])
+def test_the_torch_compile_door_takes_them_too(kind: str) -> None:
+    torch._dynamo.reset()
+    case = Case(kind, partial(Selects, kind), draw)
+    model = case.model(DTYPE)
+    compiled = torch.compile(
+        case.model(DTYPE), backend="shardweave", fullgraph=True, dynamic=False, options={"cluster": sw.Cluster.local(1)}
+    )
+    torch.testing.assert_close(losses_and_gradients(compiled), losses_and_gradients(model))
