@@ -36,7 +36,10 @@ from tests.passes.harness import (
 
 aten = torch.ops.aten
 OPS = sorted(set(CASES) & set(RULES), key=str)
-WHOLE = {aten.prod.default, aten.median.default, aten.nanmedian.default, aten.randperm.default}
+WHOLE = {
+    aten.prod.default, aten.median.default, aten.nanmedian.default, aten.randperm.default,
+    torch.ops.shardweave.region.default,
+}  # fmt: skip
 """Ops whose rules have no free factor: they stay in one piece."""
 COMBINE = {"sum": torch.add, "own": torch.add, "max": torch.maximum, "min": torch.minimum}
 STEP_SEED = 7
