@@ -76,8 +76,8 @@ def _error(module: nn.Module, name: str, what: str, way_out: str) -> CaptureErro
 
 
 _WAY_OUT = (
-    "Write that line without branching on the values of tensors and without leaving the graph (torch.where, "
-    "masks instead of selections, no .item(), no printing), then compile again."
+    "Write that line without branching on the values of tensors and without leaving the graph (torch.where, no "
+    ".tolist(), no printing), then compile again. A branch that only raises an error may stay."
 )
 _WAYS_OUT = {
     "embedding_renorm": "An embedding with max_norm changes its table in each call. Leave max_norm out, and keep the "
@@ -85,6 +85,7 @@ _WAYS_OUT = {
     "norm_type, 0, max_norm)), where weight is that of the parallel module.",
 }
 """The way out where an op of this name stops a capture."""
+_OUTSIDE = "Call that outside of the forward: a captured step has ops on tensors alone. Then compile again."
 _RAISED = (
     "The model itself stops here: mend the call or the config, then compile again. If it runs by itself, it makes up "
     "an optional input (such as attention_mask) only where it is not compiled: give it that input."
@@ -241,6 +242,10 @@ def _reason(chain: list[BaseException]) -> tuple[str, str]:
     if "data-dependent expression" in text or "nbacked symbol" in text:
         return "a number depends on the values of tensors", _WAY_OUT
     explanation = re.search(r"Explanation: (.+)", text)
+    if explanation and "trace the builtin" in explanation[1]:
+        return explanation[1].partition(" This function is")[0], _OUTSIDE
+    if "modified by an inplace operation" in text:
+        return text.strip().partition(" Hint:")[0], _RAISED
     return explanation[1] if explanation else text.strip().split("\n")[0] or type(chain[0]).__name__, _WAY_OUT
 
 

@@ -264,26 +264,6 @@ class Branching(nn.Module):
         return x.sum()
 
 
-class Leaving(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        factor = self.linear(x).max().item()  # a number out of the graph
-        return self.linear(x).sum() * factor
-
-
-class Selecting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = self.linear(x)[x[:, 0] > 0]  # a size that depends on data
-        return chosen.sum()
-
-
 class Printing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -297,8 +277,6 @@ class Printing(nn.Module):
 
 UNFIT = {
     "a branch on data": Branching(),
-    "a number out of the graph": Leaving(),
-    "a size that depends on data": Selecting(),
     "an output beside the graph": Printing(),
 }
 

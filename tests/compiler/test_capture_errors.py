@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,15 @@ def reads(x: Tensor) -> Tensor:
     return Reading.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def times(x: Tensor) -> Tensor:
+    return x * time.perf_counter()
+
+
+def overwrites(x: Tensor) -> Tensor:
+    hidden = x.exp()
+    return hidden.mul_(2).sum() * hidden.add_(x).sum()  # exp needs its result in the backward
+
+
 def says(x: Tensor) -> Tensor:
     return Saying.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -126,6 +136,7 @@ REFUSED = [
     (asserts, "it raises AssertionError", 'assert x.shape[0] == 5, "five', STOPS),
     (tries, "it raises ValueError: 'bad shape (8, 4)'", "raise ValueError", STOPS),
     (reads, "a number depends on the values", "Reading.apply", WAY),
+    (times, "trace the builtin `time.perf_counter.`", "time.perf_counter()", "outside of the forward"),
     (says, "builtin operator `print`", "# prints in a backward", PRINT),
 ]
 
@@ -147,6 +158,12 @@ def test_a_refusal_names_the_module_and_the_line(
     assert reason in text.splitlines()[0]
     assert re.search(rf"\n  .*{Path(__file__).name}:{line_of(code)} in ", text), text
     assert way_out in text.splitlines()[-1]
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in ExpBackward0")
+def test_what_autograd_refuses_is_the_models_own_error() -> None:
+    with pytest.raises(CaptureError, match=r"modified by an inplace operation(?s:.)*The model itself stops here"):
+        capture(Model(overwrites), torch.randn(8, 4))
 
 
 @pytest.mark.parametrize("data", [True, False])
