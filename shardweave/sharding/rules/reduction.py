@@ -86,6 +86,14 @@ def bind_unfold(node: fx.Node) -> BoundRule:
     return factors.rule([cut], [names]) if backward else factors.rule([names], [cut])
 
 
+def bind_whole(node: fx.Node) -> BoundRule:
+    """No dimension can be split."""
+    factors = Factors()
+    given, results = [shape(arg) for arg in tensor_args(node)], output_shapes(node)
+    made = [[[factors.new(size, blocked=True) for size in value] for value in side] for side in (given, results)]
+    return factors.rule(*made)
+
+
 SCANS = [
     aten.cumsum.default,
     aten.cumprod.default,
@@ -108,14 +116,6 @@ SCANS = [
 _CTC = "[t] b [c], b [s], b, b"
 rule(torch.ops.shardweave.ctc_loss.default, f"{_CTC} -> b, b [t] [a]")
 rule(torch.ops.shardweave.ctc_loss_backward.default, f"b, {_CTC}, b, b [t] [a] -> [t] b [c]")
-def bind_whole(node: fx.Node) -> BoundRule:
-    """No dimension can be split."""
-    factors = Factors()
-    given, results = [shape(arg) for arg in tensor_args(node)], output_shapes(node)
-    made = [[[factors.new(size, blocked=True) for size in value] for value in side] for side in (given, results)]
-    return factors.rule(*made)
-
-
 family([torch.ops.shardweave.region.default], bind_whole, "sizes inside depend on values; blocked: all dimensions")
 family(SCANS, along("dim"), "in order along a dimension; blocked: that dimension")
 family(
