@@ -252,11 +252,12 @@ def _raises_as_asserts() -> Iterator[None]:
         jumps_if = name.endswith("TRUE")
 
         def branch(self: Any, instruction: Any) -> None:
-            value = self.stack[-1]
+            if not isinstance(self.stack[-1], TensorVariable):
+                return jump(self, instruction)
             # 1. Which side raises: the next instruction, or the target of the jump?
             next_raises = _raised_message(self, self.instruction_pointer)
             target_raises = _raised_message(self, self.indexof[instruction.target])
-            if not isinstance(value, TensorVariable) or (next_raises is None) == (target_raises is None):
+            if (next_raises is None) == (target_raises is None):
                 return jump(self, instruction)
             # 2. Assert that the other one is taken, and take it.
             condition = self.pop().as_proxy()
