@@ -116,7 +116,10 @@ def test_adding_to_what_is_there(target: Any, data: st.DataObject) -> None:
     assert_equal(run.whole(0), module(*values)[0])
 
 
-def test_selection_by_a_mask_is_refused() -> None:
-    """How much a mask selects is not known before the step."""
+def test_values_of_their_own_for_what_a_mask_selects_have_no_rule() -> None:
+    """How much a mask selects is not known before the step. One number for all of it is a `torch.where`."""
+    mask = [torch.ones(4, dtype=torch.bool)]
     with pytest.raises(RuleError, match="depends on the data"):
-        graph_of(aten.index_put.default, (torch.randn(4), [torch.ones(4, dtype=torch.bool)], torch.tensor(1.0)), {})
+        graph_of(aten.index_put.default, (torch.randn(4), mask, torch.randn(4)), {})
+    module, _ = graph_of(aten.index_put.default, (torch.randn(4), mask, torch.tensor(1.0)), {})
+    assert [node.target for node in module.graph.nodes if node.op == "call_function"][-1] is aten.where.self
