@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from shardweave.compiler.capture import capture
 from shardweave.compiler.capture_errors import internal_errors
@@ -518,8 +519,13 @@ def mismatch_message(given: Sequence[tuple[Options, ModelKey]]) -> str:
 
 
 def check_world(cluster: Cluster) -> None:
-    """`ParallelError` where the running world has another size than `cluster`."""
+    """`ParallelError` where the running world has another size than `cluster`, or torch is too old for its ranks."""
     world = dist.get_world_size() if dist.is_initialized() else 1
+    if world > 1 and TorchVersion(torch.__version__) < "2.13.0a0":
+        raise ParallelError(
+            f"{world} ranks need torch 2.13, and this is {torch.__version__}: its DTensors cannot hold parallel "
+            "parameters. Install torch 2.13; with this one, a step on one rank runs, and plans are made for any cluster"
+        )
     if world != cluster.world_size:
         raise ParallelError(
             f"the cluster {cluster.name} has {cluster.world_size} devices, the running world {world} rank(s): "

@@ -392,3 +392,16 @@ def test_sparse_gradients_are_refused_with_the_way_out(allow: bool) -> None:
     error = caught(sw.plan, model, sw.Cluster.local(2), tokens, options=options, progress=False)
     assert_told(error, "sparse tensor", "sparse=False")
     assert "replicate_unknown_ops" not in str(error)
+
+
+def compiles_under_an_older_torch() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.12.1+cpu")
+        with pytest.raises(sw.ParallelError) as caught:
+            sw.compile_parallel(nn.Linear(4, 4), sw.Cluster.local(2), torch.randn(4, 4), progress=False)
+    return str(caught.value)
+
+
+def test_several_ranks_under_an_older_torch_are_refused(pool: WorkerPool) -> None:
+    told = pool.run(compiles_under_an_older_torch, nprocs=2)
+    assert all("2 ranks need torch 2.13, and this is 2.12.1+cpu" in text for text in told)
