@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from shardweave.compiler.capture import asserts_as_values, enclose_open_sizes, extend_backward
+from shardweave.compiler.capture import asserts_as_values, enclose_open_sizes, extend_backward, is_token
 from shardweave.compiler.capture_errors import refuse_open_sizes
 from shardweave.compiler.compiler import Compiler, check_world
 from shardweave.compiler.dynamo_workarounds import recurrent_layers
@@ -89,7 +89,7 @@ def captured_from(joint: fx.GraphModule, sources: Sequence[Source], num_forward:
             primals.append(source.name)
             if isinstance(node.meta["val"], Tensor):
                 named[source.kind][node.name] = source.name
-        elif "Token" in type(what).__name__:
+        elif is_token(what):
             raise CaptureError(
                 "an op checks values, or says them, beside the graph. Of the functions of torch.linalg, call those "
                 "whose names end in _ex (inv_ex, solve_ex), which return an error code; or use compile_parallel"

@@ -59,7 +59,7 @@ from shardweave.ir import (
 )
 from shardweave.ops import REGION_NAMES
 from shardweave.runtime import copy_with_tensors, wants_gradient
-from shardweave.sharding import INHERITED_META, draws, tensors, writes_by_mask
+from shardweave.sharding import INHERITED_META, draws, graph_outputs, tensors, writes_by_mask
 
 
 @contextlib.contextmanager
@@ -436,7 +436,7 @@ def asserts_as_values(graph: fx.Graph, outputs: Iterable[int]) -> None:
         value, users = _checked_value(flags, place)
         if value is None:
             flags, inverted = condition, False
-            returned = list(output.args[0])  # type: ignore[arg-type]
+            returned = graph_outputs(graph)
             value = next((returned[index] for index in outputs if isinstance(returned[index], fx.Node)), None)
             users = [output]
         # 3. The check, in the forward
@@ -461,8 +461,8 @@ def _checked_value(flags: fx.Node, place: Mapping[fx.Node, int]) -> tuple[fx.Nod
         if not before or torch.Tag.pointwise not in getattr(value.target, "tags", ()):
             break
         value = before[0]
-        users = [user for user in value.users if user.meta.get("partitioner_tag") != "is_backward"]
-        users = [user for user in users if user.op != "output" and user not in chain and place[user] > place[flags]]
+        users = [user for user in value.users if not _is_late(user) and user.op != "output"]
+        users = [user for user in users if user not in chain and place[user] > place[flags]]
         if users and type(value.meta.get("desc")).__name__ != "ParamAOTInput":  # which products read as it is
             return value, users
         chain.add(value)
@@ -482,7 +482,7 @@ def _linalg_checks_as_values(graph: fx.Graph) -> None:
         function = info.all_input_nodes[0]
         results = [node for node in function.users if node.args[1] == 0 and node.users]
         for result in results:
-            users = [user for user in result.users if user.meta.get("partitioner_tag") != "is_backward"]
+            users = [user for user in result.users if not _is_late(user)]
             function.append(info)
             function.append(result)
             with graph.inserting_after(info):
@@ -496,15 +496,15 @@ def _linalg_checks_as_values(graph: fx.Graph) -> None:
             graph.erase_node(following)
         graph.erase_node(check)
     # The tokens, of which nothing is left
-    described = zip(output.args[0], output.meta["desc"])  # type: ignore[arg-type]
-    kept = [(value, kind) for value, kind in described if not _is_token(kind)]
+    described = zip(graph_outputs(graph), output.meta["desc"], strict=True)
+    kept = [(value, kind) for value, kind in described if not is_token(kind)]
     output.args, output.meta["desc"] = ([value for value, _ in kept],), [kind for _, kind in kept]
     for node in graph.find_nodes(op="placeholder"):
-        if _is_token(node.meta["desc"]):
+        if is_token(node.meta["desc"]):
             graph.erase_node(node)
 
 
-def _is_token(described: Any) -> bool:
+def is_token(described: Any) -> bool:
     """Whether this describes an input or output by which AOTAutograd orders effects."""
     return "Token" in type(described).__name__
 
@@ -515,7 +515,7 @@ def extend_backward(graph: fx.Graph) -> None:
     Random draws in the backward of a custom function, and products that Dynamo rewrites, have lost the tag.
     """
     for node in graph.nodes:
-        late = any(argument.meta.get("partitioner_tag") == "is_backward" for argument in node.all_input_nodes)
+        late = any(map(_is_late, node.all_input_nodes))
         if late and node.op != "output":
             node.meta["partitioner_tag"] = "is_backward"
 

@@ -23,13 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch._decomp import decompositions
-from torch._dynamo import trace_rules
-from torch._dynamo.symbolic_convert import (
-    InliningGeneratorInstructionTranslator,
-    InliningInstructionTranslator,
-    InstructionTranslator,
-)
-from torch._dynamo.variables import TensorVariable, UserFunctionVariable
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -246,13 +239,21 @@ def _raises_as_asserts() -> Iterator[None]:
     error is an AssertionError then, with the message or the line of that one.
     """
 
-    inlined = {torch._assert: UserFunctionVariable, nn.functional.gaussian_nll_loss: UserFunctionVariable}
+    dynamo: Any = torch._dynamo  # loaded by the first capture, not by the import of this package
+    functions = torch._assert, nn.functional.gaussian_nll_loss  # whose branches Dynamo does not trace by itself
+    inlined = dict.fromkeys(functions, dynamo.variables.UserFunctionVariable)
+    translators = dynamo.symbolic_convert
+    kinds = (
+        translators.InstructionTranslator,
+        translators.InliningInstructionTranslator,
+        translators.InliningGeneratorInstructionTranslator,
+    )
 
     def patched(name: str, jump: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         jumps_if = name.endswith("TRUE")
 
         def branch(self: Any, instruction: Any) -> None:
-            if not isinstance(self.stack[-1], TensorVariable):
+            if not isinstance(self.stack[-1], dynamo.variables.TensorVariable):
                 return jump(self, instruction)
             # 1. Which side raises: the next instruction, or the target of the jump?
             next_raises = _raised_message(self, self.instruction_pointer)
@@ -272,8 +273,8 @@ def _raises_as_asserts() -> Iterator[None]:
         return branch
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(trace_rules.get_torch_obj_rule_map(), inlined))
-        for kind in (InstructionTranslator, InliningInstructionTranslator, InliningGeneratorInstructionTranslator):
+        stack.enter_context(mock.patch.dict(dynamo.trace_rules.get_torch_obj_rule_map(), inlined))
+        for kind in kinds:
             table: list[Any] = list(kind.dispatch_table)
             for name in set(_BRANCHES) & set(dis.opmap):
                 table[dis.opmap[name]] = patched(name, table[dis.opmap[name]])

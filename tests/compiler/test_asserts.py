@@ -19,7 +19,8 @@ asserted = torch.ops.shardweave.asserted.default
 
 def rows(seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(8, size, generator=generator, dtype=torch.float64) for size in (8, 4))  # type: ignore
+    x, y = (torch.randn(8, size, generator=generator, dtype=torch.float64) for size in (8, 4))
+    return x, y
 
 
 def build(kind: Any = Checking) -> nn.Module:
